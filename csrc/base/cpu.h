@@ -1,0 +1,30 @@
+/* What this processor can do, found at run time.
+ *
+ * Kernels come in paths, each a superset of the one before.  The path is chosen once per context:
+ * the best this processor has, or the one FSDPC_ISA names (an error if the processor lacks it).
+ */
+#ifndef FSDPC_BASE_CPU_H
+#define FSDPC_BASE_CPU_H
+
+#include "base/status.h"
+
+/* X(name, text) in ascending order */
+#define FSDPC_ISA_TABLE(X)                                                                         \
+    X(PORTABLE, "portable")     /* whatever the compiler's baseline is */                          \
+    X(AVX2, "avx2")             /* AVX2, FMA, F16C */                                              \
+    X(AVX512, "avx512")         /* AVX-512 F, BW, DQ, VL */                                        \
+    X(AVX512BF16, "avx512bf16") /* and vdpbf16ps */                                                \
+    X(AMX, "amx")               /* and bf16 tiles, with the kernel's permission */
+
+typedef enum fsdpc_isa {
+#define X(name, text) FSDPC_ISA_##name,
+    FSDPC_ISA_TABLE(X)
+#undef X
+        FSDPC_ISA_COUNT
+} fsdpc_isa;
+
+fsdpc_isa fsdpc_isa_best(void);
+const char *fsdpc_isa_name(fsdpc_isa isa);
+fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto" gives the best */
+
+#endif

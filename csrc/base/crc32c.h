@@ -1,0 +1,14 @@
+/* CRC-32C (Castagnoli), with the combination that lets pieces be summed apart. */
+#ifndef FSDPC_BASE_CRC32C_H
+#define FSDPC_BASE_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Continues `crc` (0 to begin) over `bytes` more bytes; uses the processor's instruction if it has one. */
+uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
+
+/* CRC of A followed by B, from crc(A), crc(B) and the length of B. */
+uint32_t fsdpc_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b);
+
+#endif

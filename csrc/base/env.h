@@ -1,0 +1,45 @@
+/* Environment variables: one table, read once per context.
+ *
+ * Every variable the library reads stands here and in docs/environment.md (a lint test compares the
+ * two).  A value that does not parse, and a variable that starts with FSDPC_ and is not known, are
+ * errors that name the variable and what would be accepted.
+ */
+#ifndef FSDPC_BASE_ENV_H
+#define FSDPC_BASE_ENV_H
+
+#include <stdbool.h>
+
+#include "base/status.h"
+
+/* X(field, type, variable, default, lowest, highest, what it does);  types: real, integer, flag, text */
+#define FSDPC_ENV_TABLE(X)                                                                         \
+    X(timeout_s, real, "FSDPC_TIMEOUT_S", 300, 0.01, 1e9, "deadline of every wait, seconds")       \
+    X(notice_s, real, "FSDPC_NOTICE_S", 10, 0.01, 1e9,                                             \
+      "a rank that waits says for whom after this many seconds")                                   \
+    X(no_alias, flag, "FSDPC_NO_ALIAS", 0, 0, 1,                                                   \
+      "private, NaN-filled memory for every unit (finds reads after reshard)")                     \
+    X(threads, integer, "FSDPC_THREADS", 0, 0, 4096,                                               \
+      "threads of a rank; 0 means OMP_NUM_THREADS, else cores / ranks")                            \
+    X(isa, text, "FSDPC_ISA", "auto", 0, 0,                                                        \
+      "kernels to use: auto, portable, avx2, avx512, avx512bf16, amx")                             \
+    X(log, integer, "FSDPC_LOG", 1, 0, 3, "0 silent, 1 warnings, 2 notes, 3 everything")           \
+    X(trace, integer, "FSDPC_TRACE", 4096, 0, 16777216, "events kept by the trace ring")
+
+typedef double fsdpc_env_real;
+typedef long fsdpc_env_integer;
+typedef bool fsdpc_env_flag;
+typedef const char *fsdpc_env_text; /* borrowed from the environment: copy what must outlive it */
+
+typedef struct fsdpc_env {
+#define X(field, type, variable, fallback, lowest, highest, text) fsdpc_env_##type field;
+    FSDPC_ENV_TABLE(X)
+#undef X
+} fsdpc_env;
+
+/* Variables set by the launcher, Python or the build, known here so that they are not refused. */
+#define FSDPC_ENV_FOREIGN                                                                          \
+    "FSDPC_CUDA", "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID"
+
+fsdpc_status fsdpc_env_read(fsdpc_env *out);
+
+#endif

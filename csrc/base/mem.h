@@ -1,0 +1,60 @@
+/* Counted memory.
+ *
+ * Everything the engine and the tensors hold is allocated here and counted by category, so that
+ * memory_stats() and memory_plan() can speak of the same bytes.  One fsdpc_mem belongs to a context
+ * and is safe to use from any thread.
+ *
+ * fsdpc_mem_alloc gives 64-byte aligned memory (2 MiB aligned with huge pages asked for from 4 MiB
+ * up).  Freed blocks are kept in lists by size class and handed out again: a training step in steady
+ * state asks the system for nothing, and `system_allocs` proves it.
+ */
+#ifndef FSDPC_BASE_MEM_H
+#define FSDPC_BASE_MEM_H
+
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* X(name, text) */
+#define FSDPC_MEM_TABLE(X)                                                                         \
+    X(WIRE, "wire")             /* fulls, in the wire dtype; counted once per host */              \
+    X(MASTER, "master")         /* shards in the original dtype */                                 \
+    X(GRAD, "grad")             /* gradient shards */                                              \
+    X(STATE, "state")           /* optimizer states */                                             \
+    X(REDUCE, "reduce")         /* reduce buffers */                                               \
+    X(ACTIVATION, "activation") /* tensors of the tape and the user */                             \
+    X(OTHER, "other")
+
+typedef enum fsdpc_mem_kind {
+#define X(name, text) FSDPC_MEM_##name,
+    FSDPC_MEM_TABLE(X)
+#undef X
+        FSDPC_MEM_COUNT
+} fsdpc_mem_kind;
+
+typedef struct fsdpc_mem fsdpc_mem;
+
+typedef struct fsdpc_mem_stats {
+    size_t now_bytes[FSDPC_MEM_COUNT];
+    size_t peak_bytes[FSDPC_MEM_COUNT]; /* of each category by itself */
+    size_t total_now_bytes, total_peak_bytes;
+    size_t cached_bytes;     /* free blocks kept for reuse */
+    uint64_t system_allocs;  /* times the system was asked for memory since create */
+} fsdpc_mem_stats;
+
+fsdpc_status fsdpc_mem_create(fsdpc_mem **out);
+void fsdpc_mem_destroy(fsdpc_mem *mem); /* NULL is fine; blocks still out are leaked to their owners */
+
+/* bytes == 0 gives a valid pointer that must be freed too. */
+fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);
+void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
+
+/* Counts memory that came from elsewhere (mappings); `bytes` may be given back with a minus. */
+void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
+
+void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
+void fsdpc_mem_peak_reset(fsdpc_mem *mem);
+void fsdpc_mem_trim(fsdpc_mem *mem); /* gives cached blocks back to the system */
+const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind);
+
+#endif

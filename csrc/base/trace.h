@@ -1,0 +1,57 @@
+/* The trace ring: what the engine did, in order, with counts that never wrap.
+ *
+ * Tests assert on it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
+ * One ring belongs to a context; events are written by the thread that drives the engine.
+ */
+#ifndef FSDPC_BASE_TRACE_H
+#define FSDPC_BASE_TRACE_H
+
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* X(name, text) */
+#define FSDPC_TRACE_TABLE(X)                                                                       \
+    X(EPOCH, "epoch")                   /* begins: arrival */                                      \
+    X(PUBLISH, "publish")               /* own slices written to the wire */                       \
+    X(GATHER, "gather")                 /* posted */                                               \
+    X(GATHER_DONE, "gather_done")                                                                  \
+    X(FORWARD, "forward")               /* compute of a unit begins */                             \
+    X(FORWARD_END, "forward_end")                                                                  \
+    X(BACKWARD, "backward")                                                                        \
+    X(BACKWARD_END, "backward_end")                                                                \
+    X(RESHARD, "reshard")                                                                          \
+    X(REDUCE, "reduce")                 /* posted */                                               \
+    X(REDUCE_DONE, "reduce_done")                                                                  \
+    X(COLLECTIVE, "collective")         /* norms, user's own, agreement */                         \
+    X(OPTIM, "optim")
+
+typedef enum fsdpc_trace_kind {
+#define X(name, text) FSDPC_TRACE_##name,
+    FSDPC_TRACE_TABLE(X)
+#undef X
+        FSDPC_TRACE_KIND_COUNT
+} fsdpc_trace_kind;
+
+typedef struct fsdpc_trace_event {
+    int64_t ns;
+    uint64_t epoch;
+    uint64_t bytes;
+    int32_t unit; /* -1: none */
+    uint8_t kind;
+    uint8_t in_backward;
+} fsdpc_trace_event;
+
+typedef struct fsdpc_trace fsdpc_trace;
+
+fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
+void fsdpc_trace_destroy(fsdpc_trace *trace);
+void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
+                     uint64_t epoch, int in_backward); /* NULL trace: does nothing */
+uint64_t fsdpc_trace_count(const fsdpc_trace *trace, fsdpc_trace_kind kind); /* since create or reset */
+size_t fsdpc_trace_length(const fsdpc_trace *trace);     /* events held now */
+const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace, size_t index); /* 0 is the oldest */
+void fsdpc_trace_reset(fsdpc_trace *trace);
+const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind);
+
+#endif

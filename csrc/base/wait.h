@@ -1,0 +1,42 @@
+/* Time, deadlines and being interrupted.
+ *
+ * Nothing in the library waits without a deadline, and every wait comes up for air at least every
+ * 100 ms to ask the interrupt callback (Python's signal check) whether the user pressed Ctrl-C.
+ */
+#ifndef FSDPC_BASE_WAIT_H
+#define FSDPC_BASE_WAIT_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+int64_t fsdpc_clock_ns(void); /* monotonic */
+
+/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait. Called without locks held. */
+typedef fsdpc_status (*fsdpc_interrupt_fn)(void *arg);
+
+typedef struct fsdpc_interrupt {
+    fsdpc_interrupt_fn fn; /* may be NULL */
+    void *arg;
+} fsdpc_interrupt;
+
+static inline fsdpc_status fsdpc_interrupt_check(const fsdpc_interrupt *interrupt)
+{
+    return interrupt && interrupt->fn ? interrupt->fn(interrupt->arg) : FSDPC_OK;
+}
+
+/* Sleeps while *word == expected, at most max_ns; wakes spuriously.  Works across processes. */
+void fsdpc_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t max_ns);
+void fsdpc_futex_wake(_Atomic uint32_t *word);
+
+static inline void fsdpc_cpu_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif

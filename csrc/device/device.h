@@ -1,0 +1,179 @@
+/* A device: memory, streams and events, and the kernels that run on it.
+ *
+ * Three implementations fill in the table: `cpu`, `null` (records, computes nothing) and, as a plugin,
+ * `cuda`.  Callers use the inline wrappers below the table, never a slot.
+ *
+ * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
+ * the work at once, in the caller) or a FIFO worker thread; which one is chosen at creation: inline
+ * whenever the ranks of this host leave no core over.  Kernels of the tables in csrc/ops take their
+ * stream last: on the CPU they run in the calling thread, with the device's team; on CUDA they are
+ * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls it.
+ *
+ * Events order streams: record marks a point of a stream, stream_wait makes later work of another
+ * stream wait for it.  An event that was never recorded counts as complete.
+ *
+ * Threads: streams may be submitted to from one thread at a time.  Ownership: a device outlives its
+ * streams, events and memory; destroy(NULL) is a no-op everywhere.
+ */
+#ifndef FSDPC_DEVICE_DEVICE_H
+#define FSDPC_DEVICE_DEVICE_H
+
+#include <stdbool.h>
+
+#include "base/cpu.h"
+#include "base/dtype.h"
+#include "base/mem.h"
+#include "base/status.h"
+#include "base/team.h"
+#include "base/wait.h"
+
+typedef struct fsdpc_device fsdpc_device;
+typedef struct fsdpc_stream fsdpc_stream;
+typedef struct fsdpc_event fsdpc_event;
+
+/* Work for a stream.  `arg` must stay valid until the work has run. */
+typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
+
+typedef struct fsdpc_device_ops {
+    const char *name; /* "cpu", "null", "cuda" */
+    void (*destroy)(fsdpc_device *device);
+
+    /* Streams */
+    fsdpc_status (*stream_create)(fsdpc_device *device, const char *name, bool want_async,
+                                  fsdpc_stream **out);
+    void (*stream_destroy)(fsdpc_stream *stream);
+    fsdpc_status (*stream_submit)(fsdpc_stream *stream, fsdpc_stream_fn fn, void *arg);
+    fsdpc_status (*stream_sync)(fsdpc_stream *stream); /* waits; first error of its work, once */
+
+    /* Events */
+    fsdpc_status (*event_create)(fsdpc_device *device, fsdpc_event **out);
+    void (*event_destroy)(fsdpc_event *event);
+    fsdpc_status (*event_record)(fsdpc_event *event, fsdpc_stream *stream);
+    fsdpc_status (*stream_wait)(fsdpc_stream *stream, fsdpc_event *event);
+    fsdpc_status (*event_test)(fsdpc_event *event); /* FSDPC_IN_PROGRESS until complete */
+
+    /* Memory */
+    fsdpc_status (*alloc)(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out);
+    void (*free)(fsdpc_device *device, void *pointer);
+    fsdpc_status (*copy)(fsdpc_device *device, void *to, const void *from, size_t bytes,
+                         fsdpc_stream *stream);
+    fsdpc_status (*fill)(fsdpc_device *device, void *to, int byte, size_t bytes, fsdpc_stream *stream);
+} fsdpc_device_ops;
+
+struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
+struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
+
+struct fsdpc_device {
+    const fsdpc_device_ops *ops;
+    fsdpc_mem *mem;   /* borrowed */
+    fsdpc_team *team; /* borrowed; NULL is a team of one */
+    fsdpc_isa isa;
+    const struct fsdpc_flat_ops *flat; /* set by the context that joins kernels to a device */
+    const struct fsdpc_nn_ops *nn;
+};
+
+/* Common head of every stream; implementations embed it first. */
+struct fsdpc_stream {
+    fsdpc_device *device;
+    const char *name;
+};
+
+struct fsdpc_event {
+    fsdpc_device *device;
+};
+
+/* `mem` and `team` are borrowed and outlive the device.  `spare_cores`: cores this rank may use for
+ * worker streams; 0 makes every stream inline. */
+fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa, int spare_cores,
+                                     fsdpc_device **out);
+
+/* What the null device was asked to do, in order; borrowed until the next call on the device. */
+typedef struct fsdpc_null_record {
+    const char *stream; /* NULL where none is involved */
+    const char *what;   /* "submit", "record", "wait", "copy", "fill", "sync" */
+    const void *object; /* the event, the function's arg, or the address written */
+} fsdpc_null_record;
+
+/* Runs nothing: submitted functions are recorded and not called unless `run_host_work`. */
+fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_device **out);
+size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out);
+
+static inline void fsdpc_device_destroy(fsdpc_device *device)
+{
+    if (device)
+        device->ops->destroy(device);
+}
+
+static inline fsdpc_status fsdpc_stream_create(fsdpc_device *device, const char *name,
+                                               bool want_async, fsdpc_stream **out)
+{
+    return device->ops->stream_create(device, name, want_async, out);
+}
+
+static inline void fsdpc_stream_destroy(fsdpc_stream *stream)
+{
+    if (stream)
+        stream->device->ops->stream_destroy(stream);
+}
+
+static inline fsdpc_status fsdpc_stream_submit(fsdpc_stream *stream, fsdpc_stream_fn fn, void *arg)
+{
+    return stream->device->ops->stream_submit(stream, fn, arg);
+}
+
+static inline fsdpc_status fsdpc_stream_sync(fsdpc_stream *stream)
+{
+    return stream->device->ops->stream_sync(stream);
+}
+
+static inline fsdpc_status fsdpc_event_create(fsdpc_device *device, fsdpc_event **out)
+{
+    return device->ops->event_create(device, out);
+}
+
+static inline void fsdpc_event_destroy(fsdpc_event *event)
+{
+    if (event)
+        event->device->ops->event_destroy(event);
+}
+
+static inline fsdpc_status fsdpc_event_record(fsdpc_event *event, fsdpc_stream *stream)
+{
+    return event->device->ops->event_record(event, stream);
+}
+
+static inline fsdpc_status fsdpc_stream_wait(fsdpc_stream *stream, fsdpc_event *event)
+{
+    return stream->device->ops->stream_wait(stream, event);
+}
+
+static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
+{
+    return event->device->ops->event_test(event);
+}
+
+static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
+                                              void **out)
+{
+    return device->ops->alloc(device, kind, bytes, out);
+}
+
+static inline void fsdpc_device_free(fsdpc_device *device, void *pointer)
+{
+    if (pointer)
+        device->ops->free(device, pointer);
+}
+
+static inline fsdpc_status fsdpc_device_copy(fsdpc_device *device, void *to, const void *from,
+                                             size_t bytes, fsdpc_stream *stream)
+{
+    return device->ops->copy(device, to, from, bytes, stream);
+}
+
+static inline fsdpc_status fsdpc_device_fill(fsdpc_device *device, void *to, int byte, size_t bytes,
+                                             fsdpc_stream *stream)
+{
+    return device->ops->fill(device, to, byte, bytes, stream);
+}
+
+#endif

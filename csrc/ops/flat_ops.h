@@ -1,0 +1,145 @@
+/* Kernels over flat memory: casts, reductions over ranks, norms, optimizers.
+ *
+ * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
+ * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless said otherwise; buffers may be
+ * any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal (in
+ * place), never partly overlapping.
+ *
+ * Arithmetic: casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals kept);
+ * sums are in fp32 or wider; no result depends on the number of threads, on alignment, or on how a
+ * caller cut the range into calls, save that norms are summed over whole leaves (see sumsq).
+ */
+#ifndef FSDPC_OPS_FLAT_OPS_H
+#define FSDPC_OPS_FLAT_OPS_H
+
+#include "device/device.h"
+#include "ops/exact_sum.h"
+
+/* out = cast(scale * (tree sum over srcs)) [+ out].
+ * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged; partial
+ * sums are in the wider of fp32 and dtype; the scaled sum is rounded once through `dtype` (so that one
+ * rank rounds like many) and then cast to out_dtype and, if `accumulate`, added to out in fp32 (F64
+ * when out is F64). */
+typedef struct fsdpc_reduce_args {
+    const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
+    int n_srcs;              /* >= 1 */
+    fsdpc_dtype dtype;
+    size_t numel;
+    float scale;
+    void *out;
+    fsdpc_dtype out_dtype;
+    bool accumulate;
+} fsdpc_reduce_args;
+
+/* AdamW (Loshchilov & Hutter 2019; PyTorch's torch.optim.AdamW is the definition, in fp32) over one
+ * run of a flat shard, in one pass over memory:
+ *     g = grad * grad_scale;  p -= lr * weight_decay * p;  m = b1 m + (1 - b1) g;
+ *     v = b2 v + (1 - b2) g^2;  p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)
+ * and, where `wire` is given, wire = cast(p). */
+typedef struct fsdpc_adamw_args {
+    void *param; /* master, param_dtype F32 or BF16 */
+    fsdpc_dtype param_dtype;
+    const void *grad;
+    fsdpc_dtype grad_dtype; /* F32 or BF16 */
+    float *exp_avg, *exp_avg_sq;
+    void *wire; /* NULL: nothing to publish */
+    fsdpc_dtype wire_dtype;
+    size_t numel;
+    float grad_scale; /* clipping times unscaling, folded into the pass */
+    double lr, beta1, beta2, eps, weight_decay;
+    int64_t step; /* 1 for the first */
+    bool decoupled; /* true: AdamW; false: Adam (decay joins the gradient) */
+    bool maximize;
+} fsdpc_adamw_args;
+
+typedef enum fsdpc_init_kind { FSDPC_INIT_CONSTANT, FSDPC_INIT_NORMAL, FSDPC_INIT_UNIFORM } fsdpc_init_kind;
+
+/* dst[j] = value of element first + j of stream (seed, stream): constant a; normal of mean a and
+ * standard deviation b (Box-Muller over Philox words); uniform in [a, b). */
+typedef struct fsdpc_init_args {
+    void *dst;
+    fsdpc_dtype dtype;
+    size_t numel;
+    fsdpc_init_kind kind;
+    double a, b;
+    uint64_t seed, stream, first;
+} fsdpc_init_args;
+
+typedef struct fsdpc_flat_ops {
+    const char *name;
+    fsdpc_status (*cast)(void *dst, fsdpc_dtype dst_dtype, const void *src, fsdpc_dtype src_dtype,
+                         size_t numel, fsdpc_stream *stream);
+    /* dst = round(dst + src), summed in fp32 (F64 if either is) */
+    fsdpc_status (*accumulate)(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                               fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
+    fsdpc_status (*reduce)(const fsdpc_reduce_args *args, fsdpc_stream *stream);
+    /* x *= scale; *nonfinite_io is set to 1 if a NaN or infinity was read, else left alone */
+    fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, float scale, int *nonfinite_io,
+                          fsdpc_stream *stream);
+    /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
+     * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order. */
+    fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                          fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
+    fsdpc_status (*adamw)(const fsdpc_adamw_args *args, fsdpc_stream *stream);
+    /* *equal_out = every cast(src) has the bits of dst; stops at the first difference */
+    fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                          fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                          fsdpc_stream *stream);
+    fsdpc_status (*init)(const fsdpc_init_args *args, fsdpc_stream *stream);
+} fsdpc_flat_ops;
+
+/* The CPU's table for an instruction set (the best kernels not above it). */
+const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
+
+/* Computes nothing, succeeds; for device_null. */
+const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
+
+static inline fsdpc_status fsdpc_flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                           fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream)
+{
+    return stream->device->flat->cast(dst, dst_dtype, src, src_dtype, numel, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_accumulate(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                                 fsdpc_dtype src_dtype, size_t numel,
+                                                 fsdpc_stream *stream)
+{
+    return stream->device->flat->accumulate(dst, dst_dtype, src, src_dtype, numel, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)
+{
+    return stream->device->flat->reduce(args, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+                                            int *nonfinite_io, fsdpc_stream *stream)
+{
+    return stream->device->flat->scale(x, dtype, numel, scale, nonfinite_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel,
+                                            size_t leaf, fsdpc_exact_sum *sum_io,
+                                            fsdpc_stream *stream)
+{
+    return stream->device->flat->sumsq(x, dtype, numel, leaf, sum_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)
+{
+    return stream->device->flat->adamw(args, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                            fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                                            fsdpc_stream *stream)
+{
+    return stream->device->flat->equal(dst, dst_dtype, src, src_dtype, numel, equal_out, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_init(const fsdpc_init_args *args, fsdpc_stream *stream)
+{
+    return stream->device->flat->init(args, stream);
+}
+
+#endif

@@ -1,0 +1,32 @@
+/* Matrix products on the CPU:  C = A' B' + bias  or  C += A' B',  row-major, fp32 accumulation.
+ *
+ * A' is A (m x k) or, with trans_a, the transpose of A (k x m); B' likewise (k x n).  A and B share
+ * a dtype (F32, BF16; F16 and F64 are accepted and slower); C is that dtype or F32.  k == 0 gives
+ * zeros (plus bias, plus C).  The result does not depend on the number of threads: k is never split
+ * over them.  Called through the nn_ops table.
+ */
+#ifndef FSDPC_OPS_GEMM_H
+#define FSDPC_OPS_GEMM_H
+
+#include "device/device.h"
+
+typedef struct fsdpc_gemm_args {
+    size_t m, n, k;
+    fsdpc_dtype dtype, c_dtype;
+    const void *a;
+    size_t lda; /* elements between rows of A as stored */
+    bool trans_a;
+    const void *b;
+    size_t ldb;
+    bool trans_b;
+    void *c;
+    size_t ldc;
+    bool accumulate;  /* C += */
+    const void *bias; /* (n) of dtype, added to every row before the rounding; NULL: none */
+    size_t batch;     /* how many products; 0 counts as 1 */
+    size_t stride_a, stride_b, stride_c; /* elements between the matrices of a batch; 0 repeats */
+} fsdpc_gemm_args;
+
+fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream);
+
+#endif

@@ -1,0 +1,230 @@
+/* Kernels of neural networks, forward beside backward.
+ *
+ * One table per device and instruction set; callers use stream->device->nn through fsdpc_nn_ops_of().
+ * Tensors are dense and row-major unless strides are given; strides and lengths are in elements.
+ * Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All inner arithmetic is
+ * fp32 (F64 for F64); results are rounded to their dtype once.
+ * Gradients that land in a given target take (pointer, dtype, accumulate): accumulate adds to what is
+ * there.  Zero lengths are fine everywhere.  No result depends on the number of threads.
+ */
+#ifndef FSDPC_OPS_NN_OPS_H
+#define FSDPC_OPS_NN_OPS_H
+
+#include "device/device.h"
+#include "ops/gemm.h"
+
+enum { FSDPC_MAX_DIMS = 8 };
+
+/* X(name, text);  s is the scalar argument */
+#define FSDPC_UNARY_TABLE(X)                                                                       \
+    X(NEG, "neg")                                                                                  \
+    X(ABS, "abs")                                                                                  \
+    X(EXP, "exp")                                                                                  \
+    X(LOG, "log")                                                                                  \
+    X(SQRT, "sqrt")                                                                                \
+    X(TANH, "tanh")                                                                                \
+    X(SIGMOID, "sigmoid")                                                                          \
+    X(GELU_TANH, "gelu_tanh") /* 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) */                \
+    X(GELU_ERF, "gelu_erf")   /* 0.5 x (1 + erf(x / sqrt 2)) */                                    \
+    X(SILU, "silu")                                                                                \
+    X(RELU, "relu")                                                                                \
+    X(ADD_SCALAR, "add_scalar") /* x + s */                                                        \
+    X(MUL_SCALAR, "mul_scalar") /* x * s */                                                        \
+    X(RSUB_SCALAR, "rsub_scalar") /* s - x */                                                      \
+    X(RDIV_SCALAR, "rdiv_scalar") /* s / x */                                                      \
+    X(POW_SCALAR, "pow_scalar") /* x ^ s */
+
+typedef enum fsdpc_unary {
+#define X(name, text) FSDPC_UNARY_##name,
+    FSDPC_UNARY_TABLE(X)
+#undef X
+} fsdpc_unary;
+
+typedef enum fsdpc_binary { FSDPC_BINARY_ADD, FSDPC_BINARY_SUB, FSDPC_BINARY_MUL, FSDPC_BINARY_DIV } fsdpc_binary;
+
+typedef struct fsdpc_unary_args {
+    fsdpc_unary kind;
+    fsdpc_dtype dtype;
+    size_t numel;
+    double scalar;
+    const void *x;
+    const void *y;  /* backward only: the forward's result */
+    const void *dy; /* backward only */
+    void *out;      /* forward: y; backward: dx = dy * f'(x) */
+} fsdpc_unary_args;
+
+typedef struct fsdpc_binary_args {
+    fsdpc_binary kind;
+    fsdpc_dtype dtype; /* of a, b and out; I32 and I64 too for ADD, SUB, MUL */
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS]; /* of out, which is dense */
+    size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */
+    const void *a, *b;
+    void *out;
+} fsdpc_binary_args;
+
+/* out (dense over the kept dimensions, in order) = scale * sum of x over the others.  Serves sum,
+ * mean and the gradient of broadcasting. */
+typedef struct fsdpc_sum_args {
+    fsdpc_dtype dtype, out_dtype;
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    bool reduced[FSDPC_MAX_DIMS];
+    double scale;
+    const void *x;
+    void *out;
+    bool accumulate;
+} fsdpc_sum_args;
+
+/* dst[i] = cast(src[i]) over a strided box; serves transpose, slice, concat, expand and casts between
+ * any two dtypes (float to integer truncates). */
+typedef struct fsdpc_copy_args {
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    size_t stride_dst[FSDPC_MAX_DIMS], stride_src[FSDPC_MAX_DIMS];
+    fsdpc_dtype dst_dtype, src_dtype;
+    void *dst;
+    const void *src;
+    bool accumulate; /* dst += */
+} fsdpc_copy_args;
+
+typedef struct fsdpc_softmax_args {
+    fsdpc_dtype dtype;
+    size_t rows, cols;
+    bool log;
+    const void *x;  /* forward */
+    const void *y;  /* backward: the forward's result */
+    const void *dy; /* backward */
+    void *out;      /* y, or dx */
+} fsdpc_softmax_args;
+
+/* RMSNorm (Zhang & Sennrich 2019): y = x / sqrt(mean(x^2) + eps) * w;  LayerNorm (Ba et al. 2016):
+ * y = (x - mean) / sqrt(var + eps) * w + b.  All of x, y, w, b have `dtype`. */
+typedef struct fsdpc_norm_args {
+    bool layer; /* false: RMSNorm */
+    fsdpc_dtype dtype;
+    size_t rows, cols;
+    double eps;
+    const void *x, *weight, *bias; /* weight, bias (cols) may be NULL */
+    void *y;                       /* forward */
+    float *mean, *rstd;            /* (rows), written forward, read backward; mean unused for RMSNorm */
+    const void *dy;                /* backward from here on */
+    void *dx;
+    void *dweight, *dbias; /* NULL: not wanted; dgrad_dtype, added to if the flag says so */
+    fsdpc_dtype dgrad_dtype;
+    bool dweight_accumulate, dbias_accumulate;
+} fsdpc_norm_args;
+
+/* Rotary embedding (Su et al. 2021), halves rotated as in LLaMA checkpoints of transformers:
+ * y[i] = x[i] cos - x[i + D/2] sin,  y[i + D/2] = x[i + D/2] cos + x[i] sin,  i < D/2. */
+typedef struct fsdpc_rotary_args {
+    fsdpc_dtype dtype;
+    size_t batch, tokens, heads, dim;    /* x and y are (B, T, H, D), dense */
+    const float *cosines, *sines;        /* (T, D/2) */
+    bool inverse;                        /* rotate back: the backward */
+    const void *x;
+    void *y; /* may be x */
+} fsdpc_rotary_args;
+
+/* softmax(scale * Q K^T + mask) V, head h of Q reads head h / (heads / kv_heads) of K and V.  Blocked
+ * after FlashAttention (Dao et al. 2022): no T x T matrix is kept.  Causal: query t of Tq sees keys
+ * up to t + (Tk - Tq).  The last dimension is dense; the others have strides {batch, token, head}. */
+typedef struct fsdpc_attention_args {
+    fsdpc_dtype dtype;
+    size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
+    double scale;
+    bool causal;
+    const void *q, *k, *v;
+    size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
+    void *out;  /* forward: written; backward: read */
+    float *lse; /* (B, H, Tq): log of the sum of exponents; written forward, read backward */
+    const void *dout; /* backward from here on; strides as out */
+    void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
+} fsdpc_attention_args;
+
+typedef struct fsdpc_embedding_args {
+    fsdpc_dtype dtype; /* of table and out */
+    fsdpc_dtype id_dtype; /* I32 or I64 */
+    size_t count, rows, dim; /* ids, table rows, elements of a row */
+    const void *ids;
+    const void *table; /* forward (rows, dim) */
+    void *out;         /* forward (count, dim) */
+    const void *dout;  /* backward (count, dim) of dtype */
+    void *dtable;      /* backward (rows, dim) of dtable_dtype; summed in order of ids, in fp32 */
+    fsdpc_dtype dtable_dtype;
+    bool accumulate; /* false: rows that no id names are zeroed */
+} fsdpc_embedding_args;
+
+/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  When every row
+ * is ignored the loss is NaN, as in PyTorch. */
+typedef struct fsdpc_cross_entropy_args {
+    fsdpc_dtype dtype; /* of logits and dlogits */
+    fsdpc_dtype id_dtype;
+    size_t rows, cols;
+    const void *logits;
+    const void *targets; /* (rows) */
+    int64_t ignore_index;
+    float *lse;    /* (rows), written forward, read backward */
+    float *loss;   /* forward: the mean */
+    size_t *count; /* forward: rows that counted; read backward */
+    float dloss;   /* backward */
+    void *dlogits; /* backward; may be logits */
+} fsdpc_cross_entropy_args;
+
+/* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so backward
+ * is the same call on dy. */
+typedef struct fsdpc_dropout_args {
+    fsdpc_dtype dtype;
+    size_t numel;
+    double p;
+    uint64_t seed, stream, first;
+    const void *x;
+    void *out;
+} fsdpc_dropout_args;
+
+/* SwiGLU (Shazeer 2020): out = silu(gate) * up */
+typedef struct fsdpc_swiglu_args {
+    fsdpc_dtype dtype;
+    size_t numel;
+    const void *gate, *up;
+    void *out;        /* forward */
+    const void *dout; /* backward */
+    void *dgate, *dup;
+} fsdpc_swiglu_args;
+
+typedef struct fsdpc_nn_ops {
+    const char *name;
+    fsdpc_status (*gemm)(const fsdpc_gemm_args *args, fsdpc_stream *stream);
+    fsdpc_status (*unary)(const fsdpc_unary_args *args, fsdpc_stream *stream);
+    fsdpc_status (*unary_backward)(const fsdpc_unary_args *args, fsdpc_stream *stream);
+    fsdpc_status (*binary)(const fsdpc_binary_args *args, fsdpc_stream *stream);
+    fsdpc_status (*sum)(const fsdpc_sum_args *args, fsdpc_stream *stream);
+    fsdpc_status (*copy)(const fsdpc_copy_args *args, fsdpc_stream *stream);
+    fsdpc_status (*softmax)(const fsdpc_softmax_args *args, fsdpc_stream *stream);
+    fsdpc_status (*softmax_backward)(const fsdpc_softmax_args *args, fsdpc_stream *stream);
+    fsdpc_status (*norm)(const fsdpc_norm_args *args, fsdpc_stream *stream);
+    fsdpc_status (*norm_backward)(const fsdpc_norm_args *args, fsdpc_stream *stream);
+    fsdpc_status (*rotary)(const fsdpc_rotary_args *args, fsdpc_stream *stream);
+    fsdpc_status (*attention)(const fsdpc_attention_args *args, fsdpc_stream *stream);
+    fsdpc_status (*attention_backward)(const fsdpc_attention_args *args, fsdpc_stream *stream);
+    fsdpc_status (*embedding)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+    fsdpc_status (*embedding_backward)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+    fsdpc_status (*cross_entropy)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
+    fsdpc_status (*cross_entropy_backward)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
+    fsdpc_status (*dropout)(const fsdpc_dropout_args *args, fsdpc_stream *stream);
+    fsdpc_status (*swiglu)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
+    fsdpc_status (*swiglu_backward)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
+} fsdpc_nn_ops;
+
+/* The CPU's table for an instruction set (the best kernels not above it). */
+const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
+
+/* Computes nothing, succeeds; for device_null. */
+const fsdpc_nn_ops *fsdpc_nn_ops_null(void);
+
+static inline const fsdpc_nn_ops *fsdpc_nn_ops_of(const fsdpc_stream *stream)
+{
+    return stream->device->nn;
+}
+
+#endif
