@@ -1,0 +1,274 @@
+/* A communicator: the ranks of a group, the memory they share, and what they do together.
+ *
+ * Four implementations fill in the table: `self` (a world of one, the template), `null` (records what
+ * it was asked, pretends that every peer has just done the same), `shm` (the ranks of one host, over
+ * shared memory) and, as a plugin, `nccl`.  Callers use the inline wrappers below the table.
+ *
+ * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all of
+ * it through `read` and writes only its own slices, through `write`, between arriving in an epoch
+ * and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note said
+ * CHANGED, write the own slices, publish, and wait for all publications before anything is read.
+ * docs/design.md section 3 says why this order and no simpler one is safe.
+ *
+ * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.  Cycle:
+ * fill -> post REDUCE_SCATTER on it -> work done -> buffer_idle (all peers have read it) -> fill again.
+ *
+ * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
+ * allocated by a post.  Every rank of the group posts the same operations in the same order; each
+ * leaves a fingerprint that peers check, and a difference is an error on every rank that names both
+ * ranks' unit and operation, before any wrong number is used.
+ *
+ * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and watches
+ * the peers.  After any failure the communicator is poisoned: every later call fails and says why.
+ *
+ * Threads: one thread drives a communicator.  Reductions run on the stream of the operation: in
+ * test/wait on an inline stream, by themselves on an asynchronous one.
+ */
+#ifndef FSDPC_COMM_COMM_H
+#define FSDPC_COMM_COMM_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/trace.h"
+#include "base/wait.h"
+#include "device/device.h"
+
+typedef struct fsdpc_comm fsdpc_comm;
+typedef struct fsdpc_wire fsdpc_wire;
+typedef struct fsdpc_buffer fsdpc_buffer;
+typedef struct fsdpc_work fsdpc_work;
+
+/* One band of a flat group, or one whole parameter, in elements of the operation's dtype. */
+typedef struct fsdpc_slice {
+    size_t full_offset;  /* where it begins in the full */
+    size_t numel;        /* elements of ONE rank's slice; of the parameter if whole */
+    size_t shard_offset; /* where this rank's slice begins in its shard */
+    int owner;           /* -1: cut evenly, rank r's at full_offset + r * numel; else whole, that rank's */
+} fsdpc_slice;
+
+/* X(name, text) */
+#define FSDPC_COLL_TABLE(X)                                                                        \
+    X(GATHER, "gather")                 /* slices of a wire become readable as one full */         \
+    X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
+    X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
+    X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
+    X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
+    X(BARRIER, "barrier")
+
+typedef enum fsdpc_coll_kind {
+#define X(name, text) FSDPC_COLL_##name,
+    FSDPC_COLL_TABLE(X)
+#undef X
+} fsdpc_coll_kind;
+
+typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
+
+typedef struct fsdpc_coll {
+    fsdpc_coll_kind kind;
+    int unit;         /* trace and fingerprint; -1: none */
+    const char *what; /* for messages, e.g. the unit's name; borrowed until the work is done */
+    fsdpc_dtype dtype;
+    uint64_t epoch;
+    fsdpc_stream *stream; /* NULL: inline */
+
+    /* GATHER and REDUCE_SCATTER */
+    const fsdpc_slice *slices; /* borrowed until the work is done */
+    size_t n_slices;
+    fsdpc_wire *wire;     /* GATHER */
+    fsdpc_buffer *buffer; /* REDUCE_SCATTER: source; one dtype, full at byte `offset` */
+    size_t offset;        /* bytes into the wire or buffer where the full begins */
+    void *shard;          /* REDUCE_SCATTER: where the slices go, at their shard_offset */
+    fsdpc_dtype shard_dtype;
+    float scale;     /* applied once, in fp32, to the sum */
+    bool accumulate; /* add to the shard instead of overwriting it */
+
+    /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
+    fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
+    const void *send;
+    void *recv; /* may be send */
+    size_t numel;
+    int root;
+} fsdpc_coll;
+
+struct fsdpc_work {
+    fsdpc_coll op;
+    fsdpc_comm *comm;    /* NULL: idle storage */
+    uint64_t sequence;   /* of this operation in its group */
+    _Atomic int state;   /* implementation's; 0 when done or idle */
+    fsdpc_status status; /* of a finished asynchronous part */
+    void *impl;
+};
+
+enum fsdpc_epoch_bits {
+    FSDPC_EPOCH_CHANGED = 1, /* this rank's masters differ from its slices of the wire */
+    FSDPC_EPOCH_HELD = 2,    /* a unit is held by unshard() */
+    FSDPC_EPOCH_RESET = 4,   /* the last step was interrupted; drop what was half done */
+    FSDPC_EPOCH_GRAD = 8,    /* a forward with gradients */
+    FSDPC_EPOCH_STEP = 16,   /* begun by an optimizer */
+};
+
+typedef struct fsdpc_epoch_note {
+    uint32_t bits;
+    uint32_t kind;  /* what began it, caller's code; must agree between ranks */
+    int32_t unit;   /* called unit; must agree */
+    uint64_t steps; /* optimizer steps taken so far; must agree */
+} fsdpc_epoch_note;
+
+typedef struct fsdpc_comm_ops {
+    const char *name;
+
+    /* Life */
+    void (*destroy)(fsdpc_comm *comm);
+    fsdpc_status (*split)(fsdpc_comm *comm, int color, int key, fsdpc_comm **out); /* collective */
+    void (*abort)(fsdpc_comm *comm, const char *reason); /* poison, tell the peers; never blocks */
+
+    /* Wire and epochs */
+    fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
+    void (*wire_destroy)(fsdpc_wire *wire);
+    fsdpc_status (*epoch_arrive)(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
+    fsdpc_status (*epoch_test)(fsdpc_wire *wire, fsdpc_epoch_note *all_out); /* bits are or-ed */
+    fsdpc_status (*epoch_publish)(fsdpc_wire *wire);
+    fsdpc_status (*epoch_published)(fsdpc_wire *wire);
+
+    /* Buffers */
+    fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out); /* collective */
+    void (*buffer_destroy)(fsdpc_buffer *buffer);
+    fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
+
+    /* Collectives */
+    fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
+    fsdpc_status (*test)(fsdpc_work *work);
+
+    /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  Optional:
+     * the default yields the processor. */
+    fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
+    /* Who is late and where they are, for messages.  Optional: "". */
+    void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
+    /* Where this rank is, shown to peers that wait for it.  Optional. */
+    void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
+} fsdpc_comm_ops;
+
+struct fsdpc_comm {
+    const fsdpc_comm_ops *ops;
+    fsdpc_device *device; /* borrowed: whose kernels sum */
+    fsdpc_trace *trace;   /* borrowed, may be NULL */
+    int rank, size;
+    double timeout_s, notice_s;
+    fsdpc_interrupt interrupt;
+    void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
+    void *notice_arg;
+    int64_t waited_ns; /* time spent in waits since create */
+    char poison[512];  /* "" while healthy */
+};
+
+struct fsdpc_wire {
+    fsdpc_comm *comm;
+    size_t bytes;
+    const unsigned char *read;
+    unsigned char *write;
+    uint64_t epoch; /* the last one this rank arrived in; 0: none yet */
+};
+
+struct fsdpc_buffer {
+    fsdpc_comm *comm;
+    size_t bytes;
+    unsigned char *data;
+};
+
+typedef struct fsdpc_comm_config {
+    int rank, size;
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    double timeout_s, notice_s;
+    fsdpc_interrupt interrupt;
+    void (*notice)(void *arg, const char *text);
+    void *notice_arg;
+    const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
+    int socket_fd;       /* shm: an inherited listening socket for rank 0, or -1 */
+    bool spin;           /* shm: more cores than ranks or as many, so waits may spin first */
+} fsdpc_comm_config;
+
+fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out); /* collective */
+/* size communicators for ranks that are threads of this process and share one mapping. */
+fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
+                                           fsdpc_comm **outs);
+
+/* ---- comm.c: what every implementation shares ---- */
+
+/* Sets up the common head from a config. */
+void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config);
+
+/* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after.  `what`
+ * names the operation and `unit` (may be NULL) the unit in messages. */
+fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
+                                 const char *what, const char *unit);
+
+fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work *work);
+fsdpc_status fsdpc_comm_test(fsdpc_work *work); /* idle work is done */
+fsdpc_status fsdpc_comm_wait(fsdpc_work *work); /* idle work is done */
+fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
+
+fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
+fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
+
+const char *fsdpc_coll_name(fsdpc_coll_kind kind);
+
+static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
+{
+    if (comm)
+        comm->ops->destroy(comm);
+}
+
+static inline fsdpc_status fsdpc_comm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    return comm->ops->split(comm, color, key, out);
+}
+
+static inline void fsdpc_comm_abort(fsdpc_comm *comm, const char *reason)
+{
+    comm->ops->abort(comm, reason);
+}
+
+static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const char *unit)
+{
+    if (comm->ops->locate)
+        comm->ops->locate(comm, phase, unit);
+}
+
+static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    return comm->ops->wire_create(comm, bytes, out);
+}
+
+static inline void fsdpc_wire_destroy(fsdpc_wire *wire)
+{
+    if (wire)
+        wire->comm->ops->wire_destroy(wire);
+}
+
+static inline fsdpc_status fsdpc_wire_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+{
+    return wire->comm->ops->epoch_arrive(wire, mine);
+}
+
+static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
+{
+    return wire->comm->ops->epoch_publish(wire);
+}
+
+static inline fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    return comm->ops->buffer_create(comm, bytes, out);
+}
+
+static inline void fsdpc_buffer_destroy(fsdpc_buffer *buffer)
+{
+    if (buffer)
+        buffer->comm->ops->buffer_destroy(buffer);
+}
+
+#endif
