@@ -76,6 +76,7 @@ struct fsdpc_device {
 struct fsdpc_stream {
     fsdpc_device *device;
     const char *name;
+    bool async; /* work runs by itself; false: in the caller of submit */
 };
 
 struct fsdpc_event {
