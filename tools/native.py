@@ -1,0 +1,187 @@
+"""Compile the C sources: which files, which flags, what is out of date.
+
+``setup.py`` builds the extension with it and ``tools/ctest.py`` the C tests, so that both compile
+the same sources with the same flags.  A file whose name ends in a suffix of ``csrc/isa_flags.txt``
+(``_avx2``, ``_avx512``, ...) gets that line's flags as well, and is left out on processors other
+than x86-64.
+
+An object is compiled again when its command changed or when anything that its dependency file
+(``-MMD``) names is newer than it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+LAYERS = ("base", "device", "ops", "comm", "engine", "ckpt", "nn", "plugin")
+
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla")
+FLAGS = (
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-O3",
+    "-g",
+    *WARNINGS,
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-pthread",
+)
+LIBRARIES = ("-pthread", "-lm", "-ldl")
+
+
+class CompileError(RuntimeError):
+    """A compiler or linker command failed; the text holds the command and its output."""
+
+
+def isa_flags() -> dict[str, list[str]]:
+    """Suffix of a source's stem -> the flags that file gets on top."""
+    table = {}
+    for line in (CSRC / "isa_flags.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            suffix, *flags = line.split()
+            table[suffix] = flags
+    return table
+
+
+def isa_suffix(source: Path, table: Iterable[str]) -> str | None:
+    """The suffix of `table` that this file's name ends in; the longest wins."""
+    matches = [suffix for suffix in table if source.stem.endswith(suffix)]
+    return max(matches, key=len, default=None)
+
+
+def sources(layers: Sequence[str] = LAYERS) -> list[Path]:
+    """The C files of these folders of csrc that this processor can compile, sorted."""
+    found = sorted(path for layer in layers for path in (CSRC / layer).glob("*.c"))
+    if platform.machine() in ("x86_64", "AMD64"):
+        return found
+    table = isa_flags()
+    return [path for path in found if isa_suffix(path, table) is None]
+
+
+def default_compiler() -> list[str]:
+    """The command in $CC, else the system's C compiler."""
+    fallback = next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")
+    return shlex.split(os.environ.get("CC", fallback))
+
+
+def base_flags() -> list[str]:
+    """Flags of every file: ours, the tree's include folder, then the user's $CFLAGS."""
+    werror = ["-Werror"] if os.environ.get("FSDPC_WERROR") == "1" else []
+    return [*FLAGS, *werror, f"-I{CSRC}", *shlex.split(os.environ.get("CFLAGS", ""))]
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def run_command(command: Sequence[str]) -> None:
+    """Run one command; its warnings go to stderr, its failure into CompileError."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError as error:
+        raise CompileError(f"no such compiler: {command[0]} (set CC, or install gcc)") from error
+    if done.returncode:
+        raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
+    if done.stdout:
+        sys.stderr.write(done.stdout)
+
+
+def _dependencies(depfile: Path) -> list[str]:
+    text = depfile.read_text().replace("\\\n", " ")
+    return text.split(":", 1)[1].split()
+
+
+def _up_to_date(target: Path, command_line: str, depfile: Path) -> bool:
+    stamp = target.with_suffix(".cmd")
+    try:
+        if stamp.read_text() != command_line:
+            return False
+        built = target.stat().st_mtime_ns
+        return all(os.stat(name).st_mtime_ns <= built for name in _dependencies(depfile))
+    except OSError:
+        return False
+
+
+class Builder:
+    """Compiles C files of the tree into one folder, in parallel.
+
+    Parameters
+    ----------
+    out : Path
+        Where objects go; the tree's folders are mirrored below it.
+    compiler : sequence of str, optional
+        The command to compile and link with, default :func:`default_compiler`.
+    extra : sequence of str
+        Flags of every file and of every link, e.g. ``-fsanitize=address``.
+    """
+
+    def __init__(self, out: Path, compiler: Sequence[str] = (), extra: Sequence[str] = ()) -> None:
+        self.out = Path(out)
+        self.compiler = list(compiler) or default_compiler()
+        self.extra = list(extra)
+        self.isa = isa_flags()
+
+    def object_path(self, source: Path) -> Path:
+        """Where the object of this source goes."""
+        return self.out / source.resolve().relative_to(ROOT).with_suffix(".o")
+
+    def compile_one(self, source: Path, flags: Sequence[str] = ()) -> Path:
+        """Compile one file if it is out of date; returns the object's path."""
+        target = self.object_path(source)
+        depfile = target.with_suffix(".d")
+        suffix = isa_suffix(source, self.isa)
+        per_file = self.isa[suffix] if suffix else []
+        command = [*self.compiler, *base_flags(), *self.extra, *per_file, *flags]
+        command += ["-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
+        line = shlex.join(command)
+        if not _up_to_date(target, line, depfile):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            started = time.time_ns()
+            run_command(command)
+            # Dated back, so that a source saved while the compiler ran counts as newer.
+            os.utime(target, ns=(started, started))
+            target.with_suffix(".cmd").write_text(line)
+        return target
+
+    def compile(self, files: Iterable[Path], flags: Sequence[str] = ()) -> list[Path]:
+        """Compile all these files; every failure is reported, not the first alone."""
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            pending = [pool.submit(self.compile_one, path, flags) for path in files]
+        errors = [str(error) for job in pending if (error := job.exception())]
+        if errors:
+            raise CompileError("\n".join(errors))
+        return [job.result() for job in pending]
+
+    def link(self, objects: Iterable[Path], target: Path, flags: Sequence[str] = ()) -> Path:
+        """Link objects into `target` unless it is newer than all of them."""
+        objects = list(objects)
+        target = Path(target)
+        linker_flags = shlex.split(os.environ.get("LDFLAGS", ""))
+        command = [*self.compiler, *self.extra, *flags, *map(str, objects), "-o", str(target)]
+        command += [*linker_flags, *LIBRARIES]
+        # A build folder cannot hold the stamp of a target elsewhere, so it is named by the target.
+        stamp = self.out / f"{target.name}.link"
+        line = shlex.join(command)
+        fresh = target.exists() and stamp.exists() and stamp.read_text() == line
+        built = target.stat().st_mtime_ns if fresh else 0
+        if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.out.mkdir(parents=True, exist_ok=True)
+            run_command(command)
+            stamp.write_text(line)
+        return target
