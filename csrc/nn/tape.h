@@ -1,0 +1,101 @@
+/* The tape: automatic differentiation in reverse.
+ *
+ * An operation on tensors that require gradients makes a node, which keeps what its backward needs
+ * and an edge to each input.  Nodes are numbered in the order they are made; a node's consumers are
+ * always made after it, so backward runs the reachable nodes by descending number, which is a
+ * topological order, the same in every run.  A node has one output.
+ *
+ * Boundaries mark places on the tape: an identity whose backward calls a function first.  The engine
+ * learns from them that a unit's backward begins (a boundary on its outputs: the first call) and ends
+ * (a boundary on its inputs: made before anything inside, so run after everything inside).
+ *
+ * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again is
+ * an error.  Backward may be nested (activation checkpointing runs one inside another).
+ */
+#ifndef FSDPC_NN_TAPE_H
+#define FSDPC_NN_TAPE_H
+
+#include "nn/tensor.h"
+
+typedef struct fsdpc_tape fsdpc_tape;
+
+typedef struct fsdpc_edge {
+    fsdpc_node *node;   /* owned; what made the input; NULL if it is a leaf or needs no gradient */
+    fsdpc_tensor *leaf; /* owned; a leaf that requires grad */
+} fsdpc_edge;
+
+typedef struct fsdpc_node_ops {
+    const char *name;
+    /* dy has the output's dtype and shape.  Gives every wanted input its gradient. */
+    fsdpc_status (*backward)(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy);
+    void (*release)(fsdpc_node *node); /* what the operation saved; optional */
+} fsdpc_node_ops;
+
+enum { FSDPC_NODE_MAX_INPUTS = 4, FSDPC_NODE_MAX_SAVED = 8 };
+
+struct fsdpc_node {
+    _Atomic int refs;
+    const fsdpc_node_ops *ops;
+    uint64_t number;
+    int n_inputs;
+    fsdpc_edge *inputs; /* inline_inputs, or allocated for more (concat) */
+    fsdpc_edge inline_inputs[FSDPC_NODE_MAX_INPUTS];
+    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; NULL where unused */
+    bool freed;         /* saved tensors are gone: backward ran without retain_graph */
+    fsdpc_dtype dtype;  /* of the output */
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    fsdpc_tensor *grad; /* of the output, summed so far in the running backward */
+    void *extra;        /* the operation's parameters; freed by ops->release */
+};
+
+typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
+
+struct fsdpc_tape {
+    fsdpc_device *device;
+    fsdpc_stream *stream; /* where compute runs */
+    bool grad_enabled;
+    uint64_t next_number;
+    int backward_depth; /* > 0 inside backward */
+    uint64_t seed, next_stream; /* of dropout and initialisation */
+};
+
+fsdpc_status fsdpc_tape_create(fsdpc_device *device, fsdpc_stream *stream, fsdpc_tape **out);
+void fsdpc_tape_destroy(fsdpc_tape *tape);
+
+/* Computes gradients of `root` (scalar unless `grad` is given) for every leaf it depends on. */
+fsdpc_status fsdpc_tape_backward(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tensor *grad,
+                                 bool retain_graph);
+
+/* y = x (shared storage).  In backward fn(arg) runs, then dy passes through unchanged.  release(arg),
+ * if given, runs when the node goes.  Without gradients to follow, y is a plain view. */
+fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
+                                 void (*release)(void *arg), fsdpc_tensor **out);
+
+/* Asks that fn(arg) run once when the outermost running backward ends, also when it fails (status
+ * tells); functions run in the order they were asked for, each (fn, arg) once. */
+fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
+                               void *arg);
+
+/* ---- for operations ---- */
+
+/* True if any input needs a gradient and gradients are on. */
+bool fsdpc_tape_wants(const fsdpc_tape *tape, int n, fsdpc_tensor *const *inputs);
+
+/* Makes out's node with edges to the inputs.  The caller then fills node->saved and node->extra. */
+fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
+                               fsdpc_tensor *const *inputs, fsdpc_tensor *out, fsdpc_node **node_out);
+
+/* Backward: does input i want a gradient? */
+bool fsdpc_edge_wanted(const fsdpc_edge *edge);
+
+/* Backward: hands over a finished gradient (acquired by the call): stored, or added to what is there. */
+fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
+
+/* Backward: where the operation may write the gradient of this edge itself (kernels with an
+ * `accumulate` and a free output dtype); call fsdpc_edge_done after writing.  `shape` is of the input. */
+fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype, int ndim,
+                               const size_t *shape, fsdpc_grad_target *out);
+fsdpc_status fsdpc_edge_done(fsdpc_tape *tape, const fsdpc_edge *edge);
+
+#endif

@@ -1,0 +1,95 @@
+/* Tensors: dense, row-major, reference counted.
+ *
+ * A tensor is a shape over a storage.  Views (reshape, a row range, a boundary) share the storage of
+ * another tensor; everything else owns its own.  Data is always dense: transposes and inner slices
+ * copy.  Leaves are tensors that no operation made; a leaf with requires_grad collects its gradient
+ * in `grad`, or gives it to its sink (a sharded parameter's reduce buffer).
+ *
+ * A guard stands between a tensor and its memory where the memory is not always valid (the full of a
+ * sharded parameter): every operation calls fsdpc_tensor_check on its inputs before reading.
+ *
+ * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic, as
+ * exported memory may be released elsewhere.
+ */
+#ifndef FSDPC_NN_TENSOR_H
+#define FSDPC_NN_TENSOR_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "device/device.h"
+#include "ops/nn_ops.h"
+
+typedef struct fsdpc_tensor fsdpc_tensor;
+typedef struct fsdpc_node fsdpc_node;
+
+typedef struct fsdpc_storage {
+    _Atomic int refs;
+    void *data;
+    size_t bytes;
+    fsdpc_device *device;
+    void (*release)(struct fsdpc_storage *storage); /* frees data and the owner, not the struct */
+    void *owner;                                    /* of foreign memory: a NumPy array, a unit ... */
+} fsdpc_storage;
+
+/* Where a leaf's gradient goes instead of `grad`.  `target` says where the next contribution is to be
+ * written: accumulate is false for the first one of a backward (overwrite), true after.  `ready` is
+ * called after each contribution has been written. */
+typedef struct fsdpc_grad_target {
+    void *data;
+    fsdpc_dtype dtype;
+    bool accumulate;
+} fsdpc_grad_target;
+
+typedef struct fsdpc_grad_sink {
+    fsdpc_status (*target)(void *arg, fsdpc_grad_target *out);
+    fsdpc_status (*ready)(void *arg);
+    void *arg;
+} fsdpc_grad_sink;
+
+typedef struct fsdpc_guard {
+    fsdpc_status (*check)(void *arg); /* an error names the parameter and its unit */
+    void *arg;
+} fsdpc_guard;
+
+struct fsdpc_tensor {
+    _Atomic int refs;
+    fsdpc_dtype dtype;
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    size_t numel;
+    void *data; /* inside the storage; NULL while deferred */
+    fsdpc_storage *storage;
+    bool requires_grad;
+    fsdpc_node *node;     /* what made it; NULL for a leaf; owned */
+    fsdpc_tensor *grad;   /* of a leaf without sink; owned; NULL: none yet */
+    fsdpc_grad_sink sink; /* sink.target NULL: none */
+    fsdpc_guard guard;    /* guard.check NULL: always valid */
+};
+
+/* Uninitialised memory of its own, category ACTIVATION. */
+fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
+                                 const size_t *shape, fsdpc_tensor **out);
+/* No memory yet: reading it is an error until fsdpc_tensor_bind. */
+fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const size_t *shape,
+                                          fsdpc_tensor **out);
+/* Over foreign memory; release(storage) is called once, when the last tensor over it goes. */
+fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim, const size_t *shape,
+                               void *data, void (*release)(fsdpc_storage *), void *owner,
+                               fsdpc_tensor **out);
+/* Another shape (same numel) over `data` within t's storage; no autograd: the operations add that. */
+fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
+                               fsdpc_tensor **out);
+/* Changes what a leaf stands on, in place: its old storage is released. */
+fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage *storage, void *data);
+
+fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
+void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
+fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
+void fsdpc_storage_release(fsdpc_storage *storage);
+
+size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
+fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* deferred or guarded away: an error */
+
+#endif
