@@ -27,4 +27,7 @@ fsdpc_isa fsdpc_isa_best(void);
 const char *fsdpc_isa_name(fsdpc_isa isa);
 fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto" gives the best */
 
+/* Cores this process may run on (affinity and cgroup quota respected), at least 1. */
+int fsdpc_usable_cores(void);
+
 #endif

@@ -7,6 +7,9 @@
  * fsdpc_mem_alloc gives 64-byte aligned memory (2 MiB aligned with huge pages asked for from 4 MiB
  * up).  Freed blocks are kept in lists by size class and handed out again: a training step in steady
  * state asks the system for nothing, and `system_allocs` proves it.
+ *
+ * Counted is what was asked for, rounded up to 64 bytes (0 counts 0); the slack of a size class and
+ * the header are not.  Contents of a block are undefined.
  */
 #ifndef FSDPC_BASE_MEM_H
 #define FSDPC_BASE_MEM_H

@@ -4,11 +4,13 @@
  * over the team, the caller included, and returns when all are done.  Which thread takes which part
  * is not fixed; results must not depend on it, so a kernel cuts its OUTPUT into parts and never sums
  * across them.  Nested calls run inline.  Threads start at the first run that can use them; a team of
- * one never starts any.  One caller at a time.
+ * one never starts any.  A second caller while a run is on runs inline, and so does everything in a
+ * forked child, which has no workers.
  */
 #ifndef FSDPC_BASE_TEAM_H
 #define FSDPC_BASE_TEAM_H
 
+#include "base/cpu.h" /* fsdpc_usable_cores */
 #include "base/status.h"
 
 typedef struct fsdpc_team fsdpc_team;
@@ -18,8 +20,5 @@ fsdpc_status fsdpc_team_create(int threads, fsdpc_team **out);
 void fsdpc_team_destroy(fsdpc_team *team);
 int fsdpc_team_threads(const fsdpc_team *team); /* 1 for NULL */
 void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg); /* NULL: inline */
-
-/* Cores this process may run on (affinity and cgroup quota respected), at least 1. */
-int fsdpc_usable_cores(void);
 
 #endif

@@ -1,0 +1,277 @@
+/* Counted memory: size classes with free lists over the system's allocator.
+ *
+ * Every block has a 64-byte header right before it that knows what was asked for, the category and
+ * the size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two,
+ * so a block is at most an eighth larger than asked for.  Freed blocks go to the list of their
+ * class, last in first out (the warmest first), and leave it only by reuse, trim or destroy.
+ *
+ * Below 4 MiB blocks come from aligned_alloc.  From there up each is a mapping of its own, 2 MiB
+ * aligned with huge pages asked for, its header in a page of its own in front, kept out of core
+ * dumps (a dying rank with a hundred GB must not write them); the slack of such a class is never
+ * touched and so costs address space only.
+ *
+ * What is counted is not the class but the bytes asked for, rounded up to 64: that is the number
+ * memory_plan() can compute without knowing classes.  One mutex guards lists and counts.
+ *
+ * Under AddressSanitizer cached blocks and the slack behind a block are poisoned, so use after free
+ * and overruns are found although the memory never went back to the system.
+ */
+#include "base/mem.h"
+
+#include <assert.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "base/size.h"
+
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define FSDPC_MEM_POISONS 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) && !defined(FSDPC_MEM_POISONS)
+#define FSDPC_MEM_POISONS 1
+#endif
+#ifdef FSDPC_MEM_POISONS
+#include <sanitizer/asan_interface.h>
+#define POISON(pointer, bytes) ASAN_POISON_MEMORY_REGION(pointer, bytes)
+#define UNPOISON(pointer, bytes) ASAN_UNPOISON_MEMORY_REGION(pointer, bytes)
+#else
+#define POISON(pointer, bytes) ((void)(pointer), (void)(bytes))
+#define UNPOISON(pointer, bytes) ((void)(pointer), (void)(bytes))
+#endif
+
+enum {
+    GRANULE_BYTES = 64,
+    LINEAR_CLASSES = 8, /* 64, 128, ... 512 */
+    CLASS_COUNT = LINEAR_CLASSES + 8 * (62 - 9 + 1),
+    HUGE_PAGE_BYTES = 2 << 20,
+    MAPPED_FROM_BYTES = 4 << 20,
+    MAGIC_LIVE = 0x6d656d31,
+    MAGIC_CACHED = 0x6d656d30,
+};
+
+typedef struct header {
+    struct header *next; /* in a free list */
+    size_t requested_bytes;
+    uint32_t magic; /* tells a live block from a freed or foreign one */
+    uint16_t class_index;
+    uint16_t kind;
+    char reserved[GRANULE_BYTES - 24];
+} header;
+
+_Static_assert(sizeof(header) == GRANULE_BYTES, "a block starts right behind its header");
+
+struct fsdpc_mem {
+    pthread_mutex_t lock; /* guards all below */
+    header *free_lists[CLASS_COUNT];
+    fsdpc_mem_stats stats;
+};
+
+static const char *const kind_names[] = {
+#define X(name, text) [FSDPC_MEM_##name] = text,
+    FSDPC_MEM_TABLE(X)
+#undef X
+};
+
+const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)
+{
+    return (unsigned)kind < FSDPC_MEM_COUNT ? kind_names[kind] : "unknown category";
+}
+
+static unsigned class_of(size_t bytes)
+{
+    if (bytes <= LINEAR_CLASSES * GRANULE_BYTES)
+        return bytes ? (unsigned)((bytes - 1) / GRANULE_BYTES) : 0;
+    size_t last = bytes - 1;
+    unsigned exponent = 63 - (unsigned)__builtin_clzll(last); /* >= 9 */
+    unsigned step = (unsigned)(last >> (exponent - 3)) & 7;
+    return LINEAR_CLASSES + (exponent - 9) * 8 + step;
+}
+
+static size_t class_bytes(unsigned class_index)
+{
+    if (class_index < LINEAR_CLASSES)
+        return (class_index + 1) * (size_t)GRANULE_BYTES;
+    unsigned exponent = 9 + (class_index - LINEAR_CLASSES) / 8;
+    unsigned step = (class_index - LINEAR_CLASSES) % 8;
+    return (size_t)(9 + step) << (exponent - 3);
+}
+
+static header *map_block(size_t bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    size_t reserved = bytes + HUGE_PAGE_BYTES + page;
+    char *start = mmap(NULL, reserved, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED)
+        return NULL;
+    char *end = start + reserved;
+    char *block = (char *)fsdpc_round_up((size_t)(start + page), HUGE_PAGE_BYTES);
+    if (block - page > start)
+        munmap(start, (size_t)(block - page - start));
+    if (block + bytes < end)
+        munmap(block + bytes, (size_t)(end - (block + bytes)));
+    madvise(block, bytes, MADV_HUGEPAGE);               /* advice: where the kernel */
+    madvise(block - page, bytes + page, MADV_DONTDUMP); /* knows it not, nothing is lost */
+    return (header *)(block - sizeof(header));
+}
+
+static header *system_block(size_t bytes)
+{
+    if (bytes >= MAPPED_FROM_BYTES)
+        return map_block(bytes);
+    return aligned_alloc(GRANULE_BYTES, sizeof(header) + bytes);
+}
+
+static void system_release(header *block)
+{
+    size_t bytes = class_bytes(block->class_index);
+    UNPOISON(block + 1, bytes);
+    if (bytes < MAPPED_FROM_BYTES) {
+        free(block);
+        return;
+    }
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    munmap((char *)(block + 1) - page, bytes + page);
+}
+
+/* Under the lock. */
+static void count_bytes(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
+{
+    fsdpc_mem_stats *stats = &mem->stats;
+    stats->now_bytes[kind] += (size_t)bytes; /* modulo 2^64: a minus subtracts */
+    stats->total_now_bytes += (size_t)bytes;
+    stats->peak_bytes[kind] = fsdpc_max_size(stats->peak_bytes[kind], stats->now_bytes[kind]);
+    stats->total_peak_bytes = fsdpc_max_size(stats->total_peak_bytes, stats->total_now_bytes);
+}
+
+static header *take_cached(fsdpc_mem *mem, unsigned class_index)
+{
+    header *block = mem->free_lists[class_index];
+    if (block) {
+        mem->free_lists[class_index] = block->next;
+        mem->stats.cached_bytes -= class_bytes(class_index);
+    }
+    return block;
+}
+
+fsdpc_status fsdpc_mem_create(fsdpc_mem **out)
+{
+    fsdpc_mem *mem = calloc(1, sizeof *mem);
+    if (!mem)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an allocator's own %zu bytes",
+                          sizeof *mem);
+    pthread_mutex_init(&mem->lock, NULL);
+    *out = mem;
+    return FSDPC_OK;
+}
+
+void fsdpc_mem_destroy(fsdpc_mem *mem)
+{
+    if (!mem)
+        return;
+    fsdpc_mem_trim(mem);
+    pthread_mutex_destroy(&mem->lock);
+    free(mem);
+}
+
+fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    bool possible = bytes <= SIZE_MAX / 4;
+    unsigned class_index = possible ? class_of(bytes) : 0;
+    header *block = NULL;
+    if (possible) {
+        pthread_mutex_lock(&mem->lock);
+        block = take_cached(mem, class_index);
+        pthread_mutex_unlock(&mem->lock);
+    }
+    bool from_system = possible && !block;
+    if (from_system) {
+        block = system_block(class_bytes(class_index));
+        if (!block) { /* cached blocks of other classes may be what is missing */
+            fsdpc_mem_trim(mem);
+            block = system_block(class_bytes(class_index));
+        }
+    }
+    if (!block) {
+        fsdpc_mem_stats stats;
+        fsdpc_mem_stats_read(mem, &stats);
+        return fsdpc_fail(FSDPC_ERR_NOMEM,
+                          "no memory for %zu bytes of category '%s' (%zu bytes are held now); use "
+                          "more ranks, a smaller batch or activation checkpointing",
+                          bytes, fsdpc_mem_kind_name(kind), stats.total_now_bytes);
+    }
+    block->next = NULL;
+    block->requested_bytes = bytes;
+    block->magic = MAGIC_LIVE;
+    block->class_index = (uint16_t)class_index;
+    block->kind = (uint16_t)kind;
+    POISON(block + 1, class_bytes(class_index));
+    UNPOISON(block + 1, bytes);
+    pthread_mutex_lock(&mem->lock);
+    count_bytes(mem, kind, (int64_t)fsdpc_round_up(bytes, GRANULE_BYTES));
+    mem->stats.system_allocs += from_system;
+    pthread_mutex_unlock(&mem->lock);
+    *out = block + 1;
+    return FSDPC_OK;
+}
+
+void fsdpc_mem_free(fsdpc_mem *mem, void *pointer)
+{
+    if (!pointer)
+        return;
+    header *block = (header *)pointer - 1;
+    pthread_mutex_lock(&mem->lock);
+    assert(block->magic == MAGIC_LIVE && "freed twice, or not a block of fsdpc_mem_alloc");
+    block->magic = MAGIC_CACHED;
+    POISON(pointer, class_bytes(block->class_index));
+    count_bytes(mem, (fsdpc_mem_kind)block->kind,
+                -(int64_t)fsdpc_round_up(block->requested_bytes, GRANULE_BYTES));
+    block->next = mem->free_lists[block->class_index];
+    mem->free_lists[block->class_index] = block;
+    mem->stats.cached_bytes += class_bytes(block->class_index);
+    pthread_mutex_unlock(&mem->lock);
+}
+
+void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
+{
+    pthread_mutex_lock(&mem->lock);
+    count_bytes(mem, kind, bytes);
+    pthread_mutex_unlock(&mem->lock);
+}
+
+void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out)
+{
+    pthread_mutex_lock(&mem->lock);
+    *out = mem->stats;
+    pthread_mutex_unlock(&mem->lock);
+}
+
+void fsdpc_mem_peak_reset(fsdpc_mem *mem)
+{
+    pthread_mutex_lock(&mem->lock);
+    memcpy(mem->stats.peak_bytes, mem->stats.now_bytes, sizeof mem->stats.peak_bytes);
+    mem->stats.total_peak_bytes = mem->stats.total_now_bytes;
+    pthread_mutex_unlock(&mem->lock);
+}
+
+void fsdpc_mem_trim(fsdpc_mem *mem)
+{
+    header *lists[CLASS_COUNT];
+    pthread_mutex_lock(&mem->lock);
+    memcpy(lists, mem->free_lists, sizeof lists);
+    memset(mem->free_lists, 0, sizeof mem->free_lists);
+    mem->stats.cached_bytes = 0;
+    pthread_mutex_unlock(&mem->lock);
+    for (int i = 0; i < CLASS_COUNT; i++) {
+        for (header *block = lists[i], *next; block; block = next) {
+            next = block->next;
+            system_release(block);
+        }
+    }
+}

@@ -1,0 +1,237 @@
+/* A team of threads: one ticket word, taken part by part.
+ *
+ * A run publishes its function in the team and then its ticket: generation in the high half, parts
+ * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word,
+ * so a worker that slept through a run, or wakes in the middle of a later one, can never take a
+ * part of the wrong run, and the caller never waits for a worker that took nothing.  It waits only
+ * for parts that were taken: `done` counts them.
+ *
+ * Idle workers spin for some microseconds (kernels of a step follow each other closely) and then
+ * sleep on a futex; with more threads than cores they sleep at once.  The caller, out of parts,
+ * spins the same way before it sleeps on `done`.
+ *
+ * `running` admits one run; whoever finds it taken (a nested call, another thread) does its parts
+ * inline.  A forked child finds a foreign pid and works inline, too: its copies of the words may be
+ * in any state and its workers do not exist.
+ *
+ * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
+ * while the next run writes them.  What it read is used only if its compare-and-swap then succeeds,
+ * and that proves that the run it belongs to had parts left, so the next run had not begun to
+ * write: its caller first sees every part of this run in `done`, which is counted after the swap.
+ */
+#include "base/team.h"
+
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "base/wait.h"
+
+enum { CACHE_LINE = 64, SPIN_NS = 20000, SPINS_PER_LOOK = 16, MAX_THREADS = 4096 };
+
+struct fsdpc_team {
+    /* One cache line that every part touches, one that only runs and sleepers touch. */
+    _Alignas(CACHE_LINE) _Atomic uint64_t ticket; /* generation << 32 | parts left */
+    _Atomic uint32_t done; /* parts finished in this run; futex of the caller */
+    _Atomic uint32_t caller_sleeps;
+    _Atomic(fsdpc_team_fn) fn; /* Note [fields of a run] */
+    _Atomic(void *) arg;
+    _Atomic size_t first; /* number of the run's first part */
+    _Atomic uint32_t parts;
+
+    _Alignas(CACHE_LINE) _Atomic uint32_t generation; /* futex of the workers */
+    _Atomic uint32_t sleepers;
+    _Atomic bool running, stop;
+    int threads, started; /* started: workers that exist */
+    bool tried_to_start;
+    int64_t spin_ns;
+    pid_t pid;
+    pthread_t *workers; /* threads - 1 */
+};
+
+/* Private futexes: nothing but this process's threads sleeps here, and the kernel's lookup is
+ * cheaper than for the shared ones of wait.h. */
+static void sleep_on(_Atomic uint32_t *word, uint32_t expected)
+{
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, expected, NULL, NULL, 0);
+}
+
+static void wake(_Atomic uint32_t *word, uint32_t sleepers)
+{
+    int count = sleepers > INT_MAX ? INT_MAX : (int)sleepers;
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
+}
+
+/* True once *word differs from `old`; false after the time to spin. */
+static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, uint32_t old)
+{
+    if (team->spin_ns == 0)
+        return atomic_load_explicit(word, memory_order_acquire) != old;
+    int64_t begin = 0;
+    for (;;) {
+        for (int i = 0; i < SPINS_PER_LOOK; i++) {
+            /* pairs with the release of whoever changed the word */
+            if (atomic_load_explicit(word, memory_order_acquire) != old)
+                return true;
+            fsdpc_cpu_relax();
+        }
+        int64_t now = fsdpc_clock_ns();
+        if (begin == 0)
+            begin = now;
+        else if (now - begin > team->spin_ns)
+            return false;
+    }
+}
+
+/* Takes and does parts until none of the present run is left. */
+static void work(fsdpc_team *team)
+{
+    /* acquire: pairs with the ticket's release in run_shared, fields of that run are visible */
+    uint64_t ticket = atomic_load_explicit(&team->ticket, memory_order_acquire);
+    while ((uint32_t)ticket != 0) {
+        fsdpc_team_fn fn = atomic_load_explicit(&team->fn, memory_order_relaxed);
+        void *arg = atomic_load_explicit(&team->arg, memory_order_relaxed);
+        size_t first = atomic_load_explicit(&team->first, memory_order_relaxed);
+        uint32_t parts = atomic_load_explicit(&team->parts, memory_order_relaxed);
+        if (!atomic_compare_exchange_weak_explicit(&team->ticket, &ticket, ticket - 1,
+                                                   memory_order_acq_rel, memory_order_acquire))
+            continue;
+        fn(arg, first + (parts - (uint32_t)ticket));
+        /* seq_cst: releases the part's results to the caller's acquire of done, and against
+         * caller_sleeps: either the caller sees this count or we see it sleeping. */
+        uint32_t done = atomic_fetch_add(&team->done, 1) + 1;
+        if (done == parts && atomic_load(&team->caller_sleeps))
+            wake(&team->done, 1);
+        ticket = atomic_load_explicit(&team->ticket, memory_order_acquire);
+    }
+}
+
+static void *worker_main(void *arg)
+{
+    fsdpc_team *team = arg;
+    uint32_t seen =
+        0; /* generation 0 has no work: a worker that starts late joins the present run */
+    while (!atomic_load_explicit(&team->stop, memory_order_acquire)) {
+        if (!spin_until_changed(team, &team->generation, seen)) {
+            /* seq_cst, against run_shared: it sees us among the sleepers or we see its generation
+             */
+            atomic_fetch_add(&team->sleepers, 1);
+            while (atomic_load(&team->generation) == seen)
+                sleep_on(&team->generation, seen);
+            atomic_fetch_sub(&team->sleepers, 1);
+        }
+        seen = atomic_load_explicit(&team->generation, memory_order_acquire);
+        work(team);
+    }
+    return NULL;
+}
+
+static void start_workers(fsdpc_team *team)
+{
+    team->tried_to_start = true;
+    while (team->started < team->threads - 1) {
+        char name[32];
+        snprintf(name, sizeof name, "fsdpc-team-%d", team->started + 1);
+        if (fsdpc_thread_start(name, worker_main, team, &team->workers[team->started]) != FSDPC_OK)
+            break; /* a smaller team gives the same results */
+        team->started++;
+    }
+}
+
+static void wait_for_parts(fsdpc_team *team, uint32_t parts)
+{
+    uint32_t done;
+    while ((done = atomic_load_explicit(&team->done, memory_order_acquire)) != parts) {
+        if (spin_until_changed(team, &team->done, done))
+            continue;
+        atomic_store(&team->caller_sleeps, 1);
+        while ((done = atomic_load(&team->done)) != parts)
+            sleep_on(&team->done, done);
+        atomic_store(&team->caller_sleeps, 0);
+    }
+}
+
+/* One run of 2 to 2^32 - 1 parts; `running` is ours. */
+static void run_shared(fsdpc_team *team, size_t first, uint32_t parts, fsdpc_team_fn fn, void *arg)
+{
+    if (!team->tried_to_start)
+        start_workers(team);
+    atomic_store_explicit(&team->fn, fn, memory_order_relaxed);
+    atomic_store_explicit(&team->arg, arg, memory_order_relaxed);
+    atomic_store_explicit(&team->first, first, memory_order_relaxed);
+    atomic_store_explicit(&team->parts, parts, memory_order_relaxed);
+    atomic_store_explicit(&team->done, 0, memory_order_relaxed);
+    uint32_t generation = atomic_load_explicit(&team->generation, memory_order_relaxed) + 1;
+    atomic_store_explicit(&team->ticket, (uint64_t)generation << 32 | parts, memory_order_release);
+    atomic_store(&team->generation, generation); /* seq_cst, against worker_main's sleepers */
+    uint32_t sleepers = atomic_load(&team->sleepers);
+    if (sleepers)
+        wake(&team->generation, sleepers < parts - 1 ? sleepers : parts - 1);
+    work(team);
+    wait_for_parts(team, parts);
+}
+
+fsdpc_status fsdpc_team_create(int threads, fsdpc_team **out)
+{
+    if (threads < 1 || threads > MAX_THREADS)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a team of %d threads; 1 to %d are possible", threads,
+                          MAX_THREADS);
+    fsdpc_team *team = aligned_alloc(CACHE_LINE, sizeof *team);
+    pthread_t *workers = calloc((size_t)threads, sizeof *workers);
+    if (!team || !workers) {
+        free(team);
+        free(workers);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a team of %d threads", threads);
+    }
+    *team = (fsdpc_team){.threads = threads, .pid = getpid(), .workers = workers};
+    team->spin_ns = threads <= fsdpc_usable_cores() ? SPIN_NS : 0;
+    *out = team;
+    return FSDPC_OK;
+}
+
+void fsdpc_team_destroy(fsdpc_team *team)
+{
+    if (!team)
+        return;
+    if (team->pid == getpid()) { /* a forked child has nobody to join */
+        atomic_store_explicit(&team->stop, true, memory_order_release);
+        atomic_fetch_add(&team->generation, 1);
+        wake(&team->generation, INT_MAX);
+        for (int i = 0; i < team->started; i++)
+            pthread_join(team->workers[i], NULL);
+    }
+    free(team->workers);
+    free(team);
+}
+
+int fsdpc_team_threads(const fsdpc_team *team)
+{
+    return team ? team->threads : 1;
+}
+
+void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg)
+{
+    bool shared = team && team->threads > 1 && parts > 1 && team->pid == getpid() &&
+                  !atomic_exchange_explicit(&team->running, true, memory_order_acquire);
+    if (!shared) {
+        for (size_t part = 0; part < parts; part++)
+            fn(arg, part);
+        return;
+    }
+    for (size_t first = 0; first < parts;) {
+        size_t rest = parts - first;
+        uint32_t now = rest > UINT32_MAX ? UINT32_MAX : (uint32_t)rest;
+        run_shared(team, first, now, fn, arg);
+        first += now;
+    }
+    /* pairs with the acquire above: the next caller sees our stores to the plain fields */
+    atomic_store_explicit(&team->running, false, memory_order_release);
+}

@@ -1,0 +1,35 @@
+/* Threads with a name and without signals.
+ *
+ * The mask is set in the creating thread around pthread_create, because a new thread inherits it:
+ * set in the new thread itself, a signal could slip in before.  The caller's own mask is put back.
+ */
+#include "base/thread.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+
+fsdpc_status fsdpc_thread_start(const char *name, void *(*main_fn)(void *), void *arg,
+                                pthread_t *out)
+{
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS};
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    pthread_t thread;
+    int error = pthread_create(&thread, NULL, main_fn, arg);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) {
+        errno = error;
+        return fsdpc_fail_errno("thread '%s' could not be started; raise the limit of processes "
+                                "(ulimit -u) or set FSDPC_THREADS lower",
+                                name);
+    }
+    char short_name[16]; /* the kernel's limit, end included */
+    snprintf(short_name, sizeof short_name, "%s", name);
+    pthread_setname_np(thread, short_name);
+    *out = thread;
+    return FSDPC_OK;
+}

@@ -1,0 +1,17 @@
+/* Starting a thread of our own.
+ *
+ * Every thread the library starts goes through here: it is named (15 characters show in top and
+ * gdb) and leaves signals to the threads of the user, so that Ctrl-C always reaches Python's main
+ * thread. Signals that report a fault of the thread itself stay open: a handler must see them.
+ */
+#ifndef FSDPC_BASE_THREAD_H
+#define FSDPC_BASE_THREAD_H
+
+#include <pthread.h>
+
+#include "base/status.h"
+
+fsdpc_status fsdpc_thread_start(const char *name, void *(*main_fn)(void *), void *arg,
+                                pthread_t *out);
+
+#endif
