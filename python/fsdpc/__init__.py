@@ -1,0 +1,1 @@
+"""Fully sharded data parallel training: a C engine under thin Python."""
