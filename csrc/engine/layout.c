@@ -1,0 +1,277 @@
+/* Planning: bands of equal row length, cut into equal slices of whole rows.
+ *
+ * Why bands.  FSDP2 pads every parameter to a multiple of the ranks, which multiplies small ones at
+ * large worlds; one flat line cut anywhere splits rows, so that optimizers and checkpoints need a
+ * planner.  Parameters with equal rows laid end to end can be cut at any row, so the padding of a
+ * band is less than one row per rank, whatever the number of parameters in it, and a rank's piece
+ * of each is a run of whole rows.
+ *
+ * Where rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
+ * three-dimensional experts, convolutions over many ranks), the parameters of three and more
+ * dimensions of that band are cut by rows of dim 1 where those are multiples of 64, else by
+ * 64-element chunks.  The rule reads shapes alone, so every rank decides alike.
+ *
+ * A 1-D parameter has rows of 64 elements, the last one short: its tail is padding like the gaps
+ * that alignment leaves.  Padding is part of shard and full; nothing there ever reaches a
+ * parameter.
+ */
+#include "engine/layout.h"
+
+#include <stdlib.h>
+
+#include "base/size.h"
+
+enum { PADDING_FLOOR = 65536 };
+
+static size_t gcd(size_t a, size_t b)
+{
+    while (b) {
+        size_t rest = a % b;
+        a = b;
+        b = rest;
+    }
+    return a;
+}
+
+/* Rows between legal starts of a parameter in a band of this row length. */
+static size_t start_rows(size_t row)
+{
+    return FSDPC_LAYOUT_ALIGN / gcd(row, FSDPC_LAYOUT_ALIGN);
+}
+
+static size_t trailing_numel(const fsdpc_place *place, int first_dim)
+{
+    size_t product = 1;
+    for (int d = first_dim; d < place->ndim; d++)
+        product *= place->shape[d];
+    return product;
+}
+
+static size_t row_of(const fsdpc_place *place)
+{
+    if (place->ndim < 2 || place->numel == 0)
+        return FSDPC_LAYOUT_ALIGN;
+    return trailing_numel(place, 1);
+}
+
+static size_t finer_row_of(const fsdpc_place *place)
+{
+    size_t row = trailing_numel(place, 2);
+    return row % FSDPC_LAYOUT_ALIGN == 0 && row < place->row_numel ? row : FSDPC_LAYOUT_ALIGN;
+}
+
+static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
+{
+    if (!fsdpc_dtype_is_float(spec->dtype))
+        return fsdpc_fail(FSDPC_ERR_DTYPE,
+                          "parameter '%s' is %s; only floating point parameters can be sharded: "
+                          "register it as a buffer instead",
+                          spec->name, fsdpc_dtype_name(spec->dtype));
+    if (spec->ndim < 0 || spec->ndim > FSDPC_LAYOUT_MAX_DIMS)
+        return fsdpc_fail(FSDPC_ERR_SHAPE,
+                          "parameter '%s' has %d dimensions; at most %d are supported", spec->name,
+                          spec->ndim, FSDPC_LAYOUT_MAX_DIMS);
+    place->dtype = spec->dtype;
+    place->ndim = spec->ndim;
+    place->numel = 1;
+    for (int d = 0; d < spec->ndim; d++) {
+        place->shape[d] = spec->shape[d];
+        FSDPC_TRY(fsdpc_mul_size(place->numel, spec->shape[d], &place->numel));
+    }
+    place->row_numel = row_of(place);
+    place->band = spec->whole ? -2 : -1; /* -2: a band of its own, -1: not placed yet */
+    place->name = strdup(spec->name);
+    if (!place->name)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
+    return FSDPC_OK;
+}
+
+static bool same_band(const fsdpc_place *a, const fsdpc_place *b)
+{
+    return a->group == b->group && a->band != -2 && b->band != -2 && a->row_numel == b->row_numel;
+}
+
+/* Rows that the band of `first` needs, starts aligned; *real_out is its elements without padding.
+ */
+static size_t band_rows(const fsdpc_layout *layout, const fsdpc_place *first, size_t *real_out)
+{
+    size_t rows = 0, real = 0, step = start_rows(first->row_numel);
+    for (int i = 0; i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        if (!same_band(first, place))
+            continue;
+        rows = fsdpc_round_up(rows, step) + fsdpc_ceil_div(place->numel, place->row_numel);
+        real += place->numel;
+    }
+    *real_out = real;
+    return rows;
+}
+
+/* Takes the parameters of three and more dimensions out of bands that pad too much.  Each pass
+ * makes rows strictly finer, so it ends. */
+static void refine_rows(fsdpc_layout *layout)
+{
+    for (bool again = true; again;) {
+        again = false;
+        for (int i = 0; i < layout->n_params; i++) {
+            fsdpc_place *first = &layout->params[i];
+            if (first->band == -2 || first->ndim < 3 || first->row_numel == FSDPC_LAYOUT_ALIGN)
+                continue;
+            size_t real, rows = band_rows(layout, first, &real);
+            size_t slice = fsdpc_ceil_div(rows, (size_t)layout->ranks) * first->row_numel;
+            size_t padding = slice * (size_t)layout->ranks - real;
+            if (padding <= PADDING_FLOOR || padding * 100 <= layout->real_numel)
+                continue;
+            fsdpc_place key = *first;
+            for (int j = i; j < layout->n_params; j++) {
+                fsdpc_place *place = &layout->params[j];
+                if (same_band(&key, place) && place->ndim >= 3)
+                    place->row_numel = finer_row_of(place);
+            }
+            again = true;
+        }
+    }
+}
+
+/* Places every parameter of the band that `first` opens and closes the band. */
+static void place_band(fsdpc_layout *layout, fsdpc_group *group, int first, int *owner_io)
+{
+    fsdpc_place *opener = &layout->params[first];
+    fsdpc_place key = *opener;
+    fsdpc_slice *band = &group->bands[group->n_bands];
+    size_t ranks = (size_t)layout->ranks, row = key.row_numel, rows = 0;
+    band->full_offset = fsdpc_round_up(group->full_numel, FSDPC_LAYOUT_ALIGN);
+    band->shard_offset = fsdpc_round_up(group->shard_numel, FSDPC_LAYOUT_ALIGN);
+    if (key.band == -2) {
+        band->owner = *owner_io;
+        *owner_io = (*owner_io + 1) % layout->ranks;
+        band->numel = key.numel;
+        opener->full_offset = band->full_offset;
+        opener->band = (int)group->n_bands;
+        group->full_numel = band->full_offset + band->numel;
+    } else {
+        band->owner = -1;
+        for (int i = first; i < layout->n_params; i++) {
+            fsdpc_place *place = &layout->params[i];
+            if (place->band != -1 || !same_band(&key, place))
+                continue;
+            rows = fsdpc_round_up(rows, start_rows(row));
+            place->full_offset = band->full_offset + rows * row;
+            rows += fsdpc_ceil_div(place->numel, row);
+        }
+        for (int i = first; i < layout->n_params; i++) {
+            fsdpc_place *place = &layout->params[i];
+            if (place->band == -1 && same_band(&key, place))
+                place->band = (int)group->n_bands;
+        }
+        band->numel = fsdpc_ceil_div(rows, ranks) * row;
+        group->full_numel = band->full_offset + ranks * band->numel;
+    }
+    group->shard_numel = band->shard_offset + band->numel;
+    group->n_bands++;
+}
+
+static fsdpc_status make_groups(fsdpc_layout *layout)
+{
+    for (int i = 0; i < layout->n_params; i++) {
+        fsdpc_place *place = &layout->params[i];
+        int g = 0;
+        while (g < layout->n_groups && layout->groups[g].dtype != place->dtype)
+            g++;
+        place->group = g;
+        if (g < layout->n_groups)
+            continue;
+        layout->groups[g].dtype = place->dtype;
+        layout->groups[g].bands = calloc((size_t)layout->n_params, sizeof(fsdpc_slice));
+        if (!layout->groups[g].bands)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");
+        layout->n_groups++;
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
+                                 int first_owner, fsdpc_layout **out)
+{
+    if (ranks < 1)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a layout needs at least one rank, got %d", ranks);
+    fsdpc_status status = FSDPC_OK;
+    fsdpc_layout *layout = calloc(1, sizeof *layout);
+    size_t slots = n_specs > 0 ? (size_t)n_specs : 1;
+    if (layout) {
+        layout->ranks = ranks;
+        layout->params = calloc(slots, sizeof *layout->params);
+        layout->groups = calloc(slots, sizeof *layout->groups);
+    }
+    if (!layout || !layout->params || !layout->groups) {
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout of %d parameters", n_specs);
+        goto destroy;
+    }
+    for (int i = 0; i < n_specs; i++) {
+        layout->n_params = i + 1;
+        FSDPC_TRY_GOTO(status, read_spec(&specs[i], &layout->params[i]), destroy);
+        layout->real_numel += layout->params[i].numel;
+    }
+    FSDPC_TRY_GOTO(status, make_groups(layout), destroy);
+    refine_rows(layout);
+    int owner = first_owner % ranks;
+    for (int i = 0; i < n_specs; i++) {
+        fsdpc_place *place = &layout->params[i];
+        if (place->band < 0)
+            place_band(layout, &layout->groups[place->group], i, &owner);
+        place->leaf_numel =
+            place->row_numel % FSDPC_LAYOUT_ALIGN == 0 ? FSDPC_LAYOUT_ALIGN : place->row_numel;
+    }
+    *out = layout;
+    return FSDPC_OK;
+
+destroy:
+    fsdpc_layout_destroy(layout);
+    return status;
+}
+
+void fsdpc_layout_destroy(fsdpc_layout *layout)
+{
+    if (!layout)
+        return;
+    for (int i = 0; layout->params && i < layout->n_params; i++)
+        free(layout->params[i].name);
+    for (int g = 0; layout->groups && g < layout->n_groups; g++)
+        free(layout->groups[g].bands);
+    free(layout->params);
+    free(layout->groups);
+    free(layout);
+}
+
+fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
+{
+    const fsdpc_place *place = &layout->params[param];
+    const fsdpc_slice *band = &layout->groups[place->group].bands[place->band];
+    fsdpc_piece piece = {0, 0, band->shard_offset};
+    if (band->owner >= 0) {
+        piece.numel = band->owner == rank ? place->numel : 0;
+        return piece;
+    }
+    size_t slice_begin = band->full_offset + (size_t)rank * band->numel;
+    size_t slice_end = slice_begin + band->numel;
+    size_t begin = fsdpc_max_size(place->full_offset, slice_begin);
+    size_t end = fsdpc_min_size(place->full_offset + place->numel, slice_end);
+    if (begin >= end) { /* an empty piece still says before which element it would begin */
+        piece.first = slice_begin > place->full_offset ? place->numel : 0;
+        return piece;
+    }
+    piece.first = begin - place->full_offset;
+    piece.numel = end - begin;
+    piece.shard_offset = band->shard_offset + (begin - slice_begin);
+    return piece;
+}
+
+double fsdpc_layout_padding(const fsdpc_layout *layout)
+{
+    size_t full = 0;
+    for (int g = 0; g < layout->n_groups; g++)
+        full += layout->groups[g].full_numel;
+    if (layout->real_numel == 0)
+        return 0;
+    return (double)(full - layout->real_numel) / (double)layout->real_numel;
+}

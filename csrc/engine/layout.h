@@ -1,0 +1,86 @@
+/* The layout of a unit: where each parameter sits and which rows each rank owns.
+ *
+ * Pure data, computed from names, shapes, dtypes and the number of ranks alone, the same on every
+ * rank and immutable afterwards.  Offsets and lengths are in elements, so the same numbers serve
+ * master, wire and reduce buffer whatever their dtypes.
+ *
+ * A flat group holds the parameters of one original dtype.  Its parameters of equal row length form
+ * a band, laid end to end in declaration order, each beginning at a multiple of lcm(row, 64)
+ * elements; the band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
+ * stay whole has a band of its own that one rank owns.  The full of a group is its bands one after
+ * the other, a shard is this rank's slices one after the other; both begin each band at a multiple
+ * of 64.
+ */
+#ifndef FSDPC_ENGINE_LAYOUT_H
+#define FSDPC_ENGINE_LAYOUT_H
+
+#include <stdbool.h>
+
+#include "base/dtype.h"
+#include "comm/comm.h"
+
+enum { FSDPC_LAYOUT_ALIGN = 64, FSDPC_LAYOUT_MAX_DIMS = 8 };
+
+typedef struct fsdpc_param_spec {
+    const char *name; /* copied */
+    fsdpc_dtype dtype;
+    int ndim;
+    size_t shape[FSDPC_LAYOUT_MAX_DIMS];
+    bool whole; /* never cut: lives on one owner */
+} fsdpc_param_spec;
+
+typedef struct fsdpc_place {
+    char *name;
+    fsdpc_dtype dtype;
+    int ndim;
+    size_t shape[FSDPC_LAYOUT_MAX_DIMS];
+    size_t numel;
+    size_t row_numel; /* what a cut never splits */
+    size_t
+        leaf_numel; /* what a norm sums at a time: 64, or the row where that is no multiple of 64 */
+    int group, band;    /* band within the group */
+    size_t full_offset; /* in the group's full */
+} fsdpc_place;
+
+typedef struct fsdpc_group {
+    fsdpc_dtype dtype;
+    fsdpc_slice *bands; /* as collectives take them */
+    size_t n_bands;
+    size_t full_numel, shard_numel;
+} fsdpc_group;
+
+/* A rank's part of one parameter: elements [first, first + numel) of it, whole rows. */
+typedef struct fsdpc_piece {
+    size_t first, numel;
+    size_t shard_offset; /* in the group's shard; meaningless if numel is 0 */
+} fsdpc_piece;
+
+typedef struct fsdpc_layout {
+    int ranks;
+    int n_params;
+    fsdpc_place *params;
+    int n_groups;
+    fsdpc_group *groups;
+    size_t real_numel; /* without padding, all groups */
+} fsdpc_layout;
+
+/* `first_owner` is the rank that owns the first whole parameter; later ones go round robin.  Dtypes
+ * must be floats; any shape is fine: 0-D, empty, fewer rows than ranks. */
+fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int ranks,
+                                 int first_owner, fsdpc_layout **out);
+void fsdpc_layout_destroy(fsdpc_layout *layout);
+
+fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);
+
+/* Where element `shard_offset` of a rank's shard of band `band` lies in the full. */
+static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t shard_offset)
+{
+    size_t begin =
+        band->owner < 0 ? band->full_offset + (size_t)rank * band->numel : band->full_offset;
+    return begin + (shard_offset - band->shard_offset);
+}
+
+/* Elements of padding in the fulls of all groups, over real_numel. */
+double fsdpc_layout_padding(const fsdpc_layout *layout);
+
+#endif
