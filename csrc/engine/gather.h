@@ -1,0 +1,17 @@
+/* Making a full readable, and giving it up.  Used by the schedule alone. */
+#ifndef FSDPC_ENGINE_GATHER_H
+#define FSDPC_ENGINE_GATHER_H
+
+#include "engine/root.h"
+
+fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward); /* SHARDED -> GATHERING */
+fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, posting if needed */
+void fsdpc_gather_drop(fsdpc_unit *unit);                           /* -> SHARDED */
+
+/* Writes this rank's slices of a unit's full from its masters. */
+fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit);
+
+/* Masters compared with the wire, as far as flags leave it open. */
+fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out);
+
+#endif

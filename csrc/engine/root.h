@@ -1,0 +1,77 @@
+/* A root: the outermost unit with all units inside it, their wire, epochs and reduce buffers.
+ *
+ * Made at the first forward, collectively: the wire is one memory for the fulls of all units
+ * (shared by the ranks of a host), the reduce buffers are two pooled ones for units that close
+ * during backward and one of their own for units that stay open (the root, units that enclose
+ * others).
+ *
+ * Epochs (docs/design.md, section 3).  fsdpc_root_epoch brings the wire up to date with the
+ * masters: compare where needed, arrive, wait, and if any rank changed anything write the own
+ * slices and publish.  A change advances `generation`; a backward whose forward saw an older one is
+ * refused.
+ */
+#ifndef FSDPC_ENGINE_ROOT_H
+#define FSDPC_ENGINE_ROOT_H
+
+#include "engine/unit.h"
+
+/* What began an epoch; ranks must agree. */
+typedef enum fsdpc_epoch_kind {
+    FSDPC_EPOCH_FORWARD = 1,
+    FSDPC_EPOCH_UNSHARD,
+    FSDPC_EPOCH_OPTIM,
+    FSDPC_EPOCH_COLLECT,
+} fsdpc_epoch_kind;
+
+enum { FSDPC_POOLED_BUFFERS = 2 };
+
+typedef struct fsdpc_record_entry {
+    int unit;
+    bool backward;
+} fsdpc_record_entry;
+
+/* The order in which units were used, for prefetching; see sched.h. */
+typedef struct fsdpc_record {
+    fsdpc_record_entry *entries;
+    size_t length, capacity;
+    size_t position;   /* replaying: the next expected entry */
+    bool complete;     /* a whole step was recorded */
+    bool following;    /* this step has agreed with the record so far */
+    size_t prefetched; /* entries before this one have been gathered ahead */
+} fsdpc_record;
+
+struct fsdpc_root {
+    fsdpc_unit **units;
+    int n_units;
+    fsdpc_comm *comm; /* of the shard group */
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    fsdpc_wire *wire;
+    fsdpc_stream *gather_stream, *reduce_stream;
+    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
+    fsdpc_unit *pool_user[FSDPC_POOLED_BUFFERS]; /* filling or reducing it; NULL: free */
+    uint64_t generation;                         /* of the wire's contents */
+    uint64_t steps;                              /* optimizer steps taken */
+    bool writing;                                /* an optimizer's epoch is open */
+    int forward_depth;                           /* nested forwards of units of this root */
+    bool in_backward, needs_reset;
+    int prefetch; /* how many units ahead to gather */
+    fsdpc_record record;
+};
+
+/* Collective.  units[0] is the outermost; children follow in the order of their modules. `encloses`
+ * says of each unit whether it holds others. */
+fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
+                               fsdpc_root **out);
+void fsdpc_root_destroy(fsdpc_root *root); /* units go back to having masters only */
+
+/* Collective.  `bits` are added to the note (grad mode); on return the wire is current. */
+fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
+                              uint32_t bits);
+
+/* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters
+ * and its own slices in one pass; end publishes. */
+fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
+fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
+
+#endif

@@ -1,0 +1,44 @@
+/* The schedule: six entry points through which a front door drives units through a step.
+ *
+ *     pre_forward  post_forward  pre_backward  post_backward  grad_target/grad_ready  backward_end
+ *
+ * Both front doors call these and nothing else.  The schedule alone decides when a unit is
+ * gathered, resharded and reduced.  The first step runs on demand and is recorded; later steps
+ * follow the record and gather `prefetch` units ahead, in forward and in backward.  A step that
+ * departs from the record falls back to on-demand, stays correct, and is recorded anew.
+ *
+ * Reductions are posted in post_backward (or backward_end for units whose inputs needed no
+ * gradient) and completed at later entry points; backward_end waits for all.
+ */
+#ifndef FSDPC_ENGINE_SCHED_H
+#define FSDPC_ENGINE_SCHED_H
+
+#include "engine/root.h"
+
+/* `grad`: gradients are recorded.  The outermost call begins an epoch.  On return the unit is FULL.
+ */
+fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
+fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad);
+
+/* `generation` is the root's when the forward ran (fsdpc_unit_generation).  Idempotent. */
+fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
+fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
+
+/* Where the next contribution to a parameter's gradient goes, and that it has been written. */
+fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
+                                  fsdpc_dtype *dtype_out, bool *accumulate_out);
+fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param);
+
+/* Closes units that are still open, waits for every reduction. */
+fsdpc_status fsdpc_backward_end(fsdpc_root *root);
+
+uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
+
+/* Management. */
+fsdpc_status fsdpc_unshard(fsdpc_unit *unit); /* gathers and holds until fsdpc_reshard */
+fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
+/* After an exception in user code: drops half-filled gradients, brings all units back to SHARDED.
+ */
+void fsdpc_root_reset(fsdpc_root *root);
+
+#endif

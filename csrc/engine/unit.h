@@ -1,0 +1,123 @@
+/* A unit: modules whose parameters are gathered, freed and reduced together.
+ *
+ * A unit owns its layout and this rank's private memory: masters (original dtype) and gradient
+ * shards (fp32, or fp64 for fp64 parameters).  Its full lives in the wire of its root, which is
+ * found at the first forward; until then a unit has masters only.
+ *
+ * Who writes what: masters by optimizers, initialisation and loading (which mark the unit dirty),
+ * or by the user through an exported piece (marked foreign: compared when an epoch begins).  Fulls
+ * by publishing only.  Gradient shards by reductions; `grad_live` says whether they hold anything,
+ * so zeroing gradients touches no memory.  `pending_scale` is a factor that clipping left to be
+ * applied by whoever reads the gradients next.
+ *
+ * The structs are open to the files of csrc/engine; others use the functions.
+ */
+#ifndef FSDPC_ENGINE_UNIT_H
+#define FSDPC_ENGINE_UNIT_H
+
+#include "comm/comm.h"
+#include "engine/layout.h"
+
+typedef struct fsdpc_unit fsdpc_unit;
+typedef struct fsdpc_root fsdpc_root;
+
+/* Where the ranks of a unit stand; `replicate` is NULL for a mesh of one row. */
+typedef struct fsdpc_mesh {
+    fsdpc_comm *shard;
+    fsdpc_comm *replicate;
+} fsdpc_mesh;
+
+typedef struct fsdpc_unit_options {
+    const char *name; /* copied; shown in messages and traces */
+    fsdpc_mesh mesh;
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    bool cast_params; /* param_dtype is given; else each group keeps its original dtype */
+    fsdpc_dtype param_dtype;
+    bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
+    fsdpc_dtype reduce_dtype;
+    bool reshard_after_forward;
+    int first_owner;
+    bool no_alias; /* private, NaN-filled memory for fulls */
+} fsdpc_unit_options;
+
+typedef enum fsdpc_unit_state {
+    FSDPC_UNIT_SHARDED,
+    FSDPC_UNIT_GATHERING, /* posted */
+    FSDPC_UNIT_FULL,
+} fsdpc_unit_state;
+
+typedef struct fsdpc_unit_group {
+    const fsdpc_group *plan;
+    fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
+    size_t wire_offset;   /* bytes into the root's wire */
+    size_t reduce_offset; /* bytes into a reduce buffer of this unit */
+    unsigned char *master, *grad;
+    unsigned char *full; /* what modules read: the wire, or private memory in no-alias mode */
+    fsdpc_work gather, reduce;
+} fsdpc_unit_group;
+
+struct fsdpc_unit {
+    int id; /* order within the root; -1 before */
+    char *name;
+    fsdpc_layout *layout;
+    fsdpc_unit_group *groups; /* layout->n_groups */
+    fsdpc_mesh mesh;
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    fsdpc_root *root; /* NULL before the first forward */
+    size_t reduce_bytes, wire_bytes;
+
+    fsdpc_unit_state state;
+    bool reshard_after_forward, no_alias;
+    int held;           /* unshard() calls not yet given back */
+    bool dirty;         /* masters are known to differ from the wire */
+    bool foreign;       /* masters may differ: somebody holds a writable piece */
+    bool requires_sync; /* gradients are reduced at the end of this backward */
+    bool *filled;       /* per parameter: the open reduce buffer holds a contribution */
+    bool *trainable;    /* per parameter; may change between steps */
+    int n_filled;
+    fsdpc_buffer *buffer;     /* being filled; NULL: none open */
+    fsdpc_buffer *own_buffer; /* of units that stay open through backward */
+    bool reducing;            /* groups[].reduce are posted */
+    bool grad_live;
+    double pending_scale;
+    double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
+};
+
+fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
+                               const fsdpc_unit_options *options, fsdpc_unit **out);
+void fsdpc_unit_destroy(fsdpc_unit *unit); /* not while its root lives */
+
+static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
+{
+    return unit->mesh.shard->rank;
+}
+
+/* This rank's piece of a parameter's master; marks nothing. */
+void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
+
+/* This rank's piece of a parameter's gradient, any pending scale applied; NULL when there is none.
+ */
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out);
+
+/* The whole parameter as modules read it: address fixed once the root exists, NULL before. */
+void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
+
+/* Writes the own rows of `value` (the full tensor, any float dtype) into the master. */
+fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype);
+
+/* Initialises the own rows as the whole tensor would be. */
+fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
+                                   uint64_t seed, uint64_t stream);
+
+/* Collective: every rank of the shard group gets the whole parameter (`grads` false, original
+ * dtype) or its whole gradient (grad_dtype, averaged) in `out`. */
+fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out);
+
+void fsdpc_unit_zero_grad(fsdpc_unit *unit);
+
+/* An error that names parameter and unit unless the full may be read now. */
+fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param);
+
+#endif
