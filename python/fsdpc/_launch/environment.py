@@ -1,0 +1,72 @@
+"""What a rank finds in its environment, and how many ranks a machine can hold."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+RANKS_PER_CORE = 64
+RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, before any model
+
+
+def _available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def check_ranks(ranks: int) -> int:
+    """Return `ranks` as an int, or say why this machine cannot hold so many.
+
+    Parameters
+    ----------
+    ranks : int
+        How many processes are asked for.
+
+    Raises
+    ------
+    TypeError
+        It is not a whole number.
+    ValueError
+        It is below 1, above 64 for each usable core, or needs more memory than is available.
+    """
+    if isinstance(ranks, bool) or not hasattr(ranks, "__index__"):
+        raise TypeError(f"the number of ranks must be an integer, got {ranks!r}")
+    ranks = ranks.__index__()
+    if ranks < 1:
+        raise ValueError(f"the number of ranks must be at least 1, got {ranks}")
+    cores = len(os.sched_getaffinity(0))
+    if ranks > RANKS_PER_CORE * cores:
+        raise ValueError(
+            f"{ranks} ranks are more than this machine can hold: it has {cores} usable cores, and "
+            f"{RANKS_PER_CORE} ranks a core ({RANKS_PER_CORE * cores}) is the limit; ask for fewer"
+        )
+    available = _available_bytes()
+    if available is not None and ranks * RANK_BYTES > available:
+        raise ValueError(
+            f"{ranks} ranks need at least {ranks * RANK_BYTES >> 20} MiB and {available >> 20} MiB "
+            "are available; ask for fewer"
+        )
+    return ranks
+
+
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """Return the variables of each rank, those torchrun would set and two of ours.
+
+    MASTER_PORT is a number in a name and no TCP port: ranks of one host meet at a socket whose name
+    holds it beside the run's id, so that two runs at once never meet each other.
+    """
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "FSDPC_RUN_ID": secrets.token_hex(8),
+        "FSDPC_LAUNCHER_PID": str(os.getpid()),
+    }
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]

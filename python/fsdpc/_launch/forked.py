@@ -1,0 +1,160 @@
+"""Run a Python function on forked ranks and bring back what each returned.
+
+A result travels as a pickle over a pipe from a process that this one forked, the one place in the
+library where anything is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fsdpc._launch.environment import rank_environments
+from fsdpc._launch.supervisor import Rank, Supervisor
+
+SHOWN_LINES = 30
+
+
+class Report(NamedTuple):
+    """What one rank sent: `kind` is "ok" (value: its result), or "error", "skip" (value: text)."""
+
+    kind: str
+    value: object
+
+
+class Failure(NamedTuple):
+    """Why a rank is not content: its traceback, or how it ended and what it printed last."""
+
+    rank: int
+    text: str
+    first: bool
+
+
+class Outcome(NamedTuple):
+    """All ranks' ends: the reports by rank (None: it sent none), failures, and whether time ran out."""
+
+    reports: list[Report | None]
+    failures: list[Failure]
+    timed_out: bool
+
+    def describe(self) -> str:
+        """Return every failed rank's story, the one that failed first on top."""
+        ordered = sorted(self.failures, key=lambda failure: (not failure.first, failure.rank))
+        parts = []
+        for failure in ordered:
+            note = " (failed first)" if failure.first and len(ordered) > 1 else ""
+            parts.append(f"--- rank {failure.rank}{note} ---\n{failure.text.rstrip()}")
+        return "\n".join(parts)
+
+
+def refuse_unsafe_fork() -> None:
+    """Raise RuntimeError where a forked child could not work, naming the reason.
+
+    Threads of the engine do not exist in a child although its memory says so, and a CUDA context
+    cannot be used there.  NumPy's BLAS threads are safe: OpenBLAS restarts them.
+    """
+    core = sys.modules.get("fsdpc._core")
+    count = core.engine_threads() if hasattr(core, "engine_threads") else 0
+    if count:
+        raise RuntimeError(
+            f"cannot fork ranks: {count} engine threads run in this process; launch before using "
+            "fsdpc here, or call fsdpc.shutdown() first (in a notebook: restart the kernel)"
+        )
+    torch = sys.modules.get("torch")
+    if getattr(torch, "cuda", None) is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "cannot fork ranks: CUDA is initialised in this process; launch before the first use "
+            "of a GPU, or use `fsdpc run --ranks N script.py`"
+        )
+
+
+def run_forked(
+    fn: Callable[[], Report],
+    ranks: int,
+    write: Callable[[str], object],
+    *,
+    timeout: float | None = None,
+    env: dict[str, str] | None = None,
+) -> Outcome:
+    """Fork `ranks` processes that each call ``fn()`` and send its report; wait for all of them."""
+
+    def body(result: int) -> None:
+        _send(result, fn())
+
+    supervisor = Supervisor(write, timeout=timeout)
+    try:
+        for variables in rank_environments(ranks):
+            supervisor.start({**variables, **(env or {})}, body)
+        _watch_until_interrupted(supervisor)
+    finally:
+        supervisor.close()
+    return _collect(supervisor)
+
+
+def _watch_until_interrupted(supervisor: Supervisor) -> None:
+    """Pass Ctrl-C on and let the ranks end; a second one ends them at once."""
+
+
+    try:
+        supervisor.watch()
+    except KeyboardInterrupt:
+        supervisor.stop(signal.SIGINT)
+        supervisor.watch()
+        raise
+
+
+def error_report(error: BaseException, skip_frames: int = 1) -> Report:
+    """Return a rank's traceback as a report, without the launcher's own frames on top."""
+    frames = error.__traceback__
+    for _ in range(skip_frames):
+        frames = frames.tb_next if frames and frames.tb_next else frames
+    return Report("error", "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _send(result: int, report: Report) -> None:
+    try:
+        data = pickle.dumps(tuple(report), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        text = f"the result of type {type(report.value).__name__} cannot be pickled: {error}\n"
+        report = Report("error", text)
+        data = pickle.dumps(tuple(report))
+    view = memoryview(data)
+    while view:
+        view = view[os.write(result, view) :]
+    if report.kind == "error":
+        raise SystemExit(1)
+
+
+def _collect(supervisor: Supervisor) -> Outcome:
+    reports: list[Report | None] = []
+    failures = []
+    first = supervisor.first_failure()
+    for rank in supervisor.ranks:
+        report = _parse(rank)
+        reports.append(report)
+        if report is None or report.kind == "error":
+            text = str(report.value) if report else _last_words(supervisor, rank)
+            failures.append(Failure(rank.rank, text, rank is first))
+    return Outcome(reports, failures, supervisor.timed_out)
+
+
+def _parse(rank: Rank) -> Report | None:
+    try:
+        return Report(*pickle.loads(rank.payload)) if rank.payload else None
+    except (EOFError, pickle.UnpicklingError):
+        return None  # it died while it was sending
+
+
+def _last_words(supervisor: Supervisor, rank: Rank) -> str:
+    if rank.rank in supervisor.killed:
+        why = "at the timeout" if supervisor.timed_out else f"{supervisor.grace:g} s after the first"
+        ending = f"ended by the launcher {why}"
+    else:
+        ending = rank.ending()
+    lines = list(rank.tail)[-SHOWN_LINES:]
+    return "\n".join([ending, *(["last output:", *lines] if lines else [])])

@@ -1,0 +1,228 @@
+"""Watch over the rank processes of one run until all have ended.
+
+One loop in the calling thread waits for output, results and ends of all ranks.  The rules:
+
+- a rank fails when it ends with a code other than 0 or by a signal;
+- when the first fails, the others have `grace` seconds to report what they saw, then their process
+  groups are killed;
+- at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
+- a stop (Ctrl-C, SIGTERM) is passed on to all groups, and is followed by the kill after `grace`.
+
+Which rank failed *first* is not who ended first: a rank that dies with gigabytes of memory is gone
+only after they are, and peers that noticed at once may end before it.  So a rank whose report says
+that a peer left is named only when there is no other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fsdpc._launch.process import Body, Started, fork_rank
+
+TAIL_LINES = 60
+ABORT_S = 3.0  # for stacks to be printed after SIGABRT
+TICK_S = 0.5  # a signal handler may move a deadline while the loop sleeps
+PENDING_BYTES = 1 << 16
+PEER_MARK = "PeerError"
+LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
+
+
+@dataclass
+class Rank:
+    """One rank: its process, what it printed last and how it ended."""
+
+    rank: int
+    started: Started
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    pending: bytearray = field(default_factory=bytearray)
+    payload: bytearray = field(default_factory=bytearray)
+    code: int | None = None  # as subprocess: negative is a signal
+    ended_at: float = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not been seen to end."""
+        return self.code is None
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.code is None:
+            return "still running"
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return f"exit code {self.code}"
+
+
+class Supervisor:
+    """Starts ranks with :meth:`start`, serves them in :meth:`watch`, ends them in :meth:`close`.
+
+    Parameters
+    ----------
+    write : callable
+        Gets the ranks' output, whole lines with the rank in front.
+    timeout : float, optional
+        Seconds from the start until the ranks are aborted, default never.
+    grace : float
+        Seconds that ranks have to end once one failed or a stop was asked for.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], *, timeout: float | None = None, grace: float = 5.0
+    ) -> None:
+        self.write = write
+        self.grace = grace
+        self.ranks: list[Rank] = []
+        self.timed_out = False
+        self.killed: set[int] = set()
+        self._timeout_at = None if timeout is None else time.monotonic() + timeout
+        self._kill_at: float | None = None
+        self._selector = selectors.DefaultSelector()
+
+    def start(self, env: dict[str, str], body: Body) -> None:
+        """Fork the next rank, which runs ``body(result_fd)``."""
+        inherited = [fd for rank in self.ranks for fd in self._descriptors(rank)]
+        started = fork_rank(env, body, [*inherited, self._selector.fileno()])
+        rank = Rank(len(self.ranks), started)
+        self.ranks.append(rank)
+        self._selector.register(started.pidfd, selectors.EVENT_READ, (rank, self._reap))
+        self._selector.register(started.output, selectors.EVENT_READ, (rank, self._read_output))
+        self._selector.register(started.result, selectors.EVENT_READ, (rank, self._read_result))
+
+    def watch(self) -> None:
+        """Serve all ranks until every one has ended."""
+        while any(rank.running for rank in self.ranks):
+            for key, _ in self._selector.select(self._patience()):
+                rank, serve = key.data
+                serve(rank)
+            self._check_deadlines()
+
+    def stop(self, signum: int) -> None:
+        """Pass a signal on to all ranks and kill after `grace` those that stay."""
+        self._signal_groups(signum)
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self.grace
+
+    def close(self) -> None:
+        """Kill whatever runs, reap it and close every descriptor."""
+        self._signal_groups(signal.SIGKILL)
+        for rank in self.ranks:
+            if rank.running:
+                self._reap(rank)
+            for fd in self._descriptors(rank):
+                os.close(fd)
+        self._selector.close()
+
+    def first_failure(self) -> Rank | None:
+        """Return the rank that failed first, as the top of this file defines it."""
+        failed = [rank for rank in self.ranks if rank.code and rank.rank not in self.killed]
+        return min(failed, key=lambda rank: (self._blames_peer(rank), rank.ended_at), default=None)
+
+    @staticmethod
+    def _blames_peer(rank: Rank) -> bool:
+        last = next((line for line in reversed(rank.tail) if line.strip()), "")
+        return PEER_MARK in last or PEER_MARK.encode() in rank.payload
+
+    @staticmethod
+    def _descriptors(rank: Rank) -> Sequence[int]:
+        return rank.started[1:]
+
+    def _patience(self) -> float:
+        deadlines = [at for at in (self._timeout_at, self._kill_at) if at is not None]
+        return min([TICK_S, *(max(0.0, at - time.monotonic()) for at in deadlines)])
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self.killed.update(rank.rank for rank in self.ranks if rank.running)
+            self._signal_groups(signal.SIGKILL)
+        elif self._timeout_at is not None and now >= self._timeout_at:
+            self.timed_out = any(rank.running for rank in self.ranks)
+            self._timeout_at = None
+            self._kill_at = now + ABORT_S
+            for rank in self.ranks:
+                if rank.running:
+                    self.killed.add(rank.rank)
+                    os.kill(rank.started.pid, signal.SIGABRT)
+
+    def _signal_groups(self, signum: int) -> None:
+        for rank in self.ranks:
+            if rank.running:  # not reaped, so the id is still this group's
+                try:
+                    os.killpg(rank.started.pid, signum)
+                except ProcessLookupError:
+                    pass
+
+    def _reap(self, rank: Rank) -> None:
+        """End the rank's group, take its exit code and what is left in the pipes."""
+        pid = rank.started.pid
+        rank.code = 255  # if somebody else reaped it
+        try:
+            # Not reaped yet, so that the group's id is surely still ours when we kill what the rank
+            # left behind (a child of it could keep the pipes open for ever).
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            rank.ended_at = time.monotonic()
+            os.killpg(pid, signal.SIGKILL)
+            rank.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except (ChildProcessError, ProcessLookupError):
+            rank.ended_at = time.monotonic()
+        self._forget(rank.started.pidfd)
+        while self._read_output(rank):
+            pass
+        while self._read_result(rank):
+            pass
+        self._emit(rank, bytes(rank.pending))
+        rank.pending.clear()
+        for fd in (rank.started.output, rank.started.result):
+            self._forget(fd)
+        if rank.code != 0 and self._kill_at is None:
+            self._kill_at = rank.ended_at + self.grace
+
+    def _forget(self, fd: int) -> None:
+        if fd in self._selector.get_map():
+            self._selector.unregister(fd)
+
+    def _read(self, fd: int) -> bytes:
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return b""
+        if not chunk:
+            self._forget(fd)
+        return chunk
+
+    def _read_result(self, rank: Rank) -> bool:
+        chunk = self._read(rank.started.result)
+        rank.payload += chunk
+        return bool(chunk)
+
+    def _read_output(self, rank: Rank) -> bool:
+        chunk = self._read(rank.started.output)
+        rank.pending += chunk
+        # A carriage return ends a line too: it is how a live progress line is drawn.
+        end = 1 + max(rank.pending.rfind(b"\n"), rank.pending.rfind(b"\r", 0, -1))
+        if end == 0 and len(rank.pending) > PENDING_BYTES:
+            end = len(rank.pending)
+        self._emit(rank, bytes(rank.pending[:end]))
+        del rank.pending[:end]
+        return bool(chunk)
+
+    def _emit(self, rank: Rank, text: bytes) -> None:
+        if not text:
+            return
+        width = len(str(len(self.ranks) - 1))
+        prefix = f"[{rank.rank:>{width}}] "
+        lines = text.decode("utf-8", "replace").replace("\r\n", "\n")
+        pieces = []
+        for line in LINE.findall(lines):
+            if not line.endswith(("\n", "\r")):
+                line += "\n"
+            rank.tail.append(line.rstrip("\r\n"))
+            pieces.append(prefix + line)
+        self.write("".join(pieces))

@@ -1,0 +1,80 @@
+"""The ``fsdpc`` command; what a subcommand needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+_EPILOG = """\
+examples:
+  fsdpc run --ranks 2 script.py --its-own --options
+  fsdpc run --ranks 4 -m package.module
+  fsdpc train --ranks 2 --preset 2M --steps 200
+  fsdpc info
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fsdpc",
+        description="Fully sharded data parallel training on this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="run a Python script on N ranks",
+        description="Run a Python script (or -m MODULE) on N ranks of this machine. Output carries "
+        "the rank in front; when a rank fails the others get 5 s to report and are then ended.",
+        usage="fsdpc run --ranks N [--timeout S] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+    )
+    run.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks")
+    run.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="end all ranks after S seconds, with their stacks printed (default: never)",
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
+    run.add_argument("script", metavar="SCRIPT", help="the script, or the module after -m")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+
+    train = commands.add_parser(
+        "train", add_help=False, help="train a language model on text; see fsdpc train --help"
+    )
+    train.add_argument("arguments", nargs=argparse.REMAINDER)
+    commands.add_parser("info", help="show what fsdpc found and uses on this machine")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments without the program's name, default ``sys.argv[1:]``.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:  # its options are its own, argparse must not look at them
+        from fsdpc import train
+
+        return train.main(arguments[1:]) or 0
+    options = _parser().parse_args(arguments)
+    if options.command == "info":
+        import fsdpc
+
+        print(fsdpc.show_config())
+        return 0
+
+    from fsdpc import launcher
+
+    command = [*(["-m"] if options.module else []), options.script, *options.arguments]
+    try:
+        return launcher.run(command, options.ranks, timeout=options.timeout)
+    except (ValueError, OSError) as error:
+        print(f"fsdpc run: {error}", file=sys.stderr)
+        return 2

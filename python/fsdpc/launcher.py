@@ -1,0 +1,191 @@
+"""Start ranks on this machine: a script with :func:`run`, a function with :func:`launch`.
+
+Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
+:func:`fsdpc.init` reads, print the ranks' output as it comes with the rank in front, and leave no
+process behind however they end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from fsdpc._launch.environment import check_ranks, rank_environments
+from fsdpc._launch.forked import Outcome, Report, error_report, refuse_unsafe_fork, run_forked
+from fsdpc._launch.supervisor import Supervisor
+
+__all__ = ["LaunchError", "launch", "run"]
+
+
+class LaunchError(RuntimeError):
+    """One or more ranks of a :func:`launch` failed.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed first; None when time ran out.
+    tracebacks : dict of int to str
+        Each failed rank's traceback, or how it ended and what it printed last.
+    timed_out : bool
+        Whether the timeout ended the ranks.
+    """
+
+    def __init__(self, outcome: Outcome, headline: str) -> None:
+        super().__init__(f"{headline}\n{outcome.describe()}")
+        self.rank = next((failure.rank for failure in outcome.failures if failure.first), None)
+        self.tracebacks = {failure.rank: failure.text for failure in outcome.failures}
+        self.timed_out = outcome.timed_out
+
+
+def launch(
+    fn: Callable[..., object],
+    n: int,
+    *args: object,
+    timeout: float | None = None,
+    env: dict[str, str] | None = None,
+) -> list[object]:
+    """Run a function on n fresh ranks of this machine and return what each returned.
+
+    Parameters
+    ----------
+    fn : callable
+        Called as ``fn(*args)`` on every rank.  Closures and functions defined in a notebook work:
+        the ranks are forks of this process and see what it sees.
+    n : int
+        How many ranks.
+    *args
+        Handed to every rank.
+    timeout : float, optional
+        Seconds until all ranks print their stacks and are ended; default never.
+    env : dict of str to str, optional
+        Variables to set in the ranks on top of this process's environment.
+
+    Returns
+    -------
+    list
+        The ranks' results in rank order.  They travel as pickles.
+
+    Raises
+    ------
+    LaunchError
+        A rank raised, died, or time ran out; it holds all ranks' tracebacks.
+    RuntimeError
+        A fork would be unsafe here: engine threads run or CUDA is initialised in this process.
+    ValueError
+        `n` is below 1 or more than the machine can hold.
+
+    Notes
+    -----
+    What ranks print appears at once in this process's ``sys.stdout`` (the cell, in a notebook) with
+    the rank in front.  Ctrl-C ends all ranks.  When one rank fails the others have 5 s to report.
+
+    Examples
+    --------
+    >>> import os
+    >>> launch(lambda factor: factor * int(os.environ["RANK"]), 2, 10)
+    [0, 10]
+    """
+    n = check_ranks(n)
+    refuse_unsafe_fork()
+
+    def call() -> Report:
+        try:
+            return Report("ok", fn(*args))
+        except (Exception, KeyboardInterrupt) as error:
+            return error_report(error)
+
+    outcome = run_forked(call, n, _print, timeout=timeout, env=env)
+    if outcome.timed_out:
+        raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
+    if outcome.failures:
+        names = ", ".join(str(failure.rank) for failure in outcome.failures)
+        plural = "s" if len(outcome.failures) > 1 else ""
+        raise LaunchError(outcome, f"rank{plural} {names} of {n} failed")
+    return [report.value for report in outcome.reports if report is not None]
+
+
+def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> int:
+    """Run a Python script on ranks of this machine; the work behind ``fsdpc run``.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The script and its arguments, or ``-m``, a module and its arguments.
+    ranks : int
+        How many ranks.
+    timeout : float, optional
+        Seconds until all ranks print their stacks and are ended; default never.
+
+    Returns
+    -------
+    int
+        The exit code for the shell: 0, the code of the rank that failed first (128 + the signal's
+        number when one killed it), 124 at a timeout, 128 + 2 after Ctrl-C.
+
+    Raises
+    ------
+    ValueError
+        `ranks` is below 1 or more than the machine can hold.
+    FileNotFoundError
+        There is no such script.
+
+    Notes
+    -----
+    SIGINT and SIGTERM are passed on to all ranks.  Call it from the main thread.
+    """
+    ranks = check_ranks(ranks)
+    if command[0] != "-m" and not os.path.isfile(command[0]):
+        raise FileNotFoundError(f"no such script: {command[0]}")
+    program = [sys.executable, *command]
+
+    def body(_: int) -> None:
+        os.execv(sys.executable, program)
+
+    supervisor = Supervisor(_print, timeout=timeout)
+    received: list[int] = []
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        received.append(signum)
+        supervisor.stop(signum)
+
+    previous = {which: signal.signal(which, forward) for which in (signal.SIGINT, signal.SIGTERM)}
+    # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
+    extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    try:
+        for variables in rank_environments(ranks):
+            supervisor.start({**variables, **extra}, body)
+        supervisor.watch()
+    finally:
+        supervisor.close()
+        for which, handler in previous.items():
+            signal.signal(which, handler)
+    return _exit_code(supervisor, received, timeout)
+
+
+def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:
+    """Say on stderr what went wrong, if anything did, and give the code for the shell."""
+    if received:
+        sys.stderr.write(f"fsdpc: ended by {signal.Signals(received[0]).name}\n")
+        return 128 + received[0]
+    if supervisor.timed_out:
+        sys.stderr.write(f"fsdpc: the ranks did not end within {timeout:g} s\n")
+        return 124
+    first = supervisor.first_failure()
+    if first is None:
+        return 0
+    tail = "".join(f"    {line}\n" for line in first.tail)
+    shown = f"; its last output:\n{tail}" if tail else " and printed nothing\n"
+    sys.stderr.write(f"fsdpc: rank {first.rank} failed first ({first.ending()}){shown}")
+    for rank in supervisor.ranks:
+        if rank is not first and rank.code:
+            late = " by the launcher" if rank.rank in supervisor.killed else ""
+            sys.stderr.write(f"fsdpc: rank {rank.rank}: {rank.ending()}{late}\n")
+    return first.code if first.code > 0 else 128 - first.code
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
