@@ -113,8 +113,10 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A timeout is answered with SIGABRT, at which faulthandler prints every thread's stack.  Where
+    # it is on already (in pytest), enable() alone would not install its handlers again.
+    faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
-    # A timeout is answered with SIGABRT, at which faulthandler prints every thread's stack.
     faulthandler.enable(file=2, all_threads=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.environ.update(env)
