@@ -117,6 +117,9 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
 
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
+/* Multiplies the gradient shards by what clipping left to be applied. */
+fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
+
 /* An error that names parameter and unit unless the full may be read now. */
 fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param);
 

@@ -1,0 +1,141 @@
+/* Gathering: a look at the wire where ranks share it, a collective where they do not.
+ *
+ * Over shared memory a gather copies nothing: the wire holds every full all the time, and the
+ * operation only lets the ranks check that they agree on what they do.  In no-alias mode the unit
+ * has memory of its own instead, filled with NaN whenever the unit is sharded, and a gather copies:
+ * slower, but whoever reads a full too early or too late reads NaN.
+ *
+ * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
+ * only between the arrival of all ranks in an epoch and the own publication of it (root.c).
+ */
+#include "engine/gather.h"
+
+#include <string.h>
+
+#include "ops/flat_ops.h"
+
+static size_t full_bytes(const fsdpc_unit_group *group)
+{
+    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
+}
+
+static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    fsdpc_root *root = unit->root;
+    fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
+                     .unit = unit->id,
+                     .what = unit->name,
+                     .dtype = group->wire_dtype,
+                     .epoch = root->wire->epoch,
+                     .stream = root->gather_stream,
+                     .slices = group->plan->bands,
+                     .n_slices = group->plan->n_bands,
+                     .wire = root->wire,
+                     .offset = group->wire_offset};
+    return fsdpc_comm_post(root->comm, &op, &group->gather);
+}
+
+fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
+{
+    if (unit->state != FSDPC_UNIT_SHARDED)
+        return FSDPC_OK;
+    if (unit->root->comm->size > 1) {
+        size_t bytes = 0;
+        for (int g = 0; g < unit->layout->n_groups; g++) {
+            FSDPC_TRY(post_group(unit, &unit->groups[g]));
+            bytes += full_bytes(&unit->groups[g]);
+        }
+        fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER, unit->id, bytes, unit->root->wire->epoch,
+                        in_backward);
+    }
+    unit->state = FSDPC_UNIT_GATHERING;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
+{
+    if (unit->state == FSDPC_UNIT_FULL)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
+    fsdpc_root *root = unit->root;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        FSDPC_TRY(fsdpc_comm_wait(&group->gather));
+        if (unit->no_alias)
+            memcpy(group->full, root->wire->read + group->wire_offset, full_bytes(group));
+    }
+    if (root->comm->size > 1)
+        fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER_DONE, unit->id, 0, root->wire->epoch,
+                        in_backward);
+    unit->state = FSDPC_UNIT_FULL;
+    return FSDPC_OK;
+}
+
+void fsdpc_gather_drop(fsdpc_unit *unit)
+{
+    if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
+        return;
+    unit->state = FSDPC_UNIT_SHARDED;
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_RESHARD, unit->id, 0, unit->root->wire->epoch,
+                    unit->root->in_backward);
+    if (unit->no_alias) { /* all bits set is a NaN in every float dtype */
+        for (int g = 0; g < unit->layout->n_groups; g++)
+            memset(unit->groups[g].full, 0xff, full_bytes(&unit->groups[g]));
+    }
+}
+
+fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    size_t bytes = 0;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        size_t element = fsdpc_dtype_bytes(group->wire_dtype);
+        unsigned char *full = root->wire->write + group->wire_offset;
+        for (size_t i = 0; i < group->plan->n_bands; i++) {
+            const fsdpc_slice *band = &group->plan->bands[i];
+            if (band->owner >= 0 && band->owner != root->comm->rank)
+                continue;
+            size_t to = fsdpc_slice_full(band, root->comm->rank, band->shard_offset);
+            const unsigned char *from =
+                group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
+            FSDPC_TRY(fsdpc_flat_cast(full + to * element, group->wire_dtype, from,
+                                      group->plan->dtype, band->numel, &inline_stream));
+            bytes += band->numel * element;
+        }
+    }
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_PUBLISH, unit->id, bytes, root->wire->epoch,
+                    root->in_backward);
+    unit->dirty = false;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
+{
+    *changed_out = unit->dirty;
+    if (unit->dirty || !unit->foreign)
+        return FSDPC_OK;
+    fsdpc_root *root = unit->root;
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        const unsigned char *full = root->wire->read + group->wire_offset;
+        for (size_t i = 0; i < group->plan->n_bands; i++) {
+            const fsdpc_slice *band = &group->plan->bands[i];
+            if (band->owner >= 0 && band->owner != root->comm->rank)
+                continue;
+            size_t at = fsdpc_slice_full(band, root->comm->rank, band->shard_offset);
+            bool equal;
+            FSDPC_TRY(fsdpc_flat_equal(
+                full + at * fsdpc_dtype_bytes(group->wire_dtype), group->wire_dtype,
+                group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
+                group->plan->dtype, band->numel, &equal, &inline_stream));
+            if (!equal) {
+                *changed_out = unit->dirty = true;
+                return FSDPC_OK;
+            }
+        }
+    }
+    return FSDPC_OK;
+}

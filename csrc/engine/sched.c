@@ -1,0 +1,232 @@
+/* The schedule: when units are gathered, resharded and reduced.
+ *
+ * A unit's life in a step is pre_forward (gather) -> post_forward (reshard) -> pre_backward
+ * (gather)
+ * -> post_backward (reduce, reshard).  Everything is on demand: a unit that is needed is gathered,
+ * so any order of calls is correct, on every rank that makes the same calls.  The record only adds
+ * gathers ahead of demand.
+ *
+ * The record.  The first step with gradients notes each (unit, phase) as it comes.  While later
+ * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
+ * first entry that differs cuts the record there and the rest of the step is recorded in its place,
+ * so a branch taken for good costs one step on demand, and a branch taken once costs two.
+ *
+ * Weights are released in post_backward alone, never because all gradients have arrived: a frozen
+ * layer behind the last trainable one still needs its weight for the gradient of its input.
+ *
+ * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
+ */
+#include "engine/sched.h"
+
+#include <stdlib.h>
+
+#include "engine/gather.h"
+#include "engine/reduce.h"
+
+static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
+{
+    if (record->length == record->capacity) {
+        size_t capacity = record->capacity ? 2 * record->capacity : 64;
+        fsdpc_record_entry *entries = realloc(record->entries, capacity * sizeof entry);
+        if (!entries)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the schedule of %zu entries",
+                              capacity);
+        record->entries = entries;
+        record->capacity = capacity;
+    }
+    record->entries[record->length++] = entry;
+    record->position = record->length;
+    return FSDPC_OK;
+}
+
+static void begin_step(fsdpc_record *record)
+{
+    record->following = record->complete;
+    if (!record->complete)
+        record->length = 0;
+    record->position = 0;
+}
+
+/* Notes that a unit is used now; follows the record or writes it. */
+static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
+{
+    fsdpc_record *record = &root->record;
+    fsdpc_record_entry entry = {.unit = unit->id, .backward = backward};
+    if (record->following) {
+        if (record->position < record->length &&
+            record->entries[record->position].unit == entry.unit &&
+            record->entries[record->position].backward == entry.backward) {
+            record->position++;
+            return FSDPC_OK;
+        }
+        record->following = record->complete = false;
+        record->length = record->position;
+    }
+    return append(record, entry);
+}
+
+/* Gathers the units that the record names next. */
+static fsdpc_status gather_ahead(fsdpc_root *root)
+{
+    const fsdpc_record *record = &root->record;
+    if (!record->following)
+        return FSDPC_OK;
+    size_t end = record->position + (size_t)root->prefetch;
+    for (size_t i = record->position; i < end && i < record->length; i++)
+        FSDPC_TRY(
+            fsdpc_gather_post(root->units[record->entries[i].unit], record->entries[i].backward));
+    return FSDPC_OK;
+}
+
+uint64_t fsdpc_unit_generation(const fsdpc_unit *unit)
+{
+    return unit->root ? unit->root->generation : 0;
+}
+
+fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
+{
+    fsdpc_root *root = unit->root;
+    bool outermost = root->forward_depth == 0 && !root->in_backward;
+    if (outermost && root->holds && grad)
+        return fsdpc_fail(
+            FSDPC_ERR_STATE,
+            "a forward with gradients of '%s' inside hold(): run it under no_grad() or "
+            "after hold()",
+            unit->name);
+    fsdpc_comm_locate(root->comm, root->in_backward ? "backward" : "forward", unit->name);
+    if (outermost && !root->holds) {
+        FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
+        if (grad)
+            begin_step(&root->record);
+    }
+    bool recording = grad && !root->in_backward;
+    if (recording)
+        FSDPC_TRY(note_use(root, unit, false));
+    FSDPC_TRY(fsdpc_gather_wait(unit, root->in_backward));
+    if (recording)
+        FSDPC_TRY(gather_ahead(root));
+    root->forward_depth++;
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD, unit->id, 0, root->wire->epoch,
+                    root->in_backward);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
+{
+    (void)grad;
+    fsdpc_root *root = unit->root;
+    root->forward_depth--;
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD_END, unit->id, 0, root->wire->epoch,
+                    root->in_backward);
+    if (unit->reshard_after_forward && !root->in_backward)
+        fsdpc_gather_drop(unit);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
+{
+    fsdpc_root *root = unit->root;
+    if (generation != root->generation)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "the weights of unit '%s' changed between forward and backward: run "
+                          "backward before the optimizer steps, or forward again",
+                          unit->name);
+    root->in_backward = true;
+    if (unit->in_backward)
+        return FSDPC_OK;
+    unit->in_backward = true;
+    fsdpc_comm_locate(root->comm, "backward", unit->name);
+    FSDPC_TRY(fsdpc_reduce_progress(root));
+    FSDPC_TRY(note_use(root, unit, true));
+    FSDPC_TRY(fsdpc_gather_wait(unit, true));
+    FSDPC_TRY(gather_ahead(root));
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD, unit->id, 0, root->wire->epoch, 1);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (!unit->in_backward)
+        return FSDPC_OK;
+    unit->in_backward = false;
+    fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD_END, unit->id, 0, root->wire->epoch, 1);
+    if (unit->requires_sync)
+        FSDPC_TRY(fsdpc_reduce_post(unit));
+    fsdpc_gather_drop(unit);
+    return fsdpc_reduce_progress(root);
+}
+
+fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
+                                  fsdpc_dtype *dtype_out, bool *accumulate_out)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
+    if (!unit->root || !unit->root->in_backward)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "a gradient of parameter '%s' outside the backward of unit '%s'",
+                          place->name, unit->name);
+    FSDPC_TRY(fsdpc_reduce_open(unit));
+    *data_out = unit->buffer->data + group->reduce_offset +
+                place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);
+    *dtype_out = group->reduce_dtype;
+    *accumulate_out = unit->filled[param];
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param)
+{
+    if (!unit->filled[param]) {
+        unit->filled[param] = true;
+        unit->n_filled++;
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_backward_end(fsdpc_root *root)
+{
+    fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
+    for (int i = root->n_units - 1; i >= 0; i--)
+        FSDPC_TRY(fsdpc_post_backward(root->units[i]));
+    while (root->n_reducing > 0)
+        FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
+    root->in_backward = false;
+    if (!root->record.following)
+        root->record.complete = root->record.length > 0;
+    fsdpc_comm_locate(root->comm, "user code", "");
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unshard(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (root->forward_depth == 0 && !root->in_backward && !root->holds)
+        FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_UNSHARD, unit, 0));
+    FSDPC_TRY(fsdpc_gather_wait(unit, root->in_backward));
+    unit->held++;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
+{
+    if (unit->held > 0)
+        unit->held--;
+    if (unit->root)
+        fsdpc_gather_drop(unit);
+    return FSDPC_OK;
+}
+
+void fsdpc_root_reset(fsdpc_root *root)
+{
+    root->forward_depth = 0;
+    root->in_backward = false;
+    root->needs_reset = true;
+    root->record.complete = root->record.following = false;
+    root->record.length = root->record.position = 0;
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        unit->in_backward = false;
+        fsdpc_reduce_drop(unit);
+        fsdpc_gather_drop(unit);
+    }
+}

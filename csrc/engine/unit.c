@@ -1,0 +1,245 @@
+/* A unit's private memory, and moving single parameters in and out of it.
+ *
+ * Masters and gradient shards are allocated once, with the unit, and never move: optimizers and
+ * exported pieces may keep pointers.  Loops over elements are the kernels of flat_ops; this file
+ * only finds out which elements.
+ *
+ * Collecting a whole parameter is rare (checkpoints of other tools, tests, printing), so it goes
+ * the simple way: every rank sends its piece padded to the largest one, and each puts the pieces,
+ * which are runs of whole rows in rank order, end to end.
+ */
+#include "engine/unit.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "engine/root.h"
+#include "ops/flat_ops.h"
+
+enum { GROUP_ALIGN = 4096 }; /* bytes between groups in wire and buffers: pages can be protected */
+
+static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
+{
+    fsdpc_unit_group *group = &unit->groups[g];
+    group->plan = &unit->layout->groups[g];
+    fsdpc_dtype original = group->plan->dtype;
+    group->wire_dtype = options->cast_params ? options->param_dtype : original;
+    group->reduce_dtype = options->cast_reduce ? options->reduce_dtype : group->wire_dtype;
+    group->grad_dtype = original == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    group->wire_offset = unit->wire_bytes;
+    group->reduce_offset = unit->reduce_bytes;
+    size_t wire, reduce, master, grad;
+    FSDPC_TRY(fsdpc_mul_size(group->plan->full_numel, fsdpc_dtype_bytes(group->wire_dtype), &wire));
+    FSDPC_TRY(
+        fsdpc_mul_size(group->plan->full_numel, fsdpc_dtype_bytes(group->reduce_dtype), &reduce));
+    unit->wire_bytes += fsdpc_round_up(wire, GROUP_ALIGN);
+    unit->reduce_bytes += fsdpc_round_up(reduce, GROUP_ALIGN);
+    master = group->plan->shard_numel * fsdpc_dtype_bytes(original);
+    grad = group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype);
+    fsdpc_device *device = unit->device;
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_MASTER, master, (void **)&group->master));
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_GRAD, grad, (void **)&group->grad));
+    FSDPC_TRY(fsdpc_device_fill(device, group->master, 0, master, NULL));
+    return fsdpc_device_fill(device, group->grad, 0, grad, NULL);
+}
+
+fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
+                               const fsdpc_unit_options *options, fsdpc_unit **out)
+{
+    fsdpc_status status = FSDPC_OK;
+    fsdpc_unit *unit = calloc(1, sizeof *unit);
+    if (!unit)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
+    unit->id = -1;
+    unit->mesh = options->mesh;
+    unit->device = options->device;
+    unit->trace = options->trace;
+    unit->reshard_after_forward = options->reshard_after_forward;
+    unit->no_alias = options->no_alias;
+    unit->requires_sync = true;
+    unit->dirty = true;
+    unit->pending_scale = 1;
+    unit->divide_factor = unit->mesh.shard->size;
+    if (unit->mesh.replicate)
+        unit->divide_factor *= unit->mesh.replicate->size;
+    FSDPC_TRY_GOTO(status,
+                   fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, options->first_owner,
+                                       &unit->layout),
+                   destroy);
+    size_t slots = n_specs > 0 ? (size_t)n_specs : 1;
+    unit->name = strdup(options->name);
+    unit->groups = calloc(slots, sizeof *unit->groups);
+    unit->filled = calloc(slots, sizeof *unit->filled);
+    unit->trainable = calloc(slots, sizeof *unit->trainable);
+    if (!unit->name || !unit->groups || !unit->filled || !unit->trainable) {
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
+        goto destroy;
+    }
+    for (int i = 0; i < n_specs; i++)
+        unit->trainable[i] = true;
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        FSDPC_TRY_GOTO(status, create_group(unit, g, options), destroy);
+    *out = unit;
+    return FSDPC_OK;
+
+destroy:
+    fsdpc_unit_destroy(unit);
+    return status;
+}
+
+void fsdpc_unit_destroy(fsdpc_unit *unit)
+{
+    if (!unit)
+        return;
+    for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
+        fsdpc_device_free(unit->device, unit->groups[g].master);
+        fsdpc_device_free(unit->device, unit->groups[g].grad);
+    }
+    fsdpc_layout_destroy(unit->layout);
+    free(unit->groups);
+    free(unit->filled);
+    free(unit->trainable);
+    free(unit->name);
+    free(unit);
+}
+
+void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    return unit->groups[place->group].master +
+           piece_out->shard_offset * fsdpc_dtype_bytes(place->dtype);
+}
+
+static void *grad_of(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
+    *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
+}
+
+fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
+{
+    if (unit->pending_scale == 1)
+        return FSDPC_OK;
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        int nonfinite = 0;
+        FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
+                                   (float)unit->pending_scale, &nonfinite, &inline_stream));
+    }
+    unit->pending_scale = 1;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out)
+{
+    if (!unit->grad_live || !unit->trainable[param]) {
+        *out = NULL;
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    *out = grad_of(unit, param, piece_out);
+    return FSDPC_OK;
+}
+
+void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_unit_group *group = &unit->groups[place->group];
+    if (!group->full)
+        return NULL;
+    return group->full + place->full_offset * fsdpc_dtype_bytes(group->wire_dtype);
+}
+
+fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_piece piece;
+    void *master = fsdpc_unit_master(unit, param, &piece);
+    const char *from = (const char *)value + piece.first * fsdpc_dtype_bytes(dtype);
+    unit->dirty = true;
+    return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, &inline_stream);
+}
+
+fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
+                                   uint64_t seed, uint64_t stream)
+{
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_piece piece;
+    void *master = fsdpc_unit_master(unit, param, &piece);
+    unit->dirty = true;
+    fsdpc_init_args args = {.dst = master,
+                            .dtype = unit->layout->params[param].dtype,
+                            .numel = piece.numel,
+                            .kind = (fsdpc_init_kind)kind,
+                            .a = a,
+                            .b = b,
+                            .seed = seed,
+                            .stream = stream,
+                            .first = piece.first};
+    return fsdpc_flat_init(&args, &inline_stream);
+}
+
+static size_t largest_piece(const fsdpc_layout *layout, int param)
+{
+    size_t largest = 0;
+    for (int rank = 0; rank < layout->ranks; rank++)
+        largest = fsdpc_max_size(largest, fsdpc_layout_piece(layout, param, rank).numel);
+    return largest;
+}
+
+fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_comm *comm = unit->mesh.shard;
+    if (grads)
+        FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    fsdpc_piece mine;
+    fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
+    const void *from = grads ? grad_of(unit, param, &mine) : fsdpc_unit_master(unit, param, &mine);
+    size_t element = fsdpc_dtype_bytes(dtype), largest = largest_piece(unit->layout, param);
+    size_t ranks = (size_t)comm->size;
+    char *staging = NULL;
+    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
+                                 (void **)&staging));
+    char *send = staging + ranks * largest * element;
+    memset(send, 0, largest * element);
+    memcpy(send, from, mine.numel * element);
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = unit->id,
+                     .what = place->name,
+                     .dtype = dtype,
+                     .send = send,
+                     .recv = staging,
+                     .numel = largest};
+    fsdpc_status status = fsdpc_comm_run(comm, &op);
+    for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
+        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, rank);
+        memcpy((char *)out + piece.first * element, staging + (size_t)rank * largest * element,
+               piece.numel * element);
+    }
+    fsdpc_device_free(unit->device, staging);
+    return status;
+}
+
+void fsdpc_unit_zero_grad(fsdpc_unit *unit)
+{
+    unit->grad_live = false;
+    unit->pending_scale = 1;
+}
+
+fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param)
+{
+    if (__builtin_expect(unit->state == FSDPC_UNIT_FULL, 1))
+        return FSDPC_OK;
+    return fsdpc_fail(
+        FSDPC_ERR_STATE,
+        "parameter '%s' of unit '%s' is sharded here: its full exists only inside the "
+        "unit's forward and backward; use .local, full_tensor() or unshard()",
+        unit->layout->params[param].name, unit->name);
+}
