@@ -50,11 +50,14 @@ struct fsdpc_root {
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
     fsdpc_unit *pool_user[FSDPC_POOLED_BUFFERS]; /* filling or reducing it; NULL: free */
-    uint64_t generation;                         /* of the wire's contents */
-    uint64_t steps;                              /* optimizer steps taken */
-    bool writing;                                /* an optimizer's epoch is open */
-    int holds;                                   /* hold() is in force */
-    int forward_depth;                           /* nested forwards of units of this root */
+    fsdpc_unit **reducing; /* units whose reduction is posted, oldest first; n_units slots */
+    int n_reducing;
+    uint64_t generation; /* of the wire's contents */
+    uint64_t steps;      /* optimizer steps taken */
+    bool writing;        /* an optimizer's epoch is open */
+    int holds;           /* hold() is in force */
+    int holds;           /* hold() is in force */
+    int forward_depth;   /* nested forwards of units of this root */
     bool in_backward, needs_reset;
     int prefetch; /* how many units ahead to gather */
     fsdpc_record record;

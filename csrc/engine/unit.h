@@ -79,6 +79,7 @@ struct fsdpc_unit {
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
+    bool in_backward;         /* between pre_backward and post_backward */
     bool reducing;            /* groups[].reduce are posted */
     bool grad_live;
     double pending_scale;
