@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from fsdpc._launch.environment import check_ranks, rank_environments
-from fsdpc._launch.forked import Outcome, Report, error_report, refuse_unsafe_fork, run_forked
+from fsdpc._launch.forked import (
+    SHOWN_LINES,
+    Outcome,
+    Report,
+    error_report,
+    refuse_unsafe_fork,
+    run_forked,
+)
 from fsdpc._launch.supervisor import Supervisor
 
 __all__ = ["LaunchError", "launch", "run"]
@@ -176,7 +183,7 @@ def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | Non
     first = supervisor.first_failure()
     if first is None:
         return 0
-    tail = "".join(f"    {line}\n" for line in first.tail)
+    tail = "".join(f"    {line}\n" for line in list(first.tail)[-SHOWN_LINES:])
     shown = f"; its last output:\n{tail}" if tail else " and printed nothing\n"
     sys.stderr.write(f"fsdpc: rank {first.rank} failed first ({first.ending()}){shown}")
     for rank in supervisor.ranks:

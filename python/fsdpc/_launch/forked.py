@@ -11,7 +11,7 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fsdpc._launch.environment import rank_environments
@@ -156,5 +156,15 @@ def _last_words(supervisor: Supervisor, rank: Rank) -> str:
         ending = f"ended by the launcher {why}"
     else:
         ending = rank.ending()
-    lines = list(rank.tail)[-SHOWN_LINES:]
+    lines = _without_our_frames(rank.tail)[-SHOWN_LINES:]
     return "\n".join([ending, *(["last output:", *lines] if lines else [])])
+
+
+def _without_our_frames(lines: Iterable[str]) -> list[str]:
+    """Cut each stack that faulthandler printed where the function of the user ends."""
+    kept, ours = [], False
+    for line in lines:
+        ours = line.startswith("  File ") and (ours or (__file__ in line and " in body" in line))
+        if not ours:
+            kept.append(line)
+    return kept

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from fsdpc._launch.process import Body, Started, fork_rank
 
-TAIL_LINES = 60
+TAIL_LINES = 200
 ABORT_S = 3.0  # for stacks to be printed after SIGABRT
 TICK_S = 0.5  # a signal handler may move a deadline while the loop sleeps
 PENDING_BYTES = 1 << 16

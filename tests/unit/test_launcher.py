@@ -1,0 +1,365 @@
+"""fsdpc run, python -m fsdpc and launch(): environments, output, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdpc._launch import forked
+from fsdpc.launcher import LaunchError, launch, run
+
+PACKAGE_PARENT = str(Path(forked.__file__).parents[2])
+
+
+def fsdpc(*arguments: str, **options: object) -> subprocess.Popen[str]:
+    """Start the command as a shell would, importable wherever the tests' own package came from."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fsdpc", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PACKAGE_PARENT},
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def gone(pid: int, within: float = 10.0) -> bool:
+    """Wait until no such process runs (a zombie that nobody has reaped yet does not run)."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], within)[0])
+    finally:
+        os.close(pidfd)
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text("import os, sys, time, signal\n" + text)
+    return str(path)
+
+
+# ---- launch
+
+
+def test_results_come_in_rank_order_and_closures_work() -> None:
+    factor = 10
+    assert launch(lambda shift: shift + factor * int(os.environ["RANK"]), 3, 1) == [1, 11, 21]
+
+
+def test_environment_is_torchruns() -> None:
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FSDPC_LAUNCHER_PID")
+    first, second = launch(lambda: [os.environ[name] for name in names], 2)
+    assert first == ["2", "0", "2", "127.0.0.1", str(os.getpid())]
+    assert second == ["2", "1", "2", "127.0.0.1", str(os.getpid())]
+    ids = launch(lambda: os.environ["FSDPC_RUN_ID"], 2)
+    assert ids[0] == ids[1] != launch(lambda: os.environ["FSDPC_RUN_ID"], 1)[0]
+    assert "RANK" not in os.environ
+    assert launch(lambda: os.environ["ADDED"], 1, env={"ADDED": "x"}) == ["x"]
+
+
+def test_output_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("one\ntwo")
+        os.write(2, b"no newline")
+
+    launch(speak, 2)
+    lines = capsys.readouterr().out.splitlines()
+    for rank in (0, 1):
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own == [f"[{rank}] one", f"[{rank}] two", f"[{rank}] no newline"]
+
+
+def test_live_lines_keep_their_carriage_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    launch(lambda: sys.stdout.write("step 1\rstep 2\r") and sys.stdout.flush(), 1)
+    assert "[0] step 1\r[0] step 2" in capsys.readouterr().out
+
+
+def test_large_results_and_output_do_not_block() -> None:
+    def much() -> bytes:
+        sys.stdout.write("x" * 300_000 + "\n")
+        return b"y" * 5_000_000
+
+    assert [len(result) for result in launch(much, 2, timeout=30)] == [5_000_000] * 2
+
+
+def test_all_tracebacks_are_in_the_error() -> None:
+    def fail() -> None:
+        raise ValueError(f"rank {os.environ['RANK']} says no")
+
+    with pytest.raises(LaunchError, match="ranks 0, 1 of 2 failed") as caught:
+        launch(fail, 2)
+    assert "ValueError: rank 0 says no" in caught.value.tracebacks[0]
+    assert "ValueError: rank 1 says no" in caught.value.tracebacks[1]
+    assert "in fail" in str(caught.value)
+    assert "_launch/" not in str(caught.value)
+
+
+def test_the_rank_that_blames_a_peer_is_not_the_first() -> None:
+    class PeerError(RuntimeError):
+        pass
+
+    def fail() -> None:
+        if os.environ["RANK"] == "0":
+            raise PeerError("rank 1 left")
+        time.sleep(0.3)
+        os._exit(7)
+
+    with pytest.raises(LaunchError) as caught:
+        launch(fail, 2)
+    assert caught.value.rank == 1
+    assert caught.value.tracebacks[1] == "exit code 7"
+
+
+def test_ranks_that_stay_are_killed_after_the_first_failure() -> None:
+    def fail() -> None:
+        if os.environ["RANK"] == "0":
+            sys.exit("rank 0 gives up")
+        subprocess.run(["sleep", "100"])
+
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="5 s after the first") as caught:
+        launch(fail, 2)
+    assert 4 < time.monotonic() - began < 10
+    assert caught.value.rank == 0
+    assert "rank 0 gives up" in caught.value.tracebacks[0]
+
+
+def test_a_timeout_prints_every_stack(capsys: pytest.CaptureFixture[str]) -> None:
+    def a_place_to_hang() -> None:
+        time.sleep(100)
+
+    with pytest.raises(LaunchError, match="did not end within 0.3 s") as caught:
+        launch(a_place_to_hang, 2, timeout=0.3)
+    assert caught.value.timed_out and caught.value.rank is None
+    assert all("in a_place_to_hang" in text for text in caught.value.tracebacks.values())
+
+
+def test_a_crash_is_named_with_its_stack() -> None:
+    def crash() -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(LaunchError, match="killed by SIGSEGV") as caught:
+        launch(crash, 1)
+    assert "in crash" in caught.value.tracebacks[0]
+
+
+def test_a_result_that_cannot_travel_is_named() -> None:
+    with pytest.raises(LaunchError, match="result of type function cannot be pickled"):
+        launch(lambda: (lambda: None), 1)
+
+
+@pytest.mark.parametrize("ranks", [0, -3, 1_000_000])
+def test_impossible_numbers_of_ranks(ranks: int) -> None:
+    with pytest.raises(ValueError, match=str(ranks)):
+        launch(print, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1.0, "2", True, None])
+def test_numbers_of_ranks_that_are_none(ranks: object) -> None:
+    with pytest.raises(TypeError, match="must be an integer"):
+        launch(print, ranks)  # type: ignore[arg-type]
+
+
+def test_a_fork_beside_engine_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        @staticmethod
+        def engine_threads() -> int:
+            return 3
+
+    monkeypatch.setitem(sys.modules, "fsdpc._core", Core)
+    with pytest.raises(RuntimeError, match="3 engine threads"):
+        launch(print, 1)
+
+
+def test_a_fork_beside_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torch:
+        class cuda:
+            @staticmethod
+            def is_initialized() -> bool:
+                return True
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    with pytest.raises(RuntimeError, match="CUDA is initialised"):
+        launch(print, 1)
+
+
+def test_descriptors_and_processes_are_given_back() -> None:
+    launch(int, 1)
+    before = os.listdir("/proc/self/fd")
+    launch(int, 3)
+    with pytest.raises(LaunchError):
+        launch(lambda: 1 / 0, 2)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    body = """
+from fsdpc.launcher import launch
+def wait():
+    print(os.getpid(), flush=True)
+    time.sleep(100)
+launch(wait, 2)
+"""
+    process = subprocess.Popen(
+        [sys.executable, script(tmp_path, body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": PACKAGE_PARENT},
+    )
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
+    assert all(gone(pid) for pid in pids)
+
+
+# ---- fsdpc run
+
+
+def test_run_passes_arguments_and_prefixes_lines(tmp_path: Path) -> None:
+    path = script(tmp_path, "print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    code, out, err = finish(fsdpc("run", "--ranks", "2", path, "--steps", "3"))
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        "[0] 0 2 ['--steps', '3']",
+        "[1] 1 2 ['--steps', '3']",
+    ]
+
+
+def test_run_takes_a_module(tmp_path: Path) -> None:
+    (tmp_path / "some_module.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    process = fsdpc("run", "--ranks", "1", "-m", "some_module", "-x", cwd=tmp_path)
+    assert finish(process)[:2] == (0, "[0] __main__ ['-x']\n")
+
+
+def test_run_names_who_failed_first_with_the_traceback(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+class PeerError(Exception): pass
+if os.environ["RANK"] == "0":
+    raise PeerError("rank 1 died")
+time.sleep(0.3)
+raise ValueError("the cause")
+""",
+    )
+    code, out, err = finish(fsdpc("run", "--ranks", "2", path))
+    assert code == 1
+    assert "rank 1 failed first (exit code 1)" in err
+    assert "    ValueError: the cause" in err
+    assert "rank 0: exit code 1" in err
+    assert "[0] " in out and "PeerError: rank 1 died" in out
+
+
+def test_run_gives_a_signals_code(tmp_path: Path) -> None:
+    path = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    code, _, err = finish(fsdpc("run", "--ranks", "1", path))
+    assert code == 128 + signal.SIGKILL
+    assert "rank 0 failed first (killed by SIGKILL)" in err
+
+
+def test_run_times_out_with_stacks(tmp_path: Path) -> None:
+    path = script(tmp_path, "def stuck():\n    time.sleep(100)\nstuck()")
+    code, out, err = finish(fsdpc("run", "--ranks", "2", "--timeout", "0.5", path))
+    assert code == 124
+    assert "did not end within 0.5 s" in err
+    assert out.count("in stuck") == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_run_forwards_signals(tmp_path: Path, signum: signal.Signals) -> None:
+    path = script(
+        tmp_path,
+        """
+def stop(signum, frame):
+    print("got", signal.Signals(signum).name)
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+print("ready")
+time.sleep(100)
+""",
+    )
+    process = fsdpc("run", "--ranks", "2", path)
+    ready = [process.stdout.readline() for _ in range(2)]
+    assert all(line.endswith("ready\n") for line in ready)
+    process.send_signal(signum)
+    code, out, err = finish(process)
+    assert code == 128 + signum
+    assert out.count(f"got {signum.name}") == 2
+    assert f"ended by {signum.name}" in err
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+print(os.getpid(), child.pid)
+time.sleep(1000)
+""",
+    )
+    process = fsdpc("run", "--ranks", "2", path)
+    lines = [process.stdout.readline().split() for _ in range(2)]
+    pids = [int(word) for line in lines for word in line[1:]]
+    assert len(pids) == 4
+    process.kill()
+    process.communicate(timeout=10)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_rank_leaves_behind_is_killed(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid)",
+    )
+    code, out, _ = finish(fsdpc("run", "--ranks", "1", path))
+    assert code == 0
+    assert gone(int(out.split()[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ranks", "0", "x.py"], "at least 1, got 0"),
+        (["--ranks", "-1", "x.py"], "at least 1, got -1"),
+        (["--ranks", "99999", "x.py"], "99999 ranks are more than this machine can hold"),
+        (["--ranks", "two", "x.py"], "invalid int value: 'two'"),
+        (["--ranks", "1", "missing.py"], "no such script: missing.py"),
+        (["x.py"], "--ranks"),
+    ],
+)
+def test_run_refuses(arguments: list[str], text: str) -> None:
+    code, out, err = finish(fsdpc("run", *arguments))
+    assert code == 2 and out == ""
+    assert text in err
+
+
+def test_run_reports_a_script_that_goes_away(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such script"):
+        run([str(tmp_path / "none.py")], 1)
+
+
+def test_help_is_quick_and_names_the_commands() -> None:
+    code, out, _ = finish(fsdpc("--help"))
+    assert code == 0
+    assert all(f"\n    {name} " in out for name in ("run", "train", "info"))
