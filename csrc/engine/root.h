@@ -56,7 +56,6 @@ struct fsdpc_root {
     uint64_t steps;      /* optimizer steps taken */
     bool writing;        /* an optimizer's epoch is open */
     int holds;           /* hold() is in force */
-    int holds;           /* hold() is in force */
     int forward_depth;   /* nested forwards of units of this root */
     bool in_backward, needs_reset;
     int prefetch; /* how many units ahead to gather */
