@@ -1,25 +1,32 @@
 /* A communicator: the ranks of a group, the memory they share, and what they do together.
  *
- * Four implementations fill in the table: `self` (a world of one, the template), `null` (records what
- * it was asked, pretends that every peer has just done the same), `shm` (the ranks of one host, over
- * shared memory) and, as a plugin, `nccl`.  Callers use the inline wrappers below the table.
+ * Four implementations fill in the table: `self` (a world of one, the template), `null` (records
+ * what it was asked, pretends that every peer has just done the same), `shm` (the ranks of one
+ * host, over shared memory) and, as a plugin, `nccl`.  Callers use the inline wrappers below the
+ * table.
  *
- * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all of
- * it through `read` and writes only its own slices, through `write`, between arriving in an epoch
- * and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note said
- * CHANGED, write the own slices, publish, and wait for all publications before anything is read.
- * docs/design.md section 3 says why this order and no simpler one is safe.
+ * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
+ * of it through `read` and writes only its own slices, through `write`, between arriving in an
+ * epoch and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note
+ * said CHANGED, write the own slices, publish, and wait for all publications before anything is
+ * read. docs/design.md section 3 says why this order and no simpler one is safe.
  *
- * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.  Cycle:
- * fill -> post REDUCE_SCATTER on it -> work done -> buffer_idle (all peers have read it) -> fill again.
+ * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
+ * Cycle: fill -> post REDUCE_SCATTER on it -> work done -> buffer_idle (all peers have read it) ->
+ * fill again.
  *
  * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
  * allocated by a post.  Every rank of the group posts the same operations in the same order; each
  * leaves a fingerprint that peers check, and a difference is an error on every rank that names both
  * ranks' unit and operation, before any wrong number is used.
  *
- * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and watches
- * the peers.  After any failure the communicator is poisoned: every later call fails and says why.
+ * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and
+ * watches the peers.  After a failure the communicator is poisoned: every later call fails and says
+ * why. Three outcomes do not poison: an interrupt (it ends the wait, not the operation: wait again,
+ * or abort), CHANGED together with HELD, and memory that could not be had (all ranks get the
+ * error).
+ *
+ * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
  * Threads: one thread drives a communicator.  Reductions run on the stream of the operation: in
  * test/wait on an inline stream, by themselves on an asynchronous one.
@@ -44,7 +51,7 @@ typedef struct fsdpc_slice {
     size_t full_offset;  /* where it begins in the full */
     size_t numel;        /* elements of ONE rank's slice; of the parameter if whole */
     size_t shard_offset; /* where this rank's slice begins in its shard */
-    int owner;           /* -1: cut evenly, rank r's at full_offset + r * numel; else whole, that rank's */
+    int owner; /* -1: cut evenly, rank r's at full_offset + r * numel; else whole, that rank's */
 } fsdpc_slice;
 
 /* X(name, text) */
@@ -97,6 +104,7 @@ struct fsdpc_work {
     uint64_t sequence;   /* of this operation in its group */
     _Atomic int state;   /* implementation's; 0 when done or idle */
     fsdpc_status status; /* of a finished asynchronous part */
+    uint64_t turn;       /* implementation's */
     void *impl;
 };
 
@@ -132,7 +140,8 @@ typedef struct fsdpc_comm_ops {
     fsdpc_status (*epoch_published)(fsdpc_wire *wire);
 
     /* Buffers */
-    fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out); /* collective */
+    fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes,
+                                  fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
 
@@ -140,8 +149,9 @@ typedef struct fsdpc_comm_ops {
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
     fsdpc_status (*test)(fsdpc_work *work);
 
-    /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  Optional:
-     * the default yields the processor. */
+    /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  May
+     * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
+     * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
     /* Who is late and where they are, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
@@ -155,6 +165,7 @@ struct fsdpc_comm {
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
     double timeout_s, notice_s;
+    bool spin; /* waits may spin before they sleep */
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
@@ -185,13 +196,14 @@ typedef struct fsdpc_comm_config {
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
-    int socket_fd;       /* shm: an inherited listening socket for rank 0, or -1 */
-    bool spin;           /* shm: more cores than ranks or as many, so waits may spin first */
+    int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or -1 */
+    bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
-fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out); /* collective */
+fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
+                                   fsdpc_comm **out); /* collective */
 /* size communicators for ranks that are threads of this process and share one mapping. */
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
@@ -201,14 +213,14 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
 /* Sets up the common head from a config. */
 void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config);
 
-/* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after.  `what`
+/* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after. `what`
  * names the operation and `unit` (may be NULL) the unit in messages. */
 fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                                  const char *what, const char *unit);
 
 fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work *work);
-fsdpc_status fsdpc_comm_test(fsdpc_work *work); /* idle work is done */
-fsdpc_status fsdpc_comm_wait(fsdpc_work *work); /* idle work is done */
+fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle work is done */
+fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
@@ -216,6 +228,17 @@ fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
+
+/* Bytes an operation is about: the whole full of a gather or reduction, numel elements otherwise.
+ */
+size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size);
+
+/* For implementations: aborts with this thread's last error, keeps it, returns `status`. */
+fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status);
+/* FSDPC_ERR_POISONED with the reason if the communicator is poisoned, else FSDPC_OK. */
+fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm);
+/* The default of `abort`: keeps the first reason. */
+void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason);
 
 static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
 {

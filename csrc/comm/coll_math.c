@@ -1,0 +1,126 @@
+/* Sums, extrema and the slices of a reduction.
+ *
+ * Float sums go through the device's reduce kernel, whose order is fixed (a pairwise tree over
+ * ranks), so that every rank gets the same bits from the same contributions.  The rest is small:
+ * counts, flags and maxima of a few elements, written as plain loops the compiler vectorises.
+ */
+#include "comm/coll_math.h"
+
+#include "ops/flat_ops.h"
+
+/* `x` is joined into `best`; both have the given type. */
+#define FOLD(type, join)                                                                           \
+    for (size_t j = 0; j < numel; j++) {                                                           \
+        type best = ((const type *)srcs[0])[j];                                                    \
+        for (int p = 1; p < n_srcs; p++) {                                                         \
+            type x = ((const type *)srcs[p])[j];                                                   \
+            best = (join);                                                                         \
+        }                                                                                          \
+        ((type *)out)[j] = best;                                                                   \
+    }                                                                                              \
+    break
+
+#define SAME(x) (x)
+/* A NaN contribution replaces; one that is already best stays, as no comparison with it is true. */
+#define FOLD_EXTREMUM(type, wide, better)                                                          \
+    FOLD(type, (wide(x) better wide(best) || wide(x) != wide(x)) ? x : best)
+
+#define EXTREMUM(better)                                                                           \
+    switch (dtype) {                                                                               \
+    case FSDPC_F32:                                                                                \
+        FOLD_EXTREMUM(float, SAME, better);                                                        \
+    case FSDPC_F64:                                                                                \
+        FOLD_EXTREMUM(double, SAME, better);                                                       \
+    case FSDPC_BF16:                                                                               \
+        FOLD_EXTREMUM(uint16_t, fsdpc_bf16_to_f32, better);                                        \
+    case FSDPC_F16:                                                                                \
+        FOLD_EXTREMUM(uint16_t, fsdpc_f16_to_f32, better);                                         \
+    case FSDPC_I32:                                                                                \
+        FOLD(int32_t, x better best ? x : best);                                                   \
+    case FSDPC_I64:                                                                                \
+        FOLD(int64_t, x better best ? x : best);                                                   \
+    case FSDPC_U8:                                                                                 \
+    case FSDPC_BOOL:                                                                               \
+        FOLD(uint8_t, x better best ? x : best);                                                   \
+    case FSDPC_DTYPE_COUNT:                                                                        \
+        break;                                                                                     \
+    }                                                                                              \
+    return FSDPC_OK
+
+static fsdpc_status fold_max(fsdpc_dtype dtype, const void *const *srcs, int n_srcs, size_t numel,
+                             void *out)
+{
+    EXTREMUM(>);
+}
+
+static fsdpc_status fold_min(fsdpc_dtype dtype, const void *const *srcs, int n_srcs, size_t numel,
+                             void *out)
+{
+    EXTREMUM(<);
+}
+
+static fsdpc_status fold_sum(fsdpc_dtype dtype, const void *const *srcs, int n_srcs, size_t numel,
+                             void *out)
+{
+    switch (dtype) {
+    case FSDPC_I32:
+        FOLD(uint32_t, best + x);
+    case FSDPC_I64:
+        FOLD(uint64_t, best + x);
+    case FSDPC_U8:
+        FOLD(uint8_t, (uint8_t)(best + x));
+    case FSDPC_BOOL:
+        FOLD(uint8_t, best | x);
+    default:
+        return fsdpc_fail(FSDPC_ERR_INTERNAL, "sum of %s came to the wrong place",
+                          fsdpc_dtype_name(dtype));
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
+                                int n_srcs, size_t numel, void *out, fsdpc_stream *stream)
+{
+    if (red == FSDPC_RED_MAX)
+        return fold_max(dtype, srcs, n_srcs, numel, out);
+    if (red == FSDPC_RED_MIN)
+        return fold_min(dtype, srcs, n_srcs, numel, out);
+    if (!fsdpc_dtype_is_float(dtype))
+        return fold_sum(dtype, srcs, n_srcs, numel, out);
+    return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
+                                                  .n_srcs = n_srcs,
+                                                  .dtype = dtype,
+                                                  .numel = numel,
+                                                  .scale = 1,
+                                                  .out = out,
+                                                  .out_dtype = dtype},
+                             stream);
+}
+
+fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
+                                      const unsigned char *const *datas, fsdpc_stream *stream)
+{
+    const void *srcs[FSDPC_COLL_MAX_RANKS];
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    size_t shard_element = fsdpc_dtype_bytes(op->shard_dtype);
+    for (size_t i = 0; i < op->n_slices; i++) {
+        const fsdpc_slice *slice = &op->slices[i];
+        if (slice->numel == 0 || (slice->owner >= 0 && slice->owner != rank))
+            continue;
+        size_t first = slice->full_offset + (slice->owner < 0 ? (size_t)rank * slice->numel : 0);
+        for (int p = 0; p < size; p++)
+            srcs[p] = datas[p] + op->offset + first * element;
+        fsdpc_reduce_args args = {
+            .srcs = srcs,
+            .n_srcs = size,
+            .dtype = op->dtype,
+            .numel = slice->numel,
+            .scale = op->scale,
+            .out = (unsigned char *)op->shard + slice->shard_offset * shard_element,
+            .out_dtype = op->shard_dtype,
+            .accumulate = op->accumulate,
+        };
+        FSDPC_TRY(fsdpc_flat_reduce(&args, stream));
+    }
+    return FSDPC_OK;
+}

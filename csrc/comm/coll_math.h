@@ -1,0 +1,18 @@
+/* Arithmetic of collectives, once all contributions can be read by this rank. */
+#ifndef FSDPC_COMM_COLL_MATH_H
+#define FSDPC_COMM_COLL_MATH_H
+
+#include "comm/comm.h"
+
+/* out[j] = red over srcs[p][j].  Floats are summed by fsdpc_flat_reduce's tree, integers wrap,
+ * BOOL's sum is "any"; MAX and MIN give NaN where any contribution is NaN. */
+fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
+                                int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
+
+/* A REDUCE_SCATTER's sums of rank `rank`: datas[p] is where rank p's buffer begins. */
+fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
+                                      const unsigned char *const *datas, fsdpc_stream *stream);
+
+enum { FSDPC_COLL_MAX_RANKS = 256 }; /* of one group whose ranks sum by these functions */
+
+#endif

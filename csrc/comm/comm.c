@@ -1,0 +1,358 @@
+/* What every communicator shares: checks, waiting, and the outcome of a posted operation.
+ *
+ * Waiting is written once.  A wait polls; while that says IN_PROGRESS it first spins (only if there
+ * is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a time.
+ * Between sleeps it looks at the clock: the deadline poisons the communicator, the notice tells the
+ * user who is late, the interrupt callback may end the wait.
+ *
+ * A peer that idle reports as gone is no failure by itself: it may have done its part before it
+ * left.  So the wait polls once more, and only what is still unfinished then is an error.
+ *
+ * An interrupt leaves the operation in flight, because the peers count on it; fsdpc_comm_run cannot
+ * (its storage ends with it) and aborts.
+ */
+#include "comm/comm.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/size.h"
+
+enum { SPIN_NS = 200000, BREATH_NS = 100000000, YIELDS = 4, POLLS_PER_CLOCK = 32 };
+
+static const char *const coll_names[] = {
+#define X(name, text) [FSDPC_COLL_##name] = text,
+    FSDPC_COLL_TABLE(X)
+#undef X
+};
+
+const char *fsdpc_coll_name(fsdpc_coll_kind kind)
+{
+    return (size_t)kind < sizeof coll_names / sizeof *coll_names ? coll_names[kind] : "operation";
+}
+
+size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size)
+{
+    size_t numel = op->numel;
+    if (op->kind == FSDPC_COLL_GATHER || op->kind == FSDPC_COLL_REDUCE_SCATTER) {
+        numel = 0;
+        for (size_t i = 0; i < op->n_slices; i++)
+            numel += op->slices[i].numel * (op->slices[i].owner < 0 ? (size_t)size : 1);
+    }
+    return numel * fsdpc_dtype_bytes(op->dtype);
+}
+
+void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config)
+{
+    *comm = (fsdpc_comm){
+        .ops = ops,
+        .device = config->device,
+        .trace = config->trace,
+        .rank = config->rank,
+        .size = config->size,
+        .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,
+        .notice_s = config->notice_s > 0 ? config->notice_s : 10,
+        .spin = config->spin,
+        .interrupt = config->interrupt,
+        .notice = config->notice,
+        .notice_arg = config->notice_arg,
+    };
+}
+
+/* ---- Failure ---- */
+
+void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason)
+{
+    if (!comm->poison[0])
+        snprintf(comm->poison, sizeof comm->poison, "%s",
+                 reason && reason[0] ? reason : "aborted without a reason");
+}
+
+fsdpc_status fsdpc_comm_poison(fsdpc_comm *comm, fsdpc_status status)
+{
+    char text[sizeof comm->poison];
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    comm->ops->abort(comm, text);
+    return fsdpc_fail(status, "%s", text);
+}
+
+fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm)
+{
+    if (__builtin_expect(!comm->poison[0], 1))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_POISONED,
+                      "rank %d: the communicator failed earlier and is closed: %s; restart the run",
+                      comm->rank, comm->poison);
+}
+
+/* ---- Waiting ---- */
+
+typedef struct waiting {
+    fsdpc_comm *comm;
+    fsdpc_status (*poll)(void *arg);
+    void *arg;
+    const char *what, *unit;
+    int64_t start;
+} waiting;
+
+static fsdpc_status comm_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    if (comm->ops->idle)
+        return comm->ops->idle(comm, max_ns);
+    if (max_ns > 0)
+        sched_yield();
+    return FSDPC_OK;
+}
+
+static void late_text(const waiting *w, double waited_s, char *text, size_t bytes)
+{
+    char who[768] = "";
+    if (w->comm->ops->describe)
+        w->comm->ops->describe(w->comm, who, sizeof who);
+    bool named = w->unit && w->unit[0];
+    snprintf(text, bytes, "rank %d waits since %.3g s in %s%s%s%s%s%s", w->comm->rank, waited_s,
+             w->what, named ? " of '" : "", named ? w->unit : "", named ? "'" : "",
+             who[0] ? " for " : "", who);
+}
+
+static fsdpc_status spin(const waiting *w)
+{
+    for (unsigned n = 0; w->comm->spin || n < YIELDS; n++) {
+        if (w->comm->spin)
+            fsdpc_cpu_relax();
+        else
+            sched_yield();
+        fsdpc_status status = w->poll(w->arg);
+        if (status != FSDPC_IN_PROGRESS)
+            return status;
+        if (n % POLLS_PER_CLOCK == POLLS_PER_CLOCK - 1 && fsdpc_clock_ns() - w->start > SPIN_NS)
+            break;
+    }
+    return FSDPC_IN_PROGRESS;
+}
+
+static int64_t earlier(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static fsdpc_status timed_out(const waiting *w)
+{
+    char text[1024];
+    late_text(w, w->comm->timeout_s, text, sizeof text);
+    fsdpc_fail(FSDPC_ERR_TIMEOUT,
+               "%s: the deadline passed; every rank must reach the same operation, and "
+               "FSDPC_TIMEOUT_S raises the deadline (%.3g s)",
+               text, w->comm->timeout_s);
+    return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
+}
+
+static fsdpc_status doze(const waiting *w)
+{
+    fsdpc_comm *comm = w->comm;
+    int64_t deadline = w->start + (int64_t)(comm->timeout_s * 1e9);
+    int64_t notice_at = w->start + (int64_t)(comm->notice_s * 1e9);
+    int64_t breathe_at = w->start + BREATH_NS;
+    for (;;) {
+        fsdpc_status status = w->poll(w->arg);
+        if (status != FSDPC_IN_PROGRESS)
+            return status;
+        int64_t now = fsdpc_clock_ns();
+        if (now >= deadline)
+            return timed_out(w);
+        if (now >= notice_at) {
+            char text[1024];
+            late_text(w, (double)(now - w->start) * 1e-9, text, sizeof text);
+            if (comm->notice)
+                comm->notice(comm->notice_arg, text);
+            notice_at = now + 2 * (now - w->start);
+        }
+        if (now >= breathe_at) {
+            FSDPC_TRY(fsdpc_interrupt_check(&comm->interrupt));
+            breathe_at = now + BREATH_NS;
+        }
+        int64_t until = earlier(earlier(deadline, notice_at), breathe_at);
+        status = comm_idle(comm, until > now ? until - now : 1);
+        if (status != FSDPC_OK) {
+            fsdpc_status again = w->poll(w->arg);
+            return again == FSDPC_IN_PROGRESS ? fsdpc_comm_poison(comm, status) : again;
+        }
+    }
+}
+
+fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
+                                 const char *what, const char *unit)
+{
+    fsdpc_status status = poll(arg);
+    if (status != FSDPC_IN_PROGRESS)
+        return status;
+    waiting w = {.comm = comm, .poll = poll, .arg = arg, .what = what, .unit = unit};
+    w.start = fsdpc_clock_ns();
+    status = spin(&w);
+    if (status == FSDPC_IN_PROGRESS) {
+        status = doze(&w);
+        comm_idle(comm, 0);
+    }
+    comm->waited_ns += fsdpc_clock_ns() - w.start;
+    return status;
+}
+
+/* ---- Operations ---- */
+
+static fsdpc_status bad_op(const fsdpc_coll *op, const char *problem)
+{
+    return fsdpc_fail(FSDPC_ERR_VALUE, "%s%s%s: %s", fsdpc_coll_name(op->kind),
+                      op->what ? " of " : "", op->what ? op->what : "", problem);
+}
+
+static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
+{
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    size_t room = op->kind == FSDPC_COLL_GATHER ? op->wire->bytes : op->buffer->bytes;
+    if (op->offset > room)
+        return bad_op(op, "the full begins beyond its memory");
+    if (op->offset % element)
+        return bad_op(op, "the full does not begin at a multiple of its element");
+    size_t room_numel = (room - op->offset) / element;
+    for (size_t i = 0; i < op->n_slices; i++) {
+        const fsdpc_slice *slice = &op->slices[i];
+        size_t numel = slice->numel, end;
+        if (slice->owner >= comm->size)
+            return bad_op(op, "a slice's owner is no rank of this group");
+        if (slice->owner < 0)
+            FSDPC_TRY(fsdpc_mul_size(numel, (size_t)comm->size, &numel));
+        FSDPC_TRY(fsdpc_add_size(slice->full_offset, numel, &end));
+        if (end > room_numel)
+            return bad_op(op, "a slice reaches beyond the memory of its full");
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
+{
+    if ((unsigned)op->dtype >= FSDPC_DTYPE_COUNT)
+        return bad_op(op, "unknown dtype");
+    switch (op->kind) {
+    case FSDPC_COLL_GATHER:
+        if (!op->wire || op->wire->comm != comm)
+            return bad_op(op, "needs a wire of this communicator");
+        return slices_check(comm, op);
+    case FSDPC_COLL_REDUCE_SCATTER:
+        if (!op->buffer || op->buffer->comm != comm)
+            return bad_op(op, "needs a buffer of this communicator");
+        if (!fsdpc_dtype_is_float(op->dtype) || !fsdpc_dtype_is_float(op->shard_dtype))
+            return bad_op(op, "reduces floats only");
+        return slices_check(comm, op);
+    case FSDPC_COLL_BROADCAST:
+        if (op->root < 0 || op->root >= comm->size)
+            return bad_op(op, "the root is no rank of this group");
+        return op->numel && !op->recv ? bad_op(op, "needs memory") : FSDPC_OK;
+    case FSDPC_COLL_ALL_REDUCE:
+    case FSDPC_COLL_ALL_GATHER:
+        return op->numel && !(op->recv && op->send) ? bad_op(op, "needs memory") : FSDPC_OK;
+    case FSDPC_COLL_BARRIER:
+        return FSDPC_OK;
+    }
+    return bad_op(op, "unknown kind");
+}
+
+fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work *work)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    if (work->comm)
+        return bad_op(op, "its work is still in flight; wait for it before posting it again");
+    FSDPC_TRY(op_check(comm, op));
+    work->op = *op;
+    work->comm = comm;
+    work->status = FSDPC_OK;
+    work->turn = 0;
+    work->impl = NULL;
+    atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+    fsdpc_status status = comm->ops->post(work);
+    if (status != FSDPC_OK)
+        work->comm = NULL;
+    return status;
+}
+
+fsdpc_status fsdpc_comm_test(fsdpc_work *work)
+{
+    if (!work->comm)
+        return FSDPC_OK;
+    fsdpc_status status = work->comm->ops->test(work);
+    if (status != FSDPC_IN_PROGRESS)
+        work->comm = NULL;
+    return status;
+}
+
+static fsdpc_status poll_work(void *arg)
+{
+    return fsdpc_comm_test(arg);
+}
+
+fsdpc_status fsdpc_comm_wait(fsdpc_work *work)
+{
+    if (!work->comm)
+        return FSDPC_OK;
+    return fsdpc_comm_wait_for(work->comm, poll_work, work, fsdpc_coll_name(work->op.kind),
+                               work->op.what);
+}
+
+fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op)
+{
+    fsdpc_work work = {0};
+    FSDPC_TRY(fsdpc_comm_post(comm, op, &work));
+    fsdpc_status status = fsdpc_comm_wait(&work);
+    if (status != FSDPC_OK && work.comm) {
+        fsdpc_comm_poison(comm, status);
+        if (op->stream && op->stream->async)
+            fsdpc_stream_sync(op->stream); /* its thread must not touch `work` any more */
+    }
+    return status;
+}
+
+/* ---- Epochs and buffers ---- */
+
+typedef struct epoch_wait {
+    fsdpc_wire *wire;
+    fsdpc_epoch_note *all;
+} epoch_wait;
+
+static fsdpc_status poll_epoch(void *arg)
+{
+    epoch_wait *w = arg;
+    return w->wire->comm->ops->epoch_test(w->wire, w->all);
+}
+
+fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out)
+{
+    fsdpc_epoch_note all;
+    epoch_wait w = {wire, &all};
+    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_epoch, &w, "the beginning of an epoch", unit));
+    *all_out = all;
+    return FSDPC_OK;
+}
+
+static fsdpc_status poll_published(void *arg)
+{
+    fsdpc_wire *wire = arg;
+    return wire->comm->ops->epoch_published(wire);
+}
+
+fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit)
+{
+    return fsdpc_comm_wait_for(wire->comm, poll_published, wire, "the publication of weights",
+                               unit);
+}
+
+static fsdpc_status poll_buffer(void *arg)
+{
+    fsdpc_buffer *buffer = arg;
+    return buffer->comm->ops->buffer_idle(buffer);
+}
+
+fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit)
+{
+    return fsdpc_comm_wait_for(buffer->comm, poll_buffer, buffer, "reuse of the reduce buffer",
+                               unit);
+}

@@ -1,0 +1,205 @@
+/* A world of one: the template of a communicator.
+ *
+ * Wires and buffers are private memory, every epoch is complete as soon as it began, and a
+ * collective is what it means for one rank: a copy, or a sum of one term.  The sum still goes
+ * through the reduce kernel, because scaling and rounding are the same at every world size.
+ *
+ * Everything is done in post; only a reduction on an asynchronous stream is finished later, by the
+ * stream.  Its outcome reaches the driving thread through work->state (released by the stream's
+ * thread after everything it wrote, acquired by test) and work->status.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/coll_math.h"
+
+static const fsdpc_comm_ops self_ops;
+
+typedef struct self_wire {
+    fsdpc_wire base;
+    fsdpc_epoch_note note;
+} self_wire;
+
+static void self_destroy(fsdpc_comm *comm)
+{
+    free(comm);
+}
+
+static fsdpc_status self_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    (void)key;
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    if (color < 0) {
+        *out = NULL;
+        return FSDPC_OK;
+    }
+    fsdpc_comm *part = malloc(sizeof *part);
+    if (!part)
+        return fsdpc_fail_errno("no memory for a communicator");
+    *part = *comm;
+    part->waited_ns = 0;
+    *out = part;
+    return FSDPC_OK;
+}
+
+static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    self_wire *wire = calloc(1, sizeof *wire);
+    if (!wire)
+        return fsdpc_fail_errno("no memory for a wire");
+    void *data;
+    fsdpc_status status = fsdpc_mem_alloc(comm->device->mem, FSDPC_MEM_WIRE, bytes, &data);
+    if (status != FSDPC_OK) {
+        free(wire);
+        return status;
+    }
+    memset(data, 0, bytes);
+    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    *out = &wire->base;
+    return FSDPC_OK;
+}
+
+static void self_wire_destroy(fsdpc_wire *wire)
+{
+    fsdpc_mem_free(wire->comm->device->mem, wire->write);
+    free(wire);
+}
+
+static fsdpc_status self_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+{
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    ((self_wire *)wire)->note = *mine;
+    wire->epoch++;
+    return FSDPC_OK;
+}
+
+static fsdpc_status self_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+{
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    const fsdpc_epoch_note *note = &((self_wire *)wire)->note;
+    if ((note->bits & FSDPC_EPOCH_CHANGED) && (note->bits & FSDPC_EPOCH_HELD))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "rank 0 changed its weights while it holds a unit by unshard(); call "
+                          "reshard() on the unit before the next forward");
+    *all_out = *note;
+    return FSDPC_OK;
+}
+
+static fsdpc_status self_publish(fsdpc_wire *wire)
+{
+    return fsdpc_comm_health(wire->comm);
+}
+
+static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    fsdpc_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer)
+        return fsdpc_fail_errno("no memory for a buffer");
+    void *data;
+    fsdpc_status status = fsdpc_mem_alloc(comm->device->mem, FSDPC_MEM_REDUCE, bytes, &data);
+    if (status != FSDPC_OK) {
+        free(buffer);
+        return status;
+    }
+    *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    *out = buffer;
+    return FSDPC_OK;
+}
+
+static void self_buffer_destroy(fsdpc_buffer *buffer)
+{
+    fsdpc_mem_free(buffer->comm->device->mem, buffer->data);
+    free(buffer);
+}
+
+static fsdpc_status self_buffer_idle(fsdpc_buffer *buffer)
+{
+    return fsdpc_comm_health(buffer->comm);
+}
+
+static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
+{
+    switch (op->kind) {
+    case FSDPC_COLL_REDUCE_SCATTER:
+        return fsdpc_coll_reduce_slices(op, 0, 1, (const unsigned char *const[]){op->buffer->data},
+                                        stream);
+    case FSDPC_COLL_ALL_REDUCE:
+    case FSDPC_COLL_ALL_GATHER:
+        if (op->numel && op->recv != op->send)
+            memmove(op->recv, op->send, op->numel * fsdpc_dtype_bytes(op->dtype));
+        return FSDPC_OK;
+    case FSDPC_COLL_GATHER:
+    case FSDPC_COLL_BROADCAST:
+    case FSDPC_COLL_BARRIER:
+        break;
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status perform_on_stream(void *arg, fsdpc_stream *stream)
+{
+    fsdpc_work *work = arg;
+    fsdpc_status status = perform(&work->op, stream);
+    work->status = status;
+    atomic_store_explicit(&work->state, 0, memory_order_release); /* with the acquire in test */
+    return status;
+}
+
+static fsdpc_status self_post(fsdpc_work *work)
+{
+    const fsdpc_coll *op = &work->op;
+    if (op->stream && op->stream->async && op->kind != FSDPC_COLL_GATHER) {
+        atomic_store_explicit(&work->state, 1, memory_order_relaxed);
+        return fsdpc_stream_submit(op->stream, perform_on_stream, work);
+    }
+    fsdpc_stream here = {.device = work->comm->device, .name = "comm"};
+    return perform(op, op->stream ? op->stream : &here);
+}
+
+static fsdpc_status self_test(fsdpc_work *work)
+{
+    if (atomic_load_explicit(&work->state, memory_order_acquire))
+        return FSDPC_IN_PROGRESS;
+    if (work->status != FSDPC_OK)
+        return fsdpc_fail(work->status, "%s of %s failed on its stream",
+                          fsdpc_coll_name(work->op.kind), work->op.what ? work->op.what : "-");
+    return FSDPC_OK;
+}
+
+static const fsdpc_comm_ops self_ops = {
+    .name = "self",
+    .destroy = self_destroy,
+    .split = self_split,
+    .abort = fsdpc_comm_abort_local,
+    .wire_create = self_wire_create,
+    .wire_destroy = self_wire_destroy,
+    .epoch_arrive = self_epoch_arrive,
+    .epoch_test = self_epoch_test,
+    .epoch_publish = self_publish,
+    .epoch_published = self_publish,
+    .buffer_create = self_buffer_create,
+    .buffer_destroy = self_buffer_destroy,
+    .buffer_idle = self_buffer_idle,
+    .post = self_post,
+    .test = self_test,
+};
+
+fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+{
+    if (config->size != 1 || config->rank != 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "a communicator of one rank was asked for rank %d of %d; use shm for "
+                          "several ranks",
+                          config->rank, config->size);
+    if (!config->device)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a communicator needs a device");
+    fsdpc_comm *comm = malloc(sizeof *comm);
+    if (!comm)
+        return fsdpc_fail_errno("no memory for a communicator");
+    fsdpc_comm_init(comm, &self_ops, config);
+    *out = comm;
+    return FSDPC_OK;
+}
