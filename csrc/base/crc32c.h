@@ -5,8 +5,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Continues `crc` (0 to begin) over `bytes` more bytes; uses the processor's instruction if it has one. */
+/* Continues `crc` (0 to begin) over `bytes` more bytes; uses the processor's instruction if it has
+ * one.  Same bits on every path. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
+
+/* The same without the instruction: the twin that the fast form is tested against. */
+uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes);
 
 /* CRC of A followed by B, from crc(A), crc(B) and the length of B. */
 uint32_t fsdpc_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b);

@@ -1,7 +1,7 @@
 /* Environment variables: one table, read once per context.
  *
  * Every variable the library reads stands here and in docs/environment.md (a lint test compares the
- * two).  A value that does not parse, and a variable that starts with FSDPC_ and is not known, are
+ * two).  A variable that is set but empty counts as not set.  A value that does not parse, and a variable that starts with FSDPC_ and is not known, are
  * errors that name the variable and what would be accepted.
  */
 #ifndef FSDPC_BASE_ENV_H

@@ -1,0 +1,164 @@
+/* CRC-32C, three streams at a time.
+ *
+ * The polynomial is 0x1EDC6F41, reflected 0x82F63B78; register and result are inverted, as in
+ * iSCSI, ext4 and the CRC32 instruction.  In the reflected form bit 31 is the coefficient of x^0.
+ *
+ * The instruction has a latency of three cycles and a throughput of one, so one stream uses a third
+ * of it.  The SSE4.2 form runs three neighbouring stretches of equal length at once and joins them:
+ * a register followed by n zero bits is multiplied by x^n mod P, which is one carry-less product
+ * with a constant and one more CRC instruction to reduce it.  (After Gopal et al., "Fast CRC
+ * Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
+ *
+ * The portable form reads eight bytes a step through eight tables ("slicing by 8", Kounavis & Berry
+ * 2005).  The tables live on the stack of the call and cost some 2 us to make, so short inputs go
+ * four bits at a time through one of 16 entries instead.
+ */
+#include "base/crc32c.h"
+
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define POLYNOMIAL 0x82F63B78u
+
+enum { TABLES_FROM_BYTES = 4096 };
+
+/* a * b mod P. */
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        product ^= a & bit ? b : 0;
+        b = b >> 1 ^ (b & 1 ? POLYNOMIAL : 0);
+    }
+    return product;
+}
+
+/* x^(8 * bytes) mod P. */
+static uint32_t power_of_x(uint64_t bytes)
+{
+    uint32_t result = 1u << 31, square = 1u << 23; /* x^0, x^8 */
+    for (; bytes; bytes >>= 1) {
+        if (bytes & 1)
+            result = multiply(result, square);
+        square = multiply(square, square);
+    }
+    return result;
+}
+
+uint32_t fsdpc_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t bytes_b)
+{
+    return multiply(power_of_x(bytes_b), crc_a) ^ crc_b; /* the inversions cancel */
+}
+
+static uint32_t by_nibbles(uint32_t state, const unsigned char *data, size_t bytes)
+{
+    static const uint32_t table[16] = {
+        0x00000000, 0x105ec76f, 0x20bd8ede, 0x30e349b1, 0x417b1dbc, 0x5125dad3,
+        0x61c69362, 0x7198540d, 0x82f63b78, 0x92a8fc17, 0xa24bb5a6, 0xb21572c9,
+        0xc38d26c4, 0xd3d3e1ab, 0xe330a81a, 0xf36e6f75,
+    };
+    for (size_t i = 0; i < bytes; i++) {
+        state ^= data[i];
+        state = state >> 4 ^ table[state & 15];
+        state = state >> 4 ^ table[state & 15];
+    }
+    return state;
+}
+
+static uint32_t by_eights(uint32_t state, const unsigned char *data, size_t bytes)
+{
+    uint32_t tables[8][256]; /* [k][b]: byte b followed by k zero bytes */
+    for (uint32_t b = 0; b < 256; b++) {
+        unsigned char byte = (unsigned char)b;
+        tables[0][b] = by_nibbles(0, &byte, 1);
+    }
+    for (int k = 1; k < 8; k++)
+        for (uint32_t b = 0; b < 256; b++)
+            tables[k][b] = tables[k - 1][b] >> 8 ^ tables[0][tables[k - 1][b] & 255];
+    for (; bytes >= 8; data += 8, bytes -= 8) {
+        uint32_t low = state ^ ((uint32_t)data[0] | (uint32_t)data[1] << 8 |
+                                (uint32_t)data[2] << 16 | (uint32_t)data[3] << 24);
+        state = tables[7][low & 255] ^ tables[6][low >> 8 & 255] ^ tables[5][low >> 16 & 255] ^
+                tables[4][low >> 24] ^ tables[3][data[4]] ^ tables[2][data[5]] ^
+                tables[1][data[6]] ^ tables[0][data[7]];
+    }
+    return by_nibbles(state, data, bytes);
+}
+
+uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes)
+{
+    return ~(bytes < TABLES_FROM_BYTES ? by_nibbles(~crc, data, bytes)
+                                       : by_eights(~crc, data, bytes));
+}
+
+#if defined(__x86_64__)
+
+#define TARGET_SSE42 __attribute__((target("sse4.2,pclmul")))
+
+/* Lengths of one of three stretches, and x^(8 n - 33) mod P for n bytes of zeros behind a register:
+ * of the 33, 32 are the reducing instruction's own shift and 1 is the product of two reflected
+ * numbers standing one bit low in its 64. */
+enum { LONG_BYTES = 4096, SHORT_BYTES = 256 };
+#define LONG_ONCE 0x82f89c77u
+#define LONG_TWICE 0x54a86326u
+#define SHORT_ONCE 0xb9e02b86u
+#define SHORT_TWICE 0xdd7e3b0cu
+
+TARGET_SSE42 static inline uint64_t load_word(const unsigned char *data)
+{
+    uint64_t word;
+    memcpy(&word, data, sizeof word);
+    return word;
+}
+
+TARGET_SSE42 static inline uint64_t shift_register(uint64_t state, uint32_t constant)
+{
+    __m128i product = _mm_clmulepi64_si128(_mm_cvtsi64_si128((long long)state),
+                                           _mm_cvtsi64_si128((long long)constant), 0);
+    return _mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
+}
+
+TARGET_SSE42 static inline uint64_t three_stretches(uint64_t state, const unsigned char *data,
+                                                    size_t stretch, uint32_t once, uint32_t twice)
+{
+    uint64_t second = 0, third = 0;
+    for (size_t i = 0; i < stretch; i += 8) {
+        state = _mm_crc32_u64(state, load_word(data + i));
+        second = _mm_crc32_u64(second, load_word(data + stretch + i));
+        third = _mm_crc32_u64(third, load_word(data + 2 * stretch + i));
+    }
+    return shift_register(state, twice) ^ shift_register(second, once) ^ third;
+}
+
+TARGET_SSE42 static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *data, size_t bytes)
+{
+    uint64_t state = (uint32_t)~crc;
+    for (; bytes >= 3 * LONG_BYTES; data += 3 * LONG_BYTES, bytes -= 3 * LONG_BYTES)
+        state = three_stretches(state, data, LONG_BYTES, LONG_ONCE, LONG_TWICE);
+    for (; bytes >= 3 * SHORT_BYTES; data += 3 * SHORT_BYTES, bytes -= 3 * SHORT_BYTES)
+        state = three_stretches(state, data, SHORT_BYTES, SHORT_ONCE, SHORT_TWICE);
+    for (; bytes >= 8; data += 8, bytes -= 8)
+        state = _mm_crc32_u64(state, load_word(data));
+    for (; bytes; data++, bytes--)
+        state = _mm_crc32_u8((uint32_t)state, *data);
+    return ~(uint32_t)state;
+}
+
+uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes)
+{
+    if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"))
+        return crc32c_sse42(crc, data, bytes);
+    return fsdpc_crc32c_portable(crc, data, bytes);
+}
+
+#else
+
+uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes)
+{
+    return fsdpc_crc32c_portable(crc, data, bytes);
+}
+
+#endif

@@ -1,0 +1,55 @@
+/* The trace ring: order, overwriting, counts that outlive the ring. */
+#include "base/trace.h"
+#include "check.h"
+
+static void test_ring(void)
+{
+    fsdpc_trace *trace;
+    CHECK_OK(fsdpc_trace_create(4, &trace));
+    CHECK(fsdpc_trace_length(trace) == 0 && fsdpc_trace_at(trace, 0) == NULL);
+    for (int i = 0; i < 3; i++)
+        fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, i, (uint64_t)i * 10, 5, i == 2 ? 7 : 0);
+    CHECK(fsdpc_trace_length(trace) == 3);
+    const fsdpc_trace_event *event = fsdpc_trace_at(trace, 2);
+    CHECK(event && event->unit == 2 && event->bytes == 20 && event->epoch == 5);
+    CHECK(event && event->kind == FSDPC_TRACE_GATHER && event->in_backward == 1);
+    CHECK(fsdpc_trace_at(trace, 0)->in_backward == 0);
+    for (int i = 3; i < 11; i++)
+        fsdpc_trace_add(trace, FSDPC_TRACE_RESHARD, i, 0, 6, 1);
+    CHECK(fsdpc_trace_length(trace) == 4 && fsdpc_trace_at(trace, 4) == NULL);
+    for (size_t i = 0; i < 4; i++)
+        CHECK(fsdpc_trace_at(trace, i)->unit == (int)(7 + i));
+    for (size_t i = 1; i < 4; i++)
+        CHECK(fsdpc_trace_at(trace, i)->ns >= fsdpc_trace_at(trace, i - 1)->ns);
+    CHECK(fsdpc_trace_count(trace, FSDPC_TRACE_GATHER) == 3);
+    CHECK(fsdpc_trace_count(trace, FSDPC_TRACE_RESHARD) == 8);
+    CHECK(fsdpc_trace_count(trace, FSDPC_TRACE_OPTIM) == 0);
+    fsdpc_trace_reset(trace);
+    CHECK(fsdpc_trace_length(trace) == 0 && fsdpc_trace_count(trace, FSDPC_TRACE_RESHARD) == 0);
+    fsdpc_trace_add(trace, FSDPC_TRACE_OPTIM, -1, 1, 1, 0);
+    CHECK(fsdpc_trace_length(trace) == 1 && fsdpc_trace_at(trace, 0)->unit == -1);
+    fsdpc_trace_destroy(trace);
+}
+
+static void test_edges(void)
+{
+    fsdpc_trace *trace;
+    CHECK_OK(fsdpc_trace_create(0, &trace)); /* counts alone */
+    fsdpc_trace_add(trace, FSDPC_TRACE_EPOCH, 0, 0, 0, 0);
+    CHECK(fsdpc_trace_length(trace) == 0 && fsdpc_trace_count(trace, FSDPC_TRACE_EPOCH) == 1);
+    fsdpc_trace_destroy(trace);
+    fsdpc_trace_add(NULL, FSDPC_TRACE_EPOCH, 0, 0, 0, 0);
+    CHECK(fsdpc_trace_length(NULL) == 0 && fsdpc_trace_count(NULL, FSDPC_TRACE_EPOCH) == 0);
+    fsdpc_trace_reset(NULL);
+    fsdpc_trace_destroy(NULL);
+    CHECK_FAILS(fsdpc_trace_create(SIZE_MAX / 8, &trace), FSDPC_ERR_VALUE, "does not fit");
+    CHECK(strcmp(fsdpc_trace_kind_name(FSDPC_TRACE_GATHER_DONE), "gather_done") == 0);
+    CHECK(strcmp(fsdpc_trace_kind_name(FSDPC_TRACE_KIND_COUNT), "unknown event") == 0);
+}
+
+int main(void)
+{
+    test_ring();
+    test_edges();
+    return check_report("trace");
+}
