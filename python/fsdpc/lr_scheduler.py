@@ -1,0 +1,303 @@
+"""Learning rates over steps.
+
+A scheduler multiplies each parameter group's first learning rate by a factor of the step.  It works
+with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.  Call ``step()``
+once after every optimizer step; past its end a schedule stays at its minimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = [
+    "LRScheduler",
+    "LambdaLR",
+    "WarmupCosine",
+    "WarmupLinearDecay",
+    "WarmupStableDecay",
+    "scale_lr",
+]
+
+
+class LRScheduler:
+    """Base of all schedules; a new one overrides :meth:`factor`.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        Its groups get an ``"initial_lr"`` where they have none, and their ``"lr"`` is set at once.
+
+    Raises
+    ------
+    TypeError
+        The optimizer has no ``param_groups`` with an ``"lr"``.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if not groups or not all("lr" in group for group in groups):
+            raise TypeError(
+                f"{type(optimizer).__name__} is no optimizer to schedule: it needs param_groups, a "
+                "list of dicts that hold 'lr'"
+            )
+        self.optimizer = optimizer
+        self.last_step = 0
+        for group in groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._apply()
+
+    def factor(self, step: int, group: int) -> float:
+        """Return what the first learning rate of a group is multiplied with at a step.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer steps taken so far.
+        group : int
+            The group's place in ``param_groups``.
+        """
+        raise NotImplementedError("a schedule defines factor(step, group)")
+
+    def step(self) -> None:
+        """Go on to the next step."""
+        self.last_step += 1
+        self._apply()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group as it stands."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule is: plain numbers and lists."""
+        first = [group["initial_lr"] for group in self.optimizer.param_groups]
+        return {"last_step": self.last_step, "initial_lrs": first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where a schedule was, the first learning rates of its groups included.
+
+        Raises
+        ------
+        ValueError
+            The state is of an optimizer with another number of groups.
+        """
+        groups = self.optimizer.param_groups
+        if len(state["initial_lrs"]) != len(groups):
+            raise ValueError(
+                f"the state is of {len(state['initial_lrs'])} parameter groups, the optimizer has "
+                f"{len(groups)}"
+            )
+        for group, first in zip(groups, state["initial_lrs"]):
+            group["initial_lr"] = first
+        self.last_step = int(state["last_step"])
+        self._apply()
+
+    def _apply(self) -> None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * self.factor(self.last_step, index)
+
+
+class WarmupCosine(LRScheduler):
+    """Linear warm-up, then a cosine down to a minimum, once or several times over.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        See :class:`LRScheduler`.
+    warmup : int
+        Steps of the warm-up: step s of it runs at ``(s + 1) / warmup``.
+    total : int
+        Steps of the whole schedule, warm-up included.
+    min_ratio : float
+        What is left at the end, as a part of the first learning rate; default 0.
+    cycles : int
+        Cosines after the warm-up, each from the full rate again; default 1.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+
+    Notes
+    -----
+    Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017.
+    """
+
+    def __init__(
+        self, optimizer: Any, warmup: int, total: int, min_ratio: float = 0.0, cycles: int = 1
+    ) -> None:
+        _check_steps(warmup=warmup, total=total)
+        _check_ratio(min_ratio)
+        if warmup >= total:
+            raise ValueError(f"warmup ({warmup}) must be smaller than total ({total})")
+        if not isinstance(cycles, int) or cycles < 1:
+            raise ValueError(f"cycles must be a whole number of at least 1, got {cycles!r}")
+        self.warmup, self.total = warmup, total
+        self.min_ratio, self.cycles = min_ratio, cycles
+        super().__init__(optimizer)
+
+    def factor(self, step: int, group: int) -> float:
+        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        if step >= self.total:
+            return self.min_ratio
+        # Whole numbers up to the remainder, so that a cycle begins at exactly 1.
+        phase = (step - self.warmup) * self.cycles % (self.total - self.warmup)
+        cosine = math.cos(math.pi * phase / (self.total - self.warmup))
+        return self.min_ratio + (1 - self.min_ratio) * (1 + cosine) / 2
+
+
+class WarmupStableDecay(LRScheduler):
+    """Linear warm-up, a plateau, then a linear decay to a minimum.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        See :class:`LRScheduler`.
+    warmup, stable, decay : int
+        Steps of the three phases.
+    min_ratio : float
+        What is left at the end, as a part of the first learning rate; default 0.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+
+    Notes
+    -----
+    Source: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models", 2024.
+    """
+
+    def __init__(
+        self, optimizer: Any, warmup: int, stable: int, decay: int, min_ratio: float = 0.0
+    ) -> None:
+        _check_steps(warmup=warmup, stable=stable, decay=decay)
+        _check_ratio(min_ratio)
+        self.warmup, self.stable, self.decay = warmup, stable, decay
+        self.min_ratio = min_ratio
+        super().__init__(optimizer)
+
+    def factor(self, step: int, group: int) -> float:
+        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        into_decay = step - self.warmup - self.stable
+        if into_decay < 0:
+            return 1.0
+        if into_decay >= self.decay:
+            return self.min_ratio
+        return 1 - (1 - self.min_ratio) * into_decay / self.decay
+
+
+class WarmupLinearDecay(WarmupStableDecay):
+    """Linear warm-up, then a line down to a minimum.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        See :class:`LRScheduler`.
+    warmup : int
+        Steps of the warm-up.
+    total : int
+        Steps of the whole schedule, warm-up included.
+    min_ratio : float
+        What is left at the end, as a part of the first learning rate; default 0.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+    """
+
+    def __init__(self, optimizer: Any, warmup: int, total: int, min_ratio: float = 0.0) -> None:
+        _check_steps(warmup=warmup, total=total)
+        if warmup >= total:
+            raise ValueError(f"warmup ({warmup}) must be smaller than total ({total})")
+        super().__init__(optimizer, warmup, 0, total - warmup, min_ratio)
+
+
+class LambdaLR(LRScheduler):
+    """Any function of the step.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        See :class:`LRScheduler`.
+    functions : callable or sequence of callable
+        ``fn(step)`` gives the multiplier; one for all groups, or one for each.
+
+    Raises
+    ------
+    ValueError
+        There are not as many functions as groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        functions: Callable[[int], float] | Sequence[Callable[[int], float]],
+    ) -> None:
+        groups = len(getattr(optimizer, "param_groups", ()))
+        self.functions = [functions] * groups if callable(functions) else list(functions)
+        if len(self.functions) != groups:
+            raise ValueError(f"{len(self.functions)} functions for {groups} parameter groups")
+        super().__init__(optimizer)
+
+    def factor(self, step: int, group: int) -> float:
+        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        return float(self.functions[group](step))
+
+
+def scale_lr(lr: float, ranks: int, rule: str = "linear") -> float:
+    """Scale a learning rate found on one rank to the larger batch of several.
+
+    Parameters
+    ----------
+    lr : float
+        The learning rate for the batch of one rank.
+    ranks : int
+        How many ranks, each with a batch of that size.
+    rule : {"linear", "sqrt"}
+        Times `ranks` (SGD), or times its square root (Adam); default "linear".
+
+    Returns
+    -------
+    float
+        The learning rate for all ranks together.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+
+    Notes
+    -----
+    Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017 (linear); Malladi et al., "On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", 2022 (square root).
+
+    Examples
+    --------
+    >>> scale_lr(0.1, 4), scale_lr(0.1, 4, "sqrt")
+    (0.4, 0.2)
+    """
+    if not lr > 0 or not math.isfinite(lr):
+        raise ValueError(f"lr must be a positive number, got {lr!r}")
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks!r}")
+    if rule not in ("linear", "sqrt"):
+        raise ValueError(f"rule must be 'linear' or 'sqrt', got {rule!r}")
+    return lr * (ranks if rule == "linear" else math.sqrt(ranks))
+
+
+def _check_steps(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} must be a whole number of steps, at least 0, got {count!r}")
+
+
+def _check_ratio(min_ratio: float) -> None:
+    if not 0 <= min_ratio <= 1:
+        raise ValueError(f"min_ratio must be between 0 and 1, got {min_ratio!r}")

@@ -1,0 +1,143 @@
+"""Learning-rate schedules: their shape at the joints, their end, their state, their refusals."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpc.lr_scheduler import (
+    LambdaLR,
+    LRScheduler,
+    WarmupCosine,
+    WarmupLinearDecay,
+    WarmupStableDecay,
+    scale_lr,
+)
+
+
+def optimizer(*rates: float) -> SimpleNamespace:
+    return SimpleNamespace(param_groups=[{"lr": rate} for rate in rates or (1.0,)])
+
+
+def rates(schedule: LRScheduler, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        seen.append(schedule.get_last_lr()[0])
+        schedule.step()
+    return seen
+
+
+def test_cosine_by_hand() -> None:
+    seen = rates(WarmupCosine(optimizer(), 2, 6, min_ratio=0.1), 9)
+    expected = [0.5, 1.0, 1.0]
+    expected += [0.1 + 0.9 * (1 + math.cos(math.pi * p)) / 2 for p in (0.25, 0.5, 0.75)]
+    assert seen == pytest.approx([*expected, 0.1, 0.1, 0.1], rel=1e-12)
+
+
+def test_cosine_restarts() -> None:
+    seen = rates(WarmupCosine(optimizer(), 0, 8, cycles=2), 9)
+    assert seen[:4] == seen[4:8]
+    assert (seen[0], seen[4], seen[8]) == (1.0, 1.0, 0.0)
+
+
+def test_cosine_begins_each_cycle_at_the_full_rate() -> None:
+    seen = rates(WarmupCosine(optimizer(), 3, 3 + 3 * 49, cycles=3), 3 + 3 * 49)
+    assert [seen[3 + 49 * cycle] for cycle in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_stable_decay_by_hand() -> None:
+    seen = rates(WarmupStableDecay(optimizer(2.0), 2, 3, 4, min_ratio=0.5), 11)
+    assert seen == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+
+
+def test_linear_decay_by_hand() -> None:
+    seen = rates(WarmupLinearDecay(optimizer(), 1, 5), 7)
+    assert seen == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+
+@given(
+    warmup=st.integers(0, 50),
+    rest=st.integers(1, 200),
+    ratio=st.floats(0, 1),
+    cycles=st.integers(1, 4),
+)
+def test_bounds_and_the_end(warmup: int, rest: int, ratio: float, cycles: int) -> None:
+    total = warmup + rest
+    schedules = [
+        WarmupCosine(optimizer(), warmup, total, ratio, cycles),
+        WarmupLinearDecay(optimizer(), warmup, total, ratio),
+    ]
+    for schedule in schedules:
+        seen = rates(schedule, total + 3)
+        assert all(0 <= rate <= 1 + 1e-12 for rate in seen)
+        assert all(rate >= ratio - 1e-12 for rate in seen[warmup:])
+        assert seen[warmup] == pytest.approx(1.0)
+        assert seen[total:] == [ratio] * 3
+
+
+def test_each_group_keeps_its_own_rate() -> None:
+    groups = optimizer(1.0, 0.1)
+    schedule = LambdaLR(groups, lambda step: 1 / (1 + step))
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5, 0.05]
+    apart = LambdaLR(optimizer(1.0, 1.0), [lambda step: 1.0, lambda step: 2.0])
+    assert apart.get_last_lr() == [1.0, 2.0]
+
+
+def test_initial_rates_that_are_there_are_kept() -> None:
+    groups = SimpleNamespace(param_groups=[{"lr": 0.3, "initial_lr": 2.0}])
+    assert LambdaLR(groups, lambda step: 1.0).get_last_lr() == [2.0]
+
+
+def test_state_brings_back_step_and_rates() -> None:
+    first = WarmupCosine(optimizer(3.0), 2, 10)
+    rates(first, 4)
+    second = WarmupCosine(optimizer(1.0), 2, 10)
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == first.get_last_lr()
+    assert rates(second, 8) == rates(first, 8)
+
+
+def test_state_of_other_groups_is_refused() -> None:
+    state = WarmupCosine(optimizer(1.0), 0, 10).state_dict()
+    with pytest.raises(ValueError, match="1 parameter groups, the optimizer has 2"):
+        WarmupCosine(optimizer(1.0, 2.0), 0, 10).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: WarmupCosine(optimizer(), -1, 10), "warmup .* got -1"),
+        (lambda: WarmupCosine(optimizer(), 10, 10), r"warmup \(10\) .* total \(10\)"),
+        (lambda: WarmupCosine(optimizer(), 1, 10, 1.5), "min_ratio .* got 1.5"),
+        (lambda: WarmupCosine(optimizer(), 1, 10, float("nan")), "min_ratio .* got nan"),
+        (lambda: WarmupCosine(optimizer(), 1, 10, cycles=0), "cycles .* got 0"),
+        (lambda: WarmupCosine(optimizer(), 1.5, 10), "warmup .* got 1.5"),
+        (lambda: WarmupStableDecay(optimizer(), 1, -2, 3), "stable .* got -2"),
+        (lambda: WarmupLinearDecay(optimizer(), 7, 5), r"warmup \(7\) .* total \(5\)"),
+        (lambda: LambdaLR(optimizer(1.0, 2.0), [float]), "1 functions for 2"),
+        (lambda: scale_lr(-0.1, 2), "lr .* got -0.1"),
+        (lambda: scale_lr(0.1, 0), "ranks .* got 0"),
+        (lambda: scale_lr(0.1, 2, "cubic"), "rule .* got 'cubic'"),
+    ],
+)
+def test_arguments_out_of_range(make: object, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_what_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match="int is no optimizer"):
+        WarmupCosine(3, 1, 10)
+    with pytest.raises(TypeError, match="param_groups"):
+        WarmupCosine(SimpleNamespace(param_groups=[{}]), 1, 10)
+
+
+def test_scale_lr() -> None:
+    assert scale_lr(0.1, 1) == scale_lr(0.1, 1, "sqrt") == 0.1
+    assert scale_lr(0.25, 16) == 4.0
+    assert scale_lr(0.25, 16, "sqrt") == 1.0
