@@ -10,9 +10,14 @@
  * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls it.
  *
  * Events order streams: record marks a point of a stream, stream_wait makes later work of another
- * stream wait for it.  An event that was never recorded counts as complete.
+ * stream wait for it.  An event that was never recorded counts as complete; recorded again, it marks
+ * the new point alone, and waits asked for before keep the old one.
  *
- * Threads: streams may be submitted to from one thread at a time.  Ownership: a device outlives its
+ * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
+ * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
+ *
+ * Threads: a stream is submitted to, and an event used, by one thread at a time.  In a forked child
+ * the worker streams of the parent are refused.  Ownership: a device outlives its
  * streams, events and memory; destroy(NULL) is a no-op everywhere.
  */
 #ifndef FSDPC_DEVICE_DEVICE_H

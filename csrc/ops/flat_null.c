@@ -1,0 +1,71 @@
+/* Kernels over flat memory that compute nothing: the table of device_null.
+ *
+ * Every call is accepted and memory is neither read nor written.  The one output that a caller
+ * decides by, whether two ranges are equal, says yes: nothing changed, as nothing ever does here.
+ */
+#include "ops/flat_ops.h"
+
+static fsdpc_status null_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                              fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream)
+{
+    (void)dst, (void)dst_dtype, (void)src, (void)src_dtype, (void)numel, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+                               int *nonfinite_io, fsdpc_stream *stream)
+{
+    (void)x, (void)dtype, (void)numel, (void)scale, (void)nonfinite_io, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                               fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
+{
+    (void)x, (void)dtype, (void)numel, (void)leaf, (void)sum_io, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                               fsdpc_stream *stream)
+{
+    (void)dst, (void)dst_dtype, (void)src, (void)src_dtype, (void)numel, (void)stream;
+    *equal_out = true;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_init(const fsdpc_init_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
+static const fsdpc_flat_ops null_ops = {
+    .name = "null",
+    .cast = null_cast,
+    .accumulate = null_cast, /* the same arguments, and nothing done with them */
+    .reduce = null_reduce,
+    .scale = null_scale,
+    .sumsq = null_sumsq,
+    .adamw = null_adamw,
+    .equal = null_equal,
+    .init = null_init,
+};
+
+const fsdpc_flat_ops *fsdpc_flat_ops_null(void)
+{
+    return &null_ops;
+}
