@@ -1,0 +1,57 @@
+/* What attention.c asks of the attention kernels: one table per instruction set.
+ *
+ * A unit of work is a run of query blocks of one head (forward) or one key-value head with all
+ * queries of its group (backward).  Units never write to the same memory, and a query block's
+ * arithmetic does not depend on the run it is in, so any cut into units gives the same bits.  A
+ * kernel works in `scratch` (64-byte aligned) of the size its *_bytes function tells, which is
+ * proportional to the number of keys, and asks for nothing else.
+ */
+#ifndef FSDPC_OPS_ATTENTION_KERNELS_H
+#define FSDPC_OPS_ATTENTION_KERNELS_H
+
+#include "ops/nn_ops.h"
+
+enum {
+    FSDPC_ATTENTION_QUERIES = 64, /* queries of a block: the lanes of every score computation */
+    FSDPC_ATTENTION_KEYS = 128,   /* keys of a block */
+};
+
+/* Queries [first, last) of query head `head`; first is a multiple of FSDPC_ATTENTION_QUERIES. */
+typedef struct fsdpc_attention_run {
+    size_t batch, head, first, last;
+} fsdpc_attention_run;
+
+typedef struct fsdpc_attention_kernels {
+    const char *name;
+    size_t (*forward_bytes)(const fsdpc_attention_args *args);
+    void (*forward)(const fsdpc_attention_args *args, const fsdpc_attention_run *run,
+                    void *scratch);
+    size_t (*backward_bytes)(const fsdpc_attention_args *args);
+    void (*backward)(const fsdpc_attention_args *args, size_t batch, size_t kv_head, void *scratch);
+} fsdpc_attention_kernels;
+
+/* fp32 arithmetic on F32, BF16 and F16 */
+extern const fsdpc_attention_kernels fsdpc_attention_portable;
+#if defined(__x86_64__)
+extern const fsdpc_attention_kernels fsdpc_attention_avx2;
+extern const fsdpc_attention_kernels fsdpc_attention_avx512;
+/* BF16 only: products of bf16 pairs summed in fp32 */
+extern const fsdpc_attention_kernels fsdpc_attention_avx512bf16;
+extern const fsdpc_attention_kernels fsdpc_attention_amx;
+#endif
+/* F64 only */
+extern const fsdpc_attention_kernels fsdpc_attention_f64;
+
+/* How many keys query t sees: the first so many. */
+static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, size_t t)
+{
+    if (!args->causal)
+        return args->tokens_k;
+    size_t end = t + 1 + args->tokens_k; /* visible keys plus tokens_q */
+    if (end <= args->tokens_q)
+        return 0;
+    end -= args->tokens_q;
+    return end < args->tokens_k ? end : args->tokens_k;
+}
+
+#endif
