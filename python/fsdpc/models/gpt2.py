@@ -1,0 +1,121 @@
+"""GPT-2: learned positions, LayerNorm, GELU (Radford et al. 2019).
+
+Names follow transformers' ``GPT2LMHeadModel``, but projections are stored as (out, in), as Linear has
+them: transformers' Conv1D keeps the transpose.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fsdpc import _core, nn
+from fsdpc._core import Tensor
+from fsdpc.models.config import ModelConfig
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries, keys and values from one projection."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.c_attn = nn.Linear(config.dim, 3 * config.dim, std=INIT_STD)
+        self.c_proj = nn.Linear(config.dim, config.dim, std=INIT_STD / math.sqrt(2 * config.layers))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim)."""
+        c = self.config
+        batch, tokens, dim = x.shape
+        qkv = self.c_attn(x)
+        q, k, v = (
+            qkv[:, :, i * dim : (i + 1) * dim].view(batch, tokens, c.heads, c.head_dim)
+            for i in range(3)
+        )
+        y = _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
+        return self.dropout(self.c_proj(y.view(batch, tokens, dim)))
+
+
+class FeedForward(nn.Module):
+    """proj(gelu(fc(x)))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(config.dim, config.inner, std=INIT_STD)
+        self.c_proj = nn.Linear(config.inner, config.dim, std=INIT_STD / math.sqrt(2 * config.layers))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim)."""
+        return self.dropout(self.c_proj(_core.gelu(self.c_fc(x), "tanh")))
+
+
+class Block(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.dim, 1e-5)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.dim, 1e-5)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, dim) -> (B, T, dim)."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
+        self.wpe = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.ln_f = nn.LayerNorm(config.dim, 1e-5)
+
+
+class GPT2(nn.Module):
+    """A GPT-2 language model; the output layer is the embedding.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        Sizes; ``inner`` is 4 x dim in the published models.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config)
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the modules to shard as units of their own."""
+        return list(self.transformer.h)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given."""
+        ids = _core.tensor(ids) if not isinstance(ids, Tensor) else ids
+        batch, tokens = ids.shape
+        if tokens > self.config.max_seq:
+            raise ValueError(f"sequence of {tokens} tokens; the model was made for {self.config.max_seq}")
+        t = self.transformer
+        positions = _core.tensor(np.arange(tokens, dtype=np.int64))
+        x = t.drop(t.wte(ids) + t.wpe(positions))
+        for block in t.h:
+            x = block(x)
+        x = t.ln_f(x)
+        if targets is None:
+            return _core.linear(x, t.wte.weight)
+        targets = _core.tensor(targets) if not isinstance(targets, Tensor) else targets
+        rows = batch * tokens
+        return _core.linear_cross_entropy(
+            x.view(rows, self.config.dim), t.wte.weight, targets.view(rows)
+        )

@@ -1,0 +1,185 @@
+"""The layers that models are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.nn import init
+from fsdpc.nn.module import Module, Parameter
+
+
+class Linear(Module):
+    """y = x W^T + b.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Last dimension of x and of y.
+    bias : bool, default True
+    std : float, optional
+        Standard deviation of the normal initial values; uniform in +-1/sqrt(in_features), as in
+        PyTorch, where it is not given.
+    dtype : dtype, default float32
+
+    Notes
+    -----
+    ``weight`` is (out_features, in_features), ``bias`` (out_features).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        std: float | None = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = Parameter.empty((out_features, in_features), dtype)
+        bound = 1 / math.sqrt(in_features) if in_features else 0.0
+        if std is None:
+            init.uniform_(self.weight, -bound, bound)
+        else:
+            init.normal_(self.weight, 0.0, std)
+        self.register_parameter("bias", Parameter.empty((out_features,), dtype) if bias else None)
+        if self.bias is not None:
+            if std is None:
+                init.uniform_(self.bias, -bound, bound)
+            else:
+                init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return _core.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class Embedding(Module):
+    """Rows of a table by index.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim : int
+        Shape of the table ``weight``.
+    std : float, default 1
+        Standard deviation of the normal initial values.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, std: float = 1.0, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.weight = Parameter.empty((num_embeddings, embedding_dim), dtype)
+        init.normal_(self.weight, 0.0, std)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids (...), int32 or int64 -> (..., embedding_dim)."""
+        return _core.embedding(ids, self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class LayerNorm(Module):
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift (Ba et al. 2016)."""
+
+    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = init.ones_(Parameter.empty((dim,), dtype))
+        self.register_parameter("bias", init.zeros_(Parameter.empty((dim,), dtype)) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim) -> (..., dim)."""
+        return _core.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class RMSNorm(Module):
+    """Divide the last dimension by its root mean square, then scale (Zhang & Sennrich 2019)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, *, dtype: Any = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = init.ones_(Parameter.empty((dim,), dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., dim) -> (..., dim)."""
+        return _core.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Dropout(Module):
+    """Zero elements with probability p while training and scale the others by 1/(1 - p)."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout probability must be in [0, 1), got {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (any shape) -> the same shape."""
+        return _core.dropout(x, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class ModuleList(Module):
+    """A list of modules."""
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    def append(self, module: Module) -> ModuleList:
+        """Add a module at the end."""
+        self._modules[str(len(self._modules))] = module
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> ModuleList:
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return ModuleList(list(self._modules.values())[index])
+        return list(self._modules.values())[index]
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        self._modules[str(range(len(self))[index])] = module
+
+
+class Sequential(ModuleList):
+    """Modules applied one after the other."""
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        """Apply every module to the previous one's output."""
+        for module in self._modules.values():
+            x = module(x)
+        return x

@@ -1,0 +1,382 @@
+"""Modules and parameters in PyTorch's idiom, without PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+
+M = TypeVar("M", bound="Module")
+
+_deferring = False
+
+
+class deferred_init:
+    """Build modules without memory for their parameters.
+
+    Inside the context a new parameter has a shape and a dtype and remembers how it is to be
+    initialised. ``fully_shard`` then initialises on each rank only the rows that rank owns;
+    ``Module.materialize`` does it for a module that is not sharded. The values are the same either
+    way, and the same as without the context.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.deferred_init():
+    ...     layer = fsdpc.nn.Linear(1 << 20, 1 << 20)   # 4 TB, were it real
+    >>> layer.weight.is_deferred
+    True
+    """
+
+    def __enter__(self) -> deferred_init:
+        global _deferring
+        self._before = _deferring
+        _deferring = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        global _deferring
+        _deferring = self._before
+
+
+class Parameter(Tensor):
+    """A leaf tensor that a module owns and an optimizer trains.
+
+    Parameters
+    ----------
+    data : Tensor or array_like
+        Initial values; a tensor's memory is shared.
+    requires_grad : bool, default True
+        Whether gradients are wanted.
+
+    Notes
+    -----
+    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by modules
+    inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad`` the gradient
+    of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+    """
+
+    _unit: Any = None
+    _index: int = -1
+    _recipe: tuple[str, float, float, int, int] | None = None
+
+    def __new__(cls, data: Any, dtype: Any = None, requires_grad: bool = True) -> Parameter:
+        return super().__new__(cls, data, dtype, requires_grad)
+
+    @classmethod
+    def empty(cls, shape: Iterable[int], dtype: Any = None) -> Parameter:
+        """Make an uninitialised parameter, deferred inside :class:`deferred_init`."""
+        shape = tuple(shape)
+        make = _core.empty_deferred if _deferring else _core.empty
+        return cls(make(shape, dtype=dtype or _core.float32))
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows in the original dtype (the whole parameter while it is not sharded).
+
+        Memory is shared with the engine: what is written here is seen by the next forward.
+        """
+        return self if self._unit is None else self._unit.local(self._index)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Gradient of the local rows, averaged over ranks; None where there is none."""
+        if self._unit is None:
+            return Tensor.grad.__get__(self)
+        return self._unit.grad(self._index)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._unit is None:
+            Tensor.grad.__set__(self, value)
+        elif value is None:
+            self._unit.zero_grad()
+        else:
+            raise ValueError(
+                "the gradient of a sharded parameter is written by reductions alone; assign None to "
+                "drop its unit's gradients, or write into p.grad in place"
+            )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("parameters are not pickled: save state_dict() instead")
+
+
+class Module:
+    """Base of all modules: parameters and submodules by attribute, ``forward`` by the user.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> class Net(fsdpc.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.fc = fsdpc.nn.Linear(8, 4)
+    ...     def forward(self, x):
+    ...         return self.fc(x).tanh()
+    >>> [name for name, _ in Net().named_parameters()]
+    ['fc.weight', 'fc.bias']
+    """
+
+    training: bool
+
+    def __init__(self) -> None:
+        d = self.__dict__
+        d["_parameters"], d["_modules"], d["_buffers"] = {}, {}, {}
+        d["training"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        d = self.__dict__
+        if "_parameters" not in d:
+            if isinstance(value, (Parameter, Module)):
+                raise AttributeError(
+                    f"{type(self).__name__}: call super().__init__() before assigning '{name}'"
+                )
+            d[name] = value
+            return
+        for table in (d["_parameters"], d["_modules"], d["_buffers"]):
+            table.pop(name, None)
+        d.pop(name, None)
+        if isinstance(value, Parameter):
+            d["_parameters"][name] = value
+        elif isinstance(value, Module):
+            d["_modules"][name] = value
+        else:
+            d[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        d = self.__dict__
+        for table in ("_parameters", "_modules", "_buffers"):
+            if table in d and name in d[table]:
+                return d[table][name]
+        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+
+    def __delattr__(self, name: str) -> None:
+        for table in (self._parameters, self._modules, self._buffers):
+            if name in table:
+                del table[name]
+                return
+        object.__delattr__(self, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._parameters, *self._modules, *self._buffers})
+
+    def register_parameter(self, name: str, value: Parameter | None) -> None:
+        """Add a parameter under a name; None reserves the name."""
+        self.__dict__.pop(name, None)
+        self._parameters[name] = value
+
+    def register_buffer(self, name: str, value: Tensor | None, persistent: bool = True) -> None:
+        """Add a tensor that is not trained; a persistent one is part of ``state_dict``."""
+        self.__dict__.pop(name, None)
+        self._buffers[name] = value
+        if not persistent:
+            self.__dict__.setdefault("_transient", set()).add(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's output; subclasses define it."""
+        raise NotImplementedError(f"{type(self).__name__} does not define forward()")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    # ---- walking the tree ----
+
+    def named_modules(self, prefix: str = "", _seen: set[int] | None = None) -> Iterator[tuple[str, Module]]:
+        """Yield (dotted name, module), this one first, each module once."""
+        seen = set() if _seen is None else _seen
+        if id(self) in seen:
+            return
+        seen.add(id(self))
+        yield prefix, self
+        for name, child in self._modules.items():
+            if child is not None:
+                yield from child.named_modules(f"{prefix}.{name}" if prefix else name, seen)
+
+    def modules(self) -> Iterator[Module]:
+        """Yield this module and all below it, each once."""
+        return (module for _, module in self.named_modules())
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        """Yield (name, module) of the direct children."""
+        return ((n, m) for n, m in self._modules.items() if m is not None)
+
+    def children(self) -> Iterator[Module]:
+        """Yield the direct children."""
+        return (module for _, module in self.named_children())
+
+    def named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
+        """Yield (dotted name, parameter); a tied parameter once, under its first name."""
+        seen: set[int] = set()
+        for path, module in self.named_modules(prefix):
+            for name, p in module._parameters.items():
+                if p is None or (remove_duplicate and id(p) in seen):
+                    continue
+                seen.add(id(p))
+                yield (f"{path}.{name}" if path else name), p
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield the parameters, each once."""
+        return (p for _, p in self.named_parameters())
+
+    def named_buffers(self, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield (dotted name, buffer)."""
+        for path, module in self.named_modules(prefix):
+            for name, b in module._buffers.items():
+                if b is not None:
+                    yield (f"{path}.{name}" if path else name), b
+
+    def get_submodule(self, path: str) -> Module:
+        """Return the module at a dotted path."""
+        module = self
+        for part in filter(None, path.split(".")):
+            module = module._modules[part]
+        return module
+
+    def apply(self: M, fn: Callable[[Module], Any]) -> M:
+        """Call fn on every module, children first."""
+        for child in self.children():
+            child.apply(fn)
+        fn(self)
+        return self
+
+    def train(self: M, mode: bool = True) -> M:
+        """Switch training behaviour (dropout) on or off."""
+        for module in self.modules():
+            module.__dict__["training"] = bool(mode)
+        return self
+
+    def eval(self: M) -> M:
+        """Switch training behaviour off."""
+        return self.train(False)
+
+    def requires_grad_(self: M, requires_grad: bool = True) -> M:
+        """Freeze or unfreeze every parameter."""
+        for p in self.parameters():
+            p.requires_grad = requires_grad
+        return self
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of every parameter."""
+        for p in self.parameters():
+            p.grad = None
+
+    def materialize(self: M) -> M:
+        """Give deferred parameters memory and their initial values."""
+        for name, p in self.named_parameters():
+            if p.is_deferred and p._unit is None:
+                if p._recipe is None:
+                    raise RuntimeError(f"parameter '{name}' was made without an initial value")
+                p.materialize_()
+                _core.init_(p, *p._recipe)
+        return self
+
+    def num_parameters(self) -> int:
+        """Count elements of all parameters, tied ones once."""
+        return sum(int(np.prod(p.shape)) for p in self.parameters())
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return full values by dotted name; collective over the ranks of a sharded module.
+
+        Returns
+        -------
+        dict of str to Tensor
+            Parameters in their original dtype, gathered where sharded (tied ones under every name),
+            then persistent buffers.
+        """
+        from fsdpc.sharding import full_tensor
+
+        known: dict[int, Tensor] = {}
+        state: dict[str, Tensor] = {}
+        for path, module in self.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, p in module._parameters.items():
+                if p is not None:
+                    if id(p) not in known:
+                        known[id(p)] = full_tensor(p)
+                    state[prefix + name] = known[id(p)]
+            transient = module.__dict__.get("_transient", ())
+            for name, b in module._buffers.items():
+                if b is not None and name not in transient:
+                    state[prefix + name] = b
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Copy full values into parameters and buffers by name.
+
+        Parameters
+        ----------
+        state : mapping of str to Tensor or ndarray
+            Full values; dtypes are converted. A sharded parameter takes its own rows.
+        strict : bool, default True
+            Refuse missing and unexpected names.
+
+        Returns
+        -------
+        missing, unexpected : list of str
+
+        Raises
+        ------
+        KeyError
+            Names are missing or unexpected and ``strict`` is set; all of them are listed.
+        ValueError
+            Shapes differ; all of them are listed.
+        """
+        own: dict[str, Tensor] = {}
+        for path, module in self.named_modules():
+            prefix = f"{path}." if path else ""
+            transient = module.__dict__.get("_transient", ())
+            own |= {prefix + n: p for n, p in module._parameters.items() if p is not None}
+            own |= {
+                prefix + n: b
+                for n, b in module._buffers.items()
+                if b is not None and n not in transient
+            }
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own]
+        if strict and (missing or unexpected):
+            raise KeyError(f"state does not fit: missing {missing}, unexpected {unexpected}")
+        wrong = [
+            f"{name}: {tuple(state[name].shape)} given, {t.shape} wanted"
+            for name, t in own.items()
+            if name in state and tuple(state[name].shape) != tuple(t.shape)
+        ]
+        if wrong:
+            raise ValueError("shapes differ: " + "; ".join(wrong))
+        previous = _core.set_grad_enabled(False)
+        try:
+            for name, t in own.items():
+                if name in state:
+                    _copy_value(t, state[name])
+        finally:
+            _core.set_grad_enabled(previous)
+        return missing, unexpected
+
+    # ---- showing ----
+
+    def extra_repr(self) -> str:
+        """Return what stands between the parentheses of repr."""
+        return ""
+
+    def __repr__(self) -> str:
+        lines = [f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.named_children()]
+        head = type(self).__name__ + "(" + self.extra_repr()
+        return head + ("\n  " + "\n  ".join(lines) + "\n" if lines else "") + ")"
+
+
+def _copy_value(target: Tensor, value: Any) -> None:
+    source = value if isinstance(value, Tensor) else _core.tensor(np.ascontiguousarray(value))
+    unit = getattr(target, "_unit", None)
+    if unit is not None:
+        unit.write(target._index, source)
+    else:
+        if target.is_deferred:
+            target.materialize_()
+        target.copy_(source)
