@@ -1,0 +1,88 @@
+/* Inside of the CPU's flat kernels: what flat_ops.c, flat_init.c and the bodies share.
+ *
+ * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
+ * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
+ * table.  What needs no vectors is compiled once and shared by all tables.
+ */
+#ifndef FSDPC_OPS_FLAT_CPU_H
+#define FSDPC_OPS_FLAT_CPU_H
+
+#include <math.h>
+
+#include "ops/flat_ops.h"
+
+extern const fsdpc_flat_ops fsdpc_flat_ops_portable;
+#if defined(__x86_64__)
+extern const fsdpc_flat_ops fsdpc_flat_ops_avx2;
+extern const fsdpc_flat_ops fsdpc_flat_ops_avx512;
+#endif
+
+/* Elements begin .. end - 1 of the range handed to fsdpc_flat_split. */
+typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
+
+/* Runs fn over [0, numel), cut at multiples of `unit` elements and spread over the device's team;
+ * in one piece where it is short or there is one thread. */
+void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
+                      void *arg);
+
+/* FSDPC_ERR_DTYPE unless the dtype is F32, BF16, F16 or F64. */
+fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
+
+/* FSDPC_ERR_VALUE for a cast in place between dtypes of unequal size: it would overwrite what it
+ * has yet to read. */
+fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                       fsdpc_dtype src_dtype);
+
+/* The same on every path, by being the same code. */
+fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream);
+
+static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
+{
+    return (char *)base + i * fsdpc_dtype_bytes(dtype);
+}
+
+/* fp64 to fp32, rounded to odd: a second rounding, to bf16 or fp16, then ends where a single one
+ * would have (the kept bits are more than two longer, and the odd bit remembers what was lost). */
+static inline float fsdpc_f64_to_f32_odd(double x)
+{
+    float rounded = (float)x;
+    if ((double)rounded == x || x != x)
+        return rounded;
+    uint32_t bits = fsdpc_f32_bits(rounded);
+    bits -= fabs((double)rounded) > fabs(x);
+    return fsdpc_f32_from_bits(bits | 1);
+}
+
+/* Element i as fp64, and back; with a constant dtype the choice costs nothing. */
+static inline double fsdpc_f64_load_as(const void *base, size_t i, fsdpc_dtype dtype)
+{
+    switch (dtype) {
+    case FSDPC_F32:
+        return (double)((const float *)base)[i];
+    case FSDPC_BF16:
+        return (double)fsdpc_bf16_to_f32(((const uint16_t *)base)[i]);
+    case FSDPC_F16:
+        return (double)fsdpc_f16_to_f32(((const uint16_t *)base)[i]);
+    default:
+        return ((const double *)base)[i];
+    }
+}
+
+static inline void fsdpc_f64_store_as(void *base, size_t i, fsdpc_dtype dtype, double x)
+{
+    switch (dtype) {
+    case FSDPC_F32:
+        ((float *)base)[i] = (float)x;
+        break;
+    case FSDPC_BF16:
+        ((uint16_t *)base)[i] = fsdpc_f32_to_bf16(fsdpc_f64_to_f32_odd(x));
+        break;
+    case FSDPC_F16:
+        ((uint16_t *)base)[i] = fsdpc_f32_to_f16(fsdpc_f64_to_f32_odd(x));
+        break;
+    default:
+        ((double *)base)[i] = x;
+    }
+}
+
+#endif

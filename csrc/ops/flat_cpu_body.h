@@ -1,0 +1,53 @@
+/* The CPU's flat kernels for one instruction set.
+ *
+ * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
+ * here is static, so the copies never meet.  All arithmetic is per element and written once for
+ * full vectors and tails alike, so cuts and alignment cannot change a bit; and it is the same
+ * operations in every copy (a fused multiply-add only where one is named), so the instruction sets
+ * agree too.
+ */
+#include "base/size.h"
+#include "ops/flat_cpu.h"
+#include "ops/vec.h"
+
+/* Two dtypes as one switch label. */
+#define FLAT_PAIR(a, b) ((int)(a)*FSDPC_DTYPE_COUNT + (int)(b))
+
+/* Every (first, second) computed in fp32, in vectors. */
+#define FLAT_F32_PAIRS(X)                                                                          \
+    X(F32, F32)                                                                                    \
+    X(F32, BF16)                                                                                   \
+    X(F32, F16)                                                                                    \
+    X(BF16, F32)                                                                                   \
+    X(BF16, BF16)                                                                                  \
+    X(BF16, F16)                                                                                   \
+    X(F16, F32)                                                                                    \
+    X(F16, BF16)                                                                                   \
+    X(F16, F16)
+
+/* Every pair computed in fp64, one by one: rare, so plain loops do. */
+#define FLAT_F64_PAIRS(X)                                                                          \
+    X(F64, F32)                                                                                    \
+    X(F64, BF16)                                                                                   \
+    X(F64, F16)                                                                                    \
+    X(F64, F64)                                                                                    \
+    X(F32, F64)                                                                                    \
+    X(BF16, F64)                                                                                   \
+    X(F16, F64)
+
+#include "ops/flat_cast_body.h"
+#include "ops/flat_reduce_body.h"
+#include "ops/flat_sumsq_body.h"
+#include "ops/flat_adamw_body.h"
+
+const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
+    .name = FSDPC_FLAT_NAME,
+    .cast = flat_cast,
+    .accumulate = flat_accumulate,
+    .reduce = flat_reduce,
+    .scale = flat_scale,
+    .sumsq = flat_sumsq,
+    .adamw = flat_adamw,
+    .equal = flat_equal,
+    .init = fsdpc_flat_init_cpu,
+};

@@ -1,0 +1,73 @@
+/* Which table of flat kernels an instruction set gets, and what the CPU's tables share.
+ *
+ * A kernel hands its range to fsdpc_flat_split, which cuts it for the team.  Where the cuts fall
+ * depends on the number of threads; no result does, because every kernel is elementwise or, for
+ * norms, sums whole leaves into an exact accumulator.  Parts are several times the number of
+ * threads, so that a thread that is held up does not hold up the others, and no shorter than what
+ * pays for waking one.
+ */
+#include "ops/flat_cpu.h"
+
+#include "base/size.h"
+
+enum { PART_NUMEL_MIN = 1 << 15, PARTS_PER_THREAD = 4 };
+
+const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa)
+{
+#if defined(__x86_64__)
+    if (isa >= FSDPC_ISA_AVX512)
+        return &fsdpc_flat_ops_avx512;
+    if (isa >= FSDPC_ISA_AVX2)
+        return &fsdpc_flat_ops_avx2;
+#endif
+    (void)isa;
+    return &fsdpc_flat_ops_portable;
+}
+
+typedef struct split {
+    fsdpc_flat_range_fn fn;
+    void *arg;
+    size_t numel, part_numel;
+} split;
+
+static void split_part(void *arg, size_t part)
+{
+    const split *s = arg;
+    size_t begin = part * s->part_numel;
+    s->fn(s->arg, begin, fsdpc_min_size(begin + s->part_numel, s->numel));
+}
+
+void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
+                      void *arg)
+{
+    fsdpc_team *team = stream->device->team;
+    size_t parts = (size_t)fsdpc_team_threads(team) * PARTS_PER_THREAD;
+    parts = fsdpc_min_size(parts, numel / PART_NUMEL_MIN);
+    if (numel == 0)
+        return;
+    if (fsdpc_team_threads(team) == 1 || parts <= 1) {
+        fn(arg, 0, numel);
+        return;
+    }
+    split s = {fn, arg, numel, fsdpc_round_up(fsdpc_ceil_div(numel, parts), unit)};
+    fsdpc_team_run(team, fsdpc_ceil_div(numel, s.part_numel), split_part, &s);
+}
+
+fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype)
+{
+    if (fsdpc_dtype_is_float(dtype))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_DTYPE,
+                      "%s takes float32, bfloat16, float16 or float64, not %s; convert it first",
+                      operation, fsdpc_dtype_name(dtype));
+}
+
+fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                       fsdpc_dtype src_dtype)
+{
+    if (dst != src || fsdpc_dtype_bytes(dst_dtype) == fsdpc_dtype_bytes(src_dtype))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE,
+                      "cannot cast %s to %s in place, their sizes differ; give another buffer",
+                      fsdpc_dtype_name(src_dtype), fsdpc_dtype_name(dst_dtype));
+}

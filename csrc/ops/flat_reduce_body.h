@@ -1,0 +1,210 @@
+/* reduce: a tree sum over many sources, scaled, rounded and stored, in one pass over memory.
+ *
+ * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored at once.  More
+ * are taken in groups of four, a block of REDUCE_BLOCK elements at a time: group sums go to blocks
+ * that stay in L1 and are merged as a binary counter counts (equal heights merge), which is the
+ * pairwise tree of the header, level by level, with at most log2 of them alive.  Reading a block of
+ * each source in turn, rather than a vector of all, keeps the prefetchers on few streams.
+ *
+ * Anything with F64 in it goes element by element through the same counter; it is for tests and
+ * rare models.
+ */
+
+enum { REDUCE_BLOCK = 1024, REDUCE_GROUP = 4, REDUCE_HEIGHT_MAX = 32 };
+
+/* The tree over 1 to 4 sources; `tail` is 0 or the number of elements left. */
+FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_dtype dtype,
+                                size_t tail)
+{
+#define LOAD(k)                                                                                    \
+    (tail ? fsdpc_vf_load_as_n(srcs[k], i, dtype, tail) : fsdpc_vf_load_as(srcs[k], i, dtype))
+    fsdpc_vf sum = LOAD(0);
+    if (n > 1)
+        sum = sum + LOAD(1);
+    if (n == 3)
+        sum = sum + LOAD(2);
+    if (n > 3)
+        sum = sum + (LOAD(2) + LOAD(3));
+#undef LOAD
+    return sum;
+}
+
+/* out = cast(round through `dtype`(scale * sum)) [+ out] for one vector of sums. */
+FSDPC_INLINE void reduce_finish(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
+                                fsdpc_dtype dtype, fsdpc_dtype out_dtype, size_t tail)
+{
+    fsdpc_vf value = sum * fsdpc_vf_splat(a->scale);
+    if (dtype == FSDPC_BF16)
+        value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
+    else if (dtype == FSDPC_F16)
+        value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
+    if (a->accumulate) {
+        if (out_dtype == FSDPC_BF16)
+            value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
+        else if (out_dtype == FSDPC_F16)
+            value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
+        value = value + (tail ? fsdpc_vf_load_as_n(a->out, i, out_dtype, tail)
+                              : fsdpc_vf_load_as(a->out, i, out_dtype));
+    }
+    if (tail)
+        fsdpc_vf_store_as_n(a->out, i, out_dtype, value, tail);
+    else
+        fsdpc_vf_store_as(a->out, i, out_dtype, value);
+}
+
+/* -- up to four sources ------------------------------------------------------------------------ */
+
+FSDPC_INLINE void reduce_few_n(const fsdpc_reduce_args *a, int n, size_t begin, size_t end,
+                               fsdpc_dtype dtype, fsdpc_dtype out_dtype)
+{
+    size_t i = begin;
+    for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
+        reduce_finish(a, i, group_sum(a->srcs, n, i, dtype, 0), dtype, out_dtype, 0);
+    if (i < end)
+        reduce_finish(a, i, group_sum(a->srcs, n, i, dtype, end - i), dtype, out_dtype, end - i);
+}
+
+FSDPC_INLINE void reduce_few(const fsdpc_reduce_args *a, size_t begin, size_t end,
+                             fsdpc_dtype dtype, fsdpc_dtype out_dtype)
+{
+    if (a->n_srcs == 1)
+        reduce_few_n(a, 1, begin, end, dtype, out_dtype);
+    else if (a->n_srcs == 2)
+        reduce_few_n(a, 2, begin, end, dtype, out_dtype);
+    else
+        reduce_few_n(a, a->n_srcs, begin, end, dtype, out_dtype);
+}
+
+/* -- many sources ------------------------------------------------------------------------------ */
+
+FSDPC_INLINE void group_block_as(float *block, const void *const *srcs, int n, size_t at,
+                                 size_t numel, fsdpc_dtype dtype)
+{
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+        fsdpc_vf_store(block + i, group_sum(srcs, n, at + i, dtype, 0));
+    if (i < numel)
+        fsdpc_vf_store(block + i, group_sum(srcs, n, at + i, dtype, numel - i));
+}
+
+static void group_block(float *block, const void *const *srcs, int n, size_t at, size_t numel,
+                        fsdpc_dtype dtype)
+{
+    if (dtype == FSDPC_F32)
+        group_block_as(block, srcs, n, at, numel, FSDPC_F32);
+    else if (dtype == FSDPC_BF16)
+        group_block_as(block, srcs, n, at, numel, FSDPC_BF16);
+    else
+        group_block_as(block, srcs, n, at, numel, FSDPC_F16);
+}
+
+/* Sums every source into blocks[0], elements at .. at + numel - 1. */
+static void tree_block(float (*blocks)[REDUCE_BLOCK], const fsdpc_reduce_args *a, size_t at,
+                       size_t numel)
+{
+    int height[REDUCE_HEIGHT_MAX], depth = 0;
+    for (int src = 0; src < a->n_srcs; src += REDUCE_GROUP) {
+        int n = a->n_srcs - src < REDUCE_GROUP ? a->n_srcs - src : REDUCE_GROUP;
+        group_block(blocks[depth], a->srcs + src, n, at, numel, a->dtype);
+        height[depth++] = 0;
+        bool last = src + n == a->n_srcs; /* then odd ones out merge too, the smallest first */
+        while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
+            float *left = blocks[depth - 2], *right = blocks[depth - 1];
+            for (size_t i = 0; i < numel; i += FSDPC_LANES)
+                fsdpc_vf_store(left + i, fsdpc_vf_load(left + i) + fsdpc_vf_load(right + i));
+            depth--;
+            height[depth - 1]++;
+        }
+    }
+}
+
+FSDPC_INLINE void reduce_many(const fsdpc_reduce_args *a, size_t begin, size_t end,
+                              fsdpc_dtype dtype, fsdpc_dtype out_dtype)
+{
+    _Alignas(64) float blocks[REDUCE_HEIGHT_MAX][REDUCE_BLOCK];
+    for (size_t at = begin; at < end; at += REDUCE_BLOCK) {
+        size_t numel = fsdpc_min_size(REDUCE_BLOCK, end - at), i = 0;
+        tree_block(blocks, a, at, numel);
+        for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+            reduce_finish(a, at + i, fsdpc_vf_load(blocks[0] + i), dtype, out_dtype, 0);
+        if (i < numel)
+            reduce_finish(a, at + i, fsdpc_vf_load(blocks[0] + i), dtype, out_dtype, numel - i);
+    }
+}
+
+/* -- with F64 ---------------------------------------------------------------------------------- */
+
+/* A partial sum, in fp32 unless the sources are F64.  (A sum of two floats rounded to fp64 and then
+ * to fp32 is rounded as if once.) */
+static inline double add_wide(double left, double right, fsdpc_dtype dtype)
+{
+    double sum = left + right;
+    return dtype == FSDPC_F64 ? sum : (double)(float)sum;
+}
+
+static double tree_element(const fsdpc_reduce_args *a, size_t i)
+{
+    double partial[REDUCE_HEIGHT_MAX];
+    int height[REDUCE_HEIGHT_MAX], depth = 0;
+    for (int src = 0; src < a->n_srcs; src++) {
+        partial[depth] = fsdpc_f64_load_as(a->srcs[src], i, a->dtype);
+        height[depth++] = 0;
+        bool last = src + 1 == a->n_srcs;
+        while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
+            depth--;
+            partial[depth - 1] = add_wide(partial[depth - 1], partial[depth], a->dtype);
+            height[depth - 1]++;
+        }
+    }
+    return partial[0];
+}
+
+static void reduce_f64(const fsdpc_reduce_args *a, size_t begin, size_t end)
+{
+    for (size_t i = begin; i < end; i++) {
+        double value = tree_element(a, i) * (double)a->scale, rounded, before;
+        if (a->dtype != FSDPC_F64)
+            value = (double)(float)value;
+        fsdpc_f64_store_as(&rounded, 0, a->dtype, value);
+        value = fsdpc_f64_load_as(&rounded, 0, a->dtype);
+        if (a->accumulate) {
+            fsdpc_f64_store_as(&rounded, 0, a->out_dtype, value);
+            before = fsdpc_f64_load_as(a->out, i, a->out_dtype);
+            value = add_wide(before, fsdpc_f64_load_as(&rounded, 0, a->out_dtype), a->out_dtype);
+        }
+        fsdpc_f64_store_as(a->out, i, a->out_dtype, value);
+    }
+}
+
+static void reduce_part(void *arg, size_t begin, size_t end)
+{
+    const fsdpc_reduce_args *a = arg;
+    bool few = a->n_srcs <= REDUCE_GROUP;
+    switch (FLAT_PAIR(a->dtype, a->out_dtype)) {
+#define X(D, O)                                                                                    \
+    case FLAT_PAIR(FSDPC_##D, FSDPC_##O):                                                          \
+        if (few)                                                                                   \
+            reduce_few(a, begin, end, FSDPC_##D, FSDPC_##O);                                       \
+        else                                                                                       \
+            reduce_many(a, begin, end, FSDPC_##D, FSDPC_##O);                                      \
+        break;
+        FLAT_F32_PAIRS(X)
+#undef X
+    default:
+        reduce_f64(a, begin, end);
+    }
+}
+
+static fsdpc_status flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->dtype));
+    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->out_dtype));
+    if (args->n_srcs < 1)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "reduce needs at least one source, not %d; give one",
+                          args->n_srcs);
+    for (int src = 0; src < args->n_srcs; src++)
+        FSDPC_TRY(
+            fsdpc_flat_check_in_place(args->out, args->out_dtype, args->srcs[src], args->dtype));
+    fsdpc_flat_split(stream, args->numel, REDUCE_BLOCK, reduce_part, (void *)args);
+    return FSDPC_OK;
+}
