@@ -11,8 +11,9 @@
  * spins the same way before it sleeps on `done`.
  *
  * `running` admits one run; whoever finds it taken (a nested call, another thread) does its parts
- * inline.  A forked child finds a foreign pid and works inline, too: its copies of the words may be
- * in any state and its workers do not exist.
+ * inline.  A forked child has no workers, which costs it nothing but speed: the caller never waits
+ * for anyone who took nothing, and if the fork fell into another thread's run, `running` stays set
+ * in the child and everything there is inline.  Only destroy must know whose the threads are.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them.  What it read is used only if its compare-and-swap then succeeds,
@@ -53,7 +54,7 @@ struct fsdpc_team {
     int threads, started; /* started: workers that exist */
     bool tried_to_start;
     int64_t spin_ns;
-    pid_t pid;
+    pid_t workers_pid;  /* the process they live in */
     pthread_t *workers; /* threads - 1 */
 };
 
@@ -137,6 +138,7 @@ static void *worker_main(void *arg)
 static void start_workers(fsdpc_team *team)
 {
     team->tried_to_start = true;
+    team->workers_pid = getpid();
     while (team->started < team->threads - 1) {
         char name[32];
         snprintf(name, sizeof name, "fsdpc-team-%d", team->started + 1);
@@ -191,7 +193,7 @@ fsdpc_status fsdpc_team_create(int threads, fsdpc_team **out)
         free(workers);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a team of %d threads", threads);
     }
-    *team = (fsdpc_team){.threads = threads, .pid = getpid(), .workers = workers};
+    *team = (fsdpc_team){.threads = threads, .workers = workers};
     team->spin_ns = threads <= fsdpc_usable_cores() ? SPIN_NS : 0;
     *out = team;
     return FSDPC_OK;
@@ -201,7 +203,7 @@ void fsdpc_team_destroy(fsdpc_team *team)
 {
     if (!team)
         return;
-    if (team->pid == getpid()) { /* a forked child has nobody to join */
+    if (team->workers_pid == getpid()) { /* a forked child has nobody to join */
         atomic_store_explicit(&team->stop, true, memory_order_release);
         atomic_fetch_add(&team->generation, 1);
         wake(&team->generation, INT_MAX);
@@ -219,7 +221,7 @@ int fsdpc_team_threads(const fsdpc_team *team)
 
 void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg)
 {
-    bool shared = team && team->threads > 1 && parts > 1 && team->pid == getpid() &&
+    bool shared = team && team->threads > 1 && parts > 1 &&
                   !atomic_exchange_explicit(&team->running, true, memory_order_acquire);
     if (!shared) {
         for (size_t part = 0; part < parts; part++)

@@ -4,8 +4,8 @@
  * over the team, the caller included, and returns when all are done.  Which thread takes which part
  * is not fixed; results must not depend on it, so a kernel cuts its OUTPUT into parts and never sums
  * across them.  Nested calls run inline.  Threads start at the first run that can use them; a team of
- * one never starts any.  A second caller while a run is on runs inline, and so does everything in a
- * forked child, which has no workers.
+ * one never starts any.  A second caller while a run is on runs inline.  A forked child does not have
+ * the workers its parent had: there the caller does all parts alone.
  */
 #ifndef FSDPC_BASE_TEAM_H
 #define FSDPC_BASE_TEAM_H

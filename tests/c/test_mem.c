@@ -58,6 +58,8 @@ static void test_reuse(void)
         CHECK(blocks[0] != NULL && blocks[0] != blocks[1]);
         if (turn == 0)
             fsdpc_mem_stats_read(mem, &before);
+        fsdpc_mem_stats_read(mem, &after);
+        CHECK(after.cached_bytes == 0); /* all is out again */
         for (int i = 0; i < 6; i++)
             fsdpc_mem_free(mem, blocks[i]);
     }

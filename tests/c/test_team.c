@@ -132,25 +132,33 @@ static void test_two_callers(void)
     fsdpc_team_destroy(team);
 }
 
+/* Runs 8 parts in a child; whether each ran once and the child ended well. */
+static int child_runs(fsdpc_team *team)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        work mine = {0};
+        int wrong = 0;
+        for (int turn = 1; turn <= 100; turn++) {
+            fsdpc_team_run(team, 8, count_part, &mine);
+            for (int i = 0; i < 8; i++)
+                wrong += mine.counts[i] != turn;
+        }
+        fsdpc_team_destroy(team);
+        _exit(wrong != 0);
+    }
+    int status = -1;
+    return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
 static void test_fork(void)
 {
     fsdpc_team *team;
-    CHECK_OK(fsdpc_team_create(3, &team));
     work w = {0};
-    fsdpc_team_run(team, 8, count_part, &w); /* workers exist in the parent */
-    pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        work mine = {0};
-        fsdpc_team_run(team, 8, count_part, &mine);
-        int right = 0;
-        for (int i = 0; i < 8; i++)
-            right += mine.counts[i] == 1;
-        fsdpc_team_destroy(team); /* joins nobody */
-        _exit(right == 8 ? 0 : 1);
-    }
-    int status = -1;
-    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK_OK(fsdpc_team_create(3, &team));
+    CHECK(child_runs(team)); /* the child starts workers of its own, and ends them */
+    fsdpc_team_run(team, 8, count_part, &w);
+    CHECK(child_runs(team)); /* the parent has workers: the child works alone */
     fsdpc_team_run(team, 8, count_part, &w);
     CHECK(w.counts[7] == 2);
     fsdpc_team_destroy(team);
