@@ -1,0 +1,41 @@
+"""What this installation and this machine offer."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+
+
+def show_config(print_: bool = True) -> dict[str, Any]:
+    """Describe the build, the processor, and what was found at run time.
+
+    Parameters
+    ----------
+    print_ : bool, default True
+        Print a table as well.
+
+    Returns
+    -------
+    dict
+        By name; bitwise claims hold for equal ``isa``.
+    """
+    import fsdpc
+
+    config: dict[str, Any] = {
+        "fsdpc": fsdpc.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": platform.machine(),
+        **_core.runtime_config(),
+        "initialized": distributed.is_initialized(),
+    }
+    if distributed.is_initialized():
+        config |= {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    if print_:
+        width = max(map(len, config))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in config.items()))
+    return config

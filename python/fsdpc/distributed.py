@@ -1,0 +1,193 @@
+"""Ranks: who this process is, and collectives for the user's own values.
+
+Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or there is
+one. Ranks of a host share memory; no port is opened and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+
+V = TypeVar("V")
+
+_world: _core.Comm | None = None
+_local_rank = 0
+
+
+def _environment_int(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"{name} is not set, but RANK or WORLD_SIZE is: set all or none")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, got '{text}'") from None
+
+
+def init(rank: int | None = None, world_size: int | None = None) -> None:
+    """Join the other ranks; call it once, on every rank.
+
+    Parameters
+    ----------
+    rank, world_size : int, optional
+        Who this process is and how many there are; from the environment where not given, and a world
+        of one where that says nothing.
+
+    Raises
+    ------
+    ValueError
+        The numbers make no sense.
+    RuntimeError
+        Already initialised.
+    TimeoutError
+        A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
+    """
+    global _world, _local_rank
+    if _world is not None:
+        raise RuntimeError(
+            f"already initialised as rank {_world.rank} of {_world.size}; call shutdown() first"
+        )
+    if (rank is None) != (world_size is None):
+        raise ValueError("give both rank and world_size, or neither")
+    if rank is None or world_size is None:
+        named = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+        rank = _environment_int("RANK", None if named else 0)
+        world_size = _environment_int("WORLD_SIZE", None if named else 1)
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of world size {world_size}: must be 0 <= rank < world_size")
+    local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
+    if local_size != world_size:
+        raise NotImplementedError(
+            f"{world_size} ranks with {local_size} on this host: ranks on several hosts are not "
+            "supported yet"
+        )
+    _local_rank = _environment_int("LOCAL_RANK", rank)
+    address = ":".join(
+        os.environ.get(name, default)
+        for name, default in (
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "0"),
+            ("FSDPC_RUN_ID", os.environ.get("TORCHELASTIC_RUN_ID", "")),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    )
+    _world = _core.Comm(rank, world_size, address)
+
+
+def world() -> _core.Comm:
+    """Return the communicator of all ranks, joining them first if :func:`init` was not called."""
+    if _world is None:
+        init()
+    assert _world is not None
+    return _world
+
+
+@atexit.register
+def shutdown() -> None:
+    """Leave; the others are not waited for. Models sharded here cannot be used afterwards."""
+    global _world
+    if _world is not None:
+        _world.close()
+        _world = None
+
+
+def is_initialized() -> bool:
+    """Return whether this process has joined the others."""
+    return _world is not None
+
+
+def rank() -> int:
+    """Return this process's number among all ranks."""
+    return world().rank
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return world().size
+
+
+def local_rank() -> int:
+    """Return this process's number among the ranks of this host."""
+    world()
+    return _local_rank
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return _core.tensor(np.array(value, ndmin=0, copy=True))
+
+
+def _like(result: Tensor, value: V) -> V:
+    if isinstance(value, Tensor):
+        return result  # type: ignore[return-value]
+    array = result.numpy()
+    if isinstance(value, np.ndarray):
+        return array  # type: ignore[return-value]
+    return type(value)(array.reshape(()).item())  # type: ignore[call-arg]
+
+
+def all_reduce(value: V, op: str = "sum") -> V:
+    """Combine one value of every rank; every rank gets the result, bitwise the same.
+
+    Parameters
+    ----------
+    value : Tensor, ndarray, float or int
+        Of the same shape and dtype on all ranks.
+    op : {"sum", "mean", "max", "min"}
+
+    Returns
+    -------
+    of the type of ``value``
+        A new object; sums of floats are a fixed pairwise tree over ranks in at least float32.
+    """
+    tensor = _as_tensor(value)
+    if op not in ("sum", "mean", "max", "min"):
+        raise ValueError(f"op must be sum, mean, max or min, got '{op}'")
+    world().all_reduce(tensor, "sum" if op == "mean" else op)
+    if op == "mean":
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"the mean of {tensor.dtype.name} values: give floats, or use op='sum'")
+        tensor = tensor / world_size()
+    return _like(tensor, value)
+
+
+def all_gather(value: Any) -> Any:
+    """Collect one value of every rank, in rank order.
+
+    Parameters
+    ----------
+    value : Tensor, ndarray, float or int
+        Of the same shape and dtype on all ranks.
+
+    Returns
+    -------
+    Tensor or ndarray, (world_size, \\*shape)
+        A Tensor for a Tensor, else an array.
+    """
+    result = world().all_gather(_as_tensor(value))
+    return result if isinstance(value, Tensor) else result.numpy()
+
+
+def broadcast(value: V, root: int = 0) -> V:
+    """Give every rank the value that ``root`` has (same shape and dtype on all)."""
+    if not 0 <= root < world_size():
+        raise ValueError(f"root {root} of world size {world_size()}")
+    tensor = _as_tensor(value)
+    world().broadcast(tensor, root)
+    return _like(tensor, value)
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    world().barrier()

@@ -1,0 +1,42 @@
+"""Precision of a unit's compute and communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpc import _core
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionPolicy:
+    """Dtypes that a unit computes and communicates in, with PyTorch FSDP2's names.
+
+    Parameters
+    ----------
+    param_dtype : dtype, optional
+        Of the gathered parameters and so of compute; the original dtype where not given. The
+        optimizer's masters keep the original dtype.
+    reduce_dtype : dtype, optional
+        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks are
+        in float32 whatever it is.
+    output_dtype : dtype, optional
+        To which floating outputs of the module are cast.
+    cast_forward_inputs : bool, default True
+        Cast floating inputs of the module to ``param_dtype``.
+    """
+
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    output_dtype: Any = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            value = _core.as_dtype(value)
+            if not value.is_floating_point:
+                raise TypeError(f"{field} must be a floating point dtype, got {value.name}")
+            object.__setattr__(self, field, value)
