@@ -1,0 +1,15 @@
+"""Text and tokens as training sequences: datasets, sampling over ranks, batches made ahead."""
+
+from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset, TokenDataset
+from fsdpc.data.files import default_corpus
+from fsdpc.data.loader import DistributedSampler, Loader
+
+__all__ = [
+    "ByteDataset",
+    "DistributedSampler",
+    "Loader",
+    "PackedSequences",
+    "SequenceDataset",
+    "TokenDataset",
+    "default_corpus",
+]

@@ -1,0 +1,264 @@
+"""Datasets: one long run of ids cut into sequences.
+
+Item i is a pair (x, y) of ``seq_len`` ids each, y being x one id further, so every id but the first
+of the run is predicted once.  Files are read in sorted order, so that every rank sees the same run.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpc.data.files import PathLike, describe, explained, find_files, map_tokens
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+_MAPPED_BYTES = 1 << 20  # files from this size on are mapped, smaller ones are read and joined
+
+
+class SequenceDataset:
+    """A run of ids cut into sequences; what all datasets here have in common.
+
+    Parameters
+    ----------
+    pieces : sequence of numpy.ndarray
+        1-D arrays of unsigned integers, laid end to end.  They are kept, not copied.
+    seq_len : int
+        Ids in a sequence.
+    name : str
+        What to call the data in messages.
+
+    Raises
+    ------
+    ValueError
+        `seq_len` is below 1, or there are fewer ids than ``seq_len + 1``.
+    """
+
+    def __init__(self, pieces: Sequence[np.ndarray], seq_len: int, name: str = "data") -> None:
+        starts = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
+        self._pieces = list(pieces)
+        self._starts = starts.tolist()
+        self.name = name
+        self._set_range(0, self._starts[-1], seq_len)
+
+    def _set_range(self, begin: int, end: int, seq_len: int) -> None:
+        if isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1:
+            raise ValueError(f"seq_len must be a whole number of at least 1, got {seq_len!r}")
+        if end - begin < seq_len + 1:
+            raise ValueError(
+                f"{self.name}: {end - begin} tokens are fewer than one sequence needs "
+                f"({seq_len} + 1 for the last target)"
+            )
+        self._begin, self._end, self.seq_len = begin, end, seq_len
+
+    @property
+    def tokens(self) -> int:
+        """How many ids the run has."""
+        return self._end - self._begin
+
+    def __len__(self) -> int:
+        """How many sequences there are; ids that do not fill one at the end are left out."""
+        return (self.tokens - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> Batch:
+        """Return one sequence as (x, y), int64 arrays of shape (seq_len,)."""
+        x, y = self.batch([index])
+        return x[0], y[0]
+
+    def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
+        """Return several sequences.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Which sequences, in this order.
+        dtype : numpy dtype
+            Of the result, default int64.
+
+        Returns
+        -------
+        x, y : numpy.ndarray
+            Ids and the ids one further, of shape (len(indices), seq_len), C-contiguous.
+
+        Raises
+        ------
+        IndexError
+            There is no such sequence.
+        """
+        x = np.empty((len(indices), self.seq_len), dtype)
+        y = np.empty_like(x)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"{self.name}: no sequence {index}, there are {len(self)}")
+            ids = self.run(index * self.seq_len, self.seq_len + 1)
+            x[row], y[row] = ids[:-1], ids[1:]
+        return x, y
+
+    def run(self, begin: int, count: int) -> np.ndarray:
+        """Return `count` ids from the id `begin` on, wherever pieces meet."""
+        begin += self._begin
+        end = begin + count
+        parts = []
+        piece = bisect_right(self._starts, begin) - 1
+        while begin < end:
+            offset = begin - self._starts[piece]
+            part = self._pieces[piece][offset : offset + end - begin]
+            parts.append(part)
+            begin += len(part)
+            piece += 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def split(self, held_out: int) -> tuple[SequenceDataset, SequenceDataset]:
+        """Return (all but the last ids, the last ids) as two datasets over the same memory.
+
+        Parameters
+        ----------
+        held_out : int
+            How many ids at the end go to the second.
+
+        Raises
+        ------
+        ValueError
+            One of the two would be shorter than a sequence.
+        """
+        cut = self._end - held_out
+        return (
+            self._part(self._begin, cut, f"{self.name} (training part)"),
+            self._part(cut, self._end, f"{self.name} (held out)"),
+        )
+
+    def _part(self, begin: int, end: int, name: str) -> SequenceDataset:
+        part = SequenceDataset.__new__(SequenceDataset)
+        part._pieces, part._starts, part.name = self._pieces, self._starts, name
+        part._set_range(begin, end, self.seq_len)
+        return part
+
+
+class ByteDataset(SequenceDataset):
+    """The bytes of files as ids 0 to 255.
+
+    Parameters
+    ----------
+    paths : path or sequence of paths
+        Files and folders.  A folder stands for every file below it, sorted by path, without names
+        that begin with a dot; links to folders are not followed.
+    seq_len : int
+        Bytes in a sequence.
+    suffixes : sequence of str, optional
+        Take only files of folders that end so, e.g. ``[".py"]``; default all.
+
+    Raises
+    ------
+    FileNotFoundError, PermissionError, ValueError
+        A path is missing, unreadable, not a file or folder, empty, or all of it is shorter than a
+        sequence; the message names it.
+
+    Notes
+    -----
+    Large files are mapped: ranks of one host share their memory.
+    """
+
+    def __init__(
+        self, paths: PathLike | Sequence[PathLike], seq_len: int, suffixes: Sequence[str] = ()
+    ) -> None:
+        files = find_files(paths, tuple(suffixes))
+        pieces: list[np.ndarray] = []
+        small: list[bytes] = []
+        for path in files:
+            with explained(path):
+                if path.stat().st_size >= _MAPPED_BYTES:
+                    _join(small, pieces)
+                    pieces.append(np.memmap(path, np.uint8, "r"))
+                else:
+                    small.append(path.read_bytes())
+        _join(small, pieces)
+        super().__init__(pieces, seq_len, describe(files))
+
+
+class TokenDataset(SequenceDataset):
+    """Token ids in files, mapped into memory.
+
+    Parameters
+    ----------
+    paths : path or sequence of paths
+        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (ids and nothing else), and folders,
+        which stand for all files of these two kinds below them, sorted by path.
+    seq_len : int
+        Tokens in a sequence.
+    dtype : numpy dtype
+        Of ``.bin`` files, uint16 or uint32; default uint16.
+
+    Raises
+    ------
+    FileNotFoundError, PermissionError, ValueError
+        A path is missing, unreadable, empty, of another kind or dtype, or all of it is shorter than
+        a sequence; the message names it.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        seq_len: int,
+        dtype: npt.DTypeLike = np.uint16,
+    ) -> None:
+        dtype = np.dtype(dtype)
+        if dtype not in (np.uint16, np.uint32):
+            raise ValueError(f"tokens are uint16 or uint32, got dtype {dtype}")
+        files = find_files(paths, (".npy", ".bin"))
+        super().__init__([map_tokens(path, dtype) for path in files], seq_len, describe(files))
+
+
+class PackedSequences(SequenceDataset):
+    """Documents laid end to end and cut into sequences, so that no position is padding.
+
+    Parameters
+    ----------
+    documents : iterable of sequence of int
+        The ids of each document; empty ones are left out.
+    seq_len : int
+        Ids in a sequence.
+    separator : int, optional
+        An id put after every document.
+    ignore_index : int, optional
+        Put as the target where the next id belongs to another document, so that no loss is taken
+        for guessing how the next document begins.
+
+    Raises
+    ------
+    ValueError
+        All documents together are shorter than a sequence.
+    """
+
+    def __init__(
+        self,
+        documents: Iterable[Sequence[int] | np.ndarray],
+        seq_len: int,
+        separator: int | None = None,
+        ignore_index: int | None = None,
+    ) -> None:
+        tail = [] if separator is None else [separator]
+        pieces = [np.asarray([*ids, *tail], dtype=np.uint32) for ids in documents if len(ids)]
+        joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
+        super().__init__([joined], seq_len, "packed documents")
+        self._firsts = np.cumsum([len(piece) for piece in pieces])  # where the next one begins
+        self._ignore_index = ignore_index
+
+    def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
+        """Return several sequences; see :meth:`SequenceDataset.batch`."""
+        x, y = super().batch(indices, dtype)
+        if self._ignore_index is not None:
+            for row, index in enumerate(indices):
+                begin = index * self.seq_len + 1  # the position of the first target
+                low, high = np.searchsorted(self._firsts, [begin, begin + self.seq_len])
+                y[row, self._firsts[low:high] - begin] = self._ignore_index
+        return x, y
+
+
+def _join(small: list[bytes], pieces: list[np.ndarray]) -> None:
+    """Move what small files held into one more piece."""
+    if small:
+        pieces.append(np.frombuffer(b"".join(small), np.uint8))
+        small.clear()

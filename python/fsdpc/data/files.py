@@ -1,0 +1,127 @@
+"""Finding and opening data files, with errors that name the file and the reason."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import numpy as np
+
+PathLike = str | os.PathLike[str]
+
+
+def default_corpus() -> list[Path]:
+    """Return the .py files of this Python's standard library, about 12 MB of text, sorted.
+
+    Its tests and what was installed beside it are left out.
+
+    Raises
+    ------
+    FileNotFoundError
+        This Python has no library of plain files.
+    """
+    library = Path(sysconfig.get_paths()["stdlib"])
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    files = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in left_out]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files = [path for path in files if path.stat().st_size]
+    if not files:
+        raise FileNotFoundError(f"{library} holds no .py files: give --data, files or folders")
+    return sorted(files, key=lambda path: path.relative_to(library).parts)
+
+
+class explained:
+    """Put the data file's name in front of what the system says about it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            text = f"cannot read data file {self.path}: {error.strerror or error}"
+            raise type(error)(text) from error
+
+
+def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files these paths stand for; none of them is empty."""
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not given:
+        raise ValueError("no data: give at least one file or folder")
+    files: list[Path] = []
+    for path in map(Path, given):
+        with explained(path):
+            status = path.stat()
+        if path.is_dir():
+            found = _walk(path, suffixes)
+            if not found:
+                kinds = f" {' or '.join(suffixes)}" if suffixes else ""
+                raise ValueError(f"data folder {path} holds no{kinds} files that are not empty")
+            files += found
+        elif not S_ISREG(status.st_mode):
+            raise ValueError(f"data path {path} is neither a file nor a folder")
+        elif status.st_size == 0:
+            raise ValueError(f"data file {path} is empty")
+        else:
+            files.append(path)
+    return files
+
+
+def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    files = []
+
+    def refuse(error: OSError) -> None:
+        raise type(error)(f"cannot read data folder {error.filename}: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(top, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            if name.startswith(".") or (suffixes and not name.endswith(suffixes)):
+                continue
+            with explained(path):
+                status = path.stat()
+            if S_ISREG(status.st_mode) and status.st_size:
+                files.append(path)
+    return sorted(files, key=lambda path: path.relative_to(top).parts)
+
+
+def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """Return the ids of a token file, mapped; `dtype` is that of a .bin file."""
+    with explained(path):
+        if path.suffix == ".npy":
+            return _map_npy(path)
+        if path.suffix != ".bin":
+            raise ValueError(f"token file {path} is neither .npy nor .bin")
+        size = path.stat().st_size
+        if size % dtype.itemsize:
+            raise ValueError(f"token file {path}: {size} bytes are no whole number of {dtype}")
+        return np.memmap(path, dtype, "r")
+
+
+def _map_npy(path: Path) -> np.ndarray:
+    try:
+        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"token file {path} is not a valid .npy file: {error}") from error
+    if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
+        raise ValueError(
+            f"token file {path} holds {ids.dtype} of shape {ids.shape}; needed are 1-D uint16 or "
+            "uint32"
+        )
+    if len(ids) == 0:
+        raise ValueError(f"token file {path} holds no tokens")
+    return ids
+
+
+def describe(files: list[Path]) -> str:
+    """Return what to call these files together."""
+    return str(files[0]) if len(files) == 1 else f"{len(files)} files from {files[0]} on"

@@ -1,0 +1,266 @@
+"""Sampling over ranks, and batches made ahead by a thread that starts at the first of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpc.data.datasets import Batch, SequenceDataset
+
+
+class DistributedSampler:
+    """Which sequences a rank takes, and in which order.
+
+    Parameters
+    ----------
+    length : int
+        Sequences of the dataset.
+    rank, world : int
+        This rank and how many there are; default 0 of 1.
+    shuffle : bool
+        Another order in every epoch, the same on all ranks; default True.
+    seed : int
+        Of the order, default 0.
+    drop_last : bool
+        Leave out the sequences that do not divide by `world`; default False, which repeats the
+        first ones until they do.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+
+    Notes
+    -----
+    Rank r takes places r, r + world, ... of the order.  The order is NumPy's RandomState's, whose
+    numbers are the same in every version of NumPy.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        rank: int = 0,
+        world: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in [0, {world}), got {rank}")
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, got {seed}")
+        if drop_last and length < world:
+            raise ValueError(f"{length} sequences are fewer than {world} ranks")
+        self.length, self.rank, self.world = length, rank, world
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration gives."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """How many sequences each rank takes in an epoch."""
+        return self.length // self.world if self.drop_last else -(-self.length // self.world)
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over this rank's sequences of the epoch."""
+        return iter(self.indices().tolist())
+
+    def indices(self) -> np.ndarray:
+        """Return this rank's sequences of the epoch as an int64 array."""
+        if self.shuffle:
+            words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, self.epoch]
+            order = np.random.RandomState(words).permutation(self.length)
+        else:
+            order = np.arange(self.length)
+        return np.resize(order, len(self) * self.world)[self.rank :: self.world]
+
+
+class Loader:
+    """Batches of a dataset, epoch after epoch, made ahead by a thread.
+
+    Parameters
+    ----------
+    dataset : SequenceDataset
+        Or anything with ``batch(indices, dtype)`` and ``len()``.
+    batch_size : int
+        Sequences in a batch of this rank.
+    sampler : DistributedSampler, optional
+        Which sequences; default all of them, shuffled.
+    dtype : numpy dtype
+        int32 or int64 (the default).
+    prefetch : int
+        Batches made ahead; 0 makes each when it is asked for, without a thread.  Default 2.
+    epochs : int, optional
+        After how many to stop; default never.
+
+    Attributes
+    ----------
+    wait_seconds : float
+        How long ``next()`` has waited for batches, in all.
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range, or an epoch of this rank is shorter than a batch.
+
+    Notes
+    -----
+    Sequences that do not fill a batch at the end of an epoch are left out.  ``stop()``, or leaving a
+    ``with`` block, ends the thread.
+
+    Examples
+    --------
+    >>> data = SequenceDataset([np.arange(9, dtype=np.uint8)], seq_len=2)
+    >>> with Loader(data, 2, DistributedSampler(4, shuffle=False), epochs=1) as loader:
+    ...     [x.tolist() for x, y in loader]
+    [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    """
+
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        batch_size: int,
+        sampler: DistributedSampler | None = None,
+        dtype: npt.DTypeLike = np.int64,
+        prefetch: int = 2,
+        epochs: int | None = None,
+    ) -> None:
+        sampler = sampler or DistributedSampler(len(dataset))
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if prefetch < 0:
+            raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+        if np.dtype(dtype) not in (np.int32, np.int64):
+            raise ValueError(f"ids are int32 or int64, got dtype {np.dtype(dtype)}")
+        if sampler.length != len(dataset):
+            raise ValueError(
+                f"the sampler is for {sampler.length} sequences, the dataset has {len(dataset)}"
+            )
+        if len(sampler) < batch_size:
+            raise ValueError(
+                f"{len(sampler)} sequences of rank {sampler.rank} are fewer than a batch of "
+                f"{batch_size}"
+            )
+        self.dataset, self.batch_size, self.sampler = dataset, batch_size, sampler
+        self.epochs, self.wait_seconds = epochs, 0.0
+        self._dtype, self._prefetch = np.dtype(dtype), prefetch
+        self._next = (0, 0)  # epoch and batch that next() returns
+        self._ahead: deque[Future[Batch]] = deque()
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __len__(self) -> int:
+        """How many batches an epoch has."""
+        return len(self.sampler) // self.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate from where the cursor stands."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next (x, y), each of shape (batch_size, seq_len)."""
+        if self._ended(self._next):
+            raise StopIteration
+        began = time.perf_counter()
+        if self._prefetch == 0:
+            result = self._make(self._indices(self._next))
+        else:
+            self._fill()
+            result = self._ahead.popleft().result()
+        self._next = self._advance(self._next, 1)
+        if self._prefetch:
+            self._fill()
+        self.wait_seconds += time.perf_counter() - began
+        return result
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the cursor: what has been returned of which epoch, over all ranks together.
+
+        It may be loaded at another batch size or number of ranks, as long as it falls between two
+        of the new batches.
+        """
+        epoch, batch = self._next
+        taken = batch * self.batch_size * self.sampler.world
+        return {
+            "epoch": epoch,
+            "sequences": taken,
+            "length": self.sampler.length,
+            "seed": self.sampler.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a cursor that :meth:`state_dict` returned.
+
+        Raises
+        ------
+        ValueError
+            It is of other data or another order, or falls inside a batch.
+        """
+        for what, own in (("length", self.sampler.length), ("seed", self.sampler.seed)):
+            if state[what] != own:
+                raise ValueError(f"the cursor is of data with {what} {state[what]}, not {own}")
+        together = self.batch_size * self.sampler.world
+        batch, inside = divmod(state["sequences"], together)
+        if inside:
+            raise ValueError(
+                f"the cursor stands after {state['sequences']} sequences, inside a batch of "
+                f"{self.batch_size} on {self.sampler.world} ranks"
+            )
+        self._drop_ahead()
+        self._next = self._advance((state["epoch"], 0), batch)
+
+    def stop(self) -> None:
+        """End the thread; the next batch starts a new one.  Stopping twice is fine."""
+        self._drop_ahead()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def __enter__(self) -> Loader:
+        """Return itself; leaving stops the thread."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _ended(self, position: tuple[int, int]) -> bool:
+        return self.epochs is not None and position[0] >= self.epochs
+
+    def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
+        epoch, batch = position
+        more, batch = divmod(batch + batches, len(self))
+        return epoch + more, batch
+
+    def _indices(self, position: tuple[int, int]) -> np.ndarray:
+        epoch, batch = position
+        if self._order[0] != epoch:
+            self.sampler.set_epoch(epoch)
+            self._order = (epoch, self.sampler.indices())
+        return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _make(self, indices: np.ndarray) -> Batch:
+        return self.dataset.batch(indices.tolist(), self._dtype)
+
+    def _fill(self) -> None:
+        """Ask the thread for batches until enough are on their way."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "fsdpc-loader")
+        while len(self._ahead) < self._prefetch:
+            position = self._advance(self._next, len(self._ahead))
+            if self._ended(position):
+                break
+            self._ahead.append(self._pool.submit(self._make, self._indices(position)))
+
+    def _drop_ahead(self) -> None:
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
