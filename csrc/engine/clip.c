@@ -8,7 +8,6 @@
 
 #include <math.h>
 
-#include "ops/exact_sum.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status add_unit(fsdpc_unit *unit, fsdpc_exact_sum *sum)
@@ -44,9 +43,8 @@ static fsdpc_status reduce_sum(fsdpc_comm *comm, fsdpc_exact_sum *sum)
     return fsdpc_comm_run(comm, &op);
 }
 
-fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out)
+fsdpc_status fsdpc_clip_sum(fsdpc_unit *const *units, int n_units, fsdpc_exact_sum *sum_io)
 {
-    fsdpc_exact_sum total = {0};
     for (int i = 0; i < n_units; i++) {
         fsdpc_comm *comm = units[i]->mesh.shard;
         bool seen = false;
@@ -60,9 +58,16 @@ fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm
                 FSDPC_TRY(add_unit(units[j], &sum));
         }
         FSDPC_TRY(reduce_sum(comm, &sum));
-        fsdpc_exact_sum_merge(&total, &sum);
+        fsdpc_exact_sum_merge(sum_io, &sum);
     }
-    *norm_out = sqrt(fsdpc_exact_sum_value(&total));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out)
+{
+    fsdpc_exact_sum sum = {0};
+    FSDPC_TRY(fsdpc_clip_sum(units, n_units, &sum));
+    *norm_out = sqrt(fsdpc_exact_sum_value(&sum));
     return FSDPC_OK;
 }
 

@@ -9,8 +9,12 @@
 #define FSDPC_ENGINE_CLIP_H
 
 #include "engine/unit.h"
+#include "ops/exact_sum.h"
 
-/* Collective over the units' shard groups: the 2-norm of all gradients; 0 without any. */
+/* Collective over the units' shard groups: adds the squares of all gradients to the sum. */
+fsdpc_status fsdpc_clip_sum(fsdpc_unit *const *units, int n_units, fsdpc_exact_sum *sum_io);
+
+/* The same, as the 2-norm; 0 without any gradient. */
 fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out);
 
 /* Leaves min(1, max_norm / (norm + 1e-6)) to be applied by whoever reads the gradients next. */

@@ -101,7 +101,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
         goto destroy;
     }
-    size_t wire_bytes;
+    size_t wire_bytes = 0;
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
     for (int i = 0; i < n_units; i++)

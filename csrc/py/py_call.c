@@ -1,0 +1,226 @@
+/* A module's call as a unit: what happens around forward.
+ *
+ *     pre_forward -> cast and mark the inputs -> forward -> mark and cast the outputs -> post_forward
+ *
+ * The marks are boundaries on the tape.  One on each output that needs gradients tells the schedule
+ * that the unit's backward begins; one on each input tells it that it has ended.  They carry the
+ * generation of the weights that this forward saw, and keep the unit alive as long as the graph.
+ * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are.
+ *
+ * An exception in forward resets the root when it leaves the outermost unit, so that the next call
+ * starts clean; the exception itself goes on unchanged.
+ */
+#include "py/py_engine.h"
+
+#include "nn/ops.h"
+
+typedef struct mark {
+    fsdpc_unit_ref *ref;
+    uint64_t generation;
+} mark;
+
+/* What to do to every tensor of a structure. */
+typedef struct walk {
+    PyObject *module;
+    fsdpc_tape *tape;
+    fsdpc_py_unit *self;
+    bool inputs;
+    int cast_to; /* -1: no cast */
+    int marked;
+} walk;
+
+static void release_mark(void *arg)
+{
+    fsdpc_unit_ref_release(((mark *)arg)->ref);
+    PyMem_RawFree(arg);
+}
+
+static fsdpc_status end_backward(void *arg, fsdpc_status status)
+{
+    fsdpc_unit_ref *ref = arg;
+    fsdpc_root_ref *root = ref->root;
+    root->end_asked = false;
+    if (status == FSDPC_OK)
+        status = fsdpc_backward_end(root->root);
+    if (status != FSDPC_OK)
+        fsdpc_root_reset(root->root);
+    fsdpc_unit_ref_release(ref);
+    return status;
+}
+
+static fsdpc_status begin_backward_of(void *arg)
+{
+    const mark *m = arg;
+    fsdpc_root_ref *root = m->ref->root;
+    if (!root->end_asked) {
+        fsdpc_py_state *state = fsdpc_py_state_of_ref(m->ref->comms[0]);
+        FSDPC_TRY(fsdpc_tape_at_end(state->runtime.tape, end_backward,
+                                    fsdpc_unit_ref_acquire(m->ref)));
+        root->end_asked = true;
+    }
+    return fsdpc_pre_backward(m->ref->unit, m->generation);
+}
+
+static fsdpc_status end_backward_of(void *arg)
+{
+    return fsdpc_post_backward(((const mark *)arg)->ref->unit);
+}
+
+static fsdpc_status mark_tensor(const walk *w, fsdpc_tensor *t, fsdpc_tensor **out)
+{
+    mark *m = PyMem_RawMalloc(sizeof *m);
+    if (!m)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a boundary");
+    m->ref = fsdpc_unit_ref_acquire(w->self->ref);
+    m->generation = fsdpc_unit_generation(m->ref->unit);
+    fsdpc_status status =
+        fsdpc_tape_boundary(w->tape, t, w->inputs ? end_backward_of : begin_backward_of, m,
+                            release_mark, out);
+    if (status != FSDPC_OK)
+        release_mark(m);
+    return status;
+}
+
+static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
+{
+    fsdpc_tensor *cast = NULL, *marked = NULL;
+    fsdpc_status status = FSDPC_OK;
+    if (w->cast_to >= 0 && fsdpc_dtype_is_float(t->dtype) && (int)t->dtype != w->cast_to) {
+        status = fsdpc_op_cast(w->tape, t, (fsdpc_dtype)w->cast_to, &cast);
+        t = cast;
+    }
+    if (status == FSDPC_OK && fsdpc_tape_wants(w->tape, 1, &t)) {
+        status = mark_tensor(w, t, &marked);
+        w->marked++;
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(cast);
+        return fsdpc_py_raise(status);
+    }
+    if (marked) {
+        fsdpc_tensor_release(cast);
+        return fsdpc_py_tensor_wrap(w->module, marked);
+    }
+    return cast ? fsdpc_py_tensor_wrap(w->module, cast) : Py_NewRef(object);
+}
+
+static PyObject *visit(walk *w, PyObject *object);
+
+static PyObject *visit_sequence(walk *w, PyObject *object)
+{
+    bool is_tuple = PyTuple_CheckExact(object);
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+    PyObject *copy = is_tuple ? PyTuple_New(n) : PyList_New(n);
+    for (Py_ssize_t i = 0; copy && i < n; i++) {
+        PyObject *item = visit(w, PySequence_Fast_GET_ITEM(object, i));
+        if (!item) {
+            Py_CLEAR(copy);
+        } else if (is_tuple) {
+            PyTuple_SET_ITEM(copy, i, item);
+        } else {
+            PyList_SET_ITEM(copy, i, item);
+        }
+    }
+    return copy;
+}
+
+static PyObject *visit_dict(walk *w, PyObject *object)
+{
+    PyObject *copy = PyDict_New(), *key, *value;
+    Py_ssize_t position = 0;
+    while (copy && PyDict_Next(object, &position, &key, &value)) {
+        PyObject *item = visit(w, value);
+        if (!item || PyDict_SetItem(copy, key, item) < 0)
+            Py_CLEAR(copy);
+        Py_XDECREF(item);
+    }
+    return copy;
+}
+
+/* A structure with its tensors cast and marked; the same object where nothing changes. */
+static PyObject *visit(walk *w, PyObject *object)
+{
+    fsdpc_tensor *t = fsdpc_py_tensor_peek(w->module, object);
+    if (t)
+        return visit_tensor(w, object, t);
+    if (PyTuple_CheckExact(object) || PyList_CheckExact(object))
+        return visit_sequence(w, object);
+    if (PyDict_CheckExact(object))
+        return visit_dict(w, object);
+    return Py_NewRef(object);
+}
+
+static int input_dtype(const fsdpc_py_unit *self)
+{
+    const fsdpc_unit *unit = self->ref->unit;
+    if (!self->cast_inputs || unit->layout->n_groups == 0)
+        return -1;
+    const fsdpc_unit_group *group = &unit->groups[0];
+    return group->wire_dtype == group->plan->dtype ? -1 : (int)group->wire_dtype;
+}
+
+static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObject *kwargs)
+{
+    w->inputs = true;
+    w->cast_to = input_dtype(w->self);
+    PyObject *result = NULL, *new_kwargs = NULL, *new_args = visit(w, args);
+    if (new_args)
+        new_kwargs = PyDict_GET_SIZE(kwargs) ? visit(w, kwargs) : Py_NewRef(kwargs);
+    if (new_kwargs)
+        result = PyObject_Call(forward, new_args, new_kwargs);
+    Py_XDECREF(new_args);
+    Py_XDECREF(new_kwargs);
+    if (!result)
+        return NULL;
+    w->inputs = false;
+    w->cast_to = w->self->output_dtype;
+    PyObject *marked = visit(w, result);
+    Py_DECREF(result);
+    return marked;
+}
+
+static void reset_after_exception(fsdpc_py_unit *self)
+{
+    fsdpc_root *root = self->ref->unit->root;
+    if (root->in_backward)
+        return; /* a recomputation: the running backward resets at its end */
+    if (--root->forward_depth <= 0) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        fsdpc_root_reset(root);
+        PyErr_Restore(type, value, traceback);
+    }
+}
+
+PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
+                             PyObject *kwargs)
+{
+    PyObject *module = PyType_GetModule(Py_TYPE(self));
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    fsdpc_unit *unit = self->ref->unit;
+    if (((fsdpc_py_comm *)self->ref->comms[0])->closed)
+        return (void)fsdpc_py_comm_of(self->ref->comms[0]), NULL;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->params); i++)
+        unit->trainable[i] = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i))->requires_grad;
+    bool grad = runtime->tape->grad_enabled;
+    walk w = {.module = module, .tape = runtime->tape, .self = self};
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_pre_forward(unit, grad);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    PyObject *result = call_forward(&w, forward, args, kwargs);
+    if (!result) {
+        reset_after_exception(self);
+        return NULL;
+    }
+    status = fsdpc_post_forward(unit, grad);
+    if (status != FSDPC_OK) {
+        Py_DECREF(result);
+        return fsdpc_py_raise(status);
+    }
+    return result;
+}

@@ -1,0 +1,319 @@
+/* Comm: a communicator as Python sees it.
+ *
+ * Made by fsdpc.distributed (the world) and by split() (a row or column of a mesh).  Collectives take
+ * tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the interrupt
+ * callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
+ *
+ * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
+ */
+#include "py/py_engine.h"
+
+#include "base/size.h"
+
+static fsdpc_status check_signals(void *arg)
+{
+    (void)arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    bool interrupted = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
+    if (interrupted)
+        PyErr_Clear(); /* py_error.c raises it anew from the status */
+    PyGILState_Release(gil);
+    if (interrupted)
+        return fsdpc_fail(FSDPC_ERR_INTERRUPT, "interrupted while waiting for other ranks");
+    return FSDPC_OK;
+}
+
+static void write_notice(void *arg, const char *text)
+{
+    (void)arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PySys_WriteStderr("fsdpc: %.900s\n", text);
+    PyGILState_Release(gil);
+}
+
+fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
+{
+    fsdpc_py_comm *self = (fsdpc_py_comm *)object;
+    if (self->closed) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "the communicator is closed: fsdpc.shutdown() was called");
+        return NULL;
+    }
+    return self->comm;
+}
+
+static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank", "size", "address", "socket_fd", NULL};
+    int rank, size, socket_fd = -1;
+    const char *address;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|i", names, &rank, &size, &address,
+                                     &socket_fd))
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
+    if (!runtime)
+        return NULL;
+    fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->interrupt.fn = check_signals;
+    fsdpc_comm_config config = {.rank = rank,
+                                .size = size,
+                                .device = runtime->device,
+                                .trace = runtime->trace,
+                                .timeout_s = runtime->env.timeout_s,
+                                .notice_s = runtime->env.notice_s,
+                                .interrupt = self->interrupt,
+                                .notice = runtime->env.log > 0 ? write_notice : NULL,
+                                .address = address,
+                                .socket_fd = socket_fd,
+                                .spin = fsdpc_usable_cores() >= size};
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = size == 1 ? fsdpc_comm_self_create(&config, &self->comm)
+                       : fsdpc_comm_shm_create(&config, &self->comm);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        Py_DECREF(self);
+        return fsdpc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *comm_close(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_comm *self = (fsdpc_py_comm *)object;
+    self->closed = true;
+    if (self->users > 0)
+        Py_RETURN_NONE; /* units stand on its memory: the last one to go destroys it */
+    fsdpc_comm *comm = self->comm;
+    self->comm = NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    fsdpc_comm_destroy(comm);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
+static void comm_dealloc(PyObject *object)
+{
+    fsdpc_py_comm *self = (fsdpc_py_comm *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    fsdpc_comm_destroy(self->comm);
+    Py_XDECREF(self->parent);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *run_op(fsdpc_comm *comm, const fsdpc_coll *op)
+{
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_comm_run(comm, op);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static int parse_red(const char *name, fsdpc_red *out)
+{
+    static const char *const names[] = {"sum", "max", "min"};
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(name, names[i]) == 0) {
+            *out = (fsdpc_red)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "op must be sum, max or min, got '%s'", name);
+    return -1;
+}
+
+static PyObject *comm_all_reduce(PyObject *object, PyObject *args)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    PyObject *value;
+    const char *name = "sum";
+    fsdpc_red red;
+    if (!comm || !PyArg_ParseTuple(args, "O|s", &value, &name) || parse_red(name, &red) < 0)
+        return NULL;
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    if (!t)
+        return NULL;
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                     .unit = -1,
+                     .what = "all_reduce",
+                     .dtype = t->dtype,
+                     .op = red,
+                     .send = t->data,
+                     .recv = t->data,
+                     .numel = t->numel};
+    return run_op(comm, &op);
+}
+
+static PyObject *comm_broadcast(PyObject *object, PyObject *args)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    PyObject *value;
+    int root = 0;
+    if (!comm || !PyArg_ParseTuple(args, "O|i", &value, &root))
+        return NULL;
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    if (!t)
+        return NULL;
+    fsdpc_coll op = {.kind = FSDPC_COLL_BROADCAST,
+                     .unit = -1,
+                     .what = "broadcast",
+                     .dtype = t->dtype,
+                     .send = t->data,
+                     .recv = t->data,
+                     .numel = t->numel,
+                     .root = root};
+    return run_op(comm, &op);
+}
+
+static PyObject *comm_all_gather(PyObject *object, PyObject *value)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    fsdpc_tensor *t = comm ? fsdpc_py_tensor_of(value) : NULL;
+    fsdpc_runtime *runtime = t ? fsdpc_py_runtime_of_type(Py_TYPE(object)) : NULL;
+    if (!runtime)
+        return NULL;
+    if (t->ndim == FSDPC_MAX_DIMS) {
+        PyErr_SetString(PyExc_ValueError, "all_gather adds a dimension; the tensor has 8 already");
+        return NULL;
+    }
+    size_t shape[FSDPC_MAX_DIMS] = {(size_t)comm->size};
+    memcpy(shape + 1, t->shape, (size_t)t->ndim * sizeof *shape);
+    fsdpc_tensor *all;
+    fsdpc_status status = fsdpc_tensor_create(runtime->device, t->dtype, t->ndim + 1, shape, &all);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = -1,
+                     .what = "all_gather",
+                     .dtype = t->dtype,
+                     .send = t->data,
+                     .recv = all->data,
+                     .numel = t->numel};
+    PyObject *done = run_op(comm, &op);
+    if (!done) {
+        fsdpc_tensor_release(all);
+        return NULL;
+    }
+    Py_DECREF(done);
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), all);
+}
+
+static PyObject *comm_barrier(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    if (!comm)
+        return NULL;
+    fsdpc_coll op = {.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "barrier"};
+    return run_op(comm, &op);
+}
+
+static PyObject *comm_split(PyObject *object, PyObject *args)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    int color, key;
+    if (!comm || !PyArg_ParseTuple(args, "ii", &color, &key))
+        return NULL;
+    PyTypeObject *type = Py_TYPE(object);
+    fsdpc_py_comm *child = (fsdpc_py_comm *)type->tp_alloc(type, 0);
+    if (!child)
+        return NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_comm_split(comm, color, key, &child->comm);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        Py_DECREF(child);
+        return fsdpc_py_raise(status);
+    }
+    child->parent = Py_NewRef(object);
+    return (PyObject *)child;
+}
+
+static PyObject *comm_abort(PyObject *object, PyObject *args)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    const char *reason;
+    if (!comm || !PyArg_ParseTuple(args, "s", &reason))
+        return NULL;
+    fsdpc_comm_abort(comm, reason);
+    Py_RETURN_NONE;
+}
+
+static PyObject *comm_get_rank(PyObject *object, void *unused)
+{
+    (void)unused;
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    return comm ? PyLong_FromLong(comm->rank) : NULL;
+}
+
+static PyObject *comm_get_size(PyObject *object, void *unused)
+{
+    (void)unused;
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    return comm ? PyLong_FromLong(comm->size) : NULL;
+}
+
+static PyObject *comm_get_waited_ns(PyObject *object, void *unused)
+{
+    (void)unused;
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    return comm ? PyLong_FromLongLong(comm->waited_ns) : NULL;
+}
+
+static PyObject *comm_get_transport(PyObject *object, void *unused)
+{
+    (void)unused;
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    return comm ? PyUnicode_FromString(comm->ops->name) : NULL;
+}
+
+static PyMethodDef comm_methods[] = {
+    {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, op='sum'): in place."},
+    {"all_gather", comm_all_gather, METH_O, "all_gather(tensor) -> (size, *shape)."},
+    {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, root=0): in place."},
+    {"barrier", comm_barrier, METH_NOARGS, "Wait for all ranks."},
+    {"split", comm_split, METH_VARARGS, "split(color, key): the ranks of one color, by key."},
+    {"abort", comm_abort, METH_VARARGS, "abort(reason): fail here and on all peers."},
+    {"close", comm_close, METH_NOARGS, "Leave without waiting."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef comm_getset[] = {
+    {"rank", comm_get_rank, NULL, "This process's number in the group.", NULL},
+    {"size", comm_get_size, NULL, "How many ranks.", NULL},
+    {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
+    {"transport", comm_get_transport, NULL, "'self' or 'shm'.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot comm_slots[] = {
+    {Py_tp_new, comm_new},         {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_getset},
+    {Py_tp_doc, "Comm(rank, size, address, socket_fd=-1): a group of ranks."},
+    {0, NULL},
+};
+
+static PyType_Spec comm_spec = {
+    .name = "fsdpc._core.Comm",
+    .basicsize = sizeof(fsdpc_py_comm),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = comm_slots,
+};
+
+int fsdpc_py_comm_setup(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &comm_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddObjectRef(module, "Comm", type);
+    Py_DECREF(type);
+    return result;
+}

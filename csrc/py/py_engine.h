@@ -1,0 +1,83 @@
+/* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
+ *
+ * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive every Python
+ * object of the model, and is released by whoever drops it last.  So units and roots are counted in C
+ * (fsdpc_unit_ref, fsdpc_root_ref): a unit lives while a Unit object, a tensor over it or a boundary on
+ * the tape refers to it, and the units of a root go together, after the last of them is let go.  The
+ * references hold the communicator's Python object; no reference leads back to a Unit, so no cycle
+ * escapes the garbage collector.
+ */
+#ifndef FSDPC_PY_PY_ENGINE_H
+#define FSDPC_PY_PY_ENGINE_H
+
+#include "py/py_state.h"
+
+#include "engine/optim.h"
+#include "engine/sched.h"
+#include "nn/tape.h"
+
+typedef struct fsdpc_unit_ref fsdpc_unit_ref;
+
+/* Of one parameter: what its tensor's sink and guard point to. */
+typedef struct fsdpc_param_ref {
+    fsdpc_unit *unit;
+    int param;
+} fsdpc_param_ref;
+
+typedef struct fsdpc_root_ref {
+    _Atomic int refs; /* units of it that are still referred to */
+    fsdpc_root *root;
+    fsdpc_unit_ref **units;
+    int n_units;
+    bool end_asked; /* backward_end stands on the running tape */
+} fsdpc_root_ref;
+
+struct fsdpc_unit_ref {
+    _Atomic int refs;
+    fsdpc_unit *unit;
+    fsdpc_root_ref *root; /* NULL before the first forward */
+    fsdpc_param_ref *params;
+    PyObject *comms[2]; /* strong: shard, replicate or NULL */
+};
+
+typedef struct fsdpc_py_comm {
+    PyObject_HEAD
+    fsdpc_comm *comm; /* NULL once destroyed */
+    bool closed;
+    int users; /* units over it */
+    PyObject *parent; /* of a split: keeps the sockets open */
+    fsdpc_interrupt interrupt;
+} fsdpc_py_comm;
+
+typedef struct fsdpc_py_unit {
+    PyObject_HEAD
+    PyObject *weakrefs;
+    fsdpc_unit_ref *ref;
+    PyObject *params; /* list of Tensor */
+    bool explicit_reshard; /* reshard_after_forward was given */
+    bool cast_inputs;
+    int output_dtype; /* -1: left as it is */
+} fsdpc_py_unit;
+
+int fsdpc_py_engine_setup(PyObject *module);
+int fsdpc_py_comm_setup(PyObject *module);
+int fsdpc_py_unit_setup(PyObject *module);
+int fsdpc_py_optim_setup(PyObject *module);
+
+/* The open communicator of a Comm object, or NULL with an exception. */
+fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
+/* The Unit behind an object, or NULL with TypeError. */
+fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
+
+fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref);
+void fsdpc_unit_ref_release(fsdpc_unit_ref *ref);
+
+/* A tensor over `data`, memory of the unit. */
+PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
+                               const size_t *shape, void *data);
+
+/* unit.call(forward, args, kwargs) */
+PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
+                             PyObject *kwargs);
+
+#endif

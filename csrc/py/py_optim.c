@@ -1,0 +1,332 @@
+/* Optimizer, and the gradient norm: thin over csrc/engine/optim.c and clip.c.
+ *
+ * An Optimizer keeps its units alive.  Plain tensors (modules that are not sharded) take the same
+ * kernels through adamw_ and the same exact sum through grad_norm, so that a sharded model and its
+ * unsharded twin agree to the bit.
+ */
+#include "py/py_engine.h"
+
+#include <math.h>
+
+#include "engine/clip.h"
+#include "ops/flat_ops.h"
+
+typedef struct py_optimizer {
+    PyObject_HEAD
+    fsdpc_optim *optim;
+    PyObject *units; /* list of Unit */
+} py_optimizer;
+
+static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"kind", NULL};
+    const char *kind;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s", names, &kind))
+        return NULL;
+    bool adamw = strcmp(kind, "adamw") == 0;
+    if (!adamw && strcmp(kind, "adam") != 0)
+        return PyErr_Format(PyExc_ValueError, "optimizers are adamw and adam, got '%s'", kind);
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
+    if (!runtime)
+        return NULL;
+    py_optimizer *self = (py_optimizer *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->units = PyList_New(0);
+    fsdpc_status status = fsdpc_optim_create(adamw ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM,
+                                             runtime->device, runtime->trace, &self->optim);
+    if (!self->units || status != FSDPC_OK) {
+        Py_DECREF(self);
+        return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static int optimizer_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(((py_optimizer *)object)->units);
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static int optimizer_clear(PyObject *object)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    fsdpc_optim_destroy(self->optim); /* before its units may go */
+    self->optim = NULL;
+    Py_CLEAR(self->units);
+    return 0;
+}
+
+static void optimizer_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    optimizer_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object)
+{
+    return fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
+}
+
+static PyObject *optimizer_add(PyObject *object, PyObject *args)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    PyObject *unit_object;
+    int param, group;
+    if (!PyArg_ParseTuple(args, "Oii", &unit_object, &param, &group))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    if (!unit)
+        return NULL;
+    fsdpc_status status = fsdpc_optim_add(self->optim, unit->ref->unit, param, group);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    int known = PySequence_Contains(self->units, unit_object);
+    if (known < 0 || (known == 0 && PyList_Append(self->units, unit_object) < 0))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args)
+{
+    int group, maximize;
+    fsdpc_hyper hyper;
+    if (!PyArg_ParseTuple(args, "idddddp", &group, &hyper.lr, &hyper.beta1, &hyper.beta2,
+                          &hyper.eps, &hyper.weight_decay, &maximize))
+        return NULL;
+    hyper.maximize = maximize != 0;
+    fsdpc_status status =
+        fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *optimizer_step(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_optim_step(((py_optimizer *)object)->optim);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *optimizer_state(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object;
+    int param, which;
+    if (!PyArg_ParseTuple(args, "Oii", &unit_object, &param, &which))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    if (!unit)
+        return NULL;
+    if (which < 0 || which >= FSDPC_OPTIM_MAX_STATES)
+        return PyErr_Format(PyExc_IndexError, "state %d; there are %d", which,
+                            (int)FSDPC_OPTIM_MAX_STATES);
+    fsdpc_piece piece;
+    float *data;
+    fsdpc_status status = fsdpc_optim_state(((py_optimizer *)object)->optim, unit->ref->unit,
+                                            param, which, &piece, &data);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    /* A copy: the states belong to the optimizer, which may go before the tensor. */
+    fsdpc_tensor *t;
+    status = fsdpc_tensor_create(unit->ref->unit->device, FSDPC_F32, 1, &piece.numel, &t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    memcpy(t->data, data, piece.numel * sizeof(float));
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object;
+    int param;
+    if (!PyArg_ParseTuple(args, "Oi", &unit_object, &param))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    if (!unit)
+        return NULL;
+    int64_t *count;
+    fsdpc_status status = fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit->ref->unit,
+                                                 param, &count);
+    return status == FSDPC_OK ? PyLong_FromLongLong(*count) : fsdpc_py_raise(status);
+}
+
+/* ---- functions ---- */
+
+static fsdpc_unit **read_units(PyObject *module, PyObject *list)
+{
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_unit **units = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *units);
+    if (!units) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(list, i));
+        if (!unit) {
+            PyMem_Free(units);
+            return NULL;
+        }
+        units[i] = unit->ref->unit;
+    }
+    return units;
+}
+
+/* A tensor's rows, as the layout would cut it: the same leaves, so the same bits. */
+static fsdpc_status add_plain(fsdpc_tensor *t, fsdpc_exact_sum *sum, fsdpc_stream *stream)
+{
+    size_t row = 64;
+    if (t->ndim >= 2 && t->numel > 0)
+        row = t->numel / t->shape[0];
+    return fsdpc_flat_sumsq(t->data, t->dtype, t->numel, row % 64 == 0 ? 64 : row, sum, stream);
+}
+
+static PyObject *grad_norm(PyObject *module, PyObject *args)
+{
+    PyObject *unit_list, *plain;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &unit_list, &PyList_Type, &plain))
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    fsdpc_unit **units = runtime ? read_units(module, unit_list) : NULL;
+    if (!units)
+        return NULL;
+    fsdpc_exact_sum sum = {0};
+    fsdpc_status status = FSDPC_OK;
+    for (Py_ssize_t i = 0; status == FSDPC_OK && i < PyList_GET_SIZE(plain); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(plain, i));
+        if (!t) {
+            PyMem_Free(units);
+            return NULL;
+        }
+        status = add_plain(t, &sum, runtime->compute);
+    }
+    if (status == FSDPC_OK) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = fsdpc_clip_sum(units, (int)PyList_GET_SIZE(unit_list), &sum);
+        Py_END_ALLOW_THREADS;
+    }
+    PyMem_Free(units);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return PyFloat_FromDouble(sqrt(fsdpc_exact_sum_value(&sum)));
+}
+
+static PyObject *scale_grads(PyObject *module, PyObject *args)
+{
+    PyObject *unit_list, *plain;
+    double norm, max_norm;
+    if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &unit_list, &PyList_Type, &plain, &norm,
+                          &max_norm))
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    fsdpc_unit **units = runtime ? read_units(module, unit_list) : NULL;
+    if (!units)
+        return NULL;
+    fsdpc_clip_scale(units, (int)PyList_GET_SIZE(unit_list), norm, max_norm);
+    PyMem_Free(units);
+    double scale = max_norm / (norm + 1e-6);
+    for (Py_ssize_t i = 0; scale < 1 && i < PyList_GET_SIZE(plain); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(plain, i));
+        int nonfinite = 0;
+        if (!t)
+            return NULL;
+        fsdpc_status status = fsdpc_flat_scale(t->data, t->dtype, t->numel, (float)scale,
+                                               &nonfinite, runtime->compute);
+        if (status != FSDPC_OK)
+            return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *adamw_plain(PyObject *module, PyObject *args)
+{
+    PyObject *objects[4];
+    long long step;
+    int maximize;
+    fsdpc_adamw_args a = {.grad_scale = 1, .decoupled = true};
+    if (!PyArg_ParseTuple(args, "OOOOLdddddp", &objects[0], &objects[1], &objects[2], &objects[3],
+                          &step, &a.lr, &a.beta1, &a.beta2, &a.eps, &a.weight_decay, &maximize))
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    fsdpc_tensor *t[4];
+    for (int i = 0; i < 4; i++) {
+        if (!(t[i] = fsdpc_py_tensor_of(objects[i])))
+            return NULL;
+        if (t[i]->numel != t[0]->numel)
+            return PyErr_Format(PyExc_ValueError, "adamw_: %zu elements and %zu", t[0]->numel,
+                                t[i]->numel);
+    }
+    if (t[2]->dtype != FSDPC_F32 || t[3]->dtype != FSDPC_F32)
+        return PyErr_Format(PyExc_TypeError, "adamw_: states must be float32");
+    a.param = t[0]->data;
+    a.param_dtype = t[0]->dtype;
+    a.grad = t[1]->data;
+    a.grad_dtype = t[1]->dtype;
+    a.exp_avg = t[2]->data;
+    a.exp_avg_sq = t[3]->data;
+    a.numel = t[0]->numel;
+    a.step = step;
+    a.maximize = maximize != 0;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_flat_adamw(&a, runtime->compute);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef optimizer_methods[] = {
+    {"add", optimizer_add, METH_VARARGS, "add(unit, i, group): take over a parameter."},
+    {"set_hyper", optimizer_set_hyper, METH_VARARGS,
+     "set_hyper(group, lr, beta1, beta2, eps, weight_decay, maximize)"},
+    {"step", optimizer_step, METH_NOARGS, "One update; collective."},
+    {"state", optimizer_state, METH_VARARGS, "state(unit, i, which): a flat copy of the rows."},
+    {"step_count", optimizer_step_count, METH_VARARGS, "step_count(unit, i)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot optimizer_slots[] = {
+    {Py_tp_new, optimizer_new},           {Py_tp_dealloc, optimizer_dealloc},
+    {Py_tp_traverse, optimizer_traverse}, {Py_tp_clear, optimizer_clear},
+    {Py_tp_methods, optimizer_methods},   {Py_tp_doc, "Optimizer(kind): 'adamw' or 'adam'."},
+    {0, NULL},
+};
+
+static PyType_Spec optimizer_spec = {
+    .name = "fsdpc._core.Optimizer",
+    .basicsize = sizeof(py_optimizer),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = optimizer_slots,
+};
+
+static PyMethodDef functions[] = {
+    {"grad_norm", grad_norm, METH_VARARGS,
+     "grad_norm(units, tensors): the global 2-norm, exactly summed; collective."},
+    {"scale_grads", scale_grads, METH_VARARGS,
+     "scale_grads(units, tensors, norm, max_norm): leave the clipping factor to be applied."},
+    {"adamw_", adamw_plain, METH_VARARGS,
+     "adamw_(p, grad, exp_avg, exp_avg_sq, step, lr, b1, b2, eps, weight_decay, maximize)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_optim_setup(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &optimizer_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddObjectRef(module, "Optimizer", type);
+    Py_DECREF(type);
+    return result < 0 ? -1 : PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,402 @@
+/* Unit: one fully_shard call as Python sees it.
+ *
+ * At creation the values of the parameters move into masters, and the parameters' tensors let go of
+ * their memory: from then on their guard says that they are sharded.  make_root(units, encloses),
+ * at the first call of the outermost module, gives each tensor the address of its full, which never
+ * changes, and a sink that points gradients at the reduce buffer.
+ *
+ * What runs in a module's call stands in py_call.c.
+ */
+#include "py/py_engine.h"
+
+#include <stddef.h>
+
+#include "ops/flat_ops.h"
+
+/* ---- references ---- */
+
+fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref)
+{
+    atomic_fetch_add_explicit(&ref->refs, 1, memory_order_relaxed);
+    return ref;
+}
+
+static void free_unit_ref(fsdpc_unit_ref *ref)
+{
+    fsdpc_unit_destroy(ref->unit);
+    PyGILState_STATE gil = PyGILState_Ensure();
+    for (int i = 0; i < 2; i++) {
+        if (ref->comms[i])
+            ((fsdpc_py_comm *)ref->comms[i])->users--;
+        Py_XDECREF(ref->comms[i]);
+    }
+    PyGILState_Release(gil);
+    PyMem_RawFree(ref->params);
+    PyMem_RawFree(ref);
+}
+
+void fsdpc_unit_ref_release(fsdpc_unit_ref *ref)
+{
+    if (!ref || atomic_fetch_sub_explicit(&ref->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_root_ref *root = ref->root;
+    if (!root) {
+        free_unit_ref(ref);
+        return;
+    }
+    if (atomic_fetch_sub_explicit(&root->refs, 1, memory_order_acq_rel) != 1)
+        return;
+    fsdpc_root_destroy(root->root);
+    for (int i = 0; i < root->n_units; i++)
+        free_unit_ref(root->units[i]);
+    PyMem_RawFree(root->units);
+    PyMem_RawFree(root);
+}
+
+static void release_storage(fsdpc_storage *storage)
+{
+    fsdpc_unit_ref_release(storage->owner);
+}
+
+PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
+                               const size_t *shape, void *data)
+{
+    fsdpc_tensor *t;
+    fsdpc_unit_ref_acquire(ref);
+    fsdpc_status status = fsdpc_tensor_wrap(ref->unit->device, dtype, ndim, shape, data,
+                                            release_storage, ref, &t);
+    if (status != FSDPC_OK) {
+        fsdpc_unit_ref_release(ref);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_wrap(module, t);
+}
+
+fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (!Py_IS_TYPE(object, (PyTypeObject *)state->unit_type)) {
+        PyErr_Format(PyExc_TypeError, "expected a Unit, got %.100s", Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return (fsdpc_py_unit *)object;
+}
+
+/* ---- joining parameters and units ---- */
+
+static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_grad_target_of(p->unit, p->param, &out->data, &out->dtype, &out->accumulate);
+}
+
+static fsdpc_status sink_ready(void *arg)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_grad_ready(p->unit, p->param);
+}
+
+static fsdpc_status check_full(void *arg)
+{
+    fsdpc_param_ref *p = arg;
+    return fsdpc_unit_check_full(p->unit, p->param);
+}
+
+/* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
+static fsdpc_status bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
+{
+    const fsdpc_unit *unit = ref->unit;
+    const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
+    fsdpc_storage *storage = calloc(1, sizeof *storage);
+    if (!storage)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for parameter '%s'",
+                          unit->layout->params[param].name);
+    void *full = fsdpc_unit_full(unit, param);
+    storage->refs = 1;
+    storage->data = full;
+    storage->bytes = t->numel * fsdpc_dtype_bytes(group->wire_dtype);
+    storage->device = unit->device;
+    storage->release = release_storage;
+    storage->owner = fsdpc_unit_ref_acquire(ref);
+    fsdpc_status status = fsdpc_tensor_bind(t, group->wire_dtype, storage, full);
+    fsdpc_storage_release(storage);
+    t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
+    t->sink = (fsdpc_grad_sink){
+        .target = sink_target, .ready = sink_ready, .arg = &ref->params[param]};
+    return status;
+}
+
+static int read_specs(PyObject *names, PyObject *params, fsdpc_param_spec *specs)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, i));
+        const char *name = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
+        if (!t || !name)
+            return -1;
+        specs[i] = (fsdpc_param_spec){.name = name, .dtype = t->dtype, .ndim = t->ndim};
+        memcpy(specs[i].shape, t->shape, sizeof t->shape);
+    }
+    return 0;
+}
+
+static int parse_optional_dtype(PyObject *object, bool *given, fsdpc_dtype *out)
+{
+    *given = object != NULL && object != Py_None;
+    return *given ? fsdpc_py_dtype_parse(object, out) : 0;
+}
+
+static fsdpc_status take_values(fsdpc_py_unit *self)
+{
+    fsdpc_unit *unit = self->ref->unit;
+    for (int i = 0; i < unit->layout->n_params; i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i));
+        unit->trainable[i] = t->requires_grad;
+        if (t->data)
+            FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
+        FSDPC_TRY(bind_param(self->ref, i, t));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs, int n,
+                             const fsdpc_unit_options *options)
+{
+    fsdpc_unit_ref *ref = PyMem_RawCalloc(1, sizeof *ref);
+    fsdpc_param_ref *params = PyMem_RawCalloc(n > 0 ? (size_t)n : 1, sizeof *params);
+    fsdpc_unit *unit = NULL;
+    fsdpc_status status = FSDPC_OK;
+    if (!ref || !params)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
+    if (status == FSDPC_OK)
+        status = fsdpc_unit_create(specs, n, options, &unit);
+    if (status != FSDPC_OK) {
+        PyMem_RawFree(ref);
+        PyMem_RawFree(params);
+        return status;
+    }
+    ref->refs = 1;
+    ref->unit = unit;
+    ref->params = params;
+    for (int i = 0; i < n; i++)
+        params[i] = (fsdpc_param_ref){.unit = unit, .param = i};
+    self->ref = ref;
+    return FSDPC_OK;
+}
+
+static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *comms[2],
+                     PyObject *param_dtype, PyObject *reduce_dtype)
+{
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
+    if (!runtime)
+        return -1;
+    Py_ssize_t n = PyList_GET_SIZE(self->params);
+    fsdpc_unit_options options = {.name = name,
+                                  .device = runtime->device,
+                                  .trace = runtime->trace,
+                                  .reshard_after_forward = true,
+                                  .no_alias = runtime->env.no_alias};
+    if (!(options.mesh.shard = fsdpc_py_comm_of(comms[0])))
+        return -1;
+    if (comms[1] && !(options.mesh.replicate = fsdpc_py_comm_of(comms[1])))
+        return -1;
+    if (parse_optional_dtype(param_dtype, &options.cast_params, &options.param_dtype) < 0 ||
+        parse_optional_dtype(reduce_dtype, &options.cast_reduce, &options.reduce_dtype) < 0)
+        return -1;
+    fsdpc_param_spec *specs = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *specs);
+    if (!specs) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    int result = read_specs(names, self->params, specs);
+    fsdpc_status status = FSDPC_OK;
+    if (result == 0)
+        status = make_ref(self, specs, (int)n, &options);
+    PyMem_Free(specs);
+    if (result < 0)
+        return -1;
+    if (status == FSDPC_OK) {
+        for (int i = 0; i < 2; i++) {
+            self->ref->comms[i] = Py_XNewRef(comms[i]);
+            if (comms[i])
+                ((fsdpc_py_comm *)comms[i])->users++;
+        }
+        status = take_values(self);
+    }
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *keywords[] = {"name",         "names",        "params",
+                               "shard",        "replicate",    "param_dtype",
+                               "reduce_dtype", "output_dtype", "cast_forward_inputs",
+                               "reshard_after_forward",        NULL};
+    const char *name;
+    PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
+    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None;
+    int cast_inputs = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpO", keywords, &name, &PyList_Type,
+                                     &names, &PyList_Type, &params, &shard, &replicate,
+                                     &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
+                                     &reshard))
+        return NULL;
+    if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params)) {
+        PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
+        return NULL;
+    }
+    fsdpc_py_unit *self = (fsdpc_py_unit *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    bool output_given;
+    fsdpc_dtype output = FSDPC_F32;
+    PyObject *comms[2] = {shard, replicate == Py_None ? NULL : replicate};
+    self->params = PyList_GetSlice(params, 0, PyList_GET_SIZE(params));
+    self->explicit_reshard = reshard != Py_None;
+    self->cast_inputs = cast_inputs != 0;
+    if (!self->params || parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
+        init_unit(self, name, names, comms, param_dtype, reduce_dtype) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->output_dtype = output_given ? (int)output : -1;
+    if (self->explicit_reshard)
+        self->ref->unit->reshard_after_forward = PyObject_IsTrue(reshard) == 1;
+    return (PyObject *)self;
+}
+
+static int unit_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(((fsdpc_py_unit *)object)->params);
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static int unit_clear(PyObject *object)
+{
+    Py_CLEAR(((fsdpc_py_unit *)object)->params);
+    return 0;
+}
+
+static void unit_dealloc(PyObject *object)
+{
+    fsdpc_py_unit *self = (fsdpc_py_unit *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    if (self->weakrefs)
+        PyObject_ClearWeakRefs(object);
+    unit_clear(object);
+    fsdpc_unit_ref_release(self->ref);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* ---- make_root(units, encloses) ---- */
+
+static fsdpc_status bind_units(PyObject *units)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
+        fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(units, i);
+        for (Py_ssize_t p = 0; p < PyList_GET_SIZE(unit->params); p++)
+            FSDPC_TRY(bind_param(unit->ref, (int)p,
+                                 fsdpc_py_tensor_of(PyList_GET_ITEM(unit->params, p))));
+    }
+    return FSDPC_OK;
+}
+
+static PyObject *make_root(PyObject *module, PyObject *args)
+{
+    PyObject *units, *encloses;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &units, &PyList_Type, &encloses))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(units);
+    if (n == 0 || n != PyList_GET_SIZE(encloses)) {
+        PyErr_SetString(PyExc_ValueError, "make_root takes as many flags as units, at least one");
+        return NULL;
+    }
+    fsdpc_root_ref *root = PyMem_RawCalloc(1, sizeof *root);
+    fsdpc_unit_ref **refs = PyMem_RawCalloc((size_t)n, sizeof *refs);
+    fsdpc_unit **plain = PyMem_Calloc((size_t)n, sizeof *plain);
+    bool *flags = PyMem_Calloc((size_t)n, sizeof *flags);
+    fsdpc_status status = FSDPC_OK;
+    if (!root || !refs || !plain || !flags)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %zd units", n);
+    for (Py_ssize_t i = 0; status == FSDPC_OK && i < n; i++) {
+        fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
+        if (!unit)
+            goto free;
+        refs[i] = unit->ref;
+        plain[i] = unit->ref->unit;
+        flags[i] = PyObject_IsTrue(PyList_GET_ITEM(encloses, i)) == 1;
+        if (i == 0 && !unit->explicit_reshard)
+            unit->ref->unit->reshard_after_forward = false; /* the root stays for its backward */
+    }
+    if (status == FSDPC_OK) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = fsdpc_root_create(plain, flags, (int)n, &root->root);
+        Py_END_ALLOW_THREADS;
+    }
+    if (status != FSDPC_OK)
+        goto free;
+    root->refs = (int)n;
+    root->units = refs;
+    root->n_units = (int)n;
+    for (Py_ssize_t i = 0; i < n; i++)
+        refs[i]->root = root;
+    PyMem_Free(plain);
+    PyMem_Free(flags);
+    status = bind_units(units);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+
+free:
+    PyMem_RawFree(root);
+    PyMem_RawFree(refs);
+    PyMem_Free(plain);
+    PyMem_Free(flags);
+    return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
+}
+
+/* ---- methods: csrc/py/py_unit_methods.c ---- */
+
+extern PyMethodDef fsdpc_py_unit_methods[];
+extern PyGetSetDef fsdpc_py_unit_getset[];
+
+static PyMemberDef unit_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(fsdpc_py_unit, weakrefs), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot unit_slots[] = {
+    {Py_tp_new, unit_new},
+    {Py_tp_dealloc, unit_dealloc},
+    {Py_tp_traverse, unit_traverse},
+    {Py_tp_clear, unit_clear},
+    {Py_tp_methods, fsdpc_py_unit_methods},
+    {Py_tp_getset, fsdpc_py_unit_getset},
+    {Py_tp_members, unit_members},
+    {Py_tp_doc, "Unit(name, names, params, shard, replicate=None, **options)"},
+    {0, NULL},
+};
+
+static PyType_Spec unit_spec = {
+    .name = "fsdpc._core.Unit",
+    .basicsize = sizeof(fsdpc_py_unit),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = unit_slots,
+};
+
+static PyMethodDef functions[] = {
+    {"make_root", make_root, METH_VARARGS,
+     "make_root(units, encloses): join units, outermost first; collective."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_unit_setup(PyObject *module)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    state->unit_type = PyType_FromModuleAndSpec(module, &unit_spec, NULL);
+    if (!state->unit_type || PyModule_AddObjectRef(module, "Unit", state->unit_type) < 0)
+        return -1;
+    return PyModule_AddFunctions(module, functions);
+}

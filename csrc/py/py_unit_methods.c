@@ -1,0 +1,296 @@
+/* Methods of Unit: pieces, whole values, management. */
+#include "py/py_engine.h"
+
+#include <math.h>
+
+#include "ops/flat_ops.h"
+
+static fsdpc_unit *unit_of(PyObject *object)
+{
+    return ((fsdpc_py_unit *)object)->ref->unit;
+}
+
+static int check_index(const fsdpc_unit *unit, int param)
+{
+    if (param >= 0 && param < unit->layout->n_params)
+        return 0;
+    PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param, unit->name,
+                 unit->layout->n_params);
+    return -1;
+}
+
+static int index_arg(PyObject *object, PyObject *arg)
+{
+    int param = (int)PyLong_AsLong(arg);
+    if (param == -1 && PyErr_Occurred())
+        return -1;
+    return check_index(unit_of(object), param) < 0 ? -1 : param;
+}
+
+/* The shape of a piece: as the parameter, with fewer rows; cut finer than rows, it is (1, ..., n). */
+static void piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
+{
+    size_t row = place->numel && place->ndim > 0 ? place->numel / place->shape[0] : 1;
+    memcpy(shape, place->shape, sizeof place->shape);
+    if (place->ndim == 0 || piece->numel == place->numel)
+        return;
+    if (piece->first % row == 0 && piece->numel % row == 0) {
+        shape[0] = piece->numel / row;
+        return;
+    }
+    for (int d = 0; d < place->ndim - 1; d++)
+        shape[d] = 1;
+    shape[place->ndim - 1] = piece->numel;
+}
+
+static PyObject *piece_tensor(PyObject *object, int param, const fsdpc_piece *piece,
+                              fsdpc_dtype dtype, void *data)
+{
+    const fsdpc_place *place = &unit_of(object)->layout->params[param];
+    size_t shape[FSDPC_MAX_DIMS];
+    piece_shape(place, piece, shape);
+    int ndim = place->ndim;
+    if (ndim == 0 && piece->numel == 0) { /* a scalar that another rank owns */
+        ndim = 1;
+        shape[0] = 0;
+    }
+    return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
+                                dtype, ndim, shape, data);
+}
+
+static PyObject *unit_local(PyObject *object, PyObject *arg)
+{
+    int param = index_arg(object, arg);
+    if (param < 0)
+        return NULL;
+    fsdpc_unit *unit = unit_of(object);
+    fsdpc_piece piece;
+    void *data = fsdpc_unit_master(unit, param, &piece);
+    unit->foreign = true; /* whoever holds the tensor may write it: compare from now on */
+    return piece_tensor(object, param, &piece, unit->layout->params[param].dtype, data);
+}
+
+static PyObject *unit_grad(PyObject *object, PyObject *arg)
+{
+    int param = index_arg(object, arg);
+    if (param < 0)
+        return NULL;
+    fsdpc_unit *unit = unit_of(object);
+    fsdpc_piece piece;
+    void *data;
+    fsdpc_status status = fsdpc_unit_grad(unit, param, &piece, &data);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (!data)
+        Py_RETURN_NONE;
+    int group = unit->layout->params[param].group;
+    return piece_tensor(object, param, &piece, unit->groups[group].grad_dtype, data);
+}
+
+static PyObject *unit_write(PyObject *object, PyObject *args)
+{
+    int param;
+    PyObject *value;
+    if (!PyArg_ParseTuple(args, "iO", &param, &value) || check_index(unit_of(object), param) < 0)
+        return NULL;
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    if (!t)
+        return NULL;
+    const fsdpc_place *place = &unit_of(object)->layout->params[param];
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status == FSDPC_OK && t->numel != place->numel)
+        status = fsdpc_fail(FSDPC_ERR_SHAPE, "parameter '%s' has %zu elements, the value %zu",
+                            place->name, place->numel, t->numel);
+    if (status == FSDPC_OK && !fsdpc_dtype_is_float(t->dtype))
+        status = fsdpc_fail(FSDPC_ERR_DTYPE, "parameter '%s' cannot take %s values", place->name,
+                            fsdpc_dtype_name(t->dtype));
+    if (status == FSDPC_OK)
+        status = fsdpc_unit_write(unit_of(object), param, t->data, t->dtype);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_init(PyObject *object, PyObject *args)
+{
+    int param, kind;
+    const char *name;
+    double a, b;
+    unsigned long long seed, stream;
+    if (!PyArg_ParseTuple(args, "isddKK", &param, &name, &a, &b, &seed, &stream) ||
+        check_index(unit_of(object), param) < 0)
+        return NULL;
+    if (strcmp(name, "constant") == 0)
+        kind = FSDPC_INIT_CONSTANT;
+    else if (strcmp(name, "normal") == 0)
+        kind = FSDPC_INIT_NORMAL;
+    else if (strcmp(name, "uniform") == 0)
+        kind = FSDPC_INIT_UNIFORM;
+    else
+        return PyErr_Format(PyExc_ValueError,
+                            "initial values are constant, normal or uniform, got '%s'", name);
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_collect(PyObject *object, PyObject *args)
+{
+    int param, grads;
+    if (!PyArg_ParseTuple(args, "ip", &param, &grads) || check_index(unit_of(object), param) < 0)
+        return NULL;
+    fsdpc_unit *unit = unit_of(object);
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
+    fsdpc_tensor *t;
+    fsdpc_status status =
+        fsdpc_tensor_create(unit->device, dtype, place->ndim, place->shape, &t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_unit_collect(unit, param, grads != 0, t->data);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *unit_zero_grad(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_unit_zero_grad(unit_of(object));
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_unshard(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_unshard(unit_of(object));
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_reshard(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_status status = fsdpc_reshard(unit_of(object));
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_reset(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (unit_of(object)->root)
+        fsdpc_root_reset(unit_of(object)->root);
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_reshard(PyObject *object, PyObject *arg)
+{
+    unit_of(object)->reshard_after_forward = PyObject_IsTrue(arg) == 1;
+    ((fsdpc_py_unit *)object)->explicit_reshard = true;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_divide_factor(PyObject *object, PyObject *arg)
+{
+    double factor = PyFloat_AsDouble(arg);
+    if (factor == -1 && PyErr_Occurred())
+        return NULL;
+    unit_of(object)->divide_factor = factor;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_set_trainable(PyObject *object, PyObject *args)
+{
+    int param, trainable;
+    if (!PyArg_ParseTuple(args, "ip", &param, &trainable) ||
+        check_index(unit_of(object), param) < 0)
+        return NULL;
+    unit_of(object)->trainable[param] = trainable != 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_call(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "call(forward, args, kwargs)");
+        return NULL;
+    }
+    return fsdpc_py_unit_call((fsdpc_py_unit *)object, args[0], args[1], args[2]);
+}
+
+static PyObject *unit_get_has_root(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(((fsdpc_py_unit *)object)->ref->root != NULL);
+}
+
+static PyObject *unit_get_name(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(unit_of(object)->name);
+}
+
+static int unit_set_name(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *name = value ? PyUnicode_AsUTF8(value) : NULL;
+    if (!name) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a unit's name cannot be deleted");
+        return -1;
+    }
+    char *copy = strdup(name);
+    if (!copy) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    free(unit_of(object)->name);
+    unit_of(object)->name = copy;
+    return 0;
+}
+
+static PyObject *unit_get_state(PyObject *object, void *unused)
+{
+    (void)unused;
+    static const char *const names[] = {"sharded", "gathering", "full"};
+    return PyUnicode_FromString(names[unit_of(object)->state]);
+}
+
+PyMethodDef fsdpc_py_unit_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))unit_call, METH_FASTCALL,
+     "call(forward, args, kwargs): run a module's forward as this unit."},
+    {"local", unit_local, METH_O, "local(i): this rank's rows of parameter i, original dtype."},
+    {"grad", unit_grad, METH_O, "grad(i): their gradient, or None."},
+    {"write", unit_write, METH_VARARGS, "write(i, full): take the own rows of a full value."},
+    {"init", unit_init, METH_VARARGS, "init(i, kind, a, b, seed, stream): initialise the rows."},
+    {"collect", unit_collect, METH_VARARGS, "collect(i, grads): the full value; collective."},
+    {"zero_grad", unit_zero_grad, METH_NOARGS, "Drop the gradients."},
+    {"unshard", unit_unshard, METH_NOARGS, "Gather and hold; collective."},
+    {"reshard", unit_reshard, METH_NOARGS, "Give up what unshard holds."},
+    {"reset", unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
+    {"set_reshard_after_forward", unit_set_reshard, METH_O, "Whether forward gives fulls up."},
+    {"set_divide_factor", unit_set_divide_factor, METH_O, "By what summed gradients are divided."},
+    {"set_trainable", unit_set_trainable, METH_VARARGS, "set_trainable(i, flag)."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyGetSetDef fsdpc_py_unit_getset[] = {
+    {"has_root", unit_get_has_root, NULL, "Whether the outermost module has run.", NULL},
+    {"name", unit_get_name, unit_set_name, "Shown in messages and traces.", NULL},
+    {"state", unit_get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
