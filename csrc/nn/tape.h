@@ -5,15 +5,17 @@
  * always made after it, so backward runs the reachable nodes by descending number, which is a
  * topological order, the same in every run.  A node has one output.
  *
- * Boundaries mark places on the tape: an identity whose backward calls a function first.  The engine
- * learns from them that a unit's backward begins (a boundary on its outputs: the first call) and ends
- * (a boundary on its inputs: made before anything inside, so run after everything inside).
+ * Boundaries mark places on the tape: an identity whose backward calls a function first.  The
+ * engine learns from them that a unit's backward begins (a boundary on its outputs: the first call)
+ * and ends (a boundary on its inputs: made before anything inside, so run after everything inside).
  *
- * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again is
- * an error.  Backward may be nested (activation checkpointing runs one inside another).
+ * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
+ * is an error.  Backward may be nested (activation checkpointing runs one inside another).
  */
 #ifndef FSDPC_NN_TAPE_H
 #define FSDPC_NN_TAPE_H
+
+#include <pthread.h>
 
 #include "nn/tensor.h"
 
@@ -28,7 +30,7 @@ typedef struct fsdpc_node_ops {
     const char *name;
     /* dy has the output's dtype and shape.  Gives every wanted input its gradient. */
     fsdpc_status (*backward)(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy);
-    void (*release)(fsdpc_node *node); /* what the operation saved; optional */
+    void (*release)(fsdpc_node *node); /* frees node->extra; NULL: free(extra) */
 } fsdpc_node_ops;
 
 enum { FSDPC_NODE_MAX_INPUTS = 4, FSDPC_NODE_MAX_SAVED = 8 };
@@ -40,13 +42,17 @@ struct fsdpc_node {
     int n_inputs;
     fsdpc_edge *inputs; /* inline_inputs, or allocated for more (concat) */
     fsdpc_edge inline_inputs[FSDPC_NODE_MAX_INPUTS];
-    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; NULL where unused */
-    bool freed;         /* saved tensors are gone: backward ran without retain_graph */
-    fsdpc_dtype dtype;  /* of the output */
+    fsdpc_tensor *saved[FSDPC_NODE_MAX_SAVED]; /* owned; NULL where unused; nn/node.h */
+    uint32_t saved_version[FSDPC_NODE_MAX_SAVED];
+    bool freed;        /* saved tensors are gone: backward ran without retain_graph */
+    fsdpc_dtype dtype; /* of the output */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];
-    fsdpc_tensor *grad; /* of the output, summed so far in the running backward */
-    void *extra;        /* the operation's parameters; freed by ops->release */
+    fsdpc_tensor *grad;       /* of the output, summed so far in the running backward */
+    void *extra;              /* the operation's parameters; freed by ops->release */
+    struct fsdpc_hook *hooks; /* nn/hook.h */
+    uint64_t mark;            /* of the last walk that saw this node */
+    fsdpc_node *next;         /* while being taken down */
 };
 
 typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
@@ -55,9 +61,18 @@ struct fsdpc_tape {
     fsdpc_device *device;
     fsdpc_stream *stream; /* where compute runs */
     bool grad_enabled;
-    uint64_t next_number;
-    int backward_depth; /* > 0 inside backward */
-    uint64_t seed, next_stream; /* of dropout and initialisation */
+    _Atomic uint64_t next_number; /* atomic: operations of several threads run outside the GIL */
+    int backward_depth;           /* > 0 inside backward */
+    uint64_t seed, next_stream;   /* of dropout and initialisation */
+
+    /* of the running backward */
+    pthread_t backward_thread;
+    bool retain_graph;
+    struct fsdpc_backward *frame; /* the innermost */
+    struct fsdpc_tape_end *ends;
+    size_t n_ends, ends_capacity;
+    bool leaf_hooks; /* some leaf had a hook once: count uses before backward */
+    uint64_t next_mark;
 };
 
 fsdpc_status fsdpc_tape_create(fsdpc_device *device, fsdpc_stream *stream, fsdpc_tape **out);
@@ -67,8 +82,13 @@ void fsdpc_tape_destroy(fsdpc_tape *tape);
 fsdpc_status fsdpc_tape_backward(fsdpc_tape *tape, fsdpc_tensor *root, fsdpc_tensor *grad,
                                  bool retain_graph);
 
-/* y = x (shared storage).  In backward fn(arg) runs, then dy passes through unchanged.  release(arg),
- * if given, runs when the node goes.  Without gradients to follow, y is a plain view. */
+/* The same from several roots at once; grads[i] may be NULL, and so may grads. */
+fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *const *roots,
+                                      fsdpc_tensor *const *grads, bool retain_graph);
+
+/* y = x (shared storage).  In backward fn(arg) runs, then dy passes through unchanged.
+ * release(arg), if given, runs when the node goes.  Without gradients to follow, y is a plain view.
+ */
 fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_tensor **out);
 
@@ -84,18 +104,21 @@ bool fsdpc_tape_wants(const fsdpc_tape *tape, int n, fsdpc_tensor *const *inputs
 
 /* Makes out's node with edges to the inputs.  The caller then fills node->saved and node->extra. */
 fsdpc_status fsdpc_tape_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
-                               fsdpc_tensor *const *inputs, fsdpc_tensor *out, fsdpc_node **node_out);
+                               fsdpc_tensor *const *inputs, fsdpc_tensor *out,
+                               fsdpc_node **node_out);
 
 /* Backward: does input i want a gradient? */
 bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 
-/* Backward: hands over a finished gradient (acquired by the call): stored, or added to what is there. */
+/* Backward: hands over a finished gradient (acquired by the call): stored, or added to what is
+ * there. It is of the input's shape and dtype and must not be written to any more. */
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
 
 /* Backward: where the operation may write the gradient of this edge itself (kernels with an
- * `accumulate` and a free output dtype); call fsdpc_edge_done after writing.  `shape` is of the input. */
-fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype, int ndim,
-                               const size_t *shape, fsdpc_grad_target *out);
+ * `accumulate` and a free output dtype); call fsdpc_edge_done after writing.  `shape` and `dtype`
+ * are of the input; the target's dtype may be another one (a reduce buffer's). */
+fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
+                               int ndim, const size_t *shape, fsdpc_grad_target *out);
 fsdpc_status fsdpc_edge_done(fsdpc_tape *tape, const fsdpc_edge *edge);
 
 #endif

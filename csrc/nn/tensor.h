@@ -1,12 +1,15 @@
 /* Tensors: dense, row-major, reference counted.
  *
- * A tensor is a shape over a storage.  Views (reshape, a row range, a boundary) share the storage of
- * another tensor; everything else owns its own.  Data is always dense: transposes and inner slices
- * copy.  Leaves are tensors that no operation made; a leaf with requires_grad collects its gradient
- * in `grad`, or gives it to its sink (a sharded parameter's reduce buffer).
+ * A tensor is a shape over a storage.  Views (reshape, a row range, a boundary) share the storage
+ * of another tensor; everything else owns its own.  Data is always dense: transposes and inner
+ * slices copy.  Leaves are tensors that no operation made; a leaf with requires_grad collects its
+ * gradient in `grad`, or gives it to its sink (a sharded parameter's reduce buffer).
  *
- * A guard stands between a tensor and its memory where the memory is not always valid (the full of a
- * sharded parameter): every operation calls fsdpc_tensor_check on its inputs before reading.
+ * A guard stands between a tensor and its memory where the memory is not always valid (the full of
+ * a sharded parameter): every operation calls fsdpc_tensor_check on its inputs before reading.
+ *
+ * Writing to a tensor in place raises its storage's version; a node whose saved tensors have
+ * another version than when they were saved refuses to run (fsdpc_node_save).
  *
  * Threads: a tensor is used by one thread at a time (Python's GIL); reference counts are atomic, as
  * exported memory may be released elsewhere.
@@ -30,12 +33,14 @@ typedef struct fsdpc_storage {
     size_t bytes;
     fsdpc_device *device;
     void (*release)(struct fsdpc_storage *storage); /* frees data and the owner, not the struct */
-    void *owner;                                    /* of foreign memory: a NumPy array, a unit ... */
+    void *owner;      /* of foreign memory: a NumPy array, a unit ... */
+    uint32_t version; /* raised by every write in place */
+    bool readonly;    /* writes fault: a unit's full, foreign constants */
 } fsdpc_storage;
 
-/* Where a leaf's gradient goes instead of `grad`.  `target` says where the next contribution is to be
- * written: accumulate is false for the first one of a backward (overwrite), true after.  `ready` is
- * called after each contribution has been written. */
+/* Where a leaf's gradient goes instead of `grad`.  `target` says where the next contribution is to
+ * be written: accumulate is false for the first one of a backward (overwrite), true after.  `ready`
+ * is called after each contribution has been written. */
 typedef struct fsdpc_grad_target {
     void *data;
     fsdpc_dtype dtype;
@@ -62,10 +67,11 @@ struct fsdpc_tensor {
     void *data; /* inside the storage; NULL while deferred */
     fsdpc_storage *storage;
     bool requires_grad;
-    fsdpc_node *node;     /* what made it; NULL for a leaf; owned */
-    fsdpc_tensor *grad;   /* of a leaf without sink; owned; NULL: none yet */
-    fsdpc_grad_sink sink; /* sink.target NULL: none */
-    fsdpc_guard guard;    /* guard.check NULL: always valid */
+    fsdpc_node *node;               /* what made it; NULL for a leaf; owned */
+    fsdpc_tensor *grad;             /* of a leaf without sink; owned; NULL: none yet */
+    fsdpc_grad_sink sink;           /* sink.target NULL: none */
+    fsdpc_guard guard;              /* guard.check NULL: always valid; views inherit it */
+    struct fsdpc_leaf_hooks *hooks; /* of a leaf; nn/hook.h */
 };
 
 /* Uninitialised memory of its own, category ACTIVATION. */
@@ -75,14 +81,16 @@ fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int nd
 fsdpc_status fsdpc_tensor_create_deferred(fsdpc_dtype dtype, int ndim, const size_t *shape,
                                           fsdpc_tensor **out);
 /* Over foreign memory; release(storage) is called once, when the last tensor over it goes. */
-fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim, const size_t *shape,
-                               void *data, void (*release)(fsdpc_storage *), void *owner,
-                               fsdpc_tensor **out);
-/* Another shape (same numel) over `data` within t's storage; no autograd: the operations add that. */
+fsdpc_status fsdpc_tensor_wrap(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
+                               const size_t *shape, void *data, void (*release)(fsdpc_storage *),
+                               void *owner, fsdpc_tensor **out);
+/* Another shape (same numel) over `data` within t's storage; no autograd: the operations add that.
+ */
 fsdpc_status fsdpc_tensor_view(const fsdpc_tensor *t, int ndim, const size_t *shape, void *data,
                                fsdpc_tensor **out);
 /* Changes what a leaf stands on, in place: its old storage is released. */
-fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage *storage, void *data);
+fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage *storage,
+                               void *data);
 
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
@@ -91,5 +99,16 @@ void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
 fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* deferred or guarded away: an error */
+/* Before a write in place: valid, not read-only; counts the version up. */
+fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
+/* True if nobody else can see this tensor's memory: one reference to it, one to its storage. */
+bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
+/* A leaf over the same memory: no node, no gradient, no hooks. */
+fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);
+
+/* "(2, 3)" for error messages; `text` is returned. */
+enum { FSDPC_SHAPE_TEXT = 160 };
+const char *fsdpc_shape_text(int ndim, const size_t *shape, char text[FSDPC_SHAPE_TEXT]);
+bool fsdpc_shape_equal(const fsdpc_tensor *a, const fsdpc_tensor *b);
 
 #endif

@@ -1,0 +1,13 @@
+/* The running backward, for the files of csrc/nn. */
+#ifndef FSDPC_NN_BACKWARD_H
+#define FSDPC_NN_BACKWARD_H
+
+#include "nn/tape.h"
+
+/* A node that is about to get its first gradient joins the running backward. */
+fsdpc_status fsdpc_backward_push(fsdpc_tape *tape, fsdpc_node *node);
+
+/* A finished gradient for a leaf, hooks done: to its sink, or to `grad`. */
+fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient);
+
+#endif

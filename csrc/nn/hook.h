@@ -1,0 +1,47 @@
+/* Hooks: functions that see, and may replace, a gradient.
+ *
+ * A hook on a tensor that an operation made runs when that tensor's gradient is complete, before it
+ * is passed on.  A hook on a leaf runs once per backward, on the sum of what that backward gives
+ * the leaf, before the sum joins `grad` or goes to the sink; for that, backward counts the leaf's
+ * uses first and collects in `pending`.
+ *
+ * A hook is counted: the tensor (or node) holds one reference, a handle for removal another.
+ */
+#ifndef FSDPC_NN_HOOK_H
+#define FSDPC_NN_HOOK_H
+
+#include "nn/tape.h"
+
+/* *replacement_io is NULL; a tensor put there (owned by the caller then) replaces the gradient. */
+typedef fsdpc_status (*fsdpc_hook_fn)(void *arg, fsdpc_tensor *gradient,
+                                      fsdpc_tensor **replacement_io);
+
+typedef struct fsdpc_hook {
+    _Atomic int refs;
+    fsdpc_hook_fn fn; /* NULL once removed */
+    void *arg;
+    void (*release)(void *arg);
+    struct fsdpc_hook *next;
+} fsdpc_hook;
+
+typedef struct fsdpc_leaf_hooks {
+    fsdpc_hook *first;
+    fsdpc_tensor *pending; /* summed so far in the running backward */
+    size_t uses;           /* nodes of running backwards that have not contributed yet */
+    bool listed;           /* in the running backward's list of leaves to look after */
+} fsdpc_leaf_hooks;
+
+/* The tensor must require grad.  On failure `arg` stays the caller's. */
+fsdpc_status fsdpc_hook_add(fsdpc_tape *tape, fsdpc_tensor *t, fsdpc_hook_fn fn, void *arg,
+                            void (*release)(void *arg), fsdpc_hook **out);
+void fsdpc_hook_remove(fsdpc_hook *hook);  /* it will not run again; twice is fine */
+void fsdpc_hook_release(fsdpc_hook *hook); /* gives a handle's reference back; NULL is fine */
+
+bool fsdpc_leaf_has_hooks(const fsdpc_tensor *leaf);
+void fsdpc_leaf_hooks_destroy(fsdpc_leaf_hooks *hooks);
+void fsdpc_hooks_destroy(fsdpc_hook *first);
+
+/* Runs all of a list; *gradient_io (owned) is replaced by what they return. */
+fsdpc_status fsdpc_hooks_run(fsdpc_hook *first, fsdpc_tensor **gradient_io);
+
+#endif

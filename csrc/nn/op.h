@@ -1,0 +1,63 @@
+/* What the files op_*.c share: checks with one wording, and gradients written where they belong. */
+#ifndef FSDPC_NN_OP_H
+#define FSDPC_NN_OP_H
+
+#include "nn/node.h"
+#include "nn/ops.h"
+
+static inline const fsdpc_nn_ops *fsdpc_op_kernels(const fsdpc_tape *tape)
+{
+    return tape->device->nn;
+}
+
+/* Memory is valid, and the dtype is a float. */
+fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_tensor *t);
+/* Memory is valid, and the dtype is int32 or int64. */
+fsdpc_status fsdpc_op_check_ids(const char *op, const char *what, const fsdpc_tensor *t);
+fsdpc_status fsdpc_op_check_same_dtype(const char *op, const char *what_a, const fsdpc_tensor *a,
+                                       const char *what_b, const fsdpc_tensor *b);
+/* The error of two shapes that do not fit; `rule` says what would. */
+fsdpc_status fsdpc_op_fail_shapes(const char *op, const char *what_a, const fsdpc_tensor *a,
+                                  const char *what_b, const fsdpc_tensor *b, const char *rule);
+/* Turns a negative dimension into one of [0, ndim). */
+fsdpc_status fsdpc_op_dim(const char *op, int dim, int ndim, int *out);
+
+/* fsdpc_tape_record with node->extra of `extra_bytes` (0: none), zeroed.  If it fails, releasing
+ * `out` undoes everything. */
+fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
+                             fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
+                             fsdpc_node **node_out);
+
+/* Strides of a dense tensor. */
+void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
+
+/* Of the input at the other end of a wanted edge. */
+fsdpc_dtype fsdpc_edge_dtype(const fsdpc_edge *edge);
+int fsdpc_edge_ndim(const fsdpc_edge *edge);
+const size_t *fsdpc_edge_shape(const fsdpc_edge *edge);
+
+/* The input's target, its shape and dtype filled in. */
+fsdpc_status fsdpc_op_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_grad_target *out);
+
+/* Runs the product args describes (c, c_dtype, ldc, accumulate unset) into the input's gradient. */
+fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_gemm_args *args);
+
+/* Gives g, a gradient of the broadcast shape, summed over what was broadcast and times `scale`. */
+fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
+                                  double scale);
+
+/* Gives a tensor and releases it, whatever st was before; returns the first error. */
+fsdpc_status fsdpc_op_give_owned(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
+                                 fsdpc_status st);
+
+/* Ends a forward: on success *out = y; on failure y is released. */
+static inline fsdpc_status fsdpc_op_return(fsdpc_status st, fsdpc_tensor *y, fsdpc_tensor **out)
+{
+    if (st == FSDPC_OK)
+        *out = y;
+    else
+        fsdpc_tensor_release(y);
+    return st;
+}
+
+#endif

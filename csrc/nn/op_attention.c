@@ -1,0 +1,212 @@
+/* Attention and the rotation of its queries and keys.
+ *
+ * The kernel takes a stride per batch, token and head, so both layouts work in place: (B, H, T, D),
+ * PyTorch's, and (B, T, H, D), which is what a projection gives and saves the transposes.  Kept for
+ * backward: inputs, output and one float a row and head.
+ */
+#include "nn/op.h"
+
+#include <math.h>
+
+enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE };
+
+/* The positions of tokens and heads in a layout's shape. */
+static int token_dim(const fsdpc_attention_options *options)
+{
+    return options->tokens_first ? 1 : 2;
+}
+
+static void set_strides(const fsdpc_attention_options *options, const fsdpc_tensor *t,
+                        size_t stride[3])
+{
+    size_t d = t->shape[3], dense[FSDPC_MAX_DIMS];
+    fsdpc_op_strides(4, t->shape, dense);
+    stride[0] = dense[0];
+    stride[1] = options->tokens_first ? dense[1] : d;
+    stride[2] = options->tokens_first ? d : dense[1];
+}
+
+static fsdpc_attention_args attention_args(const fsdpc_attention_options *options,
+                                           const fsdpc_tensor *q, const fsdpc_tensor *k,
+                                           const fsdpc_tensor *v, const fsdpc_tensor *y,
+                                           const fsdpc_tensor *lse)
+{
+    int t = token_dim(options), h = 3 - t;
+    fsdpc_attention_args args = {.dtype = q->dtype,
+                                 .batch = q->shape[0],
+                                 .tokens_q = q->shape[t],
+                                 .tokens_k = k->shape[t],
+                                 .heads = q->shape[h],
+                                 .kv_heads = k->shape[h],
+                                 .dim = q->shape[3],
+                                 .scale = options->scale,
+                                 .causal = options->causal,
+                                 .q = q->data,
+                                 .k = k->data,
+                                 .v = v->data,
+                                 .out = y->data,
+                                 .lse = lse->data};
+    set_strides(options, q, args.stride_q);
+    set_strides(options, k, args.stride_k);
+    set_strides(options, v, args.stride_v);
+    set_strides(options, y, args.stride_out);
+    return args;
+}
+
+static fsdpc_status attention_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *d[3] = {NULL, NULL, NULL};
+    fsdpc_status st = FSDPC_OK;
+    for (int i = 0; i < 3 && st == FSDPC_OK; i++)
+        st = fsdpc_tensor_create(tape->device, dy->dtype, 4, node->saved[i]->shape, &d[i]);
+    if (st == FSDPC_OK) {
+        fsdpc_attention_args args =
+            attention_args(node->extra, node->saved[SAVED_Q], node->saved[SAVED_K],
+                           node->saved[SAVED_V], node->saved[SAVED_OUT], node->saved[SAVED_LSE]);
+        args.dout = dy->data;
+        args.dq = d[0]->data;
+        args.dk = d[1]->data;
+        args.dv = d[2]->data;
+        st = fsdpc_op_kernels(tape)->attention_backward(&args, tape->stream);
+    }
+    for (int i = 0; i < 3; i++) {
+        if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[i]))
+            st = fsdpc_edge_give(tape, &node->inputs[i], d[i]);
+        fsdpc_tensor_release(d[i]);
+    }
+    return st;
+}
+
+static const fsdpc_node_ops attention_ops = {.name = "scaled_dot_product_attention",
+                                             .backward = attention_backward};
+
+static fsdpc_status attention_check(const fsdpc_attention_options *options, const fsdpc_tensor *q,
+                                    const fsdpc_tensor *k, const fsdpc_tensor *v)
+{
+    const char *op = "scaled_dot_product_attention";
+    int t = token_dim(options), h = 3 - t;
+    FSDPC_TRY(fsdpc_op_check_float(op, "q", q));
+    FSDPC_TRY(fsdpc_op_check_float(op, "k", k));
+    FSDPC_TRY(fsdpc_op_check_float(op, "v", v));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "q", q, "k", k));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "q", q, "v", v));
+    if (!fsdpc_shape_equal(k, v))
+        return fsdpc_op_fail_shapes(op, "k", k, "v", v, "they must be equal");
+    if (q->ndim != 4 || k->ndim != 4 || q->shape[0] != k->shape[0] || q->shape[3] != k->shape[3])
+        return fsdpc_op_fail_shapes(op, "q", q, "k", k,
+                                    options->tokens_first ? "they must be (B, T, heads, D)"
+                                                          : "they must be (B, heads, T, D)");
+    if (k->shape[h] ? q->shape[h] % k->shape[h] != 0 : q->shape[h] != 0)
+        return fsdpc_op_fail_shapes(op, "q", q, "k", k,
+                                    "heads of q must be a multiple of heads of k");
+    if (options->causal && q->shape[t] > k->shape[t])
+        return fsdpc_op_fail_shapes(op, "q", q, "k", k,
+                                    "causal attention needs at least as many keys as queries");
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
+                                const fsdpc_attention_options *options, fsdpc_tensor **out)
+{
+    fsdpc_attention_options kept = *options;
+    FSDPC_TRY(attention_check(options, q, k, v));
+    if (kept.default_scale)
+        kept.scale = q->shape[3] ? 1 / sqrt((double)q->shape[3]) : 1;
+    int t = token_dim(options), h = 3 - t;
+    size_t lse_shape[] = {q->shape[0], q->shape[h], q->shape[t]};
+    fsdpc_tensor *y, *lse = NULL;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, q->dtype, 4, q->shape, &y));
+    fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 3, lse_shape, &lse);
+    if (st == FSDPC_OK) {
+        fsdpc_attention_args args = attention_args(&kept, q, k, v, y, lse);
+        st = fsdpc_op_kernels(tape)->attention(&args, tape->stream);
+    }
+    fsdpc_tensor *inputs[] = {q, k, v};
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &attention_ops, 3, inputs, y, sizeof kept, &node);
+        if (st == FSDPC_OK) {
+            *(fsdpc_attention_options *)node->extra = kept;
+            for (int i = 0; i < 3; i++)
+                fsdpc_node_save(node, i, inputs[i]);
+            fsdpc_node_save(node, SAVED_LSE, lse);
+            st = fsdpc_node_save_output(node, SAVED_OUT, y);
+        }
+    }
+    fsdpc_tensor_release(lse);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- rotary ---- */
+
+enum { SAVED_COS, SAVED_SIN };
+
+static fsdpc_status rotate(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *cosines,
+                           const fsdpc_tensor *sines, bool inverse, fsdpc_tensor **out)
+{
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, 4, x->shape, &y));
+    fsdpc_rotary_args args = {.dtype = x->dtype,
+                              .batch = x->shape[0],
+                              .tokens = x->shape[1],
+                              .heads = x->shape[2],
+                              .dim = x->shape[3],
+                              .cosines = cosines->data,
+                              .sines = sines->data,
+                              .inverse = inverse,
+                              .x = x->data,
+                              .y = y->data};
+    return fsdpc_op_return(fsdpc_op_kernels(tape)->rotary(&args, tape->stream), y, out);
+}
+
+static fsdpc_status rotary_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *dx;
+    FSDPC_TRY(rotate(tape, dy, node->saved[SAVED_COS], node->saved[SAVED_SIN], true, &dx));
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, FSDPC_OK);
+}
+
+static const fsdpc_node_ops rotary_ops = {.name = "rotary", .backward = rotary_backward};
+
+static fsdpc_status rotary_f32(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *cosines,
+                               fsdpc_tensor *sines, fsdpc_tensor **out)
+{
+    fsdpc_tensor *y;
+    FSDPC_TRY(rotate(tape, x, cosines, sines, false, &y));
+    fsdpc_status st = FSDPC_OK;
+    if (fsdpc_tape_wants(tape, 1, &x)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &rotary_ops, 1, &x, y, 0, &node);
+        if (st == FSDPC_OK) {
+            fsdpc_node_save(node, SAVED_COS, cosines);
+            fsdpc_node_save(node, SAVED_SIN, sines);
+        }
+    }
+    return fsdpc_op_return(st, y, out);
+}
+
+fsdpc_status fsdpc_op_rotary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *cosines,
+                             fsdpc_tensor *sines, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float("rotary", "x", x));
+    FSDPC_TRY(fsdpc_op_check_float("rotary", "cos", cosines));
+    FSDPC_TRY(fsdpc_op_check_float("rotary", "sin", sines));
+    if (x->ndim != 4 || x->shape[3] % 2)
+        return fsdpc_op_fail_shapes("rotary", "x", x, "cos", cosines,
+                                    "x must be (B, T, heads, D) with an even D");
+    if (cosines->ndim != 2 || cosines->shape[0] < x->shape[1] ||
+        cosines->shape[1] != x->shape[3] / 2)
+        return fsdpc_op_fail_shapes("rotary", "x", x, "cos", cosines,
+                                    "cos must be (T or more, D/2) for x (B, T, heads, D)");
+    if (!fsdpc_shape_equal(cosines, sines))
+        return fsdpc_op_fail_shapes("rotary", "cos", cosines, "sin", sines, "they must be equal");
+    fsdpc_tensor *c, *s;
+    FSDPC_TRY(fsdpc_op_cast(tape, cosines, FSDPC_F32, &c));
+    fsdpc_status st = fsdpc_op_cast(tape, sines, FSDPC_F32, &s);
+    if (st == FSDPC_OK) {
+        st = rotary_f32(tape, x, c, s, out);
+        fsdpc_tensor_release(s);
+    }
+    fsdpc_tensor_release(c);
+    return st;
+}

@@ -1,0 +1,420 @@
+/* Elementwise operations: one node kind for all unary ones, one for all binary ones.
+ *
+ * Promotion is a cast on the tape before the operation, so a kernel sees one dtype.  PyTorch's
+ * rules among floats: equal dtypes stay, bf16 with fp16 gives fp32, else the wider; a float beside
+ * an integer gives the float; Python scalars change nothing but integer tensors.
+ *
+ * What a backward needs is its input or its output, whichever is cheaper to keep (the output, where
+ * it is kept anyway by what follows); a binary operation keeps only what the wanted sides need.
+ */
+#include "nn/op.h"
+
+#include <math.h>
+
+#include "ops/flat_ops.h"
+
+static const char *const unary_names[] = {
+#define X(name, text) text,
+    FSDPC_UNARY_TABLE(X)
+#undef X
+};
+
+static const char *const binary_names[] = {"add", "sub", "mul", "div"};
+
+/* ---- unary ---- */
+
+typedef struct unary_extra {
+    fsdpc_unary kind;
+    double scalar;
+} unary_extra;
+
+/* Slots of saved tensors. */
+enum { SAVED_X, SAVED_Y };
+
+static bool unary_needs_x(fsdpc_unary kind)
+{
+    switch (kind) {
+    case FSDPC_UNARY_ABS:
+    case FSDPC_UNARY_LOG:
+    case FSDPC_UNARY_GELU_TANH:
+    case FSDPC_UNARY_GELU_ERF:
+    case FSDPC_UNARY_SILU:
+    case FSDPC_UNARY_RDIV_SCALAR:
+    case FSDPC_UNARY_POW_SCALAR:
+        return true;
+    default:
+        return false;
+    }
+}
+
+static bool unary_needs_y(fsdpc_unary kind)
+{
+    switch (kind) {
+    case FSDPC_UNARY_EXP:
+    case FSDPC_UNARY_SQRT:
+    case FSDPC_UNARY_TANH:
+    case FSDPC_UNARY_SIGMOID:
+    case FSDPC_UNARY_RELU:
+        return true;
+    default:
+        return false;
+    }
+}
+
+static fsdpc_status unary_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const unary_extra *extra = node->extra;
+    if (extra->kind == FSDPC_UNARY_ADD_SCALAR)
+        return fsdpc_edge_give(tape, &node->inputs[0], dy);
+    fsdpc_tensor *dx;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dx));
+    fsdpc_unary_args args = {.kind = extra->kind,
+                             .dtype = dy->dtype,
+                             .numel = dy->numel,
+                             .scalar = extra->scalar,
+                             .x = node->saved[SAVED_X] ? node->saved[SAVED_X]->data : NULL,
+                             .y = node->saved[SAVED_Y] ? node->saved[SAVED_Y]->data : NULL,
+                             .dy = dy->data,
+                             .out = dx->data};
+    fsdpc_status st = fsdpc_op_kernels(tape)->unary_backward(&args, tape->stream);
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, st);
+}
+
+static const fsdpc_node_ops unary_ops[] = {
+#define X(NAME, text) {.name = text, .backward = unary_backward},
+    FSDPC_UNARY_TABLE(X)
+#undef X
+};
+
+static fsdpc_status unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
+                                 fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    FSDPC_TRY(fsdpc_op_record(tape, &unary_ops[kind], 1, &x, y, sizeof(unary_extra), &node));
+    *(unary_extra *)node->extra = (unary_extra){kind, scalar};
+    if (unary_needs_x(kind))
+        fsdpc_node_save(node, SAVED_X, x);
+    return unary_needs_y(kind) ? fsdpc_node_save_output(node, SAVED_Y, y) : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
+                            fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
+    fsdpc_unary_args args = {.kind = kind,
+                             .dtype = x->dtype,
+                             .numel = x->numel,
+                             .scalar = scalar,
+                             .x = x->data,
+                             .out = y->data};
+    fsdpc_status st = fsdpc_op_kernels(tape)->unary(&args, tape->stream);
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x))
+        st = unary_record(tape, kind, scalar, x, y);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- cast ---- */
+
+static fsdpc_status cast_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_grad_target target;
+    FSDPC_TRY(fsdpc_op_target(tape, &node->inputs[0], &target));
+    FSDPC_TRY((target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
+        target.data, target.dtype, dy->data, dy->dtype, dy->numel, tape->stream));
+    return fsdpc_edge_done(tape, &node->inputs[0]);
+}
+
+static const fsdpc_node_ops cast_ops = {.name = "cast", .backward = cast_backward};
+
+fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_tensor_check(x));
+    if (x->dtype == dtype) {
+        *out = fsdpc_tensor_acquire(x);
+        return FSDPC_OK;
+    }
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, x->ndim, x->shape, &y));
+    fsdpc_status st;
+    bool floats = fsdpc_dtype_is_float(dtype) && fsdpc_dtype_is_float(x->dtype);
+    if (floats)
+        st = fsdpc_flat_cast(y->data, dtype, x->data, x->dtype, x->numel, tape->stream);
+    else
+        st = fsdpc_op_kernels(tape)->copy(&(fsdpc_copy_args){.ndim = 1,
+                                                             .shape = {x->numel},
+                                                             .stride_dst = {1},
+                                                             .stride_src = {1},
+                                                             .dst_dtype = dtype,
+                                                             .src_dtype = x->dtype,
+                                                             .dst = y->data,
+                                                             .src = x->data},
+                                          tape->stream);
+    fsdpc_node *node;
+    if (st == FSDPC_OK && floats && fsdpc_tape_wants(tape, 1, &x))
+        st = fsdpc_tape_record(tape, &cast_ops, 1, &x, y, &node);
+    return fsdpc_op_return(st, y, out);
+}
+
+static int float_rank(fsdpc_dtype dtype)
+{
+    return dtype == FSDPC_F64 ? 3 : dtype == FSDPC_F32 ? 2 : 1;
+}
+
+static fsdpc_status promote(const char *op, const fsdpc_tensor *a, const fsdpc_tensor *b,
+                            fsdpc_dtype *out)
+{
+    bool fa = fsdpc_dtype_is_float(a->dtype), fb = fsdpc_dtype_is_float(b->dtype);
+    if (a->dtype == b->dtype)
+        *out = a->dtype;
+    else if (fa && fb && float_rank(a->dtype) == float_rank(b->dtype))
+        *out = FSDPC_F32; /* bf16 and fp16 */
+    else if (fa && fb)
+        *out = float_rank(a->dtype) > float_rank(b->dtype) ? a->dtype : b->dtype;
+    else if (fa || fb)
+        *out = fa ? a->dtype : b->dtype;
+    else if (a->dtype == FSDPC_I64 || b->dtype == FSDPC_I64)
+        *out = FSDPC_I64;
+    else
+        *out = FSDPC_I32;
+    if (*out == FSDPC_U8 || *out == FSDPC_BOOL)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: there is no arithmetic on %s; use to(int32)", op,
+                          fsdpc_dtype_name(*out));
+    return FSDPC_OK;
+}
+
+/* ---- binary ---- */
+
+/* out's shape and both strides; false if the shapes do not broadcast. */
+static bool broadcast(const fsdpc_tensor *a, const fsdpc_tensor *b, fsdpc_binary_args *args)
+{
+    int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    size_t stride_a = 1, stride_b = 1;
+    args->ndim = ndim;
+    for (int i = ndim - 1; i >= 0; i--) {
+        int ia = i - (ndim - a->ndim), ib = i - (ndim - b->ndim);
+        size_t na = ia >= 0 ? a->shape[ia] : 1, nb = ib >= 0 ? b->shape[ib] : 1;
+        if (na != nb && na != 1 && nb != 1)
+            return false;
+        args->shape[i] = na == 1 ? nb : na;
+        args->stride_a[i] = na == 1 ? 0 : stride_a;
+        args->stride_b[i] = nb == 1 ? 0 : stride_b;
+        stride_a *= na;
+        stride_b *= nb;
+    }
+    return true;
+}
+
+/* z = x kind y by the kernel, into new memory; no node. */
+static fsdpc_status binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
+                                   const fsdpc_tensor *b, fsdpc_tensor **out)
+{
+    fsdpc_binary_args args = {.kind = kind, .dtype = a->dtype, .a = a->data, .b = b->data};
+    if (!broadcast(a, b, &args))
+        return fsdpc_op_fail_shapes(binary_names[kind], "the first tensor", a, "the second", b,
+                                    "extents must be equal or 1, counted from the last");
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, a->dtype, args.ndim, args.shape, &y));
+    args.out = y->data;
+    return fsdpc_op_return(fsdpc_op_kernels(tape)->binary(&args, tape->stream), y, out);
+}
+
+enum { SAVED_A, SAVED_B, SAVED_QUOTIENT };
+
+static const fsdpc_node_ops binary_ops[4];
+
+/* d(a b): dy b and dy a;  d(a / b): dy / b and -(dy y) / b */
+static fsdpc_status product_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    bool divide = node->ops == &binary_ops[FSDPC_BINARY_DIV];
+    fsdpc_tensor *g;
+    if (fsdpc_edge_wanted(&node->inputs[0])) {
+        FSDPC_TRY(binary_compute(tape, divide ? FSDPC_BINARY_DIV : FSDPC_BINARY_MUL, dy,
+                                 node->saved[SAVED_B], &g));
+        fsdpc_status st = fsdpc_op_give_summed(tape, &node->inputs[0], g, 1);
+        fsdpc_tensor_release(g);
+        FSDPC_TRY(st);
+    }
+    if (!fsdpc_edge_wanted(&node->inputs[1]))
+        return FSDPC_OK;
+    FSDPC_TRY(binary_compute(tape, FSDPC_BINARY_MUL, dy,
+                             node->saved[divide ? SAVED_QUOTIENT : SAVED_A], &g));
+    if (divide) {
+        fsdpc_tensor *quotient;
+        fsdpc_status st =
+            binary_compute(tape, FSDPC_BINARY_DIV, g, node->saved[SAVED_B], &quotient);
+        fsdpc_tensor_release(g);
+        FSDPC_TRY(st);
+        g = quotient;
+    }
+    fsdpc_status st = fsdpc_op_give_summed(tape, &node->inputs[1], g, divide ? -1 : 1);
+    fsdpc_tensor_release(g);
+    return st;
+}
+
+static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    bool subtract = node->ops == &binary_ops[FSDPC_BINARY_SUB];
+    if (fsdpc_edge_wanted(&node->inputs[0]))
+        FSDPC_TRY(fsdpc_op_give_summed(tape, &node->inputs[0], dy, 1));
+    if (fsdpc_edge_wanted(&node->inputs[1]))
+        FSDPC_TRY(fsdpc_op_give_summed(tape, &node->inputs[1], dy, subtract ? -1 : 1));
+    return FSDPC_OK;
+}
+
+static const fsdpc_node_ops binary_ops[] = {
+    [FSDPC_BINARY_ADD] = {.name = "add", .backward = sum_backward},
+    [FSDPC_BINARY_SUB] = {.name = "sub", .backward = sum_backward},
+    [FSDPC_BINARY_MUL] = {.name = "mul", .backward = product_backward},
+    [FSDPC_BINARY_DIV] = {.name = "div", .backward = product_backward},
+};
+
+static fsdpc_status binary_record(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a,
+                                  fsdpc_tensor *b, fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    fsdpc_tensor *inputs[] = {a, b};
+    FSDPC_TRY(fsdpc_op_record(tape, &binary_ops[kind], 2, inputs, y, 0, &node));
+    bool da = fsdpc_edge_wanted(&node->inputs[0]), db = fsdpc_edge_wanted(&node->inputs[1]);
+    if (kind == FSDPC_BINARY_MUL && db)
+        fsdpc_node_save(node, SAVED_A, a);
+    if ((kind == FSDPC_BINARY_MUL && da) || kind == FSDPC_BINARY_DIV)
+        fsdpc_node_save(node, SAVED_B, b);
+    return kind == FSDPC_BINARY_DIV && db ? fsdpc_node_save_output(node, SAVED_QUOTIENT, y)
+                                          : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a, fsdpc_tensor *b,
+                             fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_tensor_check(a));
+    FSDPC_TRY(fsdpc_tensor_check(b));
+    fsdpc_dtype dtype = a->dtype;
+    if (a->dtype != b->dtype || !fsdpc_dtype_is_float(dtype))
+        FSDPC_TRY(promote(binary_names[kind], a, b, &dtype));
+    if (kind == FSDPC_BINARY_DIV && !fsdpc_dtype_is_float(dtype))
+        dtype = FSDPC_F32;
+    fsdpc_tensor *ca, *cb, *y = NULL;
+    FSDPC_TRY(fsdpc_op_cast(tape, a, dtype, &ca));
+    fsdpc_status st = fsdpc_op_cast(tape, b, dtype, &cb);
+    if (st == FSDPC_OK) {
+        st = binary_compute(tape, kind, ca, cb, &y);
+        fsdpc_tensor *inputs[] = {ca, cb};
+        if (st == FSDPC_OK && fsdpc_tape_wants(tape, 2, inputs))
+            st = binary_record(tape, kind, ca, cb, y);
+        fsdpc_tensor_release(cb);
+    }
+    fsdpc_tensor_release(ca);
+    return fsdpc_op_return(st, y, out);
+}
+
+static fsdpc_status scalar_tensor(fsdpc_tape *tape, fsdpc_dtype dtype, double s, fsdpc_tensor **out)
+{
+    fsdpc_tensor *t;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, 0, NULL, &t));
+    if (dtype == FSDPC_I64)
+        *(int64_t *)t->data = (int64_t)s;
+    else
+        *(int32_t *)t->data = (int32_t)s;
+    *out = t;
+    return FSDPC_OK;
+}
+
+static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
+                                   bool reversed, fsdpc_tensor **out)
+{
+    fsdpc_tensor *t;
+    bool wide = x->dtype == FSDPC_I64 || fabs(s) > INT32_MAX;
+    FSDPC_TRY(scalar_tensor(tape, wide ? FSDPC_I64 : FSDPC_I32, s, &t));
+    fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
+    fsdpc_tensor_release(t);
+    return st;
+}
+
+fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
+                                    bool s_integral, bool reversed, fsdpc_tensor **out)
+{
+    if (!fsdpc_dtype_is_float(x->dtype)) {
+        if (s_integral && kind != FSDPC_BINARY_DIV)
+            return integer_scalar(tape, kind, x, s, reversed, out);
+        fsdpc_tensor *f;
+        FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F32, &f));
+        fsdpc_status st = fsdpc_op_binary_scalar(tape, kind, f, s, false, reversed, out);
+        fsdpc_tensor_release(f);
+        return st;
+    }
+    switch (kind) {
+    case FSDPC_BINARY_ADD:
+        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, s, x, out);
+    case FSDPC_BINARY_SUB:
+        if (reversed)
+            return fsdpc_op_unary(tape, FSDPC_UNARY_RSUB_SCALAR, s, x, out);
+        return fsdpc_op_unary(tape, FSDPC_UNARY_ADD_SCALAR, -s, x, out);
+    case FSDPC_BINARY_MUL:
+        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, s, x, out);
+    case FSDPC_BINARY_DIV:
+        if (reversed)
+            return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s, x, out);
+        return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, 1 / s, x, out);
+    }
+    return fsdpc_fail(FSDPC_ERR_INTERNAL, "no binary operation %d", (int)kind);
+}
+
+/* ---- swiglu ---- */
+
+static fsdpc_status swiglu_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *dgate, *dup;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dgate));
+    fsdpc_status st = fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dup);
+    if (st != FSDPC_OK) {
+        fsdpc_tensor_release(dgate);
+        return st;
+    }
+    st = fsdpc_op_kernels(tape)->swiglu_backward(&(fsdpc_swiglu_args){.dtype = dy->dtype,
+                                                                      .numel = dy->numel,
+                                                                      .gate = node->saved[0]->data,
+                                                                      .up = node->saved[1]->data,
+                                                                      .dout = dy->data,
+                                                                      .dgate = dgate->data,
+                                                                      .dup = dup->data},
+                                                 tape->stream);
+    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[0]))
+        st = fsdpc_edge_give(tape, &node->inputs[0], dgate);
+    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[1]))
+        st = fsdpc_edge_give(tape, &node->inputs[1], dup);
+    fsdpc_tensor_release(dgate);
+    fsdpc_tensor_release(dup);
+    return st;
+}
+
+static const fsdpc_node_ops swiglu_ops = {.name = "swiglu", .backward = swiglu_backward};
+
+fsdpc_status fsdpc_op_swiglu(fsdpc_tape *tape, fsdpc_tensor *gate, fsdpc_tensor *up,
+                             fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float("swiglu", "gate", gate));
+    FSDPC_TRY(fsdpc_op_check_float("swiglu", "up", up));
+    FSDPC_TRY(fsdpc_op_check_same_dtype("swiglu", "gate", gate, "up", up));
+    if (!fsdpc_shape_equal(gate, up))
+        return fsdpc_op_fail_shapes("swiglu", "gate", gate, "up", up, "they must be equal");
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, gate->dtype, gate->ndim, gate->shape, &y));
+    fsdpc_status st = fsdpc_op_kernels(tape)->swiglu(&(fsdpc_swiglu_args){.dtype = gate->dtype,
+                                                                          .numel = gate->numel,
+                                                                          .gate = gate->data,
+                                                                          .up = up->data,
+                                                                          .out = y->data},
+                                                     tape->stream);
+    fsdpc_tensor *inputs[] = {gate, up};
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 2, inputs)) {
+        fsdpc_node *node;
+        st = fsdpc_tape_record(tape, &swiglu_ops, 2, inputs, y, &node);
+        if (st == FSDPC_OK) {
+            fsdpc_node_save(node, 0, gate);
+            fsdpc_node_save(node, 1, up);
+        }
+    }
+    return fsdpc_op_return(st, y, out);
+}

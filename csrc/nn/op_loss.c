@@ -1,0 +1,392 @@
+/* Cross entropy, alone and fused with the product that makes its logits.
+ *
+ * Note [chunked loss].  The logits of a long batch over a large vocabulary are the biggest tensor
+ * of a training step, and their gradient would be as big.  The fused form takes a chunk of rows at
+ * a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the weight
+ * may reach its sink in backward only, so what is kept depends on how many chunks there are:
+ *
+ *   one chunk (the usual case: chunks hold up to 64 MiB): the chunk itself, now the gradient of the
+ *       logits; backward makes dx and dW from it, dW straight into the target, nothing is done
+ * twice; several: dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
+ * added to the target in backward.  Recomputing the logits instead would cost a third more
+ * arithmetic for the head; a private dW costs one more pass over memory as big as the weight.
+ *
+ * Gradients are kept for the SUM over rows (softmax - onehot, no small factors before rounding to
+ * bf16) and scaled by incoming gradient / counted rows in backward.
+ */
+#include "nn/op.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "base/size.h"
+#include "ops/flat_ops.h"
+
+enum { CHUNK_BYTES = 64 << 20, CHUNK_MIN_ROWS = 256 };
+
+static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_tensor *x,
+                               const fsdpc_tensor *targets)
+{
+    FSDPC_TRY(fsdpc_op_check_float(op, what, x));
+    FSDPC_TRY(fsdpc_op_check_ids(op, "targets", targets));
+    bool fits = x->ndim >= 1 && targets->ndim == x->ndim - 1;
+    for (int i = 0; fits && i < targets->ndim; i++)
+        fits = targets->shape[i] == x->shape[i];
+    if (!fits)
+        return fsdpc_op_fail_shapes(op, what, x, "targets", targets,
+                                    "targets must have all dimensions but the last");
+    return FSDPC_OK;
+}
+
+static float read_scalar(const fsdpc_tensor *t)
+{
+    return *(const float *)t->data;
+}
+
+/* x *= s, in place. */
+static fsdpc_status scale_in_place(fsdpc_tape *tape, fsdpc_tensor *x, double s)
+{
+    if (s == 1)
+        return FSDPC_OK;
+    return fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
+                                                             .dtype = x->dtype,
+                                                             .numel = x->numel,
+                                                             .scalar = s,
+                                                             .x = x->data,
+                                                             .out = x->data},
+                                         tape->stream);
+}
+
+/* ---- cross entropy ---- */
+
+typedef struct cross_entropy_extra {
+    int64_t ignore_index;
+    size_t count;
+} cross_entropy_extra;
+
+enum { SAVED_LOGITS, SAVED_TARGETS, SAVED_LSE };
+
+static fsdpc_cross_entropy_args loss_args(const fsdpc_tensor *logits, const fsdpc_tensor *targets,
+                                          const fsdpc_tensor *lse, int64_t ignore_index)
+{
+    return (fsdpc_cross_entropy_args){.dtype = logits->dtype,
+                                      .id_dtype = targets->dtype,
+                                      .rows = targets->numel,
+                                      .cols = logits->shape[logits->ndim - 1],
+                                      .logits = logits->data,
+                                      .targets = targets->data,
+                                      .ignore_index = ignore_index,
+                                      .lse = lse->data};
+}
+
+static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    cross_entropy_extra *extra = node->extra;
+    fsdpc_tensor *logits = node->saved[SAVED_LOGITS], *dx;
+    /* The logits' own memory serves for their gradient if nobody will read them again. */
+    if (!tape->retain_graph && fsdpc_tensor_is_exclusive(logits))
+        dx = fsdpc_tensor_acquire(logits);
+    else
+        FSDPC_TRY(
+            fsdpc_tensor_create(tape->device, logits->dtype, logits->ndim, logits->shape, &dx));
+    fsdpc_cross_entropy_args args =
+        loss_args(logits, node->saved[SAVED_TARGETS], node->saved[SAVED_LSE], extra->ignore_index);
+    args.count = &extra->count;
+    args.dloss = read_scalar(dy);
+    args.dlogits = dx->data;
+    fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
+    if (dx == logits) {
+        /* Given away: exclusive again once the node's reference is gone. */
+        node->saved[SAVED_LOGITS] = NULL;
+        node->freed = true;
+        fsdpc_tensor *view = NULL;
+        if (st == FSDPC_OK)
+            st = fsdpc_tensor_detach(dx, &view);
+        fsdpc_tensor_release(logits);
+        fsdpc_tensor_release(dx);
+        if (st != FSDPC_OK)
+            return st;
+        dx = view;
+    }
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, st);
+}
+
+static const fsdpc_node_ops cross_entropy_ops = {.name = "cross_entropy",
+                                                 .backward = cross_entropy_backward};
+
+fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
+                                    int64_t ignore_index, fsdpc_tensor **out)
+{
+    FSDPC_TRY(loss_check("cross_entropy", "logits", logits, targets));
+    fsdpc_tensor *y, *lse = NULL;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
+    fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &targets->numel, &lse);
+    size_t count = 0;
+    if (st == FSDPC_OK) {
+        fsdpc_cross_entropy_args args = loss_args(logits, targets, lse, ignore_index);
+        args.loss = y->data;
+        args.count = &count;
+        st = fsdpc_op_kernels(tape)->cross_entropy(&args, tape->stream);
+    }
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &logits)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &cross_entropy_ops, 1, &logits, y, sizeof(cross_entropy_extra),
+                             &node);
+        if (st == FSDPC_OK) {
+            *(cross_entropy_extra *)node->extra = (cross_entropy_extra){ignore_index, count};
+            fsdpc_node_save(node, SAVED_LOGITS, logits);
+            fsdpc_node_save(node, SAVED_TARGETS, targets);
+            fsdpc_node_save(node, SAVED_LSE, lse);
+        }
+    }
+    fsdpc_tensor_release(lse);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- fused: see Note [chunked loss] ---- */
+
+typedef struct fused_extra {
+    size_t count;
+} fused_extra;
+
+enum { FUSED_X, FUSED_WEIGHT, FUSED_DLOGITS, FUSED_DX, FUSED_DW };
+
+/* A forward under way. */
+typedef struct fused {
+    fsdpc_tape *tape;
+    fsdpc_tensor *x, *weight, *targets;
+    int64_t ignore_index;
+    size_t rows, in, out, chunk_rows;
+    bool want_dx, want_dw;
+    fsdpc_tensor *dlogits, *dx, *dw; /* of the sum over rows; NULL: not kept */
+    bool dw_started;
+    double loss; /* sum so far */
+    size_t count;
+} fused;
+
+static fsdpc_status chunk_products(fused *f, const fsdpc_tensor *dlogits, size_t first, size_t rows)
+{
+    size_t bytes = fsdpc_dtype_bytes(f->x->dtype);
+    const fsdpc_nn_ops *kernels = fsdpc_op_kernels(f->tape);
+    fsdpc_gemm_args args = {.dtype = f->x->dtype, .a = dlogits->data, .lda = f->out};
+    if (f->dx) {
+        fsdpc_gemm_args dx = args;
+        dx.m = rows;
+        dx.n = dx.ldb = dx.ldc = f->in;
+        dx.k = f->out;
+        dx.b = f->weight->data;
+        dx.c = (char *)f->dx->data + first * f->in * bytes;
+        dx.c_dtype = f->x->dtype;
+        FSDPC_TRY(kernels->gemm(&dx, f->tape->stream));
+    }
+    if (!f->dw)
+        return FSDPC_OK;
+    args.m = f->out;
+    args.n = args.ldb = args.ldc = f->in;
+    args.k = rows;
+    args.trans_a = true;
+    args.b = (const char *)f->x->data + first * f->in * bytes;
+    args.c = f->dw->data;
+    args.c_dtype = f->dw->dtype;
+    args.accumulate = f->dw_started;
+    f->dw_started = true;
+    return kernels->gemm(&args, f->tape->stream);
+}
+
+/* Loss of rows first .. first + rows; `logits` and `lse` have room for them. */
+static fsdpc_status chunk(fused *f, fsdpc_tensor *logits, const fsdpc_tensor *lse, size_t first,
+                          size_t rows)
+{
+    size_t bytes = fsdpc_dtype_bytes(f->x->dtype);
+    fsdpc_gemm_args product = {.m = rows,
+                               .n = f->out,
+                               .k = f->in,
+                               .dtype = f->x->dtype,
+                               .c_dtype = f->x->dtype,
+                               .a = (const char *)f->x->data + first * f->in * bytes,
+                               .lda = f->in,
+                               .b = f->weight->data,
+                               .ldb = f->in,
+                               .trans_b = true,
+                               .c = logits->data,
+                               .ldc = f->out};
+    FSDPC_TRY(fsdpc_op_kernels(f->tape)->gemm(&product, f->tape->stream));
+    float loss = 0;
+    size_t count = 0;
+    fsdpc_cross_entropy_args args = loss_args(logits, f->targets, lse, f->ignore_index);
+    args.rows = rows;
+    args.targets = (const char *)f->targets->data + first * fsdpc_dtype_bytes(f->targets->dtype);
+    args.loss = &loss;
+    args.count = &count;
+    FSDPC_TRY(fsdpc_op_kernels(f->tape)->cross_entropy(&args, f->tape->stream));
+    f->count += count;
+    if (count) /* the mean of nothing is NaN */
+        f->loss += (double)loss * (double)count;
+    if (!f->want_dx && !f->want_dw)
+        return FSDPC_OK;
+    args.dloss = (float)count; /* the gradient of the sum */
+    args.dlogits = logits->data;
+    FSDPC_TRY(fsdpc_op_kernels(f->tape)->cross_entropy_backward(&args, f->tape->stream));
+    return f->dlogits ? FSDPC_OK : chunk_products(f, logits, first, rows);
+}
+
+static fsdpc_status all_chunks(fused *f)
+{
+    fsdpc_tensor *logits, *lse = NULL;
+    size_t shape[] = {f->chunk_rows, f->out};
+    FSDPC_TRY(fsdpc_tensor_create(f->tape->device, f->x->dtype, 2, shape, &logits));
+    fsdpc_status st = fsdpc_tensor_create(f->tape->device, FSDPC_F32, 1, &f->chunk_rows, &lse);
+    if (f->chunk_rows >= f->rows && (f->want_dx || f->want_dw)) {
+        f->dlogits = fsdpc_tensor_acquire(logits);
+    } else {
+        if (st == FSDPC_OK && f->want_dx)
+            st = fsdpc_tensor_create(f->tape->device, f->x->dtype, f->x->ndim, f->x->shape, &f->dx);
+        if (st == FSDPC_OK && f->want_dw)
+            st = fsdpc_tensor_create(f->tape->device,
+                                     f->x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32, 2,
+                                     f->weight->shape, &f->dw);
+    }
+    for (size_t first = 0; st == FSDPC_OK && first < f->rows; first += f->chunk_rows)
+        st = chunk(f, logits, lse, first, fsdpc_min_size(f->chunk_rows, f->rows - first));
+    fsdpc_tensor_release(lse);
+    fsdpc_tensor_release(logits);
+    return st;
+}
+
+/* One chunk was kept as the gradient of the logits. */
+static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node, double scale)
+{
+    fsdpc_tensor *dlogits = node->saved[FUSED_DLOGITS];
+    const fsdpc_tensor *x = node->saved[FUSED_X], *w = node->saved[FUSED_WEIGHT];
+    size_t rows = dlogits->shape[0], out = dlogits->shape[1], in = w->shape[1];
+    fsdpc_tensor *scaled = fsdpc_tensor_acquire(dlogits);
+    if (tape->retain_graph && scale != 1) {
+        fsdpc_tensor_release(scaled);
+        FSDPC_TRY(fsdpc_tensor_create(tape->device, dlogits->dtype, 2, dlogits->shape, &scaled));
+    }
+    fsdpc_status st =
+        scaled == dlogits
+            ? scale_in_place(tape, scaled, scale)
+            : fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
+                                                                .dtype = dlogits->dtype,
+                                                                .numel = dlogits->numel,
+                                                                .scalar = scale,
+                                                                .x = dlogits->data,
+                                                                .out = scaled->data},
+                                            tape->stream);
+    fsdpc_gemm_args args = {.dtype = x->dtype, .a = scaled->data, .lda = out, .n = in, .ldb = in};
+    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[1])) {
+        fsdpc_gemm_args dw = args;
+        dw.m = out;
+        dw.k = rows;
+        dw.trans_a = true;
+        dw.b = x->data;
+        st = fsdpc_op_gemm_into(tape, &node->inputs[1], &dw);
+    }
+    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[0])) {
+        args.m = rows;
+        args.k = out;
+        args.b = w->data;
+        st = fsdpc_op_gemm_into(tape, &node->inputs[0], &args);
+    }
+    fsdpc_tensor_release(scaled);
+    return st;
+}
+
+/* A gradient that forward computed, times scale, into its target. */
+static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *kept,
+                              double scale)
+{
+    if (!kept || !fsdpc_edge_wanted(edge))
+        return FSDPC_OK;
+    fsdpc_tensor *scaled;
+    fsdpc_grad_target target;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, kept->dtype, kept->ndim, kept->shape, &scaled));
+    fsdpc_status st =
+        fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
+                                                          .dtype = kept->dtype,
+                                                          .numel = kept->numel,
+                                                          .scalar = scale,
+                                                          .x = kept->data,
+                                                          .out = scaled->data},
+                                      tape->stream);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_target(tape, edge, &target);
+    if (st == FSDPC_OK)
+        st = (target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
+            target.data, target.dtype, scaled->data, scaled->dtype, scaled->numel, tape->stream);
+    fsdpc_tensor_release(scaled);
+    FSDPC_TRY(st);
+    return fsdpc_edge_done(tape, edge);
+}
+
+static fsdpc_status fused_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    size_t count = ((const fused_extra *)node->extra)->count;
+    double scale = count ? (double)read_scalar(dy) / (double)count : 0;
+    if (node->saved[FUSED_DLOGITS])
+        return fused_backward_products(tape, node, scale);
+    FSDPC_TRY(give_kept(tape, &node->inputs[1], node->saved[FUSED_DW], scale));
+    return give_kept(tape, &node->inputs[0], node->saved[FUSED_DX], scale);
+}
+
+static const fsdpc_node_ops fused_ops = {.name = "linear_cross_entropy",
+                                         .backward = fused_backward};
+
+static size_t choose_chunk(size_t rows, size_t out, size_t bytes, size_t asked)
+{
+    size_t chunk_rows = asked;
+    if (!chunk_rows)
+        chunk_rows = fsdpc_max_size(CHUNK_MIN_ROWS, CHUNK_BYTES / (fsdpc_max_size(out, 1) * bytes));
+    return fsdpc_min_size(chunk_rows, rows);
+}
+
+static fsdpc_status fused_record(const fused *f, fsdpc_tensor *y)
+{
+    fsdpc_tensor *inputs[] = {f->x, f->weight};
+    fsdpc_node *node;
+    FSDPC_TRY(fsdpc_op_record(f->tape, &fused_ops, 2, inputs, y, sizeof(fused_extra), &node));
+    ((fused_extra *)node->extra)->count = f->count;
+    if (f->dlogits) {
+        fsdpc_node_save(node, FUSED_X, f->x);
+        fsdpc_node_save(node, FUSED_WEIGHT, f->weight);
+    }
+    fsdpc_node_save(node, FUSED_DLOGITS, f->dlogits);
+    fsdpc_node_save(node, FUSED_DX, f->dx);
+    fsdpc_node_save(node, FUSED_DW, f->dw);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                           fsdpc_tensor *targets, int64_t ignore_index,
+                                           size_t chunk_rows, fsdpc_tensor **out)
+{
+    const char *op = "linear_cross_entropy";
+    FSDPC_TRY(loss_check(op, "x", x, targets));
+    FSDPC_TRY(fsdpc_op_check_float(op, "weight", weight));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, "weight", weight));
+    if (weight->ndim != 2 || x->shape[x->ndim - 1] != weight->shape[1])
+        return fsdpc_op_fail_shapes(op, "x", x, "weight", weight,
+                                    "x must be (..., in) and weight (classes, in)");
+    fused f = {.tape = tape,
+               .x = x,
+               .weight = weight,
+               .targets = targets,
+               .ignore_index = ignore_index,
+               .rows = targets->numel,
+               .in = weight->shape[1],
+               .out = weight->shape[0],
+               .want_dx = fsdpc_tape_wants(tape, 1, &x),
+               .want_dw = fsdpc_tape_wants(tape, 1, &weight)};
+    f.chunk_rows = choose_chunk(f.rows, f.out, fsdpc_dtype_bytes(x->dtype), chunk_rows);
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
+    fsdpc_status st = all_chunks(&f);
+    *(float *)y->data = f.count ? (float)(f.loss / (double)f.count) : NAN;
+    if (st == FSDPC_OK && (f.want_dx || f.want_dw))
+        st = fused_record(&f, y);
+    fsdpc_tensor_release(f.dlogits);
+    fsdpc_tensor_release(f.dx);
+    fsdpc_tensor_release(f.dw);
+    return fsdpc_op_return(st, y, out);
+}

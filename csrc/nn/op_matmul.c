@@ -1,0 +1,312 @@
+/* Products of matrices.
+ *
+ * All of it is one GEMM call each way.  The gradient of a weight is a product of its own, dy^T x,
+ * and goes straight to where it belongs with beta = 1: a reduce buffer in fp32 even when x is bf16,
+ * so no temporary and no second pass.  Operands that broadcast over a batch are expanded first (a
+ * copy): that is rare, and their gradients are then summed by expand's backward.
+ */
+#include "nn/op.h"
+
+enum { SAVED_A, SAVED_B };
+
+/* ---- linear ---- */
+
+/* All dimensions but the last. */
+static size_t rows_of(const fsdpc_tensor *t)
+{
+    size_t rows = 1;
+    for (int i = 0; i < t->ndim - 1; i++)
+        rows *= t->shape[i];
+    return rows;
+}
+
+static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy)
+{
+    fsdpc_grad_target target;
+    FSDPC_TRY(fsdpc_op_target(tape, edge, &target));
+    fsdpc_sum_args args = {.dtype = dy->dtype,
+                           .out_dtype = target.dtype,
+                           .ndim = 2,
+                           .shape = {rows_of(dy), dy->shape[dy->ndim - 1]},
+                           .reduced = {true, false},
+                           .scale = 1,
+                           .x = dy->data,
+                           .out = target.data,
+                           .accumulate = target.accumulate};
+    FSDPC_TRY(fsdpc_op_kernels(tape)->sum(&args, tape->stream));
+    return fsdpc_edge_done(tape, edge);
+}
+
+/* dw = dy^T x,  db = sum of dy's rows,  dx = dy w */
+static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const fsdpc_tensor *x = node->saved[SAVED_A], *w = node->saved[SAVED_B];
+    size_t out = dy->shape[dy->ndim - 1], rows = rows_of(dy);
+    fsdpc_gemm_args args = {.dtype = dy->dtype, .a = dy->data, .lda = out};
+    if (fsdpc_edge_wanted(&node->inputs[1])) {
+        fsdpc_gemm_args dw = args;
+        dw.m = out;
+        dw.n = dw.ldb = x->shape[x->ndim - 1];
+        dw.k = rows;
+        dw.trans_a = true;
+        dw.b = x->data;
+        FSDPC_TRY(fsdpc_op_gemm_into(tape, &node->inputs[1], &dw));
+    }
+    if (fsdpc_edge_wanted(&node->inputs[2]))
+        FSDPC_TRY(give_bias(tape, &node->inputs[2], dy));
+    if (!fsdpc_edge_wanted(&node->inputs[0]))
+        return FSDPC_OK;
+    args.m = rows;
+    args.n = args.ldb = w->shape[1];
+    args.k = out;
+    args.b = w->data;
+    return fsdpc_op_gemm_into(tape, &node->inputs[0], &args);
+}
+
+static const fsdpc_node_ops linear_ops = {.name = "linear", .backward = linear_backward};
+
+static fsdpc_status linear_check(fsdpc_tensor *x, fsdpc_tensor *w, fsdpc_tensor *bias)
+{
+    FSDPC_TRY(fsdpc_op_check_float("linear", "x", x));
+    FSDPC_TRY(fsdpc_op_check_float("linear", "weight", w));
+    FSDPC_TRY(fsdpc_op_check_same_dtype("linear", "x", x, "weight", w));
+    if (w->ndim != 2 || x->ndim < 1 || x->shape[x->ndim - 1] != w->shape[1])
+        return fsdpc_op_fail_shapes("linear", "x", x, "weight", w,
+                                    "x must be (..., in) and weight (out, in)");
+    if (!bias)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_op_check_float("linear", "bias", bias));
+    FSDPC_TRY(fsdpc_op_check_same_dtype("linear", "x", x, "bias", bias));
+    if (bias->ndim != 1 || bias->shape[0] != w->shape[0])
+        return fsdpc_op_fail_shapes("linear", "bias", bias, "weight", w,
+                                    "bias must be (out) and weight (out, in)");
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                             fsdpc_tensor *bias, fsdpc_tensor **out)
+{
+    FSDPC_TRY(linear_check(x, weight, bias));
+    size_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0; i < x->ndim - 1; i++)
+        shape[i] = x->shape[i];
+    shape[x->ndim - 1] = weight->shape[0];
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, shape, &y));
+    fsdpc_gemm_args args = {.m = rows_of(x),
+                            .n = weight->shape[0],
+                            .k = weight->shape[1],
+                            .dtype = x->dtype,
+                            .c_dtype = x->dtype,
+                            .a = x->data,
+                            .lda = weight->shape[1],
+                            .b = weight->data,
+                            .ldb = weight->shape[1],
+                            .trans_b = true,
+                            .c = y->data,
+                            .ldc = weight->shape[0],
+                            .bias = bias ? bias->data : NULL};
+    fsdpc_status st = fsdpc_op_kernels(tape)->gemm(&args, tape->stream);
+    fsdpc_tensor *inputs[] = {x, weight, bias};
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &linear_ops, 3, inputs, y, 0, &node);
+        if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[1]))
+            fsdpc_node_save(node, SAVED_A, x);
+        if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[0]))
+            fsdpc_node_save(node, SAVED_B, weight);
+    }
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- matmul of a batch, or of rows with one matrix ---- */
+
+typedef struct product_extra {
+    size_t m, n, k, batch;
+} product_extra;
+
+static fsdpc_gemm_args product_args(const product_extra *e, fsdpc_dtype dtype)
+{
+    return (fsdpc_gemm_args){.m = e->m,
+                             .n = e->n,
+                             .k = e->k,
+                             .dtype = dtype,
+                             .c_dtype = dtype,
+                             .lda = e->k,
+                             .ldb = e->n,
+                             .ldc = e->n,
+                             .batch = e->batch,
+                             .stride_a = e->m * e->k,
+                             .stride_b = e->k * e->n,
+                             .stride_c = e->m * e->n};
+}
+
+/* da = dy b^T,  db = a^T dy */
+static fsdpc_status product_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const product_extra *e = node->extra;
+    if (fsdpc_edge_wanted(&node->inputs[0])) {
+        fsdpc_gemm_args args = product_args(e, dy->dtype);
+        args.n = e->k;
+        args.k = e->n;
+        args.a = dy->data;
+        args.lda = e->n;
+        args.stride_a = e->m * e->n;
+        args.b = node->saved[SAVED_B]->data;
+        args.trans_b = true;
+        args.stride_c = e->m * e->k;
+        FSDPC_TRY(fsdpc_op_gemm_into(tape, &node->inputs[0], &args));
+    }
+    if (!fsdpc_edge_wanted(&node->inputs[1]))
+        return FSDPC_OK;
+    fsdpc_gemm_args args = product_args(e, dy->dtype);
+    args.m = e->k;
+    args.k = e->m;
+    args.a = node->saved[SAVED_A]->data;
+    args.trans_a = true;
+    args.b = dy->data;
+    args.stride_b = e->m * e->n;
+    args.stride_c = e->k * e->n;
+    return fsdpc_op_gemm_into(tape, &node->inputs[1], &args);
+}
+
+static const fsdpc_node_ops product_ops = {.name = "matmul", .backward = product_backward};
+
+static fsdpc_status product(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, fsdpc_tensor **out)
+{
+    product_extra e = {.m = a->shape[a->ndim - 2],
+                       .n = b->shape[b->ndim - 1],
+                       .k = a->shape[a->ndim - 1],
+                       .batch = 1};
+    size_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0; i < a->ndim - 2; i++)
+        e.batch *= a->shape[i];
+    for (int i = 0; i < a->ndim; i++)
+        shape[i] = a->shape[i];
+    shape[a->ndim - 1] = e.n;
+    if (b->ndim == 2) {
+        e.m *= e.batch;
+        e.batch = 1;
+    } else if (e.batch == 0) { /* which the kernel takes for 1: make the matrices empty instead */
+        e.m = e.k = 0;
+    }
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, a->dtype, a->ndim, shape, &y));
+    fsdpc_gemm_args args = product_args(&e, a->dtype);
+    args.a = a->data;
+    args.b = b->data;
+    args.c = y->data;
+    fsdpc_status st = fsdpc_op_kernels(tape)->gemm(&args, tape->stream);
+    fsdpc_tensor *inputs[] = {a, b};
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 2, inputs)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &product_ops, 2, inputs, y, sizeof e, &node);
+        if (st == FSDPC_OK) {
+            *(product_extra *)node->extra = e;
+            if (fsdpc_edge_wanted(&node->inputs[1]))
+                fsdpc_node_save(node, SAVED_A, a);
+            if (fsdpc_edge_wanted(&node->inputs[0]))
+                fsdpc_node_save(node, SAVED_B, b);
+        }
+    }
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- shapes: 1-D operands and broadcast batches become the forms above ---- */
+
+/* The batch shape of both, or an error. */
+static fsdpc_status batch_shape(const fsdpc_tensor *a, const fsdpc_tensor *b, int *ndim_out,
+                                size_t *shape_out)
+{
+    int ndim = (a->ndim > b->ndim ? a->ndim : b->ndim) - 2;
+    for (int i = 0; i < ndim; i++) {
+        int ia = i - (ndim - (a->ndim - 2)), ib = i - (ndim - (b->ndim - 2));
+        size_t na = ia >= 0 ? a->shape[ia] : 1, nb = ib >= 0 ? b->shape[ib] : 1;
+        if (na != nb && na != 1 && nb != 1)
+            return fsdpc_op_fail_shapes("matmul", "the first tensor", a, "the second", b,
+                                        "the dimensions before the last two must broadcast");
+        shape_out[i] = na == 1 ? nb : na;
+    }
+    *ndim_out = ndim;
+    return FSDPC_OK;
+}
+
+/* x with its batch dimensions expanded to `shape`; x itself if they are that. */
+static fsdpc_status expand_batch(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, size_t *shape,
+                                 fsdpc_tensor **out)
+{
+    bool same = x->ndim == ndim + 2;
+    for (int i = 0; same && i < ndim; i++)
+        same = x->shape[i] == shape[i];
+    if (same) {
+        *out = fsdpc_tensor_acquire(x);
+        return FSDPC_OK;
+    }
+    shape[ndim] = x->shape[x->ndim - 2];
+    shape[ndim + 1] = x->shape[x->ndim - 1];
+    return fsdpc_op_expand(tape, x, ndim + 2, shape, out);
+}
+
+static fsdpc_status batched(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, fsdpc_tensor **out)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    int ndim = 0;
+    fsdpc_tensor *ea, *eb;
+    FSDPC_TRY(batch_shape(a, b, &ndim, shape));
+    FSDPC_TRY(expand_batch(tape, a, ndim, shape, &ea));
+    fsdpc_status st = expand_batch(tape, b, ndim, shape, &eb);
+    if (st == FSDPC_OK) {
+        st = product(tape, ea, eb, out);
+        fsdpc_tensor_release(eb);
+    }
+    fsdpc_tensor_release(ea);
+    return st;
+}
+
+/* A vector as a matrix: a row on the left, a column on the right. */
+static fsdpc_status as_matrix(fsdpc_tape *tape, fsdpc_tensor *x, bool left, fsdpc_tensor **out)
+{
+    if (x->ndim > 1) {
+        *out = fsdpc_tensor_acquire(x);
+        return FSDPC_OK;
+    }
+    int64_t n = (int64_t)x->numel, shape[2] = {left ? 1 : n, left ? n : 1};
+    return fsdpc_op_reshape(tape, x, 2, shape, out);
+}
+
+static fsdpc_status drop_vector_dims(fsdpc_tape *tape, fsdpc_tensor *y, bool left, bool right,
+                                     fsdpc_tensor **out)
+{
+    int64_t shape[FSDPC_MAX_DIMS];
+    int ndim = 0;
+    for (int i = 0; i < y->ndim; i++)
+        if (!(left && i == y->ndim - 2) && !(right && i == y->ndim - 1))
+            shape[ndim++] = (int64_t)y->shape[i];
+    return fsdpc_op_reshape(tape, y, ndim, shape, out);
+}
+
+fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float("matmul", "the first tensor", a));
+    FSDPC_TRY(fsdpc_op_check_float("matmul", "the second tensor", b));
+    FSDPC_TRY(fsdpc_op_check_same_dtype("matmul", "the first tensor", a, "the second", b));
+    if (a->ndim < 1 || b->ndim < 1 ||
+        a->shape[a->ndim - 1] != b->shape[b->ndim > 1 ? b->ndim - 2 : 0])
+        return fsdpc_op_fail_shapes("matmul", "the first tensor", a, "the second", b,
+                                    "they must be (..., m, k) and (..., k, n)");
+    if (a->ndim > 1 && b->ndim > 1)
+        return b->ndim == 2 ? product(tape, a, b, out) : batched(tape, a, b, out);
+    fsdpc_tensor *ma, *mb, *y;
+    FSDPC_TRY(as_matrix(tape, a, true, &ma));
+    fsdpc_status st = as_matrix(tape, b, false, &mb);
+    if (st == FSDPC_OK) {
+        st = fsdpc_op_matmul(tape, ma, mb, &y);
+        fsdpc_tensor_release(mb);
+    }
+    fsdpc_tensor_release(ma);
+    if (st != FSDPC_OK)
+        return st;
+    st = drop_vector_dims(tape, y, a->ndim == 1, b->ndim == 1, out);
+    fsdpc_tensor_release(y);
+    return st;
+}

@@ -1,0 +1,186 @@
+/* Layer normalisation and RMS normalisation: one node kind, told apart by the kernel's flag.
+ *
+ * Forward keeps mean and 1/deviation of each row, two floats a row, and the input.  The kernel
+ * writes the gradients of weight and bias wherever their targets are; it has one dtype for both, so
+ * if the targets differ, or it cannot write theirs, they go through fp32.
+ */
+#include "nn/op.h"
+
+#include "ops/flat_ops.h"
+
+typedef struct norm_extra {
+    bool layer;
+    double eps;
+} norm_extra;
+
+enum { SAVED_X, SAVED_WEIGHT, SAVED_MEAN, SAVED_RSTD };
+
+static const char *norm_name(bool layer)
+{
+    return layer ? "layer_norm" : "rms_norm";
+}
+
+static fsdpc_norm_args norm_args(const norm_extra *extra, const fsdpc_tensor *x,
+                                 const fsdpc_tensor *weight, const fsdpc_tensor *mean,
+                                 const fsdpc_tensor *rstd)
+{
+    size_t cols = x->shape[x->ndim - 1];
+    return (fsdpc_norm_args){.layer = extra->layer,
+                             .dtype = x->dtype,
+                             .rows = rstd->numel,
+                             .cols = cols,
+                             .eps = extra->eps,
+                             .x = x->data,
+                             .weight = weight ? weight->data : NULL,
+                             .mean = mean ? mean->data : NULL,
+                             .rstd = rstd->data};
+}
+
+/* Where the gradient of weight or bias is computed: its target, or fp32 of our own. */
+typedef struct side {
+    const fsdpc_edge *edge; /* NULL: not wanted */
+    fsdpc_grad_target target;
+    fsdpc_tensor *temporary;
+} side;
+
+static fsdpc_status side_open(fsdpc_tape *tape, const fsdpc_edge *edge, side *out)
+{
+    *out = (side){0};
+    if (!fsdpc_edge_wanted(edge))
+        return FSDPC_OK;
+    out->edge = edge;
+    return fsdpc_op_target(tape, edge, &out->target);
+}
+
+static fsdpc_status side_divert(fsdpc_tape *tape, side *s)
+{
+    if (!s->edge)
+        return FSDPC_OK;
+    return fsdpc_tensor_create(tape->device, FSDPC_F32, 1, fsdpc_edge_shape(s->edge),
+                               &s->temporary);
+}
+
+/* From the temporary to the target, if there was one. */
+static fsdpc_status side_close(fsdpc_tape *tape, side *s)
+{
+    if (!s->edge)
+        return FSDPC_OK;
+    if (s->temporary)
+        FSDPC_TRY((s->target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
+            s->target.data, s->target.dtype, s->temporary->data, FSDPC_F32, s->temporary->numel,
+            tape->stream));
+    return fsdpc_edge_done(tape, s->edge);
+}
+
+static bool side_direct(const side *s, fsdpc_dtype dtype)
+{
+    return !s->edge || s->target.dtype == dtype;
+}
+
+static fsdpc_status norm_run_backward(fsdpc_tape *tape, fsdpc_norm_args *args, side *weight,
+                                      side *bias)
+{
+    fsdpc_dtype dtype = weight->edge ? weight->target.dtype : bias->target.dtype;
+    args->dgrad_dtype = dtype;
+    bool direct = side_direct(weight, dtype) && side_direct(bias, dtype) &&
+                  (dtype == FSDPC_F32 || dtype == args->dtype);
+    if (!direct) {
+        FSDPC_TRY(side_divert(tape, weight));
+        FSDPC_TRY(side_divert(tape, bias));
+        args->dgrad_dtype = FSDPC_F32;
+    }
+    if (weight->edge) {
+        args->dweight = direct ? weight->target.data : weight->temporary->data;
+        args->dweight_accumulate = direct && weight->target.accumulate;
+    }
+    if (bias->edge) {
+        args->dbias = direct ? bias->target.data : bias->temporary->data;
+        args->dbias_accumulate = direct && bias->target.accumulate;
+    }
+    FSDPC_TRY(fsdpc_op_kernels(tape)->norm_backward(args, tape->stream));
+    FSDPC_TRY(side_close(tape, weight));
+    return side_close(tape, bias);
+}
+
+static fsdpc_status norm_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    side weight, bias;
+    FSDPC_TRY(side_open(tape, &node->inputs[1], &weight));
+    FSDPC_TRY(side_open(tape, &node->inputs[2], &bias));
+    fsdpc_norm_args args = norm_args(node->extra, node->saved[SAVED_X], node->saved[SAVED_WEIGHT],
+                                     node->saved[SAVED_MEAN], node->saved[SAVED_RSTD]);
+    fsdpc_tensor *dx;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dx));
+    args.dy = dy->data;
+    args.dx = dx->data;
+    fsdpc_status st = norm_run_backward(tape, &args, &weight, &bias);
+    fsdpc_tensor_release(weight.temporary);
+    fsdpc_tensor_release(bias.temporary);
+    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[0]))
+        st = fsdpc_edge_give(tape, &node->inputs[0], dx);
+    fsdpc_tensor_release(dx);
+    return st;
+}
+
+static const fsdpc_node_ops norm_ops[] = {
+    {.name = "rms_norm", .backward = norm_backward},
+    {.name = "layer_norm", .backward = norm_backward},
+};
+
+static fsdpc_status check_side(const char *op, const char *what, const fsdpc_tensor *x,
+                               const fsdpc_tensor *t)
+{
+    if (!t)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_op_check_float(op, what, t));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, what, t));
+    if (t->ndim != 1 || t->shape[0] != x->shape[x->ndim - 1])
+        return fsdpc_op_fail_shapes(op, "x", x, what, t,
+                                    "it must have one dimension, the last of x");
+    return FSDPC_OK;
+}
+
+static fsdpc_status norm_record(fsdpc_tape *tape, const norm_extra *extra, fsdpc_tensor **inputs,
+                                fsdpc_tensor *mean, fsdpc_tensor *rstd, fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    FSDPC_TRY(fsdpc_op_record(tape, &norm_ops[extra->layer], 3, inputs, y, sizeof *extra, &node));
+    *(norm_extra *)node->extra = *extra;
+    fsdpc_node_save(node, SAVED_X, inputs[0]);
+    fsdpc_node_save(node, SAVED_WEIGHT, inputs[1]);
+    fsdpc_node_save(node, SAVED_MEAN, mean);
+    fsdpc_node_save(node, SAVED_RSTD, rstd);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
+                           fsdpc_tensor *bias, double eps, fsdpc_tensor **out)
+{
+    const char *op = norm_name(layer);
+    norm_extra extra = {layer, eps};
+    FSDPC_TRY(fsdpc_op_check_float(op, "x", x));
+    if (x->ndim < 1)
+        return fsdpc_fail(FSDPC_ERR_SHAPE, "%s: x has no dimension to normalise over", op);
+    FSDPC_TRY(check_side(op, "weight", x, weight));
+    FSDPC_TRY(check_side(op, "bias", x, bias));
+    size_t rows = 1;
+    for (int i = 0; i < x->ndim - 1; i++)
+        rows *= x->shape[i];
+    fsdpc_tensor *y, *mean = NULL, *rstd = NULL;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
+    fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &rows, &rstd);
+    if (st == FSDPC_OK && layer)
+        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &rows, &mean);
+    if (st == FSDPC_OK) {
+        fsdpc_norm_args args = norm_args(&extra, x, weight, mean, rstd);
+        args.bias = bias ? bias->data : NULL;
+        args.y = y->data;
+        st = fsdpc_op_kernels(tape)->norm(&args, tape->stream);
+    }
+    fsdpc_tensor *inputs[] = {x, weight, bias};
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs))
+        st = norm_record(tape, &extra, inputs, mean, rstd, y);
+    fsdpc_tensor_release(mean);
+    fsdpc_tensor_release(rstd);
+    return fsdpc_op_return(st, y, out);
+}

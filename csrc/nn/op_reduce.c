@@ -1,0 +1,154 @@
+/* Sums, means and softmax.  Sums and means are one kernel with a scale; their backward spreads the
+ * gradient back out with strides of zero.  Softmax keeps its output, from which its backward
+ * follows.
+ */
+#include "nn/op.h"
+
+typedef struct sum_extra {
+    double scale;
+    bool reduced[FSDPC_MAX_DIMS];
+} sum_extra;
+
+static fsdpc_status spread(fsdpc_tape *tape, const fsdpc_edge *edge, const sum_extra *extra,
+                           const fsdpc_tensor *dy, fsdpc_tensor *dx)
+{
+    fsdpc_copy_args args = {.ndim = dx->ndim,
+                            .dst_dtype = dx->dtype,
+                            .src_dtype = dy->dtype,
+                            .dst = dx->data,
+                            .src = dy->data};
+    size_t stride = 1;
+    for (int i = dx->ndim - 1; i >= 0; i--) {
+        args.shape[i] = dx->shape[i];
+        args.stride_src[i] = extra->reduced[i] ? 0 : stride;
+        stride *= extra->reduced[i] ? 1 : dx->shape[i];
+    }
+    fsdpc_op_strides(dx->ndim, dx->shape, args.stride_dst);
+    FSDPC_TRY(fsdpc_op_kernels(tape)->copy(&args, tape->stream));
+    return fsdpc_edge_give(tape, edge, dx);
+}
+
+static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const fsdpc_edge *edge = &node->inputs[0];
+    const sum_extra *extra = node->extra;
+    fsdpc_tensor *scaled = fsdpc_tensor_acquire(dy), *dx;
+    fsdpc_status st = FSDPC_OK;
+    if (extra->scale != 1) {
+        fsdpc_tensor_release(scaled);
+        FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &scaled));
+        st = fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
+                                                               .dtype = dy->dtype,
+                                                               .numel = dy->numel,
+                                                               .scalar = extra->scale,
+                                                               .x = dy->data,
+                                                               .out = scaled->data},
+                                           tape->stream);
+    }
+    if (st == FSDPC_OK)
+        st = fsdpc_tensor_create(tape->device, dy->dtype, fsdpc_edge_ndim(edge),
+                                 fsdpc_edge_shape(edge), &dx);
+    if (st == FSDPC_OK) {
+        st = spread(tape, edge, extra, scaled, dx);
+        fsdpc_tensor_release(dx);
+    }
+    fsdpc_tensor_release(scaled);
+    return st;
+}
+
+static const fsdpc_node_ops sum_ops = {.name = "sum", .backward = sum_backward};
+static const fsdpc_node_ops mean_ops = {.name = "mean", .backward = sum_backward};
+
+static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_sum_args *args,
+                               bool mean, fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    FSDPC_TRY(
+        fsdpc_op_record(tape, mean ? &mean_ops : &sum_ops, 1, &x, y, sizeof(sum_extra), &node));
+    sum_extra *extra = node->extra;
+    extra->scale = args->scale;
+    for (int i = 0; i < FSDPC_MAX_DIMS; i++)
+        extra->reduced[i] = args->reduced[i];
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
+                          bool mean, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float(mean ? "mean" : "sum", "the tensor", x));
+    fsdpc_sum_args args = {.dtype = x->dtype, .out_dtype = x->dtype, .ndim = x->ndim, .scale = 1};
+    size_t shape[FSDPC_MAX_DIMS], count = 1;
+    int ndim = 0;
+    for (int i = 0; i < x->ndim; i++) {
+        args.shape[i] = x->shape[i];
+        args.reduced[i] = reduced[i];
+        if (reduced[i])
+            count *= x->shape[i];
+        if (!reduced[i] || keepdim)
+            shape[ndim++] = reduced[i] ? 1 : x->shape[i];
+    }
+    if (mean)
+        args.scale = 1.0 / (double)count; /* of nothing: 0 * inf, NaN as in PyTorch */
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, ndim, shape, &y));
+    args.x = x->data;
+    args.out = y->data;
+    fsdpc_status st = fsdpc_op_kernels(tape)->sum(&args, tape->stream);
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x))
+        st = sum_record(tape, x, &args, mean, y);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- softmax ---- */
+
+static fsdpc_softmax_args softmax_args(const fsdpc_tensor *t, bool log)
+{
+    size_t cols = t->ndim ? t->shape[t->ndim - 1] : 1;
+    return (fsdpc_softmax_args){
+        .dtype = t->dtype, .rows = cols ? t->numel / cols : 0, .cols = cols, .log = log};
+}
+
+static fsdpc_status softmax_run_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy,
+                                         bool log)
+{
+    fsdpc_tensor *dx;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dx));
+    fsdpc_softmax_args args = softmax_args(dy, log);
+    args.y = node->saved[0]->data;
+    args.dy = dy->data;
+    args.out = dx->data;
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx,
+                               fsdpc_op_kernels(tape)->softmax_backward(&args, tape->stream));
+}
+
+static fsdpc_status softmax_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    return softmax_run_backward(tape, node, dy, false);
+}
+
+static fsdpc_status log_softmax_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    return softmax_run_backward(tape, node, dy, true);
+}
+
+static const fsdpc_node_ops softmax_ops = {.name = "softmax", .backward = softmax_backward};
+static const fsdpc_node_ops log_softmax_ops = {.name = "log_softmax",
+                                               .backward = log_softmax_backward};
+
+fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float(log ? "log_softmax" : "softmax", "the tensor", x));
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
+    fsdpc_softmax_args args = softmax_args(x, log);
+    args.x = x->data;
+    args.out = y->data;
+    fsdpc_status st = fsdpc_op_kernels(tape)->softmax(&args, tape->stream);
+    fsdpc_node *node;
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x)) {
+        st = fsdpc_tape_record(tape, log ? &log_softmax_ops : &softmax_ops, 1, &x, y, &node);
+        if (st == FSDPC_OK)
+            st = fsdpc_node_save_output(node, 0, y);
+    }
+    return fsdpc_op_return(st, y, out);
+}

@@ -1,0 +1,124 @@
+/* Operations on tensors, each with its backward.
+ *
+ * Every function checks its inputs (memory valid, dtypes, shapes), runs a kernel of the device and,
+ * if an input requires grad and recording is on, makes a node.  *out is a new reference, written on
+ * success only.  Elementwise operations promote among floats as PyTorch does and broadcast as NumPy
+ * does; everything that multiplies matrices or normalises wants equal dtypes.  Errors name the
+ * operation and show both shapes or dtypes.
+ *
+ * Views (shared memory): reshape, detach, a contiguous slice, a cast to the same dtype, dropout
+ * that does nothing.  All else is new memory.
+ */
+#ifndef FSDPC_NN_OPS_H_
+#define FSDPC_NN_OPS_H_
+
+#include "nn/tape.h"
+
+/* ---- elementwise: op_elementwise.c ---- */
+
+fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
+                            fsdpc_tensor **out);
+fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a, fsdpc_tensor *b,
+                             fsdpc_tensor **out);
+/* x kind s, or s kind x if `reversed`; an integer tensor stays one if s is integral. */
+fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
+                                    bool s_integral, bool reversed, fsdpc_tensor **out);
+fsdpc_status fsdpc_op_cast(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_dtype dtype,
+                           fsdpc_tensor **out);
+fsdpc_status fsdpc_op_swiglu(fsdpc_tape *tape, fsdpc_tensor *gate, fsdpc_tensor *up,
+                             fsdpc_tensor **out);
+/* Takes the tape's next random stream. */
+fsdpc_status fsdpc_op_dropout(fsdpc_tape *tape, fsdpc_tensor *x, double p, bool training,
+                              fsdpc_tensor **out);
+
+/* ---- shapes: op_shape.c ---- */
+
+/* One extent may be -1: what is left. */
+fsdpc_status fsdpc_op_reshape(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const int64_t *shape,
+                              fsdpc_tensor **out);
+fsdpc_status fsdpc_op_permute(fsdpc_tape *tape, fsdpc_tensor *x, const int *dims,
+                              fsdpc_tensor **out);
+fsdpc_status fsdpc_op_transpose(fsdpc_tape *tape, fsdpc_tensor *x, int dim0, int dim1,
+                                fsdpc_tensor **out);
+fsdpc_status fsdpc_op_expand(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const size_t *shape,
+                             fsdpc_tensor **out);
+fsdpc_status fsdpc_op_concat(fsdpc_tape *tape, int n, fsdpc_tensor *const *xs, int dim,
+                             fsdpc_tensor **out);
+fsdpc_status fsdpc_op_clone(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out);
+
+/* Elements start, start + step, ... of each dimension; `drop` removes a dimension of one. */
+typedef struct fsdpc_slice {
+    size_t start, count, step;
+    bool drop;
+} fsdpc_slice;
+fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_slice *slices,
+                            fsdpc_tensor **out);
+
+/* ---- reductions: op_reduce.c ---- */
+
+/* Over the dimensions whose flag is set (ndim of them). */
+fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
+                          bool mean, fsdpc_tensor **out);
+/* Over the last dimension. */
+fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out);
+
+/* ---- products: op_matmul.c ---- */
+
+/* 1-D, 2-D and batched as in NumPy. */
+fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b,
+                             fsdpc_tensor **out);
+/* x (..., in), weight (out, in), bias (out) or NULL -> (..., out) */
+fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                             fsdpc_tensor *bias, fsdpc_tensor **out);
+
+/* ---- layers: op_norm.c, op_attention.c, op_embedding.c ---- */
+
+/* Over the last dimension; weight, bias (cols) may be NULL. */
+fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
+                           fsdpc_tensor *bias, double eps, fsdpc_tensor **out);
+/* x (B, T, H, D); cos and sin (at least T, D/2), no gradient */
+fsdpc_status fsdpc_op_rotary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *cosines,
+                             fsdpc_tensor *sines, fsdpc_tensor **out);
+
+typedef struct fsdpc_attention_options {
+    bool causal;
+    bool default_scale; /* 1 / sqrt(D) */
+    double scale;
+    bool tokens_first; /* (B, T, H, D) instead of (B, H, T, D) */
+} fsdpc_attention_options;
+fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
+                                const fsdpc_attention_options *options, fsdpc_tensor **out);
+/* ids of any shape, weight (rows, dim) -> (..., dim) */
+fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
+                                fsdpc_tensor **out);
+
+/* ---- losses: op_loss.c.  The result is a scalar of F32 whatever the inputs are. ---- */
+
+/* logits (..., classes), targets (...) */
+fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
+                                    int64_t ignore_index, fsdpc_tensor **out);
+/* cross_entropy(linear(x, weight), targets) in chunks of rows; chunk_rows 0 chooses. */
+fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                           fsdpc_tensor *targets, int64_t ignore_index,
+                                           size_t chunk_rows, fsdpc_tensor **out);
+
+/* ---- operations made elsewhere: op_custom.c ---- */
+
+typedef struct fsdpc_custom_ops {
+    const char *name;
+    /* dys[i] is NULL for an output without gradient.  dxs_out[i] (NULL on entry) may be given a
+     * tensor of the input's shape and dtype, owned by the caller then; wanted[i] says whether it
+     * matters. */
+    fsdpc_status (*backward)(void *arg, int n_out, fsdpc_tensor *const *dys, int n_in,
+                             const bool *wanted, fsdpc_tensor **dxs_out);
+    void (*release)(void *arg);
+} fsdpc_custom_ops;
+
+/* Joins outputs, which are tensors without a node that nobody else uses yet, to inputs.  Without
+ * gradients to follow (unless `always`) release(arg) is called at once.  On failure arg stays the
+ * caller's. */
+fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,
+                             int n_in, fsdpc_tensor *const *inputs, int n_out,
+                             fsdpc_tensor *const *outputs);
+
+#endif
