@@ -1,0 +1,131 @@
+/* The bf16 matrix product with AMX tiles: 2 x 2 tiles of 16 x 16 sums.
+ *
+ * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
+ * in 16 cycles; four of them need two loads of each operand, 4 KB, so the kernel lives or dies with
+ * what the caches deliver: 64 bytes a cycle.  A panel of A (32 x 512, 32 KB) stays in L1; those of
+ * B come from L2 with the hint not to displace it (TILELOADDT1), worth a fifth at 512 x 512 x 512.
+ *
+ * Arithmetic: as vdpbf16ps, subnormals count as zero and roundings are nearest even; the order of
+ * the sum over the 32 k of a tile is the processor's, fixed.  Padding is zeros, which add nothing.
+ *
+ * Tiles are per-thread state: enter() configures eight full tiles, leave() releases them, so that
+ * the kernel saves no tile state at context switches outside products.  Permission to use tiles is
+ * asked for by base/cpu.c, once per process, before this path is ever chosen.
+ */
+#include "base/cpu.h"
+#if defined(__x86_64__)
+#include "ops/gemm_pack_pairs.h"
+#include "ops/gemm_skinny.h"
+
+enum { MR = 32, NR = 32, TILE_BYTES = 1024 };
+
+static void enter(void)
+{
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.row_bytes[i] = 64;
+        config.rows[i] = 16;
+    }
+    _Static_assert(sizeof config == 64, "as LDTILECFG reads it");
+    /* gcc 12 tells itself that the instruction reads eight bytes only and drops the other stores */
+    __asm__ volatile("" : : "r"(&config) : "memory");
+    _tile_loadconfig(&config);
+}
+
+static void leave(void)
+{
+    _tile_release();
+}
+
+static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
+                 const char *ahead)
+{
+    char *c = sums;
+    const char *pa = a, *pb = b;
+    const size_t row = NR * sizeof(float);
+    if (resume) {
+        _tile_loadd(0, c, row);
+        _tile_loadd(1, c + 64, row);
+        _tile_loadd(2, c + 16 * row, row);
+        _tile_loadd(3, c + 16 * row + 64, row);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (size_t k = 0; k < k_count; k += BLOCK_K) {
+        _tile_stream_loadd(6, pb, 64);
+        _tile_loadd(4, pa, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(5, pa + TILE_BYTES, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_stream_loadd(7, pb + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+        _mm_prefetch(ahead, _MM_HINT_T1);
+        _mm_prefetch(ahead + 64, _MM_HINT_T1);
+        pa += 2 * TILE_BYTES;
+        pb += 2 * TILE_BYTES;
+        ahead += BLOCK_K * FSDPC_GEMM_AHEAD_BYTES;
+    }
+    _tile_stored(0, c, row);
+    _tile_stored(1, c + 64, row);
+    _tile_stored(2, c + 16 * row, row);
+    _tile_stored(3, c + 16 * row + 64, row);
+}
+
+/* [k / 32][2 tiles][16 rows][32 k] */
+static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
+                   size_t k_first, size_t k_count)
+{
+    char *to = panel;
+    for (size_t k = 0; k < k_count; k += BLOCK_K)
+        for (size_t j = 0; j < MR; j += BLOCK_LINES, to += TILE_BYTES) {
+            block b = block_of(a, MR, first, count, k_first, k_count, j, k);
+            rows_block((uint32_t *)to, &b);
+        }
+}
+
+/* [k / 32][2 tiles][16 pairs][16 columns] */
+static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
+                   size_t k_first, size_t k_count)
+{
+    char *to = panel;
+    for (size_t k = 0; k < k_count; k += BLOCK_K)
+        for (size_t j = 0; j < NR; j += BLOCK_LINES, to += TILE_BYTES) {
+            block here = block_of(b, NR, first, count, k_first, k_count, j, k);
+            pairs_block((uint32_t *)to, BLOCK_LINES, &here);
+        }
+}
+
+static void finish(const fsdpc_gemm_target *target, const void *sums)
+{
+    finish_f32(target, sums, NR);
+}
+
+static void skinny(const fsdpc_gemm_skinny *product, size_t first, size_t count)
+{
+    skinny_product(product, first, count);
+}
+
+const fsdpc_gemm_path fsdpc_gemm_bf16_amx = {
+    .name = "bf16 amx",
+    .mr = MR,
+    .nr = NR,
+    .kc = 512,
+    .element_bytes = sizeof(uint16_t),
+    .sum_bytes = sizeof(float),
+    .pack_a = pack_a,
+    .pack_b = pack_b,
+    .tile = tile,
+    .finish = finish,
+    .skinny = skinny,
+    .enter = enter,
+    .leave = leave,
+};
+#endif

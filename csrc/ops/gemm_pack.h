@@ -1,0 +1,197 @@
+/* Packing into fp32 panels, and finishing tiles: one source, compiled once per instruction set.
+ *
+ * An fp32 panel is [k][width].  Operands of any float dtype but F64 are widened on the way.  Where
+ * memory runs along k the panel is a transpose, done in squares of SQUARE x SQUARE 32-bit words;
+ * ragged squares and other dtypes pass through a small zero-padded copy.
+ */
+#ifndef FSDPC_OPS_GEMM_PACK_H
+#define FSDPC_OPS_GEMM_PACK_H
+
+#include "ops/gemm_path.h"
+#include "ops/vec.h"
+
+enum { SQUARE = FSDPC_LANES };
+
+#if defined(FSDPC_VEC_AVX512)
+
+/* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < 16.
+ *
+ * Four 16-byte pieces of four rows are gathered into one register by masked broadcasts, which need
+ * load ports but no shuffles, such that the rest of the transpose stays inside 128-bit lanes: 32
+ * shuffles in all where transposing whole rows takes 64. */
+FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
+                                   size_t from_bytes)
+{
+    const char *row = from;
+    for (int piece = 0; piece < 4; piece++) {
+        __m512i z[4];
+        for (int q = 0; q < 4; q++) {
+            const char *p = row + (size_t)q * from_bytes + 16 * piece;
+            __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+            p += 4 * from_bytes;
+            v = _mm512_mask_broadcast_i32x4(v, 0x00f0, _mm_loadu_si128((const __m128i *)p));
+            p += 4 * from_bytes;
+            v = _mm512_mask_broadcast_i32x4(v, 0x0f00, _mm_loadu_si128((const __m128i *)p));
+            p += 4 * from_bytes;
+            z[q] = _mm512_mask_broadcast_i32x4(v, 0xf000, _mm_loadu_si128((const __m128i *)p));
+        }
+        __m512i low01 = _mm512_unpacklo_epi32(z[0], z[1]),
+                low23 = _mm512_unpacklo_epi32(z[2], z[3]);
+        __m512i top01 = _mm512_unpackhi_epi32(z[0], z[1]),
+                top23 = _mm512_unpackhi_epi32(z[2], z[3]);
+        uint32_t *out = to + 4 * (size_t)piece * to_stride;
+        _mm512_storeu_si512(out, _mm512_unpacklo_epi64(low01, low23));
+        _mm512_storeu_si512(out + to_stride, _mm512_unpackhi_epi64(low01, low23));
+        _mm512_storeu_si512(out + 2 * to_stride, _mm512_unpacklo_epi64(top01, top23));
+        _mm512_storeu_si512(out + 3 * to_stride, _mm512_unpackhi_epi64(top01, top23));
+    }
+}
+#elif defined(FSDPC_VEC_AVX2)
+
+FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
+                                   size_t from_bytes)
+{
+    const char *row = from;
+    for (int piece = 0; piece < 2; piece++) {
+        __m256 z[4];
+        for (int q = 0; q < 4; q++) {
+            const char *p = row + (size_t)q * from_bytes + 16 * piece;
+            z[q] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float *)p)),
+                                        _mm_loadu_ps((const float *)(p + 4 * from_bytes)), 1);
+        }
+        __m256d low01 = (__m256d)_mm256_unpacklo_ps(z[0], z[1]);
+        __m256d low23 = (__m256d)_mm256_unpacklo_ps(z[2], z[3]);
+        __m256d top01 = (__m256d)_mm256_unpackhi_ps(z[0], z[1]);
+        __m256d top23 = (__m256d)_mm256_unpackhi_ps(z[2], z[3]);
+        float *out = (float *)to + 4 * (size_t)piece * to_stride;
+        _mm256_storeu_ps(out, (__m256)_mm256_unpacklo_pd(low01, low23));
+        _mm256_storeu_ps(out + to_stride, (__m256)_mm256_unpackhi_pd(low01, low23));
+        _mm256_storeu_ps(out + 2 * to_stride, (__m256)_mm256_unpacklo_pd(top01, top23));
+        _mm256_storeu_ps(out + 3 * to_stride, (__m256)_mm256_unpackhi_pd(top01, top23));
+    }
+}
+#else
+
+FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
+                                   size_t from_bytes)
+{
+    for (int j = 0; j < SQUARE; j++) {
+        uint32_t word[SQUARE];
+        memcpy(word, (const char *)from + (size_t)j * from_bytes, sizeof word);
+        for (int i = 0; i < SQUARE; i++)
+            to[(size_t)i * to_stride + (size_t)j] = word[i];
+    }
+}
+#endif
+
+/* A square whose source is ragged or not F32: widened into a zero-padded copy first. */
+FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_operand *from,
+                                    size_t first, size_t lines, size_t k_first, size_t k_count,
+                                    fsdpc_dtype dtype)
+{
+    _Alignas(64) float copy[SQUARE][SQUARE];
+    if (lines < SQUARE)
+        memset(copy, 0, sizeof copy);
+    for (size_t j = 0; j < lines; j++) {
+        size_t at = (first + j) * from->ld + k_first;
+        if (k_count == SQUARE)
+            fsdpc_vf_store(copy[j], fsdpc_vf_load_as(from->data, at, dtype));
+        else
+            fsdpc_vf_store(copy[j], fsdpc_vf_load_as_n(from->data, at, dtype, k_count));
+    }
+    transpose_square((uint32_t *)to, width, copy, sizeof copy[0]);
+}
+
+/* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
+ * vectors in ascending k, so that the next row overwrites what was beyond the width (the panel has
+ * room after its last row).  What lies there does not matter, therefore a full panel also reads
+ * whole vectors, into the lines of the next panel, as far as the operand has lines. */
+FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
+                              size_t first, size_t count, size_t k_first, size_t k_count,
+                              fsdpc_dtype dtype)
+{
+    if (count == width) /* see Note [whole vectors] */
+        count = fsdpc_min_size(fsdpc_round_up(width, FSDPC_LANES), from->lines - first);
+    if (!from->along_k) {
+        for (size_t k = 0; k < k_count; k++) {
+            size_t at = (k_first + k) * from->ld + first;
+            for (size_t j = 0; j < width; j += FSDPC_LANES) {
+                size_t left = j < count ? count - j : 0;
+                fsdpc_vf v = {0};
+                if (left >= FSDPC_LANES)
+                    v = fsdpc_vf_load_as(from->data, at + j, dtype);
+                else if (left)
+                    v = fsdpc_vf_load_as_n(from->data, at + j, dtype, left);
+                fsdpc_vf_store(panel + k * width + j, v);
+            }
+        }
+        return;
+    }
+    for (size_t k = 0; k < k_count; k += SQUARE) {
+        size_t k_left = fsdpc_min_size(k_count - k, SQUARE);
+        for (size_t j = 0; j < width; j += SQUARE) {
+            size_t lines = j < count ? fsdpc_min_size(count - j, SQUARE) : 0;
+            float *to = panel + k * width + j;
+            if (dtype == FSDPC_F32 && lines == SQUARE && k_left == SQUARE)
+                transpose_square((uint32_t *)to, width,
+                                 (const float *)from->data + (first + j) * from->ld + k_first + k,
+                                 from->ld * sizeof(float));
+            else
+                transpose_widened(to, width, from, first + j, lines, k_first + k, k_left, dtype);
+        }
+    }
+}
+
+FSDPC_INLINE void pack_f32(float *panel, size_t width, const fsdpc_gemm_operand *from, size_t first,
+                           size_t count, size_t k_first, size_t k_count)
+{
+    if (from->dtype == FSDPC_F32)
+        pack_f32_as(panel, width, from, first, count, k_first, k_count, FSDPC_F32);
+    else if (from->dtype == FSDPC_BF16)
+        pack_f32_as(panel, width, from, first, count, k_first, k_count, FSDPC_BF16);
+    else
+        pack_f32_as(panel, width, from, first, count, k_first, k_count, FSDPC_F16);
+}
+
+/* -- finishing --------------------------------------------------------------------------------- */
+
+FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_t nr,
+                            fsdpc_dtype dtype)
+{
+    enum { MOST_COLS = 32 };
+    _Alignas(64) float bias[MOST_COLS];
+    for (size_t j = 0; t->bias && j < t->cols; j += FSDPC_LANES)
+        fsdpc_vf_store(bias + j, fsdpc_vf_load_as_n(t->bias, j, t->bias_dtype,
+                                                    fsdpc_min_size(t->cols - j, FSDPC_LANES)));
+    for (size_t i = 0; i < t->rows; i++)
+        for (size_t j = 0; j < nr; j += FSDPC_LANES) {
+            if (j >= t->cols)
+                break;
+            size_t n = t->cols - j, at = i * t->ldc + j;
+            fsdpc_vf v = fsdpc_vf_load(sums + i * nr + j);
+            if (t->bias)
+                v += fsdpc_vf_load(bias + j);
+            if (n >= FSDPC_LANES) {
+                if (t->accumulate)
+                    v += fsdpc_vf_load_as(t->c, at, dtype);
+                fsdpc_vf_store_as(t->c, at, dtype, v);
+            } else {
+                if (t->accumulate)
+                    v += fsdpc_vf_load_as_n(t->c, at, dtype, n);
+                fsdpc_vf_store_as_n(t->c, at, dtype, v, n);
+            }
+        }
+}
+
+/* c = round(sums + bias + c) */
+FSDPC_INLINE void finish_f32(const fsdpc_gemm_target *target, const void *sums, size_t nr)
+{
+    if (target->dtype == FSDPC_F32)
+        finish_as(target, sums, nr, FSDPC_F32);
+    else if (target->dtype == FSDPC_BF16)
+        finish_as(target, sums, nr, FSDPC_BF16);
+    else
+        finish_as(target, sums, nr, FSDPC_F16);
+}
+
+#endif

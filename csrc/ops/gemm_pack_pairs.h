@@ -1,0 +1,95 @@
+/* Packing bf16 for instructions that multiply pairs of k: vdpbf16ps and TDPBF16PS.
+ *
+ * The unit is a block of 16 lines and 32 k.  A pair is elements k and k + 1 (k even) of one line in
+ * one 32-bit word, k low.  pairs_block writes a block as [pair][line], rows_block as [line][pair];
+ * which of the two is a plain move, an interleave or a transpose of words depends on how the
+ * operand lies in memory.  Missing lines and k are zeros.
+ */
+#ifndef FSDPC_OPS_GEMM_PACK_PAIRS_H
+#define FSDPC_OPS_GEMM_PACK_PAIRS_H
+
+#include "ops/gemm_pack.h"
+
+enum { BLOCK_LINES = 16, BLOCK_K = 32, BLOCK_PAIRS = 16 };
+
+typedef struct block {
+    const fsdpc_gemm_operand *from;
+    size_t first, lines;     /* lines <= 16; 0: all zeros */
+    size_t k_first, k_count; /* k_count <= 32 */
+} block;
+
+FSDPC_INLINE const uint16_t *block_at(const block *b, size_t line, size_t k)
+{
+    const uint16_t *data = b->from->data;
+    return b->from->along_k ? data + (b->first + line) * b->from->ld + b->k_first + k
+                            : data + (b->k_first + k) * b->from->ld + b->first + line;
+}
+
+/* Memory along k: each line's words as they lie. */
+FSDPC_INLINE void move_rows(uint32_t *to, const block *b)
+{
+    __mmask32 mask = b->k_count >= 32 ? 0xffffffffu : (1u << b->k_count) - 1;
+    for (size_t j = 0; j < BLOCK_LINES; j++) {
+        __m512i v = _mm512_setzero_si512();
+        if (j < b->lines)
+            v = _mm512_maskz_loadu_epi16(mask, block_at(b, j, 0));
+        _mm512_storeu_si512(to + j * BLOCK_PAIRS, v);
+    }
+}
+
+/* Memory along lines: rows k and k + 1 are woven into words. */
+FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
+{
+    __mmask16 mask = (__mmask16)((1u << b->lines) - 1);
+    for (size_t i = 0; i < BLOCK_PAIRS; i++) {
+        __m512i v = _mm512_setzero_si512();
+        if (2 * i < b->k_count && b->lines)
+            v = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, block_at(b, 0, 2 * i)));
+        if (2 * i + 1 < b->k_count && b->lines) {
+            __m512i odd =
+                _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, block_at(b, 0, 2 * i + 1)));
+            v = _mm512_or_si512(v, _mm512_slli_epi32(odd, 16));
+        }
+        _mm512_storeu_si512(to + i * to_stride, v);
+    }
+}
+
+FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
+{
+    if (!b->from->along_k) {
+        weave_pairs(to, to_stride, b);
+    } else if (b->lines == BLOCK_LINES && b->k_count == BLOCK_K) {
+        transpose_square(to, to_stride, block_at(b, 0, 0), b->from->ld * sizeof(uint16_t));
+    } else {
+        _Alignas(64) uint32_t copy[BLOCK_LINES * BLOCK_PAIRS];
+        move_rows(copy, b);
+        transpose_square(to, to_stride, copy, BLOCK_PAIRS * sizeof(uint32_t));
+    }
+}
+
+FSDPC_INLINE void rows_block(uint32_t *to, const block *b)
+{
+    if (b->from->along_k) {
+        move_rows(to, b);
+    } else {
+        _Alignas(64) uint32_t copy[BLOCK_LINES * BLOCK_PAIRS];
+        weave_pairs(copy, BLOCK_LINES, b);
+        transpose_square(to, BLOCK_PAIRS, copy, BLOCK_LINES * sizeof(uint32_t));
+    }
+}
+
+/* The block of a panel that begins at line j and k (both relative to the panel).  A full panel
+ * takes whole blocks where the operand goes on: see Note [whole vectors] in gemm_pack.h. */
+FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t first,
+                            size_t count, size_t k_first, size_t k_count, size_t j, size_t k)
+{
+    if (count == width)
+        count = fsdpc_min_size(fsdpc_round_up(width, BLOCK_LINES), from->lines - first);
+    return (block){.from = from,
+                   .first = first + j,
+                   .lines = j < count ? fsdpc_min_size(count - j, BLOCK_LINES) : 0,
+                   .k_first = k_first + k,
+                   .k_count = fsdpc_min_size(k_count - k, BLOCK_K)};
+}
+
+#endif

@@ -1,0 +1,98 @@
+/* What one instruction set contributes to the matrix product: a private header of gemm*.c.
+ *
+ * A path packs A' and B' into panels, multiplies two panels into one tile of fp32 (fp64 for F64)
+ * sums, and finishes a tile into C.  gemm.c owns everything else: blocking, threads, workspace.
+ *
+ * Panels.  A panel holds `width` rows of A' (width = mr) or columns of B' (nr) for one block of k,
+ * short ones padded with zeros.  Each has fsdpc_gemm_panel_bytes() of room, which covers k rounded
+ * up to 32 and one more vector, because packers store whole vectors and let the next one overwrite
+ * what was too much.  How elements lie inside is between a path's pack and its tile function.
+ *
+ * Sums.  A tile is mr x nr sums, dense.  `resume` says that it holds the sum over the blocks of k
+ * so far: it is loaded, continued and stored, so the sum over k is one chain in ascending k
+ * whatever the blocking, and C is rounded once.
+ */
+#ifndef FSDPC_OPS_GEMM_PATH_H
+#define FSDPC_OPS_GEMM_PATH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "base/cpu.h"
+#include "base/dtype.h"
+#include "base/size.h"
+
+/* A' or B' as stored.  Its `lines` are rows of A' or columns of B'. */
+typedef struct fsdpc_gemm_operand {
+    const void *data;
+    size_t ld, lines;
+    bool along_k; /* neighbours in memory differ in k (A plain, B transposed), else in the line */
+    fsdpc_dtype dtype;
+} fsdpc_gemm_operand;
+
+/* Where a tile ends up. */
+typedef struct fsdpc_gemm_target {
+    void *c; /* the tile's first element */
+    size_t ldc;
+    size_t rows, cols; /* of the tile that exist */
+    fsdpc_dtype dtype;
+    const void *bias; /* of bias_dtype, at the tile's first column; NULL: none */
+    fsdpc_dtype bias_dtype;
+    bool accumulate;
+} fsdpc_gemm_target;
+
+enum {
+    FSDPC_GEMM_SKINNY = 4,     /* rows (or columns) up to which a product is skinny */
+    FSDPC_GEMM_AHEAD_BYTES = 4 /* what a tile function may prefetch for each k it multiplies */
+};
+
+/* A product of few rows; where C has few columns instead, it is the transposed product. */
+typedef struct fsdpc_gemm_skinny {
+    const float *x; /* (rows, k), dense; with more than one row padded to FSDPC_GEMM_SKINNY */
+    size_t rows, k;
+    fsdpc_gemm_operand w; /* its lines are the columns of the product */
+    void *c;
+    size_t c_row, c_col; /* elements between rows and columns of the product */
+    fsdpc_dtype c_dtype;
+    const void *bias; /* of w.dtype; NULL: none */
+    size_t bias_row, bias_col;
+    bool accumulate;
+} fsdpc_gemm_skinny;
+
+typedef struct fsdpc_gemm_path {
+    const char *name;
+    size_t mr, nr;
+    size_t kc; /* the block of k: a panel of A stays in L1 while B's stream past from L2 */
+    size_t element_bytes, sum_bytes;
+
+    /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
+    void (*pack_a)(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
+                   size_t k_first, size_t k_count);
+    void (*pack_b)(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
+                   size_t k_first, size_t k_count);
+    /* `ahead` is what the caller reads soon: k_count * FSDPC_GEMM_AHEAD_BYTES may be prefetched. */
+    void (*tile)(void *sums, const void *a, const void *b, size_t k_count, bool resume,
+                 const char *ahead);
+    void (*finish)(const fsdpc_gemm_target *target, const void *sums);
+
+    /* Columns [first, first + count) of a skinny product; NULL: the path has none. */
+    void (*skinny)(const fsdpc_gemm_skinny *product, size_t first, size_t count);
+
+    /* Around the calls of one thread to tile; NULL: nothing to do. */
+    void (*enter)(void);
+    void (*leave)(void);
+} fsdpc_gemm_path;
+
+static inline size_t fsdpc_gemm_panel_bytes(const fsdpc_gemm_path *path, size_t width, size_t kc)
+{
+    return fsdpc_round_up((fsdpc_round_up(kc, 32) * width + 32) * path->element_bytes, 64);
+}
+
+/* The paths, by file; those of x86 exist on x86 alone. */
+extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
+#if defined(__x86_64__)
+extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;
+extern const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16, fsdpc_gemm_bf16_amx;
+#endif
+
+#endif
