@@ -1,1 +1,107 @@
-"""Fully sharded data parallel training: a C engine under thin Python."""
+"""Fully sharded data parallel training: a C engine under thin Python.
+
+The loop is PyTorch's::
+
+    import fsdpc
+    from fsdpc.models import Llama, preset
+
+    model = Llama(preset("2M"))
+    for block in model.blocks():
+        fsdpc.fully_shard(block)
+    fsdpc.fully_shard(model)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
+    for x, y in batches:
+        loss = model(x, y)
+        loss.backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Importing starts no thread, opens no socket and needs NumPy alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fsdpc import distributed, nn, optim
+from fsdpc._core import (
+    MismatchError,
+    PeerError,
+    Tensor,
+    bfloat16,
+    bool_,
+    checkpoint,
+    dtype,
+    float16,
+    float32,
+    float64,
+    from_dlpack,
+    from_numpy,
+    int32,
+    int64,
+    is_grad_enabled,
+    manual_seed,
+    num_threads,
+    set_num_threads,
+    tensor,
+    uint8,
+)
+from fsdpc.activation import checkpoint_activations
+from fsdpc.clip import clip_grad_norm_
+from fsdpc.config import show_config
+from fsdpc.distributed import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    init,
+    is_initialized,
+    local_rank,
+    rank,
+    shutdown,
+    world_size,
+)
+from fsdpc.grad_mode import enable_grad, no_grad
+from fsdpc.memory import memory_stats, reset_peak_memory_stats
+from fsdpc.mesh import DeviceMesh, init_device_mesh
+from fsdpc.nn.module import deferred_init
+from fsdpc.policies import MixedPrecisionPolicy
+from fsdpc.sharding import FSDPModule, full_grad, full_tensor, fully_shard
+
+if TYPE_CHECKING:
+    from fsdpc import data, functional, lr_scheduler, models
+    from fsdpc.launcher import launch
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "data": "fsdpc.data",
+    "functional": "fsdpc.functional",
+    "launcher": "fsdpc.launcher",
+    "lr_scheduler": "fsdpc.lr_scheduler",
+    "models": "fsdpc.models",
+    "testing": "fsdpc.testing",
+}
+
+__all__ = [
+    "DeviceMesh", "FSDPModule", "MismatchError", "MixedPrecisionPolicy", "PeerError", "Tensor",
+    "all_gather", "all_reduce", "barrier", "bfloat16", "bool_", "broadcast", "checkpoint",
+    "checkpoint_activations", "clip_grad_norm_", "data", "deferred_init", "distributed", "dtype",
+    "enable_grad", "float16", "float32", "float64", "from_dlpack", "from_numpy", "full_grad",
+    "full_tensor", "fully_shard", "functional", "init", "init_device_mesh", "int32", "int64",
+    "is_grad_enabled", "is_initialized", "launch", "local_rank", "lr_scheduler", "manual_seed",
+    "memory_stats", "models", "nn", "no_grad", "num_threads", "optim", "rank",
+    "reset_peak_memory_stats", "set_num_threads", "show_config", "shutdown", "tensor", "uint8",
+    "world_size",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "launch":
+        return importlib.import_module("fsdpc.launcher").launch
+    if name in _LAZY:
+        return importlib.import_module(_LAZY[name])
+    raise AttributeError(f"module 'fsdpc' has no attribute '{name}'")

@@ -1,0 +1,32 @@
+"""Switching the recording of gradients."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+
+from fsdpc import _core
+
+
+class _GradMode(ContextDecorator):
+    _mode: bool
+
+    def __enter__(self) -> None:
+        self._before = _core.set_grad_enabled(self._mode)
+
+    def __exit__(self, *exc: object) -> None:
+        _core.set_grad_enabled(self._before)
+
+    def _recreate_cm(self) -> _GradMode:
+        return type(self)()  # each call of a decorated function has its own
+
+
+class no_grad(_GradMode):
+    """Inside, operations are not recorded; a context manager and a decorator."""
+
+    _mode = False
+
+
+class enable_grad(_GradMode):
+    """Inside, operations are recorded; a context manager and a decorator."""
+
+    _mode = True

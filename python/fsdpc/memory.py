@@ -1,0 +1,24 @@
+"""What this rank's memory is spent on."""
+
+from __future__ import annotations
+
+from fsdpc import _core
+
+
+def memory_stats() -> dict[str, int]:
+    """Return bytes by category, now and at most.
+
+    Returns
+    -------
+    dict of str to int
+        ``<category>_bytes`` and ``<category>_peak_bytes`` for wire (counted on the host's first rank:
+        there is one copy), master, grad, state, reduce, activation and other; ``total_bytes``,
+        ``total_peak_bytes``, ``cached_bytes`` (free, kept for reuse) and ``system_allocs`` (times the
+        system was asked for memory: it does not grow in a steady step).
+    """
+    return _core.memory_stats()
+
+
+def reset_peak_memory_stats() -> None:
+    """Let the peaks begin again at what is held now."""
+    _core.reset_peak_memory_stats()
