@@ -196,7 +196,7 @@ typedef struct fsdpc_comm_config {
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
-    int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or -1 */
+    int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
 } fsdpc_comm_config;
 

@@ -1,0 +1,459 @@
+/* The ranks of one host, over shared memory.
+ *
+ * Ranks meet over Unix sockets, share a life page (shm_world.c) and, per group, a control page
+ * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  Nothing
+ * has a name in any file system, nothing listens once all have met.
+ *
+ * Creating anything together goes in three moves: a barrier whose fingerprint says what is created
+ * and how large (so that ranks that disagree learn it at once), the memory itself from hand to
+ * hand, and an agreement that all succeeded; if one did not, every rank gets its error and the
+ * communicator stays usable.
+ *
+ * A failure is told through the poison message of the control page; the first wins.  Peers find it
+ * at their next call or poll.  Death is found in idle, by asking the life page (about 20 ns a
+ * peer).
+ */
+#include "comm/comm_shm.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/coll_math.h"
+#include "comm/fork_guard.h"
+
+enum { CHECK_EVERY_NS = 20000000, LONGEST_NAP_NS = 100000000 };
+
+static const fsdpc_comm_ops shm_ops;
+
+/* ---- Failure ---- */
+
+static fsdpc_status adopt_poison(fsdpc_shm_comm *self)
+{
+    int rank;
+    fsdpc_status status;
+    char text[sizeof self->base.poison];
+    if (!fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
+        return FSDPC_OK;
+    if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
+        status = FSDPC_ERR_POISONED;
+    fsdpc_fail(status, "rank %d: %s", rank, text);
+    fsdpc_comm_abort_local(&self->base, fsdpc_last_error());
+    fsdpc_shm_pending_drop(self, status);
+    return status;
+}
+
+fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self)
+{
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    if (__builtin_expect(self->world->fork_count != fsdpc_fork_count(), 0))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "this process is a fork of rank %d, not the rank; communicate from the "
+                          "rank itself",
+                          self->base.rank);
+    return __builtin_expect(fsdpc_shm_poisoned(self->control), 0) ? adopt_poison(self) : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    fsdpc_shm_poison_set(self->control, self->base.rank, status, fsdpc_last_error());
+    return status;
+}
+
+static void shm_abort(fsdpc_comm *comm, const char *reason)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    fsdpc_comm_abort_local(comm, reason);
+    if (self->world->fork_count == fsdpc_fork_count())
+        fsdpc_shm_poison_set(self->control, comm->rank, FSDPC_ERR_POISONED, comm->poison);
+    fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
+}
+
+fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
+{
+    for (int p = 0; p < self->base.size; p++) {
+        int member = self->members[p];
+        bool left = atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire);
+        if (p == self->base.rank || (!left && !fsdpc_shm_world_dead(self->world, member)))
+            continue;
+        char where[192];
+        fsdpc_shm_world_where(self->world, member, where, sizeof where);
+        return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for it%s%s%s", p,
+                          fsdpc_shm_world_pid(self->world, member),
+                          left ? "left (it shut its communicator down)" : "died", self->base.rank,
+                          where[0] ? "; it was last seen " : "", where,
+                          left ? "; do all ranks run the same number of steps?"
+                               : "; see that rank's own output");
+    }
+    return FSDPC_OK;
+}
+
+/* ---- Waiting ---- */
+
+static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    if (max_ns <= 0) {
+        fsdpc_shm_nap_end(self->control, &self->nap);
+        return FSDPC_OK;
+    }
+    fsdpc_shm_nap_take(self->control, &self->nap,
+                       max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
+    int64_t now = fsdpc_clock_ns();
+    if (now - self->checked_ns < CHECK_EVERY_NS)
+        return FSDPC_OK;
+    self->checked_ns = now;
+    return fsdpc_shm_peers_check(self);
+}
+
+static bool is_late(const fsdpc_shm_comm *self, int p)
+{
+    const fsdpc_shm_late *late = &self->late;
+    const fsdpc_shm_slot *slot = &self->control->slots[p];
+    const fsdpc_shm_wire *wire = late->object;
+    const fsdpc_shm_buffer *buffer = late->object;
+    switch (late->kind) {
+    case FSDPC_SHM_LATE_POSTED:
+        return atomic_load(&slot->posted) < late->target;
+    case FSDPC_SHM_LATE_STEP:
+        return atomic_load(&slot->step) < late->target;
+    case FSDPC_SHM_LATE_ARRIVED:
+        return atomic_load(&wire->words[p].arrived) < late->target;
+    case FSDPC_SHM_LATE_PUBLISHED:
+        return atomic_load(&wire->words[p].published) < late->target;
+    case FSDPC_SHM_LATE_READ:
+        return atomic_load(&buffer->words[p]->read) < late->target;
+    case FSDPC_SHM_LATE_RANK:
+        return (uint64_t)p == late->target;
+    case FSDPC_SHM_LATE_NOBODY:
+        break;
+    }
+    return false;
+}
+
+static void shm_describe(fsdpc_comm *comm, char *text, size_t bytes)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    size_t used = 0;
+    text[0] = 0;
+    for (int p = 0; p < comm->size && used + 1 < bytes; p++) {
+        if (p == comm->rank || !is_late(self, p))
+            continue;
+        char where[192];
+        int member = self->members[p];
+        fsdpc_shm_world_where(self->world, member, where, sizeof where);
+        int n = snprintf(text + used, bytes - used, "%srank %d (pid %d%s%s)", used ? ", " : "", p,
+                         fsdpc_shm_world_pid(self->world, member), where[0] ? ", " : "", where);
+        used += n > 0 ? (size_t)n : 0;
+    }
+}
+
+static void shm_locate(fsdpc_comm *comm, const char *phase, const char *unit)
+{
+    fsdpc_shm_world_locate(fsdpc_shm_of(comm)->world, phase, unit);
+}
+
+/* ---- Creating together ---- */
+
+fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
+                                      uint64_t *tag_out)
+{
+    if (!self->base.device)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s needs a device", what);
+    FSDPC_TRY(fsdpc_comm_run(&self->base, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
+                                                        .unit = -1,
+                                                        .what = what,
+                                                        .dtype = FSDPC_U8,
+                                                        .numel = bytes}));
+    self->creations++;
+    *tag_out = (self->id + self->creations * UINT64_C(0x9e3779b97f4a7c15)) | 1;
+    return FSDPC_OK;
+}
+
+static fsdpc_status run_small(fsdpc_shm_comm *self, fsdpc_coll_kind kind, const char *what,
+                              void *data, size_t bytes, int root)
+{
+    return fsdpc_comm_run(
+        &self->base,
+        &(fsdpc_coll){.kind = kind,
+                      .unit = -1,
+                      .what = what,
+                      .dtype = kind == FSDPC_COLL_ALL_REDUCE ? FSDPC_I32 : FSDPC_U8,
+                      .op = FSDPC_RED_MIN,
+                      .send = data,
+                      .recv = data,
+                      .numel = kind == FSDPC_COLL_ALL_REDUCE ? bytes / sizeof(int32_t) : bytes,
+                      .root = root});
+}
+
+typedef struct bad_news {
+    int32_t status;
+    char text[500];
+} bad_news;
+
+fsdpc_status fsdpc_shm_agree(fsdpc_shm_comm *self, fsdpc_status status, const char *what)
+{
+    bad_news news = {.status = status};
+    snprintf(news.text, sizeof news.text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
+    if (status != FSDPC_OK && self->base.poison[0])
+        return status; /* the communicator itself failed: peers know by the poison */
+    int32_t failed = status == FSDPC_OK ? INT32_MAX : self->base.rank;
+    FSDPC_TRY(run_small(self, FSDPC_COLL_ALL_REDUCE, what, &failed, sizeof failed, 0));
+    if (failed == INT32_MAX)
+        return FSDPC_OK;
+    FSDPC_TRY(run_small(self, FSDPC_COLL_BROADCAST, what, &news, sizeof news, failed));
+    if (failed == self->base.rank)
+        return fsdpc_fail((fsdpc_status)news.status, "%s", news.text);
+    return fsdpc_fail((fsdpc_status)news.status, "rank %d: %s", failed, news.text);
+}
+
+fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
+                                fsdpc_status status)
+{
+    int others[FSDPC_COLL_MAX_RANKS] = {0}, n = 0;
+    for (int p = 0; p < self->base.size; p++)
+        if (p != self->base.rank)
+            others[n++] = self->members[p];
+    status = fsdpc_shm_world_give(self->world, &self->base, others, n, tag, segment, status);
+    fsdpc_shm_ring_bell(self->control); /* takers may sleep there; this is no hot path */
+    return status;
+}
+
+fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self)
+{
+    self->late.kind = FSDPC_SHM_LATE_NOBODY;
+    return fsdpc_shm_world_given(self->world, &self->base, self->base.size - 1);
+}
+
+fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, size_t bytes,
+                                 fsdpc_shm_segment **out)
+{
+    self->late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_RANK, .target = (uint64_t)from};
+    FSDPC_TRY(fsdpc_shm_world_take(self->world, &self->base, self->members[from], tag, bytes, out));
+    fsdpc_shm_ring_bell(self->control);
+    return FSDPC_OK;
+}
+
+/* ---- Life ---- */
+
+static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *world,
+                             const int *members, uint64_t id, fsdpc_shm_comm **out)
+{
+    fsdpc_shm_comm *self = calloc(1, sizeof *self);
+    int *copy = malloc((size_t)config->size * sizeof *copy);
+    if (!self || !copy) {
+        free(self);
+        free(copy);
+        return fsdpc_fail_errno("no memory for a communicator");
+    }
+    fsdpc_comm_init(&self->base, &shm_ops, config);
+    memcpy(copy, members, (size_t)config->size * sizeof *copy);
+    self->members = copy;
+    self->world = fsdpc_shm_world_retain(world);
+    self->id = id;
+    self->inline_stream = (fsdpc_stream){.device = config->device, .name = "comm"};
+    *out = self;
+    return FSDPC_OK;
+}
+
+static fsdpc_status comm_attach(fsdpc_shm_comm *self, fsdpc_shm_segment *segment)
+{
+    self->segment = segment;
+    FSDPC_TRY(fsdpc_shm_segment_map(segment, true));
+    fsdpc_shm_segment_close_fd(segment);
+    self->control = (fsdpc_shm_control *)(void *)segment->writable;
+    self->mine = &self->control->slots[self->base.rank];
+    return FSDPC_OK;
+}
+
+/* The leader makes the control page, the others take it; `waiter` waits until then. */
+static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter, fsdpc_shm_control *bell)
+{
+    uint64_t tag = self->id | 1;
+    size_t bytes = fsdpc_shm_control_bytes(self->base.size);
+    fsdpc_shm_segment *segment = NULL;
+    fsdpc_status status;
+    if (self->base.rank == 0) {
+        status = fsdpc_shm_segment_create("fsdpc control", bytes, !self->world->threads, &segment);
+        FSDPC_KEEP_FIRST(status, fsdpc_shm_world_give(self->world, waiter, self->members + 1,
+                                                      self->base.size - 1, tag, segment, status));
+        if (bell)
+            fsdpc_shm_ring_bell(bell);
+        FSDPC_KEEP_FIRST(status, fsdpc_shm_world_given(self->world, waiter, self->base.size - 1));
+    } else {
+        status = fsdpc_shm_world_take(self->world, waiter, self->members[0], tag, bytes, &segment);
+        if (bell)
+            fsdpc_shm_ring_bell(bell);
+        if (status == FSDPC_OK && !segment)
+            status = fsdpc_fail(FSDPC_ERR_PEER, "rank 0 of the group could not create its control "
+                                                "page; see its own error");
+    }
+    if (status == FSDPC_OK)
+        return comm_attach(self, segment);
+    fsdpc_shm_segment_release(segment);
+    return status;
+}
+
+static void shm_destroy(fsdpc_comm *comm)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    if (self->control && self->world->fork_count == fsdpc_fork_count()) {
+        /* release: everything we did comes before; acquire in peers_check. */
+        atomic_store_explicit(&self->mine->left, 1, memory_order_release);
+        fsdpc_shm_ring_bell(self->control);
+    }
+    fsdpc_shm_segment_release(self->segment);
+    fsdpc_shm_world_release(self->world);
+    free(self->members);
+    free(self);
+}
+
+static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2], fsdpc_comm **out)
+{
+    int members[FSDPC_COLL_MAX_RANKS], parents[FSDPC_COLL_MAX_RANKS], n = 0, rank = 0;
+    const int64_t *mine = wishes[self->base.rank];
+    for (int p = 0; p < self->base.size; p++) {
+        if (wishes[p][0] != mine[0])
+            continue;
+        int at = n++;
+        for (; at > 0 && wishes[parents[at - 1]][1] > wishes[p][1]; at--)
+            parents[at] = parents[at - 1];
+        parents[at] = p;
+    }
+    for (int i = 0; i < n; i++) {
+        members[i] = self->members[parents[i]];
+        rank = parents[i] == self->base.rank ? i : rank;
+    }
+    const fsdpc_comm *base = &self->base;
+    fsdpc_comm_config config = {
+        .rank = rank,
+        .size = n,
+        .device = base->device,
+        .trace = base->trace,
+        .timeout_s = base->timeout_s,
+        .notice_s = base->notice_s,
+        .interrupt = base->interrupt,
+        .notice = base->notice,
+        .notice_arg = base->notice_arg,
+        .spin = base->spin,
+    };
+    uint64_t id = self->id * 31 + self->creations * 1024 + (uint64_t)members[0] + 1;
+    fsdpc_shm_comm *part = NULL;
+    FSDPC_TRY(comm_new(&config, self->world, members, id * UINT64_C(0x9e3779b97f4a7c15), &part));
+    fsdpc_status status = comm_join(part, &self->base, self->control);
+    if (status != FSDPC_OK) {
+        shm_destroy(&part->base);
+        return status;
+    }
+    *out = &part->base;
+    return FSDPC_OK;
+}
+
+static fsdpc_status shm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    uint64_t tag;
+    FSDPC_TRY(fsdpc_shm_creation_begin(self, "split", 0, &tag));
+    int64_t mine[2] = {color, key}, wishes[FSDPC_COLL_MAX_RANKS][2];
+    FSDPC_TRY(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
+                                                 .unit = -1,
+                                                 .what = "split",
+                                                 .dtype = FSDPC_I64,
+                                                 .send = mine,
+                                                 .recv = wishes,
+                                                 .numel = 2}));
+    fsdpc_comm *part = NULL;
+    fsdpc_status status =
+        color < 0 ? FSDPC_OK : part_create(self, (const int64_t(*)[2])wishes, &part);
+    self->late.kind = FSDPC_SHM_LATE_NOBODY;
+    status = fsdpc_shm_agree(self, status, "split");
+    if (status != FSDPC_OK) {
+        fsdpc_comm_destroy(part);
+        return status;
+    }
+    *out = part;
+    return FSDPC_OK;
+}
+
+/* ---- The table ---- */
+
+static const fsdpc_comm_ops shm_ops = {
+    .name = "shm",
+    .destroy = shm_destroy,
+    .split = shm_split,
+    .abort = shm_abort,
+    .wire_create = fsdpc_shm_wire_create,
+    .wire_destroy = fsdpc_shm_wire_destroy,
+    .epoch_arrive = fsdpc_shm_epoch_arrive,
+    .epoch_test = fsdpc_shm_epoch_test,
+    .epoch_publish = fsdpc_shm_epoch_publish,
+    .epoch_published = fsdpc_shm_epoch_published,
+    .buffer_create = fsdpc_shm_buffer_create,
+    .buffer_destroy = fsdpc_shm_buffer_destroy,
+    .buffer_idle = fsdpc_shm_buffer_idle,
+    .post = fsdpc_shm_post,
+    .test = fsdpc_shm_test,
+    .idle = shm_idle,
+    .describe = shm_describe,
+    .locate = shm_locate,
+};
+
+enum { FIRST_GROUP = 0x66736470 };
+
+fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+{
+    fsdpc_shm_world *world = NULL;
+    FSDPC_TRY(fsdpc_shm_world_create(config, &world));
+    int members[FSDPC_COLL_MAX_RANKS];
+    for (int p = 0; p < config->size; p++)
+        members[p] = p;
+    fsdpc_shm_comm *self = NULL;
+    fsdpc_status status = comm_new(config, world, members, FIRST_GROUP, &self);
+    fsdpc_shm_world_release(world); /* the communicator holds it */
+    FSDPC_TRY(status);
+    fsdpc_shm_early early;
+    fsdpc_shm_early_init(&early, world, config);
+    FSDPC_TRY_GOTO(status, comm_join(self, &early.comm, NULL), destroy);
+    /* Nobody goes on before all are here and hold their place in the life page. */
+    FSDPC_TRY_GOTO(
+        status,
+        fsdpc_comm_run(&self->base,
+                       &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "create"}),
+        destroy);
+    *out = &self->base;
+    return FSDPC_OK;
+
+destroy:
+    shm_destroy(&self->base);
+    return status;
+}
+
+fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
+                                           fsdpc_comm **outs)
+{
+    fsdpc_shm_world *worlds[FSDPC_COLL_MAX_RANKS];
+    int members[FSDPC_COLL_MAX_RANKS], made = 0;
+    fsdpc_shm_segment *segment = NULL;
+    FSDPC_TRY(fsdpc_shm_world_create_threads(size, worlds));
+    fsdpc_status status =
+        fsdpc_shm_segment_create("fsdpc control", fsdpc_shm_control_bytes(size), false, &segment);
+    for (; status == FSDPC_OK && made < size; made++) {
+        fsdpc_comm_config config = configs[made];
+        config.rank = made;
+        config.size = size;
+        for (int p = made; p < size; p++)
+            members[p] = p;
+        fsdpc_shm_comm *self = NULL;
+        status = comm_new(&config, worlds[made], members, FIRST_GROUP, &self);
+        if (status != FSDPC_OK)
+            break;
+        comm_attach(self, fsdpc_shm_segment_retain(segment));
+        outs[made] = &self->base;
+    }
+    while (status != FSDPC_OK && made > 0)
+        shm_destroy(outs[--made]);
+    for (int p = 0; p < size; p++)
+        fsdpc_shm_world_release(worlds[p]);
+    fsdpc_shm_segment_release(segment);
+    return status;
+}

@@ -1,0 +1,26 @@
+/* How the ranks of one host find each other: one Unix socket between every two of them.
+ *
+ * Names are abstract (nothing in any file system), made of uid, run and rank.  Peers must belong to
+ * this user; others are turned away.  All descriptors close on exec and in forked children, and are
+ * non-blocking.  The sockets carry memory descriptors when groups, wires and buffers are created.
+ */
+#ifndef FSDPC_COMM_RENDEZVOUS_H
+#define FSDPC_COMM_RENDEZVOUS_H
+
+#include "comm/comm.h"
+
+/* A listening socket for a rank of the run `address`: for launchers that hand it to the rank. */
+fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out);
+
+/* Collective.  sockets_out[p] and pids_out[p] for every peer p (-1 and our pid at our own rank).
+ * Waits as every wait does: late ranks are named, the deadline of `config` ends it. */
+fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
+                                   int32_t *pids_out);
+
+/* One message, with a descriptor unless it is -1.  FSDPC_IN_PROGRESS if it would block. */
+fsdpc_status fsdpc_socket_send(int fd, const void *message, size_t bytes, int passed_fd);
+/* One message of exactly `bytes`; *passed_out is -1 if none came.  FSDPC_IN_PROGRESS if there is
+ * none yet, FSDPC_ERR_PEER if the other side is gone or sent something else. */
+fsdpc_status fsdpc_socket_recv(int fd, void *message, size_t bytes, int *passed_out);
+
+#endif

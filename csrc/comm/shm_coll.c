@@ -1,0 +1,361 @@
+/* Collectives over shared memory.
+ *
+ * Three ways, none of which allocates or enters the kernel unless somebody sleeps:
+ *
+ * GATHER is a look: the slices are in the wire since the epoch was published.  It is complete when
+ * posted; fingerprints of peers that are as far are compared.
+ *
+ * REDUCE_SCATTER reads the peers' buffers where they are.  Posting is the mark "my buffer is
+ * filled"; when all have posted, this rank sums its slices and marks that it has read.  A buffer is
+ * idle when all have.
+ *
+ * The rest go through staging, chunk by chunk: copy the chunk into the own stage, raise `step`,
+ * wait until all steps are as high, use all stages.  There are two stages a rank, taken in turn,
+ * and one wait a chunk is enough: step K + 2 overwrites what peers read in step K, and it is begun
+ * after all have staged K + 1, which each does only after it has read K.
+ *
+ * Operations on an asynchronous stream run on its thread, blocking there; inline ones are state
+ * machines that any poll of the driving thread carries on, so that two ranks that wait for
+ * different things still do each other's part.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "comm/coll_math.h"
+#include "comm/comm_shm.h"
+
+static bool is_staged(fsdpc_coll_kind kind)
+{
+    return kind == FSDPC_COLL_ALL_REDUCE || kind == FSDPC_COLL_ALL_GATHER ||
+           kind == FSDPC_COLL_BROADCAST;
+}
+
+/* ---- Agreement ---- */
+
+static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence)
+{
+    return fsdpc_shm_fail(self, fsdpc_shm_ring_differ(self->mine, self->base.rank,
+                                                      &self->control->slots[peer], peer, sequence));
+}
+
+/* The driving thread alone may ask: a worker's operation may be waited for over epochs. */
+static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t sequence)
+{
+    const fsdpc_shm_wire *wire = fsdpc_shm_wire_ahead(self, peer);
+    const _Atomic uint64_t *posted = &self->control->slots[peer].posted;
+    if (!wire || atomic_load_explicit(posted, memory_order_acquire) > sequence)
+        return FSDPC_IN_PROGRESS;
+    fsdpc_fail(
+        FSDPC_ERR_PEER,
+        "rank %d abandoned operation %llu, which rank %d waits in: it has begun a later epoch "
+        "(rank %d is in epoch %llu); after an exception every rank must reset before it goes "
+        "on",
+        peer, (unsigned long long)sequence, self->base.rank, self->base.rank,
+        (unsigned long long)wire->base.epoch);
+    return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
+}
+
+/* Have all posted this operation, and the same?  Those that have are compared even while others are
+ * missing: the missing may wait for what a mismatched one never does. */
+static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_late *late)
+{
+    bool all = true;
+    for (int p = 0; p < self->base.size; p++) {
+        const fsdpc_shm_slot *peer = &self->control->slots[p];
+        if (p == self->base.rank)
+            continue;
+        /* acquire: with the release in ring_post; what the peer wrote before it posted is there. */
+        if (atomic_load_explicit(&peer->posted, memory_order_acquire) <= sequence) {
+            all = false;
+            if (late == &self->late) {
+                fsdpc_status status = abandoned_check(self, p, sequence);
+                if (status < 0)
+                    return status;
+            }
+        } else if (!fsdpc_shm_ring_same(self->mine, peer, sequence)) {
+            return mismatch(self, p, sequence);
+        }
+    }
+    if (all)
+        return FSDPC_OK;
+    *late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_POSTED, .target = sequence + 1};
+    return FSDPC_IN_PROGRESS;
+}
+
+/* A gather waits for nobody. */
+static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
+{
+    for (int p = 0; p < self->base.size; p++) {
+        const fsdpc_shm_slot *peer = &self->control->slots[p];
+        if (p != self->base.rank &&
+            atomic_load_explicit(&peer->posted, memory_order_acquire) > sequence &&
+            !fsdpc_shm_ring_same(self->mine, peer, sequence))
+            return mismatch(self, p, sequence);
+    }
+    return FSDPC_OK;
+}
+
+/* ---- Steps of the state machines; IN_PROGRESS: poll again ---- */
+
+static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
+                                fsdpc_shm_late *late)
+{
+    fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)work->op.buffer;
+    FSDPC_TRY(agreed(self, work->sequence, late));
+    FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
+                                       stream));
+    /* release: our reads of the peers' buffers come before; acquire in buffer_idle. */
+    atomic_store_explicit(&buffer->mine->read, work->turn, memory_order_release);
+    fsdpc_shm_wake(self->control);
+    return FSDPC_OK;
+}
+
+static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
+{
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    const void *from = op->kind == FSDPC_COLL_BROADCAST ? op->recv : op->send;
+    if (op->kind != FSDPC_COLL_BROADCAST || op->root == self->base.rank)
+        memcpy(fsdpc_shm_control_stage(self->control, self->base.size, self->base.rank, self->step),
+               (const unsigned char *)from + self->staged_numel * element, numel * element);
+    self->step++;
+    /* release: the chunk is there; acquire in all_staged. */
+    atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
+    fsdpc_shm_wake(self->control);
+    self->staged = true;
+}
+
+static fsdpc_status all_staged(fsdpc_shm_comm *self, fsdpc_shm_late *late)
+{
+    for (int p = 0; p < self->base.size; p++) {
+        const _Atomic uint64_t *step = &self->control->slots[p].step;
+        if (atomic_load_explicit(step, memory_order_acquire) < self->step) {
+            *late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_STEP, .target = self->step};
+            return FSDPC_IN_PROGRESS;
+        }
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status use_stages(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel,
+                               fsdpc_stream *stream)
+{
+    const void *stages[FSDPC_COLL_MAX_RANKS];
+    int size = self->base.size;
+    size_t element = fsdpc_dtype_bytes(op->dtype), bytes = numel * element;
+    unsigned char *to = (unsigned char *)op->recv + self->staged_numel * element;
+    for (int p = 0; p < size; p++)
+        stages[p] = fsdpc_shm_control_stage(self->control, size, p, self->step - 1);
+    switch (op->kind) {
+    case FSDPC_COLL_ALL_REDUCE:
+        return fsdpc_coll_combine(op->op, op->dtype, stages, size, numel, to, stream);
+    case FSDPC_COLL_ALL_GATHER:
+        for (int p = 0; p < size; p++)
+            memcpy(to + (size_t)p * op->numel * element, stages[p], bytes);
+        return FSDPC_OK;
+    default:
+        if (op->root != self->base.rank)
+            memcpy(to, stages[op->root], bytes);
+        return FSDPC_OK;
+    }
+}
+
+static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
+                                fsdpc_shm_late *late)
+{
+    const fsdpc_coll *op = &work->op;
+    /* acquire: with the release below, so that the fields of the turn come with it. */
+    if (atomic_load_explicit(&self->turn, memory_order_acquire) != work->turn)
+        return FSDPC_IN_PROGRESS;
+    size_t chunk = FSDPC_SHM_CHUNK / fsdpc_dtype_bytes(op->dtype);
+    if (op->numel == 0)
+        FSDPC_TRY(agreed(self, work->sequence, late));
+    while (self->staged_numel < op->numel) {
+        size_t numel = fsdpc_min_size(chunk, op->numel - self->staged_numel);
+        if (!self->staged)
+            stage(self, op, numel);
+        if (self->staged_numel == 0)
+            FSDPC_TRY(agreed(self, work->sequence, late));
+        FSDPC_TRY(all_staged(self, late));
+        FSDPC_TRY(use_stages(self, op, numel, stream));
+        self->staged_numel += numel;
+        self->staged = false;
+    }
+    self->staged_numel = 0;
+    atomic_store_explicit(&self->turn, work->turn + 1, memory_order_release);
+    return FSDPC_OK;
+}
+
+static fsdpc_status work_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
+                              fsdpc_shm_late *late)
+{
+    if (work->op.kind == FSDPC_COLL_REDUCE_SCATTER)
+        return reduce_step(self, work, stream, late);
+    if (is_staged(work->op.kind))
+        return staged_step(self, work, stream, late);
+    return agreed(self, work->sequence, late);
+}
+
+/* ---- On a stream's thread ---- */
+
+static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream)
+{
+    enum { SPINS = 2000, SLEEP_NS = 100000000 };
+    fsdpc_shm_late late = {0};
+    fsdpc_shm_nap nap = {0};
+    int64_t deadline = fsdpc_clock_ns() + (int64_t)(self->base.timeout_s * 1e9);
+    fsdpc_status status = work_step(self, work, stream, &late);
+    for (int n = 0; self->base.spin && n < SPINS && status == FSDPC_IN_PROGRESS; n++) {
+        fsdpc_cpu_relax();
+        status = work_step(self, work, stream, &late);
+    }
+    while (status == FSDPC_IN_PROGRESS) {
+        fsdpc_shm_nap_take(self->control, &nap, SLEEP_NS);
+        fsdpc_status peers = fsdpc_shm_peers_check(self);
+        status = work_step(self, work, stream, &late);
+        if (status != FSDPC_IN_PROGRESS)
+            break;
+        if (fsdpc_shm_poisoned(self->control))
+            status = FSDPC_ERR_POISONED;
+        else if (peers != FSDPC_OK)
+            status = fsdpc_shm_fail(self, peers);
+        else if (fsdpc_clock_ns() > deadline)
+            status = fsdpc_shm_fail(
+                self, fsdpc_fail(FSDPC_ERR_TIMEOUT,
+                                 "%s of '%s' waited %.3g s on its stream for the other ranks; "
+                                 "FSDPC_TIMEOUT_S raises the deadline",
+                                 fsdpc_coll_name(work->op.kind), work->op.what ? work->op.what : "",
+                                 self->base.timeout_s));
+    }
+    fsdpc_shm_nap_end(self->control, &nap);
+    return status;
+}
+
+static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
+{
+    fsdpc_work *work = arg;
+    fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
+    fsdpc_status status = worker_wait(self, work, stream);
+    if (status < 0 && !fsdpc_shm_poisoned(self->control))
+        fsdpc_shm_fail(self, status); /* a kernel failed: the driving thread reads why there */
+    work->status = status;
+    /* release: status and results; acquire in test.  From here on `work` is the caller's. */
+    atomic_store_explicit(&work->state, 0, memory_order_release);
+    fsdpc_shm_wake(self->control);
+    return status;
+}
+
+/* ---- Post and test ---- */
+
+void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    fsdpc_work *next;
+    for (fsdpc_work *work = self->pending; work; work = next) {
+        next = work->impl;
+        work->impl = NULL;
+        work->status = status;
+        atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+    }
+    self->pending = NULL;
+}
+
+fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self)
+{
+    FSDPC_TRY(fsdpc_shm_health(self));
+    fsdpc_work *before = NULL, *next;
+    for (fsdpc_work *work = self->pending; work; work = next) {
+        next = work->impl;
+        fsdpc_stream *stream = work->op.stream ? work->op.stream : &self->inline_stream;
+        fsdpc_status status = work_step(self, work, stream, &self->late);
+        if (status == FSDPC_IN_PROGRESS) {
+            before = work;
+            continue;
+        }
+        if (before)
+            before->impl = next;
+        else
+            self->pending = next;
+        work->impl = NULL;
+        work->status = status;
+        atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+        if (status != FSDPC_OK)
+            return fsdpc_comm_poison(&self->base, status);
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status buffer_post_check(fsdpc_shm_comm *self, const fsdpc_shm_buffer *buffer)
+{
+    for (int p = 0; p < self->base.size; p++)
+        if (atomic_load_explicit(&buffer->words[p]->read, memory_order_acquire) < buffer->posts)
+            return fsdpc_fail(FSDPC_ERR_STATE,
+                              "the buffer is posted while rank %d has not read its last reduction; "
+                              "wait for buffer_idle before filling it",
+                              p);
+    return FSDPC_OK;
+}
+
+static uint64_t object_of(const fsdpc_coll *op)
+{
+    if (op->kind == FSDPC_COLL_GATHER)
+        return ((const fsdpc_shm_wire *)op->wire)->id;
+    if (op->kind == FSDPC_COLL_REDUCE_SCATTER)
+        return ((const fsdpc_shm_buffer *)op->buffer)->id;
+    return 0;
+}
+
+fsdpc_status fsdpc_shm_post(fsdpc_work *work)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
+    const fsdpc_coll *op = &work->op;
+    FSDPC_TRY(fsdpc_shm_health(self));
+    if (op->kind == FSDPC_COLL_REDUCE_SCATTER) {
+        fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)op->buffer;
+        FSDPC_TRY(buffer_post_check(self, buffer));
+        work->turn = ++buffer->posts;
+    } else if (is_staged(op->kind)) {
+        work->turn = self->turns_given++;
+    }
+    work->sequence = self->posted++;
+    self->chain = fsdpc_shm_ring_post(self->mine, work->sequence, self->chain, op,
+                                      fsdpc_coll_bytes(op, self->base.size), object_of(op));
+    fsdpc_shm_wake(self->control);
+    if (op->kind == FSDPC_COLL_GATHER)
+        return compare_early(self, work->sequence);
+
+    atomic_store_explicit(&work->state, 1, memory_order_relaxed);
+    if (op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER)
+        return fsdpc_stream_submit(op->stream, run_on_stream, work);
+    fsdpc_work *last = self->pending;
+    while (last && last->impl)
+        last = last->impl;
+    if (last)
+        last->impl = work;
+    else
+        self->pending = work;
+    /* A failure is reported by test, which finds it in the work. */
+    fsdpc_shm_progress(self);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_test(fsdpc_work *work)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
+    /* acquire: with the release in run_on_stream. */
+    int state = atomic_load_explicit(&work->state, memory_order_acquire);
+    bool async = work->op.stream && work->op.stream->async && work->op.kind != FSDPC_COLL_BARRIER;
+    if (state) {
+        fsdpc_status status = fsdpc_shm_progress(self);
+        if (async) /* its thread still has the work, whatever else failed: it ends soon */
+            return FSDPC_IN_PROGRESS;
+        if (status != FSDPC_OK)
+            return status;
+        state = atomic_load_explicit(&work->state, memory_order_relaxed);
+    }
+    if (state)
+        return FSDPC_IN_PROGRESS;
+    if (work->status == FSDPC_OK)
+        return FSDPC_OK;
+    fsdpc_shm_health(self); /* brings the reason here */
+    return fsdpc_fail(work->status, "%s", self->base.poison);
+}

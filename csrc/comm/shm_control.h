@@ -1,0 +1,109 @@
+/* The control page of a group: what its ranks write for each other to see.
+ *
+ * One segment, mapped writable by all: a bell (wakes whoever sleeps), the poison message, one slot
+ * a rank, and behind the slots two staging chunks a rank for collectives that copy.  A slot is
+ * written by its rank alone.
+ *
+ * Waking.  A rank that will sleep first counts itself in `sleepers`, then reads `bell`, then looks
+ * once more at what it waits for, then sleeps while `bell` has not moved.  A rank that has written
+ * something rings: a full fence, and only if somebody sleeps, bell + 1 and the system call.  Either
+ * the sleeper's last look sees the write, or the writer sees the sleeper.
+ */
+#ifndef FSDPC_COMM_SHM_CONTROL_H
+#define FSDPC_COMM_SHM_CONTROL_H
+
+#include <stdatomic.h>
+
+#include "comm/comm.h"
+#include "comm/shm_segment.h"
+
+enum {
+    FSDPC_SHM_RING = 256,         /* fingerprints kept a rank */
+    FSDPC_SHM_CHUNK = 128 * 1024, /* bytes staged at a time */
+    FSDPC_SHM_WHAT_WORDS = 5,
+    FSDPC_SHM_POISON_WORDS = 60,
+};
+
+/* One operation as its peers see it; words, because a slow peer may read while it is overwritten.
+ */
+typedef struct fsdpc_shm_entry {
+    _Atomic uint64_t kind; /* and dtype and unit */
+    _Atomic uint64_t bytes;
+    _Atomic uint64_t epoch;
+    _Atomic uint64_t detail; /* hash of everything else that must agree */
+    _Atomic uint64_t chain;  /* hash of this entry and all before it */
+    _Atomic uint64_t what[FSDPC_SHM_WHAT_WORDS];
+} fsdpc_shm_entry;
+
+typedef struct fsdpc_shm_slot {
+    _Atomic uint64_t posted __attribute__((aligned(128))); /* operations posted so far */
+    _Atomic uint64_t step;                                 /* chunks staged so far */
+    _Atomic uint32_t left;                                 /* has shut down */
+    fsdpc_shm_entry ring[FSDPC_SHM_RING] __attribute__((aligned(128)));
+} fsdpc_shm_slot;
+
+typedef struct fsdpc_shm_control {
+    _Atomic uint32_t bell __attribute__((aligned(128)));
+    _Atomic uint32_t sleepers;
+    _Atomic uint32_t poison __attribute__((aligned(128))); /* 0 none, 1 being written, 2 there */
+    _Atomic int32_t poison_status, poison_rank;
+    _Atomic uint64_t poison_text[FSDPC_SHM_POISON_WORDS];
+    fsdpc_shm_slot slots[] __attribute__((aligned(128)));
+} fsdpc_shm_control;
+
+size_t fsdpc_shm_control_bytes(int size);
+/* Where rank `rank` stages its step number `step`. */
+unsigned char *fsdpc_shm_control_stage(fsdpc_shm_control *control, int size, int rank,
+                                       uint64_t step);
+
+void fsdpc_shm_ring_bell(fsdpc_shm_control *control); /* always */
+
+/* After a store that somebody may wait for. */
+static inline void fsdpc_shm_wake(fsdpc_shm_control *control)
+{
+    atomic_thread_fence(memory_order_seq_cst); /* with the increment of `sleepers` */
+    if (__builtin_expect(atomic_load_explicit(&control->sleepers, memory_order_relaxed) != 0, 0))
+        fsdpc_shm_ring_bell(control);
+}
+
+/* A sleeper's three moves; `seen` carries the bell between them. */
+typedef struct fsdpc_shm_nap {
+    bool counted;
+    uint32_t seen;
+} fsdpc_shm_nap;
+
+void fsdpc_shm_nap_take(fsdpc_shm_control *control, fsdpc_shm_nap *nap, int64_t max_ns);
+void fsdpc_shm_nap_end(fsdpc_shm_control *control, fsdpc_shm_nap *nap);
+
+/* The first reason wins.  Never blocks. */
+void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status status,
+                          const char *text);
+/* True if there is one. */
+bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
+                          char *text, size_t bytes);
+
+static inline bool fsdpc_shm_poisoned(fsdpc_shm_control *control)
+{
+    return atomic_load_explicit(&control->poison, memory_order_acquire) == 2;
+}
+
+/* ---- Fingerprints (shm_ring.c) ---- */
+
+typedef struct fsdpc_shm_fingerprint {
+    uint64_t kind, bytes, epoch, detail, chain;
+} fsdpc_shm_fingerprint;
+
+/* Appends to `mine` as operation `sequence` and makes it visible; returns the new chain. */
+uint64_t fsdpc_shm_ring_post(fsdpc_shm_slot *mine, uint64_t sequence, uint64_t chain,
+                             const fsdpc_coll *op, size_t bytes, uint64_t object);
+
+/* Compares operation `sequence`, which both have posted.  An entry that was overwritten meanwhile
+ * passes: a later one's chain still covers it. */
+bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer, uint64_t sequence);
+
+/* The error for two that differ: FSDPC_ERR_MISMATCH, naming the first difference still on record.
+ */
+fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
+                                   const fsdpc_shm_slot *peer, int peer_rank, uint64_t sequence);
+
+#endif

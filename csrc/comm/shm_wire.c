@@ -1,0 +1,252 @@
+/* Wires and epochs.
+ *
+ * One memfd for the group: data, then a line of words a rank.  Every rank maps it twice, read-only
+ * for the modules and writable for its own slices and words.  Threads share one mapping.
+ *
+ * The epoch protocol (design section 3; explored over every interleaving of 2-3 ranks): a rank
+ * writes its note into the half that the epoch's parity names and raises `arrived`.  When all have
+ * arrived, every rank sees the same notes and so decides the same.  A note is overwritten two
+ * epochs later, which its writer cannot reach before all have arrived in the epoch between, and so
+ * have read it. The exception is a rank that abandoned an epoch (an exception in user code) and
+ * went on alone; who still waits in the old one finds it two ahead, or ahead without having
+ * published, and says so.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "comm/comm_shm.h"
+
+/* ---- Create and destroy ---- */
+
+static fsdpc_status wire_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t *data_out,
+                               size_t *all_out)
+{
+    *data_out = fsdpc_shm_page_round(bytes);
+    return fsdpc_add_size(*data_out, (size_t)self->base.size * sizeof(fsdpc_shm_wire_words),
+                          all_out);
+}
+
+static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t tag)
+{
+    size_t data_bytes = 0, all_bytes = 0;
+    FSDPC_TRY(wire_bytes(self, wire->base.bytes, &data_bytes, &all_bytes));
+    fsdpc_status status = FSDPC_OK;
+    if (self->base.rank == 0) {
+        status = fsdpc_shm_segment_create("fsdpc wire", all_bytes, !self->world->threads,
+                                          &wire->segment);
+        FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, wire->segment, status));
+        FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
+    } else {
+        status = fsdpc_shm_take_from(self, 0, tag, all_bytes, &wire->segment);
+    }
+    if (status != FSDPC_OK || !wire->segment)
+        return status; /* rank 0's failure comes with the agreement */
+    status = fsdpc_shm_segment_map(wire->segment, true);
+    FSDPC_KEEP_FIRST(status, fsdpc_shm_segment_map(wire->segment, false));
+    fsdpc_shm_segment_close_fd(wire->segment);
+    if (status != FSDPC_OK)
+        return status;
+    wire->base.read = wire->segment->readable;
+    wire->base.write = wire->segment->writable;
+    wire->words = (fsdpc_shm_wire_words *)(void *)(wire->segment->writable + data_bytes);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    uint64_t tag = 0;
+    FSDPC_TRY(fsdpc_shm_creation_begin(self, "wire_create", bytes, &tag));
+    fsdpc_shm_wire *wire = calloc(1, sizeof *wire);
+    if (!wire)
+        return fsdpc_fail_errno("no memory for a wire");
+    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes};
+    wire->id = self->creations;
+    fsdpc_status status = fsdpc_shm_agree(self, share(self, wire, tag), "wire_create");
+    if (status != FSDPC_OK) {
+        fsdpc_shm_segment_release(wire->segment);
+        free(wire);
+        return status;
+    }
+    if (comm->rank == 0)
+        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, (int64_t)bytes);
+    wire->next = self->wires;
+    self->wires = wire;
+    *out = &wire->base;
+    return FSDPC_OK;
+}
+
+void fsdpc_shm_wire_destroy(fsdpc_wire *base)
+{
+    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
+    fsdpc_shm_wire **link = &self->wires;
+    while (*link && *link != wire)
+        link = &(*link)->next;
+    if (*link)
+        *link = wire->next;
+    if (self->base.rank == 0)
+        fsdpc_mem_count(self->base.device->mem, FSDPC_MEM_WIRE, -(int64_t)base->bytes);
+    fsdpc_shm_segment_release(wire->segment);
+    free(wire);
+}
+
+/* ---- Epochs ---- */
+
+static uint64_t load(const _Atomic uint64_t *word)
+{
+    return atomic_load_explicit(word, memory_order_acquire);
+}
+
+static fsdpc_epoch_note note_of(const fsdpc_shm_wire_words *words, uint64_t epoch)
+{
+    uint64_t bits_kind =
+        atomic_load_explicit(&words->note[epoch & 1].bits_kind, memory_order_relaxed);
+    return (fsdpc_epoch_note){
+        .bits = (uint32_t)bits_kind,
+        .kind = (uint32_t)(bits_kind >> 32),
+        .unit = (int32_t)atomic_load_explicit(&words->note[epoch & 1].unit, memory_order_relaxed),
+        .steps = atomic_load_explicit(&words->note[epoch & 1].steps, memory_order_acquire),
+    };
+}
+
+fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+{
+    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
+    FSDPC_TRY(fsdpc_shm_health(self));
+    uint64_t epoch = ++base->epoch;
+    fsdpc_shm_wire_words *words = &wire->words[self->base.rank];
+    atomic_store_explicit(&words->note[epoch & 1].bits_kind,
+                          mine->bits | (uint64_t)mine->kind << 32, memory_order_relaxed);
+    atomic_store_explicit(&words->note[epoch & 1].unit, (uint64_t)(uint32_t)mine->unit,
+                          memory_order_relaxed);
+    atomic_store_explicit(&words->note[epoch & 1].steps, mine->steps, memory_order_relaxed);
+    /* release: the note, and all our reads of fulls before it; acquire in epoch_test, after which
+     * peers overwrite what we read. */
+    atomic_store_explicit(&words->arrived, epoch, memory_order_release);
+    fsdpc_shm_wake(self->control);
+    return FSDPC_OK;
+}
+
+static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, uint64_t theirs)
+{
+    fsdpc_fail(
+        FSDPC_ERR_PEER,
+        "rank %d abandoned epoch %llu, which rank %d waits in, and is in epoch %llu; after an "
+        "exception every rank must reset before it goes on",
+        rank, (unsigned long long)epoch, self->base.rank, (unsigned long long)theirs);
+    return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
+}
+
+static void note_text(const fsdpc_shm_comm *self, int rank, const fsdpc_epoch_note *note,
+                      char *text, size_t bytes)
+{
+    char where[192];
+    fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
+    snprintf(text, bytes, "rank %d begins one of kind %u, unit %d, after %llu steps%s%s%s", rank,
+             note->kind, note->unit, (unsigned long long)note->steps, where[0] ? " (" : "", where,
+             where[0] ? ")" : "");
+}
+
+static fsdpc_status notes_differ(fsdpc_shm_comm *self, uint64_t epoch, int rank,
+                                 const fsdpc_epoch_note *a, const fsdpc_epoch_note *b)
+{
+    char first[384], second[384];
+    note_text(self, 0, a, first, sizeof first);
+    note_text(self, rank, b, second, sizeof second);
+    fsdpc_fail(FSDPC_ERR_MISMATCH,
+               "ranks disagree in epoch %llu: %s, %s; every rank must call the same units and take "
+               "the same optimizer steps",
+               (unsigned long long)epoch, first, second);
+    return fsdpc_shm_fail(self, FSDPC_ERR_MISMATCH);
+}
+
+static fsdpc_status held_and_changed(int holder, int changer)
+{
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "rank %d changed its weights while rank %d holds a unit by unshard(); call "
+                      "reshard() on the unit before the next forward",
+                      changer, holder);
+}
+
+fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+{
+    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
+    uint64_t epoch = base->epoch;
+    FSDPC_TRY(fsdpc_shm_progress(self));
+    for (int p = 0; p < self->base.size; p++) {
+        if (load(&wire->words[p].arrived) < epoch) {
+            self->late =
+                (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_ARRIVED, .object = wire, .target = epoch};
+            return FSDPC_IN_PROGRESS;
+        }
+    }
+    fsdpc_epoch_note first = note_of(&wire->words[0], epoch);
+    uint32_t bits = 0;
+    int holder = -1, changer = -1, other = -1;
+    fsdpc_epoch_note different = {0};
+    for (int p = 0; p < self->base.size; p++) {
+        fsdpc_epoch_note note = note_of(&wire->words[p], epoch);
+        uint64_t arrived = load(&wire->words[p].arrived);
+        if (arrived > epoch + 1)
+            return abandoned(self, p, epoch, arrived); /* and wrote over its note */
+        bits |= note.bits;
+        holder = holder < 0 && (note.bits & FSDPC_EPOCH_HELD) ? p : holder;
+        changer = changer < 0 && (note.bits & FSDPC_EPOCH_CHANGED) ? p : changer;
+        if (other < 0 &&
+            (note.kind != first.kind || note.unit != first.unit || note.steps != first.steps)) {
+            other = p;
+            different = note;
+        }
+    }
+    if (other >= 0)
+        return notes_differ(self, epoch, other, &first, &different);
+    if (holder >= 0 && changer >= 0)
+        return held_and_changed(holder, changer);
+    first.bits = bits;
+    *all_out = first;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_epoch_publish(fsdpc_wire *base)
+{
+    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
+    FSDPC_TRY(fsdpc_shm_health(self));
+    /* release: our slices; acquire in epoch_published. */
+    atomic_store_explicit(&wire->words[self->base.rank].published, base->epoch,
+                          memory_order_release);
+    fsdpc_shm_wake(self->control);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *base)
+{
+    fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
+    fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
+    uint64_t epoch = base->epoch;
+    FSDPC_TRY(fsdpc_shm_progress(self));
+    for (int p = 0; p < self->base.size; p++) {
+        if (load(&wire->words[p].published) >= epoch)
+            continue;
+        uint64_t arrived = load(&wire->words[p].arrived);
+        if (arrived > epoch && load(&wire->words[p].published) < epoch)
+            return abandoned(self, p, epoch, arrived);
+        self->late =
+            (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_PUBLISHED, .object = wire, .target = epoch};
+        return FSDPC_IN_PROGRESS;
+    }
+    return FSDPC_OK;
+}
+
+const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
+{
+    for (const fsdpc_shm_wire *wire = self->wires; wire; wire = wire->next)
+        if (load(&wire->words[rank].arrived) > wire->base.epoch)
+            return wire;
+    return NULL;
+}
