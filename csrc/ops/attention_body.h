@@ -78,18 +78,71 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 }
 #endif
 
-/* C = or += X^T B over the keys of the block at k0: `summed` is from pack_summed, or with single
- * units R(X), which strides transpose. */
-static void gemm_summed(const attention_plan *plan, const unit *summed, size_t k0, size_t keys,
-                        const unit *b, float *c, bool accumulate)
+/* -- products over a block of keys ------------------------------------------------------------- */
+
+/* Keys of a block, all of which the upper half of the queries may see, the lower half only the
+ * first `full` (rounded up): half of what the diagonal of a causal mask hides is never computed. */
+typedef struct key_block {
+    size_t k0, keys, full;
+} key_block;
+
+static key_block next_keys(const fsdpc_attention_args *x, size_t q0, size_t k0, size_t visible)
 {
-    gemm_shape shape = {plan->out_rows, QUERIES,   keys / ATTENTION_PAIR, 1, plan->dn, QUERIES,
-                        QUERIES,        accumulate};
+    size_t lower = fsdpc_attention_visible(x, q0 + QUERIES / 2 - 1);
+    key_block block = {.k0 = k0};
+    block.keys = fsdpc_round_up(fsdpc_min_size(visible - k0, KEYS), KEY_STEP);
+    block.full = lower > k0 ? fsdpc_min_size(fsdpc_round_up(lower - k0, KEY_STEP), block.keys) : 0;
+    return block;
+}
+
+/* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); what `full` excludes is left as it was. */
+static void gemm_scores(const attention_plan *plan, key_block block, const unit *rows,
+                        const unit *columns, float *c)
+{
+    const size_t half = QUERIES / 2;
+    gemm_shape shape = {block.full, QUERIES, plan->du, plan->du, 1, QUERIES, QUERIES, false};
+    rows += block.k0 * plan->du;
+    gemm(&shape, rows, columns, c);
+    shape.m = block.keys - block.full;
+    shape.n = half;
+    gemm(&shape, rows + block.full * plan->du, columns + half, c + block.full * QUERIES + half);
+}
+
+/* c (out_rows x 64) = or += X^T B over the keys of the block: `summed` is from pack_summed, or with
+ * single units R(X), which strides transpose; b is keys / PAIR x 64. */
+static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
+                        const unit *b, float *c)
+{
+    const size_t half = QUERIES / 2;
+    gemm_shape shape = {
+        plan->out_rows, QUERIES,      block.keys / ATTENTION_PAIR, 1, plan->dn, QUERIES,
+        QUERIES,        block.k0 != 0};
     if (ATTENTION_PAIR == 2) {
         shape.a_row = KEYS / 2;
         shape.a_col = 1;
     }
-    gemm(&shape, summed + k0 / ATTENTION_PAIR * plan->dn, b, c);
+    summed += block.k0 / ATTENTION_PAIR * plan->dn;
+    if (block.full == block.keys) {
+        gemm(&shape, summed, b, c);
+        return;
+    }
+    shape.n = half;
+    gemm(&shape, summed, b + half, c + half);
+    shape.k = block.full / ATTENTION_PAIR;
+    gemm(&shape, summed, b, c);
+}
+
+/* c (all keys x dn) += A B over the block's queries, from R(A) (keys x 64) and I(B) (64 x dn). */
+static void gemm_by_key(const attention_plan *plan, key_block block, const unit *a, const unit *b,
+                        float *c)
+{
+    const size_t summed = QUERIES / ATTENTION_PAIR, half = summed / 2;
+    gemm_shape shape = {block.full, plan->dn, summed, summed, 1, plan->dn, plan->dn, true};
+    c += block.k0 * plan->dn;
+    gemm(&shape, a, b, c);
+    shape.m = block.keys - block.full;
+    shape.k = half;
+    gemm(&shape, a + block.full * summed + half, b + half * plan->dn, c + block.full * plan->dn);
 }
 
 /* -- results ----------------------------------------------------------------------------------- */
@@ -210,13 +263,12 @@ static void forward_block(const fsdpc_attention_args *x, const attention_plan *p
     if (visible == 0)
         memset(s->out, 0, plan->out_rows * QUERIES * sizeof *s->out);
     for (size_t k0 = 0; k0 < visible; k0 += KEYS) {
-        size_t keys = fsdpc_round_up(fsdpc_min_size(visible - k0, KEYS), KEY_STEP);
-        gemm_shape shape = {keys, QUERIES, plan->du, plan->du, 1, QUERIES, QUERIES, false};
-        gemm(&shape, s->k_rows + k0 * plan->du, s->columns, s->scores);
-        hide_scores(x, q0, k0, keys, s->scores);
-        raise_reference(&state, s->scores, keys, plan->c, s->out, k0 ? plan->out_rows : 0);
-        make_probabilities(&state, s->scores, keys, plan->c, s->probabilities);
-        gemm_summed(plan, s->values, k0, keys, s->probabilities, s->out, k0 != 0);
+        key_block block = next_keys(x, q0, k0, visible);
+        gemm_scores(plan, block, s->k_rows, s->columns, s->scores);
+        hide_scores(x, q0, k0, block.keys, s->scores);
+        raise_reference(&state, s->scores, block.keys, plan->c, s->out, k0 ? plan->out_rows : 0);
+        make_probabilities(&state, s->scores, block.keys, plan->c, s->probabilities);
+        gemm_summed(plan, block, s->values, s->probabilities, s->out);
     }
     finish_forward(x, run, q0, &state, s->out);
 }
@@ -347,22 +399,19 @@ static void backward_block(const fsdpc_attention_args *x, const attention_plan *
     if (visible == 0)
         memset(s->dq, 0, plan->out_rows * QUERIES * sizeof *s->dq);
     for (size_t k0 = 0; k0 < visible; k0 += KEYS) {
-        size_t keys = fsdpc_round_up(fsdpc_min_size(visible - k0, KEYS), KEY_STEP);
-        gemm_shape scores = {keys, QUERIES, plan->du, plan->du, 1, QUERIES, QUERIES, false};
-        gemm(&scores, s->k_rows + k0 * plan->du, s->q_columns, s->scores);
-        gemm(&scores, s->v_rows + k0 * plan->du, s->dout_columns, s->dscores);
-        hide_scores(x, q0, k0, keys, s->scores);
+        key_block block = next_keys(x, q0, k0, visible);
+        gemm_scores(plan, block, s->k_rows, s->q_columns, s->scores);
+        gemm_scores(plan, block, s->v_rows, s->dout_columns, s->dscores);
+        hide_scores(x, q0, k0, block.keys, s->scores);
 #if ATTENTION_PAIR == 2
-        make_gradients(&state, s->scores, s->dscores, keys, plan->c, s->p_rows, s->ds_rows,
+        make_gradients(&state, s->scores, s->dscores, block.keys, plan->c, s->p_rows, s->ds_rows,
                        s->ds_pairs);
 #else
-        make_gradients(&state, s->scores, s->dscores, keys, plan->c);
+        make_gradients(&state, s->scores, s->dscores, block.keys, plan->c);
 #endif
-        size_t summed = QUERIES / ATTENTION_PAIR;
-        gemm_shape by_key = {keys, plan->dn, summed, summed, 1, plan->dn, plan->dn, true};
-        gemm(&by_key, s->p_rows, s->dout_pairs, s->dv + k0 * plan->dn);
-        gemm(&by_key, s->ds_rows, s->q_pairs, s->dk + k0 * plan->dn);
-        gemm_summed(plan, s->k_summed, k0, keys, s->ds_pairs, s->dq, k0 != 0);
+        gemm_by_key(plan, block, s->p_rows, s->dout_pairs, s->dv);
+        gemm_by_key(plan, block, s->ds_rows, s->q_pairs, s->dk);
+        gemm_summed(plan, block, s->k_summed, s->ds_pairs, s->dq);
     }
     alignas(64) float factor[QUERIES];
     for (int i = 0; i < QUERIES; i++)

@@ -46,8 +46,13 @@ FSDPC_INLINE void pack_row_as(unit *to, size_t dn, const void *base, size_t firs
 #if ATTENTION_PAIR == 2
     (void)dtype;
     const uint16_t *from = (const uint16_t *)base + first;
-    memcpy(to, from, dim * sizeof *from);
-    memset((char *)to + dim * sizeof *from, 0, (dn - dim) * sizeof *from);
+    size_t i = 0;
+    for (; i + 32 <= dim; i += 32) /* of constant size: calls for each short row would show */
+        memcpy(to + i / 2, from + i, 32 * sizeof *from);
+    if (i < dn) {
+        memset(to + i / 2, 0, (dn - i) * sizeof *from);
+        memcpy(to + i / 2, from + i, (dim - i) * sizeof *from);
+    }
 #else
     size_t i = 0;
     for (; i + FSDPC_LANES <= dim; i += FSDPC_LANES)

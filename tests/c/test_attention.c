@@ -362,7 +362,8 @@ static void test_groups(void)
         }
 }
 
-/* Scores of some +-500 that rise and fall, and scales of either sign and zero. */
+/* Scores whose maximum moves by more than 2^8 from block to block; scales of either sign and zero.
+ */
 static void test_scales(void)
 {
     static const double scales[] = {-0.125, 0, 1.0};
