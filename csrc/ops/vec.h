@@ -106,9 +106,14 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
     *(fsdpc_vf_loose *)p = (fsdpc_vf_loose)v;
 }
 
+/* True where a count is known to be a whole vector when compiling: then _n costs nothing. */
+#define FSDPC_WHOLE(n) (__builtin_constant_p(n) && (n) == FSDPC_LANES)
+
 /* The first n lanes; the others read as zero and their memory is not touched. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 {
+    if (FSDPC_WHOLE(n))
+        return fsdpc_vf_load(p);
 #if defined(FSDPC_VEC_AVX512)
     return (fsdpc_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #elif defined(FSDPC_VEC_AVX2)
@@ -123,6 +128,10 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)
 
 FSDPC_INLINE void fsdpc_vf_store_n(float *p, fsdpc_vf v, size_t n)
 {
+    if (FSDPC_WHOLE(n)) {
+        fsdpc_vf_store(p, v);
+        return;
+    }
 #if defined(FSDPC_VEC_AVX512)
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
 #elif defined(FSDPC_VEC_AVX2)
@@ -149,6 +158,8 @@ FSDPC_INLINE void fsdpc_vh_store(uint16_t *p, fsdpc_vh v)
 
 FSDPC_INLINE fsdpc_vh fsdpc_vh_load_n(const uint16_t *p, size_t n)
 {
+    if (FSDPC_WHOLE(n))
+        return fsdpc_vh_load(p);
 #if defined(FSDPC_VEC_AVX512)
     return (fsdpc_vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
 #else
@@ -161,6 +172,10 @@ FSDPC_INLINE fsdpc_vh fsdpc_vh_load_n(const uint16_t *p, size_t n)
 
 FSDPC_INLINE void fsdpc_vh_store_n(uint16_t *p, fsdpc_vh v, size_t n)
 {
+    if (FSDPC_WHOLE(n)) {
+        fsdpc_vh_store(p, v);
+        return;
+    }
 #if defined(FSDPC_VEC_AVX512)
     _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)v);
 #else

@@ -4,7 +4,7 @@
  * pieces (the first has nine bits, so n times it is exact), exp(r) by a minimax polynomial, the
  * scaling in two steps so that subnormal results are right.  tanh goes through exp(2|x|) - 1, which
  * keeps all bits near zero.  erf is a polynomial below 0.93 and 1 - exp(polynomial) above (after N.
- * Juffa's). Errors measured over all (exp: every fp32) or dense inputs by tests/c/test_nn_vec.c.
+ * Juffa's). Errors measured over all (exp: every fp32) or dense inputs by tests/c/test_nn_unary.c.
  */
 #ifndef FSDPC_OPS_VEC_MATH_H
 #define FSDPC_OPS_VEC_MATH_H

@@ -1,0 +1,132 @@
+/* a + b, a - b, a * b, a / b with broadcasting (see nn_internal.h for how bodies are compiled).
+ *
+ * The shape is collapsed first, so equal shapes become one long row and a broadcast bias a loop of
+ * rows.  Along the innermost dimension each operand is dense or one repeated value, which are
+ * vector loops; any other stride (a transposed view) is a scalar loop.
+ */
+
+FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)
+{
+    switch (kind) {
+    case FSDPC_BINARY_ADD:
+        return a + b;
+    case FSDPC_BINARY_SUB:
+        return a - b;
+    case FSDPC_BINARY_MUL:
+        return a * b;
+    case FSDPC_BINARY_DIV:
+        return a / b;
+    }
+    return a;
+}
+
+typedef struct binary_row {
+    const void *a, *b;
+    void *out;
+    size_t at_a, at_b, at_out; /* first elements */
+    size_t step_a, step_b;
+    size_t numel;
+} binary_row;
+
+FSDPC_INLINE void binary_step(fsdpc_binary kind, const binary_row *row, size_t i, size_t n,
+                              fsdpc_dtype dtype, bool one_a, bool one_b)
+{
+    fsdpc_vf a = one_a ? fsdpc_vf_splat(fsdpc_f32_load_as(row->a, row->at_a, dtype))
+                       : fsdpc_vf_load_as_n(row->a, row->at_a + i, dtype, n);
+    fsdpc_vf b = one_b ? fsdpc_vf_splat(fsdpc_f32_load_as(row->b, row->at_b, dtype))
+                       : fsdpc_vf_load_as_n(row->b, row->at_b + i, dtype, n);
+    fsdpc_vf_store_as_n(row->out, row->at_out + i, dtype, binary_value(kind, a, b), n);
+}
+
+FSDPC_INLINE void binary_vectors(fsdpc_binary kind, const binary_row *row, fsdpc_dtype dtype,
+                                 bool one_a, bool one_b)
+{
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= row->numel; i += FSDPC_LANES)
+        binary_step(kind, row, i, FSDPC_LANES, dtype, one_a, one_b);
+    if (i < row->numel)
+        binary_step(kind, row, i, row->numel - i, dtype, one_a, one_b);
+}
+
+FSDPC_INLINE void binary_strided(fsdpc_binary kind, const binary_row *row, fsdpc_dtype dtype)
+{
+    for (size_t i = 0; i < row->numel; i++) {
+        float a = fsdpc_f32_load_as(row->a, row->at_a + i * row->step_a, dtype);
+        float b = fsdpc_f32_load_as(row->b, row->at_b + i * row->step_b, dtype);
+        fsdpc_f32_store_as(row->out, row->at_out + i, dtype,
+                           binary_value(kind, fsdpc_vf_splat(a), fsdpc_vf_splat(b))[0]);
+    }
+}
+
+FSDPC_INLINE void binary_row_of_kind(fsdpc_binary kind, const binary_row *row, fsdpc_dtype dtype)
+{
+    if (row->step_a == 1 && row->step_b == 1)
+        binary_vectors(kind, row, dtype, false, false);
+    else if (row->step_a == 1 && row->step_b == 0)
+        binary_vectors(kind, row, dtype, false, true);
+    else if (row->step_a == 0 && row->step_b == 1)
+        binary_vectors(kind, row, dtype, true, false);
+    else
+        binary_strided(kind, row, dtype);
+}
+
+FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t last,
+                               fsdpc_dtype dtype)
+{
+    const nn_box *box = &plan->box;
+    size_t inner = box->shape[box->ndim - 1];
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(box, 1, at / inner, offset);
+        size_t step_a = box->stride[0][box->ndim - 1], step_b = box->stride[1][box->ndim - 1];
+        binary_row row = {plan->args->a,
+                          plan->args->b,
+                          plan->args->out,
+                          offset[0] + col * step_a,
+                          offset[1] + col * step_b,
+                          at,
+                          step_a,
+                          step_b,
+                          numel};
+        switch (plan->args->kind) {
+        case FSDPC_BINARY_ADD:
+            binary_row_of_kind(FSDPC_BINARY_ADD, &row, dtype);
+            break;
+        case FSDPC_BINARY_SUB:
+            binary_row_of_kind(FSDPC_BINARY_SUB, &row, dtype);
+            break;
+        case FSDPC_BINARY_MUL:
+            binary_row_of_kind(FSDPC_BINARY_MUL, &row, dtype);
+            break;
+        case FSDPC_BINARY_DIV:
+            binary_row_of_kind(FSDPC_BINARY_DIV, &row, dtype);
+            break;
+        }
+    }
+}
+
+NN_FLOAT_KERNELS(binary_range, nn_binary_plan, fsdpc_nn_binary_wide)
+
+static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
+{
+    bool is_int = args->dtype == FSDPC_I32 || args->dtype == FSDPC_I64;
+    if (!is_int)
+        FSDPC_TRY(nn_check_float(args->dtype, "arithmetic"));
+    else if (args->kind == FSDPC_BINARY_DIV)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "division of %s: cast to a float dtype first",
+                          fsdpc_dtype_name(args->dtype));
+    nn_binary_plan plan = {.args = args, .box = {.ndim = args->ndim}};
+    for (int d = 0; d < args->ndim; d++) {
+        plan.box.shape[d] = args->shape[d];
+        plan.box.stride[0][d] = args->stride_a[d];
+        plan.box.stride[1][d] = args->stride_b[d];
+    }
+    size_t numel = nn_box_numel(&plan.box);
+    if (numel == 0)
+        return FSDPC_OK;
+    nn_box_collapse(&plan.box);
+    nn_for(stream, numel, NN_GRAIN,
+           is_int ? fsdpc_nn_binary_wide : binary_range_kernels[args->dtype], &plan);
+    return FSDPC_OK;
+}

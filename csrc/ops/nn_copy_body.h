@@ -1,0 +1,203 @@
+/* Copies over strided boxes: casts, slices, transposes (see nn_internal.h for how bodies are
+ * compiled).
+ *
+ * Dimensions are ordered by the stride of the destination and joined where both sides allow it,
+ * then rows    both sides dense along the innermost dimension: memcpy, or a vector cast; tiles the
+ * source is dense along another one (a transpose) and elements have 2 or 4 bytes: squares of
+ * FSDPC_LANES, turned in registers, 32 source elements wide, so that every cache line is read and
+ * written whole; steps   anything else, element by element (fsdpc_nn_cast_row).
+ */
+
+enum { COPY_TILE = 32 };
+
+static void copy_memcpy_range(const void *arg, size_t first, size_t last)
+{
+    const nn_copy_plan *plan = arg;
+    const fsdpc_copy_args *args = plan->args;
+    size_t inner = plan->box.shape[plan->box.ndim - 1], bytes = fsdpc_dtype_bytes(args->dst_dtype);
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        memcpy((char *)args->dst + (offset[0] + col) * bytes,
+               (const char *)args->src + (offset[1] + col) * bytes, numel * bytes);
+    }
+}
+
+static void copy_steps_range(const void *arg, size_t first, size_t last)
+{
+    const nn_copy_plan *plan = arg;
+    const fsdpc_copy_args *args = plan->args;
+    int d = plan->box.ndim - 1;
+    size_t inner = plan->box.shape[d], step[2] = {plan->box.stride[0][d], plan->box.stride[1][d]};
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        fsdpc_nn_cast_row(args->dst, args->dst_dtype, offset[0] + col * step[0], step[0], args->src,
+                          args->src_dtype, offset[1] + col * step[1], step[1], numel,
+                          args->accumulate);
+    }
+}
+
+FSDPC_INLINE void copy_cast_step(const fsdpc_copy_args *args, size_t dst, size_t src, size_t n,
+                                 fsdpc_dtype dst_dtype, fsdpc_dtype src_dtype)
+{
+    fsdpc_vf v = fsdpc_vf_load_as_n(args->src, src, src_dtype, n);
+    if (args->accumulate)
+        v = v + fsdpc_vf_load_as_n(args->dst, dst, dst_dtype, n);
+    fsdpc_vf_store_as_n(args->dst, dst, dst_dtype, v, n);
+}
+
+FSDPC_INLINE void copy_cast_range(const nn_copy_plan *plan, size_t first, size_t last,
+                                  fsdpc_dtype dst_dtype, fsdpc_dtype src_dtype)
+{
+    size_t inner = plan->box.shape[plan->box.ndim - 1];
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner, i = 0;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        size_t dst = offset[0] + col, src = offset[1] + col;
+        for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+            copy_cast_step(plan->args, dst + i, src + i, FSDPC_LANES, dst_dtype, src_dtype);
+        if (i < numel)
+            copy_cast_step(plan->args, dst + i, src + i, numel - i, dst_dtype, src_dtype);
+    }
+}
+
+/* Source F32, BF16 or F16; the destination is the constant. */
+FSDPC_INLINE void copy_cast_to(const nn_copy_plan *plan, size_t first, size_t last,
+                               fsdpc_dtype dst_dtype)
+{
+    if (plan->args->src_dtype == FSDPC_F32)
+        copy_cast_range(plan, first, last, dst_dtype, FSDPC_F32);
+    else if (plan->args->src_dtype == FSDPC_BF16)
+        copy_cast_range(plan, first, last, dst_dtype, FSDPC_BF16);
+    else
+        copy_cast_range(plan, first, last, dst_dtype, FSDPC_F16);
+}
+
+NN_FLOAT_KERNELS(copy_cast_to, nn_copy_plan, NULL)
+
+/* -- tiles ------------------------------------------------------------------------------------- */
+
+#if defined(FSDPC_VEC_AVX512)
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(FSDPC_VEC_AVX2)
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#endif
+
+/* Interleaving row i with row i + LANES/2 rotates the bits of (row, lane) by one; as many times as
+ * a lane has bits, they have changed places. */
+#define COPY_TURN(rows, type)                                                                      \
+    for (int bit = 1; bit < FSDPC_LANES; bit *= 2) {                                               \
+        type turned[FSDPC_LANES];                                                                  \
+        for (int i = 0; i < FSDPC_LANES / 2; i++) {                                                \
+            type a = (rows)[i], b = (rows)[i + FSDPC_LANES / 2];                                   \
+            turned[2 * i] = (type)__builtin_shufflevector(a, b, ZIP_LOW);                          \
+            turned[2 * i + 1] = (type)__builtin_shufflevector(a, b, ZIP_HIGH);                     \
+        }                                                                                          \
+        for (int i = 0; i < FSDPC_LANES; i++)                                                      \
+            (rows)[i] = turned[i];                                                                 \
+    }
+
+/* dst[r * dst_row + c] = src[c * src_row + r] for a square of FSDPC_LANES */
+FSDPC_INLINE void copy_square_4(uint32_t *dst, size_t dst_row, const uint32_t *src, size_t src_row)
+{
+    fsdpc_vf rows[FSDPC_LANES];
+    for (int i = 0; i < FSDPC_LANES; i++)
+        rows[i] = fsdpc_vf_load((const float *)(const void *)(src + (size_t)i * src_row));
+    COPY_TURN(rows, fsdpc_vf)
+    for (int i = 0; i < FSDPC_LANES; i++)
+        fsdpc_vf_store((float *)(void *)(dst + (size_t)i * dst_row), rows[i]);
+}
+
+FSDPC_INLINE void copy_square_2(uint16_t *dst, size_t dst_row, const uint16_t *src, size_t src_row)
+{
+    fsdpc_vh rows[FSDPC_LANES];
+    for (int i = 0; i < FSDPC_LANES; i++)
+        rows[i] = fsdpc_vh_load(src + (size_t)i * src_row);
+    COPY_TURN(rows, fsdpc_vh)
+    for (int i = 0; i < FSDPC_LANES; i++)
+        fsdpc_vh_store(dst + (size_t)i * dst_row, rows[i]);
+}
+
+FSDPC_INLINE void copy_square(char *dst, size_t dst_row, const char *src, size_t src_row,
+                              size_t n_rows, size_t n_cols, size_t bytes)
+{
+    if (n_rows == FSDPC_LANES && n_cols == FSDPC_LANES && bytes == 4)
+        copy_square_4((uint32_t *)(void *)dst, dst_row, (const uint32_t *)(const void *)src,
+                      src_row);
+    else if (n_rows == FSDPC_LANES && n_cols == FSDPC_LANES)
+        copy_square_2((uint16_t *)(void *)dst, dst_row, (const uint16_t *)(const void *)src,
+                      src_row);
+    else
+        for (size_t r = 0; r < n_rows; r++)
+            for (size_t c = 0; c < n_cols; c++)
+                memcpy(dst + (r * dst_row + c) * bytes, src + (c * src_row + r) * bytes, bytes);
+}
+
+/* Items are strips: COPY_TILE indices of the last dimension but one, all of the last. */
+FSDPC_INLINE void copy_tiles_range(const nn_copy_plan *plan, size_t first, size_t last,
+                                   size_t bytes)
+{
+    const fsdpc_copy_args *args = plan->args;
+    int d = plan->box.ndim - 2;
+    size_t rows = plan->box.shape[d], cols = plan->box.shape[d + 1];
+    size_t dst_row = plan->box.stride[0][d], src_row = plan->box.stride[1][d + 1];
+    size_t strips = fsdpc_ceil_div(rows, COPY_TILE);
+    for (size_t item = first; item < last; item++) {
+        size_t offset[NN_OPERANDS], begin = item % strips * COPY_TILE;
+        size_t end = fsdpc_min_size(begin + COPY_TILE, rows);
+        nn_box_offsets(&plan->box, 2, item / strips, offset);
+        char *dst = (char *)args->dst + offset[0] * bytes;
+        const char *src = (const char *)args->src + offset[1] * bytes;
+        for (size_t c = 0; c < cols; c += FSDPC_LANES)
+            for (size_t r = begin; r < end; r += FSDPC_LANES)
+                copy_square(dst + (r * dst_row + c) * bytes, dst_row,
+                            src + (c * src_row + r) * bytes, src_row,
+                            fsdpc_min_size(FSDPC_LANES, end - r),
+                            fsdpc_min_size(FSDPC_LANES, cols - c), bytes);
+    }
+}
+
+static void copy_tiles_4_range(const void *plan, size_t first, size_t last)
+{
+    copy_tiles_range(plan, first, last, 4);
+}
+
+static void copy_tiles_2_range(const void *plan, size_t first, size_t last)
+{
+    copy_tiles_range(plan, first, last, 2);
+}
+
+static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
+{
+    nn_copy_plan plan = {.args = args};
+    size_t numel = fsdpc_nn_copy_plan_init(&plan);
+    if (numel == 0)
+        return FSDPC_OK;
+    int inner = plan.box.ndim - 1;
+    size_t bytes = fsdpc_dtype_bytes(args->dst_dtype);
+    bool plain = args->dst_dtype == args->src_dtype && !args->accumulate;
+    bool narrow_floats = args->dst_dtype <= FSDPC_F16 && args->src_dtype <= FSDPC_F16;
+    bool dense_dst = plan.box.stride[0][inner] == 1;
+    if (dense_dst && plan.box.stride[1][inner] == 1 && plain)
+        nn_for(stream, numel, NN_GRAIN, copy_memcpy_range, &plan);
+    else if (dense_dst && plan.box.stride[1][inner] == 1 && narrow_floats)
+        nn_for(stream, numel, NN_GRAIN, copy_cast_to_kernels[args->dst_dtype], &plan);
+    else if (dense_dst && plain && (bytes == 2 || bytes == 4) && fsdpc_nn_copy_plan_turn(&plan)) {
+        size_t strip = COPY_TILE * plan.box.shape[inner];
+        size_t strips = fsdpc_ceil_div(plan.box.shape[inner - 1], COPY_TILE);
+        size_t items = strips * (numel / (plan.box.shape[inner] * plan.box.shape[inner - 1]));
+        nn_for(stream, items, nn_row_grain(strip),
+               bytes == 4 ? copy_tiles_4_range : copy_tiles_2_range, &plan);
+    } else
+        nn_for(stream, numel, NN_GRAIN, copy_steps_range, &plan);
+    return FSDPC_OK;
+}

@@ -1,0 +1,39 @@
+/* One instruction set's kernels and their table; NN_OPS_TABLE and NN_OPS_NAME name it.
+ * Included once by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c. */
+#include "ops/attention.h"
+#include "ops/nn_internal.h"
+#include "ops/vec.h"
+
+#include "ops/nn_unary_body.h"
+#include "ops/nn_binary_body.h"
+#include "ops/nn_gate_body.h"
+#include "ops/nn_copy_body.h"
+#include "ops/nn_sum_body.h"
+#include "ops/nn_embedding_body.h"
+#include "ops/nn_softmax_body.h"
+#include "ops/nn_cross_entropy_body.h"
+#include "ops/nn_norm_body.h"
+
+const fsdpc_nn_ops NN_OPS_TABLE = {
+    .name = NN_OPS_NAME,
+    .gemm = fsdpc_gemm_cpu,
+    .unary = unary,
+    .unary_backward = unary_backward,
+    .binary = binary,
+    .sum = sum,
+    .copy = copy,
+    .softmax = softmax,
+    .softmax_backward = softmax_backward,
+    .norm = norm,
+    .norm_backward = norm_backward,
+    .rotary = rotary,
+    .attention = fsdpc_attention_cpu,
+    .attention_backward = fsdpc_attention_backward_cpu,
+    .embedding = embedding,
+    .embedding_backward = embedding_backward,
+    .cross_entropy = cross_entropy,
+    .cross_entropy_backward = cross_entropy_backward,
+    .dropout = dropout,
+    .swiglu = swiglu,
+    .swiglu_backward = swiglu_backward,
+};

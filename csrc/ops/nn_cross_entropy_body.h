@@ -1,0 +1,85 @@
+/* Cross entropy over rows of logits (see nn_internal.h for how bodies are compiled).
+ *
+ * Forward reads the logits once from memory: a row is taken in pieces that fit the first cache,
+ * each piece's greatest value updates the row's (rescaling the sum when it grew), then its
+ * exponents are added.  The mean over rows is summed in fp64 in row order by one thread.  Backward
+ * is one pass, dlogits = (exp(x - lse) - [target]) * dloss / count, and may overwrite the logits.
+ */
+
+enum { CROSS_ENTROPY_PIECE = 4096 };
+
+FSDPC_INLINE void cross_entropy_range(const fsdpc_cross_entropy_args *args, size_t first,
+                                      size_t last, fsdpc_dtype dtype)
+{
+    for (size_t row = first; row < last; row++) {
+        size_t begin = row * args->cols, end = begin + args->cols;
+        float max = -INFINITY, sum = 0;
+        for (size_t i = begin; i < end; i += CROSS_ENTROPY_PIECE) {
+            size_t stop = fsdpc_min_size(i + CROSS_ENTROPY_PIECE, end);
+            float piece_max = row_max(args->logits, i, stop, dtype);
+            if (piece_max > max) {
+                sum *= expf(max - piece_max);
+                max = piece_max;
+            }
+            /* before anything finite: 0 for -inf (not -inf - -inf = NaN), NaN for NaN */
+            sum += row_exp_sum(args->logits, i, stop, dtype, max > -INFINITY ? max : 0);
+        }
+        args->lse[row] = max + logf(sum);
+    }
+}
+
+FSDPC_INLINE void cross_entropy_backward_step(const fsdpc_cross_entropy_args *args, size_t i,
+                                              size_t n, fsdpc_dtype dtype, float lse, float scale)
+{
+    fsdpc_vf p = fsdpc_vf_exp(fsdpc_vf_load_as_n(args->logits, i, dtype, n) - lse);
+    fsdpc_vf_store_as_n(args->dlogits, i, dtype, p * scale, n);
+}
+
+FSDPC_INLINE void cross_entropy_backward_range(const fsdpc_cross_entropy_args *args, size_t first,
+                                               size_t last, fsdpc_dtype dtype)
+{
+    float scale = *args->count ? (float)((double)args->dloss / (double)*args->count) : 0.0f;
+    for (size_t row = first; row < last; row++) {
+        size_t i = row * args->cols, end = i + args->cols;
+        int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
+        if (target == args->ignore_index) {
+            size_t bytes = dtype == FSDPC_F32 ? 4 : 2;
+            memset((char *)args->dlogits + i * bytes, 0, args->cols * bytes);
+            continue;
+        }
+        size_t hit = i + (size_t)target;
+        float lse = args->lse[row], at_target = fsdpc_f32_load_as(args->logits, hit, dtype);
+        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
+            cross_entropy_backward_step(args, i, FSDPC_LANES, dtype, lse, scale);
+        if (i < end)
+            cross_entropy_backward_step(args, i, end - i, dtype, lse, scale);
+        fsdpc_vf p = fsdpc_vf_exp(fsdpc_vf_splat(at_target - lse));
+        fsdpc_f32_store_as(args->dlogits, hit, dtype, (p[0] - 1.0f) * scale);
+    }
+}
+
+NN_FLOAT_KERNELS(cross_entropy_range, fsdpc_cross_entropy_args, fsdpc_nn_cross_entropy_f64)
+NN_FLOAT_KERNELS(cross_entropy_backward_range, fsdpc_cross_entropy_args,
+                 fsdpc_nn_cross_entropy_backward_f64)
+
+static fsdpc_status cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream)
+{
+    size_t count;
+    FSDPC_TRY(nn_check_float(args->dtype, "cross entropy"));
+    FSDPC_TRY(fsdpc_nn_cross_entropy_check(args, &count));
+    nn_for(stream, args->rows, nn_row_grain(args->cols), cross_entropy_range_kernels[args->dtype],
+           args);
+    fsdpc_nn_cross_entropy_mean(args, count);
+    return FSDPC_OK;
+}
+
+static fsdpc_status cross_entropy_backward(const fsdpc_cross_entropy_args *args,
+                                           fsdpc_stream *stream)
+{
+    size_t count;
+    FSDPC_TRY(nn_check_float(args->dtype, "cross entropy"));
+    FSDPC_TRY(fsdpc_nn_cross_entropy_check(args, &count));
+    nn_for(stream, args->rows, nn_row_grain(args->cols),
+           cross_entropy_backward_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}

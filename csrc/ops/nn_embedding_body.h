@@ -1,0 +1,141 @@
+/* Embedding rows and rotary position embedding (see nn_internal.h for how bodies are compiled).
+ *
+ * embedding_backward sorts the positions by id (a counting sort, which keeps equal ids in order)
+ * and then computes each table row once: the sum over its positions in order, in fp32, rounded
+ * once.  So any cut of the table gives the same bits, and rows that no id names cost one comparison
+ * or one fill.
+ */
+
+static void embedding_range(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_embedding_args *args = arg;
+    size_t bytes = args->dim * fsdpc_dtype_bytes(args->dtype);
+    for (size_t i = first; i < last; i++)
+        memcpy((char *)args->out + i * bytes,
+               (const char *)args->table +
+                   (size_t)fsdpc_nn_load_id(args->ids, i, args->id_dtype) * bytes,
+               bytes);
+}
+
+static fsdpc_status embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "an embedding"));
+    FSDPC_TRY(fsdpc_nn_embedding_check(args));
+    if (args->dim)
+        nn_for(stream, args->count, nn_row_grain(args->dim), embedding_range, args);
+    return FSDPC_OK;
+}
+
+enum { EMBEDDING_COLS = 512 };
+
+FSDPC_INLINE void embedding_store(const fsdpc_embedding_args *args, size_t at, const float *sum,
+                                  size_t cols, fsdpc_dtype dtype)
+{
+    for (size_t c = 0; c < cols; c += FSDPC_LANES) {
+        size_t n = fsdpc_min_size(FSDPC_LANES, cols - c);
+        fsdpc_vf v = fsdpc_vf_load_n(sum + c, n);
+        if (args->accumulate)
+            v = v + fsdpc_vf_load_as_n(args->dtable, at + c, dtype, n);
+        fsdpc_vf_store_as_n(args->dtable, at + c, dtype, v, n);
+    }
+}
+
+FSDPC_INLINE void embedding_backward_row(const nn_embedding_plan *plan, size_t row,
+                                         fsdpc_dtype dtype)
+{
+    const fsdpc_embedding_args *args = plan->args;
+    for (size_t col = 0; col < args->dim; col += EMBEDDING_COLS) {
+        float sum[EMBEDDING_COLS] = {0};
+        size_t cols = fsdpc_min_size(EMBEDDING_COLS, args->dim - col);
+        for (size_t k = plan->starts[row]; k < plan->starts[row + 1]; k++)
+            sum_add_row(sum, args->dout, plan->order[k] * args->dim + col, cols, dtype);
+        size_t at = row * args->dim + col;
+        if (args->dtable_dtype == FSDPC_F32)
+            embedding_store(args, at, sum, cols, FSDPC_F32);
+        else if (args->dtable_dtype == FSDPC_BF16)
+            embedding_store(args, at, sum, cols, FSDPC_BF16);
+        else
+            embedding_store(args, at, sum, cols, FSDPC_F16);
+    }
+}
+
+FSDPC_INLINE void embedding_backward_range(const nn_embedding_plan *plan, size_t first, size_t last,
+                                           fsdpc_dtype dtype)
+{
+    const fsdpc_embedding_args *args = plan->args;
+    size_t bytes = args->dim * fsdpc_dtype_bytes(args->dtable_dtype);
+    for (size_t row = first; row < last; row++)
+        if (plan->starts[row] != plan->starts[row + 1])
+            embedding_backward_row(plan, row, dtype);
+        else if (!args->accumulate)
+            memset((char *)args->dtable + row * bytes, 0, bytes);
+}
+
+NN_FLOAT_KERNELS(embedding_backward_range, nn_embedding_plan, fsdpc_nn_embedding_backward_wide)
+
+static fsdpc_status embedding_backward(const fsdpc_embedding_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "an embedding"));
+    FSDPC_TRY(nn_check_float(args->dtable_dtype, "an embedding's gradient"));
+    FSDPC_TRY(fsdpc_nn_embedding_check(args));
+    if (args->dim == 0)
+        return FSDPC_OK;
+    nn_embedding_plan plan = {.args = args};
+    size_t words, bytes;
+    FSDPC_TRY(fsdpc_add_size(args->rows + 1, args->count, &words));
+    FSDPC_TRY(fsdpc_mul_size(words, sizeof(size_t), &bytes));
+    void *memory;
+    FSDPC_TRY(fsdpc_device_alloc(stream->device, FSDPC_MEM_OTHER, bytes, &memory));
+    plan.starts = memory;
+    plan.order = plan.starts + args->rows + 1;
+    fsdpc_nn_embedding_sort(&plan);
+    bool wide = args->dtype == FSDPC_F64 || args->dtable_dtype == FSDPC_F64;
+    nn_for(stream, args->rows, nn_row_grain(args->dim),
+           embedding_backward_range_kernels[wide ? FSDPC_F64 : args->dtype], &plan);
+    fsdpc_device_free(stream->device, memory);
+    return FSDPC_OK;
+}
+
+/* -- rotary ------------------------------------------------------------------------------------ */
+
+FSDPC_INLINE void rotary_step(const fsdpc_rotary_args *args, size_t at, size_t angle, size_t half,
+                              size_t n, fsdpc_dtype dtype)
+{
+    fsdpc_vf cosine = fsdpc_vf_load_n(args->cosines + angle, n);
+    fsdpc_vf sine = fsdpc_vf_load_n(args->sines + angle, n);
+    fsdpc_vf a = fsdpc_vf_load_as_n(args->x, at, dtype, n);
+    fsdpc_vf b = fsdpc_vf_load_as_n(args->x, at + half, dtype, n);
+    if (args->inverse)
+        sine = -sine;
+    fsdpc_vf_store_as_n(args->y, at, dtype, a * cosine - b * sine, n);
+    fsdpc_vf_store_as_n(args->y, at + half, dtype, b * cosine + a * sine, n);
+}
+
+/* Rows are (batch, token). */
+FSDPC_INLINE void rotary_range(const fsdpc_rotary_args *args, size_t first, size_t last,
+                               fsdpc_dtype dtype)
+{
+    size_t half = args->dim / 2;
+    for (size_t row = first; row < last; row++)
+        for (size_t head = 0; head < args->heads; head++) {
+            size_t at = (row * args->heads + head) * args->dim, i = 0;
+            size_t angle = row % args->tokens * half;
+            for (; i + FSDPC_LANES <= half; i += FSDPC_LANES)
+                rotary_step(args, at + i, angle + i, half, FSDPC_LANES, dtype);
+            if (i < half)
+                rotary_step(args, at + i, angle + i, half, half - i, dtype);
+        }
+}
+
+NN_FLOAT_KERNELS(rotary_range, fsdpc_rotary_args, fsdpc_nn_rotary_f64)
+
+static fsdpc_status rotary(const fsdpc_rotary_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "rotary embedding"));
+    if (args->dim % 2)
+        return fsdpc_fail(FSDPC_ERR_SHAPE, "rotary embedding of %zu elements a head: make it even",
+                          args->dim);
+    nn_for(stream, args->batch * args->tokens, nn_row_grain(args->heads * args->dim),
+           rotary_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}

@@ -1,0 +1,150 @@
+/* F64 forms of the kernels that work row by row: softmax, norms, cross entropy.
+ *
+ * Plain loops in double, see nn_f64.c.  Statistics that the arguments keep as fp32 (mean, rstd,
+ * lse) are written for whoever reads them, but backward computes its own in double.
+ */
+#include "ops/nn_internal.h"
+
+#include <math.h>
+
+static double row_max(const double *x, size_t cols)
+{
+    double max = -INFINITY;
+    for (size_t c = 0; c < cols; c++)
+        max = x[c] > max ? x[c] : max;
+    return max;
+}
+
+static double row_exp_sum(const double *x, size_t cols, double max)
+{
+    double sum = 0;
+    for (size_t c = 0; c < cols; c++)
+        sum += exp(x[c] - max);
+    return sum;
+}
+
+void fsdpc_nn_softmax_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_softmax_args *args = arg;
+    for (size_t row = first; row < last; row++) {
+        const double *x = (const double *)args->x + row * args->cols;
+        double *out = (double *)args->out + row * args->cols;
+        double max = row_max(x, args->cols), sum = row_exp_sum(x, args->cols, max);
+        for (size_t c = 0; c < args->cols; c++)
+            out[c] = args->log ? x[c] - max - log(sum) : exp(x[c] - max) / sum;
+    }
+}
+
+void fsdpc_nn_softmax_backward_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_softmax_args *args = arg;
+    for (size_t row = first; row < last; row++) {
+        const double *y = (const double *)args->y + row * args->cols;
+        const double *dy = (const double *)args->dy + row * args->cols;
+        double *out = (double *)args->out + row * args->cols, dot = 0;
+        for (size_t c = 0; c < args->cols; c++)
+            dot += args->log ? dy[c] : dy[c] * y[c];
+        for (size_t c = 0; c < args->cols; c++)
+            out[c] = args->log ? dy[c] - exp(y[c]) * dot : y[c] * (dy[c] - dot);
+    }
+}
+
+static void norm_statistics(const fsdpc_norm_args *args, const double *x, double *mean_out,
+                            double *rstd_out)
+{
+    double mean = 0, square = 0, cols = (double)args->cols;
+    if (args->layer) {
+        for (size_t c = 0; c < args->cols; c++)
+            mean += x[c];
+        mean /= cols;
+    }
+    for (size_t c = 0; c < args->cols; c++)
+        square += (x[c] - mean) * (x[c] - mean);
+    *mean_out = mean;
+    *rstd_out = 1 / sqrt(square / cols + args->eps);
+}
+
+void fsdpc_nn_norm_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_norm_args *args = arg;
+    const double *weight = args->weight, *bias = args->bias;
+    for (size_t row = first; row < last; row++) {
+        const double *x = (const double *)args->x + row * args->cols;
+        double *y = (double *)args->y + row * args->cols, mean, rstd;
+        norm_statistics(args, x, &mean, &rstd);
+        if (args->mean)
+            args->mean[row] = (float)mean;
+        if (args->rstd)
+            args->rstd[row] = (float)rstd;
+        for (size_t c = 0; c < args->cols; c++)
+            y[c] = (x[c] - mean) * rstd * (weight ? weight[c] : 1) + (bias ? bias[c] : 0);
+    }
+}
+
+static void norm_backward_row(const fsdpc_norm_args *args, size_t row)
+{
+    const double *x = (const double *)args->x + row * args->cols, *weight = args->weight;
+    const double *dy = (const double *)args->dy + row * args->cols;
+    double *dx = args->dx ? (double *)args->dx + row * args->cols : NULL;
+    double mean, rstd, mean_g = 0, mean_gx = 0, cols = (double)args->cols;
+    norm_statistics(args, x, &mean, &rstd);
+    for (size_t c = 0; c < args->cols; c++) {
+        double g = dy[c] * (weight ? weight[c] : 1);
+        mean_g += args->layer ? g / cols : 0;
+        mean_gx += g * (x[c] - mean) * rstd / cols;
+    }
+    for (size_t c = 0; c < args->cols; c++) {
+        double xhat = (x[c] - mean) * rstd, g = dy[c] * (weight ? weight[c] : 1), dyc = dy[c];
+        if (dx) /* may be dy */
+            dx[c] = rstd * (g - mean_g - xhat * mean_gx);
+        if (args->dweight)
+            fsdpc_nn_store_f64(args->dweight, c, args->dgrad_dtype,
+                               fsdpc_nn_load_f64(args->dweight, c, args->dgrad_dtype) + dyc * xhat);
+        if (args->dbias)
+            fsdpc_nn_store_f64(args->dbias, c, args->dgrad_dtype,
+                               fsdpc_nn_load_f64(args->dbias, c, args->dgrad_dtype) + dyc);
+    }
+}
+
+void fsdpc_nn_norm_backward_f64(const fsdpc_norm_args *args)
+{
+    size_t bytes = args->cols * fsdpc_dtype_bytes(args->dgrad_dtype);
+    if (args->dweight && !args->dweight_accumulate)
+        memset(args->dweight, 0, bytes);
+    if (args->dbias && !args->dbias_accumulate)
+        memset(args->dbias, 0, bytes);
+    for (size_t row = 0; row < args->rows; row++)
+        norm_backward_row(args, row);
+}
+
+static double cross_entropy_lse(const double *x, size_t cols)
+{
+    double max = row_max(x, cols);
+    return max + log(row_exp_sum(x, cols, max > -INFINITY ? max : 0));
+}
+
+void fsdpc_nn_cross_entropy_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_cross_entropy_args *args = arg;
+    for (size_t row = first; row < last; row++)
+        args->lse[row] =
+            (float)cross_entropy_lse((const double *)args->logits + row * args->cols, args->cols);
+}
+
+void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_cross_entropy_args *args = arg;
+    double scale = *args->count ? (double)args->dloss / (double)*args->count : 0;
+    for (size_t row = first; row < last; row++) {
+        const double *x = (const double *)args->logits + row * args->cols;
+        double *dx = (double *)args->dlogits + row * args->cols;
+        int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
+        if (target == args->ignore_index) {
+            memset(dx, 0, args->cols * sizeof *dx);
+            continue;
+        }
+        double lse = cross_entropy_lse(x, args->cols);
+        for (size_t c = 0; c < args->cols; c++)
+            dx[c] = (exp(x[c] - lse) - (c == (size_t)target)) * scale;
+    }
+}

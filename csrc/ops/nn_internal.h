@@ -1,0 +1,238 @@
+/* What the CPU's nn kernels share: cutting work between threads, walking strided boxes, and the
+ * kernels that are compiled once because nobody trains on them (F64, integers, mixed casts).
+ *
+ * A kernel is a range function: it computes elements (or rows, or columns) [first, last) of its
+ * output and nothing else, so the cut cannot change a result.  The *_body.h files hold the vector
+ * forms; each is compiled three times, by nn_cpu.c, nn_cpu_avx2.c and nn_cpu_avx512.c.
+ */
+#ifndef FSDPC_OPS_NN_INTERNAL_H
+#define FSDPC_OPS_NN_INTERNAL_H
+
+#include "base/size.h"
+#include "ops/nn_ops.h"
+
+typedef void (*nn_range_fn)(const void *arg, size_t first, size_t last);
+
+/* Elements that are worth waking a thread for. */
+enum { NN_GRAIN = 1 << 14 };
+
+typedef struct nn_cut {
+    nn_range_fn fn;
+    const void *arg;
+    size_t count, chunk;
+} nn_cut;
+
+static inline void nn_cut_part(void *arg, size_t part)
+{
+    const nn_cut *cut = arg;
+    size_t first = part * cut->chunk;
+    cut->fn(cut->arg, first, fsdpc_min_size(first + cut->chunk, cut->count));
+}
+
+/* fn over [0, count) in pieces of at least `grain`, spread over the stream's team. */
+static inline void nn_for(fsdpc_stream *stream, size_t count, size_t grain, nn_range_fn fn,
+                          const void *arg)
+{
+    fsdpc_team *team = stream->device->team;
+    size_t threads = (size_t)fsdpc_team_threads(team);
+    size_t pieces = fsdpc_min_size(4 * threads, count / fsdpc_max_size(grain, 1));
+    if (threads == 1 || pieces <= 1) {
+        if (count)
+            fn(arg, 0, count);
+        return;
+    }
+    size_t chunk = fsdpc_ceil_div(count, pieces);
+    if (grain >= 64)
+        chunk = fsdpc_round_up(chunk, 64); /* whole cache lines for each thread */
+    nn_cut cut = {fn, arg, count, chunk};
+    fsdpc_team_run(team, fsdpc_ceil_div(count, chunk), nn_cut_part, &cut);
+}
+
+/* The grain in rows of `cols` elements. */
+static inline size_t nn_row_grain(size_t cols)
+{
+    return fsdpc_max_size(NN_GRAIN / fsdpc_max_size(cols, 1), 1);
+}
+
+static inline fsdpc_status nn_check_float(fsdpc_dtype dtype, const char *what)
+{
+    if (dtype > FSDPC_F64)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s takes a float dtype, not %s: cast first", what,
+                          fsdpc_dtype_name(dtype));
+    return FSDPC_OK;
+}
+
+/* What a unary function's backward reads; the other pointer may be NULL. */
+static inline bool nn_unary_reads_y(fsdpc_unary kind)
+{
+    return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
+           kind == FSDPC_UNARY_SIGMOID || kind == FSDPC_UNARY_RELU;
+}
+
+static inline bool nn_unary_reads_x(fsdpc_unary kind)
+{
+    return !nn_unary_reads_y(kind) && kind != FSDPC_UNARY_NEG && kind != FSDPC_UNARY_ADD_SCALAR &&
+           kind != FSDPC_UNARY_MUL_SCALAR && kind != FSDPC_UNARY_RSUB_SCALAR;
+}
+
+/* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form. */
+#define NN_FLOAT_KERNELS(name, args_type, f64)                                                     \
+    static void name##_f32(const void *args, size_t first, size_t last)                            \
+    {                                                                                              \
+        name((const args_type *)args, first, last, FSDPC_F32);                                     \
+    }                                                                                              \
+    static void name##_bf16(const void *args, size_t first, size_t last)                           \
+    {                                                                                              \
+        name((const args_type *)args, first, last, FSDPC_BF16);                                    \
+    }                                                                                              \
+    static void name##_f16(const void *args, size_t first, size_t last)                            \
+    {                                                                                              \
+        name((const args_type *)args, first, last, FSDPC_F16);                                     \
+    }                                                                                              \
+    static const nn_range_fn name##_kernels[] = {[FSDPC_F32] = name##_f32,                         \
+                                                 [FSDPC_BF16] = name##_bf16,                       \
+                                                 [FSDPC_F16] = name##_f16,                         \
+                                                 [FSDPC_F64] = (f64)};
+
+/* -- strided boxes ----------------------------------------------------------------------------- */
+
+enum { NN_OPERANDS = 2 };
+
+typedef struct nn_box {
+    int ndim; /* at least 1 after nn_box_collapse */
+    size_t shape[FSDPC_MAX_DIMS];
+    size_t stride[NN_OPERANDS][FSDPC_MAX_DIMS];
+} nn_box;
+
+static inline size_t nn_box_numel(const nn_box *box)
+{
+    size_t numel = 1;
+    for (int d = 0; d < box->ndim; d++)
+        numel *= box->shape[d];
+    return numel;
+}
+
+/* Drops dimensions of one and joins neighbours that both operands step through evenly. */
+static inline void nn_box_collapse(nn_box *box)
+{
+    int kept = 0;
+    for (int d = 0; d < box->ndim; d++) {
+        if (box->shape[d] == 1)
+            continue;
+        bool joins = kept > 0;
+        for (int o = 0; o < NN_OPERANDS && joins; o++)
+            joins = box->stride[o][kept - 1] == box->stride[o][d] * box->shape[d];
+        int into = joins ? kept - 1 : kept++;
+        box->shape[into] = joins ? box->shape[into] * box->shape[d] : box->shape[d];
+        for (int o = 0; o < NN_OPERANDS; o++)
+            box->stride[o][into] = box->stride[o][d];
+    }
+    if (kept == 0) {
+        box->shape[0] = 1;
+        for (int o = 0; o < NN_OPERANDS; o++)
+            box->stride[o][0] = 1;
+        kept = 1;
+    }
+    box->ndim = kept;
+}
+
+/* Where row `row` (an index over all but the last `inner` dimensions) begins in each operand. */
+static inline void nn_box_offsets(const nn_box *box, int inner, size_t row,
+                                  size_t offset_out[NN_OPERANDS])
+{
+    for (int o = 0; o < NN_OPERANDS; o++)
+        offset_out[o] = 0;
+    for (int d = box->ndim - 1 - inner; d >= 0; d--) {
+        size_t index = row % box->shape[d];
+        row /= box->shape[d];
+        for (int o = 0; o < NN_OPERANDS; o++)
+            offset_out[o] += index * box->stride[o][d];
+    }
+}
+
+/* -- plans: arguments after collapsing, as range functions take them ----------------------------
+ */
+
+typedef struct nn_binary_plan {
+    const fsdpc_binary_args *args;
+    nn_box box; /* operands a, b */
+} nn_binary_plan;
+
+typedef struct nn_sum_plan {
+    const fsdpc_sum_args *args;
+    nn_box kept, reduced; /* operand 0 is x; without the innermost dimension */
+    size_t outer;         /* numel of kept */
+    size_t folds;         /* numel of reduced */
+    size_t inner;         /* length of the innermost dimension, which is dense */
+    bool inner_kept;      /* or reduced */
+    double *partial;      /* a full sum's block sums; NULL: not a full sum */
+} nn_sum_plan;
+
+enum {
+    NN_SUM_COLS = 512,    /* columns that one item of a sum over rows computes */
+    NN_SUM_BLOCK = 16384, /* elements of one partial of a full sum */
+};
+
+typedef struct nn_copy_plan {
+    const fsdpc_copy_args *args;
+    nn_box box; /* operands dst, src; dst's strides descend */
+} nn_copy_plan;
+
+typedef struct nn_embedding_plan {
+    const fsdpc_embedding_args *args;
+    size_t *starts; /* (rows + 1): where each table row's ids begin in `order` */
+    size_t *order;  /* (count): positions of ids, sorted by id, equal ids in order */
+} nn_embedding_plan;
+
+/* -- nn_plan.c: checks and plans, which need no vectors ------------------------------------------
+ */
+
+void fsdpc_nn_sum_plan_init(nn_sum_plan *plan, const fsdpc_sum_args *args);
+size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan); /* args set; returns numel */
+bool fsdpc_nn_copy_plan_turn(
+    nn_copy_plan *plan); /* source-dense dimension last but one, if there is one */
+fsdpc_status fsdpc_nn_embedding_check(const fsdpc_embedding_args *args); /* ids in range? */
+void fsdpc_nn_embedding_sort(nn_embedding_plan *plan); /* fills starts and order */
+fsdpc_status fsdpc_nn_cross_entropy_check(const fsdpc_cross_entropy_args *args, size_t *count_out);
+void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t count);
+
+/* -- nn_cast.c: any dtype, element by element ---------------------------------------------------
+ */
+
+/* dst[dst_at + i * dst_step] = cast(src[src_at + i * src_step]) [+ dst], in elements */
+void fsdpc_nn_cast_row(void *dst, fsdpc_dtype dst_dtype, size_t dst_at, size_t dst_step,
+                       const void *src, fsdpc_dtype src_dtype, size_t src_at, size_t src_step,
+                       size_t numel, bool accumulate);
+double fsdpc_nn_load_f64(const void *base, size_t i, fsdpc_dtype dtype); /* float dtypes */
+void fsdpc_nn_store_f64(void *base, size_t i, fsdpc_dtype dtype, double x);
+int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id_dtype);
+
+/* -- nn_f64.c, nn_f64_rows.c: kernels nobody trains on, compiled once ----------------------------
+ */
+
+void fsdpc_nn_unary_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_unary_backward_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_swiglu_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_swiglu_backward_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_binary_wide(const void *plan, size_t first, size_t last); /* F64, I32, I64 */
+void fsdpc_nn_sum_wide(const void *plan, size_t first,
+                       size_t last); /* F64 in or out; items: outputs */
+void fsdpc_nn_embedding_backward_wide(const void *plan, size_t first, size_t last);
+void fsdpc_nn_rotary_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_softmax_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_softmax_backward_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_norm_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_norm_backward_f64(const fsdpc_norm_args *args);
+void fsdpc_nn_cross_entropy_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_cross_entropy_backward_f64(const void *args, size_t first, size_t last);
+
+/* -- the tables, one per instruction set ---------------------------------------------------------
+ */
+
+extern const fsdpc_nn_ops fsdpc_nn_ops_portable;
+#if defined(__x86_64__)
+extern const fsdpc_nn_ops fsdpc_nn_ops_avx2;
+extern const fsdpc_nn_ops fsdpc_nn_ops_avx512;
+#endif
+
+#endif

@@ -1,0 +1,127 @@
+/* Softmax and log-softmax over rows (see nn_internal.h for how bodies are compiled).
+ *
+ * Three passes over a row that stays in cache: the greatest value, the sum of exponents, the
+ * result. exp(x - max) * (1 / sum) is used rather than exp(x - lse), whose error grows with |lse|.
+ */
+
+FSDPC_INLINE fsdpc_vf row_max_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype,
+                                   fsdpc_vf max)
+{
+    fsdpc_vf v = fsdpc_vf_load_as_n(x, i, dtype, n);
+    if (!FSDPC_WHOLE(n))
+        v = fsdpc_vf_select(fsdpc_vi_first(n), v, fsdpc_vf_splat(-INFINITY));
+    return fsdpc_vf_max(v, max);
+}
+
+FSDPC_INLINE float row_max(const void *x, size_t first, size_t last, fsdpc_dtype dtype)
+{
+    fsdpc_vf max = fsdpc_vf_splat(-INFINITY), other = max;
+    size_t i = first;
+    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES) {
+        max = row_max_step(x, i, FSDPC_LANES, dtype, max);
+        other = row_max_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, other);
+    }
+    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
+        max = row_max_step(x, i, FSDPC_LANES, dtype, max);
+    if (i < last)
+        max = row_max_step(x, i, last - i, dtype, max);
+    return fsdpc_vf_max_lane(fsdpc_vf_max(max, other));
+}
+
+FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype, float max)
+{
+    fsdpc_vf e = fsdpc_vf_exp(fsdpc_vf_load_as_n(x, i, dtype, n) - max);
+    return FSDPC_WHOLE(n) ? e : fsdpc_vf_select(fsdpc_vi_first(n), e, (fsdpc_vf){0});
+}
+
+/* Sum of exp(x - max) over [first, last). */
+FSDPC_INLINE float row_exp_sum(const void *x, size_t first, size_t last, fsdpc_dtype dtype,
+                               float max)
+{
+    fsdpc_vf sum = {0}, other = {0};
+    size_t i = first;
+    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES) {
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max);
+        other += exp_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, max);
+    }
+    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max);
+    if (i < last)
+        other += exp_step(x, i, last - i, dtype, max);
+    return fsdpc_vf_sum(sum + other);
+}
+
+FSDPC_INLINE void softmax_step(const fsdpc_softmax_args *args, size_t i, size_t n,
+                               fsdpc_dtype dtype, float max, float scale)
+{
+    fsdpc_vf x = fsdpc_vf_load_as_n(args->x, i, dtype, n) - max;
+    fsdpc_vf_store_as_n(args->out, i, dtype, args->log ? x - scale : fsdpc_vf_exp(x) * scale, n);
+}
+
+FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, size_t last,
+                                fsdpc_dtype dtype)
+{
+    for (size_t row = first; row < last; row++) {
+        size_t i = row * args->cols, end = i + args->cols;
+        float max = row_max(args->x, i, end, dtype);
+        float sum = row_exp_sum(args->x, i, end, dtype, max);
+        float scale = args->log ? logf(sum) : 1.0f / sum;
+        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
+            softmax_step(args, i, FSDPC_LANES, dtype, max, scale);
+        if (i < end)
+            softmax_step(args, i, end - i, dtype, max, scale);
+    }
+}
+
+/* softmax: dy * y summed; log-softmax: dy summed */
+FSDPC_INLINE fsdpc_vf softmax_dot_step(const fsdpc_softmax_args *args, size_t i, size_t n,
+                                       fsdpc_dtype dtype, fsdpc_vf sum)
+{
+    fsdpc_vf dy = fsdpc_vf_load_as_n(args->dy, i, dtype, n);
+    return args->log ? sum + dy : fsdpc_vf_fma(dy, fsdpc_vf_load_as_n(args->y, i, dtype, n), sum);
+}
+
+FSDPC_INLINE void softmax_backward_step(const fsdpc_softmax_args *args, size_t i, size_t n,
+                                        fsdpc_dtype dtype, float dot)
+{
+    fsdpc_vf dy = fsdpc_vf_load_as_n(args->dy, i, dtype, n);
+    fsdpc_vf y = fsdpc_vf_load_as_n(args->y, i, dtype, n);
+    fsdpc_vf_store_as_n(args->out, i, dtype,
+                        args->log ? dy - fsdpc_vf_exp(y) * dot : y * (dy - dot), n);
+}
+
+FSDPC_INLINE void softmax_backward_range(const fsdpc_softmax_args *args, size_t first, size_t last,
+                                         fsdpc_dtype dtype)
+{
+    for (size_t row = first; row < last; row++) {
+        size_t begin = row * args->cols, end = begin + args->cols, i = begin;
+        fsdpc_vf sum = {0};
+        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
+            sum = softmax_dot_step(args, i, FSDPC_LANES, dtype, sum);
+        if (i < end)
+            sum = softmax_dot_step(args, i, end - i, dtype, sum);
+        float dot = fsdpc_vf_sum(sum);
+        for (i = begin; i + FSDPC_LANES <= end; i += FSDPC_LANES)
+            softmax_backward_step(args, i, FSDPC_LANES, dtype, dot);
+        if (i < end)
+            softmax_backward_step(args, i, end - i, dtype, dot);
+    }
+}
+
+NN_FLOAT_KERNELS(softmax_range, fsdpc_softmax_args, fsdpc_nn_softmax_f64)
+NN_FLOAT_KERNELS(softmax_backward_range, fsdpc_softmax_args, fsdpc_nn_softmax_backward_f64)
+
+static fsdpc_status softmax(const fsdpc_softmax_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "softmax"));
+    nn_for(stream, args->rows, nn_row_grain(args->cols), softmax_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}
+
+static fsdpc_status softmax_backward(const fsdpc_softmax_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "softmax"));
+    nn_for(stream, args->rows, nn_row_grain(args->cols),
+           softmax_backward_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}

@@ -1,0 +1,249 @@
+/* Functions of one variable, forward and backward (see nn_internal.h for how bodies are compiled).
+ *
+ * The formulas stand once, on fp32 vectors, in unary_value and unary_slope; a loop per function is
+ * made from them.  16-bit dtypes pass through a block of fp32 on the stack, which costs less than
+ * three copies of every loop would.
+ */
+
+enum { UNARY_BLOCK = 512 };
+
+FSDPC_INLINE fsdpc_vf unary_by_lane(fsdpc_vf x, float s, float (*fn)(float, float))
+{
+    for (int i = 0; i < FSDPC_LANES; i++)
+        x[i] = fn(x[i], s);
+    return x;
+}
+
+static float log_lane(float x, float unused)
+{
+    (void)unused;
+    return logf(x);
+}
+
+FSDPC_INLINE fsdpc_vf gelu_tanh_inner(fsdpc_vf x)
+{
+    return fsdpc_vf_tanh(0.7978845608f * fsdpc_vf_fma(0.044715f * x * x, x, x));
+}
+
+FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
+{
+    switch (kind) {
+    case FSDPC_UNARY_NEG:
+        return -x;
+    case FSDPC_UNARY_ABS:
+        return fsdpc_vf_abs(x);
+    case FSDPC_UNARY_EXP:
+        return fsdpc_vf_exp(x);
+    case FSDPC_UNARY_LOG:
+        return unary_by_lane(x, s, log_lane);
+    case FSDPC_UNARY_SQRT:
+        return fsdpc_vf_sqrt(x);
+    case FSDPC_UNARY_TANH:
+        return fsdpc_vf_tanh(x);
+    case FSDPC_UNARY_SIGMOID:
+        return fsdpc_vf_sigmoid(x);
+    case FSDPC_UNARY_GELU_TANH:
+        return 0.5f * x * (1.0f + gelu_tanh_inner(x));
+    case FSDPC_UNARY_GELU_ERF:
+        return 0.5f * x * (1.0f + fsdpc_vf_erf(x * 0.7071067812f));
+    case FSDPC_UNARY_SILU:
+        return x * fsdpc_vf_sigmoid(x);
+    case FSDPC_UNARY_RELU:
+        return fsdpc_vf_max((fsdpc_vf){0}, x); /* NaN stays */
+    case FSDPC_UNARY_ADD_SCALAR:
+        return x + s;
+    case FSDPC_UNARY_MUL_SCALAR:
+        return x * s;
+    case FSDPC_UNARY_RSUB_SCALAR:
+        return s - x;
+    case FSDPC_UNARY_RDIV_SCALAR:
+        return s / x;
+    case FSDPC_UNARY_POW_SCALAR:
+        return unary_by_lane(x, s, powf);
+    }
+    return x;
+}
+
+/* dy * f'(x).  y = f(x). */
+FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdpc_vf dy, float s)
+{
+    const fsdpc_vf zero = {0};
+    switch (kind) {
+    case FSDPC_UNARY_NEG:
+    case FSDPC_UNARY_RSUB_SCALAR:
+        return -dy;
+    case FSDPC_UNARY_ABS:
+        return fsdpc_vf_select(x == zero, zero,
+                               (fsdpc_vf)((fsdpc_vu)dy ^ ((fsdpc_vu)x & 0x80000000u)));
+    case FSDPC_UNARY_EXP:
+        return dy * y;
+    case FSDPC_UNARY_LOG:
+        return dy / x;
+    case FSDPC_UNARY_SQRT:
+        return 0.5f * dy / y;
+    case FSDPC_UNARY_TANH:
+        return dy * (1.0f - y * y);
+    case FSDPC_UNARY_SIGMOID:
+        return dy * y * (1.0f - y);
+    case FSDPC_UNARY_GELU_TANH: {
+        fsdpc_vf t = gelu_tanh_inner(x);
+        fsdpc_vf inner = 0.7978845608f + (3 * 0.044715f * 0.7978845608f) * x * x;
+        return dy * (0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner);
+    }
+    case FSDPC_UNARY_GELU_ERF: {
+        fsdpc_vf below = 0.5f * (1.0f + fsdpc_vf_erf(x * 0.7071067812f));
+        return dy * fsdpc_vf_fma(x, 0.3989422804f * fsdpc_vf_exp(-0.5f * x * x), below);
+    }
+    case FSDPC_UNARY_SILU: {
+        fsdpc_vf g = fsdpc_vf_sigmoid(x);
+        return dy * g * fsdpc_vf_fma(x, 1.0f - g, fsdpc_vf_splat(1.0f));
+    }
+    case FSDPC_UNARY_RELU:
+        return fsdpc_vf_select(y > zero, dy, zero);
+    case FSDPC_UNARY_ADD_SCALAR:
+        return dy;
+    case FSDPC_UNARY_MUL_SCALAR:
+        return dy * s;
+    case FSDPC_UNARY_RDIV_SCALAR:
+        return -dy * s / (x * x);
+    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
+        return s == 0 ? zero : dy * s * unary_by_lane(x, s - 1.0f, powf);
+    }
+    return dy;
+}
+
+FSDPC_INLINE void unary_loop(fsdpc_unary kind, const float *x, float *out, size_t numel, float s)
+{
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+        fsdpc_vf_store(out + i, unary_value(kind, fsdpc_vf_load(x + i), s));
+    if (i < numel)
+        fsdpc_vf_store_n(out + i, unary_value(kind, fsdpc_vf_load_n(x + i, numel - i), s),
+                         numel - i);
+}
+
+/* x or y is NULL where the formula does not need it; dead loads cost nothing. */
+FSDPC_INLINE void unary_backward_step(fsdpc_unary kind, const float *x, const float *y,
+                                      const float *dy, float *out, size_t n, float s)
+{
+    fsdpc_vf vx = x ? fsdpc_vf_load_n(x, n) : (fsdpc_vf){0};
+    fsdpc_vf vy = y ? fsdpc_vf_load_n(y, n) : (fsdpc_vf){0};
+    fsdpc_vf_store_n(out, unary_slope(kind, vx, vy, fsdpc_vf_load_n(dy, n), s), n);
+}
+
+FSDPC_INLINE void unary_backward_loop(fsdpc_unary kind, const float *x, const float *y,
+                                      const float *dy, float *out, size_t numel, float s)
+{
+    if (!nn_unary_reads_x(kind))
+        x = NULL;
+    if (!nn_unary_reads_y(kind))
+        y = NULL;
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+        unary_backward_step(kind, x ? x + i : x, y ? y + i : y, dy + i, out + i, FSDPC_LANES, s);
+    if (i < numel)
+        unary_backward_step(kind, x ? x + i : x, y ? y + i : y, dy + i, out + i, numel - i, s);
+}
+
+static void unary_f32(fsdpc_unary kind, const float *x, float *out, size_t numel, float s)
+{
+    switch (kind) {
+#define X(name, text)                                                                              \
+    case FSDPC_UNARY_##name:                                                                       \
+        unary_loop(FSDPC_UNARY_##name, x, out, numel, s);                                          \
+        break;
+        FSDPC_UNARY_TABLE(X)
+#undef X
+    }
+}
+
+static void unary_backward_f32(fsdpc_unary kind, const float *x, const float *y, const float *dy,
+                               float *out, size_t numel, float s)
+{
+    switch (kind) {
+#define X(name, text)                                                                              \
+    case FSDPC_UNARY_##name:                                                                       \
+        unary_backward_loop(FSDPC_UNARY_##name, x, y, dy, out, numel, s);                          \
+        break;
+        FSDPC_UNARY_TABLE(X)
+#undef X
+    }
+}
+
+FSDPC_INLINE void widen(float *block, const void *src, size_t at, size_t numel, fsdpc_dtype dtype)
+{
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+        fsdpc_vf_store(block + i, fsdpc_vf_load_as(src, at + i, dtype));
+    if (i < numel)
+        fsdpc_vf_store_n(block + i, fsdpc_vf_load_as_n(src, at + i, dtype, numel - i), numel - i);
+}
+
+FSDPC_INLINE void narrow(void *dst, size_t at, const float *block, size_t numel, fsdpc_dtype dtype)
+{
+    size_t i = 0;
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
+        fsdpc_vf_store_as(dst, at + i, dtype, fsdpc_vf_load(block + i));
+    if (i < numel)
+        fsdpc_vf_store_as_n(dst, at + i, dtype, fsdpc_vf_load_n(block + i, numel - i), numel - i);
+}
+
+FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t last,
+                              fsdpc_dtype dtype)
+{
+    float s = (float)args->scalar;
+    if (dtype == FSDPC_F32) {
+        unary_f32(args->kind, (const float *)args->x + first, (float *)args->out + first,
+                  last - first, s);
+        return;
+    }
+    float block[UNARY_BLOCK];
+    for (size_t i = first; i < last; i += UNARY_BLOCK) {
+        size_t numel = fsdpc_min_size(UNARY_BLOCK, last - i);
+        widen(block, args->x, i, numel, dtype);
+        unary_f32(args->kind, block, block, numel, s);
+        narrow(args->out, i, block, numel, dtype);
+    }
+}
+
+FSDPC_INLINE void unary_backward_range(const fsdpc_unary_args *args, size_t first, size_t last,
+                                       fsdpc_dtype dtype)
+{
+    float s = (float)args->scalar;
+    bool reads_x = nn_unary_reads_x(args->kind), reads_y = nn_unary_reads_y(args->kind);
+    if (dtype == FSDPC_F32) {
+        unary_backward_f32(args->kind, reads_x ? (const float *)args->x + first : NULL,
+                           reads_y ? (const float *)args->y + first : NULL,
+                           (const float *)args->dy + first, (float *)args->out + first,
+                           last - first, s);
+        return;
+    }
+    float x[UNARY_BLOCK], y[UNARY_BLOCK], dy[UNARY_BLOCK];
+    for (size_t i = first; i < last; i += UNARY_BLOCK) {
+        size_t numel = fsdpc_min_size(UNARY_BLOCK, last - i);
+        if (reads_x)
+            widen(x, args->x, i, numel, dtype);
+        if (reads_y)
+            widen(y, args->y, i, numel, dtype);
+        widen(dy, args->dy, i, numel, dtype);
+        unary_backward_f32(args->kind, x, y, dy, dy, numel, s);
+        narrow(args->out, i, dy, numel, dtype);
+    }
+}
+
+NN_FLOAT_KERNELS(unary_range, fsdpc_unary_args, fsdpc_nn_unary_f64)
+NN_FLOAT_KERNELS(unary_backward_range, fsdpc_unary_args, fsdpc_nn_unary_backward_f64)
+
+static fsdpc_status unary(const fsdpc_unary_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "a unary function"));
+    nn_for(stream, args->numel, NN_GRAIN, unary_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}
+
+static fsdpc_status unary_backward(const fsdpc_unary_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(nn_check_float(args->dtype, "a unary function"));
+    nn_for(stream, args->numel, NN_GRAIN, unary_backward_range_kernels[args->dtype], args);
+    return FSDPC_OK;
+}
