@@ -248,7 +248,7 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};
 
 /* One run of memory: above the cut dimension all counts are 1, below it dimensions are whole. */
-static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_slice *slices)
+static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_range *slices)
 {
     int d = 0;
     while (d < x->ndim && slices[d].count == 1)
@@ -261,7 +261,7 @@ static bool is_contiguous(const fsdpc_tensor *x, const fsdpc_slice *slices)
     return true;
 }
 
-fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_slice *slices,
+fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range *slices,
                             fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_tensor_check(x));

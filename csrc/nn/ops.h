@@ -47,11 +47,11 @@ fsdpc_status fsdpc_op_concat(fsdpc_tape *tape, int n, fsdpc_tensor *const *xs, i
 fsdpc_status fsdpc_op_clone(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out);
 
 /* Elements start, start + step, ... of each dimension; `drop` removes a dimension of one. */
-typedef struct fsdpc_slice {
+typedef struct fsdpc_range {
     size_t start, count, step;
     bool drop;
-} fsdpc_slice;
-fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_slice *slices,
+} fsdpc_range;
+fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range *slices,
                             fsdpc_tensor **out);
 
 /* ---- reductions: op_reduce.c ---- */
