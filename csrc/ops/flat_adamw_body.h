@@ -21,6 +21,7 @@ typedef struct adamw_scalars {
 typedef struct adamw_part_args {
     const fsdpc_adamw_args *a;
     adamw_scalars k;
+    bool stream_wire;
 } adamw_part_args;
 
 static adamw_scalars adamw_prepare(const fsdpc_adamw_args *a)
@@ -39,17 +40,21 @@ static adamw_scalars adamw_prepare(const fsdpc_adamw_args *a)
     };
 }
 
-/* Fused on every path: where the compiler's baseline has no such instruction, libm's is exact. */
+/* Fused on every path: where the compiler's baseline has no such instruction, libm's is exact (and
+ * a call, so it is kept out of line). */
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
 FSDPC_INLINE fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
 {
-#if defined(__FMA__)
     return fsdpc_vf_fma(a, b, c);
+}
 #else
+static __attribute__((noinline)) fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
+{
     for (int i = 0; i < FSDPC_LANES; i++)
         c[i] = fmaf(a[i], b[i], c[i]);
     return c;
-#endif
 }
+#endif
 
 FSDPC_INLINE fsdpc_vf adamw_step(const adamw_scalars *k, fsdpc_vf p, fsdpc_vf g, fsdpc_vf *m,
                                  fsdpc_vf *v)
@@ -68,39 +73,64 @@ FSDPC_INLINE fsdpc_vf adamw_step(const adamw_scalars *k, fsdpc_vf p, fsdpc_vf g,
     return p + fsdpc_vf_splat(k->minus_step) * *m / (root + fsdpc_vf_splat(k->eps));
 }
 
-/* wire_dtype FSDPC_DTYPE_COUNT stands for "no wire". */
-FSDPC_INLINE void adamw_run(const adamw_part_args *args, size_t begin, size_t end,
-                            fsdpc_dtype param_dtype, fsdpc_dtype grad_dtype, fsdpc_dtype wire_dtype)
+/* What a vector's step needs to know of memory.  All constants; WIRE_NONE is no wire. */
+enum { WIRE_NONE = FSDPC_DTYPE_COUNT };
+
+typedef struct adamw_kind {
+    fsdpc_dtype param, grad;
+    int wire;
+    bool stream_wire; /* write the wire past the cache */
+} adamw_kind;
+
+/* Steps elements i .. and returns them as stored, which is what the wire gets. */
+FSDPC_INLINE fsdpc_vf adamw_vector(const fsdpc_adamw_args *a, const adamw_scalars *k, size_t i,
+                                   adamw_kind kind)
+{
+    fsdpc_vf m = fsdpc_vf_load(a->exp_avg + i), v = fsdpc_vf_load(a->exp_avg_sq + i);
+    fsdpc_vf p = adamw_step(k, fsdpc_vf_load_as(a->param, i, kind.param),
+                            fsdpc_vf_load_as(a->grad, i, kind.grad), &m, &v);
+    fsdpc_vf_store(a->exp_avg + i, m);
+    fsdpc_vf_store(a->exp_avg_sq + i, v);
+    fsdpc_vf_store_as(a->param, i, kind.param, p);
+    return kind.param == FSDPC_BF16 ? fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p)) : p;
+}
+
+/* The same for the last n elements. */
+FSDPC_INLINE fsdpc_vf adamw_tail(const fsdpc_adamw_args *a, const adamw_scalars *k, size_t i,
+                                 adamw_kind kind, size_t n)
+{
+    fsdpc_vf m = fsdpc_vf_load_n(a->exp_avg + i, n), v = fsdpc_vf_load_n(a->exp_avg_sq + i, n);
+    fsdpc_vf p = adamw_step(k, fsdpc_vf_load_as_n(a->param, i, kind.param, n),
+                            fsdpc_vf_load_as_n(a->grad, i, kind.grad, n), &m, &v);
+    fsdpc_vf_store_n(a->exp_avg + i, m, n);
+    fsdpc_vf_store_n(a->exp_avg_sq + i, v, n);
+    fsdpc_vf_store_as_n(a->param, i, kind.param, p, n);
+    return kind.param == FSDPC_BF16 ? fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p)) : p;
+}
+
+FSDPC_INLINE void adamw_run(const adamw_part_args *args, size_t begin, size_t end, adamw_kind kind)
 {
     const fsdpc_adamw_args *a = args->a;
     const adamw_scalars k = args->k;
+    const fsdpc_dtype wire = (fsdpc_dtype)(kind.wire == WIRE_NONE ? 0 : kind.wire);
     size_t i = begin;
-    for (; i + FSDPC_LANES <= end; i += FSDPC_LANES) {
-        fsdpc_vf m = fsdpc_vf_load(a->exp_avg + i);
-        fsdpc_vf v = fsdpc_vf_load(a->exp_avg_sq + i);
-        fsdpc_vf p = adamw_step(&k, fsdpc_vf_load_as(a->param, i, param_dtype),
-                                fsdpc_vf_load_as(a->grad, i, grad_dtype), &m, &v);
-        fsdpc_vf_store(a->exp_avg + i, m);
-        fsdpc_vf_store(a->exp_avg_sq + i, v);
-        fsdpc_vf_store_as(a->param, i, param_dtype, p);
-        if (param_dtype == FSDPC_BF16)
-            p = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p));
-        if (wire_dtype != FSDPC_DTYPE_COUNT)
-            fsdpc_vf_store_as(a->wire, i, wire_dtype, p);
+    for (; i + 2 * FSDPC_LANES <= end; i += 2 * FSDPC_LANES) {
+        prefetch_ahead(a->exp_avg, i, FSDPC_F32, 2 * FSDPC_LANES);
+        prefetch_ahead(a->exp_avg_sq, i, FSDPC_F32, 2 * FSDPC_LANES);
+        prefetch_ahead(a->param, i, kind.param, 2 * FSDPC_LANES);
+        prefetch_ahead(a->grad, i, kind.grad, 2 * FSDPC_LANES);
+        fsdpc_vf low = adamw_vector(a, &k, i, kind);
+        fsdpc_vf high = adamw_vector(a, &k, i + FSDPC_LANES, kind);
+        if (kind.wire != WIRE_NONE)
+            store_pair(a->wire, i, wire, low, high, kind.stream_wire);
     }
-    if (i < end) {
-        size_t left = end - i;
-        fsdpc_vf m = fsdpc_vf_load_n(a->exp_avg + i, left);
-        fsdpc_vf v = fsdpc_vf_load_n(a->exp_avg_sq + i, left);
-        fsdpc_vf p = adamw_step(&k, fsdpc_vf_load_as_n(a->param, i, param_dtype, left),
-                                fsdpc_vf_load_as_n(a->grad, i, grad_dtype, left), &m, &v);
-        fsdpc_vf_store_n(a->exp_avg + i, m, left);
-        fsdpc_vf_store_n(a->exp_avg_sq + i, v, left);
-        fsdpc_vf_store_as_n(a->param, i, param_dtype, p, left);
-        if (param_dtype == FSDPC_BF16)
-            p = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p));
-        if (wire_dtype != FSDPC_DTYPE_COUNT)
-            fsdpc_vf_store_as_n(a->wire, i, wire_dtype, p, left);
+    if (kind.stream_wire)
+        stream_end();
+    for (size_t left; i < end; i += left) {
+        left = fsdpc_min_size(FSDPC_LANES, end - i);
+        fsdpc_vf p = adamw_tail(a, &k, i, kind, left);
+        if (kind.wire != WIRE_NONE)
+            fsdpc_vf_store_as_n(a->wire, i, wire, p, left);
     }
 }
 
@@ -108,21 +138,25 @@ FSDPC_INLINE void adamw_run(const adamw_part_args *args, size_t begin, size_t en
 enum { ADAMW_BLOCK = 1024 };
 
 FSDPC_INLINE void adamw_publish(const adamw_part_args *args, size_t begin, size_t end,
-                                fsdpc_dtype param_dtype, fsdpc_dtype grad_dtype)
+                                fsdpc_dtype param, fsdpc_dtype grad)
 {
     const fsdpc_adamw_args *a = args->a;
     if (!a->wire) {
-        adamw_run(args, begin, end, param_dtype, grad_dtype, FSDPC_DTYPE_COUNT);
+        adamw_run(args, begin, end, (adamw_kind){param, grad, WIRE_NONE, false});
+    } else if (a->wire_dtype == FSDPC_F32 && args->stream_wire) {
+        adamw_run(args, begin, end, (adamw_kind){param, grad, FSDPC_F32, true});
     } else if (a->wire_dtype == FSDPC_F32) {
-        adamw_run(args, begin, end, param_dtype, grad_dtype, FSDPC_F32);
+        adamw_run(args, begin, end, (adamw_kind){param, grad, FSDPC_F32, false});
+    } else if (a->wire_dtype == FSDPC_BF16 && args->stream_wire) {
+        adamw_run(args, begin, end, (adamw_kind){param, grad, FSDPC_BF16, true});
     } else if (a->wire_dtype == FSDPC_BF16) {
-        adamw_run(args, begin, end, param_dtype, grad_dtype, FSDPC_BF16);
+        adamw_run(args, begin, end, (adamw_kind){param, grad, FSDPC_BF16, false});
     } else {
         for (size_t at = begin; at < end; at += ADAMW_BLOCK) {
             size_t stop = fsdpc_min_size(at + ADAMW_BLOCK, end);
-            adamw_run(args, at, stop, param_dtype, grad_dtype, FSDPC_DTYPE_COUNT);
+            adamw_run(args, at, stop, (adamw_kind){param, grad, WIRE_NONE, false});
             cast_range(fsdpc_flat_at(a->wire, at, a->wire_dtype), a->wire_dtype,
-                       fsdpc_flat_at(a->param, at, param_dtype), param_dtype, stop - at);
+                       fsdpc_flat_at(a->param, at, param), param, stop - at, false);
         }
     }
 }
@@ -157,7 +191,7 @@ static fsdpc_status flat_adamw(const fsdpc_adamw_args *a, fsdpc_stream *stream)
     if (a->step < 1)
         return fsdpc_fail(FSDPC_ERR_VALUE, "AdamW's step is %lld; the first is 1",
                           (long long)a->step);
-    adamw_part_args args = {a, adamw_prepare(a)};
+    adamw_part_args args = {a, adamw_prepare(a), a->wire && can_stream(a->wire, a->numel)};
     fsdpc_flat_split(stream, a->numel, 64, adamw_part, &args);
     return FSDPC_OK;
 }

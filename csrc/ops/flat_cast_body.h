@@ -7,14 +7,31 @@
 /* -- cast -------------------------------------------------------------------------------------- */
 
 FSDPC_INLINE void cast_run(void *dst, fsdpc_dtype dst_dtype, const void *src, fsdpc_dtype src_dtype,
-                           size_t numel)
+                           size_t numel, bool stream)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        fsdpc_vf_store_as(dst, i, dst_dtype, fsdpc_vf_load_as(src, i, src_dtype));
-    if (i < numel)
-        fsdpc_vf_store_as_n(dst, i, dst_dtype, fsdpc_vf_load_as_n(src, i, src_dtype, numel - i),
-                            numel - i);
+    for (; i + 2 * FSDPC_LANES <= numel; i += 2 * FSDPC_LANES) {
+        prefetch_ahead(src, i, src_dtype, 2 * FSDPC_LANES);
+        fsdpc_vf low = fsdpc_vf_load_as(src, i, src_dtype);
+        fsdpc_vf high = fsdpc_vf_load_as(src, i + FSDPC_LANES, src_dtype);
+        store_pair(dst, i, dst_dtype, low, high, stream);
+    }
+    if (stream)
+        stream_end();
+    for (size_t left; i < numel; i += left) {
+        left = fsdpc_min_size(FSDPC_LANES, numel - i);
+        fsdpc_vf_store_as_n(dst, i, dst_dtype, fsdpc_vf_load_as_n(src, i, src_dtype, left), left);
+    }
+}
+
+/* Bytes as they are, moved as fp32 because that has streaming stores. */
+static void copy_range(void *dst, const void *src, size_t bytes, bool stream)
+{
+    size_t moved = stream ? bytes / 4 * 4 : 0;
+    if (stream)
+        cast_run(dst, FSDPC_F32, src, FSDPC_F32, moved / 4, true);
+    if (moved < bytes)
+        memcpy((char *)dst + moved, (const char *)src + moved, bytes - moved);
 }
 
 FSDPC_INLINE void cast_run_f64(void *dst, fsdpc_dtype dst_dtype, const void *src,
@@ -25,17 +42,20 @@ FSDPC_INLINE void cast_run_f64(void *dst, fsdpc_dtype dst_dtype, const void *src
 }
 
 static void cast_range(void *dst, fsdpc_dtype dst_dtype, const void *src, fsdpc_dtype src_dtype,
-                       size_t numel)
+                       size_t numel, bool stream)
 {
     if (dst_dtype == src_dtype) {
         if (dst != src)
-            memcpy(dst, src, numel * fsdpc_dtype_bytes(dst_dtype));
+            copy_range(dst, src, numel * fsdpc_dtype_bytes(dst_dtype), stream);
         return;
     }
     switch (FLAT_PAIR(dst_dtype, src_dtype)) {
 #define X(D, S)                                                                                    \
     case FLAT_PAIR(FSDPC_##D, FSDPC_##S):                                                          \
-        cast_run(dst, FSDPC_##D, src, FSDPC_##S, numel);                                           \
+        if (stream)                                                                                \
+            cast_run(dst, FSDPC_##D, src, FSDPC_##S, numel, true);                                 \
+        else                                                                                       \
+            cast_run(dst, FSDPC_##D, src, FSDPC_##S, numel, false);                                \
         break;
         FLAT_F32_PAIRS(X)
 #undef X
@@ -53,6 +73,7 @@ typedef struct pair_args {
     fsdpc_dtype dst_dtype;
     const void *src;
     fsdpc_dtype src_dtype;
+    bool stream;  /* cast: can_stream */
     bool differs; /* equal: set by any thread that sees a difference, read by all to stop */
 } pair_args;
 
@@ -60,7 +81,7 @@ static void cast_part(void *arg, size_t begin, size_t end)
 {
     const pair_args *a = arg;
     cast_range(fsdpc_flat_at(a->dst, begin, a->dst_dtype), a->dst_dtype,
-               fsdpc_flat_at(a->src, begin, a->src_dtype), a->src_dtype, end - begin);
+               fsdpc_flat_at(a->src, begin, a->src_dtype), a->src_dtype, end - begin, a->stream);
 }
 
 static fsdpc_status flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
@@ -69,7 +90,7 @@ static fsdpc_status flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
     FSDPC_TRY(fsdpc_flat_check_dtype("cast", dst_dtype));
     FSDPC_TRY(fsdpc_flat_check_dtype("cast", src_dtype));
     FSDPC_TRY(fsdpc_flat_check_in_place(dst, dst_dtype, src, src_dtype));
-    pair_args args = {dst, dst_dtype, src, src_dtype, false};
+    pair_args args = {dst, dst_dtype, src, src_dtype, can_stream(dst, numel), false};
     fsdpc_flat_split(stream, numel, 64, cast_part, &args);
     return FSDPC_OK;
 }
@@ -128,7 +149,7 @@ static fsdpc_status flat_accumulate(void *dst, fsdpc_dtype dst_dtype, const void
     FSDPC_TRY(fsdpc_flat_check_dtype("accumulate", dst_dtype));
     FSDPC_TRY(fsdpc_flat_check_dtype("accumulate", src_dtype));
     FSDPC_TRY(fsdpc_flat_check_in_place(dst, dst_dtype, src, src_dtype));
-    pair_args args = {dst, dst_dtype, src, src_dtype, false};
+    pair_args args = {dst, dst_dtype, src, src_dtype, false, false};
     fsdpc_flat_split(stream, numel, 64, accumulate_part, &args);
     return FSDPC_OK;
 }
@@ -223,7 +244,7 @@ static void equal_part(void *arg, size_t begin, size_t end)
         size_t numel = fsdpc_min_size(EQUAL_BLOCK, end - at);
         const void *src = fsdpc_flat_at(a->src, at, a->src_dtype);
         if (a->src_dtype != a->dst_dtype) {
-            cast_range(block, a->dst_dtype, src, a->src_dtype, numel);
+            cast_range(block, a->dst_dtype, src, a->src_dtype, numel, false);
             src = block;
         }
         if (memcmp(fsdpc_flat_at(a->dst, at, a->dst_dtype), src,
@@ -240,7 +261,7 @@ static fsdpc_status flat_equal(const void *dst, fsdpc_dtype dst_dtype, const voi
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", dst_dtype));
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", src_dtype));
-    pair_args args = {(void *)dst, dst_dtype, src, src_dtype, false};
+    pair_args args = {(void *)dst, dst_dtype, src, src_dtype, false, false};
     fsdpc_flat_split(stream, numel, 64, equal_part, &args);
     *equal_out = !args.differs;
     return FSDPC_OK;

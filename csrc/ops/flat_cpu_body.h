@@ -35,6 +35,7 @@
     X(BF16, F64)                                                                                   \
     X(F16, F64)
 
+#include "ops/flat_stream_body.h"
 #include "ops/flat_cast_body.h"
 #include "ops/flat_reduce_body.h"
 #include "ops/flat_sumsq_body.h"

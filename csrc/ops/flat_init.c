@@ -77,18 +77,19 @@ static void normals_from_words(double *values, const uint32_t *words)
 /* The largest number of the dtype that is below b: rounding must not lift a uniform value to b. */
 static double below(double b, fsdpc_dtype dtype)
 {
-    double result = b;
-    uint64_t bits = 0;
-    fsdpc_f64_store_as(&bits, 0, dtype, b);
-    result = fsdpc_f64_load_as(&bits, 0, dtype);
-    if (result < b)
-        return result;
-    int sign_bit = (int)(8 * fsdpc_dtype_bytes(dtype)) - 1;
-    if (result == 0)
-        bits = (UINT64_C(1) << sign_bit) | 1;
+    _Alignas(8) unsigned char bytes[8] = {0}; /* chars, as one element of any dtype */
+    fsdpc_f64_store_as(bytes, 0, dtype, b);
+    double rounded = fsdpc_f64_load_as(bytes, 0, dtype);
+    if (rounded < b)
+        return rounded;
+    uint64_t bits;
+    memcpy(&bits, bytes, sizeof bits);
+    if (rounded == 0) /* to the least negative subnormal */
+        bits = (UINT64_C(1) << (8 * fsdpc_dtype_bytes(dtype) - 1)) | 1;
     else
-        bits += bits >> sign_bit & 1 ? 1 : -UINT64_C(1);
-    return fsdpc_f64_load_as(&bits, 0, dtype);
+        bits = rounded < 0 ? bits + 1 : bits - 1;
+    memcpy(bytes, &bits, sizeof bits);
+    return fsdpc_f64_load_as(bytes, 0, dtype);
 }
 
 static void uniforms_from_words(double *values, const uint32_t *words, double a, double b,

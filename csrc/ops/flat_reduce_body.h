@@ -29,50 +29,69 @@ FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_
     return sum;
 }
 
-/* out = cast(round through `dtype`(scale * sum)) [+ out] for one vector of sums. */
-FSDPC_INLINE void reduce_finish(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
-                                fsdpc_dtype dtype, fsdpc_dtype out_dtype, size_t tail)
+/* What goes to out for one vector of sums: cast(round through `dtype`(scale * sum)) [+ out]. */
+FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
+                                   fsdpc_dtype out_dtype, size_t tail)
 {
     fsdpc_vf value = sum * fsdpc_vf_splat(a->scale);
-    if (dtype == FSDPC_BF16)
+    if (a->dtype == FSDPC_BF16)
         value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
-    else if (dtype == FSDPC_F16)
+    else if (a->dtype == FSDPC_F16)
         value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
-    if (a->accumulate) {
-        if (out_dtype == FSDPC_BF16)
-            value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
-        else if (out_dtype == FSDPC_F16)
-            value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
-        value = value + (tail ? fsdpc_vf_load_as_n(a->out, i, out_dtype, tail)
-                              : fsdpc_vf_load_as(a->out, i, out_dtype));
+    if (!a->accumulate)
+        return value;
+    if (out_dtype == FSDPC_BF16)
+        value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
+    else if (out_dtype == FSDPC_F16)
+        value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
+    return value + (tail ? fsdpc_vf_load_as_n(a->out, i, out_dtype, tail)
+                         : fsdpc_vf_load_as(a->out, i, out_dtype));
+}
+
+/* Where reduce_run finds its sources: element i of out is the sum of their elements i - origin. */
+typedef struct reduce_from {
+    const void *const *srcs;
+    int n; /* 1 to 4 */
+    fsdpc_dtype dtype;
+    size_t origin;
+} reduce_from;
+
+FSDPC_INLINE void reduce_run(const fsdpc_reduce_args *a, reduce_from from, size_t begin, size_t end,
+                             fsdpc_dtype out_dtype, bool stream)
+{
+    size_t i = begin;
+    for (; i + 2 * FSDPC_LANES <= end; i += 2 * FSDPC_LANES) {
+        size_t at = i - from.origin;
+        for (int k = 0; k < from.n; k++)
+            prefetch_ahead(from.srcs[k], at, from.dtype, 2 * FSDPC_LANES);
+        fsdpc_vf low = group_sum(from.srcs, from.n, at, from.dtype, 0);
+        fsdpc_vf high = group_sum(from.srcs, from.n, at + FSDPC_LANES, from.dtype, 0);
+        low = reduce_value(a, i, low, out_dtype, 0);
+        high = reduce_value(a, i + FSDPC_LANES, high, out_dtype, 0);
+        store_pair(a->out, i, out_dtype, low, high, stream);
     }
-    if (tail)
-        fsdpc_vf_store_as_n(a->out, i, out_dtype, value, tail);
-    else
-        fsdpc_vf_store_as(a->out, i, out_dtype, value);
+    if (stream)
+        stream_end();
+    for (size_t left; i < end; i += left) {
+        left = fsdpc_min_size(FSDPC_LANES, end - i);
+        fsdpc_vf sum = group_sum(from.srcs, from.n, i - from.origin, from.dtype, left);
+        fsdpc_vf_store_as_n(a->out, i, out_dtype, reduce_value(a, i, sum, out_dtype, left), left);
+    }
 }
 
 /* -- up to four sources ------------------------------------------------------------------------ */
 
-FSDPC_INLINE void reduce_few_n(const fsdpc_reduce_args *a, int n, size_t begin, size_t end,
-                               fsdpc_dtype dtype, fsdpc_dtype out_dtype)
-{
-    size_t i = begin;
-    for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-        reduce_finish(a, i, group_sum(a->srcs, n, i, dtype, 0), dtype, out_dtype, 0);
-    if (i < end)
-        reduce_finish(a, i, group_sum(a->srcs, n, i, dtype, end - i), dtype, out_dtype, end - i);
-}
-
 FSDPC_INLINE void reduce_few(const fsdpc_reduce_args *a, size_t begin, size_t end,
-                             fsdpc_dtype dtype, fsdpc_dtype out_dtype)
+                             fsdpc_dtype dtype, fsdpc_dtype out_dtype, bool stream)
 {
     if (a->n_srcs == 1)
-        reduce_few_n(a, 1, begin, end, dtype, out_dtype);
+        reduce_run(a, (reduce_from){a->srcs, 1, dtype, 0}, begin, end, out_dtype, stream);
     else if (a->n_srcs == 2)
-        reduce_few_n(a, 2, begin, end, dtype, out_dtype);
+        reduce_run(a, (reduce_from){a->srcs, 2, dtype, 0}, begin, end, out_dtype, stream);
+    else if (a->n_srcs == 3)
+        reduce_run(a, (reduce_from){a->srcs, 3, dtype, 0}, begin, end, out_dtype, stream);
     else
-        reduce_few_n(a, a->n_srcs, begin, end, dtype, out_dtype);
+        reduce_run(a, (reduce_from){a->srcs, 4, dtype, 0}, begin, end, out_dtype, stream);
 }
 
 /* -- many sources ------------------------------------------------------------------------------ */
@@ -119,16 +138,14 @@ static void tree_block(float (*blocks)[REDUCE_BLOCK], const fsdpc_reduce_args *a
 }
 
 FSDPC_INLINE void reduce_many(const fsdpc_reduce_args *a, size_t begin, size_t end,
-                              fsdpc_dtype dtype, fsdpc_dtype out_dtype)
+                              fsdpc_dtype out_dtype, bool stream)
 {
     _Alignas(64) float blocks[REDUCE_HEIGHT_MAX][REDUCE_BLOCK];
+    const void *const sums[] = {blocks[0]};
     for (size_t at = begin; at < end; at += REDUCE_BLOCK) {
-        size_t numel = fsdpc_min_size(REDUCE_BLOCK, end - at), i = 0;
+        size_t numel = fsdpc_min_size(REDUCE_BLOCK, end - at);
         tree_block(blocks, a, at, numel);
-        for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-            reduce_finish(a, at + i, fsdpc_vf_load(blocks[0] + i), dtype, out_dtype, 0);
-        if (i < numel)
-            reduce_finish(a, at + i, fsdpc_vf_load(blocks[0] + i), dtype, out_dtype, numel - i);
+        reduce_run(a, (reduce_from){sums, 1, FSDPC_F32, at}, at, at + numel, out_dtype, stream);
     }
 }
 
@@ -159,19 +176,24 @@ static double tree_element(const fsdpc_reduce_args *a, size_t i)
     return partial[0];
 }
 
+/* x as a number of the dtype */
+static double round_as(double x, fsdpc_dtype dtype)
+{
+    _Alignas(8) unsigned char bytes[8]; /* chars, as one element of any dtype */
+    fsdpc_f64_store_as(bytes, 0, dtype, x);
+    return fsdpc_f64_load_as(bytes, 0, dtype);
+}
+
 static void reduce_f64(const fsdpc_reduce_args *a, size_t begin, size_t end)
 {
     for (size_t i = begin; i < end; i++) {
-        double value = tree_element(a, i) * (double)a->scale, rounded, before;
+        double value = tree_element(a, i) * (double)a->scale;
         if (a->dtype != FSDPC_F64)
             value = (double)(float)value;
-        fsdpc_f64_store_as(&rounded, 0, a->dtype, value);
-        value = fsdpc_f64_load_as(&rounded, 0, a->dtype);
-        if (a->accumulate) {
-            fsdpc_f64_store_as(&rounded, 0, a->out_dtype, value);
-            before = fsdpc_f64_load_as(a->out, i, a->out_dtype);
-            value = add_wide(before, fsdpc_f64_load_as(&rounded, 0, a->out_dtype), a->out_dtype);
-        }
+        value = round_as(value, a->dtype);
+        if (a->accumulate)
+            value = add_wide(fsdpc_f64_load_as(a->out, i, a->out_dtype),
+                             round_as(value, a->out_dtype), a->out_dtype);
         fsdpc_f64_store_as(a->out, i, a->out_dtype, value);
     }
 }
@@ -180,19 +202,25 @@ static void reduce_part(void *arg, size_t begin, size_t end)
 {
     const fsdpc_reduce_args *a = arg;
     bool few = a->n_srcs <= REDUCE_GROUP;
-    switch (FLAT_PAIR(a->dtype, a->out_dtype)) {
-#define X(D, O)                                                                                    \
-    case FLAT_PAIR(FSDPC_##D, FSDPC_##O):                                                          \
-        if (few)                                                                                   \
-            reduce_few(a, begin, end, FSDPC_##D, FSDPC_##O);                                       \
-        else                                                                                       \
-            reduce_many(a, begin, end, FSDPC_##D, FSDPC_##O);                                      \
-        break;
-        FLAT_F32_PAIRS(X)
-#undef X
-    default:
+    bool stream = !a->accumulate && can_stream(a->out, a->numel);
+    if (few && a->dtype == FSDPC_F32 && a->out_dtype == FSDPC_F32 && stream)
+        reduce_few(a, begin, end, FSDPC_F32, FSDPC_F32, true);
+    else if (few && a->dtype == FSDPC_F32 && a->out_dtype == FSDPC_F32)
+        reduce_few(a, begin, end, FSDPC_F32, FSDPC_F32, false);
+    else if (few && a->dtype == FSDPC_BF16 && a->out_dtype == FSDPC_F32 && stream)
+        reduce_few(a, begin, end, FSDPC_BF16, FSDPC_F32, true);
+    else if (few && a->dtype == FSDPC_BF16 && a->out_dtype == FSDPC_F32)
+        reduce_few(a, begin, end, FSDPC_BF16, FSDPC_F32, false);
+    else if (a->dtype == FSDPC_F64 || a->out_dtype == FSDPC_F64)
         reduce_f64(a, begin, end);
-    }
+    else if (a->out_dtype == FSDPC_F32 && stream)
+        reduce_many(a, begin, end, FSDPC_F32, true);
+    else if (a->out_dtype == FSDPC_F32)
+        reduce_many(a, begin, end, FSDPC_F32, false);
+    else if (a->out_dtype == FSDPC_BF16)
+        reduce_many(a, begin, end, FSDPC_BF16, false);
+    else
+        reduce_many(a, begin, end, FSDPC_F16, false);
 }
 
 static fsdpc_status flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)

@@ -21,6 +21,15 @@ typedef double f64_vec __attribute__((vector_size(8 * F64_LANES)));
 typedef double f64_loose __attribute__((vector_size(8 * F64_LANES), aligned(8), may_alias));
 typedef float f32_loose __attribute__((vector_size(4 * F64_LANES), aligned(4), may_alias));
 
+FSDPC_INLINE f64_vec widen(const float *values)
+{
+#if defined(__AVX512F__) /* gcc 12 converts the halves one by one and joins them */
+    return (f64_vec)_mm512_cvtps_pd(_mm256_loadu_ps(values));
+#else
+    return __builtin_convertvector(*(const f32_loose *)values, f64_vec);
+#endif
+}
+
 /* partial[j] += x[i + j]^2 for sixteen elements */
 FSDPC_INLINE void add_squares(f64_vec *partial, const void *x, size_t i, fsdpc_dtype dtype)
 {
@@ -36,7 +45,7 @@ FSDPC_INLINE void add_squares(f64_vec *partial, const void *x, size_t i, fsdpc_d
         if (dtype == FSDPC_F64)
             value = (f64_vec) * (const f64_loose *)((const double *)x + i + k * F64_LANES);
         else
-            value = __builtin_convertvector(*(const f32_loose *)(values + k * F64_LANES), f64_vec);
+            value = widen(values + k * F64_LANES);
         partial[k] += value * value;
     }
 }

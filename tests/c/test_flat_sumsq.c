@@ -1,0 +1,94 @@
+/* sumsq: leaf sums against long double and against the documented order; the same words for any cut
+ * at leaves, number of threads and instruction set. */
+#include "test_flat_common.h"
+
+/* A leaf in the order the kernels promise, element by element. */
+static double leaf_reference(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype)
+{
+    double partial[16] = {0};
+    for (size_t i = 0; i < numel; i++) {
+        double value = element(x, begin + i, dtype);
+        partial[i % 16] += value * value;
+    }
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; j++)
+            partial[j] += partial[j + half];
+    return partial[0];
+}
+
+static fsdpc_exact_sum sum_of(rig *r, const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf)
+{
+    fsdpc_exact_sum sum = {{0}, 0, 0};
+    CHECK_OK(r->ops->sumsq(x, dtype, numel, leaf, &sum, &r->stream));
+    fsdpc_exact_sum_normalize(&sum);
+    return sum;
+}
+
+static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf)
+{
+    void *x = test_alloc(numel * fsdpc_dtype_bytes(dtype));
+    fill_random(x, numel, dtype, numel + leaf);
+    fsdpc_exact_sum whole = sum_of(r, x, dtype, numel, leaf), reference = {{0}, 0, 0};
+    long double total = 0;
+    for (size_t at = 0; at < numel; at += leaf)
+        fsdpc_exact_sum_add(&reference,
+                            leaf_reference(x, at, leaf < numel - at ? leaf : numel - at, dtype));
+    for (size_t i = 0; i < numel; i++)
+        total += (long double)element(x, i, dtype) * (long double)element(x, i, dtype);
+    fsdpc_exact_sum_normalize(&reference);
+    CHECK_NOTE(memcmp(&whole, &reference, sizeof whole) == 0, "%s, %zu elements, leaf %zu",
+               fsdpc_dtype_name(dtype), numel, leaf);
+    double value = fsdpc_exact_sum_value(&whole);
+    CHECK(fabsl((long double)value - total) <= 1e-13L * total);
+
+    uint64_t state = numel;
+    fsdpc_exact_sum cut = {{0}, 0, 0};
+    for (size_t at = 0, take; at < numel; at += take) {
+        take = leaf * (1 + random_bits(&state) % (numel / leaf / 3 + 2));
+        take = take > numel - at ? numel - at : take;
+        fsdpc_exact_sum part = {{0}, 0, 0};
+        CHECK_OK(r->ops->sumsq(at_element(x, at, dtype), dtype, take, leaf, &part, &r->stream));
+        fsdpc_exact_sum_merge(&cut, &part);
+    }
+    fsdpc_exact_sum_normalize(&cut);
+    CHECK(memcmp(&cut, &whole, sizeof cut) == 0);
+    free(x);
+}
+
+static void test_not_numbers(rig *r)
+{
+    float x[200] = {1, 2};
+    fsdpc_exact_sum sum = {{0}, 0, 0};
+    x[150] = -INFINITY;
+    CHECK_OK(r->ops->sumsq(x, FSDPC_F32, 200, 64, &sum, &r->stream));
+    CHECK(sum.infinities == 1 && isinf(fsdpc_exact_sum_value(&sum)));
+    x[199] = NAN;
+    CHECK_OK(r->ops->sumsq(x, FSDPC_F32, 200, 64, &sum, &r->stream)); /* adds to what is there */
+    CHECK(sum.infinities == 2 && sum.nans == 1 && isnan(fsdpc_exact_sum_value(&sum)));
+    x[150] = x[199] = 0, x[0] = 0x1p-149f, x[1] = 3e38f; /* their squares leave fp32's range */
+    memset(&sum, 0, sizeof sum);
+    CHECK_OK(r->ops->sumsq(x, FSDPC_F32, 1, 64, &sum, &r->stream));
+    CHECK(fsdpc_exact_sum_value(&sum) == 0x1p-298);
+    CHECK_OK(r->ops->sumsq(x + 1, FSDPC_F32, 1, 64, &sum, &r->stream));
+    CHECK(fsdpc_exact_sum_value(&sum) == (double)x[1] * (double)x[1]);
+    CHECK_FAILS(r->ops->sumsq(x, FSDPC_F32, 1, 0, &sum, &r->stream), FSDPC_ERR_VALUE, "leaf");
+    CHECK_FAILS(r->ops->sumsq(x, FSDPC_I64, 1, 64, &sum, &r->stream), FSDPC_ERR_DTYPE, "int64");
+}
+
+int main(void)
+{
+    const size_t leaves[] = {1, 7, 16, 50, 64, 1000, 4096, 300000};
+    fsdpc_isa isas[FSDPC_ISA_COUNT];
+    int n_isas = usable_isas(isas);
+    for (int k = 0; k < 2 * n_isas; k++) {
+        rig r;
+        rig_init(&r, isas[k / 2], k % 2 ? 3 : 1);
+        for (size_t d = 0; d < 4; d++)
+            for (size_t s = 0; s < SIZES; s++)
+                for (size_t l = 0; l < sizeof leaves / sizeof leaves[0]; l++)
+                    test_case(&r, all_floats[d], some_sizes[s], leaves[l]);
+        test_not_numbers(&r);
+        rig_fini(&r);
+    }
+    return check_report("flat_sumsq");
+}
