@@ -10,6 +10,7 @@
 #include "py/py_engine.h"
 
 #include <stddef.h>
+#include <structmember.h>
 
 #include "ops/flat_ops.h"
 
