@@ -201,12 +201,26 @@ typedef struct fsdpc_comm_config {
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
-fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config,
                                    fsdpc_comm **out); /* collective */
 /* size communicators for ranks that are threads of this process and share one mapping. */
 fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int size,
                                            fsdpc_comm **outs);
+
+/* Any rank of any size, in one process.  A split gives a group of the same rank and size, as every
+ * peer is taken to have asked for the same colour. */
+fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+
+/* What the null communicator was asked, in order; borrowed until the next call on it.  (The trace
+ * is the engine's to write.) */
+typedef struct fsdpc_comm_record {
+    const char *what; /* "post", "done", "arrive", "publish", "wire", "buffer", "split", "abort" */
+    fsdpc_coll_kind kind; /* of a post or done */
+    int unit;             /* -1: none */
+    uint64_t epoch;
+    size_t bytes;
+} fsdpc_comm_record;
+size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record **out);
 
 /* ---- comm.c: what every implementation shares ---- */
 

@@ -1,0 +1,270 @@
+/* A communicator that pretends: one process plays any rank of any world, every peer has always just
+ * done what this rank did.
+ *
+ * It exists for tests of the schedule on one process.  What it was asked stands in its records, in
+ * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
+ * never wait.  Data is what it would be if all peers held the same values: gathers leave the wire
+ * alone, a sum over n ranks is n times the own contribution, through the kernels of the config's
+ * device (which device_null makes empty).
+ *
+ * Wires and buffers are private memory, counted as shm counts them: wires by rank 0.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "comm/coll_math.h"
+
+static const fsdpc_comm_ops null_ops;
+
+typedef struct null_comm {
+    fsdpc_comm base;
+    fsdpc_comm_record *records;
+    size_t n_records, capacity;
+} null_comm;
+
+typedef struct null_wire {
+    fsdpc_wire base;
+    fsdpc_epoch_note note;
+} null_wire;
+
+/* A record that finds no memory is an error: a test would judge an incomplete list. */
+static fsdpc_status record(fsdpc_comm *comm, const char *what, const fsdpc_coll *op, uint64_t epoch,
+                           size_t bytes)
+{
+    null_comm *self = (null_comm *)comm;
+    if (self->n_records == self->capacity) {
+        size_t capacity = self->capacity ? 2 * self->capacity : 64;
+        void *more = realloc(self->records, capacity * sizeof *self->records);
+        if (!more)
+            return fsdpc_fail_errno("no memory for the null communicator's records");
+        self->records = more;
+        self->capacity = capacity;
+    }
+    self->records[self->n_records++] = (fsdpc_comm_record){
+        .what = what,
+        .kind = op ? op->kind : FSDPC_COLL_BARRIER,
+        .unit = op ? op->unit : -1,
+        .epoch = epoch,
+        .bytes = bytes,
+    };
+    return FSDPC_OK;
+}
+
+size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record **out)
+{
+    const null_comm *self = (const null_comm *)comm;
+    *out = self->records;
+    return self->n_records;
+}
+
+/* ---- Life ---- */
+
+static void null_destroy(fsdpc_comm *comm)
+{
+    free(((null_comm *)comm)->records);
+    free(comm);
+}
+
+static void null_abort(fsdpc_comm *comm, const char *reason)
+{
+    fsdpc_comm_abort_local(comm, reason);
+    record(comm, "abort", NULL, 0, 0);
+}
+
+static fsdpc_status null_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    (void)key;
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    FSDPC_TRY(record(comm, "split", NULL, 0, 0));
+    if (color < 0) {
+        *out = NULL;
+        return FSDPC_OK;
+    }
+    null_comm *part = calloc(1, sizeof *part);
+    if (!part)
+        return fsdpc_fail_errno("no memory for a communicator");
+    part->base = *comm;
+    part->base.waited_ns = 0;
+    *out = &part->base;
+    return FSDPC_OK;
+}
+
+/* ---- Wire, epochs, buffers ---- */
+
+static fsdpc_status zeroed(size_t bytes, unsigned char **out)
+{
+    enum { ALIGNMENT = 64 };
+    void *data = bytes > SIZE_MAX - ALIGNMENT
+                     ? NULL
+                     : aligned_alloc(ALIGNMENT, fsdpc_round_up(bytes ? bytes : 1, ALIGNMENT));
+    if (!data)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "%zu bytes could not be had", bytes);
+    memset(data, 0, bytes);
+    *out = data;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    FSDPC_TRY(record(comm, "wire", NULL, 0, bytes));
+    unsigned char *data = NULL;
+    FSDPC_TRY(zeroed(bytes, &data));
+    null_wire *wire = calloc(1, sizeof *wire);
+    if (!wire) {
+        free(data);
+        return fsdpc_fail_errno("no memory for a wire");
+    }
+    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    if (comm->rank == 0)
+        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, (int64_t)bytes);
+    *out = &wire->base;
+    return FSDPC_OK;
+}
+
+static void null_wire_destroy(fsdpc_wire *wire)
+{
+    if (wire->comm->rank == 0)
+        fsdpc_mem_count(wire->comm->device->mem, FSDPC_MEM_WIRE, -(int64_t)wire->bytes);
+    free(wire->write);
+    free(wire);
+}
+
+static fsdpc_status null_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
+{
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    ((null_wire *)wire)->note = *mine;
+    wire->epoch++;
+    return record(wire->comm, "arrive", &(fsdpc_coll){.unit = mine->unit}, wire->epoch, 0);
+}
+
+static fsdpc_status null_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out)
+{
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    const fsdpc_epoch_note *note = &((null_wire *)wire)->note;
+    if ((note->bits & FSDPC_EPOCH_CHANGED) && (note->bits & FSDPC_EPOCH_HELD))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "rank %d changed its weights while it holds a unit by unshard(); call "
+                          "reshard() on the unit before the next forward",
+                          wire->comm->rank);
+    *all_out = *note;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_epoch_publish(fsdpc_wire *wire)
+{
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    return record(wire->comm, "publish", NULL, wire->epoch, 0);
+}
+
+static fsdpc_status null_epoch_published(fsdpc_wire *wire)
+{
+    return fsdpc_comm_health(wire->comm);
+}
+
+static fsdpc_status null_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    FSDPC_TRY(record(comm, "buffer", NULL, 0, bytes));
+    unsigned char *data = NULL;
+    FSDPC_TRY(zeroed(bytes, &data));
+    fsdpc_buffer *buffer = malloc(sizeof *buffer);
+    if (!buffer) {
+        free(data);
+        return fsdpc_fail_errno("no memory for a buffer");
+    }
+    *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    fsdpc_mem_count(comm->device->mem, FSDPC_MEM_REDUCE, (int64_t)bytes);
+    *out = buffer;
+    return FSDPC_OK;
+}
+
+static void null_buffer_destroy(fsdpc_buffer *buffer)
+{
+    fsdpc_mem_count(buffer->comm->device->mem, FSDPC_MEM_REDUCE, -(int64_t)buffer->bytes);
+    free(buffer->data);
+    free(buffer);
+}
+
+static fsdpc_status null_buffer_idle(fsdpc_buffer *buffer)
+{
+    return fsdpc_comm_health(buffer->comm);
+}
+
+/* ---- Collectives ---- */
+
+static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stream *stream)
+{
+    const void *same[FSDPC_COLL_MAX_RANKS];
+    size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
+    for (int p = 0; p < size; p++)
+        same[p] = op->kind == FSDPC_COLL_REDUCE_SCATTER ? op->buffer->data : op->send;
+    switch (op->kind) {
+    case FSDPC_COLL_REDUCE_SCATTER:
+        return fsdpc_coll_reduce_slices(op, rank, size, (const unsigned char *const *)same, stream);
+    case FSDPC_COLL_ALL_REDUCE:
+        return fsdpc_coll_combine(op->op, op->dtype, same, size, op->numel, op->recv, stream);
+    case FSDPC_COLL_ALL_GATHER:
+        for (int p = 0; bytes && p < size; p++)
+            memmove((unsigned char *)op->recv + (size_t)p * bytes, op->send, bytes);
+        return FSDPC_OK;
+    case FSDPC_COLL_GATHER:
+    case FSDPC_COLL_BROADCAST:
+    case FSDPC_COLL_BARRIER:
+        break;
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_post(fsdpc_work *work)
+{
+    const fsdpc_coll *op = &work->op;
+    fsdpc_comm *comm = work->comm;
+    FSDPC_TRY(record(comm, "post", op, op->epoch, fsdpc_coll_bytes(op, comm->size)));
+    fsdpc_stream here = {.device = comm->device, .name = "comm"};
+    FSDPC_TRY(perform(op, comm->rank, comm->size, op->stream ? op->stream : &here));
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_test(fsdpc_work *work)
+{
+    FSDPC_TRY(fsdpc_comm_health(work->comm));
+    return record(work->comm, "done", &work->op, work->op.epoch,
+                  fsdpc_coll_bytes(&work->op, work->comm->size));
+}
+
+static const fsdpc_comm_ops null_ops = {
+    .name = "null",
+    .destroy = null_destroy,
+    .split = null_split,
+    .abort = null_abort,
+    .wire_create = null_wire_create,
+    .wire_destroy = null_wire_destroy,
+    .epoch_arrive = null_epoch_arrive,
+    .epoch_test = null_epoch_test,
+    .epoch_publish = null_epoch_publish,
+    .epoch_published = null_epoch_published,
+    .buffer_create = null_buffer_create,
+    .buffer_destroy = null_buffer_destroy,
+    .buffer_idle = null_buffer_idle,
+    .post = null_post,
+    .test = null_test,
+};
+
+fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+{
+    if (config->size < 1 || config->size > FSDPC_COLL_MAX_RANKS || config->rank < 0 ||
+        config->rank >= config->size)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "rank %d of %d is not possible; use 1 to %d ranks",
+                          config->rank, config->size, FSDPC_COLL_MAX_RANKS);
+    if (!config->device)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a communicator needs a device");
+    null_comm *self = calloc(1, sizeof *self);
+    if (!self)
+        return fsdpc_fail_errno("no memory for a communicator");
+    fsdpc_comm_init(&self->base, &null_ops, config);
+    *out = &self->base;
+    return FSDPC_OK;
+}

@@ -1,0 +1,107 @@
+/* The communicator that pretends: its records, and data as if all peers held the same. */
+#include "comm_ranks.h"
+
+static void check_records(const fsdpc_comm *comm, const char *expected)
+{
+    const fsdpc_comm_record *records;
+    size_t n = fsdpc_comm_null_records(comm, &records);
+    char text[1024] = "";
+    for (size_t i = 0; i < n; i++) {
+        size_t used = strlen(text);
+        bool op = strcmp(records[i].what, "post") == 0 || strcmp(records[i].what, "done") == 0;
+        snprintf(text + used, sizeof text - used, "%s%s%s%s %d;", i ? " " : "", records[i].what,
+                 op ? " " : "", op ? fsdpc_coll_name(records[i].kind) : "", records[i].unit);
+    }
+    CHECK_NOTE(strcmp(text, expected) == 0, "records are: %s", text);
+}
+
+static void run_rank(int rank, int size)
+{
+    fsdpc_mem *mem;
+    fsdpc_device *device;
+    fsdpc_comm *comm;
+    CHECK_OK(fsdpc_mem_create(&mem));
+    CHECK_OK(fsdpc_device_cpu_create(mem, NULL, fsdpc_isa_best(), 0, &device));
+    device->flat = fsdpc_flat_ops_cpu(fsdpc_isa_best());
+    fsdpc_comm_config config = {.rank = rank, .size = size, .device = device};
+    CHECK_OK(fsdpc_comm_null_create(&config, &comm));
+    fsdpc_wire *wire;
+    fsdpc_buffer *buffer;
+    CHECK_OK(fsdpc_wire_create(comm, 1024, &wire));
+    CHECK_OK(fsdpc_buffer_create(comm, 400 * (size_t)size, &buffer));
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(mem, &stats);
+    CHECK(stats.now_bytes[FSDPC_MEM_WIRE] == (rank == 0 ? 1024 : 0));
+    CHECK(stats.now_bytes[FSDPC_MEM_REDUCE] == 400 * (size_t)size);
+
+    fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED, .unit = 5}, all;
+    CHECK_OK(fsdpc_wire_arrive(wire, &note));
+    CHECK_OK(fsdpc_wire_epoch_wait(wire, NULL, &all));
+    CHECK(all.unit == 5 && wire->epoch == 1);
+    CHECK_OK(fsdpc_wire_publish(wire));
+    CHECK_OK(fsdpc_wire_published_wait(wire, NULL));
+
+    fsdpc_slice slice = {.numel = 100, .owner = -1};
+    fsdpc_work gather = {0}, reduce = {0};
+    float shard[100];
+    for (int j = 0; j < 100 * size; j++)
+        ((float *)(void *)buffer->data)[j] = (float)j;
+    CHECK_OK(fsdpc_comm_post(comm,
+                             &(fsdpc_coll){.kind = FSDPC_COLL_REDUCE_SCATTER,
+                                           .unit = 2,
+                                           .buffer = buffer,
+                                           .slices = &slice,
+                                           .n_slices = 1,
+                                           .shard = shard,
+                                           .scale = 1},
+                             &reduce));
+    slice.numel = 3;
+    CHECK_OK(fsdpc_comm_post(comm,
+                             &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
+                                           .unit = 1,
+                                           .wire = wire,
+                                           .slices = &slice,
+                                           .n_slices = 1,
+                                           .epoch = 1},
+                             &gather));
+    CHECK_OK(fsdpc_comm_wait(&gather));
+    CHECK_OK(fsdpc_comm_wait(&reduce));
+    CHECK_OK(fsdpc_comm_wait(&reduce));
+    CHECK(shard[7] == (float)(size * (100 * rank + 7)));
+    check_records(comm, "wire -1; buffer -1; arrive 5; publish -1; post reduce_scatter 2; "
+                        "post gather 1; done gather 1; done reduce_scatter 2;");
+
+    int64_t x = 3, many[8] = {0};
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE, .dtype = FSDPC_I64, .send = &x, .recv = &x};
+    op.numel = 1;
+    CHECK_OK(fsdpc_comm_run(comm, &op));
+    CHECK(x == 3 * size);
+    op.kind = FSDPC_COLL_ALL_GATHER;
+    op.recv = many;
+    CHECK_OK(fsdpc_comm_run(comm, &op));
+    CHECK(many[size - 1] == 3 * size && many[size] == 0);
+
+    fsdpc_comm *part;
+    CHECK_OK(fsdpc_comm_split(comm, 0, 0, &part));
+    CHECK(part->rank == rank && part->size == size);
+    fsdpc_comm_abort(part, "over");
+    CHECK_FAILS(fsdpc_comm_run(part, &op), FSDPC_ERR_POISONED, "over");
+    check_records(part, "abort -1;");
+    fsdpc_comm_destroy(part);
+    fsdpc_wire_destroy(wire);
+    fsdpc_buffer_destroy(buffer);
+    fsdpc_comm_destroy(comm);
+    fsdpc_device_destroy(device);
+    fsdpc_mem_stats_read(mem, &stats);
+    CHECK(stats.total_now_bytes == 0);
+    fsdpc_mem_destroy(mem);
+}
+
+int main(void)
+{
+    run_rank(0, 1);
+    run_rank(0, 4);
+    run_rank(2, 4);
+    run_rank(6, 7);
+    return check_report("test_comm_null");
+}
