@@ -2,10 +2,10 @@
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
  * written along its rows.  All of A' (a slab of it, where it is larger than SLAB_BYTES) is packed
- * first.  Then C is cut into blocks of at most COLUMNS columns; for each block of k the block's
- * part of B' is packed, to lie in L2, and used for all rows: a panel of A stays in L1 while the
- * panels of B stream past it.  What a panel is and how two of them are multiplied is the path's
- * (gemm_path.h).
+ * first.  Then C is cut into blocks of columns; for each block of k the block's
+ * part of B' (BLOCK_BYTES) is packed, to lie in L2, and used for all rows: a panel of A stays in L1
+ * while the panels of B stream past it.  What a panel is and how two of them are multiplied is the
+ * path's (gemm_path.h).
  *
  * With one block of k a tile's sums go straight to C.  With more, the block's sums stay in a
  * private fp32 area of at most ROWS rows, so that partial sums are never rounded to bf16 and C is
@@ -29,8 +29,10 @@
 
 enum {
     SLAB_BYTES = 16 << 20,
-    COLUMNS = 512,
+    BLOCK_BYTES = 512 << 10, /* of packed B */
     ROWS = 512,
+    HUGE_FROM_BYTES = 256 << 10,
+    HUGE_BYTES = 4 << 20,
     INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they give */
     BATCH_BYTES = 1 << 20, /* workspace up to which products of a batch run side by side */
     SKINNY_INLINE_WORK = 1 << 16
@@ -99,7 +101,7 @@ static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k,
 
     /* a multiple of the team, so that nobody idles at the end; but blocks of one panel alone would
      * read A once for every nr columns */
-    size_t cols = fsdpc_ceil_div(p.b_panels, fsdpc_max_size(COLUMNS / path->nr, 1));
+    size_t cols = fsdpc_ceil_div(p.b_panels, fsdpc_max_size(BLOCK_BYTES / p.b_panel_bytes, 1));
     cols = fsdpc_min_size(fsdpc_round_up(cols, team), fsdpc_ceil_div(p.b_panels, 2));
     p.col_panels = even_block(p.b_panels, p.b_panels, cols);
     cols = fsdpc_ceil_div(p.b_panels, p.col_panels);
@@ -410,6 +412,10 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     j.workspace_bytes = product_bytes(&p, m, n, k);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
+    /* From 4 MiB up memory comes in huge pages, without which address translation costs up to a
+     * fifth: ask for that much, only what is used is touched. */
+    if (bytes >= HUGE_FROM_BYTES)
+        bytes = fsdpc_max_size(bytes, HUGE_BYTES);
     void *workspace;
     FSDPC_TRY(fsdpc_mem_alloc(device->mem, FSDPC_MEM_OTHER, bytes, &workspace));
     j.workspace = workspace;

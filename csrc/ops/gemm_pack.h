@@ -14,36 +14,39 @@ enum { SQUARE = FSDPC_LANES };
 
 #if defined(FSDPC_VEC_AVX512)
 
-/* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < 16.
+/* Words to[i * to_stride + j] = row j, word i of `from` (rows from_bytes apart), i, j < SQUARE.
  *
- * Four 16-byte pieces of four rows are gathered into one register by masked broadcasts, which need
- * load ports but no shuffles, such that the rest of the transpose stays inside 128-bit lanes: 32
- * shuffles in all where transposing whole rows takes 64. */
+ * Half rows of j and j + 8 share a register from the start, so 48 shuffles do (whole rows take 64).
+ */
 FSDPC_INLINE void transpose_square(uint32_t *to, size_t to_stride, const void *from,
                                    size_t from_bytes)
 {
-    const char *row = from;
-    for (int piece = 0; piece < 4; piece++) {
-        __m512i z[4];
-        for (int q = 0; q < 4; q++) {
-            const char *p = row + (size_t)q * from_bytes + 16 * piece;
-            __m512i v = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
-            p += 4 * from_bytes;
-            v = _mm512_mask_broadcast_i32x4(v, 0x00f0, _mm_loadu_si128((const __m128i *)p));
-            p += 4 * from_bytes;
-            v = _mm512_mask_broadcast_i32x4(v, 0x0f00, _mm_loadu_si128((const __m128i *)p));
-            p += 4 * from_bytes;
-            z[q] = _mm512_mask_broadcast_i32x4(v, 0xf000, _mm_loadu_si128((const __m128i *)p));
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const __m512i odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+    for (size_t half = 0; half < 2; half++) {
+        __m512i row[8], pair[8], quad[8];
+        for (size_t j = 0; j < 8; j++) {
+            const char *p = (const char *)from + j * from_bytes + 32 * half;
+            row[j] =
+                _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)),
+                                   _mm256_loadu_si256((const __m256i *)(p + 8 * from_bytes)), 1);
         }
-        __m512i low01 = _mm512_unpacklo_epi32(z[0], z[1]),
-                low23 = _mm512_unpacklo_epi32(z[2], z[3]);
-        __m512i top01 = _mm512_unpackhi_epi32(z[0], z[1]),
-                top23 = _mm512_unpackhi_epi32(z[2], z[3]);
-        uint32_t *out = to + 4 * (size_t)piece * to_stride;
-        _mm512_storeu_si512(out, _mm512_unpacklo_epi64(low01, low23));
-        _mm512_storeu_si512(out + to_stride, _mm512_unpackhi_epi64(low01, low23));
-        _mm512_storeu_si512(out + 2 * to_stride, _mm512_unpacklo_epi64(top01, top23));
-        _mm512_storeu_si512(out + 3 * to_stride, _mm512_unpackhi_epi64(top01, top23));
+        for (size_t j = 0; j < 8; j += 2) {
+            pair[j] = _mm512_unpacklo_epi32(row[j], row[j + 1]);
+            pair[j + 1] = _mm512_unpackhi_epi32(row[j], row[j + 1]);
+        }
+        for (size_t j = 0; j < 8; j += 4) {
+            quad[j] = _mm512_unpacklo_epi64(pair[j], pair[j + 2]);
+            quad[j + 1] = _mm512_unpackhi_epi64(pair[j], pair[j + 2]);
+            quad[j + 2] = _mm512_unpacklo_epi64(pair[j + 1], pair[j + 3]);
+            quad[j + 3] = _mm512_unpackhi_epi64(pair[j + 1], pair[j + 3]);
+        }
+        /* ascending, see Note [whole vectors] */
+        uint32_t *out = to + 8 * half * to_stride;
+        for (size_t i = 0; i < 4; i++, out += to_stride)
+            _mm512_storeu_si512(out, _mm512_permutex2var_epi64(quad[i], even, quad[i + 4]));
+        for (size_t i = 0; i < 4; i++, out += to_stride)
+            _mm512_storeu_si512(out, _mm512_permutex2var_epi64(quad[i], odd, quad[i + 4]));
     }
 }
 #elif defined(FSDPC_VEC_AVX2)
@@ -155,6 +158,33 @@ FSDPC_INLINE void pack_f32(float *panel, size_t width, const fsdpc_gemm_operand 
 
 /* -- finishing --------------------------------------------------------------------------------- */
 
+FSDPC_INLINE void finish_vector(const fsdpc_gemm_target *t, const float *sums, size_t at, size_t n,
+                                fsdpc_dtype dtype, const float *bias, bool accumulate)
+{
+    fsdpc_vf v = fsdpc_vf_load(sums);
+    if (bias)
+        v += fsdpc_vf_load(bias);
+    if (n >= FSDPC_LANES) {
+        if (accumulate)
+            v += fsdpc_vf_load_as(t->c, at, dtype);
+        fsdpc_vf_store_as(t->c, at, dtype, v);
+    } else if (n) {
+        if (accumulate)
+            v += fsdpc_vf_load_as_n(t->c, at, dtype, n);
+        fsdpc_vf_store_as_n(t->c, at, dtype, v, n);
+    }
+}
+
+FSDPC_INLINE void finish_rows(const fsdpc_gemm_target *t, const float *sums, size_t nr, size_t cols,
+                              fsdpc_dtype dtype, const float *bias, bool accumulate)
+{
+    for (size_t i = 0; i < t->rows; i++)
+        for (size_t j = 0; j < nr; j += FSDPC_LANES)
+            finish_vector(t, sums + i * nr + j, i * t->ldc + j, j < cols ? cols - j : 0, dtype,
+                          bias ? bias + j : NULL, accumulate);
+}
+
+/* Whole tiles without bias, nearly all there are, have code without questions in the loop. */
 FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_t nr,
                             fsdpc_dtype dtype)
 {
@@ -163,24 +193,12 @@ FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_
     for (size_t j = 0; t->bias && j < t->cols; j += FSDPC_LANES)
         fsdpc_vf_store(bias + j, fsdpc_vf_load_as_n(t->bias, j, t->bias_dtype,
                                                     fsdpc_min_size(t->cols - j, FSDPC_LANES)));
-    for (size_t i = 0; i < t->rows; i++)
-        for (size_t j = 0; j < nr; j += FSDPC_LANES) {
-            if (j >= t->cols)
-                break;
-            size_t n = t->cols - j, at = i * t->ldc + j;
-            fsdpc_vf v = fsdpc_vf_load(sums + i * nr + j);
-            if (t->bias)
-                v += fsdpc_vf_load(bias + j);
-            if (n >= FSDPC_LANES) {
-                if (t->accumulate)
-                    v += fsdpc_vf_load_as(t->c, at, dtype);
-                fsdpc_vf_store_as(t->c, at, dtype, v);
-            } else {
-                if (t->accumulate)
-                    v += fsdpc_vf_load_as_n(t->c, at, dtype, n);
-                fsdpc_vf_store_as_n(t->c, at, dtype, v, n);
-            }
-        }
+    if (t->bias || t->cols < nr)
+        finish_rows(t, sums, nr, t->cols, dtype, t->bias ? bias : NULL, t->accumulate);
+    else if (t->accumulate)
+        finish_rows(t, sums, nr, nr, dtype, NULL, true);
+    else
+        finish_rows(t, sums, nr, nr, dtype, NULL, false);
 }
 
 /* c = round(sums + bias + c) */
