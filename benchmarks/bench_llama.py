@@ -1,0 +1,163 @@
+"""Tokens a second and peak memory of a LLaMA step: fsdpc against torch FSDP2, DDP and no communication.
+
+    python benchmarks/bench_llama.py [--presets 10M 41M] [--dtypes fp32 bf16] [--rounds 5]
+
+A step is forward, backward, clipping at 1.0 and AdamW, 2 ranks with one thread each. Engines take turns;
+each turn is a fresh set of processes whose median step counts. The torch model is transformers'
+LlamaForCausalLM with the same shape. bf16 is autocast for torch without FSDP2 (as its users run it),
+param bf16 and reduce fp32 for FSDP2 and for fsdpc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+
+BATCHES = {"2M": (2, 256), "10M": (2, 256), "41M": (1, 256)}
+ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
+WARM, STEPS = 3, 8
+
+
+def batch(preset: str, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same random words for every engine."""
+    rows, seq = BATCHES[preset]
+    rng = np.random.default_rng(int(os.environ["RANK"]))
+    ids = rng.integers(0, vocab, (rows, seq + 1), dtype=np.int64)
+    return np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:])
+
+
+def measure(step: Any) -> list[float]:
+    """Seconds of each step after the warm ones."""
+    times = []
+    for i in range(WARM + STEPS):
+        begin = time.perf_counter()
+        step()
+        if i >= WARM:
+            times.append(time.perf_counter() - begin)
+    return times
+
+
+def run_fsdpc(preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of fsdpc on this rank."""
+    import fsdpc
+    from fsdpc import models
+
+    config = models.preset(preset)
+    fsdpc.init()
+    fsdpc.manual_seed(0)
+    with fsdpc.deferred_init():
+        model = models.Llama(config)
+    policy = fsdpc.MixedPrecisionPolicy(
+        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None, reduce_dtype=fsdpc.float32
+    )
+    for block in model.blocks():
+        fsdpc.fully_shard(block, mp_policy=policy)
+    fsdpc.fully_shard(model, mp_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
+    x, y = batch(preset, config.vocab_size)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        fsdpc.barrier()
+        model(x, y).backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    return {"seconds": measure(step)}
+
+
+def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of torch on this rank."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fsdpc.models.config import preset as config_of
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    c = config_of(preset)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.inner,
+        num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        max_position_embeddings=c.max_seq, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied,
+        use_cache=False,
+    ))  # fmt: skip
+    if engine == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        kind = torch.bfloat16 if dtype == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    elif engine == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    ids, labels = (torch.from_numpy(a) for a in batch(preset, c.vocab_size))
+    autocast = dtype == "bf16" and engine != "fsdp2"
+
+    def step() -> None:
+        optimizer.zero_grad()
+        dist.barrier()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=ids).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return {"seconds": measure(step)}
+
+
+def main() -> None:
+    """Run all turns and print the rows."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--presets", nargs="+", default=["10M", "41M"], choices=list(BATCHES))
+    p.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--turn", nargs=3, metavar=("ENGINE", "PRESET", "DTYPE"), help=argparse.SUPPRESS)
+    o = p.parse_args()
+    if o.turn:
+        engine, preset, dtype = o.turn
+        run = run_fsdpc(preset, dtype) if engine == "fsdpc" else run_torch(engine, preset, dtype)
+        common.leave_result(run)
+        return
+    common.header()
+    rows = []
+    for preset in o.presets:
+        for dtype in o.dtypes:
+            tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
+            turns: dict[str, list[dict[str, Any]]] = {e: [] for e in o.engines}
+            for _ in range(o.rounds):
+                for engine in o.engines:
+                    turns[engine].append(common.run_ranks(__file__, ["--turn", engine, preset, dtype], 2))
+            ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
+            ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
+            for e in o.engines:
+                median = statistics.median(ms[e])
+                pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
+                rows.append([f"Llama {preset} {dtype}", e, common.spread(ms[e]),
+                             f"{tokens / median * 1e3:,.0f}", f"{median / ours:.2f}", f"{pss:,.0f}"])  # fmt: skip
+    common.table(["model", "engine", "ms a step (range)", "tokens/s", "time over fsdpc's", "peak PSS MiB"], rows)
+
+
+if __name__ == "__main__":
+    main()
