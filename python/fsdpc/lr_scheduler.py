@@ -1,8 +1,8 @@
 """Learning rates over steps.
 
 A scheduler multiplies each parameter group's first learning rate by a factor of the step.  It works
-with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.  Call ``step()``
-once after every optimizer step; past its end a schedule stays at its minimum.
+with any optimizer that has ``param_groups``, a list of dicts with an ``"lr"`` each.  Call
+``step()`` once after every optimizer step; past its end a schedule stays at its minimum.
 """
 
 from __future__ import annotations

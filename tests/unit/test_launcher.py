@@ -1,4 +1,4 @@
-"""fsdpc run, python -m fsdpc and launch(): environments, output, failures, and nothing left behind."""
+"""fsdpc run, python -m fsdpc and launch(): output, failures, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from fsdpc._launch import forked
 from fsdpc.launcher import LaunchError, launch, run
 

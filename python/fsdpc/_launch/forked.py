@@ -36,7 +36,7 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """All ranks' ends: the reports by rank (None: it sent none), failures, and whether time ran out."""
+    """All ranks' ends: reports by rank (None: it sent none), failures, whether time ran out."""
 
     reports: list[Report | None]
     failures: list[Failure]
@@ -152,7 +152,8 @@ def _parse(rank: Rank) -> Report | None:
 
 def _last_words(supervisor: Supervisor, rank: Rank) -> str:
     if rank.rank in supervisor.killed:
-        why = "at the timeout" if supervisor.timed_out else f"{supervisor.grace:g} s after the first"
+        late = f"{supervisor.grace:g} s after the first"
+        why = "at the timeout" if supervisor.timed_out else late
         ending = f"ended by the launcher {why}"
     else:
         ending = rank.ending()

@@ -114,8 +114,8 @@ class Loader:
 
     Notes
     -----
-    Sequences that do not fill a batch at the end of an epoch are left out.  ``stop()``, or leaving a
-    ``with`` block, ends the thread.
+    Sequences that do not fill a batch at the end of an epoch are left out.  ``stop()``, or leaving
+    a ``with`` block, ends the thread.
 
     Examples
     --------

@@ -1,0 +1,157 @@
+"""Rules of the C sources that no compiler checks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .tree import CSRC, code, files, label
+
+FILE_LINES = 600
+FUNCTION_LINES = 100
+
+# What each layer may include besides itself; engine, nn and ckpt never see each other.
+COMMON = {"base", "device", "ops", "comm"}
+MAY_INCLUDE = {
+    "base": set(),
+    "device": {"base"},
+    "ops": {"base", "device"},
+    "comm": {"base", "device", "ops"},
+    "engine": COMMON,
+    "nn": COMMON,
+    "ckpt": COMMON,
+    "plugin": COMMON | {"engine", "nn", "ckpt"},
+    "py": COMMON | {"engine", "nn", "ckpt", "plugin"},
+    "cuda": COMMON | {"plugin"},
+    "mpi": COMMON | {"plugin"},
+}
+
+# Headers of others, and where alone they may be included.
+HOMES = {
+    r"Python\.h|structmember\.h|numpy/.*": {"py"},
+    r"cuda.*\.h|cublas.*\.h|nccl.*\.h": {"cuda"},
+    r"mpi\.h": {"mpi"},
+    r"immintrin\.h|x86intrin\.h|arm_neon\.h|cpuid\.h": {"base", "ops"},
+}
+
+BANNED = {
+    "sprintf": "snprintf",
+    "vsprintf": "vsnprintf",
+    "strcpy": "memcpy or snprintf",
+    "strcat": "snprintf",
+    "strncat": "snprintf",
+    "gets": "fgets",
+    "atoi": "strtol",
+    "atol": "strtol",
+    "atof": "strtod",
+    "strtok": "strchr",
+    "rand": "base/random.h",
+    "alloca": "fsdpc_mem_alloc",
+    "system": "nothing: a library starts no programs",
+    "exit": "a status: a library does not end its process",
+    "abort": "a status: a library does not end its process",
+    "printf": "base/log.h",
+    "puts": "base/log.h",
+    "putchar": "base/log.h",
+    "fprintf": "base/log.h",
+    "vfprintf": "base/log.h",
+    "perror": "fsdpc_fail_errno",
+}
+MAY_PRINT = {"csrc/base/log.c"}
+
+# The documented mutable globals: the thread's error text, the plugin registry, and what handlers of
+# faults and forks need, which get no argument of ours.
+MAY_HOLD_GLOBALS = re.compile(
+    r"csrc/base/status\.c|csrc/plugin/registry\.c|csrc/\w+/\w*fault\w*\.c|csrc/comm/fork_guard\.c"
+)
+
+SOURCES = files(".c", ".h", under="csrc")
+
+
+def everywhere() -> list[Path]:
+    return files(".c", ".h", ".cu", ".cuh", ".py")
+
+
+@pytest.mark.parametrize("path", everywhere(), ids=label)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= FILE_LINES, f"{label(path)} has {lines} lines: split it by concept"
+
+
+@pytest.mark.parametrize("path", files(".c", ".h"), ids=label)
+def test_functions_are_short(path: Path) -> None:
+    begin = None
+    for number, line in enumerate(code(path).splitlines(), 1):
+        if line.startswith("{"):  # Linux braces: only a function's stands at the margin
+            begin = number
+        elif line.startswith("}") and begin is not None:
+            length = number - begin - 1
+            assert length <= FUNCTION_LINES, f"{label(path)}:{begin}: a function of {length} lines"
+            begin = None
+
+
+def test_scanner_sees_functions() -> None:
+    """The rule above is worth nothing if functions are not found."""
+    text = "".join(code(path) for path in SOURCES if path.suffix == ".c")
+    assert len(re.findall(r"^\{", text, re.M)) > 100
+
+
+def includes(path: Path) -> list[tuple[str, str]]:
+    """The file's includes as (quote, name)."""
+    return re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', path.read_text(), re.M)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_includes_keep_to_the_layers(path: Path) -> None:
+    layer = path.relative_to(CSRC).parts[0]
+    for quote, name in includes(path):
+        if quote == '"':
+            assert (CSRC / name).is_file(), f'{label(path)}: write "{name}" from csrc'
+            other = name.split("/")[0]
+            allowed = MAY_INCLUDE[layer] | {layer}
+            assert other in allowed, f"{label(path)}: {layer} may not see {other} ({name})"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_foreign_headers_stay_at_home(path: Path) -> None:
+    layer = path.relative_to(CSRC).parts[0]
+    for _, name in includes(path):
+        for pattern, homes in HOMES.items():
+            if re.fullmatch(pattern, name):
+                assert layer in homes, f"{label(path)}: <{name}> belongs to {sorted(homes)}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_banned_calls(path: Path) -> None:
+    for match in re.finditer(r"(?<![\w.>])(\w+)\s*\(", code(path)):
+        name = match.group(1)
+        if name not in BANNED or ("print" in name and label(path) in MAY_PRINT):
+            continue
+        number = code(path).count("\n", 0, match.start()) + 1
+        raise AssertionError(f"{label(path)}:{number}: {name}(): use {BANNED[name]}")
+
+
+def test_headers_have_guards_of_their_own() -> None:
+    guards: dict[str, str] = {}
+    for path in files(".h", under="csrc"):
+        if "_body" in path.stem or "_tile" in path.stem:
+            continue  # included several times on purpose
+        found = re.search(r"^#ifndef (FSDPC_\w+_H_?)\n#define \1$", path.read_text(), re.M)
+        assert found, f"{label(path)} has no include guard"
+        other = guards.setdefault(found.group(1), label(path))
+        assert other == label(path), f"{label(path)} has the guard of {other}"
+
+
+@pytest.mark.parametrize("path", files(".c", under="csrc"), ids=label)
+def test_no_mutable_globals(path: Path) -> None:
+    if MAY_HOLD_GLOBALS.fullmatch(label(path)):
+        return
+    for number, line in enumerate(code(path).splitlines(), 1):
+        declares = re.match(r"(static\s+)?(?!typedef|extern|struct \w+;)[a-zA-Z_][\w\s*]*[\w\]]\s*"
+                            r"(\[[^\]]*\]\s*)*(=|;)", line)
+        if declares and not re.search(r"\bconst\b", line):
+            # PyType_Spec and its like are constant by convention; CPython's API takes them so.
+            python = path.parent.name == "py" and re.match(r"(static\s+)?(struct )?Py\w+ ", line)
+            assert python, f"{label(path)}:{number}: a mutable global: {line.strip()}"

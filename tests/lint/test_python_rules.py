@@ -1,0 +1,102 @@
+"""Rules of the Python sources: short functions, docstrings, few parameters, torch in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .tree import ROOT, files, label
+
+FUNCTION_LINES = 100
+PARAMETERS = 7
+
+PACKAGE = ROOT / "python" / "fsdpc"
+MODULES = files(".py", under="python")
+
+# What these do is PyTorch's to say.
+HOOKS = {"forward", "extra_repr"}
+
+# Calls that mirror PyTorch's keep PyTorch's signatures.
+MIRRORS = {"fully_shard", "AdamW", "FullyShardedDataParallel"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def is_public_module(path: Path) -> bool:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return all(not part.startswith("_") or part == "__init__" for part in parts)
+
+
+def public(path: Path) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """Public functions and classes of a module, and the public methods of the latter."""
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, (Function, ast.ClassDef)) or node.name.startswith("_"):
+            continue
+        yield node.name, node
+        for member in node.body if isinstance(node, ast.ClassDef) else ():
+            shown = isinstance(member, Function) and not member.name.startswith("_")
+            if shown and not is_overload(member) and not is_setter(member):
+                if member.name in HOOKS:
+                    continue
+                yield f"{node.name}.{member.name}", member
+
+
+def is_overload(node: Function) -> bool:
+    return any(ast.unparse(each).endswith("overload") for each in node.decorator_list)
+
+
+def is_setter(node: Function) -> bool:
+    return any(ast.unparse(each).endswith((".setter", ".deleter")) for each in node.decorator_list)
+
+
+@pytest.mark.parametrize("path", files(".py"), ids=label)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Function):
+            body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+            length = (node.end_lineno or 0) - body[0].lineno + 1
+            assert length <= FUNCTION_LINES, f"{label(path)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if is_public_module(p)], ids=label)
+def test_public_names_have_docstrings(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{label(path)} does not say what it is"
+    for name, node in public(path):
+        text = ast.get_docstring(node)
+        assert text, f"{label(path)}:{node.lineno}: {name} has no docstring"
+        first = text.split("\n")[0]
+        assert first.endswith((".", ":")), f"{label(path)}:{node.lineno}: {name}: {first!r} is cut"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if is_public_module(p)], ids=label)
+def test_public_functions_take_few_parameters(path: Path) -> None:
+    for name, node in public(path):
+        makers = [
+            member for member in getattr(node, "body", ())
+            if isinstance(node, ast.ClassDef) and isinstance(member, Function)
+            and member.name == "__init__"
+        ]
+        for function in [node] if isinstance(node, Function) else makers:
+            given = function.args
+            names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            count = len([each for each in names if each not in ("self", "cls")])
+            assert count <= PARAMETERS or name in MIRRORS, f"{label(path)}: {name} takes {count}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=label)
+def test_only_the_adapter_imports_torch(path: Path) -> None:
+    if "torch" in path.relative_to(PACKAGE).parts:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        for name in names:
+            assert name.split(".")[0] != "torch", f"{label(path)}:{node.lineno} imports torch"
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()

@@ -1,0 +1,39 @@
+"""The tree speaks of the project alone, and leaves nothing half done."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .tree import files, label
+
+# Put together here, so that this file does not break its own rule.
+OF_ELSEWHERE = [
+    r"/(wo" r"rk|fa" r"rm)/",
+    r"\.lib" r"rary\b",
+    r"\bthis ses" r"sion\b",
+    r"\bdeveloper'?s'? ses" r"sion",
+    r"\bissue #?\d",
+    r"\bpypi\.o" r"rg\b|pythonhos" r"ted|download\.pytor" r"ch",
+]
+HALF_DONE = [r"\bTO" r"DO\b", r"\bFIX" r"ME\b", r"\bX" r"XX\b"]
+TEXT = files(".c", ".h", ".cu", ".cuh", ".py", ".pyi", ".md", ".toml", ".txt", ".ipynb", "run",
+             "Makefile")
+
+
+@pytest.mark.parametrize("path", TEXT, ids=label)
+def test_words(path: Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern in OF_ELSEWHERE + HALF_DONE:
+            found = re.search(pattern, line)
+            assert not found, f"{label(path)}:{number}: {found and found.group()!r}"
+
+
+@pytest.mark.parametrize("path", TEXT, ids=label)
+def test_files_end_in_one_newline_and_lines_in_no_blank(path: Path) -> None:
+    text = path.read_text()
+    assert not text or (text.endswith("\n") and not text.endswith("\n\n")), label(path)
+    blank = [n for n, line in enumerate(text.split("\n"), 1) if line != line.rstrip()]
+    assert not blank, f"{label(path)}: blanks end lines {blank}"
