@@ -1,0 +1,88 @@
+# The commands that people, and the CI, use.  `make train` and `make test` are the two to begin with:
+# each makes .venv, installs what it needs into it and does its job.
+#
+# PYTHON is what .venv is made with; ARGS go to the command, e.g. `make train ARGS="--steps 50"`.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+
+.PHONY: help venv build train test ctest pytest lint tidy fmt asan tsan bench soak fuzz clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+# ---- what the others need; stamps say what .venv holds
+
+# setuptools builds in .venv itself (no isolation), so that a changed C file alone is compiled again.
+$(VENV)/stamp-base:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "setuptools>=77" "numpy>=2"
+	touch $@
+
+$(VENV)/stamp-package: $(VENV)/stamp-base pyproject.toml setup.py
+	$(PY) -m pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+# The pinned torch alone first: its CPU build is then found where an index with one is configured.
+$(VENV)/stamp-test: $(VENV)/stamp-package pyproject.toml
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet --no-build-isolation --editable ".[test]"
+	touch $@
+
+$(VENV)/stamp-lint: $(VENV)/stamp-package pyproject.toml
+	$(PY) -m pip install --quiet --no-build-isolation --editable ".[lint]"
+	touch $@
+
+build: $(VENV)/stamp-package
+	$(PY) setup.py --quiet build_ext --inplace
+
+venv: build $(VENV)/stamp-test ## .venv with the package and all that its tests need
+
+# ---- what people run
+
+train: build ## train a 2M LLaMA on this Python's own library, on 2 ranks
+	$(BIN)/fsdpc train $(ARGS)
+
+test: ctest pytest ## the C tests and the Python tests
+
+ctest: $(VENV)/stamp-base ## the C tests
+	$(PY) tools/ctest.py plain $(ARGS)
+
+pytest: venv
+	mkdir -p build
+	bash -o pipefail -c '$(PY) -m pytest tests --ignore=tests/lint $(ARGS) | tee build/pytest.log'
+
+asan: $(VENV)/stamp-base ## the C tests under AddressSanitizer and UBSan
+	$(PY) tools/ctest.py asan $(ARGS)
+
+tsan: $(VENV)/stamp-base ## the C tests under ThreadSanitizer, ranks as threads
+	$(PY) tools/ctest.py tsan $(ARGS)
+
+lint: build $(VENV)/stamp-lint tidy ## style, layers, banned calls, docstrings
+	git ls-files -z -- '*.c' '*.h' | xargs -0 clang-format --dry-run -Werror
+	$(BIN)/ruff check --quiet .
+	$(PY) -m compileall -q python tests tools setup.py
+	$(PY) -m pytest -q tests/lint
+
+tidy: $(VENV)/stamp-base
+	$(PY) tools/tidy.py $(ARGS)
+
+fmt: $(VENV)/stamp-lint ## format the C sources, sort the imports
+	git ls-files -z -- '*.c' '*.h' | xargs -0 clang-format -i
+	$(BIN)/ruff check --quiet --fix .
+
+bench: venv ## the benchmarks, C ones first
+	$(PY) tools/ctest.py bench
+	for file in benchmarks/bench_*.py; do $(PY) "$$file" $(ARGS) || exit 1; done
+
+soak: venv ## long random runs of the engine
+	$(PY) -m pytest tests/soak $(ARGS)
+
+fuzz: venv ## long property tests
+	$(PY) -m pytest tests --ignore=tests/lint -m "not slow" --hypothesis-profile=long $(ARGS)
+
+clean: ## remove all that the build made, .venv too
+	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so
