@@ -44,7 +44,7 @@ venv: build $(VENV)/stamp-test ## .venv with the package and all that its tests 
 # ---- what people run
 
 train: build ## train a 2M LLaMA on this Python's own library, on 2 ranks
-	$(BIN)/fsdpc train $(ARGS)
+	$(BIN)/fsdpc train --ranks 2 $(ARGS)
 
 test: ctest pytest ## the C tests and the Python tests
 
