@@ -101,10 +101,10 @@ FSDPC_INLINE void accumulate_run(void *dst, fsdpc_dtype dst_dtype, const void *s
                                  fsdpc_dtype src_dtype, size_t numel)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        fsdpc_vf_store_as(dst, i, dst_dtype,
-                          fsdpc_vf_load_as(dst, i, dst_dtype) +
-                              fsdpc_vf_load_as(src, i, src_dtype));
+    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES) {
+        fsdpc_vf sum = fsdpc_vf_load_as(dst, i, dst_dtype) + fsdpc_vf_load_as(src, i, src_dtype);
+        fsdpc_vf_store_as(dst, i, dst_dtype, sum);
+    }
     if (i < numel)
         fsdpc_vf_store_as_n(dst, i, dst_dtype,
                             fsdpc_vf_load_as_n(dst, i, dst_dtype, numel - i) +
@@ -175,6 +175,7 @@ FSDPC_INLINE bool scale_run(void *x, fsdpc_dtype dtype, float scale, size_t nume
     fsdpc_vi nonfinite = {0};
     size_t i = 0;
     for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES) {
+        prefetch_ahead(x, i, dtype, FSDPC_LANES);
         fsdpc_vf value = fsdpc_vf_load_as(x, i, dtype);
         nonfinite |= nonfinite_lanes(value);
         fsdpc_vf_store_as(x, i, dtype, value * by);

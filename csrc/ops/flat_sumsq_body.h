@@ -54,8 +54,10 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
 {
     f64_vec partial[F64_VECTORS] = {{0}};
     size_t i = 0;
-    for (; i + PARTIALS <= numel; i += PARTIALS)
+    for (; i + PARTIALS <= numel; i += PARTIALS) {
+        prefetch_ahead(x, begin + i, dtype, PARTIALS);
         add_squares(partial, x, begin + i, dtype);
+    }
     if (i < numel) {
         double padded[PARTIALS] = {0};
         memcpy(padded, fsdpc_flat_at(x, begin + i, dtype), (numel - i) * fsdpc_dtype_bytes(dtype));
