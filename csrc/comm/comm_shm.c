@@ -54,10 +54,15 @@ fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self)
     return __builtin_expect(fsdpc_shm_poisoned(self->control), 0) ? adopt_poison(self) : FSDPC_OK;
 }
 
-fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
+fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status)
 {
     fsdpc_shm_poison_set(self->control, self->base.rank, status, fsdpc_last_error());
     return status;
+}
+
+fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    return fsdpc_comm_poison(&self->base, fsdpc_shm_tell(self, status));
 }
 
 static void shm_abort(fsdpc_comm *comm, const char *reason)

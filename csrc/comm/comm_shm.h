@@ -93,9 +93,12 @@ static inline fsdpc_shm_comm *fsdpc_shm_of(fsdpc_comm *comm)
 
 /* ---- comm_shm.c ---- */
 
-/* Poisoned, here or by a peer?  Every call of the table begins with it. */
+/* Poisoned, here or by a peer?  Whatever begins something asks first; a poll asks only once it has
+ * found that it must go on waiting, so that what all have done their part of still completes. */
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Tells the peers this thread's last error, from any thread; returns `status`. */
+fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
+/* The same on the driving thread, whose own communicator is closed by it. */
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
@@ -133,8 +136,8 @@ fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *buffer);
 
 fsdpc_status fsdpc_shm_post(fsdpc_work *work);
 fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Health, and whatever inline operations can go on: peers may wait for them while we wait for
- * something else. */
+/* Carries on whatever inline operations can go on (peers may wait for them while we wait for
+ * something else), then health. */
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
 /* After a failure: works in flight end with `status` and are not touched again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);

@@ -109,10 +109,11 @@ fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *base)
 {
     fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
-    FSDPC_TRY(fsdpc_shm_progress(self));
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
         /* acquire: with the release in reduce_step; our next writes come after their reads. */
         if (atomic_load_explicit(&buffer->words[p]->read, memory_order_acquire) < buffer->posts) {
+            FSDPC_TRY(fsdpc_shm_progress(self)); /* the peer may need our part to get there */
             self->late = (fsdpc_shm_late){
                 .kind = FSDPC_SHM_LATE_READ, .object = buffer, .target = buffer->posts};
             return FSDPC_IN_PROGRESS;

@@ -33,10 +33,16 @@ static bool is_staged(fsdpc_coll_kind kind)
 
 /* ---- Agreement ---- */
 
-static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence)
+static bool on_driver(const fsdpc_shm_comm *self, const fsdpc_shm_late *late)
 {
-    return fsdpc_shm_fail(self, fsdpc_shm_ring_differ(self->mine, self->base.rank,
-                                                      &self->control->slots[peer], peer, sequence));
+    return late == &self->late;
+}
+
+static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, bool driver)
+{
+    fsdpc_status status = fsdpc_shm_ring_differ(self->mine, self->base.rank,
+                                                &self->control->slots[peer], peer, sequence);
+    return driver ? fsdpc_shm_fail(self, status) : fsdpc_shm_tell(self, status);
 }
 
 /* The driving thread alone may ask: a worker's operation may be waited for over epochs. */
@@ -68,13 +74,13 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
         /* acquire: with the release in ring_post; what the peer wrote before it posted is there. */
         if (atomic_load_explicit(&peer->posted, memory_order_acquire) <= sequence) {
             all = false;
-            if (late == &self->late) {
+            if (on_driver(self, late)) {
                 fsdpc_status status = abandoned_check(self, p, sequence);
                 if (status < 0)
                     return status;
             }
         } else if (!fsdpc_shm_ring_same(self->mine, peer, sequence)) {
-            return mismatch(self, p, sequence);
+            return mismatch(self, p, sequence, on_driver(self, late));
         }
     }
     if (all)
@@ -91,7 +97,7 @@ static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
         if (p != self->base.rank &&
             atomic_load_explicit(&peer->posted, memory_order_acquire) > sequence &&
             !fsdpc_shm_ring_same(self->mine, peer, sequence))
-            return mismatch(self, p, sequence);
+            return mismatch(self, p, sequence, true);
     }
     return FSDPC_OK;
 }
@@ -218,9 +224,9 @@ static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
         if (fsdpc_shm_poisoned(self->control))
             status = FSDPC_ERR_POISONED;
         else if (peers != FSDPC_OK)
-            status = fsdpc_shm_fail(self, peers);
+            status = fsdpc_shm_tell(self, peers);
         else if (fsdpc_clock_ns() > deadline)
-            status = fsdpc_shm_fail(
+            status = fsdpc_shm_tell(
                 self, fsdpc_fail(FSDPC_ERR_TIMEOUT,
                                  "%s of '%s' waited %.3g s on its stream for the other ranks; "
                                  "FSDPC_TIMEOUT_S raises the deadline",
@@ -237,7 +243,7 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
     fsdpc_status status = worker_wait(self, work, stream);
     if (status < 0 && !fsdpc_shm_poisoned(self->control))
-        fsdpc_shm_fail(self, status); /* a kernel failed: the driving thread reads why there */
+        fsdpc_shm_tell(self, status); /* a kernel failed: the driving thread reads why there */
     work->status = status;
     /* release: status and results; acquire in test.  From here on `work` is the caller's. */
     atomic_store_explicit(&work->state, 0, memory_order_release);
@@ -259,14 +265,24 @@ void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
     self->pending = NULL;
 }
 
-fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self)
+/* `work` has failed, and with it the communicator: nothing is in flight any more. */
+static fsdpc_status failed(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_status status)
 {
-    FSDPC_TRY(fsdpc_shm_health(self));
+    fsdpc_comm_poison(&self->base, status);
+    fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
+    work->status = status;
+    return status;
+}
+
+static fsdpc_status carry_on(fsdpc_shm_comm *self)
+{
     fsdpc_work *before = NULL, *next;
     for (fsdpc_work *work = self->pending; work; work = next) {
         next = work->impl;
         fsdpc_stream *stream = work->op.stream ? work->op.stream : &self->inline_stream;
         fsdpc_status status = work_step(self, work, stream, &self->late);
+        if (status < 0)
+            return failed(self, work, status);
         if (status == FSDPC_IN_PROGRESS) {
             before = work;
             continue;
@@ -276,12 +292,15 @@ fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self)
         else
             self->pending = next;
         work->impl = NULL;
-        work->status = status;
         atomic_store_explicit(&work->state, 0, memory_order_relaxed);
-        if (status != FSDPC_OK)
-            return fsdpc_comm_poison(&self->base, status);
     }
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self)
+{
+    FSDPC_TRY(carry_on(self));
+    return fsdpc_shm_health(self);
 }
 
 static fsdpc_status buffer_post_check(fsdpc_shm_comm *self, const fsdpc_shm_buffer *buffer)
@@ -334,7 +353,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     else
         self->pending = work;
     /* A failure is reported by test, which finds it in the work. */
-    fsdpc_shm_progress(self);
+    carry_on(self);
     return FSDPC_OK;
 }
 
@@ -345,15 +364,15 @@ fsdpc_status fsdpc_shm_test(fsdpc_work *work)
     int state = atomic_load_explicit(&work->state, memory_order_acquire);
     bool async = work->op.stream && work->op.stream->async && work->op.kind != FSDPC_COLL_BARRIER;
     if (state) {
-        fsdpc_status status = fsdpc_shm_progress(self);
+        fsdpc_status status = carry_on(self);
         if (async) /* its thread still has the work, whatever else failed: it ends soon */
             return FSDPC_IN_PROGRESS;
-        if (status != FSDPC_OK)
-            return status;
-        state = atomic_load_explicit(&work->state, memory_order_relaxed);
+        if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
+            FSDPC_TRY(status);
+            FSDPC_TRY(fsdpc_shm_health(self));
+            return FSDPC_IN_PROGRESS;
+        }
     }
-    if (state)
-        return FSDPC_IN_PROGRESS;
     if (work->status == FSDPC_OK)
         return FSDPC_OK;
     fsdpc_shm_health(self); /* brings the reason here */

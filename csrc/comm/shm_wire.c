@@ -95,6 +95,14 @@ void fsdpc_shm_wire_destroy(fsdpc_wire *base)
 
 /* ---- Epochs ---- */
 
+static fsdpc_status still_waiting(fsdpc_shm_comm *self)
+{
+    fsdpc_shm_late late = self->late; /* operations carried on meanwhile miss others */
+    FSDPC_TRY(fsdpc_shm_progress(self));
+    self->late = late;
+    return FSDPC_IN_PROGRESS;
+}
+
 static uint64_t load(const _Atomic uint64_t *word)
 {
     return atomic_load_explicit(word, memory_order_acquire);
@@ -177,12 +185,12 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     uint64_t epoch = base->epoch;
-    FSDPC_TRY(fsdpc_shm_progress(self));
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
         if (load(&wire->words[p].arrived) < epoch) {
             self->late =
                 (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_ARRIVED, .object = wire, .target = epoch};
-            return FSDPC_IN_PROGRESS;
+            return still_waiting(self);
         }
     }
     fsdpc_epoch_note first = note_of(&wire->words[0], epoch);
@@ -229,7 +237,7 @@ fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *base)
     fsdpc_shm_wire *wire = (fsdpc_shm_wire *)base;
     fsdpc_shm_comm *self = fsdpc_shm_of(base->comm);
     uint64_t epoch = base->epoch;
-    FSDPC_TRY(fsdpc_shm_progress(self));
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
         if (load(&wire->words[p].published) >= epoch)
             continue;
@@ -238,7 +246,7 @@ fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *base)
             return abandoned(self, p, epoch, arrived);
         self->late =
             (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_PUBLISHED, .object = wire, .target = epoch};
-        return FSDPC_IN_PROGRESS;
+        return still_waiting(self);
     }
     return FSDPC_OK;
 }

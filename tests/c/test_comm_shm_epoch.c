@@ -1,0 +1,228 @@
+/* Epochs of a wire, and ranks that disagree: in the notes of an epoch, and in what they post. */
+#include "comm_ranks.h"
+
+enum { SLICE = 3000, EPOCHS = 60 };
+
+static const fsdpc_epoch_note forward = {.kind = 1, .unit = 3};
+
+/* Does `rank` change its masters before epoch e?  Known to all, so that all can check. */
+static bool changes(int rank, int epoch)
+{
+    return epoch == 1 || (epoch * 7 + rank * 3) % 5 == 0;
+}
+
+static uint32_t version(int rank, int epoch)
+{
+    while (!changes(rank, epoch))
+        epoch--;
+    return (uint32_t)(epoch * 100 + rank);
+}
+
+static void run_epoch(rank_context *self, fsdpc_wire *wire, int epoch)
+{
+    bool mine = changes(self->rank, epoch), any = false;
+    for (int r = 0; r < self->size; r++)
+        any = any || changes(r, epoch);
+    fsdpc_epoch_note note = forward, all;
+    note.bits = (mine ? FSDPC_EPOCH_CHANGED : 0) | (self->rank == 0 ? FSDPC_EPOCH_GRAD : 0);
+    note.steps = (uint64_t)epoch;
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all));
+    EXPECT(self, all.bits == (FSDPC_EPOCH_GRAD | (any ? FSDPC_EPOCH_CHANGED : 0)), "bits %u",
+           all.bits);
+    EXPECT(self, all.kind == 1 && all.unit == 3 && all.steps == (uint64_t)epoch, "note");
+    if (any) {
+        uint32_t *own = (uint32_t *)(void *)wire->write + self->rank * SLICE;
+        for (int j = 0; j < SLICE && mine; j++)
+            own[j] = version(self->rank, epoch);
+        EXPECT_OK(self, fsdpc_wire_publish(wire));
+        EXPECT_OK(self, fsdpc_wire_published_wait(wire, "layers.3"));
+    }
+    const uint32_t *full = (const uint32_t *)(const void *)wire->read;
+    size_t wrong = 0;
+    for (int r = 0; r < self->size; r++)
+        for (int j = 0; j < SLICE; j++)
+            wrong += full[r * SLICE + j] != version(r, epoch);
+    EXPECT(self, wrong == 0, "epoch %d: %zu elements are of another version", epoch, wrong);
+}
+
+static void epochs(rank_context *self)
+{
+    fsdpc_wire *wire;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, (size_t)(4 * SLICE * self->size), &wire));
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(self->mem, &stats);
+    EXPECT(self,
+           stats.now_bytes[FSDPC_MEM_WIRE] ==
+               (self->rank == 0 ? (size_t)(4 * SLICE * self->size) : 0),
+           "the wire is counted once a host");
+    EXPECT(self, (wire->read == wire->write) == self->threads, "two mappings in a process");
+    for (int epoch = 1; epoch <= EPOCHS; epoch++)
+        run_epoch(self, wire, epoch);
+    EXPECT(self, wire->epoch == EPOCHS, "epoch %d", (int)wire->epoch);
+
+    /* Held by the last rank, changed by the first: all refuse, and may go on. */
+    fsdpc_epoch_note note = forward, all;
+    note.bits = self->rank == self->size - 1 ? FSDPC_EPOCH_HELD : 0;
+    note.bits |= self->rank == 0 ? FSDPC_EPOCH_CHANGED : 0;
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all), FSDPC_ERR_STATE, "reshard()");
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &forward));
+    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all));
+    fsdpc_wire_destroy(wire);
+}
+
+/* ---- Disagreement ---- */
+
+static const char *const note_cases[] = {"kind", "unit", "steps"};
+
+static void notes_differ(rank_context *self)
+{
+    const char *which = self->arg;
+    fsdpc_epoch_note note = forward, all;
+    bool odd = self->rank == self->size - 1;
+    note.kind += odd && strcmp(which, "kind") == 0;
+    note.unit += odd && strcmp(which, "unit") == 0;
+    note.steps += odd && strcmp(which, "steps") == 0;
+    fsdpc_wire *wire;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    fsdpc_comm_locate(self->comm, "forward", odd ? "layers.4" : "layers.3");
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    fsdpc_status status = fsdpc_wire_epoch_wait(wire, "layers.3", &all);
+    EXPECT(self, status == FSDPC_ERR_MISMATCH, "%s: %s", which, fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "rank 0 begins"), "%s", fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'layers.4'"), "%s", fsdpc_last_error());
+    EXPECT_FAILS(self, fsdpc_wire_arrive(wire, &note), FSDPC_ERR_POISONED, "disagree");
+    fsdpc_wire_destroy(wire);
+}
+
+enum { OP_UNIT, OP_NAME, OP_KIND, OP_BYTES, OP_SLICES, OP_EPOCH, OP_SCALE, OP_EARLIER, OP_CASES };
+
+/* The odd rank posts something else; everybody learns it before any number is used. */
+static void operations_differ(rank_context *self)
+{
+    int which = *(const int *)self->arg;
+    bool odd = self->rank == self->size - 1;
+    fsdpc_wire *wire;
+    fsdpc_buffer *buffer;
+    float shard[64];
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4096, &buffer));
+    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER, .unit = 1, .what = "embed", .wire = wire};
+    gather.slices = &slice;
+    gather.n_slices = 1;
+    fsdpc_coll reduce = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+                         .unit = 2,
+                         .what = "layers.3",
+                         .slices = &slice,
+                         .n_slices = 1,
+                         .buffer = buffer,
+                         .shard = shard,
+                         .scale = 1,
+                         .epoch = 9};
+    gather.unit += odd && which == OP_EARLIER;
+    fsdpc_status status = fsdpc_comm_run(self->comm, &gather);
+    if (which != OP_EARLIER) { /* nobody errs before all are here */
+        EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
+        EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+    }
+    reduce.unit += odd && which == OP_UNIT;
+    reduce.what = odd && which == OP_NAME ? "layers.4" : "layers.3";
+    slice.numel -= odd && which == OP_BYTES;
+    slice.full_offset += odd && which == OP_SLICES;
+    reduce.epoch += odd && which == OP_EPOCH;
+    reduce.scale += odd && which == OP_SCALE ? 1.0f : 0.0f;
+    if (odd && which == OP_KIND)
+        status =
+            fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .what = "end"});
+    else if (status == FSDPC_OK)
+        status = fsdpc_comm_run(self->comm, &reduce);
+    char expected[64];
+    snprintf(expected, sizeof expected, "rank %d posted", self->size - 1);
+    EXPECT(self, status == FSDPC_ERR_MISMATCH || status == FSDPC_ERR_POISONED, "case %d: %s %s",
+           which, fsdpc_status_text(status), fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "ranks disagree in operation"), "case %d: %s", which,
+           fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), expected) || self->size > 2, "case %d: %s", which,
+           fsdpc_last_error());
+    const char *named = which == OP_EARLIER ? "gather of 'embed'" : "reduce_scatter of 'layers.3'";
+    EXPECT(self, strstr(fsdpc_last_error(), named), "case %d: %s", which, fsdpc_last_error());
+    EXPECT(self, self->comm->poison[0], "poisoned");
+    fsdpc_buffer_destroy(buffer);
+    fsdpc_wire_destroy(wire);
+}
+
+static void creations_differ(rank_context *self)
+{
+    fsdpc_wire *wire;
+    EXPECT_FAILS(self, fsdpc_wire_create(self->comm, 100 + (size_t)self->rank, &wire),
+                 FSDPC_ERR_MISMATCH, "wire_create");
+}
+
+/* ---- Abandoned epochs ---- */
+
+static void abandoned_epoch(rank_context *self)
+{
+    fsdpc_wire *wire;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    fsdpc_epoch_note note = forward, all;
+    note.bits = FSDPC_EPOCH_CHANGED;
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "root", &all));
+    if (self->rank == 1) { /* an exception: nothing published, and on to the next */
+        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+        EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "root", &all), FSDPC_ERR_PEER, "abandoned");
+    } else {
+        EXPECT_OK(self, fsdpc_wire_publish(wire));
+        EXPECT_FAILS(self, fsdpc_wire_published_wait(wire, "root"), FSDPC_ERR_PEER,
+                     "rank 1 abandoned epoch 1");
+    }
+    fsdpc_wire_destroy(wire);
+}
+
+static void abandoned_reduction(rank_context *self)
+{
+    fsdpc_wire *wire;
+    fsdpc_buffer *buffer;
+    float shard[64];
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, 4096, &buffer));
+    fsdpc_epoch_note note = forward, all;
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "root", &all));
+    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    if (self->rank == 1) {
+        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+        EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "root", &all), FSDPC_ERR_PEER, "abandoned");
+    } else {
+        fsdpc_coll reduce = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+                             .what = "layers.3",
+                             .slices = &slice,
+                             .n_slices = 1,
+                             .buffer = buffer,
+                             .shard = shard,
+                             .scale = 1};
+        EXPECT_FAILS(self, fsdpc_comm_run(self->comm, &reduce), FSDPC_ERR_PEER, "rank 1 abandoned");
+    }
+    fsdpc_buffer_destroy(buffer);
+    fsdpc_wire_destroy(wire);
+}
+
+int main(void)
+{
+    for (int threads = 0; threads < 2; threads++) {
+        for (int size = threads ? 1 : 2; size <= 4; size++)
+            ranks_run(threads, size, epochs, &(rank_options){.spin = size == 2});
+        for (int size = 2; size <= 3; size++) {
+            for (size_t i = 0; i < sizeof note_cases / sizeof *note_cases; i++)
+                ranks_run(threads, size, notes_differ, &(rank_options){.arg = note_cases[i]});
+            for (int i = 0; i < OP_CASES; i++)
+                ranks_run(threads, size, operations_differ, &(rank_options){.arg = &i});
+            ranks_run(threads, size, creations_differ, &(rank_options){0});
+            ranks_run(threads, size, abandoned_epoch, &(rank_options){0});
+            ranks_run(threads, size, abandoned_reduction, &(rank_options){0});
+        }
+    }
+    return check_report("test_comm_shm_epoch");
+}
