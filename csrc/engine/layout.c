@@ -60,6 +60,16 @@ static size_t finer_row_of(const fsdpc_place *place)
     return row % FSDPC_LAYOUT_ALIGN == 0 && row < place->row_numel ? row : FSDPC_LAYOUT_ALIGN;
 }
 
+/* By shape alone, as norms must not depend on the number of ranks: where rows may be refined at
+ * some worlds and not at others, a leaf divides both the row and the chunk. */
+static size_t leaf_of(const fsdpc_place *place)
+{
+    size_t row = row_of(place);
+    if (row % FSDPC_LAYOUT_ALIGN == 0)
+        return FSDPC_LAYOUT_ALIGN;
+    return place->ndim >= 3 ? gcd(row, FSDPC_LAYOUT_ALIGN) : row;
+}
+
 static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
 {
     if (!fsdpc_dtype_is_float(spec->dtype))
@@ -219,8 +229,7 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
         fsdpc_place *place = &layout->params[i];
         if (place->band < 0)
             place_band(layout, &layout->groups[place->group], i, &owner);
-        place->leaf_numel =
-            place->row_numel % FSDPC_LAYOUT_ALIGN == 0 ? FSDPC_LAYOUT_ALIGN : place->row_numel;
+        place->leaf_numel = leaf_of(place);
     }
     *out = layout;
     return FSDPC_OK;

@@ -37,8 +37,9 @@ typedef struct fsdpc_place {
     size_t numel;
     size_t row_numel; /* what a cut never splits */
     size_t
-        leaf_numel; /* what a norm sums at a time: 64, or the row where that is no multiple of 64 */
-    int group, band;    /* band within the group */
+        leaf_numel;  /* what a norm sums at a time, the same at every world size: 64; the row where
+                      * that is no multiple of 64; of three and more dimensions gcd(row, 64) */
+    int group, band; /* band within the group */
     size_t full_offset; /* in the group's full */
 } fsdpc_place;
 
