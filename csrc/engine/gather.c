@@ -35,11 +35,19 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
+fsdpc_status fsdpc_gather_settle(fsdpc_unit *unit)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].gather));
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    if (unit->root->comm->size > 1) {
+    FSDPC_TRY(fsdpc_gather_settle(unit)); /* one that was gathered ahead and never used */
+    if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
@@ -64,7 +72,7 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
         if (unit->no_alias)
             memcpy(group->full, root->wire->read + group->wire_offset, full_bytes(group));
     }
-    if (root->comm->size > 1)
+    if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER_DONE, unit->id, 0, root->wire->epoch,
                         in_backward);
     unit->state = FSDPC_UNIT_FULL;

@@ -124,6 +124,8 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
         optim->n_units++;
     }
     const fsdpc_place *place = &unit->layout->params[param];
+    if (group < 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "parameter groups count from 0, got %d", group);
     if (states->group_of[param] >= 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' of unit '%s' is in two parameter groups",
                           place->name, unit->name);
@@ -250,13 +252,31 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return FSDPC_OK;
 }
 
+/* Before anything is announced to the peers. */
+static fsdpc_status check_groups(const fsdpc_optim *optim)
+{
+    for (int i = 0; i < optim->n_units; i++) {
+        const unit_states *states = &optim->units[i];
+        for (int p = 0; p < states->unit->layout->n_params; p++) {
+            if (states->group_of[p] >= optim->n_hypers)
+                return fsdpc_fail(FSDPC_ERR_STATE,
+                                  "parameter group %d, of '%s', has no hyper-parameters",
+                                  states->group_of[p], states->unit->layout->params[p].name);
+        }
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
+    FSDPC_TRY(check_groups(optim));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
-    FSDPC_TRY(each_root(optim, fsdpc_root_write_begin));
-    for (int i = 0; i < optim->n_units; i++)
-        FSDPC_TRY(step_unit(optim, &optim->units[i]));
-    return each_root(optim, fsdpc_root_write_end);
+    fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
+    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
+        status = step_unit(optim, &optim->units[i]);
+    /* An epoch that was announced is published whatever happened: peers wait for that. */
+    FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
+    return status;
 }
 
 static fsdpc_status find_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param,

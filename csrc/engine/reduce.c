@@ -5,11 +5,13 @@
  * no kernel wrote (unused or frozen parameters) is zeroed first: the peers read all of it.  Padding
  * is whatever it was; it reduces into padding of the shard, which nobody reads.
  *
- * The pool.  A unit takes a free pooled buffer, or the one whose reduction was posted first,
- * waiting for it; a wait for a buffer is therefore always a wait for a posted reduction, never for
- * another unit's half-filled one.  When both are half filled the unit gets its own, for good.  All
- * ranks run the same units in the same order, so they make the same choice, and buffer_create,
- * which is collective, is called by all of them together.
+ * The pool.  A unit takes the pooled buffer that nobody fills and that was posted longest ago, and
+ * waits for its reduction; a wait for a buffer is therefore always a wait for a posted reduction,
+ * never for another unit's half-filled one.  When both are half filled the unit gets its own, for
+ * good.  Ranks must choose alike, since peers read each other's buffers by their names, so the
+ * choice hangs on the order of opens and posts, which is the program's, and never on which
+ * reduction happens to be complete.  For the same reason buffer_create, which is collective, is
+ * called by all of them together.
  */
 #include "engine/reduce.h"
 
@@ -22,21 +24,16 @@ static fsdpc_status create_own_buffer(fsdpc_unit *unit)
     return fsdpc_buffer_create(unit->root->comm, unit->reduce_bytes, &unit->own_buffer);
 }
 
-/* A pool slot that is free, or becomes free by waiting for its reduction; -1: both are half filled.
- */
+/* The slot that nobody fills and that was posted longest ago; -1: all are half filled. */
 static int choose_slot(const fsdpc_root *root)
 {
+    int best = -1;
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (root->pool[i] && !root->pool_user[i])
-            return i;
+        if (root->pool[i] && !root->pool_filling[i] &&
+            (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
+            best = i;
     }
-    for (int r = 0; r < root->n_reducing; r++) { /* oldest first */
-        for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-            if (root->pool[i] && root->pool_user[i] == root->reducing[r])
-                return i;
-        }
-    }
-    return -1;
+    return best;
 }
 
 fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
@@ -48,10 +45,10 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
     if (!unit->own_buffer) {
         int slot = choose_slot(root);
         if (slot >= 0) {
-            if (root->pool_user[slot])
-                FSDPC_TRY(fsdpc_reduce_wait(root->pool_user[slot]));
+            if (root->pool_reducing[slot])
+                FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[slot]));
             FSDPC_TRY(fsdpc_buffer_idle_wait(root->pool[slot], unit->name));
-            root->pool_user[slot] = unit;
+            root->pool_filling[slot] = unit;
             unit->buffer = root->pool[slot];
         } else {
             FSDPC_TRY(create_own_buffer(unit));
@@ -66,11 +63,16 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static void release_buffer(fsdpc_unit *unit)
+/* The open buffer is filled: from here on it belongs to the reduction. */
+static void close_buffer(fsdpc_unit *unit)
 {
+    fsdpc_root *root = unit->root;
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (unit->root->pool_user[i] == unit)
-            unit->root->pool_user[i] = NULL;
+        if (root->pool_filling[i] != unit)
+            continue;
+        root->pool_filling[i] = NULL;
+        root->pool_reducing[i] = unit;
+        root->pool_turn[i] = ++root->turns;
     }
     unit->buffer = NULL;
 }
@@ -97,7 +99,12 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     if (unit->grad_live)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     fsdpc_root *root = unit->root;
+    fsdpc_buffer *buffer = unit->buffer;
     size_t bytes = 0;
+    close_buffer(unit);
+    unit->reducing = true; /* also if a post fails: others may be in flight */
+    unit->forget = false;
+    root->reducing[root->n_reducing++] = unit;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
@@ -108,7 +115,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
                          .stream = root->reduce_stream,
                          .slices = group->plan->bands,
                          .n_slices = group->plan->n_bands,
-                         .buffer = unit->buffer,
+                         .buffer = buffer,
                          .offset = group->reduce_offset,
                          .shard = group->grad,
                          .shard_dtype = group->grad_dtype,
@@ -119,8 +126,6 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     }
     if (root->comm->size > 1)
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_REDUCE, unit->id, bytes, root->wire->epoch, 1);
-    unit->reducing = true;
-    root->reducing[root->n_reducing++] = unit;
     return FSDPC_OK;
 }
 
@@ -133,12 +138,15 @@ static void finish(fsdpc_unit *unit)
             root->reducing[kept++] = root->reducing[r];
     }
     root->n_reducing = kept;
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (root->pool_reducing[i] == unit)
+            root->pool_reducing[i] = NULL;
+    }
     unit->reducing = false;
-    unit->grad_live = true;
+    unit->grad_live = !unit->forget;
     if (unit->root->comm->size > 1)
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_REDUCE_DONE, unit->id, 0, unit->root->wire->epoch,
                         1);
-    release_buffer(unit);
 }
 
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit)
@@ -172,6 +180,9 @@ fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 
 void fsdpc_reduce_drop(fsdpc_unit *unit)
 {
-    if (unit->buffer && !unit->reducing)
-        release_buffer(unit);
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (unit->root->pool_filling[i] == unit)
+            unit->root->pool_filling[i] = NULL;
+    }
+    unit->buffer = NULL;
 }

@@ -8,6 +8,12 @@
  * published: the next reader begins an epoch of its own, and a rank arrives there only after it
  * published here, so waiting for that arrival is enough.
  *
+ * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
+ * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
+ *
+ * An exception on any rank makes the next epoch a reset for all: half-filled gradients and the
+ * record are dropped everywhere, so that all ranks go on from the same state.
+ *
  * Memory: the wire holds the fulls of all units end to end, each group on a page boundary.  Reduce
  * buffers are sized for the largest unit that uses them.
  */
@@ -46,7 +52,7 @@ static fsdpc_status create_buffers(fsdpc_root *root, const bool *encloses)
         if (i == 0 || encloses[i]) {
             if (unit->reduce_bytes > 0)
                 FSDPC_TRY(fsdpc_buffer_create(root->comm, unit->reduce_bytes, &unit->own_buffer));
-        } else {
+        } else if (unit->reduce_bytes > 0) {
             largest = fsdpc_max_size(largest, unit->reduce_bytes);
             sharing++;
         }
@@ -130,6 +136,10 @@ static void disown_unit(fsdpc_root *root, fsdpc_unit *unit)
     fsdpc_buffer_destroy(unit->own_buffer);
     unit->own_buffer = unit->buffer = NULL;
     unit->state = FSDPC_UNIT_SHARDED;
+    unit->held = 0;
+    unit->in_backward = unit->reducing = false;
+    unit->dirty = true;
+    unit->id = -1;
     unit->root = NULL;
     size_t offset = 0; /* back to offsets within the unit, as unit_create left them */
     if (unit->layout->n_groups > 0)
@@ -138,10 +148,26 @@ static void disown_unit(fsdpc_root *root, fsdpc_unit *unit)
         unit->groups[g].wire_offset -= offset;
 }
 
+/* What is in flight refers to memory that goes now.  A world of one finishes with its streams;
+ * peers that never post would be waited for in vain, so there the communicator ends with the
+ * operation. */
+static void abandon_work(fsdpc_root *root, fsdpc_work *work)
+{
+    if (fsdpc_comm_test(work) == FSDPC_IN_PROGRESS && root->comm->size > 1)
+        fsdpc_comm_abort(root->comm, "a model was destroyed while its gradients were reduced; let "
+                                     "backward end, on every rank, before dropping a model");
+}
+
 void fsdpc_root_destroy(fsdpc_root *root)
 {
     if (!root)
         return;
+    for (int i = 0; root->units && i < root->n_units && root->units[i]; i++) {
+        for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
+            abandon_work(root, &root->units[i]->groups[g].gather);
+            abandon_work(root, &root->units[i]->groups[g].reduce);
+        }
+    }
     fsdpc_stream_destroy(root->gather_stream);
     fsdpc_stream_destroy(root->reduce_stream);
     for (int i = 0; root->units && i < root->n_units; i++) {
@@ -157,9 +183,32 @@ void fsdpc_root_destroy(fsdpc_root *root)
     free(root);
 }
 
-/* Announces what this rank is about to do and learns what the others are. */
-static fsdpc_status meet(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdpc_unit *called,
-                         uint32_t bits, uint32_t *all_bits_out)
+/* Ends what is in flight: who arrives has finished with everything it read. */
+static fsdpc_status begin_sharded(fsdpc_root *root)
+{
+    while (root->n_reducing > 0) /* after an interrupted backward only */
+        FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
+    for (int i = 0; i < root->n_units; i++) {
+        FSDPC_TRY(fsdpc_gather_settle(root->units[i]));
+        fsdpc_gather_drop(root->units[i]);
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status find_changes(fsdpc_root *root, uint32_t *bits_io)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        bool changed;
+        FSDPC_TRY(fsdpc_gather_changed(root->units[i], &changed));
+        if (changed)
+            *bits_io |= FSDPC_EPOCH_CHANGED;
+    }
+    return FSDPC_OK;
+}
+
+/* Announces what this rank is about to do. */
+static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdpc_unit *called,
+                             uint32_t bits)
 {
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->held)
@@ -167,17 +216,39 @@ static fsdpc_status meet(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdpc_un
     }
     if (root->needs_reset)
         bits |= FSDPC_EPOCH_RESET;
-    fsdpc_epoch_note all, mine = {
-                              .bits = bits,
-                              .kind = (uint32_t)kind,
-                              .unit = called->id,
-                              .steps = root->steps,
-                          };
+    fsdpc_epoch_note mine = {
+        .bits = bits,
+        .kind = (uint32_t)kind,
+        .unit = called->id,
+        .steps = root->steps,
+    };
     FSDPC_TRY(fsdpc_wire_arrive(root->wire, &mine));
     fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->wire->epoch, 0);
-    FSDPC_TRY(fsdpc_wire_epoch_wait(root->wire, called->name, &all));
+    root->stage = FSDPC_STAGE_ARRIVED;
+    return FSDPC_OK;
+}
+
+/* A wait that was interrupted may be taken up again; after any other error the epoch is over. */
+static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
+{
+    if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)
+        root->stage = FSDPC_STAGE_IDLE;
+    return status;
+}
+
+/* Learns what the others are about to do; on return it is decided whether the wire is written. */
+static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
+{
+    fsdpc_epoch_note all;
+    FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
+    if (all.bits & FSDPC_EPOCH_RESET) {
+        fsdpc_record_clear(&root->record);
+        for (int i = 0; i < root->n_units; i++)
+            fsdpc_reduce_drop(root->units[i]);
+    }
     root->needs_reset = false;
-    *all_bits_out = all.bits;
+    root->stage = all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_STAGE_WRITING : FSDPC_STAGE_IDLE;
+    root->generation += root->stage == FSDPC_STAGE_WRITING;
     return FSDPC_OK;
 }
 
@@ -191,50 +262,63 @@ static fsdpc_status publish_dirty(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-static void begin_sharded(fsdpc_root *root)
+/* Carries an epoch from whatever stage it is in to its end. */
+static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
 {
-    for (int i = 0; i < root->n_units; i++)
-        fsdpc_gather_drop(root->units[i]);
+    if (root->stage == FSDPC_STAGE_ARRIVED)
+        FSDPC_TRY(decide(root, called));
+    if (root->stage == FSDPC_STAGE_WRITING) {
+        FSDPC_TRY(publish_dirty(root));
+        FSDPC_TRY(fsdpc_wire_publish(root->wire));
+        root->stage = FSDPC_STAGE_PUBLISHED;
+    }
+    if (root->stage == FSDPC_STAGE_PUBLISHED)
+        FSDPC_TRY(keep_stage(root, fsdpc_wire_published_wait(root->wire, called->name)));
+    root->stage = FSDPC_STAGE_IDLE;
+    return FSDPC_OK;
+}
+
+/* Before a new epoch.  That all ranks refused the interrupted one (weights changed under unshard())
+ * is no longer news. */
+static fsdpc_status complete_interrupted(fsdpc_root *root)
+{
+    fsdpc_status status = complete(root, root->units[0]);
+    return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
 }
 
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits)
 {
-    begin_sharded(root);
-    for (int i = 0; i < root->n_units; i++) {
-        bool changed;
-        FSDPC_TRY(fsdpc_gather_changed(root->units[i], &changed));
-        if (changed)
-            bits |= FSDPC_EPOCH_CHANGED;
-    }
-    uint32_t all;
-    FSDPC_TRY(meet(root, kind, called, bits, &all));
-    if (!(all & FSDPC_EPOCH_CHANGED))
-        return FSDPC_OK;
-    root->generation++;
-    FSDPC_TRY(publish_dirty(root));
-    FSDPC_TRY(fsdpc_wire_publish(root->wire));
-    return fsdpc_wire_published_wait(root->wire, called->name);
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(begin_sharded(root));
+    FSDPC_TRY(find_changes(root, &bits));
+    FSDPC_TRY(announce(root, kind, called, bits));
+    return complete(root, called);
 }
 
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
 {
-    if (root->holds)
+    const char *inside = root->holds           ? "hold()"
+                         : root->in_backward   ? "backward"
+                         : root->forward_depth ? "forward"
+                                               : NULL;
+    if (inside)
         return fsdpc_fail(FSDPC_ERR_STATE,
-                          "an optimizer stepped inside hold() of '%s': the weights are fixed there",
-                          root->units[0]->name);
-    begin_sharded(root);
+                          "an optimizer stepped inside %s of '%s': the weights are fixed there",
+                          inside, root->units[0]->name);
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(begin_sharded(root));
     root->steps++;
-    uint32_t all;
-    FSDPC_TRY(meet(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP,
-                   &all));
-    root->generation++;
-    root->writing = true;
+    FSDPC_TRY(
+        announce(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP));
+    FSDPC_TRY(decide(root, root->units[0]));
     return publish_dirty(root);
 }
 
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
 {
-    root->writing = false;
+    if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
+        return FSDPC_OK;
+    root->stage = FSDPC_STAGE_IDLE;
     return fsdpc_wire_publish(root->wire);
 }

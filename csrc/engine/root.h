@@ -23,6 +23,15 @@ typedef enum fsdpc_epoch_kind {
     FSDPC_EPOCH_COLLECT,
 } fsdpc_epoch_kind;
 
+/* How far the last epoch came.  An interrupt (Ctrl-C) may end the wait of any stage; the next epoch
+ * first completes this one as it was announced, since the peers count on that. */
+typedef enum fsdpc_epoch_stage {
+    FSDPC_STAGE_IDLE,
+    FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
+    FSDPC_STAGE_WRITING,   /* somebody changed: nobody reads, own slices are to be written */
+    FSDPC_STAGE_PUBLISHED, /* waits for all publications */
+} fsdpc_epoch_stage;
+
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_record_entry {
@@ -34,11 +43,17 @@ typedef struct fsdpc_record_entry {
 typedef struct fsdpc_record {
     fsdpc_record_entry *entries;
     size_t length, capacity;
-    size_t position;   /* replaying: the next expected entry */
-    bool complete;     /* a whole step was recorded */
-    bool following;    /* this step has agreed with the record so far */
-    size_t prefetched; /* entries before this one have been gathered ahead */
+    size_t position; /* replaying: the next expected entry */
+    bool complete;   /* a whole step was recorded */
+    bool following;  /* this step has agreed with the record so far */
+    bool ended;      /* a backward ended since the step began */
 } fsdpc_record;
+
+static inline void fsdpc_record_clear(fsdpc_record *record)
+{
+    record->length = record->position = 0;
+    record->complete = record->following = record->ended = false;
+}
 
 struct fsdpc_root {
     fsdpc_unit **units;
@@ -49,14 +64,17 @@ struct fsdpc_root {
     fsdpc_wire *wire;
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
-    fsdpc_unit *pool_user[FSDPC_POOLED_BUFFERS]; /* filling or reducing it; NULL: free */
+    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];  /* who fills it; NULL: nobody */
+    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS]; /* whose posted reduction reads it */
+    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];        /* its place in the order of posts */
+    uint64_t turns;
     fsdpc_unit **reducing; /* units whose reduction is posted, oldest first; n_units slots */
     int n_reducing;
     uint64_t generation; /* of the wire's contents */
     uint64_t steps;      /* optimizer steps taken */
-    bool writing;        /* an optimizer's epoch is open */
-    int holds;           /* hold() is in force */
-    int forward_depth;   /* nested forwards of units of this root */
+    fsdpc_epoch_stage stage;
+    int holds;         /* hold() is in force */
+    int forward_depth; /* nested forwards of units of this root */
     bool in_backward, needs_reset;
     int prefetch; /* how many units ahead to gather */
     fsdpc_record record;
@@ -73,7 +91,8 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
                               uint32_t bits);
 
 /* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters
- * and its own slices in one pass; end publishes. */
+ * and its own slices in one pass; end publishes.  End is called also when begin or the pass failed.
+ */
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
 

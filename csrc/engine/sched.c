@@ -41,10 +41,13 @@ static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
 
 static void begin_step(fsdpc_record *record)
 {
+    if (record->following && record->ended && record->position < record->length)
+        record->length = record->position; /* the last step was shorter: gather no more than it */
     record->following = record->complete;
     if (!record->complete)
         record->length = 0;
     record->position = 0;
+    record->ended = false;
 }
 
 /* Notes that a unit is used now; follows the record or writes it. */
@@ -131,6 +134,11 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
                           "the weights of unit '%s' changed between forward and backward: run "
                           "backward before the optimizer steps, or forward again",
                           unit->name);
+    if (root->stage != FSDPC_STAGE_IDLE)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "the backward of unit '%s' after a forward was interrupted while weights "
+                          "were being published: run forward again",
+                          unit->name);
     root->in_backward = true;
     if (unit->in_backward)
         return FSDPC_OK;
@@ -186,11 +194,16 @@ fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param)
 fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 {
     fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
-    for (int i = root->n_units - 1; i >= 0; i--)
-        FSDPC_TRY(fsdpc_post_backward(root->units[i]));
+    for (int i = root->n_units - 1; i >= 0; i--) {
+        fsdpc_unit *unit = root->units[i];
+        FSDPC_TRY(fsdpc_post_backward(unit));
+        if (unit->requires_sync) /* gradients that came after the unit's backward ended */
+            FSDPC_TRY(fsdpc_reduce_post(unit));
+    }
     while (root->n_reducing > 0)
         FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
     root->in_backward = false;
+    root->record.ended = true;
     if (!root->record.following)
         root->record.complete = root->record.length > 0;
     fsdpc_comm_locate(root->comm, "user code", "");
@@ -221,8 +234,7 @@ void fsdpc_root_reset(fsdpc_root *root)
     root->forward_depth = 0;
     root->in_backward = false;
     root->needs_reset = true;
-    root->record.complete = root->record.following = false;
-    root->record.length = root->record.position = 0;
+    fsdpc_record_clear(&root->record);
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = false;

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "base/size.h"
-#include "engine/root.h"
+#include "engine/reduce.h"
 #include "ops/flat_ops.h"
 
 enum { GROUP_ALIGN = 4096 }; /* bytes between groups in wire and buffers: pages can be protected */
@@ -197,6 +197,10 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
 {
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_comm *comm = unit->mesh.shard;
+    if (grads && !unit->grad_live)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "parameter '%s' of unit '%s' has no gradient: run backward first",
+                          place->name, unit->name);
     if (grads)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit));
     fsdpc_piece mine;
@@ -231,6 +235,9 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 {
     unit->grad_live = false;
     unit->pending_scale = 1;
+    unit->forget = unit->reducing;
+    if (unit->root && !unit->root->in_backward)
+        fsdpc_reduce_drop(unit); /* what was accumulated without synchronising */
 }
 
 fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param)

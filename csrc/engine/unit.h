@@ -80,7 +80,8 @@ struct fsdpc_unit {
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
     bool in_backward;         /* between pre_backward and post_backward */
-    bool reducing;            /* groups[].reduce are posted */
+    bool reducing;            /* groups[].reduce are posted; their buffer is no longer `buffer` */
+    bool forget;              /* gradients were zeroed meanwhile: the sum is not wanted */
     bool grad_live;
     double pending_scale;
     double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
@@ -116,6 +117,7 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
  * dtype) or its whole gradient (grad_dtype, averaged) in `out`. */
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out);
 
+/* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
 /* Multiplies the gradient shards by what clipping left to be applied. */
