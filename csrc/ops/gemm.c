@@ -2,10 +2,9 @@
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
  * written along its rows.  All of A' (a slab of it, where it is larger than SLAB_BYTES) is packed
- * first.  Then C is cut into blocks of columns; for each block of k the block's
- * part of B' (BLOCK_BYTES) is packed, to lie in L2, and used for all rows: a panel of A stays in L1
- * while the panels of B stream past it.  What a panel is and how two of them are multiplied is the
- * path's (gemm_path.h).
+ * first.  Then C is cut into blocks of columns; for each block of k the block's part of B'
+ * (BLOCK_BYTES) is packed, to lie in L2, and each panel of A meets the panels of B in turn.  What a
+ * panel is and how two of them are multiplied is the path's (gemm_path.h).
  *
  * With one block of k a tile's sums go straight to C.  With more, the block's sums stay in a
  * private fp32 area of at most ROWS rows, so that partial sums are never rounded to bf16 and C is

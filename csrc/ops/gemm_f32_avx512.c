@@ -1,9 +1,10 @@
 /* The fp32 matrix product with AVX-512: 14 x 32 sums.
  *
  * 28 registers of sums, two for a row of B's panel, one for an element of A: 14 broadcasts and two
- * loads feed 28 FMAs, so neither load port limits.  A panel of A (14 x 384, 21 KB) stays in L1
- * while the panels of B (48 KB each) stream from L2 at 9 bytes a cycle.  Serves bf16 and fp16 too,
- * widened by packing.
+ * loads feed 28 FMAs, so neither load port limits.  At 13 bytes a cycle for both panels L2 does not
+ * limit either, therefore blocks of k are long: with kc = 1024 a panel of A (57 KB) does not stay
+ * in L1, and still 512 x 768 x 768 runs 8 % faster than with kc = 512, which passes over the sums
+ * twice. Serves bf16 and fp16 too, widened by packing.
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)
@@ -75,7 +76,7 @@ const fsdpc_gemm_path fsdpc_gemm_f32_avx512 = {
     .name = "f32 avx512",
     .mr = MR,
     .nr = NR,
-    .kc = 512,
+    .kc = 1024,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

@@ -62,7 +62,7 @@ typedef struct fsdpc_gemm_skinny {
 typedef struct fsdpc_gemm_path {
     const char *name;
     size_t mr, nr;
-    size_t kc; /* the block of k: a panel of A stays in L1 while B's stream past from L2 */
+    size_t kc; /* most of k in one block */
     size_t element_bytes, sum_bytes;
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
