@@ -3,7 +3,7 @@
  * One table per device and instruction set.  Callers use fsdpc_flat_*(…, stream), never a slot.
  * Lengths are in elements; dtypes are F32, BF16, F16 and F64 unless said otherwise; buffers may be
  * any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal (in
- * place), never partly overlapping.
+ * place) if their elements have equal size, never partly overlapping.
  *
  * Arithmetic: casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals kept);
  * sums are in fp32 or wider; no result depends on the number of threads, on alignment, or on how a
@@ -16,10 +16,10 @@
 #include "ops/exact_sum.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].
- * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged; partial
- * sums are in the wider of fp32 and dtype; the scaled sum is rounded once through `dtype` (so that one
- * rank rounds like many) and then cast to out_dtype and, if `accumulate`, added to out in fp32 (F64
- * when out is F64). */
+ * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged;
+ * partial sums are in the wider of fp32 and dtype; the scaled sum is rounded once through `dtype`
+ * (so that one rank rounds like many) and then cast to out_dtype and, if `accumulate`, added to out
+ * in fp32 (F64 when out is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */
@@ -47,12 +47,16 @@ typedef struct fsdpc_adamw_args {
     size_t numel;
     float grad_scale; /* clipping times unscaling, folded into the pass */
     double lr, beta1, beta2, eps, weight_decay;
-    int64_t step; /* 1 for the first */
+    int64_t step;   /* 1 for the first */
     bool decoupled; /* true: AdamW; false: Adam (decay joins the gradient) */
     bool maximize;
 } fsdpc_adamw_args;
 
-typedef enum fsdpc_init_kind { FSDPC_INIT_CONSTANT, FSDPC_INIT_NORMAL, FSDPC_INIT_UNIFORM } fsdpc_init_kind;
+typedef enum fsdpc_init_kind {
+    FSDPC_INIT_CONSTANT,
+    FSDPC_INIT_NORMAL,
+    FSDPC_INIT_UNIFORM
+} fsdpc_init_kind;
 
 /* dst[j] = value of element first + j of stream (seed, stream): constant a; normal of mean a and
  * standard deviation b (Box-Muller over Philox words); uniform in [a, b). */
@@ -77,7 +81,8 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, float scale, int *nonfinite_io,
                           fsdpc_stream *stream);
     /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
-     * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order. */
+     * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order.
+     */
     fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
     fsdpc_status (*adamw)(const fsdpc_adamw_args *args, fsdpc_stream *stream);
@@ -95,7 +100,8 @@ const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
 
 static inline fsdpc_status fsdpc_flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
-                                           fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream)
+                                           fsdpc_dtype src_dtype, size_t numel,
+                                           fsdpc_stream *stream)
 {
     return stream->device->flat->cast(dst, dst_dtype, src, src_dtype, numel, stream);
 }
