@@ -1,0 +1,324 @@
+/* DLPack, both ways (dmlc.github.io/dlpack, versions 0 and 1).
+ *
+ * Out: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
+ * consumer may call it from anywhere.  In: the producer's managed tensor stays alive as the owner
+ * of our storage.  Strided or read-only memory is copied.  The structs below are the standard's.
+ */
+#include "py/py_tensor.h"
+
+#include "py/py_ops.h"
+
+typedef struct dl_tensor {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct dl_managed {
+    dl_tensor tensor;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+} dl_managed;
+
+typedef struct dl_versioned {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *context;
+    void (*deleter)(struct dl_versioned *self);
+    uint64_t flags;
+    dl_tensor tensor;
+} dl_versioned;
+
+enum { DL_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };
+enum { DL_READ_ONLY = 1, DL_COPIED = 2 };
+
+static const struct {
+    uint8_t code, bits;
+} codes[] = {
+    [FSDPC_F32] = {DL_FLOAT, 32}, [FSDPC_BF16] = {DL_BFLOAT, 16}, [FSDPC_F16] = {DL_FLOAT, 16},
+    [FSDPC_F64] = {DL_FLOAT, 64}, [FSDPC_I32] = {DL_INT, 32},     [FSDPC_I64] = {DL_INT, 64},
+    [FSDPC_U8] = {DL_UINT, 8},    [FSDPC_BOOL] = {DL_BOOL, 8},
+};
+
+/* ---- out ---- */
+
+/* One allocation: either managed form, then shape and strides. */
+typedef struct exported {
+    dl_managed plain;
+    dl_versioned versioned;
+    PyObject *object;
+    int64_t extents[2 * FSDPC_MAX_DIMS];
+} exported;
+
+static void release_export(exported *e)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF(e->object);
+    PyMem_RawFree(e);
+    PyGILState_Release(gil);
+}
+
+static void delete_plain(dl_managed *self)
+{
+    release_export(self->context);
+}
+
+static void delete_versioned(dl_versioned *self)
+{
+    release_export(self->context);
+}
+
+/* A consumer renames a capsule it has taken over; this one nobody took. */
+static void capsule_destroy(PyObject *capsule)
+{
+    if (PyCapsule_IsValid(capsule, "dltensor"))
+        release_export(((dl_managed *)PyCapsule_GetPointer(capsule, "dltensor"))->context);
+    else if (PyCapsule_IsValid(capsule, "dltensor_versioned"))
+        release_export(
+            ((dl_versioned *)PyCapsule_GetPointer(capsule, "dltensor_versioned"))->context);
+}
+
+static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
+{
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    exported *e = PyMem_RawCalloc(1, sizeof *e);
+    if (!e)
+        return PyErr_NoMemory();
+    int64_t stride = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        e->extents[i] = (int64_t)t->shape[i];
+        e->extents[t->ndim + i] = stride;
+        stride *= e->extents[i];
+    }
+    dl_tensor tensor = {.data = t->data,
+                        .device = {DL_CPU, 0},
+                        .ndim = t->ndim,
+                        .dtype = {codes[t->dtype].code, codes[t->dtype].bits, 1},
+                        .shape = e->extents,
+                        .strides = e->extents + t->ndim};
+    e->object = Py_NewRef(object);
+    e->plain = (dl_managed){tensor, e, delete_plain};
+    uint64_t flags = (t->storage->readonly ? DL_READ_ONLY : 0) | (copied ? DL_COPIED : 0);
+    e->versioned = (dl_versioned){{1, 0}, e, delete_versioned, flags, tensor};
+    PyObject *capsule = versioned
+                            ? PyCapsule_New(&e->versioned, "dltensor_versioned", capsule_destroy)
+                            : PyCapsule_New(&e->plain, "dltensor", capsule_destroy);
+    if (!capsule)
+        release_export(e);
+    return capsule;
+}
+
+PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                                 PyObject *keywords)
+{
+    static const char *const names[] = {"stream", "max_version", "dl_device", "copy"};
+    PyObject *a[4];
+    if (fsdpc_py_args("__dlpack__", 4, names, 0, args, nargs, keywords, a) < 0)
+        return NULL;
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (t->requires_grad)
+        return PyErr_Format(PyExc_BufferError,
+                            "a tensor that requires grad is not handed out: detach() it first");
+    bool versioned = a[1] && PyTuple_Check(a[1]) && PyTuple_GET_SIZE(a[1]) == 2 &&
+                     PyLong_AsLong(PyTuple_GET_ITEM(a[1], 0)) >= 1;
+    if (PyErr_Occurred())
+        return NULL;
+    bool copy = a[3] == Py_True;
+    if (!copy && t->storage->readonly && !versioned)
+        return PyErr_Format(PyExc_BufferError,
+                            "read-only memory needs DLPack 1.0: clone() the tensor first");
+    if (!copy)
+        return export_tensor(object, versioned, false);
+    PyObject *clone = PyObject_CallMethod(object, "clone", NULL);
+    PyObject *capsule = clone ? export_tensor(clone, versioned, true) : NULL;
+    Py_XDECREF(clone);
+    return capsule;
+}
+
+PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *unused)
+{
+    (void)object;
+    (void)unused;
+    return Py_BuildValue("(ii)", DL_CPU, 0);
+}
+
+/* ---- in ---- */
+
+static void release_plain(fsdpc_storage *storage)
+{
+    dl_managed *managed = storage->owner;
+    PyGILState_STATE gil = PyGILState_Ensure(); /* many producers expect it */
+    if (managed->deleter)
+        managed->deleter(managed);
+    PyGILState_Release(gil);
+}
+
+static void release_versioned(fsdpc_storage *storage)
+{
+    dl_versioned *managed = storage->owner;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    if (managed->deleter)
+        managed->deleter(managed);
+    PyGILState_Release(gil);
+}
+
+static int find_dtype(const dl_tensor *d)
+{
+    for (int i = 0; i < FSDPC_DTYPE_COUNT; i++)
+        if (d->dtype.code == codes[i].code && d->dtype.bits == codes[i].bits && d->dtype.lanes == 1)
+            return i;
+    PyErr_Format(PyExc_TypeError, "from_dlpack: no dtype here has code %d with %d bits",
+                 d->dtype.code, d->dtype.bits);
+    return -1;
+}
+
+static bool is_dense(const dl_tensor *d)
+{
+    int64_t stride = 1;
+    for (int i = d->ndim - 1; d->strides && i >= 0; i--) {
+        if (d->shape[i] > 1 && d->strides[i] != stride)
+            return false;
+        stride *= d->shape[i];
+    }
+    return true;
+}
+
+/* A dense copy of strided memory. */
+static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsdpc_dtype dtype,
+                                 const size_t *shape, fsdpc_tensor **out)
+{
+    fsdpc_copy_args args = {.ndim = d->ndim,
+                            .dst_dtype = dtype,
+                            .src_dtype = dtype,
+                            .src = (const char *)d->data + d->byte_offset};
+    fsdpc_tensor *t;
+    FSDPC_TRY(fsdpc_tensor_create(runtime->device, dtype, d->ndim, shape, &t));
+    size_t stride = 1;
+    for (int i = d->ndim - 1; i >= 0; i--) {
+        int64_t given = d->strides ? d->strides[i] : (int64_t)stride;
+        if (given < 0) {
+            fsdpc_tensor_release(t);
+            return fsdpc_fail(FSDPC_ERR_VALUE,
+                              "from_dlpack: negative strides; make the source contiguous");
+        }
+        args.shape[i] = shape[i];
+        args.stride_dst[i] = stride;
+        args.stride_src[i] = (size_t)given;
+        stride *= shape[i];
+    }
+    args.dst = t->data;
+    fsdpc_status status = runtime->device->nn->copy(&args, runtime->compute);
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return status;
+    }
+    *out = t;
+    return FSDPC_OK;
+}
+
+/* A tensor over `d`.  *taken_out: it owns the managed tensor now. */
+static fsdpc_tensor *import_tensor(fsdpc_runtime *runtime, const dl_tensor *d, bool readonly,
+                                   void (*release)(fsdpc_storage *), void *managed, bool *taken_out)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    *taken_out = false;
+    int dtype = find_dtype(d);
+    if (dtype < 0)
+        return NULL;
+    if (d->device.type != DL_CPU || d->ndim > FSDPC_MAX_DIMS)
+        return (fsdpc_tensor *)PyErr_Format(
+            PyExc_BufferError,
+            "from_dlpack: device type %d with %d dimensions; memory of the CPU "
+            "with at most %d is needed",
+            d->device.type, d->ndim, FSDPC_MAX_DIMS);
+    for (int i = 0; i < d->ndim; i++)
+        shape[i] = (size_t)d->shape[i];
+    fsdpc_tensor *t = NULL;
+    fsdpc_status status;
+    if (is_dense(d) && !readonly) {
+        status = fsdpc_tensor_wrap(runtime->device, (fsdpc_dtype)dtype, d->ndim, shape,
+                                   (char *)d->data + d->byte_offset, release, managed, &t);
+        *taken_out = status == FSDPC_OK;
+    } else {
+        status = copy_strided(runtime, d, (fsdpc_dtype)dtype, shape, &t);
+    }
+    if (status != FSDPC_OK)
+        fsdpc_py_raise(status);
+    return t;
+}
+
+static fsdpc_tensor *import_capsule(fsdpc_runtime *runtime, PyObject *capsule)
+{
+    bool taken;
+    fsdpc_tensor *t;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        dl_versioned *managed = PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        if (managed->version.major != 1)
+            return (fsdpc_tensor *)PyErr_Format(PyExc_BufferError, "from_dlpack: DLPack %u",
+                                                managed->version.major);
+        t = import_tensor(runtime, &managed->tensor, managed->flags & DL_READ_ONLY,
+                          release_versioned, managed, &taken);
+        if (taken)
+            PyCapsule_SetName(capsule, "used_dltensor_versioned");
+        return t;
+    }
+    dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
+    if (!managed)
+        return NULL;
+    t = import_tensor(runtime, &managed->tensor, false, release_plain, managed, &taken);
+    if (taken)
+        PyCapsule_SetName(capsule, "used_dltensor");
+    return t;
+}
+
+/* The producer's capsule: by the 1.0 protocol, or as older ones know it. */
+static PyObject *ask_capsule(PyObject *source)
+{
+    PyObject *method = PyObject_GetAttrString(source, "__dlpack__");
+    PyObject *none = PyTuple_New(0), *options = Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
+    PyObject *capsule = method && none && options ? PyObject_Call(method, none, options) : NULL;
+    if (!capsule && method && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        capsule = PyObject_CallNoArgs(method);
+    }
+    Py_XDECREF(method);
+    Py_XDECREF(none);
+    Py_XDECREF(options);
+    return capsule;
+}
+
+static PyObject *from_dlpack(PyObject *module, PyObject *source)
+{
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    PyObject *capsule = PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(source);
+    if (!capsule)
+        return NULL;
+    fsdpc_tensor *t = import_capsule(runtime, capsule);
+    Py_DECREF(capsule);
+    return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
+}
+
+static PyMethodDef functions[] = {
+    {"from_dlpack", from_dlpack, METH_O,
+     "The memory of an object with __dlpack__ as a tensor; a copy if strided or read-only."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_dlpack_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

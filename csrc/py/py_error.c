@@ -1,0 +1,73 @@
+/* One table (base/status.h) says which exception each code becomes.  The two that are not Python's
+ * own live in the module and are looked up there when needed, so nothing is kept in a static.
+ */
+#include "py/py_error.h"
+
+static PyObject *own_exception(const char *name)
+{
+    PyObject *module = PyImport_ImportModule("fsdpc._core");
+    PyObject *found = module ? PyObject_GetAttrString(module, name) : NULL;
+    Py_XDECREF(module);
+    if (found)
+        return found;
+    PyErr_Clear();
+    return Py_NewRef(PyExc_RuntimeError);
+}
+
+/* Names of the table's third column as expressions that own a reference. */
+#define OWN_ValueError() Py_NewRef(PyExc_ValueError)
+#define OWN_TypeError() Py_NewRef(PyExc_TypeError)
+#define OWN_RuntimeError() Py_NewRef(PyExc_RuntimeError)
+#define OWN_IndexError() Py_NewRef(PyExc_IndexError)
+#define OWN_KeyError() Py_NewRef(PyExc_KeyError)
+#define OWN_MemoryError() Py_NewRef(PyExc_MemoryError)
+#define OWN_OSError() Py_NewRef(PyExc_OSError)
+#define OWN_TimeoutError() Py_NewRef(PyExc_TimeoutError)
+#define OWN_KeyboardInterrupt() Py_NewRef(PyExc_KeyboardInterrupt)
+#define OWN_NotImplementedError() Py_NewRef(PyExc_NotImplementedError)
+#define OWN_FloatingPointError() Py_NewRef(PyExc_FloatingPointError)
+#define OWN_SystemError() Py_NewRef(PyExc_SystemError)
+#define OWN_PeerError() own_exception("PeerError")
+#define OWN_MismatchError() own_exception("MismatchError")
+
+static PyObject *exception_of(fsdpc_status status)
+{
+    switch (status) {
+#define X(name, code, exception, text)                                                             \
+    case FSDPC_ERR_##name:                                                                         \
+        return OWN_##exception();
+        FSDPC_STATUS_TABLE(X)
+#undef X
+    default:
+        return Py_NewRef(PyExc_SystemError);
+    }
+}
+
+PyObject *fsdpc_py_raise(fsdpc_status status)
+{
+    if (status == FSDPC_ERR_CALLBACK && PyErr_Occurred())
+        return NULL;
+    PyErr_Clear();
+    const char *message = fsdpc_last_error();
+    PyObject *exception = exception_of(status);
+    PyErr_SetString(exception, *message ? message : fsdpc_status_text(status));
+    Py_DECREF(exception);
+    return NULL;
+}
+
+static int add_exception(PyObject *module, const char *name, const char *full, const char *doc)
+{
+    PyObject *exception = PyErr_NewExceptionWithDoc(full, doc, PyExc_RuntimeError, NULL);
+    int result = exception ? PyModule_AddObjectRef(module, name, exception) : -1;
+    Py_XDECREF(exception);
+    return result;
+}
+
+int fsdpc_py_error_setup(PyObject *module)
+{
+    if (add_exception(module, "PeerError", "fsdpc.PeerError",
+                      "Another rank died, left or failed.") < 0)
+        return -1;
+    return add_exception(module, "MismatchError", "fsdpc.MismatchError",
+                         "Ranks disagree on the model, a dtype or the order of operations.");
+}

@@ -1,0 +1,17 @@
+/* From statuses to Python exceptions; the only place that does that. */
+#ifndef FSDPC_PY_PY_ERROR_H
+#define FSDPC_PY_PY_ERROR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/status.h"
+
+/* Sets the exception of a failure, with this thread's message, and returns NULL. FSDPC_ERR_CALLBACK
+ * keeps the exception that the callback left. */
+PyObject *fsdpc_py_raise(fsdpc_status status);
+
+/* Adds PeerError and MismatchError to the module. */
+int fsdpc_py_error_setup(PyObject *module);
+
+#endif

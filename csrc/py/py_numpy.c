@@ -1,0 +1,334 @@
+/* NumPy in and out, by Python calls and the buffer protocol.
+ *
+ * The buffer protocol carries dtype, shape and ownership both ways without a copy, so NumPy's
+ * headers are not needed: the extension runs with any NumPy, and `import fsdpc._core` does not
+ * import it. bfloat16 has no format letter; it travels as uint16 ('H') and is viewed as ml_dtypes'
+ * on our side of NumPy when that package is there.
+ */
+#include "py/py_tensor.h"
+
+#include <string.h>
+
+#include "py/py_ops.h"
+
+/* ---- out ---- */
+
+static const char *format_of(fsdpc_dtype dtype)
+{
+    static const char *const formats[] = {
+        [FSDPC_F32] = "f", [FSDPC_BF16] = "H", [FSDPC_F16] = "e", [FSDPC_F64] = "d",
+        [FSDPC_I32] = "i", [FSDPC_I64] = "q",  [FSDPC_U8] = "B",  [FSDPC_BOOL] = "?"};
+    return formats[dtype];
+}
+
+int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
+{
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    view->obj = NULL;
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    if ((flags & PyBUF_WRITABLE) && t->storage->readonly) {
+        PyErr_SetString(PyExc_BufferError, "the tensor stands on read-only memory: clone() it");
+        return -1;
+    }
+    if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS && t->ndim > 1) {
+        PyErr_SetString(PyExc_BufferError, "the tensor is row-major");
+        return -1;
+    }
+    Py_ssize_t *extents = PyMem_Malloc(sizeof *extents * (size_t)(2 * t->ndim + 1));
+    if (!extents) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_ssize_t *strides = extents + t->ndim;
+    Py_ssize_t stride = (Py_ssize_t)fsdpc_dtype_bytes(t->dtype);
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        extents[i] = (Py_ssize_t)t->shape[i];
+        strides[i] = stride;
+        stride *= extents[i];
+    }
+    *view = (Py_buffer){.buf = t->data,
+                        .obj = Py_NewRef(object),
+                        .len = (Py_ssize_t)fsdpc_tensor_bytes(t),
+                        .itemsize = (Py_ssize_t)fsdpc_dtype_bytes(t->dtype),
+                        .readonly = t->storage->readonly,
+                        .ndim = t->ndim,
+                        .format = flags & PyBUF_FORMAT ? (char *)format_of(t->dtype) : NULL,
+                        .shape = flags & PyBUF_ND ? extents : NULL,
+                        .strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES ? strides : NULL,
+                        .internal = extents};
+    return 0;
+}
+
+void fsdpc_py_tensor_releasebuffer(PyObject *object, Py_buffer *view)
+{
+    (void)object;
+    PyMem_Free(view->internal);
+}
+
+static PyObject *numpy_call(const char *function, PyObject *argument)
+{
+    PyObject *numpy = PyImport_ImportModule("numpy");
+    PyObject *result = numpy ? PyObject_CallMethod(numpy, function, "O", argument) : NULL;
+    Py_XDECREF(numpy);
+    return result;
+}
+
+/* ml_dtypes.bfloat16, or NULL without an exception. */
+static PyObject *ml_bfloat16(void)
+{
+    PyObject *module = PyImport_ImportModule("ml_dtypes");
+    PyObject *type = module ? PyObject_GetAttrString(module, "bfloat16") : NULL;
+    Py_XDECREF(module);
+    PyErr_Clear();
+    return type;
+}
+
+PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyObject *view = PyMemoryView_FromObject(object);
+    PyObject *array = view ? numpy_call("asarray", view) : NULL;
+    Py_XDECREF(view);
+    if (!array || fsdpc_py_self(object)->tensor->dtype != FSDPC_BF16)
+        return array;
+    PyObject *type = ml_bfloat16();
+    if (!type)
+        return array;
+    PyObject *viewed = PyObject_CallMethod(array, "view", "O", type);
+    Py_DECREF(type);
+    Py_DECREF(array);
+    return viewed;
+}
+
+/* __array__(dtype=None, copy=None) */
+PyObject *fsdpc_py_tensor_array(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"dtype", "copy", NULL};
+    PyObject *dtype = Py_None, *copy = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:__array__", names, &dtype, &copy))
+        return NULL;
+    PyObject *array = fsdpc_py_tensor_numpy(object, NULL);
+    if (array && dtype != Py_None) {
+        PyObject *numpy = PyImport_ImportModule("numpy");
+        PyObject *cast = numpy ? PyObject_CallMethod(numpy, "asarray", "OO", array, dtype) : NULL;
+        Py_XDECREF(numpy);
+        if (cast && copy == Py_False && cast != array) {
+            PyErr_SetString(PyExc_ValueError, "__array__: this dtype needs a copy");
+            Py_CLEAR(cast);
+        }
+        Py_DECREF(array);
+        array = cast;
+    } else if (array && copy == Py_True) {
+        PyObject *copied = PyObject_CallMethod(array, "copy", NULL);
+        Py_DECREF(array);
+        array = copied;
+    }
+    return array;
+}
+
+/* ---- in ---- */
+
+static void release_buffer(fsdpc_storage *storage)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyBuffer_Release(storage->owner);
+    PyMem_Free(storage->owner);
+    PyGILState_Release(gil);
+}
+
+/* -1: no dtype of ours. */
+static int dtype_of_format(const char *format, Py_ssize_t itemsize)
+{
+    if (*format == '@' || *format == '=' || *format == '<')
+        format++;
+    if (!*format || format[1])
+        return -1;
+    switch (*format) {
+    case 'f':
+        return FSDPC_F32;
+    case 'd':
+        return FSDPC_F64;
+    case 'e':
+        return FSDPC_F16;
+    case '?':
+        return FSDPC_BOOL;
+    case 'B':
+        return FSDPC_U8;
+    case 'i':
+    case 'l':
+    case 'q':
+        return itemsize == 4 ? FSDPC_I32 : itemsize == 8 ? FSDPC_I64 : -1;
+    default:
+        return -1;
+    }
+}
+
+/* Wraps a C-contiguous, writable buffer; as_bf16: its uint16 are bfloat16. */
+static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool as_bf16)
+{
+    Py_buffer *view = PyMem_Malloc(sizeof *view);
+    if (!view)
+        return (fsdpc_tensor *)PyErr_NoMemory();
+    if (PyObject_GetBuffer(object, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) < 0) {
+        PyMem_Free(view);
+        return NULL;
+    }
+    size_t shape[FSDPC_MAX_DIMS];
+    const char *format = view->format ? view->format : "B";
+    int dtype = as_bf16 ? FSDPC_BF16 : dtype_of_format(format, view->itemsize);
+    fsdpc_tensor *t = NULL;
+    if (dtype < 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "elements of format '%s' and %zd bytes have no dtype here: convert with "
+                     "astype() first",
+                     format, view->itemsize);
+    } else if (view->ndim > FSDPC_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%d dimensions, at most %d", view->ndim, FSDPC_MAX_DIMS);
+    } else {
+        for (int i = 0; i < view->ndim; i++)
+            shape[i] = (size_t)view->shape[i];
+        fsdpc_status status = fsdpc_tensor_wrap(runtime->device, (fsdpc_dtype)dtype, view->ndim,
+                                                shape, view->buf, release_buffer, view, &t);
+        if (status != FSDPC_OK)
+            fsdpc_py_raise(status);
+    }
+    if (!t) {
+        PyBuffer_Release(view);
+        PyMem_Free(view);
+    }
+    return t;
+}
+
+static bool is_bfloat16(PyObject *array)
+{
+    PyObject *dtype = PyObject_GetAttrString(array, "dtype");
+    PyObject *name = dtype ? PyObject_GetAttrString(dtype, "name") : NULL;
+    bool result =
+        name && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
+    Py_XDECREF(dtype);
+    Py_XDECREF(name);
+    PyErr_Clear();
+    return result;
+}
+
+/* One character of array.dtype.kind, 0 if there is none. */
+static char dtype_kind(PyObject *array)
+{
+    PyObject *dtype = PyObject_GetAttrString(array, "dtype");
+    PyObject *kind = dtype ? PyObject_GetAttrString(dtype, "kind") : NULL;
+    const char *text = kind ? PyUnicode_AsUTF8(kind) : NULL;
+    char result = text ? *text : 0;
+    Py_XDECREF(dtype);
+    Py_XDECREF(kind);
+    PyErr_Clear();
+    return result;
+}
+
+static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
+{
+    bool bf16 = is_bfloat16(array);
+    PyObject *plain = bf16 ? PyObject_CallMethod(array, "view", "s", "uint16") : Py_NewRef(array);
+    if (!plain)
+        return NULL;
+    fsdpc_tensor *t = wrap_buffer(runtime, plain, bf16);
+    if (!t &&
+        (PyErr_ExceptionMatches(PyExc_ValueError) || PyErr_ExceptionMatches(PyExc_BufferError))) {
+        /* Not contiguous, or read-only: NumPy copies. */
+        PyErr_Clear();
+        PyObject *copy = PyObject_CallMethod(plain, "copy", NULL);
+        t = copy ? wrap_buffer(runtime, copy, bf16) : NULL;
+        Py_XDECREF(copy);
+    }
+    Py_DECREF(plain);
+    return t;
+}
+
+static PyObject *from_numpy(PyObject *module, PyObject *array)
+{
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    if (!dtype_kind(array))
+        return PyErr_Format(PyExc_TypeError, "from_numpy: a NumPy array is needed, not %s",
+                            Py_TYPE(array)->tp_name);
+    fsdpc_tensor *t = from_array(runtime, array);
+    return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
+}
+
+/* A cast, or a copy if the dtype is already that. */
+static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dtype dtype)
+{
+    fsdpc_tensor *leaf, *y = NULL;
+    fsdpc_status status = fsdpc_tensor_detach(t, &leaf);
+    if (status == FSDPC_OK) {
+        if (leaf->dtype == dtype)
+            status = fsdpc_op_clone(runtime->tape, leaf, &y);
+        else
+            status = fsdpc_op_cast(runtime->tape, leaf, dtype, &y);
+        fsdpc_tensor_release(leaf);
+    }
+    if (status != FSDPC_OK)
+        fsdpc_py_raise(status);
+    return y;
+}
+
+/* Something that is no array: Python numbers and lists.  Floats become float32. */
+static PyObject *as_array(PyObject *data, bool *python_io)
+{
+    *python_io = !dtype_kind(data);
+    PyObject *array = numpy_call("asarray", data);
+    char kind = array ? dtype_kind(array) : 0;
+    if (!array || kind == 'f' || kind == 'b' || is_bfloat16(array))
+        return array;
+    if (kind != 'i' && kind != 'u') {
+        PyErr_Format(PyExc_TypeError, "a tensor cannot hold %.80R (NumPy's kind '%c')", data, kind);
+        Py_DECREF(array);
+        return NULL;
+    }
+    PyObject *itemsize = PyObject_GetAttrString(array, "itemsize");
+    long bytes = itemsize ? PyLong_AsLong(itemsize) : 0;
+    Py_XDECREF(itemsize);
+    if ((kind == 'i' && bytes >= 4) || (kind == 'u' && bytes == 1))
+        return array;
+    PyObject *wide = PyObject_CallMethod(array, "astype", "s", "int64");
+    Py_DECREF(array);
+    return wide;
+}
+
+fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype)
+{
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    if (!runtime)
+        return NULL;
+    fsdpc_tensor *source = fsdpc_py_tensor_peek(NULL, data), *t;
+    bool python = false;
+    if (source) {
+        fsdpc_tensor_acquire(source);
+    } else {
+        PyObject *array = as_array(data, &python);
+        source = array ? from_array(runtime, array) : NULL;
+        Py_XDECREF(array);
+    }
+    if (!source)
+        return NULL;
+    if (dtype < 0)
+        dtype = python && source->dtype == FSDPC_F64 ? FSDPC_F32 : source->dtype;
+    t = own_copy(runtime, source, (fsdpc_dtype)dtype);
+    fsdpc_tensor_release(source);
+    return t;
+}
+
+static PyMethodDef functions[] = {
+    {"from_numpy", from_numpy, METH_O,
+     "The array's memory as a tensor; a copy if it is read-only or not contiguous."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_numpy_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,55 @@
+/* Calling operations from Python: arguments without format strings. */
+#ifndef FSDPC_PY_PY_OPS_H
+#define FSDPC_PY_PY_OPS_H
+
+#include "py/py_state.h"
+
+int fsdpc_py_ops_setup(PyObject *module);  /* py_ops.c */
+int fsdpc_py_tape_setup(PyObject *module); /* py_ops_tape.c */
+
+/* ---- arguments: py_ops_args.c ---- */
+
+/* Sorts positional and keyword arguments of a fastcall into out[n]; names beyond `required` stay
+ * NULL when not given.  0, or -1 with TypeError. */
+int fsdpc_py_args(const char *function, int n, const char *const *names, int required,
+                  PyObject *const *args, Py_ssize_t nargs, PyObject *keywords, PyObject **out);
+
+/* These leave *inout alone for NULL. */
+int fsdpc_py_arg_bool(PyObject *object, bool *inout);
+int fsdpc_py_arg_double(PyObject *object, double *inout); /* and for None */
+int fsdpc_py_arg_int64(PyObject *object, int64_t *inout);
+int fsdpc_py_arg_int(PyObject *object, int *inout);
+/* NULL and None give NULL. */
+int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
+
+/* A Python number (also NumPy's): its value, and whether it is integral.  False: not a number. */
+bool fsdpc_py_number(PyObject *object, double *value_out, bool *integral_out);
+
+/* Extents from one sequence or from many integers; the number of them, or -1 with an exception. */
+int fsdpc_py_extents(const char *function, PyObject *const *args, Py_ssize_t nargs, int64_t *out);
+/* The same, none of them negative. */
+int fsdpc_py_shape(const char *function, PyObject *const *args, Py_ssize_t nargs, size_t *out);
+/* An int, a sequence of ints, or all for NULL and None. */
+int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_out);
+
+/* ---- operations that functions and methods share: py_ops.c ---- */
+
+/* Wraps what an operation made, or raises. */
+PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
+
+PyObject *fsdpc_py_op_unary(fsdpc_py_state *state, fsdpc_unary kind, double scalar,
+                            fsdpc_tensor *x);
+PyObject *fsdpc_py_op_reduce(fsdpc_py_state *state, fsdpc_tensor *x, PyObject *dim, bool keepdim,
+                             bool mean);
+PyObject *fsdpc_py_op_softmax(fsdpc_py_state *state, fsdpc_tensor *x, int dim, bool log);
+PyObject *fsdpc_py_op_matmul(fsdpc_py_state *state, fsdpc_tensor *a, fsdpc_tensor *b);
+PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);
+PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
+                              const int64_t *shape);
+PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, const int *dims);
+PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
+                             const int64_t *shape);
+
+PyObject *fsdpc_py_op_checkpoint(PyObject *module, PyObject *args, PyObject *kwargs);
+
+#endif

@@ -1,0 +1,210 @@
+/* Making and configuring the runtime.
+ *
+ * Threads of a rank: FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores / LOCAL_WORLD_SIZE, at
+ * least 1.  Cores that the ranks of this host leave over may serve worker streams; else every
+ * stream of the device runs inline.
+ */
+#include "py/py_state.h"
+
+#include <stdlib.h>
+
+#include "ops/flat_ops.h"
+
+fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
+{
+    /* PyType_GetModuleByDef does this from 3.11 on; a subclass made in Python has no module. */
+    for (PyTypeObject *t = type; t; t = t->tp_base) {
+        if (!PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE))
+            break;
+        PyObject *module = ((PyHeapTypeObject *)t)->ht_module;
+        if (module && PyModule_Check(module) && PyModule_GetDef(module) == &fsdpc_py_module)
+            return PyModule_GetState(module);
+    }
+    PyErr_Format(PyExc_TypeError, "%s is not a type of fsdpc", type->tp_name);
+    return NULL;
+}
+
+/* A positive integer from the environment; 0 if unset or something else ("4,2": the first). */
+static int env_positive(const char *name)
+{
+    const char *text = getenv(name);
+    char *end;
+    long value = text ? strtol(text, &end, 10) : 0;
+    return text && end != text && value > 0 && value <= 4096 ? (int)value : 0;
+}
+
+static void choose_threads(fsdpc_runtime *runtime, int *spare_out)
+{
+    int cores = fsdpc_usable_cores(), ranks = env_positive("LOCAL_WORLD_SIZE");
+    if (!ranks)
+        ranks = 1;
+    if (!runtime->threads)
+        runtime->threads = (int)runtime->env.threads;
+    if (!runtime->threads)
+        runtime->threads = env_positive("OMP_NUM_THREADS");
+    if (!runtime->threads)
+        runtime->threads = cores / ranks > 1 ? cores / ranks : 1;
+    int spare = cores / ranks - runtime->threads;
+    *spare_out = spare > 0 ? spare : 0;
+}
+
+static fsdpc_status runtime_create(fsdpc_runtime *r)
+{
+    fsdpc_isa isa;
+    int spare;
+    FSDPC_TRY(fsdpc_env_read(&r->env));
+    FSDPC_TRY(fsdpc_isa_parse(r->env.isa, &isa));
+    choose_threads(r, &spare);
+    FSDPC_TRY(fsdpc_mem_create(&r->mem));
+    FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
+    FSDPC_TRY(fsdpc_device_cpu_create(r->mem, r->team, isa, spare, &r->device));
+    r->device->flat = fsdpc_flat_ops_cpu(isa);
+    r->device->nn = fsdpc_nn_ops_cpu(isa);
+    FSDPC_TRY(fsdpc_stream_create(r->device, "compute", false, &r->compute));
+    FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
+    FSDPC_TRY(fsdpc_trace_create((size_t)r->env.trace, &r->trace));
+    r->ready = true;
+    return FSDPC_OK;
+}
+
+void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
+{
+    int threads = r->threads;
+    fsdpc_trace_destroy(r->trace);
+    fsdpc_tape_destroy(r->tape);
+    fsdpc_stream_destroy(r->compute);
+    fsdpc_device_destroy(r->device);
+    fsdpc_team_destroy(r->team);
+    fsdpc_mem_destroy(r->mem);
+    *r = (fsdpc_runtime){.threads = threads};
+}
+
+fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
+{
+    fsdpc_runtime *runtime = &state->runtime;
+    if (runtime->ready)
+        return runtime;
+    fsdpc_status status = runtime_create(runtime);
+    if (status == FSDPC_OK)
+        return runtime;
+    fsdpc_py_raise(status);
+    fsdpc_py_runtime_destroy(runtime);
+    return NULL;
+}
+
+fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
+{
+    return fsdpc_py_state_runtime(PyModule_GetState(module));
+}
+
+fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type)
+{
+    fsdpc_py_state *state = fsdpc_py_state_of_type(type);
+    return state ? fsdpc_py_state_runtime(state) : NULL;
+}
+
+/* ---- functions of the module ---- */
+
+static PyObject *num_threads(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    return runtime ? PyLong_FromLong(runtime->threads) : NULL;
+}
+
+static PyObject *set_num_threads(PyObject *module, PyObject *arg)
+{
+    fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
+    long threads = PyLong_AsLong(arg);
+    if (threads == -1 && PyErr_Occurred())
+        return NULL;
+    if (threads < 1 || threads > 4096)
+        return PyErr_Format(PyExc_ValueError, "set_num_threads(%ld): from 1 to 4096", threads);
+    if (runtime->ready) {
+        if (atomic_load_explicit(&runtime->running, memory_order_relaxed))
+            return PyErr_Format(PyExc_RuntimeError,
+                                "set_num_threads while another thread runs an operation");
+        fsdpc_team *team;
+        fsdpc_status status = fsdpc_team_create((int)threads, &team);
+        if (status != FSDPC_OK)
+            return fsdpc_py_raise(status);
+        fsdpc_team_destroy(runtime->team);
+        runtime->team = runtime->device->team = team;
+    }
+    runtime->threads = (int)threads;
+    Py_RETURN_NONE;
+}
+
+static int put(PyObject *dict, const char *key, const char *suffix, size_t value)
+{
+    PyObject *number = PyLong_FromSize_t(value), *name = PyUnicode_FromFormat("%s%s", key, suffix);
+    int result = number && name ? PyDict_SetItem(dict, name, number) : -1;
+    Py_XDECREF(number);
+    Py_XDECREF(name);
+    return result;
+}
+
+static PyObject *memory_stats(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    PyObject *dict = runtime ? PyDict_New() : NULL;
+    if (!dict)
+        return NULL;
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(runtime->mem, &stats);
+    int bad = 0;
+    for (int i = 0; i < FSDPC_MEM_COUNT; i++) {
+        const char *name = fsdpc_mem_kind_name((fsdpc_mem_kind)i);
+        bad |= put(dict, name, "_bytes", stats.now_bytes[i]);
+        bad |= put(dict, name, "_peak_bytes", stats.peak_bytes[i]);
+    }
+    bad |= put(dict, "total", "_bytes", stats.total_now_bytes);
+    bad |= put(dict, "total", "_peak_bytes", stats.total_peak_bytes);
+    bad |= put(dict, "cached", "_bytes", stats.cached_bytes);
+    bad |= put(dict, "system", "_allocs", (size_t)stats.system_allocs);
+    if (bad)
+        Py_CLEAR(dict);
+    return dict;
+}
+
+static PyObject *reset_peak_memory_stats(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    fsdpc_mem_peak_reset(runtime->mem);
+    Py_RETURN_NONE;
+}
+
+static PyObject *runtime_config(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *r = fsdpc_py_runtime(module);
+    if (!r)
+        return NULL;
+    return Py_BuildValue("{s:s,s:s,s:i,s:i,s:s,s:s,s:O}", "device", r->device->ops->name, "isa",
+                         fsdpc_isa_name(r->device->isa), "threads", r->threads, "usable_cores",
+                         fsdpc_usable_cores(), "nn_kernels", r->device->nn->name, "flat_kernels",
+                         r->device->flat->name, "async_compute",
+                         r->compute->async ? Py_True : Py_False);
+}
+
+static PyMethodDef functions[] = {
+    {"num_threads", num_threads, METH_NOARGS, "Threads of this rank's kernels."},
+    {"set_num_threads", set_num_threads, METH_O,
+     "Set the threads of this rank's kernels; results do not depend on it."},
+    {"memory_stats", memory_stats, METH_NOARGS,
+     "Bytes held now and at most, by category, and times the system was asked for memory."},
+    {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,
+     "Let peaks begin again at what is held now."},
+    {"runtime_config", runtime_config, METH_NOARGS,
+     "Instruction set, threads and kernel tables of this process."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_state_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

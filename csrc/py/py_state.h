@@ -1,0 +1,93 @@
+/* The module's state, and the runtime that tensors, operations and the engine share.
+ *
+ * The runtime (memory, threads, device, compute stream, tape, trace) is made at the first use of a
+ * tensor, never at import.  Types are made with the module, so an object's type leads to the state;
+ * tensors keep a pointer to it (their type keeps the module alive).
+ *
+ * The GIL.  Operations that do more than about 20 us of work, and all of backward, run without it.
+ * So sinks, guards, boundaries' functions and tape ends are called WITHOUT the GIL from backward,
+ * and take it themselves (PyGILState_Ensure) before they touch Python.  A function that fails with
+ * a Python exception leaves it set and returns FSDPC_ERR_CALLBACK.
+ */
+#ifndef FSDPC_PY_PY_STATE_H
+#define FSDPC_PY_PY_STATE_H
+
+#include "py/py_error.h"
+
+#include "base/env.h"
+#include "base/trace.h"
+#include "nn/ops.h"
+
+typedef struct fsdpc_runtime {
+    bool ready;
+    fsdpc_env env;
+    int threads; /* of this rank */
+    fsdpc_mem *mem;
+    fsdpc_team *team;
+    fsdpc_device *device;
+    fsdpc_stream *compute;
+    fsdpc_tape *tape;
+    fsdpc_trace *trace;
+    _Atomic int running; /* operations under way without the GIL */
+} fsdpc_runtime;
+
+typedef struct fsdpc_py_state {
+    fsdpc_runtime runtime;
+    PyObject *dtypes[FSDPC_DTYPE_COUNT];
+    PyObject *dtype_type, *tensor_type, *handle_type;
+    PyObject *comm_type, *unit_type, *optimizer_type; /* the engine's */
+} fsdpc_py_state;
+
+typedef struct fsdpc_py_tensor {
+    PyObject_HEAD fsdpc_tensor *tensor; /* never changes, except in tp_clear */
+    fsdpc_py_state *state;
+    PyObject *weakrefs;
+} fsdpc_py_tensor;
+
+extern PyModuleDef fsdpc_py_module;
+
+/* The state behind a type of this module or a subclass of one; NULL with TypeError. */
+fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type);
+static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
+{
+    return fsdpc_py_state_of_type(Py_TYPE(object));
+}
+
+/* The runtime, made if this is the first use; NULL with an exception. */
+fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state);
+fsdpc_runtime *fsdpc_py_runtime(PyObject *module);
+fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
+void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
+
+/* The tensor of a Python object, borrowed: _of raises TypeError and returns NULL for anything else,
+ * _peek just returns NULL. */
+fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object);
+fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
+/* A new Tensor; takes over the reference, also when it fails. */
+PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
+PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
+
+/* A dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
+int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
+/* NULL and None leave *inout as it is. */
+int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
+
+int fsdpc_py_state_setup(PyObject *module);
+
+/* status = expression, without the GIL if there is `work` (elements touched) to do. */
+#define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \
+    do {                                                                                           \
+        if ((work) < FSDPC_PY_INLINE_WORK) {                                                       \
+            (status) = (expression);                                                               \
+        } else {                                                                                   \
+            fsdpc_runtime *run_runtime_ = (runtime_);                                              \
+            atomic_fetch_add_explicit(&run_runtime_->running, 1, memory_order_relaxed);            \
+            PyThreadState *run_thread_ = PyEval_SaveThread();                                      \
+            (status) = (expression);                                                               \
+            PyEval_RestoreThread(run_thread_);                                                     \
+            atomic_fetch_sub_explicit(&run_runtime_->running, 1, memory_order_relaxed);            \
+        }                                                                                          \
+    } while (0)
+enum { FSDPC_PY_INLINE_WORK = 32768 };
+
+#endif

@@ -1,0 +1,334 @@
+/* Making tensors: filled ones, random ones, ones without memory. */
+#include "py/py_ops.h"
+#include "py/py_tensor.h"
+
+#include "ops/flat_ops.h"
+
+#include <math.h>
+#include <string.h>
+
+#define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
+#define PARSE(function, required, ...)                                                             \
+    static const char *const names[] = {__VA_ARGS__};                                              \
+    PyObject *a[sizeof names / sizeof *names];                                                     \
+    if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
+                      keywords, a) < 0)                                                            \
+    return NULL
+
+/* What zeros(2, 3, dtype=..., requires_grad=True) was given. */
+typedef struct request {
+    fsdpc_runtime *runtime;
+    fsdpc_py_state *state;
+    int ndim;
+    size_t shape[FSDPC_MAX_DIMS];
+    fsdpc_dtype dtype;
+    bool requires_grad;
+    PyObject *seed;
+} request;
+
+static int check_requires_grad(const request *r)
+{
+    if (!r->requires_grad || fsdpc_dtype_is_float(r->dtype))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "a tensor of %s cannot require grad: use a float dtype",
+                 fsdpc_dtype_name(r->dtype));
+    return -1;
+}
+
+static int parse_options(request *r, PyObject *dtype, PyObject *requires_grad)
+{
+    r->dtype = FSDPC_F32;
+    r->requires_grad = false;
+    if (fsdpc_py_dtype_optional(dtype, &r->dtype) < 0 ||
+        fsdpc_py_arg_bool(requires_grad, &r->requires_grad) < 0)
+        return -1;
+    return check_requires_grad(r);
+}
+
+static int request_begin(request *r, PyObject *module)
+{
+    *r = (request){.state = PyModule_GetState(module)};
+    r->runtime = fsdpc_py_state_runtime(r->state);
+    return r->runtime ? 0 : -1;
+}
+
+/* Extents by position, options by keyword. */
+static int parse_request(request *r, const char *function, PyObject *module, PyObject *const *args,
+                         Py_ssize_t nargs, PyObject *keywords, bool takes_seed)
+{
+    static const char *const names[] = {"dtype", "requires_grad", "seed"};
+    PyObject *a[3];
+    if (request_begin(r, module) < 0 ||
+        fsdpc_py_args(function, takes_seed ? 3 : 2, names, 0, args + nargs, 0, keywords, a) < 0)
+        return -1;
+    if (takes_seed)
+        r->seed = a[2];
+    if (parse_options(r, a[0], a[1]) < 0)
+        return -1;
+    r->ndim = fsdpc_py_shape(function, args, nargs, r->shape);
+    return r->ndim < 0 ? -1 : 0;
+}
+
+static fsdpc_tensor *request_tensor(const request *r)
+{
+    fsdpc_tensor *t;
+    fsdpc_status status = fsdpc_tensor_create(r->runtime->device, r->dtype, r->ndim, r->shape, &t);
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return NULL;
+    }
+    t->requires_grad = r->requires_grad;
+    return t;
+}
+
+/* Every element = value, in any dtype. */
+static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, double value)
+{
+    if (value == 0)
+        return fsdpc_device_fill(runtime->device, t->data, 0, fsdpc_tensor_bytes(t),
+                                 runtime->compute);
+    fsdpc_copy_args args = {.ndim = 1,
+                            .shape = {t->numel},
+                            .stride_dst = {1},
+                            .stride_src = {0},
+                            .dst_dtype = t->dtype,
+                            .src_dtype = FSDPC_F64,
+                            .dst = t->data,
+                            .src = &value};
+    return runtime->device->nn->copy(&args, runtime->compute);
+}
+
+static PyObject *filled(const request *r, double value)
+{
+    fsdpc_tensor *t = request_tensor(r);
+    if (!t)
+        return NULL;
+    fsdpc_status status;
+    FSDPC_PY_RUN(r->runtime, t->numel, status, fill(r->runtime, t, value));
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_new(r->state, t);
+}
+
+static PyObject *make_zeros(FASTCALL)
+{
+    request r;
+    if (parse_request(&r, "zeros", module, args, nargs, keywords, false) < 0)
+        return NULL;
+    return filled(&r, 0);
+}
+
+static PyObject *make_ones(FASTCALL)
+{
+    request r;
+    if (parse_request(&r, "ones", module, args, nargs, keywords, false) < 0)
+        return NULL;
+    return filled(&r, 1);
+}
+
+static PyObject *make_empty(FASTCALL)
+{
+    request r;
+    if (parse_request(&r, "empty", module, args, nargs, keywords, false) < 0)
+        return NULL;
+    fsdpc_tensor *t = request_tensor(&r);
+    return t ? fsdpc_py_tensor_new(r.state, t) : NULL;
+}
+
+static PyObject *make_full(FASTCALL)
+{
+    PARSE("full", 2, "shape", "value", "dtype", "requires_grad");
+    request r;
+    double value;
+    bool integral;
+    if (request_begin(&r, module) < 0 || parse_options(&r, a[2], a[3]) < 0 ||
+        (r.ndim = fsdpc_py_shape("full", &a[0], 1, r.shape)) < 0)
+        return NULL;
+    if (!fsdpc_py_number(a[1], &value, &integral))
+        return PyErr_Format(PyExc_TypeError, "full: a number is needed, not %s",
+                            Py_TYPE(a[1])->tp_name);
+    return filled(&r, value);
+}
+
+static PyObject *make_empty_deferred(FASTCALL)
+{
+    PARSE("empty_deferred", 1, "shape", "dtype", "requires_grad");
+    request r;
+    fsdpc_tensor *t;
+    if (request_begin(&r, module) < 0 || parse_options(&r, a[1], a[2]) < 0 ||
+        (r.ndim = fsdpc_py_shape("empty_deferred", &a[0], 1, r.shape)) < 0)
+        return NULL;
+    fsdpc_status status = fsdpc_tensor_create_deferred(r.dtype, r.ndim, r.shape, &t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    t->requires_grad = r.requires_grad;
+    return fsdpc_py_tensor_new(r.state, t);
+}
+
+static PyObject *make_arange(FASTCALL)
+{
+    PARSE("arange", 1, "start", "stop", "step", "dtype");
+    request r;
+    double start = 0, stop, step = 1;
+    bool integral[3] = {true, true, true};
+    if (request_begin(&r, module) < 0)
+        return NULL;
+    bool one = !a[1] || a[1] == Py_None;
+    if (!fsdpc_py_number(a[0], one ? &stop : &start, &integral[0]) ||
+        (!one && !fsdpc_py_number(a[1], &stop, &integral[1])) ||
+        (a[2] && !fsdpc_py_number(a[2], &step, &integral[2])))
+        return PyErr_Format(PyExc_TypeError, "arange: start, stop and step are numbers");
+    if (step == 0 || !isfinite((stop - start) / step))
+        return PyErr_Format(PyExc_ValueError, "arange: the step is 0 or the range is not finite");
+    r.dtype = integral[0] && integral[1] && integral[2] ? FSDPC_I64 : FSDPC_F32;
+    if (fsdpc_py_dtype_optional(a[3], &r.dtype) < 0)
+        return NULL;
+    double count = ceil((stop - start) / step);
+    r.ndim = 1;
+    r.shape[0] = count > 0 ? (size_t)count : 0;
+    fsdpc_tensor *t = request_tensor(&r), *exact = NULL;
+    if (!t)
+        return NULL;
+    /* Values in fp64, where integers up to 2^53 are exact, then one cast. */
+    fsdpc_status status = fsdpc_tensor_create(r.runtime->device, FSDPC_F64, 1, r.shape, &exact);
+    if (status == FSDPC_OK) {
+        for (size_t i = 0; i < t->numel; i++)
+            ((double *)exact->data)[i] = start + step * (double)i;
+        fsdpc_copy_args copy = {.ndim = 1,
+                                .shape = {t->numel},
+                                .stride_dst = {1},
+                                .stride_src = {1},
+                                .dst_dtype = t->dtype,
+                                .src_dtype = FSDPC_F64,
+                                .dst = t->data,
+                                .src = exact->data};
+        status = r.runtime->device->nn->copy(&copy, r.runtime->compute);
+        fsdpc_tensor_release(exact);
+    }
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_new(r.state, t);
+}
+
+static PyObject *make_randn(FASTCALL)
+{
+    request r;
+    if (parse_request(&r, "randn", module, args, nargs, keywords, true) < 0)
+        return NULL;
+    fsdpc_tape *tape = r.runtime->tape;
+    fsdpc_init_args init = {
+        .dtype = r.dtype, .kind = FSDPC_INIT_NORMAL, .b = 1, .seed = tape->seed};
+    if (r.seed && r.seed != Py_None) {
+        init.seed = PyLong_AsUnsignedLongLongMask(r.seed);
+        if (PyErr_Occurred())
+            return NULL;
+    } else {
+        init.stream = tape->next_stream++;
+    }
+    if (!fsdpc_dtype_is_float(r.dtype))
+        return PyErr_Format(PyExc_TypeError, "randn: a float dtype is needed, not %s",
+                            fsdpc_dtype_name(r.dtype));
+    fsdpc_tensor *t = request_tensor(&r);
+    if (!t)
+        return NULL;
+    init.dst = t->data;
+    init.numel = t->numel;
+    fsdpc_status status;
+    FSDPC_PY_RUN(r.runtime, 8 * t->numel, status, fsdpc_flat_init(&init, r.runtime->compute));
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_new(r.state, t);
+}
+
+static int parse_kind(PyObject *object, fsdpc_init_kind *out)
+{
+    static const char *const kinds[] = {"constant", "normal", "uniform"};
+    const char *text = PyUnicode_AsUTF8(object);
+    if (!text)
+        return -1;
+    for (int i = 0; i < 3; i++) {
+        if (strcmp(text, kinds[i]) == 0) {
+            *out = (fsdpc_init_kind)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "init_: kind is 'constant', 'normal' or 'uniform', not '%s'",
+                 text);
+    return -1;
+}
+
+static PyObject *make_init(FASTCALL)
+{
+    PARSE("init_", 6, "tensor", "kind", "a", "b", "seed", "stream", "first");
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    fsdpc_tensor *t = runtime ? fsdpc_py_tensor_of(a[0]) : NULL;
+    int64_t first = 0;
+    fsdpc_init_args init;
+    if (!t)
+        return NULL;
+    init = (fsdpc_init_args){.dtype = t->dtype, .numel = t->numel};
+    if (parse_kind(a[1], &init.kind) < 0 || fsdpc_py_arg_double(a[2], &init.a) < 0 ||
+        fsdpc_py_arg_double(a[3], &init.b) < 0 || fsdpc_py_arg_int64(a[6], &first) < 0)
+        return NULL;
+    init.seed = PyLong_AsUnsignedLongLongMask(a[4]);
+    init.stream = PyLong_AsUnsignedLongLongMask(a[5]);
+    init.first = (uint64_t)first;
+    if (PyErr_Occurred())
+        return NULL;
+    fsdpc_status status = fsdpc_tensor_check_write(t);
+    init.dst = t->data;
+    if (status == FSDPC_OK)
+        FSDPC_PY_RUN(runtime, 8 * t->numel, status, fsdpc_flat_init(&init, runtime->compute));
+    return status == FSDPC_OK ? Py_NewRef(a[0]) : fsdpc_py_raise(status);
+}
+
+static PyObject *make_tensor(FASTCALL)
+{
+    PARSE("tensor", 1, "data", "dtype", "requires_grad");
+    request r;
+    if (request_begin(&r, module) < 0 || fsdpc_py_arg_bool(a[2], &r.requires_grad) < 0)
+        return NULL;
+    bool given = a[1] && a[1] != Py_None;
+    if (fsdpc_py_dtype_optional(a[1], &r.dtype) < 0)
+        return NULL;
+    fsdpc_tensor *t = fsdpc_py_tensor_from_data(r.state, a[0], given ? (int)r.dtype : -1);
+    if (!t)
+        return NULL;
+    r.dtype = t->dtype;
+    if (check_requires_grad(&r) < 0) {
+        fsdpc_tensor_release(t);
+        return NULL;
+    }
+    t->requires_grad = r.requires_grad;
+    return fsdpc_py_tensor_new(r.state, t);
+}
+
+#define FAST(name, function, doc)                                                                  \
+    {                                                                                              \
+        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, doc            \
+    }
+
+static PyMethodDef functions[] = {
+    FAST("tensor", make_tensor, "tensor(data, dtype=None, requires_grad=False): a copy."),
+    FAST("zeros", make_zeros, "zeros(*shape, dtype=None, requires_grad=False)"),
+    FAST("ones", make_ones, "ones(*shape, dtype=None, requires_grad=False)"),
+    FAST("empty", make_empty, "empty(*shape, dtype=None, requires_grad=False)"),
+    FAST("full", make_full, "full(shape, value, dtype=None, requires_grad=False)"),
+    FAST("arange", make_arange, "arange(start, stop=None, step=1, dtype=None)"),
+    FAST("randn", make_randn, "randn(*shape, dtype=None, seed=None, requires_grad=False)"),
+    FAST("empty_deferred", make_empty_deferred,
+         "empty_deferred(shape, dtype=None, requires_grad=False): no memory yet."),
+    FAST("init_", make_init, "init_(tensor, kind, a, b, seed, stream, first=0)"),
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_make_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}
