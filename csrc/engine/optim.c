@@ -293,7 +293,7 @@ static fsdpc_status find_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
                                fsdpc_piece *piece_out, float **out)
 {
-    unit_states *states;
+    unit_states *states = NULL;
     FSDPC_TRY(find_state(optim, unit, param, &states));
     int group = unit->layout->params[param].group;
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
@@ -304,7 +304,7 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
 fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
                                     int64_t **out)
 {
-    unit_states *states;
+    unit_states *states = NULL;
     FSDPC_TRY(find_state(optim, unit, param, &states));
     *out = &states->steps[param];
     return FSDPC_OK;

@@ -1,0 +1,236 @@
+/* Reduce buffers and reductions: who gets which buffer, what is summed, over one rank and several.
+ */
+#include "engine_fixture.h"
+
+#include "engine/reduce.h"
+
+static fsdpc_status begin(rig *r)
+{
+    FSDPC_TRY(rig_forward(r, true));
+    return fsdpc_pre_backward(r->units[0], r->seen);
+}
+
+/* ---- buffers ---- */
+
+static void test_pool(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 2, false));
+    CHECK_OK(rig_add_units(&r, 6, false));
+    CHECK_OK(rig_root(&r));
+    CHECK(r.units[0]->own_buffer && !r.units[1]->own_buffer); /* the root stays open */
+    CHECK(r.root->pool[0] && r.root->pool[1]);
+    for (int step = 0; step < 3; step++) {
+        CHECK_OK(begin(&r));
+        fsdpc_buffer *last = NULL;
+        for (int u = 5; u > 0; u--) { /* the two take turns, whatever is complete already */
+            CHECK_OK(fsdpc_pre_backward(r.units[u], r.seen));
+            CHECK_OK(rig_give(&r, u, 0));
+            fsdpc_buffer *buffer = r.units[u]->buffer;
+            CHECK(buffer == r.root->pool[0] || buffer == r.root->pool[1]);
+            CHECK(buffer != last);
+            last = buffer;
+            CHECK_OK(fsdpc_post_backward(r.units[u]));
+            CHECK(!r.units[u]->buffer);
+        }
+        CHECK_OK(fsdpc_backward_end(r.root));
+        CHECK(r.root->n_reducing == 0);
+    }
+    rig_close(&r);
+}
+
+/* Units that stay open fill both pooled buffers: the next gets one of its own, for good. */
+static void test_own_buffer(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 2, false));
+    CHECK_OK(rig_add_units(&r, 5, false));
+    CHECK_OK(rig_root(&r));
+    for (int step = 0; step < 2; step++) {
+        r.step = 0;
+        for (int u = 0; u < 5; u++)
+            fsdpc_unit_zero_grad(r.units[u]);
+        CHECK_OK(begin(&r));
+        for (int u = 4; u > 0; u--) {
+            CHECK_OK(fsdpc_pre_backward(r.units[u], r.seen));
+            CHECK_OK(rig_give_all(&r, u));
+        }
+        CHECK(r.units[2]->own_buffer && r.units[1]->own_buffer);
+        CHECK((r.units[3]->own_buffer || r.units[4]->own_buffer) == false);
+        for (int u = 1; u < 5; u++)
+            for (int v = 0; v < u; v++)
+                CHECK(r.units[u]->buffer && r.units[u]->buffer != r.units[v]->buffer);
+        CHECK_OK(fsdpc_backward_end(r.root));
+        for (int u = 1; u < 5; u++) {
+            fsdpc_piece piece;
+            void *grad;
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, &piece, &grad));
+            CHECK(*(float *)grad == rig_gradient(0, 0, u, 0, piece.first));
+        }
+    }
+    rig_close(&r);
+}
+
+/* ---- accumulation ---- */
+
+static float grad_at(rig *r, int unit, int param)
+{
+    fsdpc_piece piece;
+    void *grad = NULL;
+    CHECK_OK(fsdpc_unit_grad(r->units[unit], param, &piece, &grad));
+    return grad ? *(float *)grad : -1e30f;
+}
+
+static void test_accumulation(int world)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, world, false));
+    CHECK_OK(rig_add_units(&r, 3, false));
+    CHECK_OK(rig_root(&r));
+    float sum = 0;
+    for (int step = 0; step < 3; step++) {
+        sum += rig_gradient(0, step, 1, 0, 0);
+        CHECK_OK(rig_step(&r));
+        CHECK(grad_at(&r, 1, 0) == sum);
+    }
+    /* a pending scale belongs to what was there before */
+    r.units[1]->pending_scale = 0.5;
+    CHECK_OK(rig_step(&r));
+    sum = sum * 0.5f + rig_gradient(0, 3, 1, 0, 0);
+    CHECK(grad_at(&r, 1, 0) == sum);
+    /* without synchronising: local until the last one */
+    for (int u = 0; u < 3; u++)
+        fsdpc_unit_zero_grad(r.units[u]);
+    sum = 0;
+    for (int step = 0; step < 3; step++) {
+        for (int u = 0; u < 3; u++)
+            r.units[u]->requires_sync = step == 2;
+        sum += rig_gradient(0, r.step, 1, 0, 0);
+        fsdpc_trace_reset(r.trace);
+        CHECK_OK(rig_step(&r));
+        CHECK(r.units[1]->grad_live == (step == 2));
+        CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, -1, -1) == (step == 2 && world > 1 ? 3 : 0));
+    }
+    CHECK(grad_at(&r, 1, 0) == sum);
+    /* zeroing drops those, too */
+    for (int u = 0; u < 3; u++)
+        r.units[u]->requires_sync = false;
+    CHECK_OK(rig_step(&r));
+    for (int u = 0; u < 3; u++) {
+        fsdpc_unit_zero_grad(r.units[u]);
+        r.units[u]->requires_sync = true;
+    }
+    sum = rig_gradient(0, r.step, 1, 0, 0);
+    CHECK_OK(rig_step(&r));
+    CHECK(grad_at(&r, 1, 0) == sum);
+    rig_close(&r);
+}
+
+/* Parameters without a contribution count as zero, whatever the buffer held. */
+static void test_unfilled(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 2, false));
+    CHECK_OK(rig_add_units(&r, 2, false));
+    CHECK_OK(rig_root(&r));
+    CHECK_OK(rig_step(&r));
+    CHECK_OK(rig_step(&r));
+    fsdpc_unit_zero_grad(r.units[1]);
+    CHECK_OK(begin(&r));
+    CHECK_OK(fsdpc_pre_backward(r.units[1], r.seen));
+    CHECK_OK(rig_give(&r, 1, 1));
+    CHECK_OK(fsdpc_backward_end(r.root));
+    CHECK(grad_at(&r, 1, 0) == 0 && grad_at(&r, 1, 2) == 0);
+    CHECK(grad_at(&r, 1, 1) == rig_gradient(0, 2, 1, 1, 0));
+    rig_close(&r);
+}
+
+/* ---- over ranks ---- */
+
+/* The worst for the choice of buffers: some ranks look for completed reductions more often. */
+static fsdpc_status uneven_steps(rig *r)
+{
+    FSDPC_TRY(rig_add_units(r, 6, false));
+    FSDPC_TRY(rig_root(r));
+    for (int step = 0; step < 20; step++) {
+        for (int u = 0; u < 6; u++)
+            fsdpc_unit_zero_grad(r->units[u]);
+        FSDPC_TRY(begin(r));
+        for (int u = 5; u > 0; u--) {
+            FSDPC_TRY(rig_backward_of(r, u));
+            for (int i = 0; (r->rank + step + u) % 3 == 0 && i < 300; i++)
+                FSDPC_TRY(fsdpc_reduce_progress(r->root));
+        }
+        FSDPC_TRY(rig_give_all(r, 0));
+        FSDPC_TRY(fsdpc_backward_end(r->root));
+        r->step++;
+    }
+    r->step--;
+    for (int u = 0; u < 6; u++) {
+        for (int p = 0; p < 3; p++) {
+            fsdpc_piece piece;
+            void *grad;
+            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, &piece, &grad));
+            for (size_t i = 0; i < piece.numel; i++) {
+                float expect = 0; /* exact in any order */
+                for (int q = 0; q < r->world; q++)
+                    expect += rig_gradient(q, r->step, u, p, piece.first + i);
+                float scale = (float)(1.0 / r->world);
+                r->result[0] += ((const float *)grad)[i] != expect * scale;
+                r->result[1] += 1;
+            }
+        }
+    }
+    return FSDPC_OK;
+}
+
+static void test_ranks(void)
+{
+    for (int world = 1; world <= RIG_RANKS; world++) {
+        rig rigs[RIG_RANKS];
+        double checked = 0;
+        rigs_run(rigs, world, uneven_steps, NULL);
+        for (int p = 0; p < world; p++) {
+            CHECK_NOTE(rigs[p].result[0] == 0, "rank %d of %d: %g wrong", p, world,
+                       rigs[p].result[0]);
+            checked += rigs[p].result[1];
+        }
+        CHECK(checked == 6 * (24 * 16 + 5 * 24 + 70));
+        rigs_close(rigs, world);
+    }
+}
+
+/* bf16 buffers round once through bf16, at world 1 as well. */
+static void test_bf16(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 1, false));
+    fsdpc_unit_options options = rig_options(&r, "root");
+    options.cast_reduce = true;
+    options.reduce_dtype = FSDPC_BF16;
+    options.cast_params = true;
+    options.param_dtype = FSDPC_BF16;
+    fsdpc_param_spec spec = rig_spec("w", FSDPC_F32, 1, 64, 0, 0);
+    CHECK_OK(rig_add(&r, &options, &spec, 1));
+    CHECK_OK(rig_root(&r));
+    CHECK_OK(rig_step(&r));
+    fsdpc_piece piece;
+    void *grad;
+    CHECK_OK(fsdpc_unit_grad(r.units[0], 0, &piece, &grad));
+    for (size_t i = 0; i < 64; i++)
+        CHECK(((float *)grad)[i] ==
+              fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(rig_gradient(0, 0, 0, 0, i))));
+    rig_close(&r);
+}
+
+int main(void)
+{
+    test_pool();
+    test_own_buffer();
+    test_accumulation(1);
+    test_accumulation(2);
+    test_unfilled();
+    test_ranks();
+    test_bf16();
+    return check_report("test_reduce");
+}
