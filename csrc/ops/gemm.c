@@ -2,9 +2,9 @@
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
  * written along its rows.  All of A' (a slab of it, where it is larger than SLAB_BYTES) is packed
- * first.  Then C is cut into blocks of columns; for each block of k the block's part of B'
- * (BLOCK_BYTES) is packed, to lie in L2, and each panel of A meets the panels of B in turn.  What a
- * panel is and how two of them are multiplied is the path's (gemm_path.h).
+ * first.  Then C is cut into blocks of columns; for each block of k the block's part of B' is
+ * packed, to lie in L2, and each panel of A meets the panels of B in turn.  What a panel is and how
+ * two of them are multiplied is the path's (gemm_path.h).
  *
  * With one block of k a tile's sums go straight to C.  With more, the block's sums stay in a
  * private fp32 area of at most ROWS rows, so that partial sums are never rounded to bf16 and C is
@@ -28,7 +28,6 @@
 
 enum {
     SLAB_BYTES = 16 << 20,
-    BLOCK_BYTES = 512 << 10, /* of packed B */
     ROWS = 512,
     HUGE_FROM_BYTES = 256 << 10,
     HUGE_BYTES = 4 << 20,
@@ -100,7 +99,7 @@ static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k,
 
     /* a multiple of the team, so that nobody idles at the end; but blocks of one panel alone would
      * read A once for every nr columns */
-    size_t cols = fsdpc_ceil_div(p.b_panels, fsdpc_max_size(BLOCK_BYTES / p.b_panel_bytes, 1));
+    size_t cols = fsdpc_ceil_div(p.b_panels, path->nc / path->nr);
     cols = fsdpc_min_size(fsdpc_round_up(cols, team), fsdpc_ceil_div(p.b_panels, 2));
     p.col_panels = even_block(p.b_panels, p.b_panels, cols);
     cols = fsdpc_ceil_div(p.b_panels, p.col_panels);

@@ -17,7 +17,7 @@
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 32, NR = 32, TILE_BYTES = 1024 };
+enum { MR = 32, NR = 32, TILE_BYTES = 1024, TILE_WORDS = TILE_BYTES / 4 };
 
 static void enter(void)
 {
@@ -83,24 +83,38 @@ static void tile(void *sums, const void *a, const void *b, size_t k_count, bool 
 static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
                    size_t k_first, size_t k_count)
 {
-    char *to = panel;
-    for (size_t k = 0; k < k_count; k += BLOCK_K)
-        for (size_t j = 0; j < MR; j += BLOCK_LINES, to += TILE_BYTES) {
-            block b = block_of(a, MR, first, count, k_first, k_count, j, k);
-            rows_block((uint32_t *)to, &b);
+    _Alignas(64) uint32_t woven[2][BLOCK_LINES * BLOCK_PAIRS];
+    uint32_t *to = panel;
+    for (size_t k = 0; k < k_count; k += BLOCK_K, to += 2 * TILE_WORDS) {
+        block low = block_of(a, MR, first, count, k_first, k_count, 0, k);
+        block top = block_of(a, MR, first, count, k_first, k_count, BLOCK_LINES, k);
+        if (a->along_k) {
+            move_rows(to, &low);
+            move_rows(to + TILE_WORDS, &top);
+        } else {
+            weave_two(woven[0], woven[1], &low, count);
+            transpose_square(to, BLOCK_PAIRS, woven[0], BLOCK_LINES * sizeof(uint32_t));
+            transpose_square(to + TILE_WORDS, BLOCK_PAIRS, woven[1],
+                             BLOCK_LINES * sizeof(uint32_t));
         }
+    }
 }
 
 /* [k / 32][2 tiles][16 pairs][16 columns] */
 static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
                    size_t k_first, size_t k_count)
 {
-    char *to = panel;
-    for (size_t k = 0; k < k_count; k += BLOCK_K)
-        for (size_t j = 0; j < NR; j += BLOCK_LINES, to += TILE_BYTES) {
-            block here = block_of(b, NR, first, count, k_first, k_count, j, k);
-            pairs_block((uint32_t *)to, BLOCK_LINES, &here);
+    uint32_t *to = panel;
+    for (size_t k = 0; k < k_count; k += BLOCK_K, to += 2 * TILE_WORDS) {
+        block low = block_of(b, NR, first, count, k_first, k_count, 0, k);
+        block top = block_of(b, NR, first, count, k_first, k_count, BLOCK_LINES, k);
+        if (b->along_k) {
+            pairs_block(to, BLOCK_LINES, &low);
+            pairs_block(to + TILE_WORDS, BLOCK_LINES, &top);
+        } else {
+            weave_two(to, to + TILE_WORDS, &low, count);
         }
+    }
 }
 
 static void finish(const fsdpc_gemm_target *target, const void *sums)
@@ -118,6 +132,7 @@ const fsdpc_gemm_path fsdpc_gemm_bf16_amx = {
     .mr = MR,
     .nr = NR,
     .kc = 512,
+    .nc = 512,
     .element_bytes = sizeof(uint16_t),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

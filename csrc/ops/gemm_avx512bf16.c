@@ -91,6 +91,7 @@ const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16 = {
     .mr = MR,
     .nr = NR,
     .kc = 768,
+    .nc = 384,
     .element_bytes = sizeof(uint16_t),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

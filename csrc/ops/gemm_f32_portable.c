@@ -59,6 +59,7 @@ const fsdpc_gemm_path fsdpc_gemm_f32_portable = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
+    .nc = 512,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

@@ -78,6 +78,7 @@ const fsdpc_gemm_path fsdpc_gemm_f64_portable = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
+    .nc = 256,
     .element_bytes = sizeof(double),
     .sum_bytes = sizeof(double),
     .pack_a = pack_a,

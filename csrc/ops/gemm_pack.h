@@ -118,6 +118,10 @@ FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_opera
     if (!from->along_k) {
         for (size_t k = 0; k < k_count; k++) {
             size_t at = (k_first + k) * from->ld + first;
+            /* rows are often pages apart, which hardware does not prefetch */
+            size_t next = (at + 16 * from->ld) * (dtype == FSDPC_F32 ? 4 : 2);
+            __builtin_prefetch((const char *)from->data + next);
+            __builtin_prefetch((const char *)from->data + next + 64);
             for (size_t j = 0; j < width; j += FSDPC_LANES) {
                 size_t left = j < count ? count - j : 0;
                 fsdpc_vf v = {0};

@@ -1,7 +1,7 @@
 /* Packing bf16 for instructions that multiply pairs of k: vdpbf16ps and TDPBF16PS.
  *
  * The unit is a block of 16 lines and 32 k.  A pair is elements k and k + 1 (k even) of one line in
- * one 32-bit word, k low.  pairs_block writes a block as [pair][line], rows_block as [line][pair];
+ * one 32-bit word, k low.  A block is written as [pair][line] or [line][pair];
  * which of the two is a plain move, an interleave or a transpose of words depends on how the
  * operand lies in memory.  Missing lines and k are zeros.
  */
@@ -54,6 +54,28 @@ FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
     }
 }
 
+/* The same for two neighbouring blocks, up to 32 lines: each cache line is read once, whole.  Rows
+ * are far apart, often pages, which hardware does not prefetch: those of the next 32 k are asked
+ * for. */
+FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, size_t lines)
+{
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    __mmask32 mask = lines >= 32 ? 0xffffffffu : (1u << lines) - 1;
+    for (size_t i = 0; i < BLOCK_PAIRS; i++) {
+        __m512i even = _mm512_setzero_si512(), odd = even;
+        if (2 * i < b->k_count)
+            even = _mm512_maskz_loadu_epi16(mask, block_at(b, 0, 2 * i));
+        if (2 * i + 1 < b->k_count)
+            odd = _mm512_maskz_loadu_epi16(mask, block_at(b, 0, 2 * i + 1));
+        _mm_prefetch((const char *)block_at(b, 0, 2 * i + BLOCK_K), _MM_HINT_T0);
+        _mm_prefetch((const char *)block_at(b, 0, 2 * i + 1 + BLOCK_K), _MM_HINT_T0);
+        even = _mm512_permutexvar_epi64(order, even);
+        odd = _mm512_permutexvar_epi64(order, odd);
+        _mm512_storeu_si512(to + i * BLOCK_LINES, _mm512_unpacklo_epi16(even, odd));
+        _mm512_storeu_si512(to_next + i * BLOCK_LINES, _mm512_unpackhi_epi16(even, odd));
+    }
+}
+
 FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
 {
     if (!b->from->along_k) {
@@ -64,17 +86,6 @@ FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
         _Alignas(64) uint32_t copy[BLOCK_LINES * BLOCK_PAIRS];
         move_rows(copy, b);
         transpose_square(to, to_stride, copy, BLOCK_PAIRS * sizeof(uint32_t));
-    }
-}
-
-FSDPC_INLINE void rows_block(uint32_t *to, const block *b)
-{
-    if (b->from->along_k) {
-        move_rows(to, b);
-    } else {
-        _Alignas(64) uint32_t copy[BLOCK_LINES * BLOCK_PAIRS];
-        weave_pairs(copy, BLOCK_LINES, b);
-        transpose_square(to, BLOCK_PAIRS, copy, BLOCK_LINES * sizeof(uint32_t));
     }
 }
 

@@ -63,6 +63,7 @@ typedef struct fsdpc_gemm_path {
     const char *name;
     size_t mr, nr;
     size_t kc; /* most of k in one block */
+    size_t nc; /* most columns in one: kc * nc elements of packed B are to fit L2 */
     size_t element_bytes, sum_bytes;
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
