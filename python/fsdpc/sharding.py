@@ -136,7 +136,8 @@ def fully_shard(
             p._recipe = None
     module.__dict__["_fsdpc_unit"] = unit
     cls = type(module)
-    module.__class__ = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+    object.__setattr__(module, "__class__", sharded)
     return module
 
 
