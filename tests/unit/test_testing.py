@@ -82,7 +82,7 @@ def test_it(tmp_path):
     )
     result.stdout.fnmatch_lines_random(["--- rank 2*---", "*ValueError: said by two*"])
     result.stdout.fnmatch_lines(["--- rank 0 ---", "ended by the launcher 5 s after the first"])
-    assert result.duration < 10
+    assert result.duration < 60  # the sleep was not waited for
 
 
 def test_a_hang_shows_every_ranks_stack(pytester: pytest.Pytester) -> None:
