@@ -1,0 +1,147 @@
+/* Gathers: what becomes readable when, publishing into the wire, and finding foreign writes. */
+#include "engine_fixture.h"
+
+#include "engine/gather.h"
+
+/* A unit of every dtype and odd sizes beside the root. */
+static fsdpc_status add_mixed(rig *r, bool no_alias)
+{
+    fsdpc_param_spec specs[] = {
+        rig_spec("w", FSDPC_F32, 2, 7, 33, 0), rig_spec("h", FSDPC_BF16, 2, 9, 64, 0),
+        rig_spec("b", FSDPC_F32, 1, 5, 0, 0), rig_spec("whole", FSDPC_F32, 2, 3, 3, 0)};
+    specs[3].whole = true;
+    FSDPC_TRY(rig_add_units(r, 1, no_alias));
+    fsdpc_unit_options options = rig_options(r, "mixed");
+    options.no_alias = no_alias;
+    options.cast_params = true;
+    options.param_dtype = FSDPC_BF16;
+    return rig_add(r, &options, specs, 4);
+}
+
+static float value_of(int param, size_t i)
+{
+    return (float)((int)(i % 250) - 125) * (param == 1 ? 0.5f : 1.0f); /* exact in bf16 */
+}
+
+static fsdpc_status write_all(rig *r)
+{
+    for (int p = 0; p < 4; p++) {
+        float full[9 * 64];
+        for (size_t i = 0; i < r->units[1]->layout->params[p].numel; i++)
+            full[i] = value_of(p, i);
+        FSDPC_TRY(fsdpc_unit_write(r->units[1], p, full, FSDPC_F32));
+    }
+    return FSDPC_OK;
+}
+
+static int wrong_values(rig *r)
+{
+    int wrong = 0;
+    for (int p = 0; p < 4; p++) {
+        const uint16_t *full = fsdpc_unit_full(r->units[1], p);
+        for (size_t i = 0; i < r->units[1]->layout->params[p].numel; i++)
+            wrong += fsdpc_bf16_to_f32(full[i]) != value_of(p, i);
+    }
+    return wrong;
+}
+
+static fsdpc_status gather_values(rig *r)
+{
+    FSDPC_TRY(add_mixed(r, r->arg != NULL));
+    FSDPC_TRY(write_all(r));
+    FSDPC_TRY(rig_root(r));
+    for (int step = 0; step < 3; step++) {
+        FSDPC_TRY(fsdpc_pre_forward(r->units[0], false));
+        FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
+        r->result[step] = wrong_values(r);
+        FSDPC_TRY(fsdpc_post_forward(r->units[1], false));
+        const uint16_t *full = fsdpc_unit_full(r->units[1], 0);
+        r->result[3] += full[0] == 0xffff; /* NaN: given up */
+        FSDPC_TRY(fsdpc_post_forward(r->units[0], false));
+    }
+    return FSDPC_OK;
+}
+
+static void test_values(void)
+{
+    for (int world = 1; world <= RIG_RANKS; world++) {
+        for (int no_alias = 0; no_alias < 2; no_alias++) {
+            rig rigs[RIG_RANKS];
+            rigs_run(rigs, world, gather_values, no_alias ? rigs : NULL);
+            for (int p = 0; p < world; p++) {
+                for (int step = 0; step < 3; step++)
+                    CHECK_NOTE(rigs[p].result[step] == 0, "rank %d of %d, step %d: %g wrong", p,
+                               world, step, rigs[p].result[step]);
+                CHECK(rigs[p].result[3] == (no_alias ? 3 : 0));
+            }
+            rigs_close(rigs, world);
+        }
+    }
+}
+
+static void test_states(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 2, false));
+    CHECK_OK(rig_add_units(&r, 2, false));
+    CHECK_OK(rig_root(&r));
+    fsdpc_unit *unit = r.units[1];
+    CHECK_OK(fsdpc_gather_post(unit, false));
+    CHECK(unit->state == FSDPC_UNIT_GATHERING);
+    CHECK_OK(fsdpc_gather_post(unit, false)); /* nothing more */
+    CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 1, 0) == 1);
+    fsdpc_gather_drop(unit); /* never used: it may be gathered again all the same */
+    CHECK(unit->state == FSDPC_UNIT_SHARDED);
+    CHECK_OK(fsdpc_gather_wait(unit, true));
+    CHECK(unit->state == FSDPC_UNIT_FULL && rig_count(&r, FSDPC_TRACE_GATHER, 1, 1) == 1);
+    CHECK_OK(fsdpc_gather_wait(unit, false));
+    CHECK(rig_count(&r, FSDPC_TRACE_GATHER_DONE, 1, -1) == 1);
+    unit->held = 1;
+    fsdpc_gather_drop(unit);
+    CHECK(unit->state == FSDPC_UNIT_FULL);
+    unit->held = 0;
+    fsdpc_gather_drop(unit);
+    CHECK(unit->state == FSDPC_UNIT_SHARDED);
+    rig_close(&r);
+}
+
+static void test_changed(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 2, false));
+    CHECK_OK(add_mixed(&r, false));
+    CHECK_OK(write_all(&r));
+    CHECK_OK(rig_root(&r));
+    bool changed;
+    CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
+    CHECK(changed);
+    CHECK_OK(fsdpc_gather_publish(r.units[1]));
+    CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
+    CHECK(!changed);
+    for (int p = 0; p < 3; p++) { /* one bit of any parameter, found when asked to look */
+        fsdpc_piece piece;
+        void *master = fsdpc_unit_master(r.units[1], p, &piece);
+        uint32_t keep;
+        memcpy(&keep, master, 4);
+        memset(master, 0x55, 4);
+        r.units[1]->foreign = false;
+        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
+        CHECK(!changed);
+        r.units[1]->foreign = true;
+        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
+        CHECK(changed && r.units[1]->dirty);
+        memcpy(master, &keep, 4);
+        r.units[1]->dirty = false;
+        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
+        CHECK(!changed);
+    }
+    rig_close(&r);
+}
+
+int main(void)
+{
+    test_values();
+    test_states();
+    test_changed();
+    return check_report("test_gather");
+}
