@@ -1,0 +1,323 @@
+"""Operations on tensors, each with its backward.
+
+Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products and
+normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64) and
+rounds once to the dtype of the result.  No result depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdpc import _core
+from fsdpc._core import (
+    Tensor,
+    abs,
+    add,
+    array_equal,
+    boundary,
+    cast,
+    checkpoint,
+    concat,
+    custom,
+    div,
+    exp,
+    expand,
+    log,
+    matmul,
+    mean,
+    mul,
+    neg,
+    permute,
+    pow,
+    relu,
+    reshape,
+    sigmoid,
+    silu,
+    sqrt,
+    stack,
+    sub,
+    sum,
+    tanh,
+    transpose,
+)
+
+__all__ = [
+    "abs", "add", "array_equal", "boundary", "cast", "checkpoint", "concat", "cross_entropy",
+    "custom", "div", "dropout", "embedding", "exp", "expand", "gelu", "layer_norm", "linear",
+    "linear_cross_entropy", "log", "log_softmax", "matmul", "mean", "mse_loss", "mul", "neg",
+    "permute", "pow", "relu", "reshape", "rms_norm", "rotary", "rotary_tables",
+    "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "split", "sqrt", "stack", "sub",
+    "sum", "swiglu", "tanh", "transpose",
+]  # fmt: skip
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows by a weight: ``x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (out, in), of x's dtype.
+    bias : Tensor, optional
+        (out), of x's dtype.
+
+    Returns
+    -------
+    Tensor
+        (..., out)
+
+    Notes
+    -----
+    The gradient of the weight is written straight to where it belongs (a sharded parameter's reduce
+    buffer, added in its dtype), without a temporary.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x, w = fsdpc.tensor([[1.0, 2.0]]), fsdpc.tensor([[3.0, 4.0]], requires_grad=True)
+    >>> fsdpc.functional.linear(x, w).sum().backward()
+    >>> w.grad.tolist()
+    [[1.0, 2.0]]
+    """
+    return _core.linear(x, weight, bias)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Apply the Gaussian error linear unit.
+
+    Parameters
+    ----------
+    x : Tensor
+    approximate : {"none", "tanh"}
+        By erf, or by tanh as GPT-2 has it.
+
+    Source: Hendrycks & Gimpel 2016.
+    """
+    return _core.gelu(x, approximate)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate by SiLU: ``silu(gate) * up`` in one pass.
+
+    Source: Shazeer 2020.
+    """
+    return _core.swiglu(gate, up)
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Normalise exponentials along a dimension; along any but the last it costs two copies."""
+    return _core.softmax(x, dim)
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Take the logarithm of :func:`softmax`, computed without overflow."""
+    return _core.log_softmax(x, dim)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., cols)
+    weight, bias : Tensor, optional
+        (cols), of x's dtype.
+    eps : float
+        Added to the variance.
+
+    Source: Ba, Kiros & Hinton 2016.
+    """
+    return _core.layer_norm(x, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Divide the last dimension by its root mean square, then scale.
+
+    Source: Zhang & Sennrich 2019.
+    """
+    return _core.rms_norm(x, weight, eps)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Pick rows of a table.
+
+    Parameters
+    ----------
+    ids : Tensor
+        Any shape, int32 or int64.
+    weight : Tensor
+        (rows, dim)
+
+    Returns
+    -------
+    Tensor
+        (..., dim)
+
+    Raises
+    ------
+    IndexError
+        An id is negative or names no row.
+    """
+    return _core.embedding(ids, weight)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of elements by angles that grow with the position.
+
+    Parameters
+    ----------
+    x : Tensor
+        (batch, tokens, heads, dim); elements i and i + dim/2 are a pair.
+    cos, sin : Tensor
+        (tokens or more, dim/2), see :func:`rotary_tables`; no gradient.
+
+    Source: Su et al. 2021; halves as in LLaMA checkpoints of transformers.
+    """
+    return _core.rotary(x, cos, sin)
+
+
+def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines that :func:`rotary` takes, (tokens, dim/2) in fp32."""
+    import numpy as np
+
+    frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    angles = np.arange(tokens, dtype=np.float64)[:, None] * frequencies
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return _core.tensor(cos), _core.tensor(sin)
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhtd",
+) -> Tensor:
+    """Mix values by the softmax of query-key products; no T x T matrix is kept.
+
+    Parameters
+    ----------
+    q : Tensor
+        (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
+    k, v : Tensor
+        The same with their own number of tokens, and heads that divide q's (grouped queries).
+    causal : bool
+        Query t of Tq sees keys up to t + (Tk - Tq): the last query sees all of them.
+    scale : float, optional
+        1 / sqrt(dim) by default.
+    layout : {"bhtd", "bthd"}
+        The second is what a projection gives: no transposes are needed.
+
+    Returns
+    -------
+    Tensor
+        Of q's shape.
+
+    Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
+    """
+    return _core.scaled_dot_product_attention(q, k, v, causal, scale, layout)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Average the negative log likelihood of the targets.
+
+    Parameters
+    ----------
+    logits : Tensor
+        (..., classes)
+    targets : Tensor
+        (...), int32 or int64.
+    ignore_index : int
+        Rows with this target do not count.
+
+    Returns
+    -------
+    Tensor
+        A scalar of fp32, whatever the logits are; NaN when no row counts.
+    """
+    return _core.cross_entropy(logits, targets, ignore_index)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_rows: int = 0,
+) -> Tensor:
+    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (classes, in), of x's dtype.
+    targets : Tensor
+        (...), int32 or int64.
+    ignore_index : int
+        Rows with this target do not count.
+    chunk_rows : int
+        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
+
+    Notes
+    -----
+    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
+    backward; with one, the logits' gradient does instead.
+    """
+    return _core.linear_cross_entropy(x, weight, targets, ignore_index, chunk_rows)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zero elements with probability p and scale the others by 1 / (1 - p).
+
+    Notes
+    -----
+    The mask is a function of the seed (``fsdpc.manual_seed``) and of how many random streams were
+    taken before; it is not kept, and recomputation draws the same one.
+
+    Source: Srivastava et al. 2014.
+    """
+    return _core.dropout(x, p, training)
+
+
+def mse_loss(x: Tensor, target: Tensor) -> Tensor:
+    """Average the squared difference."""
+    difference = x - target
+    return _core.mean(difference * difference)
+
+
+def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Cut a tensor into parts along a dimension.
+
+    Parameters
+    ----------
+    x : Tensor
+    sizes : int or sequence of int
+        Extent of every part (the last may be shorter), or of each.
+    dim : int
+
+    Raises
+    ------
+    ValueError
+        The sizes do not add up to the extent.
+    """
+    axis = dim + x.ndim if dim < 0 else dim
+    extent = x.shape[axis]
+    if isinstance(sizes, int):
+        whole, rest = divmod(extent, sizes)
+        sizes = [sizes] * whole + ([rest] if rest else [])
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if ends[-1] != extent:
+        raise ValueError(f"split: sizes {list(sizes)} for dimension {dim} of {extent} elements")
+    lead = (slice(None),) * axis
+    return [x[(*lead, slice(a, b))] for a, b in zip(ends, ends[1:], strict=False)]
