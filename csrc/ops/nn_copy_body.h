@@ -8,7 +8,7 @@
  * written whole; steps   anything else, element by element (fsdpc_nn_cast_row).
  */
 
-enum { COPY_TILE = 32 };
+enum { COPY_TILE = 64, TILE_ROW = COPY_TILE + 16 /* not a power of two: sets again */ };
 
 static void copy_memcpy_range(const void *arg, size_t first, size_t last)
 {
@@ -142,6 +142,18 @@ FSDPC_INLINE void copy_square(char *dst, size_t dst_row, const char *src, size_t
                 memcpy(dst + (r * dst_row + c) * bytes, src + (c * src_row + r) * bytes, bytes);
 }
 
+/* The tile's source rows side by side: far apart they would share a few sets of the cache. */
+FSDPC_INLINE void copy_pack(char *tile, const char *src, size_t src_row, size_t n_cols,
+                            size_t n_rows, size_t bytes)
+{
+    if (n_rows == COPY_TILE)
+        for (size_t c = 0; c < n_cols; c++)
+            memcpy(tile + c * TILE_ROW * bytes, src + c * src_row * bytes, COPY_TILE * bytes);
+    else
+        for (size_t c = 0; c < n_cols; c++)
+            memcpy(tile + c * TILE_ROW * bytes, src + c * src_row * bytes, n_rows * bytes);
+}
+
 /* Items are strips: COPY_TILE indices of the last dimension but one, all of the last. */
 FSDPC_INLINE void copy_tiles_range(const nn_copy_plan *plan, size_t first, size_t last,
                                    size_t bytes)
@@ -151,18 +163,24 @@ FSDPC_INLINE void copy_tiles_range(const nn_copy_plan *plan, size_t first, size_
     size_t rows = plan->box.shape[d], cols = plan->box.shape[d + 1];
     size_t dst_row = plan->box.stride[0][d], src_row = plan->box.stride[1][d + 1];
     size_t strips = fsdpc_ceil_div(rows, COPY_TILE);
+    char tile[COPY_TILE * TILE_ROW * 4] __attribute__((aligned(64)));
     for (size_t item = first; item < last; item++) {
         size_t offset[NN_OPERANDS], begin = item % strips * COPY_TILE;
         size_t end = fsdpc_min_size(begin + COPY_TILE, rows);
         nn_box_offsets(&plan->box, 2, item / strips, offset);
         char *dst = (char *)args->dst + offset[0] * bytes;
         const char *src = (const char *)args->src + offset[1] * bytes;
-        for (size_t c = 0; c < cols; c += FSDPC_LANES)
-            for (size_t r = begin; r < end; r += FSDPC_LANES)
-                copy_square(dst + (r * dst_row + c) * bytes, dst_row,
-                            src + (c * src_row + r) * bytes, src_row,
-                            fsdpc_min_size(FSDPC_LANES, end - r),
-                            fsdpc_min_size(FSDPC_LANES, cols - c), bytes);
+        for (size_t col = 0; col < cols; col += COPY_TILE) {
+            size_t n_cols = fsdpc_min_size(COPY_TILE, cols - col);
+            copy_pack(tile, src + (col * src_row + begin) * bytes, src_row, n_cols, end - begin,
+                      bytes);
+            for (size_t r = 0; r < end - begin; r += FSDPC_LANES)
+                for (size_t c = 0; c < n_cols; c += FSDPC_LANES)
+                    copy_square(dst + ((begin + r) * dst_row + col + c) * bytes, dst_row,
+                                tile + (c * TILE_ROW + r) * bytes, TILE_ROW,
+                                fsdpc_min_size(FSDPC_LANES, end - begin - r),
+                                fsdpc_min_size(FSDPC_LANES, n_cols - c), bytes);
+        }
     }
 }
 

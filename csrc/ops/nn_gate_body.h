@@ -1,7 +1,7 @@
 /* SwiGLU, forward and backward, and dropout (see nn_internal.h for how bodies are compiled).
  *
- * Dropout draws word first + i of a Philox stream for element i.  Sixteen blocks of four words are
- * computed side by side so that the rounds become vector code; the words are the scalar ones.
+ * Dropout draws word first + i of a Philox stream for element i.  FSDPC_LANES blocks of four words
+ * are computed side by side; the words are those of base/random.h.
  */
 
 FSDPC_INLINE void swiglu_step(const fsdpc_swiglu_args *args, size_t i, size_t n, fsdpc_dtype dtype)
@@ -60,61 +60,102 @@ static fsdpc_status swiglu_backward(const fsdpc_swiglu_args *args, fsdpc_stream 
     return FSDPC_OK;
 }
 
-enum { DROPOUT_BLOCKS = 16, DROPOUT_WORDS = 4 * DROPOUT_BLOCKS };
+/* Low and high halves of the 64-bit products a * m. */
+typedef struct wide_product {
+    fsdpc_vu low, high;
+} wide_product;
 
-/* Words 4 * block .. of the stream: fsdpc_philox_block for sixteen blocks at once. */
-static void dropout_words(uint64_t seed, uint64_t stream, uint64_t block,
-                          uint32_t words[DROPOUT_WORDS])
+FSDPC_INLINE wide_product multiply_wide(fsdpc_vu a, uint32_t m)
 {
-    uint32_t c0[DROPOUT_BLOCKS], c1[DROPOUT_BLOCKS], c2[DROPOUT_BLOCKS], c3[DROPOUT_BLOCKS];
-    for (uint32_t l = 0; l < DROPOUT_BLOCKS; l++) {
-        c0[l] = (uint32_t)(block + l);
-        c1[l] = (uint32_t)((block + l) >> 32);
-        c2[l] = (uint32_t)stream;
-        c3[l] = (uint32_t)(stream >> 32);
+#if defined(FSDPC_VEC_AVX512)
+    __m512i factor = _mm512_set1_epi32((int)m);
+    __m512i even = _mm512_mul_epu32((__m512i)a, factor);
+    __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64((__m512i)a, 32), factor);
+    __m512i low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    __m512i high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    return (wide_product){(fsdpc_vu)low, (fsdpc_vu)high};
+#elif defined(FSDPC_VEC_AVX2)
+    __m256i factor = _mm256_set1_epi32((int)m);
+    __m256i even = _mm256_mul_epu32((__m256i)a, factor);
+    __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)a, 32), factor);
+    __m256i low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    __m256i high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    return (wide_product){(fsdpc_vu)low, (fsdpc_vu)high};
+#else
+    typedef uint64_t quads __attribute__((vector_size(FSDPC_LANES * 4)));
+    quads even = ((quads)a & 0xffffffffu) * m, odd = ((quads)a >> 32) * m;
+    return (wide_product){(fsdpc_vu)((even & 0xffffffffu) | (odd << 32)),
+                          (fsdpc_vu)((even >> 32) | (odd & 0xffffffff00000000u))};
+#endif
+}
+
+enum { DROPOUT_WORDS = 4 * FSDPC_LANES };
+
+/* Words 4 * block .. of the stream: fsdpc_philox_block for FSDPC_LANES blocks at once. */
+FSDPC_INLINE void dropout_words(uint64_t seed, uint64_t stream, uint64_t block,
+                                uint32_t words[DROPOUT_WORDS])
+{
+    uint32_t lanes[4][FSDPC_LANES];
+    for (uint32_t l = 0; l < FSDPC_LANES; l++) {
+        lanes[0][l] = (uint32_t)(block + l);
+        lanes[1][l] = (uint32_t)((block + l) >> 32);
+        lanes[2][l] = (uint32_t)stream;
+        lanes[3][l] = (uint32_t)(stream >> 32);
     }
+    fsdpc_vu c[4];
+    memcpy(c, lanes, sizeof c);
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int round = 0; round < 10; round++) {
-        for (int l = 0; l < DROPOUT_BLOCKS; l++) {
-            uint64_t p0 = (uint64_t)0xD2511F53u * c0[l], p1 = (uint64_t)0xCD9E8D57u * c2[l];
-            c0[l] = (uint32_t)(p1 >> 32) ^ c1[l] ^ k0;
-            c1[l] = (uint32_t)p1;
-            c2[l] = (uint32_t)(p0 >> 32) ^ c3[l] ^ k1;
-            c3[l] = (uint32_t)p0;
-        }
+        wide_product p0 = multiply_wide(c[0], 0xD2511F53u), p1 = multiply_wide(c[2], 0xCD9E8D57u);
+        c[0] = p1.high ^ c[1] ^ k0;
+        c[1] = p1.low;
+        c[2] = p0.high ^ c[3] ^ k1;
+        c[3] = p0.low;
         k0 += 0x9E3779B9u;
         k1 += 0xBB67AE85u;
     }
-    for (int l = 0; l < DROPOUT_BLOCKS; l++) {
-        words[4 * l] = c0[l];
-        words[4 * l + 1] = c1[l];
-        words[4 * l + 2] = c2[l];
-        words[4 * l + 3] = c3[l];
-    }
+    memcpy(lanes, c, sizeof lanes);
+    for (int l = 0; l < FSDPC_LANES; l++)
+        for (int w = 0; w < 4; w++)
+            words[4 * l + w] = lanes[w][l];
+}
+
+FSDPC_INLINE void dropout_step(const fsdpc_dropout_args *args, size_t i, size_t n,
+                               const uint32_t *words, int32_t threshold, float scale,
+                               fsdpc_dtype dtype)
+{
+    fsdpc_vu word;
+    memcpy(&word, words, sizeof word);
+    fsdpc_vi keep = (fsdpc_vi)(word >> 8) >= threshold;
+    fsdpc_vf x = fsdpc_vf_load_as_n(args->x, i, dtype, n) * scale;
+    fsdpc_vf_store_as_n(args->out, i, dtype, fsdpc_vf_select(keep, x, (fsdpc_vf){0}), n);
 }
 
 FSDPC_INLINE void dropout_range(const fsdpc_dropout_args *args, size_t first, size_t last,
                                 fsdpc_dtype dtype)
 {
     /* keep where uniform >= p, in integers: 24 bits against p * 2^24 rounded up */
-    uint32_t threshold = (uint32_t)ceil(args->p * 0x1p24);
+    int32_t threshold = (int32_t)ceil(args->p * 0x1p24);
     float scale = args->p < 1 ? (float)(1 / (1 - args->p)) : 0.0f;
     for (size_t i = first, numel; i < last; i += numel) {
-        uint32_t words[DROPOUT_WORDS];
+        uint32_t words[DROPOUT_WORDS + FSDPC_LANES]; /* the last vector may read past the words */
         uint64_t word = args->first + i;
-        size_t skip = word % 4;
+        size_t skip = word % 4, j = 0;
         dropout_words(args->seed, args->stream, word / 4, words);
+        memset(words + DROPOUT_WORDS, 0, FSDPC_LANES * sizeof *words);
         numel = fsdpc_min_size(DROPOUT_WORDS - skip, last - i);
-        for (size_t j = 0; j < numel; j++) {
-            bool keep = words[skip + j] >> 8 >= threshold;
-            if (dtype == FSDPC_F64) {
-                double x = ((const double *)args->x)[i + j];
-                ((double *)args->out)[i + j] = keep ? x / (1 - args->p) : 0;
-            } else {
-                float x = fsdpc_f32_load_as(args->x, i + j, dtype);
-                fsdpc_f32_store_as(args->out, i + j, dtype, keep ? x * scale : 0.0f);
-            }
+        if (dtype == FSDPC_F64) {
+            for (; j < numel; j++)
+                ((double *)args->out)[i + j] =
+                    (int32_t)(words[skip + j] >> 8) >= threshold
+                        ? ((const double *)args->x)[i + j] / (1 - args->p)
+                        : 0;
+            continue;
         }
+        for (; j + FSDPC_LANES <= numel; j += FSDPC_LANES)
+            dropout_step(args, i + j, FSDPC_LANES, words + skip + j, threshold, scale, dtype);
+        if (j < numel)
+            dropout_step(args, i + j, numel - j, words + skip + j, threshold, scale, dtype);
     }
 }
 

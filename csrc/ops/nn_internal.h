@@ -75,24 +75,24 @@ static inline bool nn_unary_reads_x(fsdpc_unary kind)
            kind != FSDPC_UNARY_MUL_SCALAR && kind != FSDPC_UNARY_RSUB_SCALAR;
 }
 
-/* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form. */
+/* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
+ * arguments are copied first: nothing a kernel stores can then alias them, so they stay in
+ * registers. */
 #define NN_FLOAT_KERNELS(name, args_type, f64)                                                     \
-    static void name##_f32(const void *args, size_t first, size_t last)                            \
-    {                                                                                              \
-        name((const args_type *)args, first, last, FSDPC_F32);                                     \
-    }                                                                                              \
-    static void name##_bf16(const void *args, size_t first, size_t last)                           \
-    {                                                                                              \
-        name((const args_type *)args, first, last, FSDPC_BF16);                                    \
-    }                                                                                              \
-    static void name##_f16(const void *args, size_t first, size_t last)                            \
-    {                                                                                              \
-        name((const args_type *)args, first, last, FSDPC_F16);                                     \
-    }                                                                                              \
+    NN_FLOAT_KERNEL(name, args_type, f32, FSDPC_F32)                                               \
+    NN_FLOAT_KERNEL(name, args_type, bf16, FSDPC_BF16)                                             \
+    NN_FLOAT_KERNEL(name, args_type, f16, FSDPC_F16)                                               \
     static const nn_range_fn name##_kernels[] = {[FSDPC_F32] = name##_f32,                         \
                                                  [FSDPC_BF16] = name##_bf16,                       \
                                                  [FSDPC_F16] = name##_f16,                         \
                                                  [FSDPC_F64] = (f64)};
+
+#define NN_FLOAT_KERNEL(name, args_type, suffix, dtype)                                            \
+    static void name##_##suffix(const void *args, size_t first, size_t last)                       \
+    {                                                                                              \
+        const args_type own = *(const args_type *)args;                                            \
+        name(&own, first, last, dtype);                                                            \
+    }
 
 /* -- strided boxes ----------------------------------------------------------------------------- */
 

@@ -175,7 +175,7 @@ FSDPC_INLINE void norm_backward_row(norm_row *row, fsdpc_dtype dtype, bool weigh
 FSDPC_INLINE void norm_backward_range(const norm_plan *plan, size_t first, size_t last,
                                       fsdpc_dtype dtype)
 {
-    const fsdpc_norm_args *args = plan->args;
+    const fsdpc_norm_args own = *plan->args, *args = &own; /* cannot alias what is stored */
     for (size_t block = first; block < last; block++) {
         norm_row row = {.args = args};
         row.dweight = plan->dweight ? plan->dweight + block * args->cols : NULL;

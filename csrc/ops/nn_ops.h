@@ -42,6 +42,8 @@ typedef enum fsdpc_unary {
 
 typedef enum fsdpc_binary { FSDPC_BINARY_ADD, FSDPC_BINARY_SUB, FSDPC_BINARY_MUL, FSDPC_BINARY_DIV } fsdpc_binary;
 
+/* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR, MUL_SCALAR
+ * and RSUB_SCALAR, and x alone for the others; what is not read may be NULL. */
 typedef struct fsdpc_unary_args {
     fsdpc_unary kind;
     fsdpc_dtype dtype;
