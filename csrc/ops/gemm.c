@@ -167,7 +167,7 @@ static void multiply_row(const job *j, size_t pass, size_t panel, size_t col, si
     const char *a = a_panel(j, pass, panel);
     size_t row = (j->first_panel + panel) * path->mr;
     for (size_t q = 0; q < col_panels; q++, col += path->nr) {
-        size_t ahead = p->a_panel_bytes + q * k_count * FSDPC_GEMM_AHEAD_BYTES;
+        size_t ahead = p->a_panel_bytes + q * k_count * path->ahead_bytes;
         path->tile(sums, a, b + q * p->b_panel_bytes, k_count, pass > 0, a + ahead);
         if (pass + 1 == p->passes) {
             fsdpc_gemm_target to = it->c;

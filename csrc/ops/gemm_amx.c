@@ -17,7 +17,7 @@
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 32, NR = 32, TILE_BYTES = 1024, TILE_WORDS = TILE_BYTES / 4 };
+enum { MR = 32, NR = 32, TILE_BYTES = 1024, TILE_WORDS = TILE_BYTES / 4, AHEAD_BYTES = 4 };
 
 static void enter(void)
 {
@@ -71,7 +71,7 @@ static void tile(void *sums, const void *a, const void *b, size_t k_count, bool 
         _mm_prefetch(ahead + 64, _MM_HINT_T1);
         pa += 2 * TILE_BYTES;
         pb += 2 * TILE_BYTES;
-        ahead += BLOCK_K * FSDPC_GEMM_AHEAD_BYTES;
+        ahead += BLOCK_K * AHEAD_BYTES;
     }
     _tile_stored(0, c, row);
     _tile_stored(1, c + 64, row);
@@ -135,6 +135,7 @@ const fsdpc_gemm_path fsdpc_gemm_bf16_amx = {
     .nc = 512,
     .element_bytes = sizeof(uint16_t),
     .sum_bytes = sizeof(float),
+    .ahead_bytes = AHEAD_BYTES,
     .pack_a = pack_a,
     .pack_b = pack_b,
     .tile = tile,

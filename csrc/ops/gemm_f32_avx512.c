@@ -10,14 +10,13 @@
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 14, NR = 32 };
+enum { MR = 14, NR = 32, AHEAD_BYTES = 8 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 
 static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
                  const char *ahead)
 {
-    (void)ahead;
     float *c = sums;
     const float *pa = a, *pb = b;
 #define X(i) __m512 low##i = _mm512_setzero_ps(), top##i = _mm512_setzero_ps();
@@ -32,6 +31,8 @@ static void tile(void *sums, const void *a, const void *b, size_t k_count, bool 
 #undef X
     }
     for (size_t k = 0; k < k_count; k++, pa += MR, pb += NR) {
+        if (k % (64 / AHEAD_BYTES) == 0)
+            _mm_prefetch(ahead + k * AHEAD_BYTES, _MM_HINT_T1);
         __m512 b0 = _mm512_load_ps(pb), b1 = _mm512_load_ps(pb + 16);
 #define X(i)                                                                                       \
     {                                                                                              \
@@ -79,6 +80,7 @@ const fsdpc_gemm_path fsdpc_gemm_f32_avx512 = {
     .nc = 256,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
+    .ahead_bytes = AHEAD_BYTES,
     .pack_a = pack_a,
     .pack_b = pack_b,
     .tile = tile,

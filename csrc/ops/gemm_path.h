@@ -41,10 +41,7 @@ typedef struct fsdpc_gemm_target {
     bool accumulate;
 } fsdpc_gemm_target;
 
-enum {
-    FSDPC_GEMM_SKINNY = 4,     /* rows (or columns) up to which a product is skinny */
-    FSDPC_GEMM_AHEAD_BYTES = 4 /* what a tile function may prefetch for each k it multiplies */
-};
+enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */
 
 /* A product of few rows; where C has few columns instead, it is the transposed product. */
 typedef struct fsdpc_gemm_skinny {
@@ -65,13 +62,14 @@ typedef struct fsdpc_gemm_path {
     size_t kc; /* most of k in one block */
     size_t nc; /* most columns in one: kc * nc elements of packed B are to fit L2 */
     size_t element_bytes, sum_bytes;
+    size_t ahead_bytes; /* prefetched by tile for each k; 0: none */
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
     void (*pack_a)(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
                    size_t k_first, size_t k_count);
     void (*pack_b)(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
                    size_t k_first, size_t k_count);
-    /* `ahead` is what the caller reads soon: k_count * FSDPC_GEMM_AHEAD_BYTES may be prefetched. */
+    /* `ahead` is what the caller reads soon: k_count * ahead_bytes of it may be prefetched. */
     void (*tile)(void *sums, const void *a, const void *b, size_t k_count, bool resume,
                  const char *ahead);
     void (*finish)(const fsdpc_gemm_target *target, const void *sums);
