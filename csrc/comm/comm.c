@@ -50,6 +50,7 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
         .device = config->device,
         .trace = config->trace,
         .rank = config->rank,
+        .world_rank = config->rank,
         .size = config->size,
         .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,
         .notice_s = config->notice_s > 0 ? config->notice_s : 10,
@@ -83,7 +84,7 @@ fsdpc_status fsdpc_comm_health(const fsdpc_comm *comm)
         return FSDPC_OK;
     return fsdpc_fail(FSDPC_ERR_POISONED,
                       "rank %d: the communicator failed earlier and is closed: %s; restart the run",
-                      comm->rank, comm->poison);
+                      comm->world_rank, comm->poison);
 }
 
 /* ---- Waiting ---- */
@@ -111,8 +112,8 @@ static void late_text(const waiting *w, double waited_s, char *text, size_t byte
     if (w->comm->ops->describe)
         w->comm->ops->describe(w->comm, who, sizeof who);
     bool named = w->unit && w->unit[0];
-    snprintf(text, bytes, "rank %d waits since %.3g s in %s%s%s%s%s%s", w->comm->rank, waited_s,
-             w->what, named ? " of '" : "", named ? w->unit : "", named ? "'" : "",
+    snprintf(text, bytes, "rank %d waits since %.3g s in %s%s%s%s%s%s", w->comm->world_rank,
+             waited_s, w->what, named ? " of '" : "", named ? w->unit : "", named ? "'" : "",
              who[0] ? " for " : "", who);
 }
 

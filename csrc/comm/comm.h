@@ -164,6 +164,7 @@ struct fsdpc_comm {
     fsdpc_device *device; /* borrowed: whose kernels sum */
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
+    int world_rank; /* in messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
     bool spin; /* waits may spin before they sleep */
     fsdpc_interrupt interrupt;

@@ -50,13 +50,13 @@ fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "this process is a fork of rank %d, not the rank; communicate from the "
                           "rank itself",
-                          self->base.rank);
+                          self->base.world_rank);
     return __builtin_expect(fsdpc_shm_poisoned(self->control), 0) ? adopt_poison(self) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status)
 {
-    fsdpc_shm_poison_set(self->control, self->base.rank, status, fsdpc_last_error());
+    fsdpc_shm_poison_set(self->control, self->base.world_rank, status, fsdpc_last_error());
     return status;
 }
 
@@ -70,26 +70,33 @@ static void shm_abort(fsdpc_comm *comm, const char *reason)
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     fsdpc_comm_abort_local(comm, reason);
     if (self->world->fork_count == fsdpc_fork_count())
-        fsdpc_shm_poison_set(self->control, comm->rank, FSDPC_ERR_POISONED, comm->poison);
+        fsdpc_shm_poison_set(self->control, comm->world_rank, FSDPC_ERR_POISONED, comm->poison);
     fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
 }
 
+static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
+{
+    char where[192];
+    fsdpc_shm_world_where(self->world, member, where, sizeof where);
+    return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for %s%s%s%s",
+                      member, fsdpc_shm_world_pid(self->world, member),
+                      left ? "left (it shut its communicator down)" : "died", self->base.world_rank,
+                      left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
+                      left ? "; do all ranks run the same number of steps?"
+                           : "; see that rank's own output");
+}
+
+/* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
+ * found it elsewhere may never get here.  Leaving counts in the group that was left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
-    for (int p = 0; p < self->base.size; p++) {
-        int member = self->members[p];
-        bool left = atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire);
-        if (p == self->base.rank || (!left && !fsdpc_shm_world_dead(self->world, member)))
-            continue;
-        char where[192];
-        fsdpc_shm_world_where(self->world, member, where, sizeof where);
-        return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for it%s%s%s", p,
-                          fsdpc_shm_world_pid(self->world, member),
-                          left ? "left (it shut its communicator down)" : "died", self->base.rank,
-                          where[0] ? "; it was last seen " : "", where,
-                          left ? "; do all ranks run the same number of steps?"
-                               : "; see that rank's own output");
-    }
+    for (int p = 0; p < self->base.size; p++)
+        if (p != self->base.rank &&
+            atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire))
+            return peer_is_gone(self, self->members[p], true);
+    for (int w = 0; w < self->world->size; w++)
+        if (fsdpc_shm_world_dead(self->world, w))
+            return peer_is_gone(self, w, false);
     return FSDPC_OK;
 }
 
@@ -147,8 +154,9 @@ static void shm_describe(fsdpc_comm *comm, char *text, size_t bytes)
         char where[192];
         int member = self->members[p];
         fsdpc_shm_world_where(self->world, member, where, sizeof where);
-        int n = snprintf(text + used, bytes - used, "%srank %d (pid %d%s%s)", used ? ", " : "", p,
-                         fsdpc_shm_world_pid(self->world, member), where[0] ? ", " : "", where);
+        int n =
+            snprintf(text + used, bytes - used, "%srank %d (pid %d%s%s)", used ? ", " : "", member,
+                     fsdpc_shm_world_pid(self->world, member), where[0] ? ", " : "", where);
         used += n > 0 ? (size_t)n : 0;
     }
 }
@@ -209,7 +217,7 @@ fsdpc_status fsdpc_shm_agree(fsdpc_shm_comm *self, fsdpc_status status, const ch
     FSDPC_TRY(run_small(self, FSDPC_COLL_BROADCAST, what, &news, sizeof news, failed));
     if (failed == self->base.rank)
         return fsdpc_fail((fsdpc_status)news.status, "%s", news.text);
-    return fsdpc_fail((fsdpc_status)news.status, "rank %d: %s", failed, news.text);
+    return fsdpc_fail((fsdpc_status)news.status, "rank %d: %s", self->members[failed], news.text);
 }
 
 fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
@@ -254,6 +262,7 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *w
     fsdpc_comm_init(&self->base, &shm_ops, config);
     memcpy(copy, members, (size_t)config->size * sizeof *copy);
     self->members = copy;
+    self->base.world_rank = copy[config->rank];
     self->world = fsdpc_shm_world_retain(world);
     self->id = id;
     self->inline_stream = (fsdpc_stream){.device = config->device, .name = "comm"};

@@ -40,8 +40,9 @@ static bool on_driver(const fsdpc_shm_comm *self, const fsdpc_shm_late *late)
 
 static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, bool driver)
 {
-    fsdpc_status status = fsdpc_shm_ring_differ(self->mine, self->base.rank,
-                                                &self->control->slots[peer], peer, sequence);
+    fsdpc_status status =
+        fsdpc_shm_ring_differ(self->mine, self->base.world_rank, &self->control->slots[peer],
+                              self->members[peer], sequence);
     return driver ? fsdpc_shm_fail(self, status) : fsdpc_shm_tell(self, status);
 }
 
@@ -57,8 +58,8 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
         "rank %d abandoned operation %llu, which rank %d waits in: it has begun a later epoch "
         "(rank %d is in epoch %llu); after an exception every rank must reset before it goes "
         "on",
-        peer, (unsigned long long)sequence, self->base.rank, self->base.rank,
-        (unsigned long long)wire->base.epoch);
+        self->members[peer], (unsigned long long)sequence, self->base.world_rank,
+        self->base.world_rank, (unsigned long long)wire->base.epoch);
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
@@ -310,7 +311,7 @@ static fsdpc_status buffer_post_check(fsdpc_shm_comm *self, const fsdpc_shm_buff
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "the buffer is posted while rank %d has not read its last reduction; "
                               "wait for buffer_idle before filling it",
-                              p);
+                              self->members[p]);
     return FSDPC_OK;
 }
 

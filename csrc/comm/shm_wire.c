@@ -145,7 +145,8 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
         FSDPC_ERR_PEER,
         "rank %d abandoned epoch %llu, which rank %d waits in, and is in epoch %llu; after an "
         "exception every rank must reset before it goes on",
-        rank, (unsigned long long)epoch, self->base.rank, (unsigned long long)theirs);
+        self->members[rank], (unsigned long long)epoch, self->base.world_rank,
+        (unsigned long long)theirs);
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
@@ -154,9 +155,9 @@ static void note_text(const fsdpc_shm_comm *self, int rank, const fsdpc_epoch_no
 {
     char where[192];
     fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
-    snprintf(text, bytes, "rank %d begins one of kind %u, unit %d, after %llu steps%s%s%s", rank,
-             note->kind, note->unit, (unsigned long long)note->steps, where[0] ? " (" : "", where,
-             where[0] ? ")" : "");
+    snprintf(text, bytes, "rank %d begins one of kind %u, unit %d, after %llu steps%s%s%s",
+             self->members[rank], note->kind, note->unit, (unsigned long long)note->steps,
+             where[0] ? " (" : "", where, where[0] ? ")" : "");
 }
 
 static fsdpc_status notes_differ(fsdpc_shm_comm *self, uint64_t epoch, int rank,
@@ -214,7 +215,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     if (other >= 0)
         return notes_differ(self, epoch, other, &first, &different);
     if (holder >= 0 && changer >= 0)
-        return held_and_changed(holder, changer);
+        return held_and_changed(self->members[holder], self->members[changer]);
     first.bits = bits;
     *all_out = first;
     return FSDPC_OK;

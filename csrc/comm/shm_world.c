@@ -263,9 +263,12 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
         fsdpc_fork_close(world->pidfds[p]);
     }
     bool may_unmap = true;
-    if (ours && !world->threads && world->life && atomic_load(&world->life[world->rank].pid))
+    if (ours && !world->threads && world->life && atomic_load(&world->life[world->rank].pid)) {
+        /* release, before the mutex: a peer that could take the mutex finds this. */
+        atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
         may_unmap = pthread_equal(world->locker, pthread_self()) &&
                     pthread_mutex_unlock(&world->life[world->rank].held) == 0;
+    }
     if (may_unmap)
         fsdpc_shm_segment_release(world->life_segment);
     free(world->sockets);
@@ -316,7 +319,7 @@ bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank)
             pthread_mutex_unlock(&life->held);
         atomic_store_explicit(&world->orphan[rank], true, memory_order_relaxed);
     }
-    return process_exiting(world, rank);
+    return !atomic_load_explicit(&life->left, memory_order_acquire) && process_exiting(world, rank);
 }
 
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank)

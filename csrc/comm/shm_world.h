@@ -18,6 +18,7 @@ enum { FSDPC_SHM_PHASE_WORDS = 4, FSDPC_SHM_UNIT_WORDS = 12 }; /* of 8 character
 typedef struct fsdpc_shm_life {
     pthread_mutex_t held; /* robust; its rank's creating thread holds it for life */
     _Atomic int32_t pid;  /* 0 until `held` is */
+    _Atomic bool left;    /* shut down in order: not dead, whatever became of it since */
     _Atomic uint64_t
         phase[FSDPC_SHM_PHASE_WORDS]; /* where it is; written by it, read in messages */
     _Atomic uint64_t unit[FSDPC_SHM_UNIT_WORDS];

@@ -39,6 +39,12 @@ static fsdpc_status barrier(rank_context *self)
     return fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .what = "fence"});
 }
 
+static void reset_board(void)
+{
+    atomic_store(&board->notices, 0);
+    board->notice[0] = 0;
+}
+
 /* ---- Death ---- */
 
 typedef enum phase {
@@ -136,6 +142,39 @@ static void test_death(void)
         for (int size = 2; size <= 4; size++)
             ranks_run_processes(size, a_rank_dies,
                                 &(rank_options){.arg = &when, .dies = 2, .async = size == 3});
+}
+
+/* Rank 3 dies, which is in a group with rank 1; ranks 0 and 2 wait for each other elsewhere. */
+static void death_elsewhere(rank_context *self)
+{
+    fsdpc_comm *part = NULL;
+    EXPECT_OK(self, fsdpc_comm_split(self->comm, self->rank % 2, 0, &part));
+    if (self->rank == 3) {
+        atomic_store(&board->killed_ns, fsdpc_clock_ns());
+        raise(SIGKILL);
+    }
+    if (self->rank == 2)
+        wait_for_ring(self);
+    fsdpc_status status = fsdpc_comm_run(part, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER});
+    EXPECT(self, status == FSDPC_ERR_PEER || (status == FSDPC_ERR_POISONED && self->rank == 2),
+           "%s", fsdpc_status_text(status));
+    EXPECT(self, strstr(fsdpc_last_error(), "rank 3 (pid "), "%s", fsdpc_last_error());
+    if (self->rank == 0)
+        ring();
+    fsdpc_comm_destroy(part);
+}
+
+/* A rank that shut down in order and ended does not count as dead for those who go on without it.
+ */
+static void an_orderly_end(rank_context *self)
+{
+    fsdpc_comm *part = NULL;
+    EXPECT_OK(self, fsdpc_comm_split(self->comm, self->rank < 2 ? 0 : -1, 0, &part));
+    if (self->rank == 1)
+        wait_for_ring(self); /* rank 0 has waited for a notice's time by then */
+    if (part)
+        EXPECT_OK(self, fsdpc_comm_run(part, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+    fsdpc_comm_destroy(part);
 }
 
 /* ---- Leaving, aborting, deadlines ---- */
@@ -421,17 +460,16 @@ static void test_rendezvous(void)
     close(rude);
 }
 
-static void reset_board(void)
-{
-    atomic_store(&board->notices, 0);
-    board->notice[0] = 0;
-}
-
 int main(void)
 {
     board = mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(pipe(board->bell) == 0);
     test_death();
+    ranks_run_processes(4, death_elsewhere, &(rank_options){.dies = 8});
+    reset_board();
+    ranks_run_processes(3, an_orderly_end,
+                        &(rank_options){.notice_s = 0.3, .notice = note_and_ring});
+    reset_board();
     ranks_run_processes(2, a_rank_leaves, &(rank_options){0});
     for (int size = 2; size <= 3; size++)
         ranks_run_processes(size, a_rank_aborts, &(rank_options){0});
