@@ -1,0 +1,241 @@
+"""Unary and binary operations, promotion, casts, gates, dropout."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from oracle import FLOATS, check, values
+
+from fsdpc import _core
+from fsdpc import functional as F
+
+SHAPES = [(0,), (), (1,), (3, 0, 2), (7, 5), (70_001,)]
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+# name: (operation, reference, lowest, highest, scale of the tolerance)
+UNARY = {
+    "neg": (F.neg, np.negative, -3, 3, 1),
+    "abs": (F.abs, np.abs, 0.5, 3, 1),
+    "abs of negatives": (F.abs, np.abs, -3, -0.5, 1),
+    "exp": (F.exp, np.exp, -3, 3, 1),
+    "log": (F.log, np.log, 0.5, 4, 1),
+    "sqrt": (F.sqrt, np.sqrt, 0.5, 4, 1),
+    "tanh": (F.tanh, np.tanh, -3, 3, 2),
+    "sigmoid": (F.sigmoid, _sigmoid, -4, 4, 1),
+    "silu": (F.silu, lambda x: x * _sigmoid(x), -4, 4, 1),
+    "relu": (F.relu, lambda x: np.maximum(x, 0), 0.1, 3, 1),
+    "relu of negatives": (F.relu, lambda x: np.maximum(x, 0), -3, -0.1, 1),
+    "gelu": (F.gelu, lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))), -3, 3, 1),
+    "gelu tanh": (
+        lambda x: F.gelu(x, "tanh"),
+        lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        -3, 3, 1,
+    ),
+    "x + 2": (lambda x: x + 2, lambda x: x + 2, -3, 3, 1),
+    "2 - x": (lambda x: 2 - x, lambda x: 2 - x, -3, 3, 1),
+    "x - 0.5": (lambda x: x - 0.5, lambda x: x - 0.5, -3, 3, 1),
+    "x * -1.5": (lambda x: x * -1.5, lambda x: x * -1.5, -3, 3, 1),
+    "x / 4": (lambda x: x / 4, lambda x: x / 4, -3, 3, 1),
+    "2 / x": (lambda x: 2 / x, lambda x: 2 / x, 0.5, 3, 2),
+    "x ** 3": (lambda x: x**3, lambda x: x**3, -2, 2, 2),
+    "x ** 0.5": (lambda x: x**0.5, lambda x: x**0.5, 0.5, 3, 1),
+    "x ** 0": (lambda x: x**0, lambda x: x**0, -2, 2, 1),
+}  # fmt: skip
+
+
+def _inputs(shape, low, high, seed=0):
+    return np.random.default_rng(seed).uniform(low, high, shape)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name, dtype):
+    op, reference, low, high, scale = UNARY[name]
+    for shape in SHAPES[:-1]:
+        check(op, reference, [_inputs(shape, low, high)], dtype, scale=scale, what=name)
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_large(name):
+    op, reference, low, high, scale = UNARY[name]
+    check(op, reference, [_inputs(SHAPES[-1], low, high)], "float32", scale=scale, what=name)
+
+
+BINARY = {
+    "add": (F.add, np.add),
+    "sub": (F.sub, np.subtract),
+    "mul": (F.mul, np.multiply),
+    "div": (F.div, np.divide),
+}
+PAIRS = [
+    ((), ()), ((0,), (0,)), ((1,), (0,)), ((5,), (5,)), ((3, 5), (5,)), ((5,), (3, 5)),
+    ((3, 1), (1, 4)), ((2, 1, 3), (4, 1)), ((2, 3), ()), ((1, 1), (3,)), ((0, 3), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(name, dtype):
+    op, reference = BINARY[name]
+    for a, b in PAIRS:
+        inputs = [_inputs(a, -2, 2, 1), _inputs(b, 0.5, 2, 2)]
+        check(op, reference, inputs, dtype, scale=3, what=f"{name} {a} {b}")
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_large(name):
+    op, reference = BINARY[name]
+    inputs = [_inputs((257, 301), -2, 2, 1), _inputs((301,), 0.5, 2, 2)]
+    check(op, reference, inputs, "float32", scale=20, what=name)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_one_side_wants_a_gradient(name):
+    op, reference = BINARY[name]
+    inputs = [_inputs((4, 3), -2, 2, 1), _inputs((3,), 0.5, 2, 2)]
+    for side in (0, 1):
+        check(op, reference, inputs, "float32", scale=3, wrt=[side], what=name)
+
+
+def test_the_same_tensor_on_both_sides():
+    x = _core.tensor([1.5, -2.0], requires_grad=True)
+    (x * x + x / x - x).sum().backward()
+    assert x.grad.tolist() == [2.0, -5.0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "result"),
+    [
+        ("float32", "bfloat16", "float32"),
+        ("bfloat16", "float16", "float32"),
+        ("float16", "float16", "float16"),
+        ("float64", "float32", "float64"),
+        ("int64", "bfloat16", "bfloat16"),
+        ("float32", "int32", "float32"),
+        ("int32", "int64", "int64"),
+        ("int32", "int32", "int32"),
+        ("uint8", "int32", "int32"),
+        ("bool", "float32", "float32"),
+    ],
+)
+def test_promotion(a, b, result):
+    x, y = _core.ones(3, dtype=a), _core.ones(3, dtype=b)
+    z = x + y
+    assert z.dtype.name == result
+    assert z.to("float64").tolist() == [2.0, 2.0, 2.0]
+
+
+def test_gradients_come_back_in_each_sides_dtype():
+    x = _core.ones(3, dtype="bfloat16", requires_grad=True)
+    y = _core.ones(3, dtype="float32", requires_grad=True)
+    (x * y * 3).sum().backward()
+    assert x.grad.dtype is _core.bfloat16 and y.grad.dtype is _core.float32
+    assert values(x.grad).tolist() == [3.0] * 3
+
+
+def test_integers():
+    x = _core.tensor([1, 2, -3])
+    assert (x + 1).tolist() == [2, 3, -2] and (x + 1).dtype is _core.int64
+    assert (2 - x).tolist() == [1, 0, 5]
+    assert (x * x).tolist() == [1, 4, 9]
+    assert (x / 2).tolist() == [0.5, 1.0, -1.5] and (x / 2).dtype is _core.float32
+    assert (x * 0.5).tolist() == [0.5, 1.0, -1.5]
+    with pytest.raises(TypeError, match="no arithmetic on bool"):
+        _core.ones(2, dtype="bool") + _core.ones(2, dtype="bool")
+    with pytest.raises(TypeError, match="exp: the tensor must have a float dtype, not int64"):
+        F.exp(x)
+
+
+def test_special_values_follow_ieee():
+    x = _core.tensor([math.nan, math.inf, -math.inf, -0.0])
+    assert np.isnan(F.relu(x).numpy()[0]) and F.relu(x).tolist()[1:] == [math.inf, 0.0, 0.0]
+    assert F.exp(x).tolist()[1:] == [math.inf, 0.0, 1.0]
+    assert np.isnan(F.sqrt(_core.tensor([-1.0])).item())
+    assert F.log(_core.tensor([0.0])).item() == -math.inf
+    assert (_core.tensor([1.0]) / _core.tensor([0.0])).item() == math.inf
+    assert np.isnan(F.tanh(x).numpy()[0]) and F.tanh(x).tolist()[1:3] == [1.0, -1.0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(0,), (1,), (7, 5), (3, 67)])
+def test_swiglu(dtype, shape):
+    inputs = [_inputs(shape, -3, 3, 1), _inputs(shape, -2, 2, 2)]
+    check(F.swiglu, lambda g, u: g * _sigmoid(g) * u, inputs, dtype, scale=2, what="swiglu")
+
+
+def test_swiglu_of_one_tensor_twice():
+    x = _core.tensor([0.7], requires_grad=True)
+    F.swiglu(x, x).backward(_core.ones(1))
+    s = _sigmoid(0.7)
+    assert x.grad.item() == pytest.approx(2 * 0.7 * s + 0.49 * s * (1 - s), rel=1e-5)
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_cast(source, target):
+    if source == target:
+        x = _core.ones(2, dtype=source)
+        assert x.to(target) is x
+        return
+    for shape in [(0,), (1,), (5, 3)]:
+        coarse = max((source, target), key=lambda d: {"bfloat16": 3, "float16": 2}.get(d, 0))
+        data = _inputs(shape, -3, 3)
+        x = _core.tensor(data).to(source)
+        x.requires_grad = True
+        y = x.to(target)
+        np.testing.assert_allclose(values(y), data, rtol=2**-7 if "16" in coarse else 1e-6)
+        y.backward(_core.full(shape, 0.5, dtype=target))
+        assert x.grad.dtype.name == source and values(x.grad).tolist() == np.full(shape, 0.5).tolist()
+
+
+def test_cast_rounds_to_nearest_even():
+    halfway = np.array([1 + 2**-8, 1 + 3 * 2**-8], dtype=np.float32)  # between bf16 numbers
+    assert values(_core.tensor(halfway).bfloat16()).tolist() == [1.0, 1 + 2**-6]
+    assert _core.tensor([1.9, -1.9]).to("int32").tolist() == [1, -1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_dropout(dtype):
+    _core.manual_seed(11)
+    x = _core.ones(20_000, dtype=dtype, requires_grad=True)
+    y = F.dropout(x, 0.25)
+    kept = values(y) != 0
+    scale = float(np.max(values(y)))
+    # 20,000 draws: 0.25 within five standard deviations
+    assert abs(1 - kept.mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 20_000)
+    assert scale == pytest.approx(1 / 0.75, rel=2**-8)
+    y.backward(_core.ones(20_000, dtype=dtype))
+    assert _core.array_equal(x.grad, y.detach())
+    _core.manual_seed(11)
+    assert _core.array_equal(F.dropout(x, 0.25), y)
+    assert not _core.array_equal(F.dropout(x, 0.25), y)
+
+
+def test_dropout_that_does_nothing_or_all():
+    x = _core.ones(5, requires_grad=True)
+    assert F.dropout(x, 0.5, training=False).is_leaf
+    assert F.dropout(x, 0.0).is_leaf
+    assert F.dropout(x, 1.0).tolist() == [0.0] * 5
+    assert F.dropout(_core.ones(0), 0.5).shape == (0,)
+    with pytest.raises(ValueError, match="p = 1.5"):
+        F.dropout(x, 1.5)
+
+
+def test_shapes_that_do_not_fit_are_both_shown():
+    with pytest.raises(ValueError, match=r"add: .*\(2, 3\).*\(2,\)"):
+        _core.ones(2, 3) + _core.ones(2)
+    with pytest.raises(ValueError, match=r"swiglu: gate has shape \(2,\) and up has shape \(3,\)"):
+        F.swiglu(_core.ones(2), _core.ones(3))
+    with pytest.raises(TypeError, match="gate is float32 and up is bfloat16"):
+        F.swiglu(_core.ones(2), _core.ones(2, dtype="bfloat16"))
+    with pytest.raises(TypeError):
+        _core.ones(2) + "text"
+    with pytest.raises(ValueError, match="approximate is 'none' or 'tanh'"):
+        F.gelu(_core.ones(2), "sigmoid")

@@ -1,0 +1,111 @@
+"""Matmul and linear."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracle import FLOATS, check, values
+
+from fsdpc import _core
+from fsdpc import functional as F
+
+
+def _inputs(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+MATMUL = [
+    ((1, 1), (1, 1)), ((3, 5), (5, 2)), ((0, 5), (5, 2)), ((3, 0), (0, 2)), ((3, 5), (5, 0)),
+    ((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 2)), ((2, 3, 5), (5, 4)), ((2, 3, 5), (2, 5, 4)),
+    ((2, 3, 4, 5), (2, 3, 5, 2)), ((3, 5), (2, 5, 4)), ((2, 1, 3, 5), (4, 5, 2)), ((2, 3, 5), (5,)),
+    ((0, 3, 5), (0, 5, 2)), ((2, 0, 5), (2, 5, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("a", "b"), MATMUL)
+def test_matmul(a, b, dtype):
+    check(F.matmul, np.matmul, [_inputs(a, 1), _inputs(b, 2)], dtype, scale=3, what=f"{a} @ {b}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matmul_large(dtype):
+    check(F.matmul, np.matmul, [_inputs((131, 197), 1), _inputs((197, 259), 2)], dtype, scale=8)
+
+
+def _linear(x, w, b=0.0):
+    return x @ w.T + b
+
+
+LINEAR = [((1, 1), 1), ((3, 5), 7), ((2, 3, 5), 4), ((5,), 3), ((0, 5), 3), ((2, 0), 3), ((2, 5), 0)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "out"), LINEAR)
+def test_linear(shape, out, dtype):
+    x, w, b = _inputs(shape, 1), _inputs((out, shape[-1]), 2), _inputs((out,), 3)
+    check(F.linear, _linear, [x, w], dtype, scale=3, what="linear")
+    check(F.linear, _linear, [x, w, b], dtype, scale=3, what="linear with bias")
+    for wrt in ([0], [1], [2]):
+        check(F.linear, _linear, [x, w, b], dtype, scale=3, wrt=wrt)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_linear_large(dtype):
+    inputs = [_inputs((2, 67, 193), 1), _inputs((301, 193), 2), _inputs((301,), 3)]
+    check(F.linear, _linear, inputs, dtype, scale=8)
+
+
+def test_a_weight_used_twice_collects_both_gradients():
+    rng = np.random.default_rng(3)
+    w = _core.tensor(rng.standard_normal((4, 4)), requires_grad=True)
+    x = _core.tensor(rng.standard_normal((2, 4)))
+    F.linear(F.linear(x, w), w).sum().backward()
+    xs, ws, ones = values(x), values(w), np.ones((2, 4))
+    want = ones.T @ (xs @ ws.T) + (ones @ ws).T @ xs
+    np.testing.assert_allclose(values(w.grad), want, rtol=1e-10)
+
+
+def test_gradients_accumulate_over_backwards():
+    w = _core.tensor([[2.0]], requires_grad=True)
+    for _ in range(3):
+        F.linear(_core.tensor([[5.0]]), w).sum().backward()
+    assert w.grad.item() == 15.0
+    w.grad = None
+    F.linear(_core.tensor([[5.0]]), w).sum().backward()
+    assert w.grad.item() == 5.0
+
+
+def test_results_do_not_depend_on_threads():
+    x, w = _core.randn(300, 200, seed=1), _core.randn(250, 200, seed=2)
+    before = _core.num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            _core.set_num_threads(threads)
+            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+            y = F.linear(a, b)
+            (y * y).sum().backward()
+            results.append((y, a.grad, b.grad))
+    finally:
+        _core.set_num_threads(before)
+    for other in results[1:]:
+        assert all(_core.array_equal(p, q) for p, q in zip(results[0], other, strict=True))
+
+
+def test_errors():
+    x = _core.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"matmul: .*\(2, 3\).*\(2, 3\)"):
+        x @ x
+    with pytest.raises(ValueError, match=r"linear: x has shape \(2, 3\) and weight has shape \(4, 5\)"):
+        F.linear(x, _core.zeros(4, 5))
+    with pytest.raises(ValueError, match=r"linear: bias has shape \(3,\)"):
+        F.linear(x, _core.zeros(4, 3), _core.zeros(3))
+    with pytest.raises(TypeError, match="linear: x is float32 and weight is bfloat16"):
+        F.linear(x, _core.zeros(4, 3, dtype="bfloat16"))
+    with pytest.raises(TypeError, match="matmul: the first tensor is float32 and the second is float64"):
+        x @ _core.zeros(3, 3, dtype="float64")
+    with pytest.raises(ValueError, match="must broadcast"):
+        _core.zeros(2, 2, 3) @ _core.zeros(3, 3, 2)
+    with pytest.raises(TypeError, match="float dtype, not int64"):
+        _core.tensor([[1]]) @ _core.tensor([[1]])
