@@ -1,8 +1,9 @@
 /* The schedule: when units are gathered, resharded and reduced.
  *
- * A unit's life in a step is pre_forward (gather) -> post_forward (reshard) -> pre_backward
- * (gather)
- * -> post_backward (reduce, reshard).  Everything is on demand: a unit that is needed is gathered,
+ * A unit's life in a step is
+ *     pre_forward (gather), post_forward (reshard), pre_backward (gather), post_backward (reduce,
+ *     reshard).
+ * Everything is on demand: a unit that is needed is gathered,
  * so any order of calls is correct, on every rank that makes the same calls.  The record only adds
  * gathers ahead of demand.
  *
@@ -13,6 +14,10 @@
  *
  * Weights are released in post_backward alone, never because all gradients have arrived: a frozen
  * layer behind the last trainable one still needs its weight for the gradient of its input.
+ *
+ * Gradients may come after their unit's reduction was posted (a unit used twice): they open another
+ * one, which adds.  What is still open at the end of backward is posted there, in the order of
+ * units.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
