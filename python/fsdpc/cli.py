@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "info":
         import fsdpc
 
-        print(fsdpc.show_config())
+        fsdpc.show_config()
         return 0
 
     from fsdpc import launcher
