@@ -1,0 +1,118 @@
+"""What the engine did, counted: gathers, reductions, allocations, one copy of the wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import fsdpc
+from fsdpc import _core
+
+from .common import CONFIG, batch, build
+
+UNITS = CONFIG.layers + 1
+
+
+def one_step(model: object, optimizer: object) -> None:
+    model(*batch(0, fsdpc.rank())).backward()
+    fsdpc.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def counts() -> Counter[tuple[str, bool]]:
+    return Counter((kind, in_backward) for kind, *_, in_backward in _core.trace_events())
+
+
+@pytest.mark.ranks([2, 3])
+def test_gathers_and_reductions() -> None:
+    model = build(sharded=True)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for _ in range(3):  # on demand first, then following the record
+        _core.trace_reset()
+        one_step(model, optimizer)
+        seen = counts()
+        assert seen["gather", False] == UNITS
+        assert seen["gather", True] == UNITS - 1  # the root stays gathered
+        assert seen["reduce", True] == UNITS
+        assert seen["collective", False] == 1  # the norm
+
+
+@pytest.mark.ranks(2)
+def test_resharding_the_root_costs_one_more_gather() -> None:
+    model = build(sharded=True, reshard_after_forward=True)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    one_step(model, optimizer)
+    _core.trace_reset()
+    one_step(model, optimizer)
+    assert counts()["gather", True] == UNITS
+
+
+@pytest.mark.ranks(2)
+def test_keeping_fulls_costs_none() -> None:
+    model = build(sharded=True, reshard_after_forward=False)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    one_step(model, optimizer)
+    _core.trace_reset()
+    one_step(model, optimizer)
+    assert counts()["gather", True] == 0
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_communicates_nothing() -> None:
+    model = build(sharded=True)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    _core.trace_reset()
+    one_step(model, optimizer)
+    seen = _core.trace_counts()
+    assert seen["gather"] == seen["reduce"] == seen["collective"] == 0
+    assert seen["forward"] == seen["backward_end"] == UNITS
+
+
+@pytest.mark.ranks([1, 2])
+def test_steady_steps_ask_the_system_for_nothing() -> None:
+    model = build(sharded=True)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for _ in range(3):
+        one_step(model, optimizer)
+    before = fsdpc.memory_stats()["system_allocs"]
+    for _ in range(3):
+        one_step(model, optimizer)
+    assert fsdpc.memory_stats()["system_allocs"] == before
+
+
+@pytest.mark.ranks(2)
+def test_following_the_record_gathers_ahead() -> None:
+    model = build(sharded=True)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    one_step(model, optimizer)
+    _core.trace_reset()
+    one_step(model, optimizer)
+    order = [(kind, unit) for kind, unit, *_ in _core.trace_events()]
+    for unit in range(1, UNITS - 1):
+        assert order.index(("gather", unit + 1)) < order.index(("forward_end", unit))
+
+
+@pytest.mark.ranks(2)
+def test_one_copy_of_the_wire_per_host() -> None:
+    """Shared pages count half for each of two ranks: together once (PSS, not RSS)."""
+    model = fsdpc.nn.Sequential(*[fsdpc.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
+    for layer in model:
+        fsdpc.fully_shard(layer)
+    fsdpc.fully_shard(model)
+    wire = 8 * 4 * 1024 * 1024
+    with fsdpc.no_grad():
+        x = fsdpc.tensor(np.ones((1, 1024), np.float32))
+        model(x)
+    shared, ours = 0, False
+    for line in open("/proc/self/smaps"):
+        if "-" in line.split(" ", 1)[0]:
+            ours = "memfd:" in line
+        elif ours and line.startswith("Pss:"):
+            shared += int(line.split()[1]) * 1024
+    total = fsdpc.all_reduce(shared)
+    assert wire <= total + (1 << 20)
+    # beside the wire: two reduce buffers of one layer on each rank, and control pages
+    assert total < wire + 2 * 2 * 4 * 1024 * 1024 + (8 << 20)
