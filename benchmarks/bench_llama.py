@@ -1,11 +1,12 @@
-"""Tokens a second and peak memory of a LLaMA step: fsdpc against torch FSDP2, DDP and no communication.
+"""Tokens a second and peak memory of a LLaMA step: fsdpc against torch FSDP2, DDP and no
+communication.
 
     python benchmarks/bench_llama.py [--presets 10M 41M] [--dtypes fp32 bf16] [--rounds 5]
 
-A step is forward, backward, clipping at 1.0 and AdamW, 2 ranks with one thread each. Engines take turns;
-each turn is a fresh set of processes whose median step counts. The torch model is transformers'
-LlamaForCausalLM with the same shape. bf16 is autocast for torch without FSDP2 (as its users run it),
-param bf16 and reduce fp32 for FSDP2 and for fsdpc.
+A step is forward, backward, clipping at 1.0 and AdamW, 2 ranks with one thread each. Engines take
+turns; each turn is a fresh set of processes whose median step counts. The torch model is
+transformers' LlamaForCausalLM with the same shape. bf16 is autocast for torch without FSDP2 (as
+its users run it), param bf16 and reduce fp32 for FSDP2 and for fsdpc.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
     """One turn of torch on this rank."""
     import torch
     import torch.distributed as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from fsdpc.models.config import preset as config_of
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -128,7 +128,9 @@ def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run all turns and print the rows."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--presets", nargs="+", default=["10M", "41M"], choices=list(BATCHES))
     p.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
@@ -148,15 +150,21 @@ def main() -> None:
             turns: dict[str, list[dict[str, Any]]] = {e: [] for e in o.engines}
             for _ in range(o.rounds):
                 for engine in o.engines:
-                    turns[engine].append(common.run_ranks(__file__, ["--turn", engine, preset, dtype], 2))
+                    turns[engine].append(
+                        common.run_ranks(__file__, ["--turn", engine, preset, dtype], 2)
+                    )
             ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
             ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
             for e in o.engines:
                 median = statistics.median(ms[e])
                 pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
-                rows.append([f"Llama {preset} {dtype}", e, common.spread(ms[e]),
-                             f"{tokens / median * 1e3:,.0f}", f"{median / ours:.2f}", f"{pss:,.0f}"])  # fmt: skip
-    common.table(["model", "engine", "ms a step (range)", "tokens/s", "time over fsdpc's", "peak PSS MiB"], rows)
+                rate = f"{tokens / median * 1e3:,.0f}"
+                cells = [common.spread(ms[e]), rate, f"{median / ours:.2f}", f"{pss:,.0f}"]
+                rows.append([f"Llama {preset} {dtype}", e, *cells])
+    common.table(
+        ["model", "engine", "ms a step (range)", "tokens/s", "time over fsdpc's", "peak PSS MiB"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

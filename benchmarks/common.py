@@ -26,7 +26,9 @@ def machine() -> str:
                 model = line.split(":", 1)[1].strip()
             if line.startswith("flags"):
                 words = set(line.split())
-                flags = "+".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in words)
+                flags = "+".join(
+                    f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in words
+                )
                 break
     except OSError:
         pass
@@ -36,8 +38,11 @@ def machine() -> str:
 
 def commit() -> str:
     """The commit measured, with a + where the tree differs from it."""
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip()
 
     dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
     return git("rev-parse", "--short", "HEAD") + dirty
@@ -53,9 +58,7 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g} ({min(values):.3g}..{max(values):.3g})"
 
 
-def alternate(
-    runs: dict[str, Callable[[], float]], rounds: int
-) -> dict[str, list[float]]:
+def alternate(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Call each in turn, several times, so that a drifting machine treats all alike."""
     results: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -75,7 +78,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 def run_ranks(
     script: str | Path, arguments: Sequence[str], ranks: int, timeout: float = 600, threads: int = 1
 ) -> dict[str, Any]:
-    """Run a script on ranks as torchrun would; rank 0 leaves its result as JSON in ``$BENCH_RESULT``.
+    """Run a script on ranks as torchrun would; rank 0 leaves its result as JSON in
+    ``$BENCH_RESULT``.
 
     Peak PSS of all ranks together (``peak_pss_bytes``) is sampled every 50 ms.
     """

@@ -2,7 +2,8 @@
  *
  * Conversions to bf16 and fp16 round to nearest even in integer arithmetic, keep NaN a NaN and keep
  * subnormals, so that every path (portable, SIMD, CUDA) gives the same bits.  Kernels that convert
- * many elements have their own vector forms (csrc/ops); these are the twins they are tested against.
+ * many elements have their own vector forms (csrc/ops); these are the twins they are tested
+ * against.
  */
 #ifndef FSDPC_BASE_DTYPE_H
 #define FSDPC_BASE_DTYPE_H
@@ -67,7 +68,8 @@ static inline float fsdpc_f16_to_f32(uint16_t x)
 {
     uint32_t sign = (uint32_t)(x & 0x8000) << 16, exponent = (x >> 10) & 31, mantissa = x & 1023;
     if (exponent == 31)
-        return fsdpc_f32_from_bits(sign | 0x7f800000u | mantissa << 13 | (mantissa ? 0x400000u : 0));
+        return fsdpc_f32_from_bits(sign | 0x7f800000u | mantissa << 13 |
+                                   (mantissa ? 0x400000u : 0));
     if (exponent == 0) {
         float magnitude = (float)mantissa * 0x1p-24f;
         return sign ? -magnitude : magnitude;

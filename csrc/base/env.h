@@ -1,8 +1,9 @@
 /* Environment variables: one table, read once per context.
  *
  * Every variable the library reads stands here and in docs/environment.md (a lint test compares the
- * two).  A variable that is set but empty counts as not set.  A value that does not parse, and a variable that starts with FSDPC_ and is not known, are
- * errors that name the variable and what would be accepted.
+ * two).  A variable that is set but empty counts as not set.  A value that does not parse, and a
+ * variable that starts with FSDPC_ and is not known, are errors that name the variable and what
+ * would be accepted.
  */
 #ifndef FSDPC_BASE_ENV_H
 #define FSDPC_BASE_ENV_H
@@ -11,7 +12,8 @@
 
 #include "base/status.h"
 
-/* X(field, type, variable, default, lowest, highest, what it does);  types: real, integer, flag, text */
+/* X(field, type, variable, default, lowest, highest, what it does);  types: real, integer, flag,
+ * text */
 #define FSDPC_ENV_TABLE(X)                                                                         \
     X(timeout_s, real, "FSDPC_TIMEOUT_S", 300, 0.01, 1e9, "deadline of every wait, seconds")       \
     X(notice_s, real, "FSDPC_NOTICE_S", 10, 0.01, 1e9,                                             \

@@ -5,8 +5,8 @@
  * and is safe to use from any thread.
  *
  * fsdpc_mem_alloc gives 64-byte aligned memory (2 MiB aligned with huge pages asked for from 4 MiB
- * up).  Freed blocks are kept in lists by size class and handed out again: a training step in steady
- * state asks the system for nothing, and `system_allocs` proves it.
+ * up).  Freed blocks are kept in lists by size class and handed out again: a training step in
+ * steady state asks the system for nothing, and `system_allocs` proves it.
  *
  * Counted is what was asked for, rounded up to 64 bytes (0 counts 0); the slack of a size class and
  * the header are not.  Contents of a block are undefined.
@@ -41,12 +41,13 @@ typedef struct fsdpc_mem_stats {
     size_t now_bytes[FSDPC_MEM_COUNT];
     size_t peak_bytes[FSDPC_MEM_COUNT]; /* of each category by itself */
     size_t total_now_bytes, total_peak_bytes;
-    size_t cached_bytes;     /* free blocks kept for reuse */
-    uint64_t system_allocs;  /* times the system was asked for memory since create */
+    size_t cached_bytes;    /* free blocks kept for reuse */
+    uint64_t system_allocs; /* times the system was asked for memory since create */
 } fsdpc_mem_stats;
 
 fsdpc_status fsdpc_mem_create(fsdpc_mem **out);
-void fsdpc_mem_destroy(fsdpc_mem *mem); /* NULL is fine; blocks still out are leaked to their owners */
+void fsdpc_mem_destroy(
+    fsdpc_mem *mem); /* NULL is fine; blocks still out are leaked to their owners */
 
 /* bytes == 0 gives a valid pointer that must be freed too. */
 fsdpc_status fsdpc_mem_alloc(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);

@@ -1,9 +1,9 @@
 /* Status codes and the error text of the calling thread.
  *
  * Every function that can fail returns fsdpc_status: 0 is success, negative values are errors, and
- * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The first function that knows
- * that something is wrong says so once, with fsdpc_fail(); everyone above passes the code on with
- * FSDPC_TRY and adds nothing.  Outputs are written on success only.
+ * FSDPC_IN_PROGRESS is the one positive value ("not yet, ask again").  The first function that
+ * knows that something is wrong says so once, with fsdpc_fail(); everyone above passes the code on
+ * with FSDPC_TRY and adds nothing.  Outputs are written on success only.
  *
  * Rules: the text belongs to the calling thread and stays until its next fsdpc_fail().  A message
  * names the values that were wrong and ends with what the user can do about it.

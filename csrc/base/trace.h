@@ -12,18 +12,18 @@
 
 /* X(name, text) */
 #define FSDPC_TRACE_TABLE(X)                                                                       \
-    X(EPOCH, "epoch")                   /* begins: arrival */                                      \
-    X(PUBLISH, "publish")               /* own slices written to the wire */                       \
-    X(GATHER, "gather")                 /* posted */                                               \
+    X(EPOCH, "epoch")     /* begins: arrival */                                                    \
+    X(PUBLISH, "publish") /* own slices written to the wire */                                     \
+    X(GATHER, "gather")   /* posted */                                                             \
     X(GATHER_DONE, "gather_done")                                                                  \
-    X(FORWARD, "forward")               /* compute of a unit begins */                             \
+    X(FORWARD, "forward") /* compute of a unit begins */                                           \
     X(FORWARD_END, "forward_end")                                                                  \
     X(BACKWARD, "backward")                                                                        \
     X(BACKWARD_END, "backward_end")                                                                \
     X(RESHARD, "reshard")                                                                          \
-    X(REDUCE, "reduce")                 /* posted */                                               \
+    X(REDUCE, "reduce") /* posted */                                                               \
     X(REDUCE_DONE, "reduce_done")                                                                  \
-    X(COLLECTIVE, "collective")         /* norms, user's own, agreement */                         \
+    X(COLLECTIVE, "collective") /* norms, user's own, agreement */                                 \
     X(OPTIM, "optim")
 
 typedef enum fsdpc_trace_kind {
@@ -48,9 +48,11 @@ fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_destroy(fsdpc_trace *trace);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
-uint64_t fsdpc_trace_count(const fsdpc_trace *trace, fsdpc_trace_kind kind); /* since create or reset */
-size_t fsdpc_trace_length(const fsdpc_trace *trace);     /* events held now */
-const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace, size_t index); /* 0 is the oldest */
+uint64_t fsdpc_trace_count(const fsdpc_trace *trace,
+                           fsdpc_trace_kind kind);   /* since create or reset */
+size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */
+const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace,
+                                        size_t index); /* 0 is the oldest */
 void fsdpc_trace_reset(fsdpc_trace *trace);
 const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind);
 

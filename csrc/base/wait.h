@@ -6,14 +6,17 @@
 #ifndef FSDPC_BASE_WAIT_H
 #define FSDPC_BASE_WAIT_H
 
-#include <stdatomic.h>
 #include <stdint.h>
+#if !defined(__cplusplus)
+#include <stdatomic.h>
+#endif
 
 #include "base/status.h"
 
 int64_t fsdpc_clock_ns(void); /* monotonic */
 
-/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait. Called without locks held. */
+/* Returns FSDPC_OK, or an error (FSDPC_ERR_INTERRUPT) that ends the wait. Called without locks
+ * held. */
 typedef fsdpc_status (*fsdpc_interrupt_fn)(void *arg);
 
 typedef struct fsdpc_interrupt {
@@ -26,9 +29,11 @@ static inline fsdpc_status fsdpc_interrupt_check(const fsdpc_interrupt *interrup
     return interrupt && interrupt->fn ? interrupt->fn(interrupt->arg) : FSDPC_OK;
 }
 
+#if !defined(__cplusplus) /* kernels are C++ and read this header for device.h's sake */
 /* Sleeps while *word == expected, at most max_ns; wakes spuriously.  Works across processes. */
 void fsdpc_futex_wait(_Atomic uint32_t *word, uint32_t expected, int64_t max_ns);
 void fsdpc_futex_wake(_Atomic uint32_t *word);
+#endif
 
 static inline void fsdpc_cpu_relax(void)
 {

@@ -1,17 +1,18 @@
 /* A device: memory, streams and events, and the kernels that run on it.
  *
- * Three implementations fill in the table: `cpu`, `null` (records, computes nothing) and, as a plugin,
- * `cuda`.  Callers use the inline wrappers below the table, never a slot.
+ * Three implementations fill in the table: `cpu`, `null` (records, computes nothing) and, as a
+ * plugin, `cuda`.  Callers use the inline wrappers below the table, never a slot.
  *
  * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
  * the work at once, in the caller) or a FIFO worker thread; which one is chosen at creation: inline
  * whenever the ranks of this host leave no core over.  Kernels of the tables in csrc/ops take their
  * stream last: on the CPU they run in the calling thread, with the device's team; on CUDA they are
- * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls it.
+ * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls
+ * it.
  *
  * Events order streams: record marks a point of a stream, stream_wait makes later work of another
- * stream wait for it.  An event that was never recorded counts as complete; recorded again, it marks
- * the new point alone, and waits asked for before keep the old one.
+ * stream wait for it.  An event that was never recorded counts as complete; recorded again, it
+ * marks the new point alone, and waits asked for before keep the old one.
  *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
@@ -62,7 +63,8 @@ typedef struct fsdpc_device_ops {
     void (*free)(fsdpc_device *device, void *pointer);
     fsdpc_status (*copy)(fsdpc_device *device, void *to, const void *from, size_t bytes,
                          fsdpc_stream *stream);
-    fsdpc_status (*fill)(fsdpc_device *device, void *to, int byte, size_t bytes, fsdpc_stream *stream);
+    fsdpc_status (*fill)(fsdpc_device *device, void *to, int byte, size_t bytes,
+                         fsdpc_stream *stream);
 } fsdpc_device_ops;
 
 struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
@@ -90,8 +92,8 @@ struct fsdpc_event {
 
 /* `mem` and `team` are borrowed and outlive the device.  `spare_cores`: cores this rank may use for
  * worker streams; 0 makes every stream inline. */
-fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa, int spare_cores,
-                                     fsdpc_device **out);
+fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
+                                     int spare_cores, fsdpc_device **out);
 
 /* What the null device was asked to do, in order; borrowed until the next call on the device. */
 typedef struct fsdpc_null_record {
@@ -158,8 +160,8 @@ static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
     return event->device->ops->event_test(event);
 }
 
-static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
-                                              void **out)
+static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind,
+                                              size_t bytes, void **out)
 {
     return device->ops->alloc(device, kind, bytes, out);
 }

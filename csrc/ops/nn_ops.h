@@ -1,11 +1,11 @@
 /* Kernels of neural networks, forward beside backward.
  *
- * One table per device and instruction set; callers use stream->device->nn through fsdpc_nn_ops_of().
- * Tensors are dense and row-major unless strides are given; strides and lengths are in elements.
- * Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All inner arithmetic is
- * fp32 (F64 for F64); results are rounded to their dtype once.
- * Gradients that land in a given target take (pointer, dtype, accumulate): accumulate adds to what is
- * there.  Zero lengths are fine everywhere.  No result depends on the number of threads.
+ * One table per device and instruction set; callers use stream->device->nn through
+ * fsdpc_nn_ops_of(). Tensors are dense and row-major unless strides are given; strides and lengths
+ * are in elements. Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
+ * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once. Gradients that
+ * land in a given target take (pointer, dtype, accumulate): accumulate adds to what is there.  Zero
+ * lengths are fine everywhere.  No result depends on the number of threads.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
 #define FSDPC_OPS_NN_OPS_H
@@ -28,11 +28,11 @@ enum { FSDPC_MAX_DIMS = 8 };
     X(GELU_ERF, "gelu_erf")   /* 0.5 x (1 + erf(x / sqrt 2)) */                                    \
     X(SILU, "silu")                                                                                \
     X(RELU, "relu")                                                                                \
-    X(ADD_SCALAR, "add_scalar") /* x + s */                                                        \
-    X(MUL_SCALAR, "mul_scalar") /* x * s */                                                        \
+    X(ADD_SCALAR, "add_scalar")   /* x + s */                                                      \
+    X(MUL_SCALAR, "mul_scalar")   /* x * s */                                                      \
     X(RSUB_SCALAR, "rsub_scalar") /* s - x */                                                      \
     X(RDIV_SCALAR, "rdiv_scalar") /* s / x */                                                      \
-    X(POW_SCALAR, "pow_scalar") /* x ^ s */
+    X(POW_SCALAR, "pow_scalar")   /* x ^ s */
 
 typedef enum fsdpc_unary {
 #define X(name, text) FSDPC_UNARY_##name,
@@ -40,10 +40,15 @@ typedef enum fsdpc_unary {
 #undef X
 } fsdpc_unary;
 
-typedef enum fsdpc_binary { FSDPC_BINARY_ADD, FSDPC_BINARY_SUB, FSDPC_BINARY_MUL, FSDPC_BINARY_DIV } fsdpc_binary;
+typedef enum fsdpc_binary {
+    FSDPC_BINARY_ADD,
+    FSDPC_BINARY_SUB,
+    FSDPC_BINARY_MUL,
+    FSDPC_BINARY_DIV
+} fsdpc_binary;
 
-/* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR, MUL_SCALAR
- * and RSUB_SCALAR, and x alone for the others; what is not read may be NULL. */
+/* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR,
+ * MUL_SCALAR and RSUB_SCALAR, and x alone for the others; what is not read may be NULL. */
 typedef struct fsdpc_unary_args {
     fsdpc_unary kind;
     fsdpc_dtype dtype;
@@ -59,7 +64,7 @@ typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
     fsdpc_dtype dtype; /* of a, b and out; I32 and I64 too for ADD, SUB, MUL */
     int ndim;
-    size_t shape[FSDPC_MAX_DIMS]; /* of out, which is dense */
+    size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */
     const void *a, *b;
     void *out;
@@ -78,8 +83,8 @@ typedef struct fsdpc_sum_args {
     bool accumulate;
 } fsdpc_sum_args;
 
-/* dst[i] = cast(src[i]) over a strided box; serves transpose, slice, concat, expand and casts between
- * any two dtypes (float to integer truncates). */
+/* dst[i] = cast(src[i]) over a strided box; serves transpose, slice, concat, expand and casts
+ * between any two dtypes (float to integer truncates). */
 typedef struct fsdpc_copy_args {
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];
@@ -109,8 +114,8 @@ typedef struct fsdpc_norm_args {
     double eps;
     const void *x, *weight, *bias; /* weight, bias (cols) may be NULL */
     void *y;                       /* forward */
-    float *mean, *rstd;            /* (rows), written forward, read backward; mean unused for RMSNorm */
-    const void *dy;                /* backward from here on */
+    float *mean, *rstd; /* (rows), written forward, read backward; mean unused for RMSNorm */
+    const void *dy;     /* backward from here on */
     void *dx;
     void *dweight, *dbias; /* NULL: not wanted; dgrad_dtype, added to if the flag says so */
     fsdpc_dtype dgrad_dtype;
@@ -121,16 +126,17 @@ typedef struct fsdpc_norm_args {
  * y[i] = x[i] cos - x[i + D/2] sin,  y[i + D/2] = x[i + D/2] cos + x[i] sin,  i < D/2. */
 typedef struct fsdpc_rotary_args {
     fsdpc_dtype dtype;
-    size_t batch, tokens, heads, dim;    /* x and y are (B, T, H, D), dense */
-    const float *cosines, *sines;        /* (T, D/2) */
-    bool inverse;                        /* rotate back: the backward */
+    size_t batch, tokens, heads, dim; /* x and y are (B, T, H, D), dense */
+    const float *cosines, *sines;     /* (T, D/2) */
+    bool inverse;                     /* rotate back: the backward */
     const void *x;
     void *y; /* may be x */
 } fsdpc_rotary_args;
 
-/* softmax(scale * Q K^T + mask) V, head h of Q reads head h / (heads / kv_heads) of K and V.  Blocked
- * after FlashAttention (Dao et al. 2022): no T x T matrix is kept.  Causal: query t of Tq sees keys
- * up to t + (Tk - Tq).  The last dimension is dense; the others have strides {batch, token, head}. */
+/* softmax(scale * Q K^T + mask) V, head h of Q reads head h / (heads / kv_heads) of K and V.
+ * Blocked after FlashAttention (Dao et al. 2022): no T x T matrix is kept.  Causal: query t of Tq
+ * sees keys up to t + (Tk - Tq).  The last dimension is dense; the others have strides {batch,
+ * token, head}. */
 typedef struct fsdpc_attention_args {
     fsdpc_dtype dtype;
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
@@ -138,15 +144,15 @@ typedef struct fsdpc_attention_args {
     bool causal;
     const void *q, *k, *v;
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
-    void *out;  /* forward: written; backward: read */
-    float *lse; /* (B, H, Tq): log of the sum of exponents; written forward, read backward */
+    void *out;        /* forward: written; backward: read */
+    float *lse;       /* (B, H, Tq): log of the sum of exponents; written forward, read backward */
     const void *dout; /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 
 typedef struct fsdpc_embedding_args {
-    fsdpc_dtype dtype; /* of table and out */
-    fsdpc_dtype id_dtype; /* I32 or I64 */
+    fsdpc_dtype dtype;       /* of table and out */
+    fsdpc_dtype id_dtype;    /* I32 or I64 */
     size_t count, rows, dim; /* ids, table rows, elements of a row */
     const void *ids;
     const void *table; /* forward (rows, dim) */
@@ -157,8 +163,8 @@ typedef struct fsdpc_embedding_args {
     bool accumulate; /* false: rows that no id names are zeroed */
 } fsdpc_embedding_args;
 
-/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  When every row
- * is ignored the loss is NaN, as in PyTorch. */
+/* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  When every
+ * row is ignored the loss is NaN, as in PyTorch. */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
     fsdpc_dtype id_dtype;
@@ -173,8 +179,8 @@ typedef struct fsdpc_cross_entropy_args {
     void *dlogits; /* backward; may be logits */
 } fsdpc_cross_entropy_args;
 
-/* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so backward
- * is the same call on dy. */
+/* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so
+ * backward is the same call on dy. */
 typedef struct fsdpc_dropout_args {
     fsdpc_dtype dtype;
     size_t numel;
@@ -212,7 +218,8 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*embedding)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
     fsdpc_status (*embedding_backward)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
     fsdpc_status (*cross_entropy)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
-    fsdpc_status (*cross_entropy_backward)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
+    fsdpc_status (*cross_entropy_backward)(const fsdpc_cross_entropy_args *args,
+                                           fsdpc_stream *stream);
     fsdpc_status (*dropout)(const fsdpc_dropout_args *args, fsdpc_stream *stream);
     fsdpc_status (*swiglu)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
     fsdpc_status (*swiglu_backward)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);

@@ -1,6 +1,7 @@
 /* A module's call as a unit: what happens around forward.
  *
- *     pre_forward -> cast and mark the inputs -> forward -> mark and cast the outputs -> post_forward
+ *     pre_forward -> cast and mark the inputs -> forward -> mark and cast the outputs ->
+ * post_forward
  *
  * The marks are boundaries on the tape.  One on each output that needs gradients tells the schedule
  * that the unit's backward begins; one on each input tells it that it has ended.  They carry the
@@ -54,8 +55,8 @@ static fsdpc_status begin_backward_of(void *arg)
     fsdpc_root_ref *root = m->ref->root;
     if (!root->end_asked) {
         fsdpc_py_state *state = fsdpc_py_state_of_ref(m->ref->comms[0]);
-        FSDPC_TRY(fsdpc_tape_at_end(state->runtime.tape, end_backward,
-                                    fsdpc_unit_ref_acquire(m->ref)));
+        FSDPC_TRY(
+            fsdpc_tape_at_end(state->runtime.tape, end_backward, fsdpc_unit_ref_acquire(m->ref)));
         root->end_asked = true;
     }
     return fsdpc_pre_backward(m->ref->unit, m->generation);
@@ -73,9 +74,8 @@ static fsdpc_status mark_tensor(const walk *w, fsdpc_tensor *t, fsdpc_tensor **o
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a boundary");
     m->ref = fsdpc_unit_ref_acquire(w->self->ref);
     m->generation = fsdpc_unit_generation(m->ref->unit);
-    fsdpc_status status =
-        fsdpc_tape_boundary(w->tape, t, w->inputs ? end_backward_of : begin_backward_of, m,
-                            release_mark, out);
+    fsdpc_status status = fsdpc_tape_boundary(
+        w->tape, t, w->inputs ? end_backward_of : begin_backward_of, m, release_mark, out);
     if (status != FSDPC_OK)
         release_mark(m);
     return status;

@@ -1,8 +1,8 @@
 /* Comm: a communicator as Python sees it.
  *
- * Made by fsdpc.distributed (the world) and by split() (a row or column of a mesh).  Collectives take
- * tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the interrupt
- * callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
+ * Made by fsdpc.distributed (the world) and by split() (a row or column of a mesh).  Collectives
+ * take tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the
+ * interrupt callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
  *
  * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
  */
@@ -295,8 +295,10 @@ static PyGetSetDef comm_getset[] = {
 };
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_new, comm_new},         {Py_tp_dealloc, comm_dealloc},
-    {Py_tp_methods, comm_methods}, {Py_tp_getset, comm_getset},
+    {Py_tp_new, comm_new},
+    {Py_tp_dealloc, comm_dealloc},
+    {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset},
     {Py_tp_doc, "Comm(rank, size, address, socket_fd=-1): a group of ranks."},
     {0, NULL},
 };

@@ -28,10 +28,10 @@ static PyObject *trace_events(PyObject *module, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)n);
     for (size_t i = 0; list && i < n; i++) {
         const fsdpc_trace_event *e = fsdpc_trace_at(runtime->trace, i);
-        PyObject *item = Py_BuildValue(
-            "(siKKLO)", fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind), e->unit,
-            (unsigned long long)e->epoch, (unsigned long long)e->bytes, (long long)e->ns,
-            e->in_backward ? Py_True : Py_False);
+        PyObject *item =
+            Py_BuildValue("(siKKLO)", fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind), e->unit,
+                          (unsigned long long)e->epoch, (unsigned long long)e->bytes,
+                          (long long)e->ns, e->in_backward ? Py_True : Py_False);
         if (!item) {
             Py_CLEAR(list);
             break;
@@ -47,8 +47,8 @@ static PyObject *trace_counts(PyObject *module, PyObject *unused)
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     PyObject *counts = runtime ? PyDict_New() : NULL;
     for (int k = 0; counts && k < FSDPC_TRACE_KIND_COUNT; k++) {
-        PyObject *count = PyLong_FromUnsignedLongLong(
-            fsdpc_trace_count(runtime->trace, (fsdpc_trace_kind)k));
+        PyObject *count =
+            PyLong_FromUnsignedLongLong(fsdpc_trace_count(runtime->trace, (fsdpc_trace_kind)k));
         if (!count ||
             PyDict_SetItemString(counts, fsdpc_trace_kind_name((fsdpc_trace_kind)k), count) < 0)
             Py_CLEAR(counts);

@@ -1,11 +1,11 @@
 /* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
  *
  * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive every Python
- * object of the model, and is released by whoever drops it last.  So units and roots are counted in C
- * (fsdpc_unit_ref, fsdpc_root_ref): a unit lives while a Unit object, a tensor over it or a boundary on
- * the tape refers to it, and the units of a root go together, after the last of them is let go.  The
- * references hold the communicator's Python object; no reference leads back to a Unit, so no cycle
- * escapes the garbage collector.
+ * object of the model, and is released by whoever drops it last.  So units and roots are counted in
+ * C (fsdpc_unit_ref, fsdpc_root_ref): a unit lives while a Unit object, a tensor over it or a
+ * boundary on the tape refers to it, and the units of a root go together, after the last of them is
+ * let go.  The references hold the communicator's Python object; no reference leads back to a Unit,
+ * so no cycle escapes the garbage collector.
  */
 #ifndef FSDPC_PY_PY_ENGINE_H
 #define FSDPC_PY_PY_ENGINE_H
@@ -41,19 +41,17 @@ struct fsdpc_unit_ref {
 };
 
 typedef struct fsdpc_py_comm {
-    PyObject_HEAD
-    fsdpc_comm *comm; /* NULL once destroyed */
+    PyObject_HEAD fsdpc_comm *comm; /* NULL once destroyed */
     bool closed;
-    int users; /* units over it */
+    int users;        /* units over it */
     PyObject *parent; /* of a split: keeps the sockets open */
     fsdpc_interrupt interrupt;
 } fsdpc_py_comm;
 
 typedef struct fsdpc_py_unit {
-    PyObject_HEAD
-    PyObject *weakrefs;
+    PyObject_HEAD PyObject *weakrefs;
     fsdpc_unit_ref *ref;
-    PyObject *params; /* list of Tensor */
+    PyObject *params;      /* list of Tensor */
     bool explicit_reshard; /* reshard_after_forward was given */
     bool cast_inputs;
     int output_dtype; /* -1: left as it is */

@@ -12,8 +12,7 @@
 #include "ops/flat_ops.h"
 
 typedef struct py_optimizer {
-    PyObject_HEAD
-    fsdpc_optim *optim;
+    PyObject_HEAD fsdpc_optim *optim;
     PyObject *units; /* list of Unit */
 } py_optimizer;
 
@@ -99,8 +98,7 @@ static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args)
                           &hyper.eps, &hyper.weight_decay, &maximize))
         return NULL;
     hyper.maximize = maximize != 0;
-    fsdpc_status status =
-        fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper);
+    fsdpc_status status = fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_RETURN_NONE;
@@ -132,8 +130,8 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
                             (int)FSDPC_OPTIM_MAX_STATES);
     fsdpc_piece piece;
     float *data;
-    fsdpc_status status = fsdpc_optim_state(((py_optimizer *)object)->optim, unit->ref->unit,
-                                            param, which, &piece, &data);
+    fsdpc_status status = fsdpc_optim_state(((py_optimizer *)object)->optim, unit->ref->unit, param,
+                                            which, &piece, &data);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     /* A copy: the states belong to the optimizer, which may go before the tensor. */
@@ -155,8 +153,8 @@ static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
     if (!unit)
         return NULL;
     int64_t *count;
-    fsdpc_status status = fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit->ref->unit,
-                                                 param, &count);
+    fsdpc_status status =
+        fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, &count);
     return status == FSDPC_OK ? PyLong_FromLongLong(*count) : fsdpc_py_raise(status);
 }
 
@@ -298,9 +296,12 @@ static PyMethodDef optimizer_methods[] = {
 };
 
 static PyType_Slot optimizer_slots[] = {
-    {Py_tp_new, optimizer_new},           {Py_tp_dealloc, optimizer_dealloc},
-    {Py_tp_traverse, optimizer_traverse}, {Py_tp_clear, optimizer_clear},
-    {Py_tp_methods, optimizer_methods},   {Py_tp_doc, "Optimizer(kind): 'adamw' or 'adam'."},
+    {Py_tp_new, optimizer_new},
+    {Py_tp_dealloc, optimizer_dealloc},
+    {Py_tp_traverse, optimizer_traverse},
+    {Py_tp_clear, optimizer_clear},
+    {Py_tp_methods, optimizer_methods},
+    {Py_tp_doc, "Optimizer(kind): 'adamw' or 'adam'."},
     {0, NULL},
 };
 

@@ -64,8 +64,8 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 {
     fsdpc_tensor *t;
     fsdpc_unit_ref_acquire(ref);
-    fsdpc_status status = fsdpc_tensor_wrap(ref->unit->device, dtype, ndim, shape, data,
-                                            release_storage, ref, &t);
+    fsdpc_status status =
+        fsdpc_tensor_wrap(ref->unit->device, dtype, ndim, shape, data, release_storage, ref, &t);
     if (status != FSDPC_OK) {
         fsdpc_unit_ref_release(ref);
         return fsdpc_py_raise(status);
@@ -122,8 +122,8 @@ static fsdpc_status bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
     fsdpc_status status = fsdpc_tensor_bind(t, group->wire_dtype, storage, full);
     fsdpc_storage_release(storage);
     t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
-    t->sink = (fsdpc_grad_sink){
-        .target = sink_target, .ready = sink_ready, .arg = &ref->params[param]};
+    t->sink =
+        (fsdpc_grad_sink){.target = sink_target, .ready = sink_ready, .arg = &ref->params[param]};
     return status;
 }
 
@@ -228,10 +228,17 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
 
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"name",         "names",        "params",
-                               "shard",        "replicate",    "param_dtype",
-                               "reduce_dtype", "output_dtype", "cast_forward_inputs",
-                               "reshard_after_forward",        NULL};
+    static char *keywords[] = {"name",
+                               "names",
+                               "params",
+                               "shard",
+                               "replicate",
+                               "param_dtype",
+                               "reduce_dtype",
+                               "output_dtype",
+                               "cast_forward_inputs",
+                               "reshard_after_forward",
+                               NULL};
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None;

@@ -27,7 +27,8 @@ static int index_arg(PyObject *object, PyObject *arg)
     return check_index(unit_of(object), param) < 0 ? -1 : param;
 }
 
-/* The shape of a piece: as the parameter, with fewer rows; cut finer than rows, it is (1, ..., n). */
+/* The shape of a piece: as the parameter, with fewer rows; cut finer than rows, it is (1, ..., n).
+ */
 static void piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
 {
     size_t row = place->numel && place->ndim > 0 ? place->numel / place->shape[0] : 1;
@@ -147,8 +148,7 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
     fsdpc_tensor *t;
-    fsdpc_status status =
-        fsdpc_tensor_create(unit->device, dtype, place->ndim, place->shape, &t);
+    fsdpc_status status = fsdpc_tensor_create(unit->device, dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_BEGIN_ALLOW_THREADS;

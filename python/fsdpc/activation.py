@@ -43,7 +43,9 @@ def checkpoint_activations(
         chosen = [m for i, m in enumerate(candidates) if int((i + 1) * which) > int(i * which)]
         assert len(chosen) == int(n * which)
     else:
-        raise ValueError(f"which must be 'all', a positive int, a ratio or a function, got {which!r}")
+        raise ValueError(
+            f"which must be 'all', a positive int, a ratio or a function, got {which!r}"
+        )
     for module in chosen:
         _wrap(module)
     return len(chosen)

@@ -33,8 +33,8 @@ def clip_grad_norm_(
     Returns
     -------
     Tensor, 0-d float64
-        The norm over all ranks before clipping. Its bits depend neither on the world size nor on the
-        layout: squares are summed in float64 over fixed leaves and added exactly.
+        The norm over all ranks before clipping. Its bits depend neither on the world size nor on
+        the layout: squares are summed in float64 over fixed leaves and added exactly.
 
     Raises
     ------
@@ -43,8 +43,8 @@ def clip_grad_norm_(
 
     Notes
     -----
-    Sharded gradients are not touched: the factor is applied by the optimizer while it reads them, or
-    by whoever reads ``.grad`` first.
+    Sharded gradients are not touched: the factor is applied by the optimizer while it reads them,
+    or by whoever reads ``.grad`` first.
     """
     if norm_type != 2:
         raise NotImplementedError(f"norm_type {norm_type}: only 2 is supported yet")

@@ -1,8 +1,8 @@
 """Ranks: who this process is, and collectives for the user's own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or there is
-one. Ranks of a host share memory; no port is opened and nothing is left behind.
+MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or
+there is one. Ranks of a host share memory; no port is opened and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def init(rank: int | None = None, world_size: int | None = None) -> None:
     Parameters
     ----------
     rank, world_size : int, optional
-        Who this process is and how many there are; from the environment where not given, and a world
-        of one where that says nothing.
+        Who this process is and how many there are; from the environment where not given, and a
+        world of one where that says nothing.
 
     Raises
     ------

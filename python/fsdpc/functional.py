@@ -1,8 +1,8 @@
 """Operations on tensors, each with its backward.
 
-Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products and
-normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64) and
-rounds once to the dtype of the result.  No result depends on the number of threads.
+Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products
+and normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64)
+and rounds once to the dtype of the result.  No result depends on the number of threads.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ def memory_stats() -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        ``<category>_bytes`` and ``<category>_peak_bytes`` for wire (counted on the host's first rank:
+        ``<category>_bytes`` and ``<category>_peak_bytes`` for wire (counted on the host's first
+        rank:
         there is one copy), master, grad, state, reduce, activation and other; ``total_bytes``,
-        ``total_peak_bytes``, ``cached_bytes`` (free, kept for reuse) and ``system_allocs`` (times the
-        system was asked for memory: it does not grow in a steady step).
+        ``total_peak_bytes``, ``cached_bytes`` (free, kept for reuse) and ``system_allocs`` (times
+        the system was asked for memory: it does not grow in a steady step).
     """
     return _core.memory_stats()
 

@@ -30,9 +30,9 @@ class AdamW:
 
     Notes
     -----
-    ``step`` is collective over the ranks of sharded parameters. It is one pass over memory: the scale
-    that clipping left, the update, and the copy that the next forward reads. Parameters without a
-    gradient are skipped. States are float32.
+    ``step`` is collective over the ranks of sharded parameters. It is one pass over memory: the
+    scale that clipping left, the update, and the copy that the next forward reads. Parameters
+    without a gradient are skipped. States are float32.
     """
 
     def __init__(

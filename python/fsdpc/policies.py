@@ -18,8 +18,8 @@ class MixedPrecisionPolicy:
         Of the gathered parameters and so of compute; the original dtype where not given. The
         optimizer's masters keep the original dtype.
     reduce_dtype : dtype, optional
-        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks are
-        in float32 whatever it is.
+        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks
+        are in float32 whatever it is.
     output_dtype : dtype, optional
         To which floating outputs of the module are cast.
     cast_forward_inputs : bool, default True

@@ -148,7 +148,8 @@ def _check_module(module: Any) -> None:
             "use fsdpc.torch"
         )
     if isinstance(module, FSDPModule):
-        raise ValueError(f"{type(module).__name__} is sharded already: fully_shard was called twice")
+        name = type(module).__name__
+        raise ValueError(f"{name} is sharded already: fully_shard was called twice")
     if type(module).forward is Module.forward:
         raise ValueError(
             f"{type(module).__name__} has no forward of its own, so nothing would gather its "
@@ -204,7 +205,9 @@ def _describe(name: str, p: Parameter) -> str:
     return f"{name} {p.shape} {p.dtype.name} requires_grad={p.requires_grad} {value}"
 
 
-def _check_agreement(unit: str, names: list[str], params: list[Parameter], comm: _core.Comm) -> None:
+def _check_agreement(
+    unit: str, names: list[str], params: list[Parameter], comm: _core.Comm
+) -> None:
     """Compare what every rank is about to shard; a difference is named on all of them."""
     if comm.size == 1:
         return
@@ -217,7 +220,8 @@ def _check_agreement(unit: str, names: list[str], params: list[Parameter], comm:
     padded = np.zeros(int(all_marks[:, 1].max()), dtype=np.uint8)
     padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
     rows = comm.all_gather(_core.tensor(padded)).numpy()
-    texts = [bytes(r[: int(n)]).decode().split("\n") for r, n in zip(rows, all_marks[:, 1], strict=True)]
+    lengths = all_marks[:, 1].tolist()
+    texts = [bytes(r[:n]).decode().split("\n") for r, n in zip(rows, lengths, strict=True)]
     for other in range(1, comm.size):
         for i in range(max(len(texts[0]), len(texts[other]))):
             a = texts[0][i] if i < len(texts[0]) else "nothing more"

@@ -29,8 +29,8 @@ WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 _EPILOG = """\
 examples:
-  fsdpc train --ranks 2                                 the defaults: a 2 M LLaMA on Python's library
-  fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
+  fsdpc train --ranks 2                                 the defaults: a 2 M LLaMA on Python's
+  library fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
 
 The data are bytes of text; the last 500 kB (at most a tenth) are held out for the validation loss,
@@ -47,33 +47,78 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run = p.add_argument_group("run")
-    run.add_argument("--ranks", type=int, default=None, metavar="N",
-                     help="processes to train on (default: this one, or torchrun's)")
-    run.add_argument("--steps", type=int, default=400, metavar="N",
-                     help="optimizer steps (default: 400)")
-    run.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default: 0)")
+    run.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        metavar="N",
+        help="processes to train on (default: this one, or torchrun's)",
+    )
+    run.add_argument(
+        "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
+    )
+    run.add_argument(
+        "--seed", type=int, default=0, help="of weights, data order and dropout (default: 0)"
+    )
     run.add_argument("--metrics", type=Path, metavar="FILE", help="write a JSON line a step")
-    run.add_argument("--sample", type=int, default=300, metavar="N",
-                     help="bytes of text to generate at the end (default: 300)")
+    run.add_argument(
+        "--sample",
+        type=int,
+        default=300,
+        metavar="N",
+        help="bytes of text to generate at the end (default: 300)",
+    )
     model = p.add_argument_group("model")
     model.add_argument("--model", choices=("llama", "gpt2"), default="llama")
-    model.add_argument("--preset", choices=tuple(models.PRESETS), default="2M", help="size (default: 2M)")
-    model.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16",
-                       help="of compute; masters, sums and states are fp32 (default: bf16)")
-    model.add_argument("--checkpoint-activations", nargs="?", const="all", metavar="WHICH",
-                       help="recompute blocks in backward: all, every N-th, or a ratio like 0.5")
+    model.add_argument(
+        "--preset", choices=tuple(models.PRESETS), default="2M", help="size (default: 2M)"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="bf16",
+        help="of compute; masters, sums and states are fp32 (default: bf16)",
+    )
+    model.add_argument(
+        "--checkpoint-activations",
+        nargs="?",
+        const="all",
+        metavar="WHICH",
+        help="recompute blocks in backward: all, every N-th, or a ratio like 0.5",
+    )
     data = p.add_argument_group("data")
-    data.add_argument("--data", nargs="+", type=Path, metavar="PATH",
-                      help="files and folders (default: Python's own standard library)")
-    data.add_argument("--batch", type=int, default=16, metavar="N",
-                      help="sequences a rank and micro-step (default: 16)")
-    data.add_argument("--seq", type=int, default=256, metavar="N", help="bytes a sequence (default: 256)")
-    data.add_argument("--accumulate", type=int, default=1, metavar="N",
-                      help="micro-steps an optimizer step (default: 1)")
+    data.add_argument(
+        "--data",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="files and folders (default: Python's own standard library)",
+    )
+    data.add_argument(
+        "--batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="sequences a rank and micro-step (default: 16)",
+    )
+    data.add_argument(
+        "--seq", type=int, default=256, metavar="N", help="bytes a sequence (default: 256)"
+    )
+    data.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-steps an optimizer step (default: 1)",
+    )
     optim = p.add_argument_group("optimizer")
     optim.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: 3e-3)")
-    optim.add_argument("--weight-decay", type=float, default=0.1,
-                       help="for tensors of two or more dimensions (default: 0.1)")
+    optim.add_argument(
+        "--weight-decay",
+        type=float,
+        default=0.1,
+        help="for tensors of two or more dimensions (default: 0.1)",
+    )
     optim.add_argument("--clip", type=float, default=1.0, help="global norm (default: 1.0)")
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
@@ -153,10 +198,18 @@ class Trainer:
         self.model, self.optimizer = self._build()
         warmup = max(1, options.steps // 20)
         self.schedule = WarmupCosine(
-            self.optimizer, min(warmup, max(options.steps - 1, 0)), max(options.steps, 1), min_ratio=0.05
+            self.optimizer,
+            min(warmup, max(options.steps - 1, 0)),
+            max(options.steps, 1),
+            min_ratio=0.05,
         )
         sampler = DistributedSampler(
-            len(self.train_data), self.rank, self.world, shuffle=True, seed=options.seed, drop_last=True
+            len(self.train_data),
+            self.rank,
+            self.world,
+            shuffle=True,
+            seed=options.seed,
+            drop_last=True,
         )
         self.loader = Loader(self.train_data, options.batch, sampler)
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
@@ -288,7 +341,9 @@ class Trainer:
         if n == 0:
             return
         prompt = np.frombuffer(b"def ", dtype=np.uint8)
-        ids = models.generate(self.model, prompt, n, context=self.options.seq, seed=self.options.seed)
+        ids = models.generate(
+            self.model, prompt, n, context=self.options.seq, seed=self.options.seed
+        )
         if self.rank == 0:
             text = bytes(ids.astype(np.uint8)).decode("utf-8", "replace")
             print("---- sample ----\n" + text)
@@ -300,7 +355,7 @@ class Trainer:
 
 
 class LiveLine:
-    """The line that shows how training goes: rewritten in a terminal, printed now and then elsewhere."""
+    """How training goes: one line, rewritten in a terminal, printed now and then elsewhere."""
 
     def __init__(self, trainer: Trainer, begin: float) -> None:
         self.trainer, self.begin = trainer, begin
@@ -315,16 +370,18 @@ class LiveLine:
         if step > min(WARM_STEPS, t.options.steps - 1):
             self.rated_steps += 1
             self.rated_seconds += m["seconds"]
-        rate = t.tokens_per_step * self.rated_steps / self.rated_seconds if self.rated_steps else 0.0
+        rate = (
+            t.tokens_per_step * self.rated_steps / self.rated_seconds if self.rated_steps else 0.0
+        )
         mfu = rate * t.flops_per_token / t.peak_flops
         if t.rank != 0:
             return
         peak = _core.memory_stats()["total_peak_bytes"]
+        now_rate = t.tokens_per_step / m["seconds"]
         t._write({
-            "step": step, "loss": m["loss"],
-            "tokens_per_second": t.tokens_per_step / m["seconds"], "grad_norm": m["grad_norm"],
-            "lr": m["lr"], "mfu": t.tokens_per_step / m["seconds"] * t.flops_per_token / t.peak_flops,
-            "peak_bytes": peak, "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
+            "step": step, "loss": m["loss"], "tokens_per_second": now_rate,
+            "grad_norm": m["grad_norm"], "lr": m["lr"],
+            "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak, "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
         })  # fmt: skip
         now = time.perf_counter()
         last = step == t.options.steps
@@ -349,5 +406,5 @@ class LiveLine:
         t = self.trainer
         if t.rank == 0 and self.rated_steps:
             print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
-                  f"{t.world} rank{'s' if t.world > 1 else ''}, {t.model.num_parameters():,} parameters, "
-                  f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
+                  f"{t.world} rank{'s' if t.world > 1 else ''}, "
+                  f"{t.model.num_parameters():,} parameters, measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip

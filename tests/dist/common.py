@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 import fsdpc
+import numpy as np
 from fsdpc.models import Llama, ModelConfig
 
 CONFIG = ModelConfig(vocab_size=61, dim=48, layers=3, heads=3, inner=80)
@@ -61,7 +60,9 @@ def tree_sum(values: list[np.ndarray]) -> np.ndarray:
     return values[0]
 
 
-def train_in_one_process(world: int, steps: int, accumulate: int = 1) -> tuple[Any, list[list[float]]]:
+def train_in_one_process(
+    world: int, steps: int, accumulate: int = 1
+) -> tuple[Any, list[list[float]]]:
     """The unsharded fp32 model fed every rank's batches; returns it and losses[rank]."""
     model = build(sharded=False)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=LR)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import fsdpc
 import numpy as np
 import pytest
-
-import fsdpc
 from fsdpc import _core
 from fsdpc.launcher import launch
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import fsdpc
 import numpy as np
 import pytest
-import torch
+from fsdpc.models import Llama, ModelConfig, preset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fsdpc
-from fsdpc.models import Llama, ModelConfig, preset
+import torch
 
 
 def twins(config: ModelConfig, seed: int = 0) -> tuple[Any, Any]:

@@ -85,8 +85,15 @@ PRESETS: dict[str, ModelConfig] = {
         vocab_size=32000, dim=8192, layers=80, heads=64, inner=28672, kv_heads=8, max_seq=4096
     ),
     "SmolLM3-3B": ModelConfig(
-        vocab_size=128256, dim=2048, layers=36, heads=16, inner=11008, kv_heads=4,
-        max_seq=65536, tied=True, rope_theta=5e6,
+        vocab_size=128256,
+        dim=2048,
+        layers=36,
+        heads=16,
+        inner=11008,
+        kv_heads=4,
+        max_seq=65536,
+        tied=True,
+        rope_theta=5e6,
     ),
 }
 

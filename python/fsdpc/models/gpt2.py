@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU (Radford et al. 2019).
 
-Names follow transformers' ``GPT2LMHeadModel``, but projections are stored as (out, in), as Linear has
-them: transformers' Conv1D keeps the transpose.
+Names follow transformers' ``GPT2LMHeadModel``, but projections are stored as (out, in), as Linear
+has them: transformers' Conv1D keeps the transpose.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.c_fc = nn.Linear(config.dim, config.inner, std=INIT_STD)
-        self.c_proj = nn.Linear(config.inner, config.dim, std=INIT_STD / math.sqrt(2 * config.layers))
+        self.c_proj = nn.Linear(
+            config.inner, config.dim, std=INIT_STD / math.sqrt(2 * config.layers)
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +107,9 @@ class GPT2(nn.Module):
         ids = _core.tensor(ids) if not isinstance(ids, Tensor) else ids
         batch, tokens = ids.shape
         if tokens > self.config.max_seq:
-            raise ValueError(f"sequence of {tokens} tokens; the model was made for {self.config.max_seq}")
+            raise ValueError(
+                f"sequence of {tokens} tokens; the model was made for {self.config.max_seq}"
+            )
         t = self.transformer
         positions = _core.tensor(np.arange(tokens, dtype=np.int64))
         x = t.drop(t.wte(ids) + t.wpe(positions))

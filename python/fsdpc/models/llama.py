@@ -1,6 +1,7 @@
 """LLaMA: RMSNorm, rotary embedding, grouped queries, SwiGLU (Touvron et al. 2023).
 
-Parameters carry the names of transformers' ``LlamaForCausalLM``, so state dicts go across as they are.
+Parameters carry the names of transformers' ``LlamaForCausalLM``, so state dicts go across as they
+are.
 """
 
 from __future__ import annotations

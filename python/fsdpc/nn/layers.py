@@ -90,13 +90,18 @@ class Embedding(Module):
 
 
 class LayerNorm(Module):
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift (Ba et al. 2016)."""
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift (Ba et al.
+    2016)."""
 
-    def __init__(self, dim: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = None) -> None:
+    def __init__(
+        self, dim: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = None
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = init.ones_(Parameter.empty((dim,), dtype))
-        self.register_parameter("bias", init.zeros_(Parameter.empty((dim,), dtype)) if bias else None)
+        self.register_parameter(
+            "bias", init.zeros_(Parameter.empty((dim,), dtype)) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> (..., dim)."""

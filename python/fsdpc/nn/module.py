@@ -55,9 +55,9 @@ class Parameter(Tensor):
 
     Notes
     -----
-    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by modules
-    inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad`` the gradient
-    of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+    Once its module is sharded, ``shape`` stays the full shape, and the values can be read by
+    modules inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad``
+    the gradient of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
     """
 
     _unit: Any = None
@@ -97,8 +97,8 @@ class Parameter(Tensor):
             self._unit.zero_grad()
         else:
             raise ValueError(
-                "the gradient of a sharded parameter is written by reductions alone; assign None to "
-                "drop its unit's gradients, or write into p.grad in place"
+                "the gradient of a sharded parameter is written by reductions alone; assign None "
+                "to drop its unit's gradients, or write into p.grad in place"
             )
 
     def __reduce__(self) -> Any:
@@ -185,7 +185,9 @@ class Module:
 
     # ---- walking the tree ----
 
-    def named_modules(self, prefix: str = "", _seen: set[int] | None = None) -> Iterator[tuple[str, Module]]:
+    def named_modules(
+        self, prefix: str = "", _seen: set[int] | None = None
+    ) -> Iterator[tuple[str, Module]]:
         """Yield (dotted name, module), this one first, each module once."""
         seen = set() if _seen is None else _seen
         if id(self) in seen:
@@ -308,7 +310,9 @@ class Module:
                     state[prefix + name] = b
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_state_dict(
+        self, state: Mapping[str, Any], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
         """Copy full values into parameters and buffers by name.
 
         Parameters
@@ -366,7 +370,9 @@ class Module:
         return ""
 
     def __repr__(self) -> str:
-        lines = [f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.named_children()]
+        lines = [
+            f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.named_children()
+        ]
         head = type(self).__name__ + "(" + self.extra_repr()
         return head + ("\n  " + "\n  ".join(lines) + "\n" if lines else "") + ")"
 
