@@ -7,7 +7,7 @@ checks that all ranks mean the same, and joins the module's call to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -112,10 +112,13 @@ def fully_shard(
     """
     _check_module(module)
     policy = mp_policy or MixedPrecisionPolicy()
-    names, params = _collect(module, {id(p) for p in ignored_params or ()})
+    ignored = list(ignored_params or ())
+    names, params = _collect(module, {id(p) for p in ignored})
     world = distributed.world()
     shard, replicate = _mesh_comms(mesh, world)
-    _check_agreement(type(module).__name__, names, params, world)
+    options = f"{policy}, mesh {mesh or world.size}, reshard_after_forward={reshard_after_forward}"
+    lines = [type(module).__name__, *map(_describe, names, params), options]
+    _check_agreement(lines, world)
     unit = _core.Unit(
         type(module).__name__,
         names,
@@ -128,9 +131,11 @@ def fully_shard(
         cast_forward_inputs=policy.cast_forward_inputs,
         reshard_after_forward=reshard_after_forward,
     )
+    for p in ignored:
+        p._ignored = True
     for i, p in enumerate(params):
         recipe = p._recipe
-        p._unit, p._index = unit, i
+        p._unit, p._index, p._name = unit, i, names[i]
         if recipe is not None:
             unit.init(i, *recipe)
             p._recipe = None
@@ -157,34 +162,41 @@ def _check_module(module: Any) -> None:
         )
 
 
+def _outside_units(module: Module, path: str, seen: set[int]) -> Iterator[tuple[str, Module]]:
+    """Yield (dotted name, module) of all modules that no inner unit encloses."""
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule) and id(child) not in seen:
+            yield from _outside_units(child, f"{path}{name}.", seen)
+
+
 def _collect(module: Module, ignored: set[int]) -> tuple[list[str], list[Parameter]]:
-    inner: set[int] = set()
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            inner.update(id(p) for p in child.parameters())
-    names, params = [], []
-    for name, p in module.named_parameters():
-        if id(p) in ignored or id(p) in inner:
-            continue
-        if p._unit is not None:
-            raise ValueError(
-                f"parameter '{name}' already belongs to another unit: shard children before "
-                "parents, and modules that share a parameter together"
-            )
-        if not p.dtype.is_floating_point:
-            raise TypeError(
-                f"parameter '{name}' is {p.dtype.name}; only floating point parameters can be "
-                "sharded: make it a buffer"
-            )
-        if p.ndim == 0:
-            raise ValueError(
-                f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
-            )
-        if p.is_deferred and p._recipe is None:
-            raise ValueError(f"deferred parameter '{name}' has no initial value: use fsdpc.nn.init")
-        names.append(name)
-        params.append(p)
-    return names, params
+    found: dict[int, tuple[str, Parameter]] = {}
+    for path, owner in _outside_units(module, "", set()):
+        for name, p in owner._parameters.items():
+            if p is not None and id(p) not in ignored and id(p) not in found:
+                _check_parameter(path + name, p)
+                found[id(p)] = (path + name, p)
+    return [name for name, _ in found.values()], [p for _, p in found.values()]
+
+
+def _check_parameter(name: str, p: Parameter) -> None:
+    if p._unit is not None:
+        raise ValueError(
+            f"parameter '{name}' already belongs to unit '{p._unit.name}' as '{p._name}': shard "
+            "children before parents, and modules that share (tie) a parameter together, in the unit "
+            "of a module around them all"
+        )
+    if not p.dtype.is_floating_point:
+        raise TypeError(
+            f"parameter '{name}' is {p.dtype.name}; only floating point parameters can be "
+            "sharded: make it a buffer"
+        )
+    if p.ndim == 0:
+        raise ValueError(f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)")
+    if p.is_deferred and p._recipe is None:
+        raise ValueError(f"deferred parameter '{name}' has no initial value: use fsdpc.nn.init")
 
 
 def _mesh_comms(mesh: DeviceMesh | None, world: _core.Comm) -> tuple[_core.Comm, _core.Comm | None]:
@@ -205,13 +217,10 @@ def _describe(name: str, p: Parameter) -> str:
     return f"{name} {p.shape} {p.dtype.name} requires_grad={p.requires_grad} {value}"
 
 
-def _check_agreement(
-    unit: str, names: list[str], params: list[Parameter], comm: _core.Comm
-) -> None:
+def _check_agreement(lines: list[str], comm: _core.Comm) -> None:
     """Compare what every rank is about to shard; a difference is named on all of them."""
     if comm.size == 1:
         return
-    lines = [unit, *map(_describe, names, params)]
     text = "\n".join(lines).encode()
     mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
     all_marks = comm.all_gather(_core.tensor(mine)).numpy()
@@ -229,7 +238,7 @@ def _check_agreement(
             if a != b:
                 raise MismatchError(
                     f"fully_shard: ranks disagree on the model: rank 0 has [{a}], rank {other} has "
-                    f"[{b}]; build the same model with the same seed on every rank"
+                    f"[{b}]; build and shard the same model, with the same seed, on every rank"
                 )
 
 
@@ -238,7 +247,8 @@ def _make_root(module: Any) -> None:
     units, encloses = [], []
     for name, m in module.named_modules():
         if isinstance(m, FSDPModule):
-            m._fsdpc_unit.name = name or type(module).__name__
+            if name:
+                m._fsdpc_unit.name = name
             units.append(m._fsdpc_unit)
             inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
             encloses.append(inner)

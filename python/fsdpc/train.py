@@ -381,7 +381,8 @@ class LiveLine:
         t._write({
             "step": step, "loss": m["loss"], "tokens_per_second": now_rate,
             "grad_norm": m["grad_norm"], "lr": m["lr"],
-            "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak, "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
+            "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak,
+            "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
         })  # fmt: skip
         now = time.perf_counter()
         last = step == t.options.steps
@@ -407,4 +408,5 @@ class LiveLine:
         if t.rank == 0 and self.rated_steps:
             print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
                   f"{t.world} rank{'s' if t.world > 1 else ''}, "
-                  f"{t.model.num_parameters():,} parameters, measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
+                  f"{t.model.num_parameters():,} parameters, "
+                  f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
