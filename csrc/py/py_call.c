@@ -8,6 +8,10 @@
  * generation of the weights that this forward saw, and keep the unit alive as long as the graph.
  * Tensors are found in tuples, lists and dicts, any depth; other objects pass through as they are.
  *
+ * A forward with gradients while the tape runs backward is a recomputation.  Where a checkpoint
+ * stands around the outermost unit no boundary has been met by then, so the unit's backward begins
+ * here.
+ *
  * An exception in forward resets the root when it leaves the outermost unit, so that the next call
  * starts clean; the exception itself goes on unchanged.
  */
@@ -53,6 +57,10 @@ static fsdpc_status begin_backward_of(void *arg)
 {
     const mark *m = arg;
     fsdpc_root_ref *root = m->ref->root;
+    if (((const fsdpc_py_comm *)m->ref->comms[0])->closed)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "backward of unit '%s' after fsdpc.shutdown(): the ranks have parted",
+                          m->ref->unit->name);
     if (!root->end_asked) {
         fsdpc_py_state *state = fsdpc_py_state_of_ref(m->ref->comms[0]);
         FSDPC_TRY(
@@ -200,18 +208,24 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     if (!runtime)
         return NULL;
     fsdpc_unit *unit = self->ref->unit;
-    if (((fsdpc_py_comm *)self->ref->comms[0])->closed)
-        return (void)fsdpc_py_comm_of(self->ref->comms[0]), NULL;
+    if (fsdpc_py_unit_check_open(self) < 0)
+        return NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->params); i++)
         unit->trainable[i] = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i))->requires_grad;
     bool grad = runtime->tape->grad_enabled;
     walk w = {.module = module, .tape = runtime->tape, .self = self};
-    fsdpc_status status;
+    bool recomputed = grad && runtime->tape->backward_depth > 0;
+    fsdpc_status status = FSDPC_OK;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_pre_forward(unit, grad);
+    if (recomputed && !unit->root->in_backward)
+        status = begin_backward_of(&(mark){self->ref, self->seen_generation});
+    if (status == FSDPC_OK)
+        status = fsdpc_pre_forward(unit, grad);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
+    if (!recomputed)
+        self->seen_generation = fsdpc_unit_generation(unit);
     PyObject *result = call_forward(&w, forward, args, kwargs);
     if (!result) {
         reset_after_exception(self);

@@ -54,7 +54,8 @@ typedef struct fsdpc_py_unit {
     PyObject *params;      /* list of Tensor */
     bool explicit_reshard; /* reshard_after_forward was given */
     bool cast_inputs;
-    int output_dtype; /* -1: left as it is */
+    int output_dtype;         /* -1: left as it is */
+    uint64_t seen_generation; /* of the weights, by the last forward outside backward */
 } fsdpc_py_unit;
 
 int fsdpc_py_engine_setup(PyObject *module);
@@ -66,6 +67,8 @@ int fsdpc_py_optim_setup(PyObject *module);
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 /* The Unit behind an object, or NULL with TypeError. */
 fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
+/* 0, or -1 with an exception when shutdown() has ended what the unit communicates over. */
+int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 
 fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref);
 void fsdpc_unit_ref_release(fsdpc_unit_ref *ref);

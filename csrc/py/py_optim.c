@@ -108,6 +108,11 @@ static PyObject *optimizer_step(PyObject *object, PyObject *unused)
 {
     (void)unused;
     fsdpc_status status;
+    PyObject *units = ((py_optimizer *)object)->units;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
+        if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(units, i)) < 0)
+            return NULL;
+    }
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_optim_step(((py_optimizer *)object)->optim);
     Py_END_ALLOW_THREADS;
@@ -170,7 +175,7 @@ static fsdpc_unit **read_units(PyObject *module, PyObject *list)
     }
     for (Py_ssize_t i = 0; i < n; i++) {
         fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(list, i));
-        if (!unit) {
+        if (!unit || fsdpc_py_unit_check_open(unit) < 0) {
             PyMem_Free(units);
             return NULL;
         }

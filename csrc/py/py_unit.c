@@ -83,6 +83,11 @@ fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object)
     return (fsdpc_py_unit *)object;
 }
 
+int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit)
+{
+    return fsdpc_py_comm_of(unit->ref->comms[0]) ? 0 : -1;
+}
+
 /* ---- joining parameters and units ---- */
 
 static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
@@ -330,7 +335,7 @@ static PyObject *make_root(PyObject *module, PyObject *args)
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %zd units", n);
     for (Py_ssize_t i = 0; status == FSDPC_OK && i < n; i++) {
         fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
-        if (!unit)
+        if (!unit || fsdpc_py_unit_check_open(unit) < 0)
             goto free;
         refs[i] = unit->ref;
         plain[i] = unit->ref->unit;

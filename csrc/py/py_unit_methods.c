@@ -142,7 +142,8 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
 static PyObject *unit_collect(PyObject *object, PyObject *args)
 {
     int param, grads;
-    if (!PyArg_ParseTuple(args, "ip", &param, &grads) || check_index(unit_of(object), param) < 0)
+    if (!PyArg_ParseTuple(args, "ip", &param, &grads) || check_index(unit_of(object), param) < 0 ||
+        fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
         return NULL;
     fsdpc_unit *unit = unit_of(object);
     const fsdpc_place *place = &unit->layout->params[param];
@@ -172,6 +173,8 @@ static PyObject *unit_unshard(PyObject *object, PyObject *unused)
 {
     (void)unused;
     fsdpc_status status;
+    if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
+        return NULL;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_unshard(unit_of(object));
     Py_END_ALLOW_THREADS;

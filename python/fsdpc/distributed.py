@@ -122,10 +122,19 @@ def local_rank() -> int:
     return _local_rank
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _as_tensor(value: Any, floating: bool = False) -> Tensor:
+    """Copy a user's value, or say why it cannot be sent, before anything is."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    return _core.tensor(np.array(value, ndmin=0, copy=True))
+        tensor = value.detach().clone()
+    elif isinstance(value, (np.ndarray, np.generic, float, int)):
+        tensor = _core.tensor(np.array(value, ndmin=0, copy=True))
+    else:
+        raise TypeError(
+            f"give a Tensor, a NumPy array, a float or an int; got {type(value).__name__}"
+        )
+    if floating and not tensor.dtype.is_floating_point:
+        raise TypeError(f"the mean of {tensor.dtype.name} values: give floats, or use op='sum'")
+    return tensor
 
 
 def _like(result: Tensor, value: V) -> V:
@@ -151,13 +160,11 @@ def all_reduce(value: V, op: str = "sum") -> V:
     of the type of ``value``
         A new object; sums of floats are a fixed pairwise tree over ranks in at least float32.
     """
-    tensor = _as_tensor(value)
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(f"op must be sum, mean, max or min, got '{op}'")
+    tensor = _as_tensor(value, floating=op == "mean")
     world().all_reduce(tensor, "sum" if op == "mean" else op)
     if op == "mean":
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"the mean of {tensor.dtype.name} values: give floats, or use op='sum'")
         tensor = tensor / world_size()
     return _like(tensor, value)
 

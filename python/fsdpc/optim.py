@@ -14,9 +14,9 @@ class AdamW:
 
     Parameters
     ----------
-    params : iterable of Parameter, or of dict
-        Parameters, or groups ``{"params": [...], "lr": ..., ...}`` with options of their own. Shard
-        the model first.
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        Parameters, alone or with their names, or groups ``{"params": [...], "lr": ..., ...}`` with
+        options of their own. Shard the model first.
     lr : float, default 1e-3
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
@@ -26,7 +26,8 @@ class AdamW:
     Raises
     ------
     ValueError
-        An option is out of range, or a parameter is in two groups.
+        An option is out of range, a parameter is given twice, or some are sharded and others are
+        trainable, held by no unit and not ignored.
 
     Notes
     -----
@@ -60,25 +61,57 @@ class AdamW:
             if unknown:
                 raise ValueError(f"group {i} has unknown options {sorted(unknown)}")
             self._add_group({**defaults, **group, "params": list(group["params"])})
+        self._refuse_strays()
 
     def _add_group(self, group: dict[str, Any]) -> None:
         index = len(self.param_groups)
         _check(group)
-        for p in group["params"]:
+        for i, entry in enumerate(group["params"]):
+            name, p = entry if isinstance(entry, tuple) else (None, entry)
             if not isinstance(p, Parameter):
-                raise TypeError(f"optimizers take Parameters, got {type(p).__name__}")
+                raise TypeError(
+                    f"optimizers take Parameters, got {type(p).__name__} (group {index}, place {i})"
+                )
+            group["params"][i] = p
+            label = f"'{name}'" if name else f"number {i} of group {index}"
+            label += f" {p.shape} {p.dtype.name}"
             if p._unit is not None:
                 self._core.add(p._unit, p._index, index)
                 if p._unit not in self._units:
                     self._units.append(p._unit)
             elif id(p) in self._plain:
-                raise ValueError("a parameter is in two groups")
+                raise ValueError(f"parameter {label} was given before: {self._plain[id(p)].label}")
             else:
-                self._plain[id(p)] = _PlainState()
+                self._plain[id(p)] = _PlainState(label)
         self.param_groups.append(group)
+
+    def _refuse_strays(self) -> None:
+        """Refuse what would be trained apart on every rank, beside parameters that are sharded."""
+        strays = [
+            self._plain[id(p)].label
+            for group in self.param_groups
+            for p in group["params"]
+            if p._unit is None and p.requires_grad and not getattr(p, "_ignored", False)
+        ]
+        if self._units and strays:
+            raise ValueError(
+                f"{len(strays)} trainable parameters belong to no unit, so their gradients would "
+                f"differ between ranks: {'; '.join(strays)}; call fully_shard() on the module "
+                "around them first, or give them as its ignored_params, or freeze them"
+            )
+
+    def _refuse_late_sharding(self) -> None:
+        for group in self.param_groups if self._plain else ():
+            for p in group["params"]:
+                if p._unit is not None and id(p) in self._plain:
+                    raise RuntimeError(
+                        f"parameter '{p._name}' of unit '{p._unit.name}' was sharded after the "
+                        "optimizer was made: call fully_shard() first, then make the optimizer"
+                    )
 
     def step(self) -> None:
         """Update every parameter that has a gradient; collective for sharded ones."""
+        self._refuse_late_sharding()
         for i, group in enumerate(self.param_groups):
             _check(group)
             b1, b2 = group["betas"]
@@ -94,11 +127,6 @@ class AdamW:
             state = self._plain.get(id(p))
             if state is None:
                 continue
-            if p._unit is not None:
-                raise RuntimeError(
-                    "a parameter was sharded after the optimizer was made: call fully_shard() "
-                    "first, then make the optimizer"
-                )
             if p.grad is None or not p.requires_grad:
                 continue
             if state.exp_avg is None:
@@ -135,7 +163,8 @@ class AdamW:
 class _PlainState:
     """States of a parameter that is not sharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str) -> None:
+        self.label = label
         self.step = 0
         self.exp_avg: Any = None
         self.exp_avg_sq: Any = None

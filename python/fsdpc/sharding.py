@@ -185,8 +185,8 @@ def _check_parameter(name: str, p: Parameter) -> None:
     if p._unit is not None:
         raise ValueError(
             f"parameter '{name}' already belongs to unit '{p._unit.name}' as '{p._name}': shard "
-            "children before parents, and modules that share (tie) a parameter together, in the unit "
-            "of a module around them all"
+            "children before parents, and modules that share (tie) a parameter together, in the "
+            "unit of a module around them all"
         )
     if not p.dtype.is_floating_point:
         raise TypeError(
@@ -194,7 +194,9 @@ def _check_parameter(name: str, p: Parameter) -> None:
             "sharded: make it a buffer"
         )
     if p.ndim == 0:
-        raise ValueError(f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)")
+        raise ValueError(
+            f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
+        )
     if p.is_deferred and p._recipe is None:
         raise ValueError(f"deferred parameter '{name}' has no initial value: use fsdpc.nn.init")
 
