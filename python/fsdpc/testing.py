@@ -1,4 +1,4 @@
-"""A pytest plugin that runs a test's body on fresh ranks.
+"""A pytest plugin that runs a test's body on fresh ranks, and a comparison of two models.
 
     @pytest.mark.ranks(2)
     def test_sum():
@@ -9,7 +9,10 @@ Every rank is a new process with :func:`fsdpc.init` called before the body and
 rank fails all ranks' tracebacks are shown and the others are stopped; a test that takes longer than
 its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's stack.
 
-The plugin is registered when fsdpc is installed.
+The plugin is registered when fsdpc is installed.  Beside it stands :func:`compare`, which trains
+two models side by side and returns the first difference:
+
+    assert compare(native, Side(model=theirs, loss=their_loss), batches, steps=20) is None
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdpc._compare import Difference, Side, Tolerance, compare
 from fsdpc._launch.environment import check_ranks
 from fsdpc._launch.forked import Report
 from fsdpc._launch.forkserver import ForkServer, Job
@@ -26,7 +30,7 @@ from fsdpc._launch.forkserver import ForkServer, Job
 if TYPE_CHECKING:
     import pytest
 
-__all__: list[str] = []
+__all__ = ["Difference", "Side", "Tolerance", "compare"]
 
 _SIZE = "ranks_size"  # the parameter's name where a test runs at several sizes
 _SERVER = "_fsdpc_fork_server"
