@@ -37,7 +37,9 @@ def _linear(x, w, b=0.0):
     return x @ w.T + b
 
 
-LINEAR = [((1, 1), 1), ((3, 5), 7), ((2, 3, 5), 4), ((5,), 3), ((0, 5), 3), ((2, 0), 3), ((2, 5), 0)]
+LINEAR = [
+    ((1, 1), 1), ((3, 5), 7), ((2, 3, 5), 4), ((5,), 3), ((0, 5), 3), ((2, 0), 3), ((2, 5), 0)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -97,13 +99,13 @@ def test_errors():
     x = _core.zeros(2, 3)
     with pytest.raises(ValueError, match=r"matmul: .*\(2, 3\).*\(2, 3\)"):
         x @ x
-    with pytest.raises(ValueError, match=r"linear: x has shape \(2, 3\) and weight has shape \(4, 5\)"):
+    with pytest.raises(ValueError, match=r"linear: x .* \(2, 3\) and weight .* \(4, 5\)"):
         F.linear(x, _core.zeros(4, 5))
     with pytest.raises(ValueError, match=r"linear: bias has shape \(3,\)"):
         F.linear(x, _core.zeros(4, 3), _core.zeros(3))
     with pytest.raises(TypeError, match="linear: x is float32 and weight is bfloat16"):
         F.linear(x, _core.zeros(4, 3, dtype="bfloat16"))
-    with pytest.raises(TypeError, match="matmul: the first tensor is float32 and the second is float64"):
+    with pytest.raises(TypeError, match="matmul: .* is float32 and .* is float64"):
         x @ _core.zeros(3, 3, dtype="float64")
     with pytest.raises(ValueError, match="must broadcast"):
         _core.zeros(2, 2, 3) @ _core.zeros(3, 3, 2)

@@ -100,7 +100,8 @@ def test_concat(dtype, dim):
         lambda *xs: F.concat(xs, dim), lambda *xs: np.concatenate(xs, dim), inputs, dtype,
         what="concat",
     )  # fmt: skip
-    check(lambda *xs: F.concat(xs, dim), lambda *xs: np.concatenate(xs, dim), inputs, dtype, wrt=[2])
+    check(lambda *xs: F.concat(xs, dim), lambda *xs: np.concatenate(xs, dim), inputs, dtype,
+          wrt=[2])  # fmt: skip
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
