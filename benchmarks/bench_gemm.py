@@ -1,0 +1,85 @@
+"""Matrix products on one core beside torch's (oneDNN): the three forms of a linear layer.
+
+    python benchmarks/bench_gemm.py [--sizes 512 1024 2048] [--rounds 7]
+
+Both sides are called from Python on tensors of their own, in turn, one thread each; the best of the
+rounds and their median count. `make bench` prints the share of the processor's peak (an FMA or tile
+loop) from C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = "1"
+
+import numpy as np
+import torch
+from fsdpc import _core
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+
+FORMS = ("x W^T", "dy W", "dy^T x")
+
+
+def seconds(call: Callable[[], object], least: float = 0.05) -> float:
+    """The best time of a call, repeated for `least` seconds."""
+    best, begin = float("inf"), time.perf_counter()
+    while time.perf_counter() - begin < least:
+        t = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - t)
+    return best
+
+
+def calls(n: int, dtype: str) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Form -> (ours, torch's); ours through the operations that training runs."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((n, n)).astype(np.float32) for _ in range(2))
+    ours = [_core.tensor(v).to(dtype) for v in (a, b)]
+    theirs = [torch.from_numpy(v).to(getattr(torch, dtype)) for v in (a, b)]
+    x, w = ours
+    tx, tw = theirs
+    wt = _core.tensor(b).to(dtype)
+    wt.requires_grad = True
+    y = _core.linear(x, wt)  # its backward is dy^T x alone, as x needs no gradient
+    return {
+        "x W^T": (lambda: _core.linear(x, w), lambda: tx @ tw.T),
+        "dy W": (lambda: _core.matmul(x, w), lambda: tx @ tw),
+        "dy^T x": (lambda: y.backward(x, retain_graph=True), lambda: tx.T @ tw),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--sizes", nargs="+", type=int, default=[512, 1024, 2048])
+    p.add_argument("--rounds", type=int, default=7)
+    o = p.parse_args()
+    torch.set_num_threads(1)
+    common.header()
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for n in o.sizes:
+            for form, (ours, theirs) in calls(n, dtype).items():
+                with torch.no_grad():
+                    t = common.alternate(
+                        {"fsdpc": lambda c=ours: seconds(c), "torch": lambda c=theirs: seconds(c)},
+                        o.rounds,
+                    )
+                rate = {k: [2 * n**3 / s / 1e9 for s in v] for k, v in t.items()}
+                ratio = statistics.median(rate["fsdpc"]) / statistics.median(rate["torch"])
+                rows.append([f"{dtype} {form} {n}^3", common.spread(rate["fsdpc"]),
+                             common.spread(rate["torch"]), f"{ratio:.2f}"])  # fmt: skip
+    common.table(["product, one core", "fsdpc GFLOP/s", "torch GFLOP/s", "ratio"], rows)
+
+
+if __name__ == "__main__":
+    main()
