@@ -79,10 +79,10 @@ bench: venv ## the benchmarks, C ones first
 	for file in benchmarks/bench_*.py; do $(PY) "$$file" $(ARGS) || exit 1; done
 
 soak: venv ## long random runs of the engine
-	$(PY) -m pytest tests/soak $(ARGS)
+	$(PY) -m pytest tests -m soak $(ARGS)
 
 fuzz: venv ## long property tests
-	$(PY) -m pytest tests --ignore=tests/lint -m "not slow" --hypothesis-profile=long $(ARGS)
+	$(PY) -m pytest tests --ignore=tests/lint --hypothesis-profile=long $(ARGS)
 
 clean: ## remove all that the build made, .venv too
 	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so

@@ -30,13 +30,14 @@ class BuildCore(build_ext):
         flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
         flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
 
-        # One folder per interpreter, kept between builds (setuptools' own is a new one every time
-        # for an editable install).
-        builder = native.Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
+        # Folders that stay between builds (setuptools' own is a new one every time for an editable
+        # install): the engine's objects, shared with the C tests, and those of each interpreter.
+        engine = native.Builder(native.OBJECTS)
+        python_side = native.Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
         try:
-            objects = builder.compile(native.sources())
-            objects += builder.compile(native.sources(["py"]), flags)
-            builder.link(
+            objects = engine.compile(native.sources())
+            objects += python_side.compile(native.sources(["py"]), flags)
+            python_side.link(
                 objects,
                 Path(self.get_ext_fullpath(ext.name)),
                 ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"],

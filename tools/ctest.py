@@ -24,7 +24,7 @@ from pathlib import Path
 import native
 
 TESTS = native.ROOT / "tests" / "c"
-TIMEOUT_S = 180
+TIMEOUT_S = 400
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def build(flavour_name: str, programs: Sequence[Path]) -> list[Path]:
     """Compile csrc and these programs; returns the executables."""
     flavour = FLAVOURS[flavour_name]
     out = native.ROOT / "build" / "c" / flavour_name
-    builder = native.Builder(out, compiler_of(flavour), flavour.flags)
+    objects = out if flavour.flags else native.OBJECTS
+    builder = native.Builder(objects, compiler_of(flavour), flavour.flags)
     library = builder.compile(native.sources())
     mains = builder.compile(programs, [f"-I{TESTS}"])
 
