@@ -156,7 +156,9 @@ class AdamW:
                 "exp_avg": self._core.state(p._unit, p._index, 0),
                 "exp_avg_sq": self._core.state(p._unit, p._index, 1),
             }
-        s = self._plain[id(p)]
+        s = self._plain.get(id(p))
+        if s is None:
+            raise KeyError(f"the optimizer was not given this parameter {p.shape} {p.dtype.name}")
         return {"step": s.step, "exp_avg": s.exp_avg, "exp_avg_sq": s.exp_avg_sq}
 
 

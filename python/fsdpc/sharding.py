@@ -62,6 +62,9 @@ class FSDPModule:
             return [self._fsdpc_unit]
         return [m._fsdpc_unit for m in self.modules() if isinstance(m, FSDPModule)]
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a sharded module is not pickled: save its state_dict()")
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("a sharded module cannot be copied: copy it before fully_shard()")
 

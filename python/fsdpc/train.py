@@ -139,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:
             from fsdpc import launcher
 
+            if options.data:
+                datasets(options)  # what is wrong with them is said once, not by every rank
             live = ["--live"] if sys.stdout.isatty() else []
             return launcher.run(["-m", "fsdpc", "train", *live, *arguments], options.ranks)
         if options.ranks == 1 and "RANK" not in os.environ:
@@ -150,6 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"fsdpc train: {text}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fsdpc train: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -167,6 +172,15 @@ def _check(options: argparse.Namespace) -> None:
         from fsdpc._launch.environment import check_ranks
 
         check_ranks(options.ranks)
+    if options.checkpoint_activations:
+        _checkpoint_choice(options.checkpoint_activations)
+    if options.metrics:
+        try:
+            options.metrics.open("a").close()
+        except OSError as error:
+            raise type(error)(
+                f"cannot write --metrics {options.metrics}: {error.strerror}"
+            ) from None
 
 
 def _checkpoint_choice(text: str) -> str | int | float:
@@ -180,6 +194,13 @@ def _checkpoint_choice(text: str) -> str | int | float:
         ) from None
 
 
+def datasets(options: argparse.Namespace) -> tuple[SequenceDataset, SequenceDataset]:
+    """Return the sequences to train on and those held out, as the options name them."""
+    data = ByteDataset(options.data or default_corpus(), options.seq)
+    held_out = min(HELD_OUT_BYTES, max(data.tokens // 10, options.seq + 1))
+    return data.split(held_out)
+
+
 class Trainer:
     """One training run on this rank.
 
@@ -191,7 +212,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.train_data, self.val_data = self._datasets()
+        self.train_data, self.val_data = datasets(options)
         if not distributed.is_initialized():
             distributed.init()
         self.rank, self.world = distributed.rank(), distributed.world_size()
@@ -216,12 +237,6 @@ class Trainer:
         self.peak_flops = self._measure_peak() * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         self.metrics = open(options.metrics, "w") if options.metrics and self.rank == 0 else None
-
-    def _datasets(self) -> tuple[SequenceDataset, SequenceDataset]:
-        o = self.options
-        data = ByteDataset(o.data or default_corpus(), o.seq)
-        held_out = min(HELD_OUT_BYTES, max(data.tokens // 10, o.seq + 1))
-        return data.split(held_out)
 
     def _build(self) -> tuple[Any, AdamW]:
         o = self.options
