@@ -9,7 +9,7 @@
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
 
-#if __has_include("py/py_engine.h") && !defined(FSDPC_NO_ENGINE)
+#if __has_include("py/py_engine.h")
 int fsdpc_py_engine_setup(PyObject *module);
 #define ENGINE_SETUP fsdpc_py_engine_setup
 #endif

@@ -130,6 +130,30 @@ PyObject *fsdpc_py_tensor_array(PyObject *object, PyObject *args, PyObject *kwar
     return array;
 }
 
+/* Pickles as tensor(array, dtype, requires_grad); bf16 as fp32, which holds it exactly. */
+PyObject *fsdpc_py_tensor_reduce(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_tensor *self = fsdpc_py_self(object);
+    const fsdpc_tensor *t = self->tensor;
+    if (t->node)
+        return PyErr_Format(PyExc_RuntimeError,
+                            "only leaves can be pickled: detach() this tensor first");
+    PyObject *plain =
+        t->dtype == FSDPC_BF16 ? PyObject_CallMethod(object, "float", NULL) : Py_NewRef(object);
+    PyObject *array = plain ? fsdpc_py_tensor_numpy(plain, NULL) : NULL;
+    PyObject *module = array ? PyImport_ImportModule("fsdpc._core") : NULL;
+    PyObject *make = module ? PyObject_GetAttrString(module, "tensor") : NULL;
+    Py_XDECREF(plain);
+    Py_XDECREF(module);
+    if (!make) {
+        Py_XDECREF(array);
+        return NULL;
+    }
+    return Py_BuildValue("N(NOO)", make, array, self->state->dtypes[t->dtype],
+                         t->requires_grad ? Py_True : Py_False);
+}
+
 /* ---- in ---- */
 
 static void release_buffer(fsdpc_storage *storage)

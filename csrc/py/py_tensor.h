@@ -35,6 +35,7 @@ PyObject *fsdpc_py_tensor_register_hook(PyObject *self, PyObject *callable);
 /* NumPy, by Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
 PyObject *fsdpc_py_tensor_array(PyObject *self, PyObject *args, PyObject *kwargs);
+PyObject *fsdpc_py_tensor_reduce(PyObject *self, PyObject *unused);
 /* Any object as a new tensor of our own memory; dtype < 0: what suits the data. */
 fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype);
 

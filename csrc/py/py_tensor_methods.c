@@ -541,6 +541,7 @@ PyMethodDef fsdpc_py_tensor_methods[] = {
     {"clone", method_clone, METH_NOARGS, "A copy, on the tape."},
     {"contiguous", method_contiguous, METH_NOARGS, "Itself: tensors are always dense."},
     {"__deepcopy__", method_deepcopy, METH_O, NULL},
+    {"__reduce__", fsdpc_py_tensor_reduce, METH_NOARGS, NULL},
     {"copy_", method_copy, METH_O, "Takes the values of a tensor, array or number, broadcast."},
     {"fill_", method_fill, METH_O, "Sets every element to a number."},
     {"zero_", method_zero, METH_NOARGS, "Sets every element to 0."},

@@ -345,6 +345,17 @@ def test_deepcopy():
         copy.deepcopy(t * 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pickle(dtype):
+    t = _core.tensor([[0.5, 3], [1, 0]]).to(dtype)
+    assert _core.array_equal(pickle.loads(pickle.dumps(t)), t)
+    if t.dtype.is_floating_point:
+        t.requires_grad = True
+        assert pickle.loads(pickle.dumps(t)).requires_grad
+        with pytest.raises(RuntimeError, match="detach"):
+            pickle.dumps(t * 2)
+
+
 # ---- as a Python type ----
 
 
