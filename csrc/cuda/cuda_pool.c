@@ -1,0 +1,168 @@
+/* Size classes over cudaMalloc.
+ *
+ * Up to 1 MiB a class is a power of two divided in eight steps; above, a multiple of 2 MiB, the
+ * granularity in which the driver maps memory.  A block never changes its class and is never split:
+ * a training step asks for the same sizes every time, so nothing is gained by cleverness.
+ *
+ * Two hash tables of chains: live blocks by address, free blocks by class.  When CUDA has no memory
+ * left, the free blocks of all other classes go back to it and the request is tried once more.
+ */
+#include "cuda/cuda_pool.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "base/size.h"
+#include "cuda/cuda_error.h"
+
+enum { BUCKETS = 1024, SMALLEST = 512, SMALL_MAX = 1 << 20, LARGE_STEP = 2 << 20 };
+
+typedef struct block {
+    struct block *next;
+    void *pointer;
+    size_t class_bytes, counted_bytes;
+    fsdpc_mem_kind kind;
+} block;
+
+struct fsdpc_cuda_pool {
+    fsdpc_mem *mem;
+    pthread_mutex_t lock;
+    block *live[BUCKETS], *spare[BUCKETS];
+};
+
+static size_t class_of(size_t bytes)
+{
+    if (bytes > SMALL_MAX)
+        return fsdpc_round_up(bytes, LARGE_STEP);
+    size_t step = SMALLEST / 8;
+    while (step * 16 < bytes)
+        step *= 2;
+    return fsdpc_round_up(fsdpc_max_size(bytes, SMALLEST), fsdpc_max_size(step, SMALLEST));
+}
+
+static size_t bucket_of(uintptr_t key)
+{
+    return (size_t)((uint64_t)(key / SMALLEST) * 0x9E3779B97F4A7C15u >> 54);
+}
+
+fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, fsdpc_cuda_pool **out)
+{
+    fsdpc_cuda_pool *pool = calloc(1, sizeof *pool);
+    if (!pool)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a pool of device memory");
+    pool->mem = mem;
+    pthread_mutex_init(&pool->lock, NULL);
+    *out = pool;
+    return FSDPC_OK;
+}
+
+static void release_chains(block **chains)
+{
+    for (size_t b = 0; b < BUCKETS; b++) {
+        for (block *it = chains[b], *next; it; it = next) {
+            next = it->next;
+            (void)cudaFree(it->pointer);
+            free(it);
+        }
+        chains[b] = NULL;
+    }
+}
+
+void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
+{
+    if (!pool)
+        return;
+    release_chains(pool->live);
+    release_chains(pool->spare);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
+
+void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    release_chains(pool->spare);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+/* Unhooks the first block of the chain that has this address (or, if NULL, this class). */
+static block *take(block **chain, const void *pointer, size_t class_bytes)
+{
+    for (block **link = chain; *link; link = &(*link)->next) {
+        block *it = *link;
+        if (pointer ? it->pointer == pointer : it->class_bytes == class_bytes) {
+            *link = it->next;
+            return it;
+        }
+    }
+    return NULL;
+}
+
+static fsdpc_status no_memory(size_t bytes)
+{
+    size_t free_bytes = 0, total = 0;
+    (void)cudaGetLastError();
+    (void)cudaMemGetInfo(&free_bytes, &total);
+    return fsdpc_fail(FSDPC_ERR_NOMEM,
+                      "no device memory for %zu bytes: %zu of %zu are free; use a smaller batch, "
+                      "more ranks, or reshard_after_forward=True",
+                      bytes, free_bytes, total);
+}
+
+static fsdpc_status make_block(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
+{
+    block *made = calloc(1, sizeof *made);
+    if (!made)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note a block of device memory");
+    made->class_bytes = class_bytes;
+    cudaError_t error = cudaMalloc(&made->pointer, class_bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        release_chains(pool->spare);
+        error = cudaMalloc(&made->pointer, class_bytes);
+    }
+    if (error != cudaSuccess) {
+        free(made);
+        return error == cudaErrorMemoryAllocation ? no_memory(class_bytes)
+                                                  : fsdpc_cuda_check(error, "allocate memory");
+    }
+    *out = made;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
+                                   void **out)
+{
+    if (bytes > SIZE_MAX / 2)
+        return no_memory(bytes);
+    size_t class_bytes = class_of(bytes);
+    pthread_mutex_lock(&pool->lock);
+    block *it = take(&pool->spare[bucket_of(class_bytes)], NULL, class_bytes);
+    fsdpc_status status = it ? FSDPC_OK : make_block(pool, class_bytes, &it);
+    if (status == FSDPC_OK) {
+        it->kind = kind;
+        it->counted_bytes = fsdpc_round_up(bytes, 64);
+        block **chain = &pool->live[bucket_of((uintptr_t)it->pointer)];
+        it->next = *chain;
+        *chain = it;
+        *out = it->pointer;
+        fsdpc_mem_count(pool->mem, kind, (int64_t)it->counted_bytes);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return status;
+}
+
+void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
+{
+    if (!pointer)
+        return;
+    pthread_mutex_lock(&pool->lock);
+    block *it = take(&pool->live[bucket_of((uintptr_t)pointer)], pointer, 0);
+    if (it) {
+        block **chain = &pool->spare[bucket_of(it->class_bytes)];
+        it->next = *chain;
+        *chain = it;
+        fsdpc_mem_count(pool->mem, it->kind, -(int64_t)it->counted_bytes);
+    }
+    pthread_mutex_unlock(&pool->lock);
+}

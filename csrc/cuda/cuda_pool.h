@@ -1,0 +1,29 @@
+/* Device memory, counted and kept for reuse.
+ *
+ * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
+ * handed out again by size class; a steady-state step asks CUDA for nothing, which is also what
+ * makes it legal inside a graph capture.
+ *
+ * Order.  A freed block may be handed out at once.  That is right for work on the device's main
+ * stream, which runs in the order it was enqueued: whoever used the block comes before whoever gets
+ * it.  Work of another stream that uses a block is ordered before the free by an event, or the
+ * block lives as long as the engine does (which shards, buffers and windows do).
+ *
+ * Any thread may call.
+ */
+#ifndef FSDPC_CUDA_CUDA_POOL_H
+#define FSDPC_CUDA_CUDA_POOL_H
+
+#include "base/mem.h"
+
+typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
+
+/* `mem` counts; borrowed. */
+fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, fsdpc_cuda_pool **out);
+void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* gives everything back, live blocks too */
+fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
+                                   void **out); /* 512-byte aligned; 0 bytes give a pointer too */
+void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer); /* NULL is fine */
+void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool); /* gives free blocks back to CUDA */
+
+#endif

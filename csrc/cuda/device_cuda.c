@@ -1,0 +1,296 @@
+/* Streams, events and memory of a GPU.
+ *
+ * A table entry is a call or two of CUDA's runtime with its error translated.  What is more than
+ * that: the main stream, which stands in for streams that are not ours; the first error of
+ * submitted work, kept until sync; and faults, which kernels leave in pinned memory because they
+ * cannot return an error (cuda_queue.h).  Events carry no timing: recording one is then cheap, and
+ * waiting for one does not reach into the host.
+ *
+ * A sync waits for as long as the work takes.  Work that can wait for a peer is a collective's, and
+ * those are polled with a deadline by the communicator, never synced.
+ */
+#include "cuda/device_cuda.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/cuda_error.h"
+#include "cuda/cuda_pool.h"
+#include "cuda/cuda_queue.h"
+#include "cuda/gemm_cublaslt.h"
+#include "cuda/kernel_tables.h"
+
+typedef struct cuda_event {
+    fsdpc_event head; /* first */
+    cudaEvent_t raw;
+} cuda_event;
+
+fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out)
+{
+    void *pointer;
+    FSDPC_CUDA_TRY(cudaHostAlloc(&pointer, bytes, cudaHostAllocPortable), "pin host memory");
+    *out = pointer;
+    return FSDPC_OK;
+}
+
+void fsdpc_cuda_pinned_free(void *pointer)
+{
+    if (pointer)
+        (void)cudaFreeHost(pointer);
+}
+
+/* -- streams ----------------------------------------------------------------------------------- */
+
+/* The stream that stands behind any stream of this device, or behind none. */
+static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
+{
+    if (stream && stream->async)
+        return (fsdpc_cuda_stream *)stream;
+    return ((fsdpc_cuda_device *)device)->main;
+}
+
+static void stream_free(fsdpc_cuda_stream *stream)
+{
+    fsdpc_cuda_pinned_free(stream->queue.fault);
+    free((char *)stream->head.name);
+    free(stream);
+}
+
+static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, bool want_async,
+                                       fsdpc_stream **out)
+{
+    (void)want_async; /* a GPU's work runs by itself either way */
+    const fsdpc_cuda_device *device = (const fsdpc_cuda_device *)base;
+    fsdpc_cuda_stream *stream = calloc(1, sizeof *stream);
+    char *kept = strdup(name);
+    if (!stream || !kept) {
+        free(kept);
+        free(stream);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for stream '%s'", name);
+    }
+    stream->head = (fsdpc_stream){.device = base, .name = kept, .async = true};
+    stream->queue.multiprocessors = device->multiprocessors;
+    stream->queue.shared_bytes = device->shared_bytes;
+    void *fault;
+    fsdpc_status status = fsdpc_cuda_pinned_alloc(sizeof *stream->queue.fault, &fault);
+    if (status == FSDPC_OK) {
+        memset(fault, 0, sizeof *stream->queue.fault);
+        stream->queue.fault = fault;
+        status =
+            fsdpc_cuda_check(cudaStreamCreateWithFlags(&stream->queue.raw, cudaStreamNonBlocking),
+                             "create a stream");
+    }
+    if (status != FSDPC_OK) {
+        stream_free(stream);
+        return status;
+    }
+    *out = &stream->head;
+    return FSDPC_OK;
+}
+
+static void cuda_stream_destroy(fsdpc_stream *base)
+{
+    fsdpc_cuda_stream *stream = (fsdpc_cuda_stream *)base;
+    (void)cudaStreamSynchronize(stream->queue.raw); /* kernels may still write the fault */
+    (void)cudaStreamDestroy(stream->queue.raw);
+    stream_free(stream);
+}
+
+static fsdpc_status cuda_stream_submit(fsdpc_stream *base, fsdpc_stream_fn fn, void *arg)
+{
+    fsdpc_cuda_stream *stream = own_stream(base->device, base);
+    fsdpc_status status = fn(arg, base);
+    if (status != FSDPC_OK && stream->error == FSDPC_OK) {
+        stream->error = status;
+        snprintf(stream->message, sizeof stream->message, "%s", fsdpc_last_error());
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status fault_error(fsdpc_cuda_fault *shared)
+{
+    fsdpc_cuda_fault fault = *shared;
+    memset(shared, 0, sizeof *shared);
+    switch ((fsdpc_cuda_fault_kind)fault.kind) {
+    case FSDPC_CUDA_FAULT_NONE:
+        return FSDPC_OK;
+    case FSDPC_CUDA_FAULT_EMBEDDING_ID:
+        return fsdpc_fail(
+            FSDPC_ERR_INDEX,
+            "id %lld at index %llu of an embedding of %llu rows: ids are 0 to rows - 1",
+            fault.value, fault.at, fault.end);
+    case FSDPC_CUDA_FAULT_TARGET:
+        return fsdpc_fail(
+            FSDPC_ERR_INDEX,
+            "target %lld at row %llu of a cross entropy over %llu classes: targets are "
+            "0 to classes - 1, or ignore_index",
+            fault.value, fault.at, fault.end);
+    }
+    return fsdpc_fail(FSDPC_ERR_INTERNAL, "a kernel reported fault %u", fault.kind);
+}
+
+static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
+{
+    fsdpc_cuda_stream *stream = own_stream(base->device, base);
+    FSDPC_CUDA_TRY(cudaStreamSynchronize(stream->queue.raw), "run what a stream holds");
+    if (stream->error != FSDPC_OK) {
+        fsdpc_status status = fsdpc_fail(stream->error, "%s", stream->message);
+        stream->error = FSDPC_OK;
+        stream->message[0] = 0;
+        return status;
+    }
+    return fault_error(stream->queue.fault);
+}
+
+/* -- events ------------------------------------------------------------------------------------ */
+
+static fsdpc_status cuda_event_create(fsdpc_device *device, fsdpc_event **out)
+{
+    cuda_event *event = calloc(1, sizeof *event);
+    if (!event)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an event");
+    event->head.device = device;
+    fsdpc_status status = fsdpc_cuda_check(
+        cudaEventCreateWithFlags(&event->raw, cudaEventDisableTiming), "create an event");
+    if (status != FSDPC_OK) {
+        free(event);
+        return status;
+    }
+    *out = &event->head;
+    return FSDPC_OK;
+}
+
+static void cuda_event_destroy(fsdpc_event *base)
+{
+    cuda_event *event = (cuda_event *)base;
+    (void)cudaEventDestroy(event->raw);
+    free(event);
+}
+
+static fsdpc_status cuda_event_record(fsdpc_event *base, fsdpc_stream *stream)
+{
+    cudaStream_t raw = own_stream(base->device, stream)->queue.raw;
+    return fsdpc_cuda_check(cudaEventRecord(((cuda_event *)base)->raw, raw), "record an event");
+}
+
+static fsdpc_status cuda_stream_wait(fsdpc_stream *stream, fsdpc_event *base)
+{
+    cudaStream_t raw = own_stream(base->device, stream)->queue.raw;
+    return fsdpc_cuda_check(cudaStreamWaitEvent(raw, ((cuda_event *)base)->raw, 0),
+                            "wait for an event");
+}
+
+static fsdpc_status cuda_event_test(fsdpc_event *base)
+{
+    cudaError_t error = cudaEventQuery(((cuda_event *)base)->raw);
+    if (error == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        return FSDPC_IN_PROGRESS;
+    }
+    return fsdpc_cuda_check(error, "ask for an event");
+}
+
+/* -- memory ------------------------------------------------------------------------------------ */
+
+static fsdpc_status cuda_alloc(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    return fsdpc_cuda_pool_alloc(((fsdpc_cuda_device *)device)->pool, kind, bytes, out);
+}
+
+static void cuda_free(fsdpc_device *device, void *pointer)
+{
+    fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pool, pointer);
+}
+
+static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
+                              fsdpc_stream *stream)
+{
+    if (bytes == 0)
+        return FSDPC_OK;
+    fsdpc_cuda_stream *own = own_stream(device, stream);
+    FSDPC_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own->queue.raw),
+                   "copy memory");
+    return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
+}
+
+static fsdpc_status cuda_fill(fsdpc_device *device, void *to, int byte, size_t bytes,
+                              fsdpc_stream *stream)
+{
+    if (bytes == 0)
+        return FSDPC_OK;
+    fsdpc_cuda_stream *own = own_stream(device, stream);
+    FSDPC_CUDA_TRY(cudaMemsetAsync(to, byte, bytes, own->queue.raw), "fill memory");
+    return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
+}
+
+/* -- life -------------------------------------------------------------------------------------- */
+
+static void cuda_destroy(fsdpc_device *base)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    fsdpc_cuda_products_destroy(device->gemm);
+    if (device->main)
+        cuda_stream_destroy(&device->main->head);
+    fsdpc_cuda_pool_destroy(device->pool);
+    free(device);
+}
+
+static const fsdpc_device_ops cuda_ops = {
+    .name = "cuda",
+    .destroy = cuda_destroy,
+    .stream_create = cuda_stream_create,
+    .stream_destroy = cuda_stream_destroy,
+    .stream_submit = cuda_stream_submit,
+    .stream_sync = cuda_stream_sync,
+    .event_create = cuda_event_create,
+    .event_destroy = cuda_event_destroy,
+    .event_record = cuda_event_record,
+    .stream_wait = cuda_stream_wait,
+    .event_test = cuda_event_test,
+    .alloc = cuda_alloc,
+    .free = cuda_free,
+    .copy = cuda_copy,
+    .fill = cuda_fill,
+};
+
+fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)
+{
+    return fsdpc_cuda_check(cudaSetDevice(((const fsdpc_cuda_device *)base)->ordinal),
+                            "select a device");
+}
+
+static fsdpc_status init(fsdpc_cuda_device *device)
+{
+    int shared_bytes;
+    FSDPC_TRY(fsdpc_device_cuda_select(&device->head));
+    FSDPC_CUDA_TRY(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount,
+                                          device->ordinal),
+                   "count multiprocessors");
+    FSDPC_CUDA_TRY(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                          device->ordinal),
+                   "ask for the shared memory of a block");
+    device->shared_bytes = (size_t)shared_bytes;
+    FSDPC_TRY(fsdpc_cuda_pool_create(device->head.mem, &device->pool));
+    fsdpc_stream *main;
+    FSDPC_TRY(cuda_stream_create(&device->head, "main", true, &main));
+    device->main = (fsdpc_cuda_stream *)main;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)
+{
+    fsdpc_cuda_device *device = calloc(1, sizeof *device);
+    if (!device)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device");
+    device->head = (fsdpc_device){
+        .ops = &cuda_ops, .mem = mem, .flat = &fsdpc_flat_ops_cuda, .nn = &fsdpc_nn_ops_cuda};
+    device->ordinal = ordinal;
+    fsdpc_status status = init(device);
+    if (status != FSDPC_OK) {
+        cuda_destroy(&device->head);
+        return status;
+    }
+    *out = &device->head;
+    return FSDPC_OK;
+}

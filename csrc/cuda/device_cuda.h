@@ -1,0 +1,27 @@
+/* A GPU as a device: the table of csrc/device/device.h over CUDA's runtime.
+ *
+ * Every stream that is created is a CUDA stream of its own, without order to the legacy default
+ * stream.  The first of them is the device's main stream: kernels that are given a stream which the
+ * device did not create (engine code makes such on its stack, to call kernels "inline") run there,
+ * and the pool hands memory out in its order (cuda_pool.h).  With no stream at all (NULL), copy and
+ * fill run on the main stream and are waited for.
+ *
+ * stream_submit calls the function at once, in the caller: it enqueues what it has to.
+ *
+ * Threads: each thread that uses the device selects it first (fsdpc_device_cuda_select); a backward
+ * pass may run in another thread than the forward.
+ */
+#ifndef FSDPC_CUDA_DEVICE_CUDA_H
+#define FSDPC_CUDA_DEVICE_CUDA_H
+
+#include "device/device.h"
+
+/* `mem` is borrowed; its counters count this device's memory. */
+fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
+fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
+
+/* Host memory that the device reads and writes, and copies without staging. */
+fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);
+void fsdpc_cuda_pinned_free(void *pointer); /* NULL is fine */
+
+#endif

@@ -1,0 +1,28 @@
+/* Results of kernels in ordinary host memory.
+ *
+ * A kernel cannot write there, so the result is staged in device memory and copied back, and the
+ * stream waited for.  begin() gives the address that the kernel is to use, with the caller's
+ * present value in it; end() brings the value back.  For device and pinned memory both do nothing.
+ */
+#ifndef FSDPC_CUDA_HOST_RESULT_H
+#define FSDPC_CUDA_HOST_RESULT_H
+
+#include "device/device.h"
+
+typedef struct fsdpc_host_result {
+    fsdpc_stream *stream;
+    void *staged; /* NULL: the caller's own memory is used */
+    void *caller;
+    size_t bytes;
+} fsdpc_host_result;
+
+fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, size_t bytes,
+                                     fsdpc_stream *stream, void **use_out);
+/* `status` is the kernel's; returns it, or what went wrong in bringing the value back. */
+fsdpc_status fsdpc_host_result_end(fsdpc_host_result *result, fsdpc_status status);
+/* Instead of end, for a value that the kernel only reads: nothing comes back, nothing is waited
+ * for.
+ */
+void fsdpc_host_result_drop(fsdpc_host_result *result);
+
+#endif

@@ -1,0 +1,65 @@
+/* Launchers of the kernels in kernels/: one a table slot, with the slot's own arguments.
+ *
+ * A launcher enqueues and returns; it never waits.  All pointers are memory that the device can
+ * reach (its own, or pinned), results included; the tables of flat_cuda.c and nn_cuda.c stand in
+ * front and take results to ordinary host memory where a caller asks for that.  Scratch comes from
+ * the device's pool and goes back as soon as the last kernel that uses it is enqueued, which the
+ * pool's rule allows (device_cuda.h).  Every launcher has a CPU twin with the same name but for
+ * `cuda`; the tests compare the two.
+ */
+#ifndef FSDPC_CUDA_KERNELS_H
+#define FSDPC_CUDA_KERNELS_H
+
+#include "ops/flat_ops.h"
+#include "ops/nn_ops.h"
+
+enum { FSDPC_CUDA_REDUCE_SOURCES = 256 };
+
+/* kernels/cast.cu */
+fsdpc_status fsdpc_cuda_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                             fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_accumulate(void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                   fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
+
+/* kernels/scale.cu */
+fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+                              int *nonfinite_io, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                              fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                              fsdpc_stream *stream);
+
+/* kernels/tree.cu, sumsq.cu, adamw.cu, init.cu */
+fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                              fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
+
+/* kernels/unary.cu, gate.cu, binary.cu, sum.cu, copy.cu */
+fsdpc_status fsdpc_cuda_unary(const fsdpc_unary_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_unary_backward(const fsdpc_unary_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_swiglu(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_swiglu_backward(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_dropout(const fsdpc_dropout_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_sum(const fsdpc_sum_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_copy(const fsdpc_copy_args *args, fsdpc_stream *stream);
+
+/* kernels/softmax.cu, norm.cu, cross_entropy.cu, rotary.cu, embedding.cu */
+fsdpc_status fsdpc_cuda_softmax(const fsdpc_softmax_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_softmax_backward(const fsdpc_softmax_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_norm(const fsdpc_norm_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_norm_backward(const fsdpc_norm_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_cross_entropy_backward(const fsdpc_cross_entropy_args *args,
+                                               fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_rotary(const fsdpc_rotary_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_embedding_backward(const fsdpc_embedding_args *args, fsdpc_stream *stream);
+
+/* kernels/attention.cu, gemm.cu */
+fsdpc_status fsdpc_cuda_attention(const fsdpc_attention_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_attention_backward(const fsdpc_attention_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_gemm_plain(const fsdpc_gemm_args *args, fsdpc_stream *stream);
+
+#endif

@@ -1,0 +1,141 @@
+/* a + b, a - b, a * b, a / b with broadcasting; twin of csrc/ops/nn_binary_body.h.
+ *
+ * After collapsing, each operand is dense, repeated or strided along the innermost dimension. Dense
+ * and repeated ones are read in vectors where the inner length and the addresses allow it.
+ */
+#include "box.cuh"
+
+template <fsdpc_binary KIND, typename W> __device__ __forceinline__ W binary_value(W a, W b)
+{
+    switch (KIND) {
+    case FSDPC_BINARY_ADD:
+        return a + b;
+    case FSDPC_BINARY_SUB:
+        return a - b;
+    case FSDPC_BINARY_MUL:
+        return a * b;
+    case FSDPC_BINARY_DIV:
+        return a / b;
+    }
+    return a;
+}
+
+/* N elements from `at` on; step 0 repeats one.  N > 1 only with steps of 0 and 1. */
+template <int N, typename T>
+__device__ __forceinline__ vec<wide<T>, N> operand(const T *x, size_t at, size_t col, size_t step)
+{
+    if (step == 0 || N == 1) {
+        vec<wide<T>, N> repeated;
+        wide<T> value = widen<wide<T>>(x[at + col * step]);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            repeated.at[k] = value;
+        return repeated;
+    }
+    return load_wide<N, wide<T>>(x + at + col);
+}
+
+template <fsdpc_binary KIND, typename T, int N>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    binary_kernel(T *out, const T *a, const T *b, box shape, size_t vectors)
+{
+    size_t inner = shape.shape[shape.ndim - 1] / N;
+    size_t step_a = shape.stride[0][shape.ndim - 1], step_b = shape.stride[1][shape.ndim - 1];
+    for (size_t v = grid_thread(); v < vectors; v += grid_threads()) {
+        size_t row = v / inner, col = (v - row * inner) * N;
+        box_offsets at = box_row(shape, 1, row);
+        vec<wide<T>, N> x = operand<N>(a, at.at[0], col, step_a);
+        vec<wide<T>, N> y = operand<N>(b, at.at[1], col, step_b);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            x.at[k] = binary_value<KIND>(x.at[k], y.at[k]);
+        store_narrow<N>(out + v * N, x);
+    }
+}
+
+template <fsdpc_binary KIND, typename T>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    binary_int_kernel(T *out, const T *a, const T *b, box shape, size_t numel)
+{
+    for (size_t i = grid_thread(); i < numel; i += grid_threads()) {
+        box_offsets at = box_row(shape, 0, i);
+        uint64_t x = (uint64_t)a[at.at[0]], y = (uint64_t)b[at.at[1]]; /* wraps */
+        out[i] = (T)(KIND == FSDPC_BINARY_ADD ? x + y : KIND == FSDPC_BINARY_SUB ? x - y : x * y);
+    }
+}
+
+/* Whether every row of the operand begins where a vector of so many bytes may. */
+static bool starts_align(const void *base, const box &b, int operand, size_t element, size_t bytes)
+{
+    bool aligned = (uintptr_t)base % bytes == 0;
+    if (b.stride[operand][b.ndim - 1] == 0)
+        return true;
+    for (int d = 0; d < b.ndim - 1; d++)
+        aligned = aligned && b.stride[operand][d] * element % bytes == 0;
+    return aligned && b.stride[operand][b.ndim - 1] == 1;
+}
+
+template <fsdpc_binary KIND, typename T>
+static fsdpc_status float_launch(const fsdpc_binary_args *args, const box &shape, size_t numel,
+                                 const fsdpc_cuda_queue *queue)
+{
+    const int N = 16 / sizeof(T);
+    T *out = (T *)args->out;
+    const T *a = (const T *)args->a, *b = (const T *)args->b;
+    bool vectors = shape.shape[shape.ndim - 1] % N == 0 && (uintptr_t)out % 16 == 0 &&
+                   starts_align(a, shape, 0, sizeof(T), 16) &&
+                   starts_align(b, shape, 1, sizeof(T), 16);
+    unsigned grid = grid_of(queue, vectors ? numel / N : numel, BLOCK_THREADS);
+    if (vectors)
+        FSDPC_LAUNCH((binary_kernel<KIND, T, N>), grid, BLOCK_THREADS, 0, queue, out, a, b, shape,
+                     numel / N);
+    else
+        FSDPC_LAUNCH((binary_kernel<KIND, T, 1>), grid, BLOCK_THREADS, 0, queue, out, a, b, shape,
+                     numel);
+    return launched("arithmetic");
+}
+
+template <fsdpc_binary KIND>
+static fsdpc_status launch(const fsdpc_binary_args *args, const box &shape, size_t numel,
+                           const fsdpc_cuda_queue *queue)
+{
+    unsigned grid = grid_of(queue, numel, BLOCK_THREADS);
+    if (args->dtype == FSDPC_I32)
+        FSDPC_LAUNCH((binary_int_kernel<KIND, int32_t>), grid, BLOCK_THREADS, 0, queue,
+                     (int32_t *)args->out, (const int32_t *)args->a, (const int32_t *)args->b,
+                     shape, numel);
+    else if (args->dtype == FSDPC_I64)
+        FSDPC_LAUNCH((binary_int_kernel<KIND, int64_t>), grid, BLOCK_THREADS, 0, queue,
+                     (int64_t *)args->out, (const int64_t *)args->a, (const int64_t *)args->b,
+                     shape, numel);
+    else
+        FSDPC_FOR_FLOAT(args->dtype, T, return float_launch<KIND, T>(args, shape, numel, queue))
+    return launched("arithmetic");
+}
+
+extern "C" fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
+{
+    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    box shape = {};
+    shape.ndim = args->ndim;
+    for (int d = 0; d < args->ndim; d++) {
+        shape.shape[d] = args->shape[d];
+        shape.stride[0][d] = args->stride_a[d];
+        shape.stride[1][d] = args->stride_b[d];
+    }
+    size_t numel = box_numel(shape);
+    if (numel == 0)
+        return FSDPC_OK;
+    box_collapse(&shape);
+    switch (args->kind) {
+    case FSDPC_BINARY_ADD:
+        return launch<FSDPC_BINARY_ADD>(args, shape, numel, queue);
+    case FSDPC_BINARY_SUB:
+        return launch<FSDPC_BINARY_SUB>(args, shape, numel, queue);
+    case FSDPC_BINARY_MUL:
+        return launch<FSDPC_BINARY_MUL>(args, shape, numel, queue);
+    case FSDPC_BINARY_DIV:
+        return launch<FSDPC_BINARY_DIV>(args, shape, numel, queue);
+    }
+    return FSDPC_ERR_VALUE;
+}

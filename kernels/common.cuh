@@ -1,0 +1,75 @@
+/* What every kernel file begins with: launching, geometry and errors.
+ *
+ * FSDPC_LAUNCH hides the <<<>>> syntax, so that tests/emu can compile the same source for the CPU.
+ * A launcher ends in `return launched("name")`, which asks for the launch's own error only: what
+ * goes wrong while a kernel runs shows at the next sync.
+ */
+#ifndef FSDPC_KERNELS_COMMON_CUH
+#define FSDPC_KERNELS_COMMON_CUH
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+extern "C" {
+#include "cuda/cuda_queue.h"
+#include "base/size.h"
+#include "ops/flat_ops.h"
+#include "ops/nn_ops.h"
+#include "cuda/kernels.h"
+}
+
+#if defined(FSDPC_EMU)
+#include "emu_kernel.h"
+#else
+#define FSDPC_LAUNCH(kernel, grid, block, shared, queue, ...)                                      \
+    kernel<<<(unsigned)(grid), (unsigned)(block), (shared), (queue)->raw>>>(__VA_ARGS__)
+/* Memory that a launch gives its blocks beyond what kernels declare. */
+#define FSDPC_DYNAMIC_SHARED(type, name)                                                           \
+    extern __shared__ __align__(16) unsigned char name##_[];                                       \
+    type *name = reinterpret_cast<type *>(name##_)
+#endif
+
+enum { BLOCK_THREADS = 256 };
+
+static inline fsdpc_status launched(const char *what)
+{
+    cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_INTERNAL, "CUDA could not start %s: %s", what,
+                      cudaGetErrorString(error));
+}
+
+/* Blocks for `items`, one a thread, in a loop that strides by the grid: enough to fill the device
+ * several times over, so that the last wave is short, and never so many that starting them shows.
+ */
+static inline unsigned grid_of(const fsdpc_cuda_queue *queue, size_t items, size_t block_items)
+{
+    size_t blocks = fsdpc_ceil_div(items, block_items);
+    return (unsigned)fsdpc_max_size(fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 32), 1);
+}
+
+__device__ __forceinline__ size_t grid_thread()
+{
+    return (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ size_t grid_threads()
+{
+    return (size_t)gridDim.x * blockDim.x;
+}
+
+/* First come, first kept; `at` and `end` are for the message. */
+__device__ __forceinline__ void report_fault(fsdpc_cuda_fault *fault, unsigned kind,
+                                             long long value, size_t at, size_t end)
+{
+    if (atomicCAS(&fault->kind, 0u, kind) != 0)
+        return;
+    fault->value = value;
+    fault->at = at;
+    fault->end = end;
+}
+
+#endif

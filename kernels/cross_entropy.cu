@@ -1,0 +1,154 @@
+/* Cross entropy over rows of logits; twin of csrc/ops/nn_cross_entropy_body.h.
+ *
+ * Forward reads the logits once: every thread keeps a maximum and a sum of exponents relative to
+ * it, and the block joins these pairs.  The mean over rows is one block's, in fp64, in an order
+ * that depends on the number of rows alone.  Backward is one pass and may overwrite the logits: a
+ * thread reads what it then writes, and the target's probability is that of its own element.
+ *
+ * A target out of range is reported as a fault and counts as ignored.
+ */
+#include "rows.cuh"
+
+__device__ __forceinline__ long long target_of(const fsdpc_cross_entropy_args &a, size_t row)
+{
+    return a.id_dtype == FSDPC_I32 ? ((const int32_t *)a.targets)[row]
+                                   : (long long)((const int64_t *)a.targets)[row];
+}
+
+/* Whether row's target counts. */
+__device__ __forceinline__ bool is_counted(const fsdpc_cross_entropy_args &a, long long target)
+{
+    return target != a.ignore_index && (unsigned long long)target < a.cols;
+}
+
+/* exp(x - top), where top is the greatest value so far: 0 for -inf before anything finite, as on
+ * the CPU, and NaN for NaN. */
+template <typename W> __device__ __forceinline__ W exp_below(W x, W top)
+{
+    return exp(x - (top > (W)-INFINITY ? top : (W)0));
+}
+
+template <typename T, int N>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    cross_entropy_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
+{
+    typedef wide<T> W;
+    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const T *x = (const T *)a.logits + r * a.cols;
+        W top = -INFINITY, sum = 0;
+        FSDPC_FOR_ROW(N, c, a.cols)
+        {
+            vec<W, N> v = load_wide<N, W>(x + c);
+            W best = top;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                best = v.at[k] > best ? v.at[k] : best; /* NaN shows in the sum */
+            if (best > top) {
+                sum *= exp(top - best);
+                top = best;
+            }
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                sum += exp_below(v.at[k], top);
+        }
+        W row_top = block_fold<max_values>(top, (W)-INFINITY);
+        sum = block_sum(row_top > top ? sum * exp(top - row_top) : sum);
+        if (threadIdx.x)
+            continue;
+        a.lse[r] = (float)(row_top + log(sum));
+        long long target = target_of(a, r);
+        if (target != a.ignore_index && (unsigned long long)target >= a.cols)
+            report_fault(fault, FSDPC_CUDA_FAULT_TARGET, target, r, a.cols);
+    }
+}
+
+/* One block. */
+template <typename T>
+static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_cross_entropy_args a)
+{
+    double total = 0;
+    unsigned long long count = 0;
+    for (size_t r = threadIdx.x; r < a.rows; r += blockDim.x) {
+        long long target = target_of(a, r);
+        if (!is_counted(a, target))
+            continue;
+        total += (double)a.lse[r] - widen<double>(((const T *)a.logits)[r * a.cols + target]);
+        count++;
+    }
+    total = block_sum(total);
+    count = block_sum(count);
+    if (threadIdx.x == 0) {
+        *a.count = count;
+        *a.loss = count ? (float)(total / (double)count) : NAN;
+    }
+}
+
+template <typename T, int N>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    cross_entropy_backward_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
+{
+    typedef wide<T> W;
+    size_t count = *a.count;
+    W scale = count ? (W)((double)a.dloss / (double)count) : (W)0;
+    for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
+        const T *x = (const T *)a.logits + r * a.cols;
+        long long target = target_of(a, r);
+        bool counted = is_counted(a, target);
+        W lse = (W)a.lse[r];
+        FSDPC_FOR_ROW(N, c, a.cols)
+        {
+            vec<W, N> v = load_wide<N, W>(x + c);
+#pragma unroll
+            for (int k = 0; k < N; k++) {
+                W p = exp(v.at[k] - lse);
+                p = (long long)(c + k) == target ? p - (W)1 : p;
+                v.at[k] = counted ? p * scale : (W)0;
+            }
+            store_narrow<N>((T *)a.dlogits + r * a.cols + c, v);
+        }
+        if (threadIdx.x == 0 && !counted && target != a.ignore_index)
+            report_fault(fault, FSDPC_CUDA_FAULT_TARGET, target, r, a.cols);
+    }
+}
+
+template <typename T, int N>
+static void launch(const fsdpc_cross_entropy_args *a, bool backward, const fsdpc_cuda_queue *queue)
+{
+    unsigned grid = row_grid(queue, a->rows), threads = row_threads(a->cols / N);
+    if (backward)
+        FSDPC_LAUNCH((cross_entropy_backward_kernel<T, N>), grid, threads, 0, queue, *a,
+                     queue->fault);
+    else
+        FSDPC_LAUNCH((cross_entropy_kernel<T, N>), grid, threads, 0, queue, *a, queue->fault);
+}
+
+extern "C" fsdpc_status fsdpc_cuda_cross_entropy(const fsdpc_cross_entropy_args *a,
+                                                 fsdpc_stream *stream)
+{
+    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    const void *bases[] = {a->logits};
+    FSDPC_FOR_FLOAT(a->dtype, T, {
+        if (a->rows && rows_align<T>(a->cols, bases))
+            launch<T, 16 / sizeof(T)>(a, false, queue);
+        else if (a->rows)
+            launch<T, 1>(a, false, queue);
+        FSDPC_LAUNCH(cross_entropy_mean_kernel<T>, 1, 1024, 0, queue, *a);
+    })
+    return launched("cross entropy");
+}
+
+extern "C" fsdpc_status fsdpc_cuda_cross_entropy_backward(const fsdpc_cross_entropy_args *a,
+                                                          fsdpc_stream *stream)
+{
+    if (a->rows == 0)
+        return FSDPC_OK;
+    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    const void *bases[] = {a->logits, a->dlogits};
+    FSDPC_FOR_FLOAT(a->dtype, T, {
+        if (rows_align<T>(a->cols, bases))
+            launch<T, 16 / sizeof(T)>(a, true, queue);
+        else
+            launch<T, 1>(a, true, queue);
+    })
+    return launched("cross entropy's backward");
+}

@@ -1,0 +1,67 @@
+/* Elementwise kernels: one loop that gives every operation 16-byte accesses.
+ *
+ * An operation is a struct of plain values with an enum WIDTH and
+ *     template <int N> __device__ void run(size_t i) const;
+ * which handles elements i .. i + N - 1, N being WIDTH or 1.  It must do the same to an element
+ * either way: what is a vector and what is an edge depends on addresses, and no result may.
+ *
+ * Buffers that can be brought to alignment together, by stepping over the same few elements, are
+ * read in vectors between two edges; others one element at a time, which is still coalesced.
+ */
+#ifndef FSDPC_KERNELS_MAP_CUH
+#define FSDPC_KERNELS_MAP_CUH
+
+#include "dtype.cuh"
+
+struct map_plan {
+    size_t numel, head, vectors;
+};
+
+/* One of the buffers that an operation walks through. */
+struct map_buffer {
+    const void *base; /* NULL: not used */
+    size_t bytes;     /* of one element */
+};
+
+static inline map_plan map_plan_of(size_t numel, size_t width, const map_buffer *buffers, int n)
+{
+    for (size_t head = 0; head < width; head++) {
+        bool fits = true;
+        for (int b = 0; b < n && fits; b++) {
+            size_t bytes = buffers[b].bytes * width, align = bytes < 16 ? bytes : 16;
+            if (buffers[b].base)
+                fits = ((uintptr_t)buffers[b].base + head * buffers[b].bytes) % align == 0;
+        }
+        if (fits && head < numel)
+            return map_plan{numel, head, (numel - head) / width};
+    }
+    return map_plan{numel, 0, 0};
+}
+
+template <typename Op>
+__global__ void __launch_bounds__(BLOCK_THREADS) map_kernel(Op op, map_plan p)
+{
+    size_t thread = grid_thread(), threads = grid_threads();
+    for (size_t v = thread; v < p.vectors; v += threads)
+        op.template run<Op::WIDTH>(p.head + v * Op::WIDTH);
+    size_t in_vectors = p.vectors * Op::WIDTH;
+    for (size_t j = thread; j < p.numel - in_vectors; j += threads)
+        op.template run<1>(j < p.head ? j : j + in_vectors);
+}
+
+/* Runs the operation over [0, numel). */
+template <typename Op, int N>
+static fsdpc_status map_launch(const char *what, const Op &op, size_t numel,
+                               const map_buffer (&buffers)[N], const fsdpc_stream *stream)
+{
+    if (numel == 0)
+        return FSDPC_OK;
+    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    map_plan plan = map_plan_of(numel, Op::WIDTH, buffers, N);
+    size_t items = fsdpc_max_size(plan.vectors, numel - plan.vectors * Op::WIDTH);
+    FSDPC_LAUNCH(map_kernel<Op>, grid_of(queue, items, BLOCK_THREADS), BLOCK_THREADS, 0, queue, op,
+                 plan);
+    return launched(what);
+}
+
+#endif

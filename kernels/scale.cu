@@ -1,0 +1,100 @@
+/* Scaling with a look for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
+ *
+ * Both report through one word that any thread may set to the same value, so no order is needed.
+ * `equal` compares bits after casting and looks at the word from time to time, to stop early.
+ */
+#include "map.cuh"
+
+template <typename T> struct scale_op {
+    enum { WIDTH = 16 / sizeof(T) };
+    T *x;
+    wide<T> scale;
+    int *nonfinite; /* may be NULL */
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
+        bool finite = true;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            finite = finite && fabs(value.at[k]) < (wide<T>)INFINITY;
+            value.at[k] *= scale;
+        }
+        store_narrow<N>(x + i, value);
+        if (!finite && nonfinite)
+            *nonfinite = 1;
+    }
+};
+
+template <typename T> __device__ __forceinline__ bool same_bits(T a, T b)
+{
+    return a.bits == b.bits;
+}
+__device__ __forceinline__ bool same_bits(float a, float b)
+{
+    return __float_as_uint(a) == __float_as_uint(b);
+}
+__device__ __forceinline__ bool same_bits(double a, double b)
+{
+    return __double_as_longlong(a) == __double_as_longlong(b);
+}
+
+/* src as D; bits as they are where nothing is cast. */
+template <typename D, typename S> struct cast_bits {
+    static __device__ __forceinline__ D of(S x)
+    {
+        return narrow<D>(widen<wide<S>>(x));
+    }
+};
+template <typename D> struct cast_bits<D, D> {
+    static __device__ __forceinline__ D of(D x)
+    {
+        return x;
+    }
+};
+
+template <typename D, typename S> struct equal_op {
+    enum { WIDTH = 8 };
+    const D *dst;
+    const S *src;
+    bool *equal;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        if (!*(volatile bool *)equal)
+            return;
+        vec<D, N> a = load<N>(dst + i);
+        vec<S, N> b = load<N>(src + i);
+        bool same = true;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            same = same && same_bits(a.at[k], cast_bits<D, S>::of(b.at[k]));
+        if (!same)
+            *(volatile bool *)equal = false;
+    }
+};
+
+extern "C" fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+                                         int *nonfinite_io, fsdpc_stream *stream)
+{
+    map_buffer buffers[] = {{x, fsdpc_dtype_bytes(dtype)}};
+    FSDPC_FOR_FLOAT(dtype, T, {
+        scale_op<T> op = {(T *)x, scale, nonfinite_io};
+        return map_launch("scale", op, numel, buffers, stream);
+    })
+    return FSDPC_ERR_DTYPE;
+}
+
+extern "C" fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                         fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                                         fsdpc_stream *stream)
+{
+    FSDPC_TRY(fsdpc_device_fill(stream->device, equal_out, 1, sizeof *equal_out, stream));
+    map_buffer buffers[] = {{dst, fsdpc_dtype_bytes(dst_dtype)},
+                            {src, fsdpc_dtype_bytes(src_dtype)}};
+    FSDPC_FOR_FLOAT(dst_dtype, D, FSDPC_FOR_FLOAT(src_dtype, S, {
+                        equal_op<D, S> op = {(const D *)dst, (const S *)src, equal_out};
+                        return map_launch("equal", op, numel, buffers, stream);
+                    }))
+    return FSDPC_ERR_DTYPE;
+}

@@ -1,0 +1,120 @@
+/* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
+ *
+ * The sources' addresses travel as a kernel argument, so nothing is copied ahead of the launch.  Up
+ * to eight sources are one expression, all loads in flight together; more go through the binary
+ * counter that the CPU uses, whose few partial sums the compiler keeps in local memory.  Partial
+ * sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once through that
+ * dtype, then to out's.
+ */
+#include "map.cuh"
+
+enum { FEW_SOURCES = 8, TREE_HEIGHT = 10 };
+
+template <int SOURCES> struct tree_sources {
+    const void *at[SOURCES];
+    int n;
+};
+
+/* Sources first .. of a subtree 2^LEVEL wide; what is missing on the right is left out. */
+template <int LEVEL, int N, typename T> struct subtree {
+    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_sources<FEW_SOURCES> &s,
+                                                          int first, size_t i)
+    {
+        vec<wide<T>, N> left = subtree<LEVEL - 1, N, T>::sum(s, first, i);
+        int middle = first + (1 << (LEVEL - 1));
+        if (middle < s.n) {
+            vec<wide<T>, N> right = subtree<LEVEL - 1, N, T>::sum(s, middle, i);
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                left.at[k] += right.at[k];
+        }
+        return left;
+    }
+};
+template <int N, typename T> struct subtree<0, N, T> {
+    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_sources<FEW_SOURCES> &s,
+                                                          int first, size_t i)
+    {
+        return load_wide<N, wide<T>>((const T *)s.at[first] + i);
+    }
+};
+
+template <int N, typename T>
+__device__ __forceinline__ vec<wide<T>, N> tree_sum(const tree_sources<FEW_SOURCES> &s, size_t i)
+{
+    return subtree<3, N, T>::sum(s, 0, i);
+}
+
+template <int N, typename T>
+__device__ vec<wide<T>, N> tree_sum(const tree_sources<FSDPC_CUDA_REDUCE_SOURCES> &s, size_t i)
+{
+    vec<wide<T>, N> partial[TREE_HEIGHT];
+    int height[TREE_HEIGHT], depth = 0;
+    for (int source = 0; source < s.n; source++) {
+        partial[depth] = load_wide<N, wide<T>>((const T *)s.at[source] + i);
+        height[depth++] = 0;
+        bool last = source + 1 == s.n;
+        while (depth > 1 && (last || height[depth - 1] == height[depth - 2])) {
+            depth--;
+            for (int k = 0; k < N; k++)
+                partial[depth - 1].at[k] += partial[depth].at[k];
+            height[depth - 1]++;
+        }
+    }
+    return partial[0];
+}
+
+template <typename Out, typename T, int SOURCES> struct tree_op {
+    enum { WIDTH = 8 };
+    tree_sources<SOURCES> sources;
+    Out *out;
+    float scale;
+    bool accumulate;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        vec<wide<T>, N> sum = tree_sum<N, T>(sources, i);
+        vec<Out, N> result;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            result.at[k] = narrow<Out>(widen<wide<T>>(narrow<T>(sum.at[k] * (wide<T>)scale)));
+        if (accumulate) {
+            vec<wide<Out>, N> old = load_wide<N, wide<Out>>(out + i);
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                result.at[k] = narrow<Out>(old.at[k] + widen<wide<Out>>(result.at[k]));
+        }
+        store<N>(out + i, result);
+    }
+};
+
+template <int SOURCES>
+static fsdpc_status reduce_launch(const fsdpc_reduce_args *args, const fsdpc_stream *stream)
+{
+    tree_sources<SOURCES> sources = {};
+    map_buffer buffers[SOURCES + 1] = {};
+    size_t bytes = fsdpc_dtype_bytes(args->dtype);
+    sources.n = args->n_srcs;
+    for (int s = 0; s < SOURCES; s++) {
+        sources.at[s] = s < args->n_srcs ? args->srcs[s] : NULL;
+        buffers[s] = map_buffer{sources.at[s], s < args->n_srcs ? bytes : 0};
+    }
+    buffers[SOURCES] = map_buffer{args->out, fsdpc_dtype_bytes(args->out_dtype)};
+    FSDPC_FOR_FLOAT(args->out_dtype, Out, FSDPC_FOR_FLOAT(args->dtype, T, {
+                        tree_op<Out, T, SOURCES> op = {sources, (Out *)args->out, args->scale,
+                                                       args->accumulate};
+                        return map_launch("reduce", op, args->numel, buffers, stream);
+                    }))
+    return FSDPC_ERR_DTYPE;
+}
+
+extern "C" fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)
+{
+    if (args->n_srcs <= FEW_SOURCES)
+        return reduce_launch<FEW_SOURCES>(args, stream);
+    if (args->n_srcs <= FSDPC_CUDA_REDUCE_SOURCES)
+        return reduce_launch<FSDPC_CUDA_REDUCE_SOURCES>(args, stream);
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                      "a reduction over %d sources on CUDA; at most %d: reduce over smaller groups",
+                      args->n_srcs, (int)FSDPC_CUDA_REDUCE_SOURCES);
+}

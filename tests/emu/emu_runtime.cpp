@@ -1,0 +1,569 @@
+/* A CUDA device that is this processor: streams as threads, a block's threads as fibers.
+ *
+ * Streams.  Each is a thread with a queue.  The host hands work over by a release store that the
+ * thread acquires, and takes nothing back but in a wait that CUDA has too (synchronize, query,
+ * an event's wait).  So ThreadSanitizer sees exactly the order that CUDA promises: no lock that
+ * both sides take hides a missing event.
+ *
+ * Fibers.  A stream's thread keeps as many as its largest block had threads.  It resumes them in
+ * ascending or descending order; a fiber comes back when its thread has ended or waits in a barrier
+ * that others have not reached.  A round in which nobody got further is an error of the kernel.
+ */
+#include "cuda_runtime_api.h"
+
+#include <atomic>
+#include <linux/futex.h>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <thread>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+#include <vector>
+
+#include "emu_kernel.h"
+
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define EMU_TSAN 1
+#include <sanitizer/tsan_interface.h>
+#endif
+#if __has_feature(address_sanitizer)
+#define EMU_ASAN 1
+#include <sanitizer/common_interface_defs.h>
+#endif
+#endif
+
+thread_local emu_index threadIdx, blockIdx, blockDim, gridDim;
+
+enum { WARP_THREADS = 32, STACK_BYTES = 256 << 10, OFFER_BYTES = 64, SHARED_BYTES = 228 << 10 };
+
+static std::atomic<int> descending;
+static std::atomic<unsigned> delay_seed;
+
+/* -- fibers ------------------------------------------------------------------------------------ */
+
+namespace
+{
+
+/* Threads that wait for each other. */
+struct meeting {
+    unsigned live, arrived, generation;
+
+    void arrive()
+    {
+        arrived++;
+        release();
+    }
+    void leave()
+    {
+        live--;
+        release();
+    }
+    void release()
+    {
+        if (arrived && arrived == live) {
+            arrived = 0;
+            generation++;
+        }
+    }
+};
+
+struct warp_state {
+    meeting all;
+    alignas(16) unsigned char offers[2][WARP_THREADS][OFFER_BYTES];
+};
+
+struct fiber {
+    ucontext_t context;
+    void *stack;
+    bool done;
+    const meeting *waits_for; /* NULL: ready */
+    unsigned generation;      /* waits while the meeting is in this one */
+#if defined(EMU_TSAN)
+    void *tsan;
+#endif
+#if defined(EMU_ASAN)
+    void *fake_stack;
+#endif
+};
+
+struct block_state {
+    ucontext_t scheduler;
+    std::vector<std::unique_ptr<fiber>> fibers;
+    std::vector<warp_state> warps;
+    meeting all;
+    fiber *current;
+    const std::function<void()> *thread;
+    std::unique_ptr<unsigned char[]> shared;
+#if defined(EMU_TSAN)
+    void *tsan;
+#endif
+#if defined(EMU_ASAN)
+    void *fake_stack;
+    const void *stack;
+    size_t stack_bytes;
+#endif
+};
+
+thread_local block_state *running;
+
+[[noreturn]] void give_up(const char *why)
+{
+    fprintf(stderr, "emu: block %u of %u, %u threads: %s\n", blockIdx.x, gridDim.x, blockDim.x,
+            why);
+    abort();
+}
+
+void to_scheduler()
+{
+    block_state *block = running;
+    fiber *self = block->current;
+#if defined(EMU_TSAN)
+    __tsan_switch_to_fiber(block->tsan, 0);
+#endif
+#if defined(EMU_ASAN)
+    __sanitizer_start_switch_fiber(&self->fake_stack, block->stack, block->stack_bytes);
+#endif
+    swapcontext(&self->context, &block->scheduler);
+#if defined(EMU_ASAN)
+    __sanitizer_finish_switch_fiber(self->fake_stack, &block->stack, &block->stack_bytes);
+#endif
+}
+
+void to_fiber(block_state *block, fiber *next)
+{
+    block->current = next;
+#if defined(EMU_TSAN)
+    __tsan_switch_to_fiber(next->tsan, 0);
+#endif
+#if defined(EMU_ASAN)
+    __sanitizer_start_switch_fiber(&block->fake_stack, next->stack, STACK_BYTES);
+#endif
+    swapcontext(&block->scheduler, &next->context);
+#if defined(EMU_ASAN)
+    __sanitizer_finish_switch_fiber(block->fake_stack, NULL, NULL);
+#endif
+}
+
+void fiber_main()
+{
+#if defined(EMU_ASAN)
+    __sanitizer_finish_switch_fiber(NULL, &running->stack, &running->stack_bytes);
+#endif
+    for (;;) {
+        (*running->thread)();
+        running->current->done = true;
+        to_scheduler();
+    }
+}
+
+std::unique_ptr<fiber> fiber_make()
+{
+    std::unique_ptr<fiber> made(new fiber());
+    made->stack =
+        mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    getcontext(&made->context);
+    made->context.uc_stack.ss_sp = made->stack;
+    made->context.uc_stack.ss_size = STACK_BYTES;
+    made->context.uc_link = NULL;
+    makecontext(&made->context, fiber_main, 0);
+#if defined(EMU_TSAN)
+    made->tsan = __tsan_create_fiber(0);
+#endif
+    return made;
+}
+
+/* One turn for every thread that can go on; false if none could. */
+bool run_round(block_state *block, unsigned threads, unsigned *left)
+{
+    bool moved = false;
+    for (unsigned n = 0; n < threads; n++) {
+        unsigned t = descending ? threads - 1 - n : n;
+        fiber *f = block->fibers[t].get();
+        if (f->done || (f->waits_for && f->waits_for->generation == f->generation))
+            continue;
+        moved = true;
+        f->waits_for = NULL;
+        threadIdx.x = t;
+        to_fiber(block, f);
+        if (f->done) {
+            (*left)--;
+            block->all.leave();
+            block->warps[t / WARP_THREADS].all.leave();
+        }
+    }
+    return moved;
+}
+
+void run_block(block_state *block, unsigned threads)
+{
+    unsigned left = threads;
+    block->all = {threads, 0, 0};
+    for (unsigned w = 0; w * WARP_THREADS < threads; w++) {
+        unsigned lanes = threads - w * WARP_THREADS;
+        block->warps[w].all = {lanes < WARP_THREADS ? lanes : WARP_THREADS, 0, 0};
+    }
+    for (unsigned t = 0; t < threads; t++) {
+        block->fibers[t]->done = false;
+        block->fibers[t]->waits_for = NULL;
+    }
+    memset(block->shared.get(), 0xa5, SHARED_BYTES);
+    while (left)
+        if (!run_round(block, threads, &left))
+            give_up("threads wait in barriers that others do not reach");
+}
+
+void run_grid(unsigned grid, unsigned threads, const std::function<void()> &thread)
+{
+    thread_local block_state block;
+    if (!block.shared)
+        block.shared.reset(new unsigned char[SHARED_BYTES]);
+#if defined(EMU_TSAN)
+    block.tsan = __tsan_get_current_fiber();
+#endif
+    running = &block;
+    while (block.fibers.size() < threads)
+        block.fibers.push_back(fiber_make());
+    if (block.warps.size() * WARP_THREADS < threads)
+        block.warps.resize((threads + WARP_THREADS - 1) / WARP_THREADS);
+    block.thread = &thread;
+    gridDim = {grid, 1, 1};
+    blockDim = {threads, 1, 1};
+    for (unsigned b = 0; b < grid; b++) {
+        blockIdx = {descending ? grid - 1 - b : b, 0, 0};
+        run_block(&block, threads);
+    }
+}
+
+/* The current thread waits until all of `group` have come. */
+void meet(meeting *group)
+{
+    fiber *self = running->current;
+    self->generation = group->generation;
+    self->waits_for = group;
+    group->arrive();
+    if (group->generation == self->generation)
+        to_scheduler();
+    self->waits_for = NULL;
+}
+
+} // namespace
+
+void *emu_dynamic_shared(void)
+{
+    return running->shared.get();
+}
+
+void __syncthreads(void)
+{
+    meet(&running->all);
+}
+
+void __syncwarp(unsigned)
+{
+    meet(&running->warps[threadIdx.x / WARP_THREADS].all);
+}
+
+const unsigned char *emu_exchange(const void *mine, size_t bytes)
+{
+    warp_state *warp = &running->warps[threadIdx.x / WARP_THREADS];
+    unsigned parity = warp->all.generation & 1; /* the next exchange uses the other half */
+    memcpy(warp->offers[parity][threadIdx.x % WARP_THREADS], mine, bytes);
+    meet(&warp->all);
+    return warp->offers[parity][0];
+}
+
+/* -- streams ----------------------------------------------------------------------------------- */
+
+namespace
+{
+
+struct work {
+    std::function<void()> run;
+    std::atomic<work *> next{nullptr};
+};
+
+void futex(std::atomic<uint32_t> *word, int operation, uint32_t value)
+{
+    syscall(SYS_futex, reinterpret_cast<uint32_t *>(word), operation, value, NULL, NULL, 0);
+}
+
+void delay(unsigned *state)
+{
+    *state = *state * 1664525u + 1013904223u;
+    struct timespec pause = {0, (long)(*state >> 16) * 4}; /* up to 0.26 ms */
+    nanosleep(&pause, NULL);
+}
+
+} // namespace
+
+struct emu_stream {
+    work *head; /* the last one done; the thread's */
+    work *tail; /* the host's */
+    std::atomic<uint32_t> posted{0};
+    std::thread thread;
+    bool stop = false; /* set by the last work */
+
+    emu_stream() : head(new work()), tail(head), thread([this] { loop(); }) {}
+
+    void post(std::function<void()> run)
+    {
+        work *added = new work();
+        added->run = std::move(run);
+        tail->next.store(added, std::memory_order_release);
+        tail = added;
+        posted.fetch_add(1, std::memory_order_release);
+        futex(&posted, FUTEX_WAKE_PRIVATE, 1);
+    }
+
+    void loop()
+    {
+        unsigned state = delay_seed.load() + (unsigned)(uintptr_t)this;
+        while (!stop) {
+            uint32_t seen = posted.load(std::memory_order_relaxed);
+            work *next = head->next.load(std::memory_order_acquire);
+            if (!next) {
+                futex(&posted, FUTEX_WAIT_PRIVATE, seen);
+                continue;
+            }
+            if (delay_seed.load(std::memory_order_relaxed))
+                delay(&state);
+            next->run();
+            delete head;
+            head = next;
+        }
+        delete head;
+    }
+};
+
+struct emu_event {
+    std::shared_ptr<std::atomic<bool>> reached; /* of the last record */
+};
+
+void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
+                std::function<void()> thread)
+{
+    if (grid == 0 || block == 0 || block > 1024 || shared > SHARED_BYTES) {
+        fprintf(stderr, "emu: a launch of %u blocks of %u threads with %zu bytes\n", grid, block,
+                shared);
+        abort();
+    }
+    stream->post([=] { run_grid(grid, block, thread); });
+}
+
+static void wait_for(const std::atomic<bool> &flag)
+{
+    while (!flag.load(std::memory_order_acquire))
+        std::this_thread::yield();
+}
+
+/* -- the runtime ------------------------------------------------------------------------------- */
+
+namespace
+{
+struct region {
+    size_t bytes;
+    cudaMemoryType type;
+};
+std::mutex regions_lock;
+std::map<uintptr_t, region> regions;
+
+cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
+{
+    void *made = aligned_alloc(512, (bytes + 511) / 512 * 512 + 512);
+    if (!made)
+        return cudaErrorMemoryAllocation;
+    memset(made, 0xa5, bytes);
+    std::lock_guard<std::mutex> guard(regions_lock);
+    regions[(uintptr_t)made] = {bytes, type};
+    *pointer = made;
+    return cudaSuccess;
+}
+
+cudaError_t region_drop(void *pointer)
+{
+    std::lock_guard<std::mutex> guard(regions_lock);
+    if (pointer && !regions.erase((uintptr_t)pointer))
+        return cudaErrorInvalidValue;
+    free(pointer);
+    return cudaSuccess;
+}
+} // namespace
+
+extern "C" {
+
+void emu_set_descending(int yes)
+{
+    descending = yes;
+}
+
+void emu_set_delays(unsigned seed)
+{
+    delay_seed = seed;
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    return error == cudaErrorMemoryAllocation ? "out of memory" : "emulated error";
+}
+
+cudaError_t cudaGetLastError(void)
+{
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    *count = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device)
+{
+    return device == 0 ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int)
+{
+    switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+        *value = 3; /* few, so that loops over the grid take several rounds */
+        break;
+    case cudaDevAttrComputeCapabilityMajor:
+        *value = 9;
+        break;
+    case cudaDevAttrComputeCapabilityMinor:
+        *value = 0;
+        break;
+    default:
+        *value = SHARED_BYTES - 1024;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
+{
+    *free_bytes = *total = (size_t)1 << 34;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void **pointer, size_t bytes)
+{
+    return region_add(pointer, bytes, cudaMemoryTypeDevice);
+}
+
+cudaError_t cudaFree(void *pointer)
+{
+    return region_drop(pointer);
+}
+
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned)
+{
+    return region_add(pointer, bytes, cudaMemoryTypeHost);
+}
+
+cudaError_t cudaFreeHost(void *pointer)
+{
+    return region_drop(pointer);
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer)
+{
+    std::lock_guard<std::mutex> guard(regions_lock);
+    *attributes = cudaPointerAttributes{};
+    auto after = regions.upper_bound((uintptr_t)pointer);
+    if (after == regions.begin())
+        return cudaSuccess;
+    auto found = std::prev(after);
+    if ((uintptr_t)pointer - found->first < found->second.bytes)
+        attributes->type = found->second.type;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind,
+                            cudaStream_t stream)
+{
+    /* As CUDA does: ordinary memory is read before the call returns, and written before it too. */
+    struct cudaPointerAttributes source, target;
+    cudaPointerGetAttributes(&source, from);
+    cudaPointerGetAttributes(&target, to);
+    if (source.type == cudaMemoryTypeUnregistered) {
+        auto begin = static_cast<const unsigned char *>(from);
+        auto kept = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
+        stream->post([=] { memmove(to, kept->data(), bytes); });
+    } else {
+        stream->post([=] { memmove(to, from, bytes); });
+    }
+    return target.type == cudaMemoryTypeUnregistered ? cudaStreamSynchronize(stream) : cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
+{
+    stream->post([=] { memset(to, value, bytes); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
+{
+    *stream = new emu_stream();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
+{
+    stream->post([=] { stream->stop = true; });
+    stream->thread.join();
+    delete stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    auto reached = std::make_shared<std::atomic<bool>>(false);
+    stream->post([reached] { reached->store(true, std::memory_order_release); });
+    wait_for(*reached);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+{
+    *event = new emu_event();
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event)
+{
+    delete event;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    auto reached = std::make_shared<std::atomic<bool>>(false);
+    event->reached = reached;
+    stream->post([reached] { reached->store(true, std::memory_order_release); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
+{
+    auto reached = event->reached;
+    if (reached)
+        stream->post([reached] { wait_for(*reached); });
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    bool reached = !event->reached || event->reached->load(std::memory_order_acquire);
+    return reached ? cudaSuccess : cudaErrorNotReady;
+}
+
+} // extern "C"
