@@ -1,0 +1,95 @@
+"""Every example runs as it stands, for a few steps, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str, ranks: int = 2) -> str:
+    """Run a script of examples/ on ranks and return what it printed."""
+    script = EXAMPLES / name
+    command = [sys.executable, "-m", "fsdpc", "run", "--ranks", str(ranks), "--timeout", "200"]
+    done = subprocess.run(
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=220
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    """Of rank 0, step by step."""
+    return [float(loss) for loss in re.findall(r"^\[0\] step \d+: loss ([\d.]+)", output, re.M)]
+
+
+def test_every_example_is_tested_here() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    assert names == set(re.findall(r'"(\d\d_\w+\.(?:py|ipynb))"', Path(__file__).read_text()))
+
+
+def test_training() -> None:
+    seen = losses(run("01_train.py", "21"))
+    assert len(seen) == 2 and seen[1] < seen[0] < 6
+
+
+def test_the_readme_shows_the_first_example() -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    text = (EXAMPLES / "01_train.py").read_text()
+    assert script == text[text.index("import sys") :]
+
+
+def test_accumulation() -> None:
+    output = run("02_bf16_accumulate.py", "11")
+    seen = losses(output)
+    assert len(seen) == 2 and seen[1] < seen[0] < 6
+    peaks = re.findall(r"^\[(\d)\] peak MiB: wire ([\d.]+), master ([\d.]+)", output, re.M)
+    assert sorted(rank for rank, _, _ in peaks) == ["0", "1"]
+    assert {wire for rank, wire, _ in peaks if rank == "1"} == {"0.0"}  # counted once per host
+
+
+def test_own_module_and_loss() -> None:
+    seen = losses(run("03_own_module_and_loss.py", "31"))
+    assert seen == sorted(seen, reverse=True) and seen[-1] < 0.7 * seen[0]
+
+
+def test_deferred_initialisation_is_the_same_at_any_world() -> None:
+    printed = [run("04_deferred_init_big.py", "2M", ranks=ranks) for ranks in (1, 3)]
+    norms = [re.findall(r"norm of the whole: ([\d.]+)", output) for output in printed]
+    assert len(norms[0]) == 1 and norms[0] == norms[1]
+    assert "a model of 68,976,648,192 parameters in 0.0 MiB" in printed[0]
+
+
+def test_evaluation_and_generation() -> None:
+    output = run("05_evaluate_and_generate.py", "4")
+    pattern = r"validation loss ([\d.]+) before, ([\d.]+) after 4 steps"
+    before, after = re.findall(pattern, output)[0]
+    assert float(after) < float(before) < 6
+    assert "[0] def " in output
+    (loss,) = re.findall(r"on rank 0 alone: loss ([\d.]+)", output)
+    assert float(loss) == pytest.approx(float(after), abs=1.0)  # of one batch, not of all
+
+
+def test_notebook() -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "06_notebook.ipynb", as_version=4)
+    changed = 0
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and "\nsteps = 100" in cell.source:
+            cell.source = cell.source.replace("steps = 100", "steps = 21")
+            changed += 1
+    assert changed == 1
+    NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    text = "".join(each.text for each in outputs if each.output_type == "stream")
+    seen = losses(text)
+    assert len(seen) == 2 and seen[1] < seen[0] < 6
+    assert any("image/png" in each.get("data", {}) for each in outputs)
