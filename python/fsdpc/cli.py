@@ -12,6 +12,8 @@ examples:
   fsdpc run --ranks 4 -m package.module
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc info
+
+Ranks are processes. They find each other without a TCP port, and none outlives this command.
 """
 
 
@@ -22,7 +24,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, title="commands"
+    )
 
     run = commands.add_parser(
         "run",
@@ -40,10 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("script", metavar="SCRIPT", help="the script, or the module after -m")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT")
+    run.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="handed to the script"
+    )
 
     train = commands.add_parser(
-        "train", add_help=False, help="train a language model on text; see fsdpc train --help"
+        "train", add_help=False, help="train a language model on text (fsdpc train --help)"
     )
     train.add_argument("arguments", nargs=argparse.REMAINDER)
     commands.add_parser("info", help="show what fsdpc found and uses on this machine")

@@ -29,8 +29,8 @@ WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 _EPILOG = """\
 examples:
-  fsdpc train --ranks 2                                 the defaults: a 2 M LLaMA on Python's
-  library fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
+  fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
+  fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
 
 The data are bytes of text; the last 500 kB (at most a tenth) are held out for the validation loss,
@@ -58,9 +58,13 @@ def parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
     )
     run.add_argument(
-        "--seed", type=int, default=0, help="of weights, data order and dropout (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of weights, data order and dropout (default: 0)",
     )
-    run.add_argument("--metrics", type=Path, metavar="FILE", help="write a JSON line a step")
+    run.add_argument("--metrics", type=Path, metavar="FILE", help="write a line of JSON for each step")
     run.add_argument(
         "--sample",
         type=int,
@@ -69,9 +73,15 @@ def parser() -> argparse.ArgumentParser:
         help="bytes of text to generate at the end (default: 300)",
     )
     model = p.add_argument_group("model")
-    model.add_argument("--model", choices=("llama", "gpt2"), default="llama")
     model.add_argument(
-        "--preset", choices=tuple(models.PRESETS), default="2M", help="size (default: 2M)"
+        "--model", choices=("llama", "gpt2"), default="llama", help="family (default: llama)"
+    )
+    model.add_argument(
+        "--preset",
+        choices=tuple(models.PRESETS),
+        default="2M",
+        metavar="SIZE",
+        help=f"{', '.join(models.PRESETS)} (default: 2M)",
     )
     model.add_argument(
         "--dtype",
@@ -99,27 +109,36 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=16,
         metavar="N",
-        help="sequences a rank and micro-step (default: 16)",
+        help="sequences in a micro-step of one rank (default: 16)",
     )
     data.add_argument(
-        "--seq", type=int, default=256, metavar="N", help="bytes a sequence (default: 256)"
+        "--seq", type=int, default=256, metavar="N", help="bytes in a sequence (default: 256)"
     )
     data.add_argument(
         "--accumulate",
         type=int,
         default=1,
         metavar="N",
-        help="micro-steps an optimizer step (default: 1)",
+        help="micro-steps in a step of the optimizer (default: 1)",
     )
     optim = p.add_argument_group("optimizer")
-    optim.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: 3e-3)")
+    optim.add_argument(
+        "--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (default: 3e-3)"
+    )
     optim.add_argument(
         "--weight-decay",
         type=float,
         default=0.1,
+        metavar="X",
         help="for tensors of two or more dimensions (default: 0.1)",
     )
-    optim.add_argument("--clip", type=float, default=1.0, help="global norm (default: 1.0)")
+    optim.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="largest global norm of gradients (default: 1.0)",
+    )
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
 
