@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of weights, data order and dropout (default: 0)",
     )
-    run.add_argument("--metrics", type=Path, metavar="FILE", help="write a line of JSON for each step")
+    run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
     run.add_argument(
         "--sample",
         type=int,
