@@ -121,6 +121,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="micro-steps in a step of the optimizer (default: 1)",
     )
+    _add_optimizer_options(p)
+    p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
+    return p
+
+
+def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
     optim.add_argument(
         "--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (default: 3e-3)"
@@ -139,8 +145,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="largest global norm of gradients (default: 1.0)",
     )
-    p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
-    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
