@@ -8,8 +8,9 @@ smoothing, spelled out, so that nothing here comes ready-made but the layers.
 
 import sys
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc import data, nn
 from fsdpc import functional as F
 

@@ -9,8 +9,9 @@ training adds 4 of gradients and 8 of AdamW's states.
 
 import sys
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc.models import Llama, preset
 
 config = preset(sys.argv[1] if sys.argv[1:] else "10M")

@@ -10,8 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc import data
 from fsdpc.models import Llama, generate, preset
 

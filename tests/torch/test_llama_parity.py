@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fsdpc
 from fsdpc.models import Llama, ModelConfig, preset
 from fsdpc.testing import Side, Tolerance, compare
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def twins(config: ModelConfig, seed: int = 0) -> tuple[Any, Any]:

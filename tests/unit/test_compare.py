@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import fsdpc
 import numpy as np
 import pytest
 import torch
+
+import fsdpc
 from fsdpc._compare import _ordered
 from fsdpc.testing import Side, Tolerance, compare
 
