@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = "1"
 
 import numpy as np
 import torch
+
 from fsdpc import _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

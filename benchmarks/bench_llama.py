@@ -81,8 +81,9 @@ def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
     """One turn of torch on this rank."""
     import torch
     import torch.distributed as dist
-    from fsdpc.models.config import preset as config_of
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fsdpc.models.config import preset as config_of
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = "1"
 
-import fsdpc
 import numpy as np
 import torch
+
+import fsdpc
 from fsdpc import _core
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

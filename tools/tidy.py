@@ -14,8 +14,9 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import native
 import numpy
+
+import native
 
 STAMPS = native.ROOT / "build" / "tidy"
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import numpy as np
+
+import fsdpc
 from fsdpc import nn
 from fsdpc._launch.forked import Report, run_forked
 

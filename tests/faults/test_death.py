@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsdpc
 import pytest
+
+import fsdpc
 from fsdpc import PeerError
 
 from .common import SOON_S, build, die, quiet, raised, run, step, wait_asleep, wait_file, wait_gone

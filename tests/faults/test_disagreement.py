@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import MismatchError, PeerError, nn
 
 from .common import SOON_S, Net, batch, build

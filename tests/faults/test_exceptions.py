@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import PeerError
 from fsdpc.launcher import LaunchError, launch
 

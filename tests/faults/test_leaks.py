@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsdpc
 import pytest
+
+import fsdpc
 
 from .common import batch, build, die, run, step, wait_gone
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import nn
 from fsdpc.optim import AdamW
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fsdpc.data import (
     ByteDataset,
     DistributedSampler,
@@ -17,8 +20,6 @@ from fsdpc.data import (
     TokenDataset,
     default_corpus,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def numbers(count: int, seq_len: int) -> SequenceDataset:

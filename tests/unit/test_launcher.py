@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from fsdpc._launch import forked
 from fsdpc.launcher import LaunchError, launch, run
 

@@ -6,6 +6,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from fsdpc.lr_scheduler import (
     LambdaLR,
     LRScheduler,
@@ -14,8 +17,6 @@ from fsdpc.lr_scheduler import (
     WarmupStableDecay,
     scale_lr,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def optimizer(*rates: float) -> SimpleNamespace:

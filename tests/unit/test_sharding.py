@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 
-import fsdpc
 import numpy as np
 import pytest
+
+import fsdpc
 from fsdpc import nn
 
 
