@@ -42,6 +42,22 @@ static inline fsdpc_status launched(const char *what)
                       cudaGetErrorString(error));
 }
 
+/* Lets a kernel's blocks have more shared memory than the 48 KiB that are always there. */
+template <typename Kernel>
+static inline fsdpc_status allow_shared(Kernel *kernel, size_t bytes, const fsdpc_cuda_queue *queue)
+{
+    if (bytes > queue->shared_bytes)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a kernel needs %zu bytes of shared memory a block, this device has %zu",
+                          bytes, queue->shared_bytes);
+    cudaError_t error = cudaFuncSetAttribute(
+        (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (error != cudaSuccess)
+        return fsdpc_fail(FSDPC_ERR_INTERNAL, "CUDA refused %zu bytes of shared memory: %s", bytes,
+                          cudaGetErrorString(error));
+    return FSDPC_OK;
+}
+
 /* Blocks for `items`, one a thread, in a loop that strides by the grid: enough to fill the device
  * several times over, so that the last wave is short, and never so many that starting them shows.
  */

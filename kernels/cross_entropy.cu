@@ -28,34 +28,39 @@ template <typename W> __device__ __forceinline__ W exp_below(W x, W top)
     return exp(x - (top > (W)-INFINITY ? top : (W)0));
 }
 
+/* log sum exp of the block's row at x, in all its threads. */
+template <typename T, int N> __device__ __forceinline__ wide<T> row_lse(const T *x, size_t cols)
+{
+    typedef wide<T> W;
+    W top = -INFINITY, sum = 0;
+    FSDPC_FOR_ROW(N, c, cols)
+    {
+        vec<W, N> v = load_wide<N, W>(x + c);
+        W best = top;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            best = v.at[k] > best ? v.at[k] : best; /* NaN shows in the sum */
+        if (best > top) {
+            sum *= exp(top - best);
+            top = best;
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            sum += exp_below(v.at[k], top);
+    }
+    W row_top = block_max(top);
+    return row_top + log(block_sum(row_top > top ? sum * exp(top - row_top) : sum));
+}
+
 template <typename T, int N>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
     cross_entropy_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
 {
-    typedef wide<T> W;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        const T *x = (const T *)a.logits + r * a.cols;
-        W top = -INFINITY, sum = 0;
-        FSDPC_FOR_ROW(N, c, a.cols)
-        {
-            vec<W, N> v = load_wide<N, W>(x + c);
-            W best = top;
-#pragma unroll
-            for (int k = 0; k < N; k++)
-                best = v.at[k] > best ? v.at[k] : best; /* NaN shows in the sum */
-            if (best > top) {
-                sum *= exp(top - best);
-                top = best;
-            }
-#pragma unroll
-            for (int k = 0; k < N; k++)
-                sum += exp_below(v.at[k], top);
-        }
-        W row_top = block_fold<max_values>(top, (W)-INFINITY);
-        sum = block_sum(row_top > top ? sum * exp(top - row_top) : sum);
+        wide<T> lse = row_lse<T, N>((const T *)a.logits + r * a.cols, a.cols);
         if (threadIdx.x)
             continue;
-        a.lse[r] = (float)(row_top + log(sum));
+        a.lse[r] = (float)lse;
         long long target = target_of(a, r);
         if (target != a.ignore_index && (unsigned long long)target >= a.cols)
             report_fault(fault, FSDPC_CUDA_FAULT_TARGET, target, r, a.cols);
@@ -94,7 +99,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         const T *x = (const T *)a.logits + r * a.cols;
         long long target = target_of(a, r);
         bool counted = is_counted(a, target);
-        W lse = (W)a.lse[r];
+        W lse = sizeof(W) == sizeof(float) ? (W)a.lse[r] : row_lse<T, N>(x, a.cols);
         FSDPC_FOR_ROW(N, c, a.cols)
         {
             vec<W, N> v = load_wide<N, W>(x + c);

@@ -48,6 +48,11 @@ void __syncwarp(unsigned mask = 0xffffffffu);
 /* Gives `bytes` (at most 64) to the warp; returns the warp's 32 offers, 64 bytes apart. */
 const unsigned char *emu_exchange(const void *mine, size_t bytes);
 
+/* 16 bytes, or zeros; see emu_mma.h. */
+void emu_copy_later(void *to, const void *from, bool valid);
+void emu_copies_commit(void);
+void emu_copies_wait(unsigned left);
+
 #define FSDPC_LAUNCH(kernel, grid, block, shared, queue, ...)                                      \
     emu_launch((queue)->raw, (unsigned)(grid), (unsigned)(block), (shared),                        \
                [=, emu_args = std::make_tuple(__VA_ARGS__)] {                                      \

@@ -80,7 +80,22 @@ struct warp_state {
     alignas(16) unsigned char offers[2][WARP_THREADS][OFFER_BYTES];
 };
 
+struct late_copy {
+    void *to;
+    const void *from;
+    bool valid;
+
+    void make() const
+    {
+        if (valid)
+            memcpy(to, from, 16);
+        else
+            memset(to, 0, 16);
+    }
+};
+
 struct fiber {
+    std::vector<std::vector<late_copy>> copies; /* groups, the last one open */
     ucontext_t context;
     void *stack;
     bool done;
@@ -213,6 +228,7 @@ void run_block(block_state *block, unsigned threads)
     for (unsigned t = 0; t < threads; t++) {
         block->fibers[t]->done = false;
         block->fibers[t]->waits_for = NULL;
+        block->fibers[t]->copies.clear();
     }
     memset(block->shared.get(), 0xa5, SHARED_BYTES);
     while (left)
@@ -278,6 +294,37 @@ const unsigned char *emu_exchange(const void *mine, size_t bytes)
     memcpy(warp->offers[parity][threadIdx.x % WARP_THREADS], mine, bytes);
     meet(&warp->all);
     return warp->offers[parity][0];
+}
+
+void emu_copy_later(void *to, const void *from, bool valid)
+{
+    late_copy copy = {to, from, valid};
+    if (!descending) {
+        copy.make();
+        return;
+    }
+    auto &copies = running->current->copies;
+    if (copies.empty())
+        copies.emplace_back();
+    copies.back().push_back(copy);
+}
+
+void emu_copies_commit(void)
+{
+    auto &copies = running->current->copies;
+    if (copies.empty()) /* a group without copies counts too */
+        copies.emplace_back();
+    copies.emplace_back();
+}
+
+void emu_copies_wait(unsigned left)
+{
+    auto &copies = running->current->copies;
+    while (copies.size() > left + 1) {
+        for (const late_copy &copy : copies.front())
+            copy.make();
+        copies.erase(copies.begin());
+    }
 }
 
 /* -- streams ----------------------------------------------------------------------------------- */
@@ -446,6 +493,11 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         *value = SHARED_BYTES - 1024;
     }
     return cudaSuccess;
+}
+
+cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int)
+{
+    return cudaSuccess; /* a launch that asks for too much ends the process */
 }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
