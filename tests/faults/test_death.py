@@ -140,7 +140,10 @@ def test_all_but_one_die(tmp_path: Path) -> None:
         fsdpc.init()
         model, optimizer = prepared()
         if rank:
-            step(model, optimizer, lambda where: die() if where == "in backward" else None)
+            try:
+                step(model, optimizer, lambda where: die() if where == "in backward" else None)
+            finally:
+                die()  # also if another was quicker, and this one has been told
         return raised(lambda: step(model, optimizer, quiet), PeerError)[0]
 
     text = run(rank_of, 4)[0]
