@@ -7,21 +7,19 @@
 #ifndef FSDPC_TESTS_EMU_EMU_MMA_H
 #define FSDPC_TESTS_EMU_EMU_MMA_H
 
+/* Lanes offer what their rows hold, so that all have been read once the exchange is over. */
 inline void emu_load_matrices(uint32_t (&out)[4], const void *row, bool turned)
 {
     unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const unsigned char *offers = emu_exchange(&row, sizeof row);
+    const unsigned char *offers = emu_exchange(row, 16);
     for (unsigned i = 0; i < 4; i++) {
         uint16_t pair[2];
         for (unsigned e = 0; e < 2; e++) {
             unsigned r = turned ? 2 * t + e : g, c = turned ? g : 2 * t + e;
-            const uint16_t *from;
-            memcpy(&from, offers + (8 * i + r) * 64, sizeof from);
-            pair[e] = from[c];
+            memcpy(&pair[e], offers + (8 * i + r) * 64 + c * 2, sizeof pair[e]);
         }
         out[i] = pair[0] | (uint32_t)pair[1] << 16;
     }
-    __syncwarp(); /* nobody overwrites a row that others still read */
 }
 
 inline void load_matrices(uint32_t (&out)[4], const void *row)

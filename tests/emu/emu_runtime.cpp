@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -94,9 +95,31 @@ struct late_copy {
     }
 };
 
-struct fiber {
-    std::vector<std::vector<late_copy>> copies; /* groups, the last one open */
+/* Where a fiber, or the scheduler, goes on.  Changing places by swapcontext costs two system calls;
+ * _setjmp and _longjmp cost none, but sanitizers do not understand them. */
+struct place {
     ucontext_t context;
+    jmp_buf jump;
+    bool entered; /* false: not yet, by its context */
+};
+
+void change_places(place *from, place *to)
+{
+#if defined(EMU_TSAN) || defined(EMU_ASAN)
+    swapcontext(&from->context, &to->context);
+#else
+    if (_setjmp(from->jump))
+        return;
+    if (to->entered)
+        _longjmp(to->jump, 1);
+    to->entered = true;
+    setcontext(&to->context);
+#endif
+}
+
+struct fiber {
+    place at;
+    std::vector<std::vector<late_copy>> copies; /* groups, the last one open */
     void *stack;
     bool done;
     const meeting *waits_for; /* NULL: ready */
@@ -110,7 +133,7 @@ struct fiber {
 };
 
 struct block_state {
-    ucontext_t scheduler;
+    place scheduler;
     std::vector<std::unique_ptr<fiber>> fibers;
     std::vector<warp_state> warps;
     meeting all;
@@ -146,7 +169,7 @@ void to_scheduler()
 #if defined(EMU_ASAN)
     __sanitizer_start_switch_fiber(&self->fake_stack, block->stack, block->stack_bytes);
 #endif
-    swapcontext(&self->context, &block->scheduler);
+    change_places(&self->at, &block->scheduler);
 #if defined(EMU_ASAN)
     __sanitizer_finish_switch_fiber(self->fake_stack, &block->stack, &block->stack_bytes);
 #endif
@@ -161,7 +184,8 @@ void to_fiber(block_state *block, fiber *next)
 #if defined(EMU_ASAN)
     __sanitizer_start_switch_fiber(&block->fake_stack, next->stack, STACK_BYTES);
 #endif
-    swapcontext(&block->scheduler, &next->context);
+    block->scheduler.entered = true;
+    change_places(&block->scheduler, &next->at);
 #if defined(EMU_ASAN)
     __sanitizer_finish_switch_fiber(block->fake_stack, NULL, NULL);
 #endif
@@ -184,11 +208,11 @@ std::unique_ptr<fiber> fiber_make()
     std::unique_ptr<fiber> made(new fiber());
     made->stack =
         mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    getcontext(&made->context);
-    made->context.uc_stack.ss_sp = made->stack;
-    made->context.uc_stack.ss_size = STACK_BYTES;
-    made->context.uc_link = NULL;
-    makecontext(&made->context, fiber_main, 0);
+    getcontext(&made->at.context);
+    made->at.context.uc_stack.ss_sp = made->stack;
+    made->at.context.uc_stack.ss_size = STACK_BYTES;
+    made->at.context.uc_link = NULL;
+    makecontext(&made->at.context, fiber_main, 0);
 #if defined(EMU_TSAN)
     made->tsan = __tsan_create_fiber(0);
 #endif

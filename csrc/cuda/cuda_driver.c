@@ -1,0 +1,66 @@
+/* Reasons why there is no GPU, from the bottom up: no driver's library, a driver that does not
+ * start, one too old for the runtime that was linked, none visible.
+ */
+#include "cuda/cuda_driver.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <stddef.h>
+
+typedef int (*init_fn)(unsigned flags);
+typedef int (*text_fn)(int error, const char **text);
+
+/* The runtime keeps the library open anyway; asking again is cheap. */
+static void *open_driver(void)
+{
+    return dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+}
+
+static fsdpc_status start_driver(void *library)
+{
+    init_fn init;
+    text_fn text_of;
+    *(void **)&init = dlsym(library, "cuInit");
+    *(void **)&text_of = dlsym(library, "cuGetErrorString");
+    if (!init || !text_of)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "libcuda.so.1 has no cuInit: it is not NVIDIA's driver");
+    int error = init(0);
+    if (error == 0)
+        return FSDPC_OK;
+    const char *text = NULL;
+    text_of(error, &text);
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "NVIDIA's driver does not start: %s (%d)",
+                      text ? text : "unknown error", error);
+}
+
+fsdpc_status fsdpc_cuda_driver_open(int *count_out)
+{
+    void *library = open_driver();
+    if (!library)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "no NVIDIA driver: %s; install one, or run on device 'cpu'", dlerror());
+    FSDPC_TRY(start_driver(library));
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "%s: the driver is for CUDA %d.%d, this plugin needs %d.%d; update the "
+                          "driver",
+                          cudaGetErrorString(error), fsdpc_cuda_driver_version() / 1000,
+                          fsdpc_cuda_driver_version() % 1000 / 10, CUDART_VERSION / 1000,
+                          CUDART_VERSION % 1000 / 10);
+    }
+    if (count == 0)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES");
+    *count_out = count;
+    return FSDPC_OK;
+}
+
+int fsdpc_cuda_driver_version(void)
+{
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
+}

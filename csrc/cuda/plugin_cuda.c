@@ -1,0 +1,59 @@
+/* libfsdpc_cuda.so: the table that the core gets, and the one symbol that the library exports.
+ *
+ * Opening it touches no driver.  Its transports are none yet, so GPUs are used one to a process.
+ */
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+
+#include "cuda/cuda_driver.h"
+#include "cuda/device_cuda.h"
+#include "cuda/guest.h"
+
+static void describe(char *text, size_t bytes)
+{
+    int count = 0, driver = fsdpc_cuda_driver_version();
+    const char *products =
+#if defined(FSDPC_CUBLASLT)
+        "cuBLASLt";
+#else
+        "the plain kernel";
+#endif
+    if (fsdpc_cuda_driver_open(&count) == FSDPC_OK)
+        snprintf(text, bytes, "CUDA %d.%d, driver for %d.%d, %d GPU(s), products by %s",
+                 CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000,
+                 driver % 1000 / 10, count, products);
+    else
+        snprintf(text, bytes, "CUDA %d.%d, no GPU: %s", CUDART_VERSION / 1000,
+                 CUDART_VERSION % 1000 / 10, fsdpc_last_error());
+}
+
+static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)
+{
+    int count;
+    FSDPC_TRY(fsdpc_cuda_driver_open(&count));
+    if (ordinal < 0 || ordinal >= count)
+        return fsdpc_fail(FSDPC_ERR_INDEX, "no GPU %d: this process sees %d, counted from 0",
+                          ordinal, count);
+    return fsdpc_device_cuda_create(mem, ordinal, out);
+}
+
+static const char *const transports[] = {NULL};
+
+static const fsdpc_plugin plugin = {
+    .layout = FSDPC_PLUGIN_LAYOUT,
+    .name = "cuda",
+    .describe = describe,
+    .device_count = fsdpc_cuda_driver_open,
+    .device_create = device_create,
+    .device_select = fsdpc_device_cuda_select,
+    .transports = transports,
+};
+
+__attribute__((visibility("default"))) const fsdpc_plugin *
+fsdpc_plugin_open(const fsdpc_plugin_host *host);
+
+const fsdpc_plugin *fsdpc_plugin_open(const fsdpc_plugin_host *host)
+{
+    fsdpc_guest_init(host);
+    return &plugin;
+}

@@ -1,0 +1,133 @@
+/* The GPU as a device: memory that is counted and reused, streams and events that order work.
+ *
+ * On the emulated device the streams' work is delayed at random, so that what no event orders does
+ * come in the wrong order sooner or later.
+ */
+#include "gpu_rig.h"
+
+static void test_memory(void)
+{
+    static const size_t sizes[] = {0, 1, 512, 513, 5000, 1 << 20, (1 << 20) + 1, 5 << 20};
+    fsdpc_mem_stats stats;
+    void *pointers[8];
+    for (int round = 0; round < 3; round++) {
+        for (size_t i = 0; i < 8; i++) {
+            void *pointer;
+            CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_GRAD, sizes[i], &pointer));
+            CHECK((uintptr_t)pointer % 256 == 0);
+            if (round) { /* sizes come back in the same order, so blocks do too */
+                CHECK(pointer == pointers[i]);
+            }
+            pointers[i] = pointer;
+        }
+        fsdpc_mem_stats_read(gpu_mem, &stats);
+        CHECK(stats.now_bytes[FSDPC_MEM_GRAD] >= (7u << 20));
+        for (size_t i = 8; i-- > 0;)
+            fsdpc_device_free(gpu, pointers[i]);
+        fsdpc_mem_stats_read(gpu_mem, &stats);
+        CHECK(stats.now_bytes[FSDPC_MEM_GRAD] == 0);
+    }
+    void *none;
+    CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_GRAD, SIZE_MAX / 4 * 3, &none), FSDPC_ERR_NOMEM,
+                "are free");
+}
+
+static void test_copies_without_a_stream_are_done(void)
+{
+    enum { NUMEL = 1000 };
+    uint32_t here[NUMEL], back[NUMEL];
+    void *there;
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, sizeof here, &there));
+    for (int i = 0; i < NUMEL; i++)
+        here[i] = (uint32_t)rig_bits();
+    CHECK_OK(fsdpc_device_copy(gpu, there, here, sizeof here, NULL));
+    CHECK_OK(fsdpc_device_copy(gpu, back, there, sizeof back, NULL));
+    CHECK(memcmp(here, back, sizeof here) == 0);
+    CHECK_OK(fsdpc_device_fill(gpu, there, 0x5a, sizeof here, NULL));
+    CHECK_OK(fsdpc_device_copy(gpu, back, there, sizeof back, NULL));
+    CHECK(back[0] == 0x5a5a5a5au && back[NUMEL - 1] == 0x5a5a5a5au);
+    fsdpc_device_free(gpu, there);
+}
+
+/* Adds 1 on one stream, doubles on the other, in turns that only events order. */
+static void test_events_order_streams(void)
+{
+    enum { TURNS = 12, NUMEL = 4099 };
+    fsdpc_stream *adds, *doubles;
+    fsdpc_event *added, *doubled;
+    CHECK_OK(fsdpc_stream_create(gpu, "adds", true, &adds));
+    CHECK_OK(fsdpc_stream_create(gpu, "doubles", true, &doubles));
+    CHECK_OK(fsdpc_event_create(gpu, &added));
+    CHECK_OK(fsdpc_event_create(gpu, &doubled));
+    CHECK_OK(fsdpc_event_test(added)); /* never recorded: complete */
+    buffer x = buffer_make(FSDPC_F32, NUMEL, 0), one = buffer_make(FSDPC_F32, NUMEL, 0);
+    for (size_t i = 0; i < NUMEL; i++) {
+        ((float *)x.on_cpu)[i] = (float)(i % 7);
+        ((float *)one.on_cpu)[i] = 1;
+    }
+    buffer_send(&x);
+    buffer_send(&one);
+    CHECK_OK(fsdpc_stream_sync(gpu_stream));
+    for (int turn = 0; turn < TURNS; turn++) {
+        CHECK_OK(fsdpc_stream_wait(adds, doubled));
+        CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, one.on_gpu, FSDPC_F32, NUMEL, adds));
+        CHECK_OK(fsdpc_event_record(added, adds));
+        CHECK_OK(fsdpc_stream_wait(doubles, added));
+        CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, x.on_gpu, FSDPC_F32, NUMEL, doubles));
+        CHECK_OK(fsdpc_event_record(doubled, doubles));
+        for (size_t i = 0; i < NUMEL; i++)
+            ((float *)x.on_cpu)[i] = (((float *)x.on_cpu)[i] + 1) * 2;
+    }
+    CHECK_OK(fsdpc_stream_sync(doubles));
+    CHECK_OK(fsdpc_event_test(doubled));
+    check_same_bits(&x, "turns of two streams");
+    buffer_fini(&x);
+    buffer_fini(&one);
+    fsdpc_event_destroy(added);
+    fsdpc_event_destroy(doubled);
+    fsdpc_stream_destroy(adds);
+    fsdpc_stream_destroy(doubles);
+}
+
+static fsdpc_status fails(void *arg, fsdpc_stream *stream)
+{
+    (void)stream;
+    ++*(int *)arg;
+    return fsdpc_fail(FSDPC_ERR_VALUE, "failure %d", *(int *)arg);
+}
+
+static void test_first_error_is_kept(void)
+{
+    int calls = 0;
+    fsdpc_stream *stream;
+    CHECK_OK(fsdpc_stream_create(gpu, "failing", true, &stream));
+    CHECK_OK(fsdpc_stream_submit(stream, fails, &calls));
+    CHECK_OK(fsdpc_stream_submit(stream, fails, &calls));
+    CHECK(calls == 2);
+    CHECK_FAILS(fsdpc_stream_sync(stream), FSDPC_ERR_VALUE, "failure 1");
+    CHECK_OK(fsdpc_stream_sync(stream));
+    fsdpc_stream_destroy(stream);
+}
+
+/* A stream that the device did not make stands for its main stream. */
+static void test_plain_streams(void)
+{
+    fsdpc_stream plain = {.device = gpu, .name = "inline"};
+    buffer x = buffer_random(FSDPC_F32, 1001, 0), y = buffer_poison(FSDPC_BF16, 1001, 0);
+    CHECK_OK(fsdpc_flat_cast(y.on_cpu, FSDPC_BF16, x.on_cpu, FSDPC_F32, 1001, cpu_stream));
+    CHECK_OK(fsdpc_flat_cast(y.on_gpu, FSDPC_BF16, x.on_gpu, FSDPC_F32, 1001, &plain));
+    check_same_bits(&y, "a plain stream");
+    buffer_fini(&x);
+    buffer_fini(&y);
+}
+
+int main(void)
+{
+#if defined(FSDPC_EMU)
+    emu_set_delays(12345);
+#endif
+    static const rig_test_fn tests[] = {test_memory, test_copies_without_a_stream_are_done,
+                                        test_events_order_streams, test_first_error_is_kept,
+                                        test_plain_streams};
+    return rig_main("test_device_cuda", tests, sizeof tests / sizeof tests[0]);
+}
