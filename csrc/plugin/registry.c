@@ -16,7 +16,7 @@ enum { PLUGINS_MAX = 8 };
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
     char *path;
-    const fsdpc_plugin *plugin = NULL;
+    const fsdpc_plugin *plugin;
 } registry[PLUGINS_MAX];
 static size_t registry_count;
 
@@ -75,7 +75,7 @@ static fsdpc_status find_or_open(const char *path, const fsdpc_plugin **out)
     char *kept = strdup(path);
     if (!kept)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to load plugin %s", path);
-    const fsdpc_plugin *plugin = NULL;
+    const fsdpc_plugin *plugin;
     fsdpc_status status = open_plugin(path, &plugin);
     if (status != FSDPC_OK) {
         free(kept);
