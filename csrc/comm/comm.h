@@ -130,6 +130,8 @@ typedef struct fsdpc_comm_ops {
     void (*destroy)(fsdpc_comm *comm);
     fsdpc_status (*split)(fsdpc_comm *comm, int color, int key, fsdpc_comm **out); /* collective */
     void (*abort)(fsdpc_comm *comm, const char *reason); /* poison, tell the peers; never blocks */
+    /* Tells the peers that this rank takes part no more; memory stays until destroy.  Optional. */
+    void (*leave)(fsdpc_comm *comm);
 
     /* Wire and epochs */
     fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
@@ -264,6 +266,12 @@ static inline void fsdpc_comm_destroy(fsdpc_comm *comm)
 static inline fsdpc_status fsdpc_comm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
 {
     return comm->ops->split(comm, color, key, out);
+}
+
+static inline void fsdpc_comm_leave(fsdpc_comm *comm)
+{
+    if (comm->ops->leave)
+        comm->ops->leave(comm);
 }
 
 static inline void fsdpc_comm_abort(fsdpc_comm *comm, const char *reason)

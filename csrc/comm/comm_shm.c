@@ -308,7 +308,7 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter, fsdpc_sh
     return status;
 }
 
-static void shm_destroy(fsdpc_comm *comm)
+static void shm_leave(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     if (self->control && self->world->fork_count == fsdpc_fork_count()) {
@@ -316,6 +316,12 @@ static void shm_destroy(fsdpc_comm *comm)
         atomic_store_explicit(&self->mine->left, 1, memory_order_release);
         fsdpc_shm_ring_bell(self->control);
     }
+}
+
+static void shm_destroy(fsdpc_comm *comm)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    shm_leave(comm);
     fsdpc_shm_segment_release(self->segment);
     fsdpc_shm_world_release(self->world);
     free(self->members);
@@ -396,6 +402,7 @@ static const fsdpc_comm_ops shm_ops = {
     .destroy = shm_destroy,
     .split = shm_split,
     .abort = shm_abort,
+    .leave = shm_leave,
     .wire_create = fsdpc_shm_wire_create,
     .wire_destroy = fsdpc_shm_wire_destroy,
     .epoch_arrive = fsdpc_shm_epoch_arrive,

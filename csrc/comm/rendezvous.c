@@ -202,6 +202,39 @@ static fsdpc_status hear_hello(const meeting *m, int fd, hello *out)
     return FSDPC_OK;
 }
 
+static void meeting_describe(fsdpc_comm *comm, char *text, size_t bytes)
+{
+    const meeting *m = (const meeting *)comm;
+    size_t used = 0;
+    for (int p = 0; p < comm->size && used + 1 < bytes; p++) {
+        if (m->here[p])
+            continue;
+        int n = snprintf(text + used, bytes - used, "%srank %d%s", used ? ", " : "", p,
+                         m->sockets[p] < 0 ? " (not started yet?)" : " (connected, silent)");
+        used += n > 0 ? (size_t)n : 0;
+    }
+}
+
+static fsdpc_status left_early(meeting *m, int rank)
+{
+    char missing[256] = "";
+    meeting_describe(&m->comm, missing, sizeof missing);
+    return fsdpc_fail(
+        FSDPC_ERR_PEER,
+        "rank %d (pid %d) of run '%s' came and left or died before all ranks had met%s%s; "
+        "see that rank's own output",
+        rank, m->pids[rank], m->address, missing[0] ? ", still missing: " : "", missing);
+}
+
+/* Did a rank that has said hello hang up?  What it may have sent already is left for later. */
+static fsdpc_status watch(meeting *m, int rank)
+{
+    char byte;
+    ssize_t got = recv(m->sockets[rank], &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    bool ended = got == 0 || (got < 0 && errno == ECONNRESET);
+    return ended ? left_early(m, rank) : FSDPC_OK;
+}
+
 static fsdpc_status enter(meeting *m, int fd, const hello *peer)
 {
     if (peer->rank == m->comm.rank || m->sockets[peer->rank] >= 0)
@@ -212,7 +245,8 @@ static fsdpc_status enter(meeting *m, int fd, const hello *peer)
     m->sockets[peer->rank] = fd;
     m->pids[peer->rank] = peer->pid;
     m->here[peer->rank] = true;
-    return say_hello(m, fd);
+    fsdpc_status status = say_hello(m, fd);
+    return status == FSDPC_ERR_PEER ? left_early(m, peer->rank) : status;
 }
 
 static void let_in(meeting *m)
@@ -313,8 +347,11 @@ static fsdpc_status meeting_poll(void *arg)
     int64_t now = fsdpc_clock_ns();
     bool ask = now >= m->retry_at, all = true;
     for (int p = 0; p < m->comm.size; p++) {
-        if (m->here[p])
+        if (m->here[p]) {
+            if (p != m->comm.rank)
+                FSDPC_TRY(watch(m, p));
             continue;
+        }
         if (p < m->comm.rank && m->sockets[p] < 0 && ask)
             FSDPC_TRY(try_connect(m, p));
         if (p < m->comm.rank && m->sockets[p] >= 0)
@@ -338,10 +375,11 @@ static fsdpc_status meeting_idle(fsdpc_comm *comm, int64_t max_ns)
     for (int i = 0; i < GUESTS; i++)
         if (m->guests[i] >= 0)
             polled[n++] = (struct pollfd){.fd = m->guests[i], .events = POLLIN};
-    for (int p = 0; p < comm->rank; p++) {
-        if (m->sockets[p] >= 0 && !m->here[p])
-            polled[n++] = (struct pollfd){.fd = m->sockets[p], .events = POLLIN};
-        asking = asking || m->sockets[p] < 0;
+    for (int p = 0; p < comm->size; p++) {
+        if (m->sockets[p] >= 0)
+            polled[n++] =
+                (struct pollfd){.fd = m->sockets[p], .events = m->here[p] ? POLLRDHUP : POLLIN};
+        asking = asking || (p < comm->rank && m->sockets[p] < 0);
     }
     int64_t sleep_ns = max_ns, to_retry = m->retry_at - fsdpc_clock_ns();
     if (asking && to_retry < sleep_ns)
@@ -351,19 +389,6 @@ static fsdpc_status meeting_idle(fsdpc_comm *comm, int64_t max_ns)
     if (max_ns > 0)
         ppoll(polled, n, &limit, NULL);
     return FSDPC_OK;
-}
-
-static void meeting_describe(fsdpc_comm *comm, char *text, size_t bytes)
-{
-    meeting *m = (meeting *)comm;
-    size_t used = 0;
-    for (int p = 0; p < comm->size && used + 1 < bytes; p++) {
-        if (m->here[p])
-            continue;
-        int n = snprintf(text + used, bytes - used, "%srank %d%s", used ? ", " : "", p,
-                         m->sockets[p] < 0 ? " (not started yet?)" : " (connected, silent)");
-        used += n > 0 ? (size_t)n : 0;
-    }
 }
 
 static const fsdpc_comm_ops meeting_ops = {

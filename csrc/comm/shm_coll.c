@@ -53,13 +53,14 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     const _Atomic uint64_t *posted = &self->control->slots[peer].posted;
     if (!wire || atomic_load_explicit(posted, memory_order_acquire) > sequence)
         return FSDPC_IN_PROGRESS;
-    fsdpc_fail(
-        FSDPC_ERR_PEER,
-        "rank %d abandoned operation %llu, which rank %d waits in: it has begun a later epoch "
-        "(rank %d is in epoch %llu); after an exception every rank must reset before it goes "
-        "on",
-        self->members[peer], (unsigned long long)sequence, self->base.world_rank,
-        self->base.world_rank, (unsigned long long)wire->base.epoch);
+    char where[192], ours[256];
+    fsdpc_shm_world_where(self->world, self->members[peer], where, sizeof where);
+    fsdpc_shm_ring_describe(self->mine, self->base.world_rank, sequence, ours, sizeof ours);
+    fsdpc_fail(FSDPC_ERR_PEER,
+               "%s and waits, but rank %d abandoned it: it went on to epoch %llu%s%s%s; every rank "
+               "must make the same calls, and after an exception every rank must reset",
+               ours, self->members[peer], (unsigned long long)wire->base.epoch + 1,
+               where[0] ? " (" : "", where, where[0] ? ")" : "");
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 

@@ -103,6 +103,12 @@ static void describe(const fsdpc_shm_entry *entry, int rank, char *text, size_t 
              (unsigned long long)get(&entry->bytes), (unsigned long long)get(&entry->epoch));
 }
 
+void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
+                             size_t bytes)
+{
+    describe(&slot->ring[sequence % FSDPC_SHM_RING], rank, text, bytes);
+}
+
 static bool entries_differ(const fsdpc_shm_entry *a, const fsdpc_shm_entry *b)
 {
     return get(&a->kind) != get(&b->kind) || get(&a->bytes) != get(&b->bytes) ||

@@ -75,7 +75,7 @@ static fsdpc_status find_or_open(const char *path, const fsdpc_plugin **out)
     char *kept = strdup(path);
     if (!kept)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to load plugin %s", path);
-    const fsdpc_plugin *plugin;
+    const fsdpc_plugin *plugin = NULL;
     fsdpc_status status = open_plugin(path, &plugin);
     if (status != FSDPC_OK) {
         free(kept);

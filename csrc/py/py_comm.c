@@ -85,6 +85,8 @@ static PyObject *comm_close(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     self->closed = true;
+    if (self->comm)
+        fsdpc_comm_leave(self->comm);
     if (self->users > 0)
         Py_RETURN_NONE; /* units stand on its memory: the last one to go destroys it */
     fsdpc_comm *comm = self->comm;

@@ -123,6 +123,7 @@ static fsdpc_status bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
     storage->bytes = t->numel * fsdpc_dtype_bytes(group->wire_dtype);
     storage->device = unit->device;
     storage->release = release_storage;
+    storage->readonly = true; /* publishing writes through a mapping of its own */
     storage->owner = fsdpc_unit_ref_acquire(ref);
     fsdpc_status status = fsdpc_tensor_bind(t, group->wire_dtype, storage, full);
     fsdpc_storage_release(storage);

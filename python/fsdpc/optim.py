@@ -149,7 +149,7 @@ class AdamW:
                     p.grad = None
 
     def state(self, p: Parameter) -> dict[str, Any]:
-        """Return this rank's rows of a parameter's states and its step count."""
+        """Return flat copies of the states of this rank's rows, and the step count."""
         if p._unit is not None:
             return {
                 "step": self._core.step_count(p._unit, p._index),

@@ -98,8 +98,9 @@ def test_it_dies_while_ranks_meet(tmp_path: Path) -> None:
             return "", killed_at
         return raised(fsdpc.init, PeerError, TimeoutError)
 
-    text = run(rank_of, 3, FSDPC_TIMEOUT_S="3")[0][0]
-    assert f"rank {VICTIM}" in text or f"rank {killer}" in text or "peer closed its socket" in text
+    survivor, _, last = run(rank_of, 3)
+    assert f"rank {VICTIM}" in survivor[0]
+    assert survivor[1] - last[1] < SOON_S
 
 
 CALLS = {

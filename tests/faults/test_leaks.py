@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 import fsdpc
 
-from .common import batch, build, die, run, step, wait_gone
+from .common import SOON_S, batch, build, die, raised, run, step, wait_file, wait_gone
 
 PACKAGE_PARENT = str(Path(fsdpc.__file__).parents[1])
 
@@ -80,6 +81,28 @@ def test_a_model_that_outlives_shutdown_goes_with_its_last_reference() -> None:
     gc.collect()
     assert descriptors() == before
     assert memfd_mappings() == []
+
+
+@pytest.mark.ranks(1, init=False)
+def test_who_waits_for_a_rank_that_shut_down_is_told(tmp_path: Path) -> None:
+    """Although the model, which lives on there, keeps the memory."""
+
+    def rank_of(rank: int) -> str:
+        fsdpc.init()
+        model = build()
+        model(batch())
+        fsdpc.barrier()
+        if rank == 0:
+            fsdpc.shutdown()
+            wait_file(tmp_path / "told")
+            return ""
+        began = time.monotonic()
+        text, at = raised(fsdpc.barrier, fsdpc.PeerError)
+        (tmp_path / "told").write_text("yes")
+        assert at - began < SOON_S
+        return text
+
+    assert "rank 0" in run(rank_of, 2)[1]
 
 
 @pytest.mark.ranks(2, init=False)
