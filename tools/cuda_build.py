@@ -116,7 +116,8 @@ def kernel_commands(toolkit: Toolkit, archs: Sequence[str]) -> list[tuple[Path, 
     """What compiles each kernel file: machine code for every arch, and PTX of the last."""
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
-    base = [str(toolkit.nvcc), *KERNEL_FLAGS, *targets, "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+    base = [str(toolkit.nvcc), *KERNEL_FLAGS, *targets,
+            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
     return [(path, [*base, "-fmad=false"] if path.stem in EXACT else base)
             for path in sorted(KERNELS.glob("*.cu"))]
 
@@ -153,8 +154,8 @@ def build_plugin(out: Path, archs: Sequence[str] = ARCHS) -> Path:
     """
     toolkit = find_toolkit()
     if toolkit is None:
-        raise RuntimeError("no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH: install "
-                           "a CUDA toolkit (12.4 or newer), or build without FSDPC_CUDA=1")
+        raise RuntimeError("no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH: install"
+                           " a CUDA toolkit (12.4 or newer), or build without FSDPC_CUDA=1")
     builder = Builder(native.ROOT / "build" / "cuda" / "-".join(archs))
     command = host_command(toolkit)
     sources = [*cuda_sources(), *(native.CSRC / name for name in SHARED_WITH_CORE)]
@@ -178,7 +179,7 @@ def test_sources() -> list[Path]:
 
 
 def without_border() -> list[Path]:
-    """The plugin's C sources that tests link: all but those that speak to a core across a border."""
+    """The plugin's C sources that tests link: all but those that speak across a border."""
     return [path for path in cuda_sources() if path.stem not in ("guest", "plugin_cuda")]
 
 

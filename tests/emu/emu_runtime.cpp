@@ -7,7 +7,9 @@
  *
  * Fibers.  A stream's thread keeps as many as its largest block had threads.  It resumes them in
  * ascending or descending order; a fiber comes back when its thread has ended or waits in a barrier
- * that others have not reached.  A round in which nobody got further is an error of the kernel.
+ * that others have not reached.  A warp runs as far ahead of the others as barriers let it, so that
+ * what a barrier should have kept apart meets.  A round in which nobody got further is an error of
+ * the kernel.
  */
 #include "cuda_runtime_api.h"
 
@@ -219,23 +221,38 @@ std::unique_ptr<fiber> fiber_make()
     return made;
 }
 
-/* One turn for every thread that can go on; false if none could. */
+/* One turn for a thread, if it can go on. */
+bool run_thread(block_state *block, unsigned t, unsigned *left)
+{
+    fiber *f = block->fibers[t].get();
+    if (f->done || (f->waits_for && f->waits_for->generation == f->generation))
+        return false;
+    f->waits_for = NULL;
+    threadIdx.x = t;
+    to_fiber(block, f);
+    if (f->done) {
+        (*left)--;
+        block->all.leave();
+        block->warps[t / WARP_THREADS].all.leave();
+    }
+    return true;
+}
+
+/* Every warp as far as it comes without the others; false if none moved. */
 bool run_round(block_state *block, unsigned threads, unsigned *left)
 {
+    unsigned warps = (threads + WARP_THREADS - 1) / WARP_THREADS;
     bool moved = false;
-    for (unsigned n = 0; n < threads; n++) {
-        unsigned t = descending ? threads - 1 - n : n;
-        fiber *f = block->fibers[t].get();
-        if (f->done || (f->waits_for && f->waits_for->generation == f->generation))
-            continue;
-        moved = true;
-        f->waits_for = NULL;
-        threadIdx.x = t;
-        to_fiber(block, f);
-        if (f->done) {
-            (*left)--;
-            block->all.leave();
-            block->warps[t / WARP_THREADS].all.leave();
+    for (unsigned n = 0; n < warps; n++) {
+        unsigned first = (descending ? warps - 1 - n : n) * WARP_THREADS;
+        unsigned lanes = threads - first < WARP_THREADS ? threads - first : WARP_THREADS;
+        for (bool goes_on = true; goes_on;) {
+            goes_on = false;
+            for (unsigned l = 0; l < lanes; l++) {
+                unsigned t = first + (descending ? lanes - 1 - l : l);
+                goes_on = run_thread(block, t, left) || goes_on;
+            }
+            moved = moved || goes_on;
         }
     }
     return moved;
@@ -379,8 +396,8 @@ struct emu_stream {
     work *head; /* the last one done; the thread's */
     work *tail; /* the host's */
     std::atomic<uint32_t> posted{0};
-    std::thread thread;
-    bool stop = false; /* set by the last work */
+    bool stop = false;  /* set by the last work */
+    std::thread thread; /* last: it uses the others at once */
 
     emu_stream() : head(new work()), tail(head), thread([this] { loop(); }) {}
 

@@ -228,6 +228,8 @@ static void test_copy(void)
         fsdpc_copy_args expand = {2, {9, 33}, {33, 1}, {0, 1}, dtype, dtype, NULL, NULL, false};
         fsdpc_copy_args steps = {2, {9, 33}, {66, 2}, {99, 3}, dtype, dtype, NULL, NULL, false};
         check_copy(rows, 6 * 64, 6 * 128);
+        fsdpc_copy_args wide = {2, {500, 700}, {700, 1}, {1, 500}, dtype, dtype, NULL, NULL, false};
+        check_copy(wide, 500 * 700, 500 * 700); /* more tiles than blocks */
         check_copy(turn, 70 * 45, 70 * 45);
         check_copy(heads, 240, 240);
         check_copy(expand, 9 * 33, 33);
