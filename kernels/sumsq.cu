@@ -138,7 +138,7 @@ __device__ __forceinline__ void carry(int64_t *digits)
 
 template <typename T, bool VECTORS>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
-    sumsq_kernel(const T *x, size_t numel, size_t leaf, int64_t *sum)
+    sumsq_kernel(const T *x, size_t numel, size_t leaf, size_t leaves, size_t rounds, int64_t *sum)
 {
     const int V = 16 / sizeof(T), LANES = PARTIALS / V;
     __shared__ int64_t words[WORDS];
@@ -148,8 +148,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 
     /* A team of LANES lanes takes LANES leaves at a time, so that each lane has one to add. */
     int q = threadIdx.x % LANES;
-    size_t leaves = (numel + leaf - 1) / leaf, team = grid_thread() / LANES;
-    size_t step = grid_threads(), rounds = (leaves + step - 1) / step;
+    size_t team = grid_thread() / LANES, step = grid_threads();
     digit_window window = {0, {0, 0, 0, 0}};
     for (size_t round = 0; round < rounds; round++) { /* all lanes, for the shuffles */
         size_t first = round * step + team * LANES;
@@ -187,14 +186,15 @@ extern "C" fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_
     int64_t *sum = sum_io->digits; /* nans and infinities follow, as words DIGITS and DIGITS + 1 */
     /* Fewer blocks than elsewhere: each ends in a carry and some atomics. */
     size_t blocks = fsdpc_ceil_div(leaves, BLOCK_THREADS);
-    unsigned grid = (unsigned)fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
+    size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
+    size_t rounds = fsdpc_ceil_div(leaves, grid * BLOCK_THREADS);
     FSDPC_FOR_FLOAT(dtype, T, {
         if (vectors)
             FSDPC_LAUNCH((sumsq_kernel<T, true>), grid, BLOCK_THREADS, 0, queue, (const T *)x,
-                         numel, leaf, sum);
+                         numel, leaf, leaves, rounds, sum);
         else
             FSDPC_LAUNCH((sumsq_kernel<T, false>), grid, BLOCK_THREADS, 0, queue, (const T *)x,
-                         numel, leaf, sum);
+                         numel, leaf, leaves, rounds, sum);
     })
     return launched("sumsq");
 }
