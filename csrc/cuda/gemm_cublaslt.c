@@ -319,7 +319,11 @@ static bool suits(const fsdpc_gemm_args *g)
 {
     bool shared_c = g->batch > 1 && g->stride_c == 0; /* products that add up take turns */
     bool mixed_bias = g->bias && g->c_dtype != g->dtype;
-    return g->m && g->n && g->k && !shared_c && !mixed_bias && g->batch < INT32_MAX;
+    /* cuBLASLt rounds a product to 16 bits before it adds a 16-bit C (seen on an H200): not ours,
+     * where C + product is rounded once.  Gradients accumulate in fp32, so little is lost. */
+    bool rounds_twice = g->accumulate && (g->c_dtype == FSDPC_BF16 || g->c_dtype == FSDPC_F16);
+    return g->m && g->n && g->k && !shared_c && !mixed_bias && !rounds_twice &&
+           g->batch < INT32_MAX;
 }
 
 fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)

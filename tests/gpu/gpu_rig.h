@@ -223,12 +223,12 @@ static inline void rig_open(void)
 
 static inline void rig_close(void)
 {
+    fsdpc_stream_destroy(cpu_stream);
+    fsdpc_device_destroy(gpu); /* gives back what it keeps for itself, a workspace for products */
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(gpu_mem, &stats);
     CHECK_NOTE(stats.total_now_bytes == 0, "%zu bytes of device memory not given back",
                stats.total_now_bytes);
-    fsdpc_stream_destroy(cpu_stream);
-    fsdpc_device_destroy(gpu);
     fsdpc_device_destroy(cpu);
     fsdpc_mem_destroy(gpu_mem);
     fsdpc_mem_destroy(cpu_mem);

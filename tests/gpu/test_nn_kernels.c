@@ -468,7 +468,11 @@ static void check_gemm(fsdpc_dtype dtype, fsdpc_dtype c_dtype, fsdpc_gemm_args a
     args.a = a.on_gpu, args.b = b.on_gpu, args.c = c.on_gpu;
     args.bias = with_bias ? bias.on_gpu : NULL;
     CHECK_OK(on(gpu_stream)->gemm(&args, gpu_stream));
-    check_close(&c, 1 + sqrt((double)args.k), 32, "gemm");
+    char what[96];
+    snprintf(what, sizeof what, "gemm %zux%zux%zu x%zu%s%s%s%s", args.m, args.n, args.k, batch,
+             args.trans_a ? " A^T" : "", args.trans_b ? " B^T" : "",
+             args.accumulate ? " accumulate" : "", with_bias ? " bias" : "");
+    check_close(&c, 1 + sqrt((double)args.k), 32, what);
     fini_all((buffer *[]){&a, &b, &c, &bias}, 4);
 }
 
