@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import os
 import pickle
 import sys
 import weakref
@@ -272,7 +273,10 @@ def test_dlpack_lifetime_and_versions():
 
 
 def test_dlpack_with_torch():
-    torch = pytest.importorskip("torch.utils.dlpack", reason="needs torch") and sys.modules["torch"]
+    if "CI" not in os.environ:  # there a missing torch is a failure
+        pytest.importorskip("torch.utils.dlpack", reason="needs torch")
+    import torch
+
     for dtype in ("float32", "bfloat16", "float16", "int64", "bool"):
         t = _core.ones(2, 3, dtype=dtype)
         u = torch.from_dlpack(t)
