@@ -6,6 +6,7 @@
  */
 #include "base/trace.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -93,4 +94,31 @@ void fsdpc_trace_reset(fsdpc_trace *trace)
         return;
     trace->added = 0;
     memset(trace->counts, 0, sizeof trace->counts);
+}
+
+int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t bytes)
+{
+    size_t length = fsdpc_trace_length(trace), used = 0;
+    int64_t now = fsdpc_clock_ns();
+    int shown = 0;
+    text[0] = 0;
+    size_t first = length > (size_t)events ? length - (size_t)events : 0;
+    for (size_t i = first; i < length; i++) {
+        const fsdpc_trace_event *e = fsdpc_trace_at(trace, i);
+        char unit[32] = "", epoch[40] = "";
+        if (e->unit >= 0)
+            snprintf(unit, sizeof unit, " of unit %d", e->unit);
+        if (e->epoch > 0)
+            snprintf(epoch, sizeof epoch, " in epoch %llu", (unsigned long long)e->epoch);
+        int n = snprintf(text + used, bytes - used, "%s%s%s%s%s, %.3g s ago", shown ? "; " : "",
+                         kind_names[e->kind], unit, epoch, e->in_backward ? " (backward)" : "",
+                         (double)(now - e->ns) * 1e-9);
+        if (n < 0 || (size_t)n >= bytes - used) {
+            text[used] = 0; /* whole events only */
+            break;
+        }
+        used += (size_t)n;
+        shown++;
+    }
+    return shown;
 }

@@ -54,6 +54,9 @@ size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */
 const fsdpc_trace_event *fsdpc_trace_at(const fsdpc_trace *trace,
                                         size_t index); /* 0 is the oldest */
 void fsdpc_trace_reset(fsdpc_trace *trace);
+/* The last `events` of them in words, oldest first ("gather of unit 2 in epoch 7, 3.1 s ago; ...");
+ * returns how many there were room for. */
+int fsdpc_trace_tail(const fsdpc_trace *trace, int events, char *text, size_t bytes);
 const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind);
 
 #endif

@@ -3,7 +3,7 @@
  * Waiting is written once.  A wait polls; while that says IN_PROGRESS it first spins (only if there
  * is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a time.
  * Between sleeps it looks at the clock: the deadline poisons the communicator, the notice tells the
- * user who is late, the interrupt callback may end the wait.
+ * user who is late and what this rank did last, the interrupt callback may end the wait.
  *
  * A peer that idle reports as gone is no failure by itself: it may have done its part before it
  * left.  So the wait polls once more, and only what is still unfinished then is an error.
@@ -20,6 +20,7 @@
 #include "base/size.h"
 
 enum { SPIN_NS = 200000, BREATH_NS = 100000000, YIELDS = 4, POLLS_PER_CLOCK = 32 };
+enum { LONG_WAIT_NS = 100000000, TAIL_EVENTS = 8, LATE_BYTES = 1024 };
 
 static const char *const coll_names[] = {
 #define X(name, text) [FSDPC_COLL_##name] = text,
@@ -58,7 +59,9 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
         .interrupt = config->interrupt,
         .notice = config->notice,
         .notice_arg = config->notice_arg,
+        .log = config->log,
     };
+    comm->log.rank = config->rank;
 }
 
 /* ---- Failure ---- */
@@ -95,6 +98,7 @@ typedef struct waiting {
     void *arg;
     const char *what, *unit;
     int64_t start;
+    char late[LATE_BYTES / 2]; /* who was, after a while; for the log */
 } waiting;
 
 static fsdpc_status comm_idle(fsdpc_comm *comm, int64_t max_ns)
@@ -138,9 +142,30 @@ static int64_t earlier(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* Says what this rank did last.  The trace is written by the thread that waits here. */
+static void notice_tail(const waiting *w)
+{
+    char tail[LATE_BYTES - 64], text[LATE_BYTES];
+    if (!w->comm->notice || !fsdpc_trace_tail(w->comm->trace, TAIL_EVENTS, tail, sizeof tail))
+        return;
+    snprintf(text, sizeof text, "rank %d before that: %s", w->comm->world_rank, tail);
+    w->comm->notice(w->comm->notice_arg, text);
+}
+
+static void give_notice(const waiting *w, int64_t now)
+{
+    char text[LATE_BYTES];
+    if (!w->comm->notice)
+        return;
+    late_text(w, (double)(now - w->start) * 1e-9, text, sizeof text);
+    w->comm->notice(w->comm->notice_arg, text);
+    notice_tail(w);
+}
+
 static fsdpc_status timed_out(const waiting *w)
 {
-    char text[1024];
+    char text[LATE_BYTES];
+    notice_tail(w);
     late_text(w, w->comm->timeout_s, text, sizeof text);
     fsdpc_fail(FSDPC_ERR_TIMEOUT,
                "%s: the deadline passed; every rank must reach the same operation, and "
@@ -149,7 +174,7 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-static fsdpc_status doze(const waiting *w)
+static fsdpc_status doze(waiting *w)
 {
     fsdpc_comm *comm = w->comm;
     int64_t deadline = w->start + (int64_t)(comm->timeout_s * 1e9);
@@ -163,13 +188,12 @@ static fsdpc_status doze(const waiting *w)
         if (now >= deadline)
             return timed_out(w);
         if (now >= notice_at) {
-            char text[1024];
-            late_text(w, (double)(now - w->start) * 1e-9, text, sizeof text);
-            if (comm->notice)
-                comm->notice(comm->notice_arg, text);
+            give_notice(w, now);
             notice_at = now + 2 * (now - w->start);
         }
         if (now >= breathe_at) {
+            if (!w->late[0] && comm->log.level >= FSDPC_LOG_NOTE && comm->ops->describe)
+                comm->ops->describe(comm, w->late, sizeof w->late);
             FSDPC_TRY(fsdpc_interrupt_check(&comm->interrupt));
             breathe_at = now + BREATH_NS;
         }
@@ -195,7 +219,12 @@ fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *ar
         status = doze(&w);
         comm_idle(comm, 0);
     }
-    comm->waited_ns += fsdpc_clock_ns() - w.start;
+    int64_t waited_ns = fsdpc_clock_ns() - w.start;
+    comm->waited_ns += waited_ns;
+    if (waited_ns > LONG_WAIT_NS)
+        FSDPC_NOTE(&comm->log, "waited %.3g s in %s%s%s%s%s", (double)waited_ns * 1e-9, what,
+                   unit && unit[0] ? " of " : "", unit ? unit : "", w.late[0] ? " for " : "",
+                   w.late);
     return status;
 }
 
@@ -270,6 +299,10 @@ fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work 
     work->turn = 0;
     work->impl = NULL;
     atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+    FSDPC_DEBUG(&comm->log, "posts %s of %s: unit %d, %zu bytes of %s, epoch %llu",
+                fsdpc_coll_name(op->kind), op->what ? op->what : "nothing named", op->unit,
+                fsdpc_coll_bytes(op, comm->size), fsdpc_dtype_name(op->dtype),
+                (unsigned long long)op->epoch);
     fsdpc_status status = comm->ops->post(work);
     if (status != FSDPC_OK)
         work->comm = NULL;
@@ -314,6 +347,20 @@ fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op)
 
 /* ---- Epochs and buffers ---- */
 
+fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    FSDPC_TRY(comm->ops->wire_create(comm, bytes, out));
+    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes for %d ranks", bytes, comm->size);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    FSDPC_TRY(comm->ops->buffer_create(comm, bytes, out));
+    FSDPC_NOTE(&comm->log, "made a reduce buffer of %zu bytes", bytes);
+    return FSDPC_OK;
+}
+
 typedef struct epoch_wait {
     fsdpc_wire *wire;
     fsdpc_epoch_note *all;
@@ -331,6 +378,13 @@ fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epo
     epoch_wait w = {wire, &all};
     FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_epoch, &w, "the beginning of an epoch", unit));
     *all_out = all;
+    if (all.bits & FSDPC_EPOCH_CHANGED)
+        FSDPC_NOTE(&wire->comm->log, "epoch %llu changes the weights: unit %s, %llu steps taken",
+                   (unsigned long long)wire->epoch, unit ? unit : "none",
+                   (unsigned long long)all.steps);
+    else
+        FSDPC_DEBUG(&wire->comm->log, "epoch %llu changes nothing: unit %s",
+                    (unsigned long long)wire->epoch, unit ? unit : "none");
     return FSDPC_OK;
 }
 

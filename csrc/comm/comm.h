@@ -37,6 +37,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "base/log.h"
 #include "base/trace.h"
 #include "base/wait.h"
 #include "device/device.h"
@@ -172,6 +173,7 @@ struct fsdpc_comm {
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
+    fsdpc_log log;     /* notes: what is created, epochs that change, long waits; debug: all */
     int64_t waited_ns; /* time spent in waits since create */
     char poison[512];  /* "" while healthy */
 };
@@ -182,6 +184,8 @@ struct fsdpc_wire {
     const unsigned char *read;
     unsigned char *write;
     uint64_t epoch; /* the last one this rank arrived in; 0: none yet */
+    /* What a note's kind means, for messages; NULL: its number is shown. */
+    const char *(*kind_text)(uint32_t kind);
 };
 
 struct fsdpc_buffer {
@@ -198,6 +202,7 @@ typedef struct fsdpc_comm_config {
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
+    fsdpc_log log;       /* all zero: silent */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
@@ -240,6 +245,9 @@ fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle wor
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
+fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
+fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
+                                 fsdpc_buffer **out); /* collective */
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
 fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
@@ -285,11 +293,6 @@ static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const 
         comm->ops->locate(comm, phase, unit);
 }
 
-static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
-{
-    return comm->ops->wire_create(comm, bytes, out);
-}
-
 static inline void fsdpc_wire_destroy(fsdpc_wire *wire)
 {
     if (wire)
@@ -304,11 +307,6 @@ static inline fsdpc_status fsdpc_wire_arrive(fsdpc_wire *wire, const fsdpc_epoch
 static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
 {
     return wire->comm->ops->epoch_publish(wire);
-}
-
-static inline fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
-{
-    return comm->ops->buffer_create(comm, bytes, out);
 }
 
 static inline void fsdpc_buffer_destroy(fsdpc_buffer *buffer)

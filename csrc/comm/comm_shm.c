@@ -262,7 +262,7 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *w
     fsdpc_comm_init(&self->base, &shm_ops, config);
     memcpy(copy, members, (size_t)config->size * sizeof *copy);
     self->members = copy;
-    self->base.world_rank = copy[config->rank];
+    self->base.world_rank = self->base.log.rank = copy[config->rank];
     self->world = fsdpc_shm_world_retain(world);
     self->id = id;
     self->inline_stream = (fsdpc_stream){.device = config->device, .name = "comm"};
@@ -355,6 +355,7 @@ static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2]
         .interrupt = base->interrupt,
         .notice = base->notice,
         .notice_arg = base->notice_arg,
+        .log = base->log,
         .spin = base->spin,
     };
     uint64_t id = self->id * 31 + self->creations * 1024 + (uint64_t)members[0] + 1;

@@ -150,22 +150,44 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
 
-static void note_text(const fsdpc_shm_comm *self, int rank, const fsdpc_epoch_note *note,
-                      char *text, size_t bytes)
+/* A rank that has not come here and has begun an epoch of another wire that we have not: each would
+ * wait for the other.  (It is looked for here once more: it may have come before it went there.) */
+static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t epoch)
 {
-    char where[192];
-    fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
-    snprintf(text, bytes, "rank %d begins one of kind %u, unit %d, after %llu steps%s%s%s",
-             self->members[rank], note->kind, note->unit, (unsigned long long)note->steps,
-             where[0] ? " (" : "", where, where[0] ? ")" : "");
+    fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
+    const fsdpc_shm_wire *other = fsdpc_shm_wire_ahead(self, rank);
+    if (!other || other == wire || load(&wire->words[rank].arrived) >= epoch)
+        return FSDPC_OK;
+    char theirs[192], ours[192];
+    fsdpc_shm_world_where(self->world, self->members[rank], theirs, sizeof theirs);
+    fsdpc_shm_world_where(self->world, self->base.world_rank, ours, sizeof ours);
+    fsdpc_fail(FSDPC_ERR_MISMATCH,
+               "ranks disagree on the order of models: rank %d begins an epoch %s, rank %d one of "
+               "another model %s; every rank must call its models in the same order",
+               self->base.world_rank, ours, self->members[rank], theirs);
+    return fsdpc_shm_fail(self, FSDPC_ERR_MISMATCH);
 }
 
-static fsdpc_status notes_differ(fsdpc_shm_comm *self, uint64_t epoch, int rank,
+static void note_text(const fsdpc_shm_wire *wire, int rank, const fsdpc_epoch_note *note,
+                      char *text, size_t bytes)
+{
+    const fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
+    char where[192], kind[64];
+    fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
+    snprintf(kind, sizeof kind, "something of kind %u", note->kind);
+    snprintf(text, bytes, "rank %d begins one by %s, unit %d, after %llu steps%s%s%s",
+             self->members[rank], wire->base.kind_text ? wire->base.kind_text(note->kind) : kind,
+             note->unit, (unsigned long long)note->steps, where[0] ? " (" : "", where,
+             where[0] ? ")" : "");
+}
+
+static fsdpc_status notes_differ(const fsdpc_shm_wire *wire, uint64_t epoch, int rank,
                                  const fsdpc_epoch_note *a, const fsdpc_epoch_note *b)
 {
+    fsdpc_shm_comm *self = fsdpc_shm_of(wire->base.comm);
     char first[384], second[384];
-    note_text(self, 0, a, first, sizeof first);
-    note_text(self, rank, b, second, sizeof second);
+    note_text(wire, 0, a, first, sizeof first);
+    note_text(wire, rank, b, second, sizeof second);
     fsdpc_fail(FSDPC_ERR_MISMATCH,
                "ranks disagree in epoch %llu: %s, %s; every rank must call the same units and take "
                "the same optimizer steps",
@@ -189,6 +211,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (int p = 0; p < self->base.size; p++) {
         if (load(&wire->words[p].arrived) < epoch) {
+            FSDPC_TRY(crossed_check(wire, p, epoch));
             self->late =
                 (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_ARRIVED, .object = wire, .target = epoch};
             return still_waiting(self);
@@ -213,7 +236,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
         }
     }
     if (other >= 0)
-        return notes_differ(self, epoch, other, &first, &different);
+        return notes_differ(wire, epoch, other, &first, &different);
     if (holder >= 0 && changer >= 0)
         return held_and_changed(self->members[holder], self->members[changer]);
     first.bits = bits;

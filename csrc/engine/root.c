@@ -26,6 +26,16 @@
 #include "engine/gather.h"
 #include "engine/reduce.h"
 
+static const char *epoch_kind_text(uint32_t kind)
+{
+    static const char *const texts[] = {
+#define X(name, text) [FSDPC_EPOCH_##name] = text,
+        FSDPC_EPOCH_KIND_TABLE(X)
+#undef X
+    };
+    return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
+}
+
 static fsdpc_status place_full(fsdpc_root *root, fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++) {
@@ -110,6 +120,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     size_t wire_bytes = 0;
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
+    root->wire->kind_text = epoch_kind_text;
     for (int i = 0; i < n_units; i++)
         FSDPC_TRY_GOTO(status, place_full(root, units[i]), destroy);
     FSDPC_TRY_GOTO(status, create_buffers(root, encloses), destroy);

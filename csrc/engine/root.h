@@ -15,12 +15,17 @@
 
 #include "engine/unit.h"
 
-/* What began an epoch; ranks must agree. */
+/* What began an epoch; ranks must agree.  X(name, as errors say it) */
+#define FSDPC_EPOCH_KIND_TABLE(X)                                                                  \
+    X(FORWARD, "a forward")                                                                        \
+    X(UNSHARD, "unshard()")                                                                        \
+    X(OPTIM, "an optimizer's step")                                                                \
+    X(COLLECT, "full_tensor() or full_grad()")
+
 typedef enum fsdpc_epoch_kind {
-    FSDPC_EPOCH_FORWARD = 1,
-    FSDPC_EPOCH_UNSHARD,
-    FSDPC_EPOCH_OPTIM,
-    FSDPC_EPOCH_COLLECT,
+#define X(name, text) FSDPC_EPOCH_##name,
+    FSDPC_EPOCH_KIND_TABLE(X)
+#undef X
 } fsdpc_epoch_kind;
 
 /* How far the last epoch came.  An interrupt (Ctrl-C) may end the wait of any stage; the next epoch

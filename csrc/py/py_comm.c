@@ -65,6 +65,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .notice_s = runtime->env.notice_s,
                                 .interrupt = self->interrupt,
                                 .notice = runtime->env.log > 0 ? write_notice : NULL,
+                                .log = {.level = (fsdpc_log_level)runtime->env.log},
                                 .address = address,
                                 .socket_fd = socket_fd,
                                 .spin = fsdpc_usable_cores() >= size};

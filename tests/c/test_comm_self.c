@@ -160,10 +160,58 @@ static fsdpc_status never(void *arg)
     return FSDPC_IN_PROGRESS;
 }
 
+/* Two lines each time: who waits, and what it did before that. */
 static void count_notice(void *arg, const char *text)
 {
-    CHECK(strstr(text, "a test of 'unit'") != NULL);
-    ++*(int *)arg;
+    int *notices = arg;
+    bool tail = strstr(text, "rank 0 before that: forward of unit 5 in epoch 2") != NULL;
+    CHECK_NOTE(tail || strstr(text, "a test of 'unit'") != NULL, "%s", text);
+    *notices += tail ? 100 : 1;
+}
+
+typedef struct lines {
+    int notes, debugs;
+    char last[256];
+} lines;
+
+static void keep_line(void *arg, fsdpc_log_level level, const char *line)
+{
+    lines *seen = arg;
+    seen->notes += level == FSDPC_LOG_NOTE;
+    seen->debugs += level == FSDPC_LOG_DEBUG;
+    snprintf(seen->last, sizeof seen->last, "%s", line);
+}
+
+/* Level 2: what is made, epochs that change, long waits; level 3: every operation too. */
+static void test_log(fixture *f)
+{
+    lines seen = {0};
+    fsdpc_comm *comm = f->comm;
+    comm->log = (fsdpc_log){.level = FSDPC_LOG_NOTE, .fn = keep_line, .arg = &seen};
+    for (int level = FSDPC_LOG_WARNING; level <= FSDPC_LOG_DEBUG; level++) {
+        comm->log.level = (fsdpc_log_level)level;
+        bool notes = level >= FSDPC_LOG_NOTE, debugs = level >= FSDPC_LOG_DEBUG;
+        fsdpc_wire *wire;
+        fsdpc_buffer *buffer;
+        fsdpc_epoch_note all;
+        seen = (lines){0};
+        CHECK_OK(fsdpc_wire_create(comm, 4096, &wire));
+        CHECK(seen.notes == notes && (!notes || strstr(seen.last, "wire of 4096 bytes")));
+        CHECK_OK(fsdpc_buffer_create(comm, 512, &buffer));
+        CHECK(seen.notes == 2 * notes && (!notes || strstr(seen.last, "buffer of 512 bytes")));
+        CHECK_OK(fsdpc_wire_arrive(wire, &(fsdpc_epoch_note){0}));
+        CHECK_OK(fsdpc_wire_epoch_wait(wire, "a", &all));
+        CHECK(seen.notes == 2 * notes && seen.debugs == debugs);
+        CHECK_OK(fsdpc_wire_arrive(wire, &(fsdpc_epoch_note){.bits = FSDPC_EPOCH_CHANGED}));
+        CHECK_OK(fsdpc_wire_epoch_wait(wire, "a", &all));
+        CHECK(seen.notes == 3 * notes && (!notes || strstr(seen.last, "epoch 2 changes")));
+        CHECK_OK(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .what = "end"}));
+        CHECK(seen.notes == 3 * notes && seen.debugs == 2 * debugs);
+        CHECK(!debugs || strstr(seen.last, "posts barrier of end"));
+        fsdpc_buffer_destroy(buffer);
+        fsdpc_wire_destroy(wire);
+    }
+    comm->log = (fsdpc_log){0};
 }
 
 static fsdpc_status interrupt_second(void *arg)
@@ -180,17 +228,24 @@ static void test_waiting(fixture *f)
     part->notice_s = 0.1;
     part->notice = count_notice;
     part->notice_arg = &notices;
+    lines seen = {0};
+    part->log = (fsdpc_log){.level = FSDPC_LOG_NOTE, .fn = keep_line, .arg = &seen};
+    CHECK_OK(fsdpc_trace_create(8, &part->trace));
+    fsdpc_trace_add(part->trace, FSDPC_TRACE_FORWARD, 5, 0, 2, 0);
     part->interrupt = (fsdpc_interrupt){interrupt_second, &breaths};
     int64_t start = fsdpc_clock_ns();
     CHECK_FAILS(fsdpc_comm_wait_for(part, never, &polls, "a test", "unit"), FSDPC_ERR_INTERRUPT,
                 "Ctrl-C");
-    CHECK(part->poison[0] == 0 && notices == 1 && polls > 2);
+    CHECK(part->poison[0] == 0 && notices == 101 && polls > 2);
+    CHECK_NOTE(seen.notes == 1 && strstr(seen.last, "s in a test of unit"), "%s", seen.last);
     CHECK(fsdpc_clock_ns() - start < 290000000);
     CHECK_FAILS(fsdpc_comm_wait_for(part, never, &polls, "a test", "unit"), FSDPC_ERR_TIMEOUT,
                 "FSDPC_TIMEOUT_S");
     CHECK(part->waited_ns >= 450000000);
     CHECK_FAILS(fsdpc_comm_run(part, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}), FSDPC_ERR_POISONED,
                 "a test");
+    CHECK_NOTE(notices == 302, "%d: two notices, and the tail at the deadline once more", notices);
+    fsdpc_trace_destroy(part->trace);
     fsdpc_comm_destroy(part);
 }
 
@@ -202,6 +257,7 @@ int main(void)
         test_epochs(&f);
         test_collectives(&f);
         test_checks(&f);
+        test_log(&f);
         test_split_and_poison(&f);
         test_waiting(&f);
         close_fixture(&f);

@@ -76,6 +76,11 @@ static void epochs(rank_context *self)
 
 static const char *const note_cases[] = {"kind", "unit", "steps"};
 
+static const char *kind_text(uint32_t kind)
+{
+    return kind == 1 ? "a forward" : "a step";
+}
+
 static void notes_differ(rank_context *self)
 {
     const char *which = self->arg;
@@ -87,13 +92,42 @@ static void notes_differ(rank_context *self)
     fsdpc_wire *wire;
     EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
     fsdpc_comm_locate(self->comm, "forward", odd ? "layers.4" : "layers.3");
+    wire->kind_text = kind_text;
     EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
     fsdpc_status status = fsdpc_wire_epoch_wait(wire, "layers.3", &all);
     EXPECT(self, status == FSDPC_ERR_MISMATCH, "%s: %s", which, fsdpc_last_error());
-    EXPECT(self, strstr(fsdpc_last_error(), "rank 0 begins"), "%s", fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "rank 0 begins one by a forward"), "%s",
+           fsdpc_last_error());
+    EXPECT(self, note.kind == 1 || strstr(fsdpc_last_error(), "by a step"), "%s",
+           fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'layers.4'"), "%s", fsdpc_last_error());
     EXPECT_FAILS(self, fsdpc_wire_arrive(wire, &note), FSDPC_ERR_POISONED, "disagree");
     fsdpc_wire_destroy(wire);
+}
+
+/* Two wires, which the odd rank uses in the other order: without a look at it each would wait for
+ * the other until the deadline. */
+static void orders_differ(rank_context *self)
+{
+    bool odd = self->rank == self->size - 1;
+    fsdpc_wire *wires[2];
+    fsdpc_epoch_note all;
+    for (int i = 0; i < 2; i++)
+        EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wires[i]));
+    for (int i = 0; i < 3; i++) { /* the same order is none, however often */
+        EXPECT_OK(self, fsdpc_wire_arrive(wires[i % 2], &forward));
+        EXPECT_OK(self, fsdpc_wire_epoch_wait(wires[i % 2], "both", &all));
+    }
+    fsdpc_comm_locate(self->comm, "forward", odd ? "teacher" : "student");
+    int64_t start = fsdpc_clock_ns();
+    EXPECT_OK(self, fsdpc_wire_arrive(wires[odd], &forward));
+    fsdpc_status status = fsdpc_wire_epoch_wait(wires[odd], "root", &all);
+    EXPECT(self, status == FSDPC_ERR_MISMATCH, "%s", fsdpc_status_text(status));
+    EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'teacher'"), "%s", fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'student'"), "%s", fsdpc_last_error());
+    EXPECT(self, fsdpc_clock_ns() - start < 1000000000, "not at once");
+    for (int i = 0; i < 2; i++)
+        fsdpc_wire_destroy(wires[i]);
 }
 
 enum { OP_UNIT, OP_NAME, OP_KIND, OP_BYTES, OP_SLICES, OP_EPOCH, OP_SCALE, OP_EARLIER, OP_CASES };
@@ -222,6 +256,7 @@ int main(void)
                 ranks_run(threads, size, notes_differ, &(rank_options){.arg = note_cases[i]});
             for (int i = 0; i < OP_CASES; i++)
                 ranks_run(threads, size, operations_differ, &(rank_options){.arg = &i});
+            ranks_run(threads, size, orders_differ, &(rank_options){0});
             ranks_run(threads, size, creations_differ, &(rank_options){0});
             ranks_run(threads, size, abandoned_epoch, &(rank_options){0});
             ranks_run(threads, size, abandoned_reduction, &(rank_options){0});

@@ -47,9 +47,30 @@ static void test_edges(void)
     CHECK(strcmp(fsdpc_trace_kind_name(FSDPC_TRACE_KIND_COUNT), "unknown event") == 0);
 }
 
+static void test_tail(void)
+{
+    fsdpc_trace *trace;
+    char text[256], small[50];
+    CHECK_OK(fsdpc_trace_create(8, &trace));
+    CHECK(fsdpc_trace_tail(trace, 4, text, sizeof text) == 0 && text[0] == 0);
+    CHECK(fsdpc_trace_tail(NULL, 4, text, sizeof text) == 0 && text[0] == 0);
+    for (int i = 0; i < 3; i++)
+        fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, i, 64, (uint64_t)i, i == 2);
+    fsdpc_trace_add(trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
+    CHECK(fsdpc_trace_tail(trace, 3, text, sizeof text) == 3);
+    CHECK_NOTE(strncmp(text, "gather of unit 1 in epoch 1, ", 29) == 0, "%s", text);
+    CHECK(strstr(text, " s ago; gather of unit 2 in epoch 2 (backward), ") != NULL);
+    CHECK(strstr(text, " s ago; optim, ") != NULL);
+    /* What does not fit is left out whole. */
+    CHECK(fsdpc_trace_tail(trace, 3, small, sizeof small) == 1);
+    CHECK_NOTE(strcmp(small + strlen(small) - 4, " ago") == 0, "%s", small);
+    fsdpc_trace_destroy(trace);
+}
+
 int main(void)
 {
     test_ring();
+    test_tail();
     test_edges();
     return check_report("trace");
 }

@@ -214,3 +214,24 @@ def test_orders(program: Callable[[nn.Module, object], None]) -> None:
         optimizer.step()
     fsdpc.barrier()
     fails_soon(lambda: program(model, optimizer), "rank 0", "rank 1")
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_epochs_are_named_by_what_began_them() -> None:
+    model = build()
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    model(batch()).backward()
+    calls = [optimizer.step, lambda: model(batch())]
+    fails_soon(calls[fsdpc.rank()], "rank 0 begins one by an optimizer's step", "by a forward")
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_two_models_in_another_order() -> None:
+    class Teacher(Net):
+        pass
+
+    student, teacher = build(), fsdpc.fully_shard(Teacher())
+    for model in (student, teacher):
+        model(batch())
+    order = [student, teacher] if fsdpc.rank() else [teacher, student]
+    fails_soon(lambda: [model(batch()) for model in order], "'Net'", "'Teacher'", "same order")
