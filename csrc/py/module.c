@@ -11,7 +11,8 @@
 
 #if __has_include("py/py_engine.h")
 int fsdpc_py_engine_setup(PyObject *module);
-#define ENGINE_SETUP fsdpc_py_engine_setup
+int fsdpc_py_ckpt_setup(PyObject *module);
+#define ENGINE_SETUP fsdpc_py_engine_setup, fsdpc_py_ckpt_setup
 #endif
 
 static int module_exec(PyObject *module)

@@ -1,0 +1,48 @@
+/* The file-system calls of a save and a load, each behind one hook.
+ *
+ * Whatever a save does to a file system it does through these functions, and each of them asks the
+ * hook first.  A test sees every call by that, and can let one fail or end the process before it;
+ * in use there is no hook and it costs nothing.  Errors name call, path and errno's text.
+ *
+ * The functions keep no state: any thread may call them.
+ */
+#ifndef FSDPC_CKPT_FS_H
+#define FSDPC_CKPT_FS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+/* Asked before each call; anything but FSDPC_OK is taken for the call's own failure. */
+typedef fsdpc_status (*fsdpc_fs_hook_fn)(void *arg, const char *call, const char *path);
+
+typedef struct fsdpc_fs {
+    fsdpc_fs_hook_fn hook; /* may be NULL */
+    void *arg;
+} fsdpc_fs;
+
+fsdpc_status fsdpc_fs_mkdir(const fsdpc_fs *fs, const char *path);
+/* An error if anything has this name. */
+fsdpc_status fsdpc_fs_refuse_existing(const fsdpc_fs *fs, const char *path);
+/* A new file of this size, its blocks reserved; open for writing. */
+fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t bytes, int *fd_out);
+fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int *fd_out);
+fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out);
+/* All of the bytes, or an error. */
+fsdpc_status fsdpc_fs_pwrite(const fsdpc_fs *fs, int fd, const char *path, const void *data,
+                             size_t bytes, uint64_t offset);
+fsdpc_status fsdpc_fs_pread(const fsdpc_fs *fs, int fd, const char *path, void *data, size_t bytes,
+                            uint64_t offset);
+/* Lets the kernel begin to write a range out; never an error. */
+void fsdpc_fs_begin_writing(int fd, uint64_t offset, uint64_t bytes);
+fsdpc_status fsdpc_fs_sync(const fsdpc_fs *fs, int fd, const char *path);
+fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
+/* Closes it; FSDPC_OK for -1. */
+fsdpc_status fsdpc_fs_close(const fsdpc_fs *fs, int fd, const char *path);
+/* Renames and never replaces: FSDPC_ERR_OS if `to` is there. */
+fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const char *to);
+/* Removes a folder and the plain files and folders in it; FSDPC_OK if there is none. */
+fsdpc_status fsdpc_fs_remove_tree(const fsdpc_fs *fs, const char *path);
+
+#endif

@@ -1,0 +1,163 @@
+/* Pieces to files and back, a chunk at a time.
+ *
+ * A chunk is converted if dtypes differ, summed, and handed to the kernel, all while it is in the
+ * cache.  Reading goes straight into the piece's memory where no conversion is needed.  Every few
+ * chunks the kernel is told to begin writing out what it has, so that the fsync at the end finds
+ * little left to do.
+ */
+#include "ckpt/pieces.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+#include "ckpt/convert.h"
+
+enum { WRITE_OUT_BYTES = 8 << 20 };
+
+/* What a pass over the pieces carries along. */
+typedef struct pass {
+    const fsdpc_fs *fs;
+    const fsdpc_ckpt_file *file;
+    int fd;
+    unsigned char *chunk; /* FSDPC_CKPT_CHUNK_BYTES, in the file's dtype */
+    uint32_t *crcs;
+} pass;
+
+static size_t chunk_numel(const fsdpc_ckpt_piece *piece)
+{
+    return FSDPC_CKPT_CHUNK_BYTES / fsdpc_dtype_bytes(piece->file_dtype);
+}
+
+static fsdpc_status write_piece(pass *p, const fsdpc_ckpt_piece *piece)
+{
+    size_t memory_bytes = fsdpc_dtype_bytes(piece->memory_dtype);
+    size_t file_bytes = fsdpc_dtype_bytes(piece->file_dtype), step = chunk_numel(piece);
+    uint64_t begun = piece->offset, at = piece->offset;
+    uint32_t crc = 0;
+    for (size_t done = 0; done < piece->numel; done += step) {
+        size_t n = piece->numel - done < step ? piece->numel - done : step;
+        const unsigned char *source = (const unsigned char *)piece->data + done * memory_bytes;
+        if (piece->memory_dtype != piece->file_dtype) {
+            fsdpc_ckpt_convert(p->chunk, piece->file_dtype, source, piece->memory_dtype, n);
+            source = p->chunk;
+        }
+        crc = fsdpc_crc32c(crc, source, n * file_bytes);
+        FSDPC_TRY(fsdpc_fs_pwrite(p->fs, p->fd, p->file->path, source, n * file_bytes, at));
+        at += n * file_bytes;
+        if (at - begun >= WRITE_OUT_BYTES) {
+            fsdpc_fs_begin_writing(p->fd, begun, at - begun);
+            begun = at;
+        }
+    }
+    p->crcs[piece->tensor] ^= fsdpc_crc32c_combine(crc, 0, piece->bytes_behind);
+    return FSDPC_OK;
+}
+
+static fsdpc_status read_piece(pass *p, const fsdpc_ckpt_piece *piece)
+{
+    size_t memory_bytes = fsdpc_dtype_bytes(piece->memory_dtype);
+    size_t file_bytes = fsdpc_dtype_bytes(piece->file_dtype), step = chunk_numel(piece);
+    bool direct = piece->data && piece->memory_dtype == piece->file_dtype;
+    uint32_t crc = 0;
+    for (size_t done = 0; done < piece->numel; done += step) {
+        size_t n = piece->numel - done < step ? piece->numel - done : step;
+        unsigned char *memory =
+            piece->data ? (unsigned char *)piece->data + done * memory_bytes : NULL;
+        unsigned char *target = direct ? memory : p->chunk;
+        FSDPC_TRY(fsdpc_fs_pread(p->fs, p->fd, p->file->path, target, n * file_bytes,
+                                 piece->offset + done * file_bytes));
+        if (p->crcs)
+            crc = fsdpc_crc32c(crc, target, n * file_bytes);
+        if (memory && !direct)
+            fsdpc_ckpt_convert(memory, piece->memory_dtype, target, piece->file_dtype, n);
+    }
+    if (p->crcs)
+        p->crcs[piece->tensor] ^= fsdpc_crc32c_combine(crc, 0, piece->bytes_behind);
+    return FSDPC_OK;
+}
+
+/* Columns of the file's rows become rows of the piece; a few file rows at a time. */
+static fsdpc_status read_transposed(pass *p, const fsdpc_ckpt_piece *piece)
+{
+    size_t memory_bytes = fsdpc_dtype_bytes(piece->memory_dtype);
+    size_t file_bytes = fsdpc_dtype_bytes(piece->file_dtype);
+    size_t columns = piece->numel / piece->file_rows, step = chunk_numel(piece);
+    unsigned char converted[8 * 64];
+    for (size_t row = 0; row < piece->file_rows; row++) {
+        for (size_t c = 0; c < columns; c += step) {
+            size_t n = columns - c < step ? columns - c : step;
+            uint64_t at = (uint64_t)row * piece->file_columns + piece->first_column + c;
+            FSDPC_TRY(fsdpc_fs_pread(p->fs, p->fd, p->file->path, p->chunk, n * file_bytes,
+                                     piece->offset + at * file_bytes));
+            for (size_t i = 0; i < n; i++) {
+                size_t in_block = i % 64, left = n - i;
+                if (in_block == 0)
+                    fsdpc_ckpt_convert(converted, piece->memory_dtype, p->chunk + i * file_bytes,
+                                       piece->file_dtype, left < 64 ? left : 64);
+                memcpy((char *)piece->data + ((c + i) * piece->file_rows + row) * memory_bytes,
+                       converted + in_block * memory_bytes, memory_bytes);
+            }
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* ---- over files ---- */
+
+typedef fsdpc_status (*piece_fn)(pass *p, const fsdpc_ckpt_piece *piece);
+
+static fsdpc_status read_any(pass *p, const fsdpc_ckpt_piece *piece)
+{
+    return piece->file_rows ? read_transposed(p, piece) : read_piece(p, piece);
+}
+
+static fsdpc_status run_file(pass *p, int file, bool write, const fsdpc_ckpt_piece *pieces,
+                             size_t n_pieces)
+{
+    piece_fn fn = write ? write_piece : read_any;
+    fsdpc_status status = fsdpc_fs_open(p->fs, p->file->path, write, &p->fd);
+    if (status != FSDPC_OK)
+        return status;
+    for (size_t i = 0; status == FSDPC_OK && i < n_pieces; i++)
+        if (pieces[i].file == file)
+            status = fn(p, &pieces[i]);
+    if (status == FSDPC_OK && write)
+        status = fsdpc_fs_sync(p->fs, p->fd, p->file->path);
+    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(p->fs, p->fd, p->file->path));
+    return status;
+}
+
+static fsdpc_status run(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
+                        bool write, const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs)
+{
+    for (size_t i = 0; i < n_pieces; i++)
+        FSDPC_TRY(fsdpc_ckpt_convert_check(pieces[i].file_dtype, pieces[i].memory_dtype));
+    bool *wanted = calloc(n_files + 1, sizeof *wanted);
+    unsigned char *chunk = malloc(FSDPC_CKPT_CHUNK_BYTES);
+    fsdpc_status status = FSDPC_OK;
+    if (!wanted || !chunk)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a chunk of a checkpoint");
+    for (size_t i = 0; status == FSDPC_OK && i < n_pieces; i++)
+        wanted[pieces[i].file] |= pieces[i].numel > 0;
+    for (size_t f = 0; status == FSDPC_OK && f < n_files; f++) {
+        pass p = {.fs = fs, .file = &files[f], .fd = -1, .chunk = chunk, .crcs = crcs};
+        if (wanted[f])
+            status = run_file(&p, (int)f, write, pieces, n_pieces);
+    }
+    free(chunk);
+    free(wanted);
+    return status;
+}
+
+fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
+                              const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io)
+{
+    return run(fs, files, n_files, true, pieces, n_pieces, crcs_io);
+}
+
+fsdpc_status fsdpc_ckpt_read(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
+                             const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io)
+{
+    return run(fs, files, n_files, false, pieces, n_pieces, crcs_io);
+}

@@ -1,0 +1,93 @@
+/* The safetensors format: reading a header with suspicion, and laying out a new file.
+ *
+ *     8 bytes, little endian: length of the header | header, JSON | data of the tensors
+ *
+ * The reader refuses whatever is not exactly so: duplicate or unknown keys, unknown dtypes, numbers
+ * that are not whole, negative or too large, shapes whose bytes do not match their offsets, tensors
+ * that overlap or leave holes, a header above 100,000,000 bytes, data that the file does not hold,
+ * bad UTF-8.  Names may be any text.  Nothing is allocated before its size was checked against the
+ * file's.
+ *
+ * The layout of a new file follows from names, dtypes and shapes alone, so every rank computes all
+ * of it: tensors by descending size of element, then name (in bytes), without gaps; the header
+ * padded with spaces to a multiple of 8.
+ */
+#ifndef FSDPC_CKPT_SAFETENSORS_H
+#define FSDPC_CKPT_SAFETENSORS_H
+
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+/* X(name in files, bytes, engine's dtype or -1) */
+#define FSDPC_ST_DTYPE_TABLE(X)                                                                    \
+    X(BOOL, 1, FSDPC_BOOL)                                                                         \
+    X(U8, 1, FSDPC_U8)                                                                             \
+    X(I8, 1, -1)                                                                                   \
+    X(F8_E5M2, 1, -1)                                                                              \
+    X(F8_E4M3, 1, -1)                                                                              \
+    X(F8_E8M0, 1, -1)                                                                              \
+    X(I16, 2, -1)                                                                                  \
+    X(U16, 2, -1)                                                                                  \
+    X(F16, 2, FSDPC_F16)                                                                           \
+    X(BF16, 2, FSDPC_BF16)                                                                         \
+    X(I32, 4, FSDPC_I32)                                                                           \
+    X(U32, 4, -1)                                                                                  \
+    X(F32, 4, FSDPC_F32)                                                                           \
+    X(C64, 8, -1)                                                                                  \
+    X(F64, 8, FSDPC_F64)                                                                           \
+    X(I64, 8, FSDPC_I64)                                                                           \
+    X(U64, 8, -1)
+
+enum { FSDPC_ST_MAX_DIMS = 8 };
+#define FSDPC_ST_MAX_HEADER 100000000u
+
+typedef struct fsdpc_st_dtype {
+    const char *name;
+    size_t bytes;
+    int dtype; /* fsdpc_dtype, or -1: known to the format alone */
+} fsdpc_st_dtype;
+
+/* By name, or NULL. */
+const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name);
+/* Of an engine's dtype; every one has a name. */
+const fsdpc_st_dtype *fsdpc_st_dtype_of(fsdpc_dtype dtype);
+
+typedef struct fsdpc_st_tensor {
+    const char *name;
+    const fsdpc_st_dtype *dtype;
+    int ndim;
+    uint64_t shape[FSDPC_ST_MAX_DIMS];
+    uint64_t begin, end; /* bytes, counted from the beginning of the data */
+} fsdpc_st_tensor;
+
+typedef struct fsdpc_st_pair {
+    const char *key, *value;
+} fsdpc_st_pair;
+
+typedef struct fsdpc_st_header {
+    fsdpc_st_tensor *tensors; /* in order of their data */
+    size_t n_tensors;
+    fsdpc_st_pair *metadata; /* sorted by key */
+    size_t n_metadata;
+    uint64_t data_begin; /* bytes into the file */
+    char *text;          /* where the strings stand */
+} fsdpc_st_header;
+
+/* Reads the header of a file of `file_bytes` bytes whose first `bytes` are at `data`: at least the
+ * whole header.  `what` names the file in messages. */
+fsdpc_status fsdpc_st_parse(const void *data, size_t bytes, uint64_t file_bytes, const char *what,
+                            fsdpc_st_header *out);
+void fsdpc_st_header_fini(fsdpc_st_header *header);
+
+/* The header's length, checked; `data` holds at least 8 bytes. */
+fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const char *what,
+                                   uint64_t *out);
+
+/* Lays out a file: fills in begin and end of the tensors (whose order stays as given) and makes the
+ * header, length included, to be freed by the caller. */
+fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,
+                             const fsdpc_st_pair *metadata, size_t n_metadata, char **header_out,
+                             size_t *header_bytes_out);
+
+#endif

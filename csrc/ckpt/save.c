@@ -1,0 +1,162 @@
+/* The order of a save.
+ *
+ * Rank 0 alone touches names: it makes the temporary folder and renames it.  The others open files
+ * that are there.  So a rank that dies leaves at most a temporary folder, and a final name stands
+ * only over data that all ranks have said is on the disk.
+ *
+ * When the ranks cannot agree because one is gone, the error of the gather is the answer.  Rank 0
+ * removes what was begun then too: ranks that still write have the files open and learn it at their
+ * own gather.  A rename whose folder cannot be brought to the disk is taken back: a commit that may
+ * vanish is none.
+ */
+#include "ckpt/save.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+
+typedef struct verdict {
+    int32_t status;
+    char text[508];
+} verdict;
+
+fsdpc_status fsdpc_ckpt_agree(const fsdpc_ckpt_plan *plan, fsdpc_status status)
+{
+    if (plan->size == 1)
+        return status;
+    verdict mine = {.status = status}, *all = calloc((size_t)plan->size, sizeof *all);
+    if (!all)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to agree on a save");
+    if (status != FSDPC_OK)
+        snprintf(mine.text, sizeof mine.text, "%s", fsdpc_last_error());
+    fsdpc_status result = plan->gather(plan->gather_arg, &mine, sizeof mine, all);
+    for (int r = 0; result == FSDPC_OK && r < plan->size; r++)
+        if (all[r].status != FSDPC_OK)
+            result = fsdpc_fail((fsdpc_status)all[r].status, "rank %d: %s", r, all[r].text);
+    free(all);
+    return result;
+}
+
+static fsdpc_status create_files(const fsdpc_ckpt_plan *plan)
+{
+    for (size_t f = 0; f < plan->n_files; f++) {
+        const fsdpc_ckpt_file *file = &plan->files[f];
+        int fd;
+        if (file->creator != plan->rank)
+            continue;
+        FSDPC_TRY(fsdpc_fs_create(&plan->fs, file->path, file->bytes, &fd));
+        fsdpc_status status =
+            fsdpc_fs_pwrite(&plan->fs, fd, file->path, file->header, file->header_bytes, 0);
+        if (status == FSDPC_OK)
+            status = fsdpc_fs_sync(&plan->fs, fd, file->path);
+        FSDPC_KEEP_FIRST(status, fsdpc_fs_close(&plan->fs, fd, file->path));
+        FSDPC_TRY(status);
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
+{
+    if (plan->rank != 0)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_fs_refuse_existing(&plan->fs, plan->folder));
+    FSDPC_TRY(fsdpc_fs_remove_tree(&plan->fs, plan->temp));
+    FSDPC_TRY(fsdpc_fs_mkdir(&plan->fs, plan->temp));
+    return create_files(plan);
+}
+
+static fsdpc_status write_pieces(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
+{
+    if (plan->rank != 0)
+        FSDPC_TRY(create_files(plan));
+    return fsdpc_ckpt_write(&plan->fs, plan->files, plan->n_files, plan->pieces, plan->n_pieces,
+                            crcs);
+}
+
+/* Every rank's contributions become the tensors' checksums. */
+static fsdpc_status combine(const fsdpc_ckpt_plan *plan, uint32_t *crcs)
+{
+    if (plan->size == 1)
+        return FSDPC_OK;
+    size_t n = plan->n_tensors;
+    uint32_t *all = calloc((size_t)plan->size * n + 1, sizeof *all);
+    if (!all)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the checksums of %zu tensors", n);
+    fsdpc_status status = plan->gather(plan->gather_arg, crcs, n * sizeof *crcs, all);
+    memset(crcs, 0, n * sizeof *crcs);
+    for (size_t i = 0; status == FSDPC_OK && i < n * (size_t)plan->size; i++)
+        crcs[i % n] ^= all[i];
+    free(all);
+    return status;
+}
+
+static void put_digits(char *at, uint32_t crc)
+{
+    char digits[FSDPC_CKPT_CHECKSUM_DIGITS + 1];
+    snprintf(digits, sizeof digits, "%08x", crc);
+    memcpy(at, digits, FSDPC_CKPT_CHECKSUM_DIGITS);
+}
+
+static fsdpc_status write_manifest(const fsdpc_ckpt_plan *plan, const uint32_t *crcs)
+{
+    for (size_t i = 0; i < plan->n_tensors; i++)
+        put_digits(plan->manifest + plan->crc_at[i], crcs[i]);
+    put_digits(plan->manifest + plan->checksum_at,
+               fsdpc_crc32c(0, plan->manifest, plan->checksum_at));
+    int fd;
+    const char *path = plan->manifest_path;
+    FSDPC_TRY(fsdpc_fs_create(&plan->fs, path, 0, &fd));
+    fsdpc_status status =
+        fsdpc_fs_pwrite(&plan->fs, fd, path, plan->manifest, plan->manifest_bytes, 0);
+    if (status == FSDPC_OK)
+        status = fsdpc_fs_sync(&plan->fs, fd, path);
+    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(&plan->fs, fd, path));
+    return status;
+}
+
+static fsdpc_status commit(const fsdpc_ckpt_plan *plan, const uint32_t *crcs)
+{
+    if (plan->rank != 0)
+        return FSDPC_OK;
+    FSDPC_TRY(write_manifest(plan, crcs));
+    FSDPC_TRY(fsdpc_fs_sync_folder(&plan->fs, plan->temp));
+    FSDPC_TRY(fsdpc_fs_rename_new(&plan->fs, plan->temp, plan->folder));
+    fsdpc_status status = fsdpc_fs_sync_folder(&plan->fs, plan->parent);
+    if (status != FSDPC_OK)
+        (void)rename(plan->folder, plan->temp);
+    return status;
+}
+
+/* Removes what was begun and keeps the error that ended it. */
+static fsdpc_status give_up(const fsdpc_ckpt_plan *plan, fsdpc_status status)
+{
+    char text[512];
+    if (plan->rank != 0)
+        return status;
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    (void)fsdpc_fs_remove_tree(&plan->fs, plan->temp);
+    return fsdpc_fail(status, "%s", text);
+}
+
+fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
+{
+    uint32_t *crcs = calloc(plan->n_tensors + 1, sizeof *crcs);
+    fsdpc_status status = crcs ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for checksums");
+    if (status == FSDPC_OK)
+        status = begin(plan);
+    FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
+    status = write_pieces(plan, crcs);
+    FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
+    FSDPC_TRY_GOTO(status, combine(plan, crcs), remove);
+    status = commit(plan, crcs);
+    FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
+    free(crcs);
+    return FSDPC_OK;
+
+remove:
+    status = give_up(plan, status);
+    free(crcs);
+    return status;
+}

@@ -1,0 +1,327 @@
+/* Safetensors headers and reading: thin over csrc/ckpt.
+ *
+ * Headers come and go as lists of tuples.  Pieces to be read are tuples too; their memory is that
+ * of tensors, which the caller keeps.  All that touches files runs without the GIL.
+ */
+#include "py/py_ckpt.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+#include "ckpt/pieces.h"
+
+static fsdpc_status call_hook(void *arg, const char *call, const char *path)
+{
+    fsdpc_status status = FSDPC_OK;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *result = PyObject_CallFunction(arg, "ss", call, path);
+    if (!result) {
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        PyErr_NormalizeException(&type, &value, &traceback);
+        PyObject *text = value ? PyObject_Str(value) : NULL;
+        const char *words = text ? PyUnicode_AsUTF8(text) : NULL;
+        status = fsdpc_fail(FSDPC_ERR_OS, "%s '%s': %s", call, path, words ? words : "failed");
+        Py_XDECREF(text);
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        PyErr_Clear();
+    }
+    Py_XDECREF(result);
+    PyGILState_Release(gil);
+    return status;
+}
+
+fsdpc_fs fsdpc_py_fs(PyObject *hook)
+{
+    if (!hook || hook == Py_None)
+        return (fsdpc_fs){0};
+    return (fsdpc_fs){.hook = call_hook, .arg = hook};
+}
+
+/* ---- laying out ---- */
+
+static int read_tensor_tuple(PyObject *item, fsdpc_st_tensor *out)
+{
+    const char *dtype;
+    PyObject *shape;
+    if (!PyTuple_Check(item) ||
+        !PyArg_ParseTuple(item, "ssO!", &out->name, &dtype, &PyTuple_Type, &shape))
+        return -1;
+    out->dtype = fsdpc_st_dtype_find(dtype);
+    if (!out->dtype) {
+        PyErr_Format(PyExc_TypeError, "safetensors has no dtype '%.100s'", dtype);
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(shape) > FSDPC_ST_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "tensor '%s' has %zd dimensions; %d are the most", out->name,
+                     PyTuple_GET_SIZE(shape), (int)FSDPC_ST_MAX_DIMS);
+        return -1;
+    }
+    out->ndim = (int)PyTuple_GET_SIZE(shape);
+    for (int d = 0; d < out->ndim; d++) {
+        out->shape[d] = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape, d));
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *layout_result(const char *header, size_t header_bytes,
+                               const fsdpc_st_tensor *tensors, Py_ssize_t n)
+{
+    PyObject *places = PyList_New(n);
+    for (Py_ssize_t i = 0; places && i < n; i++) {
+        unsigned long long begin = header_bytes + tensors[i].begin;
+        PyObject *place =
+            Py_BuildValue("KK", begin, (unsigned long long)(header_bytes + tensors[i].end));
+        if (!place)
+            Py_CLEAR(places);
+        else
+            PyList_SET_ITEM(places, i, place);
+    }
+    return places ? Py_BuildValue("y#N", header, (Py_ssize_t)header_bytes, places) : NULL;
+}
+
+static PyObject *safetensors_layout(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *list, *metadata, *key, *value;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyDict_Type, &metadata))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list), n_metadata = PyDict_GET_SIZE(metadata), position = 0;
+    fsdpc_st_tensor *tensors = PyMem_Calloc((size_t)n + 1, sizeof *tensors);
+    fsdpc_st_pair *pairs = PyMem_Calloc((size_t)n_metadata + 1, sizeof *pairs);
+    PyObject *result = NULL;
+    if (!tensors || !pairs) {
+        PyErr_NoMemory();
+        goto free_arrays;
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (read_tensor_tuple(PyList_GET_ITEM(list, i), &tensors[i]) < 0)
+            goto free_arrays;
+    for (Py_ssize_t i = 0; PyDict_Next(metadata, &position, &key, &value); i++) {
+        pairs[i].key = PyUnicode_AsUTF8(key);
+        pairs[i].value = pairs[i].key ? PyUnicode_AsUTF8(value) : NULL;
+        if (!pairs[i].value)
+            goto free_arrays;
+    }
+    char *header;
+    size_t header_bytes;
+    fsdpc_status status =
+        fsdpc_st_layout(tensors, (size_t)n, pairs, (size_t)n_metadata, &header, &header_bytes);
+    if (status == FSDPC_OK) {
+        result = layout_result(header, header_bytes, tensors, n);
+        free(header);
+    } else {
+        fsdpc_py_raise(status);
+    }
+
+free_arrays:
+    PyMem_Free(tensors);
+    PyMem_Free(pairs);
+    return result;
+}
+
+/* ---- reading a header ---- */
+
+static fsdpc_status load_header(const char *path, fsdpc_st_header *out, uint32_t *crc_out)
+{
+    int fd;
+    uint64_t file_bytes = 0, length = 0;
+    unsigned char first[8] = {0}, *text = NULL;
+    FSDPC_TRY(fsdpc_fs_open(NULL, path, false, &fd));
+    fsdpc_status status;
+    FSDPC_TRY_GOTO(status, fsdpc_fs_size(NULL, fd, path, &file_bytes), close_file);
+    if (file_bytes >= sizeof first)
+        FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, first, sizeof first, 0), close_file);
+    FSDPC_TRY_GOTO(status, fsdpc_st_header_bytes(first, file_bytes, path, &length), close_file);
+    text = malloc(8 + length);
+    if (!text) {
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "%s: no memory for a header of %llu bytes", path,
+                            (unsigned long long)length);
+        goto close_file;
+    }
+    FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, text, 8 + length, 0), close_file);
+    *crc_out = fsdpc_crc32c(0, text, 8 + length);
+    status = fsdpc_st_parse(text, 8 + length, file_bytes, path, out);
+
+close_file:
+    free(text);
+    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(NULL, fd, path));
+    return status;
+}
+
+static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tensor *t)
+{
+    PyObject *shape = PyTuple_New(t->ndim);
+    for (int d = 0; shape && d < t->ndim; d++) {
+        PyObject *extent = PyLong_FromUnsignedLongLong(t->shape[d]);
+        if (!extent)
+            Py_CLEAR(shape);
+        else
+            PyTuple_SET_ITEM(shape, d, extent);
+    }
+    return shape ? Py_BuildValue("ssNKK", t->name, t->dtype->name, shape,
+                                 (unsigned long long)(header->data_begin + t->begin),
+                                 (unsigned long long)(header->data_begin + t->end))
+                 : NULL;
+}
+
+static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
+{
+    PyObject *tensors = PyList_New((Py_ssize_t)header->n_tensors), *metadata = PyDict_New();
+    for (size_t i = 0; tensors && i < header->n_tensors; i++) {
+        PyObject *item = tensor_tuple(header, &header->tensors[i]);
+        if (!item)
+            Py_CLEAR(tensors);
+        else
+            PyList_SET_ITEM(tensors, (Py_ssize_t)i, item);
+    }
+    for (size_t i = 0; metadata && i < header->n_metadata; i++) {
+        PyObject *value = PyUnicode_FromString(header->metadata[i].value);
+        if (!value || PyDict_SetItemString(metadata, header->metadata[i].key, value) < 0)
+            Py_CLEAR(metadata);
+        Py_XDECREF(value);
+    }
+    if (!tensors || !metadata) {
+        Py_XDECREF(tensors);
+        Py_XDECREF(metadata);
+        return NULL;
+    }
+    return Py_BuildValue("NNKk", tensors, metadata, (unsigned long long)header->data_begin,
+                         (unsigned long)crc);
+}
+
+static PyObject *safetensors_header(PyObject *module, PyObject *arg)
+{
+    (void)module;
+    PyObject *path;
+    if (!PyUnicode_FSConverter(arg, &path))
+        return NULL;
+    fsdpc_st_header header;
+    uint32_t crc;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = load_header(PyBytes_AS_STRING(path), &header, &crc);
+    Py_END_ALLOW_THREADS;
+    Py_DECREF(path);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    PyObject *result = header_result(&header, crc);
+    fsdpc_st_header_fini(&header);
+    return result;
+}
+
+/* ---- reading pieces ---- */
+
+/* (file, tensor, Tensor or None, numel, file dtype, offset, bytes behind, rows, columns, first) */
+static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_tensors,
+                            fsdpc_ckpt_piece *out)
+{
+    PyObject *value;
+    const char *dtype;
+    Py_ssize_t numel, rows, columns, first;
+    unsigned long long offset, behind;
+    if (!PyArg_ParseTuple(item, "iiOnsKKnnn", &out->file, &out->tensor, &value, &numel, &dtype,
+                          &offset, &behind, &rows, &columns, &first))
+        return -1;
+    const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
+    if (!known || out->file < 0 || out->file >= n_files || out->tensor < 0 ||
+        out->tensor >= n_tensors || numel < 0) {
+        PyErr_SetString(PyExc_ValueError, "a piece of no file, tensor or dtype");
+        return -1;
+    }
+    out->numel = (size_t)numel;
+    out->offset = offset;
+    out->bytes_behind = behind;
+    out->file_rows = (size_t)rows;
+    out->file_columns = (size_t)columns;
+    out->first_column = (size_t)first;
+    if (value == Py_None) { /* for the checksum alone: any dtype will do */
+        out->numel *= known->bytes;
+        out->file_dtype = out->memory_dtype = FSDPC_U8;
+        return 0;
+    }
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    if (!t)
+        return -1;
+    if (known->dtype < 0 || t->numel != out->numel) {
+        PyErr_Format(PyExc_TypeError, "%zd %s values do not fit a tensor of %zu %s", numel, dtype,
+                     t->numel, fsdpc_dtype_name(t->dtype));
+        return -1;
+    }
+    out->data = t->data;
+    out->memory_dtype = t->dtype;
+    out->file_dtype = (fsdpc_dtype)known->dtype;
+    return 0;
+}
+
+static PyObject *words_list(const uint32_t *words, Py_ssize_t n)
+{
+    PyObject *list = PyList_New(n);
+    for (Py_ssize_t i = 0; list && i < n; i++) {
+        PyObject *word = PyLong_FromUnsignedLong(words[i]);
+        if (!word)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, word);
+    }
+    return list;
+}
+
+static PyObject *read_pieces(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *paths, *list, *hook = NULL, *result = NULL;
+    Py_ssize_t n_tensors;
+    int check;
+    if (!PyArg_ParseTuple(args, "O!O!np|O", &PyList_Type, &paths, &PyList_Type, &list, &n_tensors,
+                          &check, &hook))
+        return NULL;
+    Py_ssize_t n_files = PyList_GET_SIZE(paths), n = PyList_GET_SIZE(list);
+    fsdpc_ckpt_file *files = PyMem_Calloc((size_t)n_files + 1, sizeof *files);
+    fsdpc_ckpt_piece *pieces = PyMem_Calloc((size_t)n + 1, sizeof *pieces);
+    uint32_t *crcs = PyMem_Calloc((size_t)n_tensors + 1, sizeof *crcs);
+    if (!files || !pieces || !crcs) {
+        PyErr_NoMemory();
+        goto free_arrays;
+    }
+    for (Py_ssize_t i = 0; i < n_files; i++)
+        if (!(files[i].path = (char *)PyUnicode_AsUTF8(PyList_GET_ITEM(paths, i))))
+            goto free_arrays;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (read_piece_tuple(PyList_GET_ITEM(list, i), n_files, n_tensors, &pieces[i]) < 0)
+            goto free_arrays;
+    fsdpc_fs fs = fsdpc_py_fs(hook);
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_ckpt_read(&fs, files, (size_t)n_files, pieces, (size_t)n, check ? crcs : NULL);
+    Py_END_ALLOW_THREADS;
+    result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
+
+free_arrays:
+    PyMem_Free(files);
+    PyMem_Free(pieces);
+    PyMem_Free(crcs);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"safetensors_layout", safetensors_layout, METH_VARARGS,
+     "safetensors_layout(tensors, metadata) -> (header, [(begin, end)])"},
+    {"safetensors_header", safetensors_header, METH_O,
+     "safetensors_header(path) -> (tensors, metadata, data_begin, crc32c of the header)"},
+    {"read_pieces", read_pieces, METH_VARARGS,
+     "read_pieces(paths, pieces, n_tensors, check, hook=None) -> this rank's checksums"},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_ckpt_setup(PyObject *module)
+{
+    if (fsdpc_py_save_setup(module) < 0 || fsdpc_py_ckpt_state_setup(module) < 0)
+        return -1;
+    return PyModule_AddFunctions(module, functions);
+}

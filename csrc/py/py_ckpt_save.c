@@ -1,0 +1,381 @@
+/* Save: one save under way, as Python sees it; thin over csrc/ckpt/save.c.
+ *
+ * The object copies names and texts of the plan and keeps the tensors whose memory is written.
+ * run() saves on the calling thread, without the GIL.  start() copies the pieces, in the file's
+ * dtype, to memory of its own, which comes from the runtime's counted memory and is reused by the
+ * next save, and hands them to a thread that never takes the GIL (a test's hook aside); wait()
+ * joins it and raises what went wrong.
+ *
+ * The communicator of a save that runs on a thread is used by that thread alone: Python splits one
+ * off for it.  Its interrupt callback and trace belong to the main thread and are taken off.
+ */
+#include "py/py_ckpt.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/thread.h"
+#include "ckpt/convert.h"
+#include "ckpt/save.h"
+
+typedef struct py_save {
+    PyObject_HEAD fsdpc_ckpt_plan plan;
+    PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
+    fsdpc_runtime *runtime;
+    void *staging;
+    pthread_t thread;
+    bool started, joined;
+    _Atomic int done;
+    fsdpc_status status;
+    char text[512];
+} py_save;
+
+static fsdpc_status gather(void *arg, const void *send, size_t bytes, void *recv)
+{
+    fsdpc_comm *comm = ((fsdpc_py_comm *)arg)->comm;
+    if (comm->size == 1) {
+        memcpy(recv, send, bytes);
+        return FSDPC_OK;
+    }
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = -1,
+                     .what = "checkpoint",
+                     .dtype = FSDPC_U8,
+                     .send = send,
+                     .recv = recv,
+                     .numel = bytes};
+    return fsdpc_comm_run(comm, &op);
+}
+
+/* ---- making ---- */
+
+static int copy_text(PyObject *object, char **out)
+{
+    PyObject *bytes = NULL;
+    if (!PyUnicode_FSConverter(object, &bytes))
+        return -1;
+    *out = strdup(PyBytes_AS_STRING(bytes));
+    Py_DECREF(bytes);
+    if (*out)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+static int read_files(py_save *self, PyObject *list)
+{
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    self->plan.files = calloc((size_t)n + 1, sizeof *self->plan.files);
+    if (!self->plan.files) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdpc_ckpt_file *file = &self->plan.files[i];
+        PyObject *path;
+        unsigned long long bytes;
+        const char *header;
+        Py_ssize_t header_bytes;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "OKy#i", &path, &bytes, &header,
+                              &header_bytes, &file->creator) ||
+            copy_text(path, &file->path) < 0)
+            return -1;
+        file->bytes = bytes;
+        file->header = header;
+        file->header_bytes = (size_t)header_bytes;
+        self->plan.n_files++;
+    }
+    return 0;
+}
+
+static int read_pieces(py_save *self, PyObject *list)
+{
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    self->plan.pieces = calloc((size_t)n + 1, sizeof *self->plan.pieces);
+    if (!self->plan.pieces) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->plan.n_pieces = (size_t)n;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        fsdpc_ckpt_piece *piece = &self->plan.pieces[i];
+        PyObject *value;
+        const char *dtype;
+        unsigned long long offset, behind;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "iiOsKK", &piece->file, &piece->tensor,
+                              &value, &dtype, &offset, &behind))
+            return -1;
+        fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+        const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
+        if (!t)
+            return -1;
+        bool place_ok = piece->file >= 0 && (size_t)piece->file < self->plan.n_files &&
+                        piece->tensor >= 0 && (size_t)piece->tensor < self->plan.n_tensors;
+        if (!place_ok || !known || known->dtype < 0) {
+            PyErr_SetString(PyExc_ValueError, "a piece of no file, tensor or dtype");
+            return -1;
+        }
+        piece->memory_dtype = t->dtype;
+        piece->file_dtype = (fsdpc_dtype)known->dtype;
+        piece->data = t->data;
+        piece->numel = t->numel;
+        piece->offset = offset;
+        piece->bytes_behind = behind;
+    }
+    return 0;
+}
+
+static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject *places,
+                         Py_ssize_t checksum_at)
+{
+    Py_ssize_t bytes = PyBytes_GET_SIZE(text), n = PyList_GET_SIZE(places);
+    self->plan.crc_at = calloc((size_t)n + 1, sizeof *self->plan.crc_at);
+    self->plan.manifest = malloc((size_t)bytes + 1);
+    if (!self->plan.crc_at || !self->plan.manifest) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memcpy(self->plan.manifest, PyBytes_AS_STRING(text), (size_t)bytes);
+    self->plan.manifest_bytes = (size_t)bytes;
+    self->plan.n_tensors = (size_t)n;
+    self->plan.checksum_at = (size_t)checksum_at;
+    bool inside = checksum_at >= 0 && checksum_at + FSDPC_CKPT_CHECKSUM_DIGITS <= bytes;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        Py_ssize_t at = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
+        if (at < 0 && PyErr_Occurred())
+            return -1;
+        inside = inside && at >= 0 && at + FSDPC_CKPT_CHECKSUM_DIGITS <= checksum_at;
+        self->plan.crc_at[i] = (size_t)at;
+    }
+    if (!inside) {
+        PyErr_SetString(PyExc_ValueError, "a checksum outside of the manifest");
+        return -1;
+    }
+    return copy_text(path, &self->plan.manifest_path);
+}
+
+static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"comm",     "folders", "files",       "pieces", "manifest_path",
+                            "manifest", "crc_at",  "checksum_at", "hook",   NULL};
+    PyObject *comm, *folders[3], *files, *pieces, *path, *manifest, *places, *hook = NULL;
+    Py_ssize_t checksum_at;
+    fsdpc_py_state *state = fsdpc_py_state_of_type(type);
+    if (!state || !PyArg_ParseTupleAndKeywords(args, kwargs, "O(OOO)O!O!OSO!n|O", names, &comm,
+                                               &folders[0], &folders[1], &folders[2], &PyList_Type,
+                                               &files, &PyList_Type, &pieces, &path, &manifest,
+                                               &PyList_Type, &places, &checksum_at, &hook))
+        return NULL;
+    PyObject *comm_type = PyObject_GetAttrString(PyType_GetModule(type), "Comm");
+    int fine = comm_type ? PyObject_IsInstance(comm, comm_type) : -1;
+    Py_XDECREF(comm_type);
+    if (fine <= 0) {
+        if (fine == 0)
+            PyErr_SetString(PyExc_TypeError, "a save needs a Comm");
+        return NULL;
+    }
+    fsdpc_comm *open = fsdpc_py_comm_of(comm);
+    py_save *self = open ? (py_save *)type->tp_alloc(type, 0) : NULL;
+    if (!self)
+        return NULL;
+    self->runtime = fsdpc_py_state_runtime(state);
+    self->comm = Py_NewRef(comm);
+    self->keep = Py_BuildValue("(OO)", files, pieces);
+    self->hook = Py_NewRef(hook ? hook : Py_None);
+    self->plan.rank = open->rank;
+    self->plan.size = open->size;
+    self->plan.gather = gather;
+    self->plan.gather_arg = comm;
+    self->plan.fs = fsdpc_py_fs(hook);
+    if (!self->runtime || !self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
+        copy_text(folders[1], &self->plan.temp) < 0 ||
+        copy_text(folders[2], &self->plan.folder) < 0 ||
+        read_manifest(self, path, manifest, places, checksum_at) < 0 ||
+        read_files(self, files) < 0 || read_pieces(self, pieces) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* ---- running ---- */
+
+static void join(py_save *self)
+{
+    if (!self->started || self->joined)
+        return;
+    Py_BEGIN_ALLOW_THREADS;
+    pthread_join(self->thread, NULL);
+    Py_END_ALLOW_THREADS;
+    self->joined = true;
+    fsdpc_mem_free(self->runtime->mem, self->staging);
+    self->staging = NULL;
+    Py_CLEAR(self->keep);
+}
+
+static PyObject *save_run(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    py_save *self = (py_save *)object;
+    if (self->started || self->done) {
+        PyErr_SetString(PyExc_RuntimeError, "this save was run before");
+        return NULL;
+    }
+    self->done = 1;
+    if (!fsdpc_py_comm_of(self->comm))
+        return NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_ckpt_save(&self->plan);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static void *write_apart(void *arg)
+{
+    py_save *self = arg;
+    fsdpc_status status = self->status; /* of staging */
+    status = fsdpc_ckpt_agree(&self->plan, status);
+    if (status == FSDPC_OK)
+        status = fsdpc_ckpt_save(&self->plan);
+    if (status != FSDPC_OK)
+        snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
+    self->status = status;
+    /* release: status and text come before; acquire in save_done and by joining. */
+    atomic_store_explicit(&self->done, 1, memory_order_release);
+    return NULL;
+}
+
+/* Pieces move to memory of the save, as they will stand in the file. */
+static fsdpc_status stage(py_save *self)
+{
+    fsdpc_ckpt_plan *plan = &self->plan;
+    size_t bytes = 0;
+    for (size_t i = 0; i < plan->n_pieces; i++) {
+        const fsdpc_ckpt_piece *piece = &plan->pieces[i];
+        FSDPC_TRY(fsdpc_ckpt_convert_check(piece->file_dtype, piece->memory_dtype));
+        bytes += (piece->numel * fsdpc_dtype_bytes(piece->file_dtype) + 63) & ~(size_t)63;
+    }
+    FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
+    unsigned char *at = self->staging;
+    for (size_t i = 0; i < plan->n_pieces; i++) {
+        fsdpc_ckpt_piece *piece = &plan->pieces[i];
+        fsdpc_ckpt_convert(at, piece->file_dtype, piece->data, piece->memory_dtype, piece->numel);
+        piece->data = at;
+        piece->memory_dtype = piece->file_dtype;
+        at += (piece->numel * fsdpc_dtype_bytes(piece->file_dtype) + 63) & ~(size_t)63;
+    }
+    return FSDPC_OK;
+}
+
+static PyObject *save_start(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    py_save *self = (py_save *)object;
+    if (self->started || self->done) {
+        PyErr_SetString(PyExc_RuntimeError, "this save was run before");
+        return NULL;
+    }
+    fsdpc_comm *comm = fsdpc_py_comm_of(self->comm);
+    if (!comm)
+        return NULL;
+    comm->interrupt = (fsdpc_interrupt){0};
+    comm->notice = NULL;
+    comm->trace = NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    /* A rank that cannot stage tells the others on the thread, as any other failure. */
+    self->status = stage(self);
+    status = fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        self->done = 1;
+        return fsdpc_py_raise(status);
+    }
+    self->started = true;
+    Py_RETURN_NONE;
+}
+
+static PyObject *save_wait(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    py_save *self = (py_save *)object;
+    join(self);
+    if (self->status == FSDPC_OK)
+        Py_RETURN_NONE;
+    fsdpc_fail(self->status, "%s", self->text);
+    return fsdpc_py_raise(self->status);
+}
+
+static PyObject *save_done(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(atomic_load_explicit(&((py_save *)object)->done, memory_order_acquire) !=
+                           0);
+}
+
+static void save_dealloc(PyObject *object)
+{
+    py_save *self = (py_save *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    join(self);
+    if (self->runtime)
+        fsdpc_mem_free(self->runtime->mem, self->staging);
+    for (size_t i = 0; i < self->plan.n_files; i++)
+        free(self->plan.files[i].path);
+    free(self->plan.files);
+    free(self->plan.pieces);
+    free(self->plan.parent);
+    free(self->plan.temp);
+    free(self->plan.folder);
+    free(self->plan.manifest_path);
+    free(self->plan.manifest);
+    free(self->plan.crc_at);
+    Py_XDECREF(self->keep);
+    Py_XDECREF(self->hook);
+    Py_XDECREF(self->comm);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef save_methods[] = {
+    {"run", save_run, METH_NOARGS, "Save now; collective."},
+    {"start", save_start, METH_NOARGS, "Copy the pieces and save them on a thread; collective."},
+    {"wait", save_wait, METH_NOARGS, "Wait for the thread; raises what went wrong."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef save_getset[] = {
+    {"done", save_done, NULL, "Whether the thread has come to its end.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot save_slots[] = {
+    {Py_tp_new, save_new},
+    {Py_tp_dealloc, save_dealloc},
+    {Py_tp_methods, save_methods},
+    {Py_tp_getset, save_getset},
+    {Py_tp_doc, "Save(comm, folders, files, pieces, manifest_path, manifest, crc_at, checksum_at, "
+                "hook=None): one save of a checkpoint."},
+    {0, NULL},
+};
+
+static PyType_Spec save_spec = {
+    .name = "fsdpc._core.Save",
+    .basicsize = sizeof(py_save),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = save_slots,
+};
+
+int fsdpc_py_save_setup(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &save_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddObjectRef(module, "Save", type);
+    Py_DECREF(type);
+    return result;
+}

@@ -1,0 +1,80 @@
+/* What a checkpoint reads and writes of the engine: pieces of masters and of optimizer states, step
+ * counts, the random numbers.
+ *
+ * The tensors stand on the engine's own memory, flat, so that pieces are written from it and read
+ * into it without a copy.  Asked for to be written, a piece marks its unit, as loading does; unlike
+ * `local`, which a user may write at any time, it does not make later epochs compare.
+ */
+#include "py/py_ckpt.h"
+
+/* (tensor, first element, replica, number of replicas) */
+static PyObject *piece_tuple(PyObject *module, fsdpc_py_unit *unit, fsdpc_dtype dtype,
+                             const fsdpc_piece *piece, void *data)
+{
+    const fsdpc_comm *replicate = unit->ref->unit->mesh.replicate;
+    PyObject *tensor = fsdpc_py_unit_tensor(module, unit->ref, dtype, 1, &piece->numel, data);
+    if (!tensor)
+        return NULL;
+    return Py_BuildValue("Nnii", tensor, (Py_ssize_t)piece->first, replicate ? replicate->rank : 0,
+                         replicate ? replicate->size : 1);
+}
+
+static fsdpc_py_unit *unit_and_param(PyObject *module, PyObject *object, int param)
+{
+    fsdpc_py_unit *unit = fsdpc_py_unit_of(module, object);
+    if (unit && (param < 0 || param >= unit->ref->unit->layout->n_params)) {
+        PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param,
+                     unit->ref->unit->name, unit->ref->unit->layout->n_params);
+        return NULL;
+    }
+    return unit;
+}
+
+static PyObject *master_piece(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int param, write;
+    if (!PyArg_ParseTuple(args, "Oip", &object, &param, &write))
+        return NULL;
+    fsdpc_py_unit *unit = unit_and_param(module, object, param);
+    if (!unit)
+        return NULL;
+    fsdpc_piece piece;
+    void *data = fsdpc_unit_master(unit->ref->unit, param, &piece);
+    if (write)
+        unit->ref->unit->dirty = true;
+    return piece_tuple(module, unit, unit->ref->unit->layout->params[param].dtype, &piece, data);
+}
+
+static PyObject *rng_state(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    return runtime ? Py_BuildValue("KK", (unsigned long long)runtime->tape->seed,
+                                   (unsigned long long)runtime->tape->next_stream)
+                   : NULL;
+}
+
+static PyObject *set_rng_state(PyObject *module, PyObject *args)
+{
+    unsigned long long seed, stream;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime || !PyArg_ParseTuple(args, "KK", &seed, &stream))
+        return NULL;
+    runtime->tape->seed = seed;
+    runtime->tape->next_stream = stream;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"master_piece", master_piece, METH_VARARGS,
+     "master_piece(unit, i, write) -> (flat tensor, first element, replica, replicas)"},
+    {"rng_state", rng_state, METH_NOARGS, "Seed of dropout and initialisation, and next stream."},
+    {"set_rng_state", set_rng_state, METH_VARARGS, "set_rng_state(seed, next_stream)"},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_ckpt_state_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}
