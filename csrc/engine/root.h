@@ -19,8 +19,7 @@
 #define FSDPC_EPOCH_KIND_TABLE(X)                                                                  \
     X(FORWARD, "a forward")                                                                        \
     X(UNSHARD, "unshard()")                                                                        \
-    X(OPTIM, "an optimizer's step")                                                                \
-    X(COLLECT, "full_tensor() or full_grad()")
+    X(OPTIM, "an optimizer's step")
 
 typedef enum fsdpc_epoch_kind {
 #define X(name, text) FSDPC_EPOCH_##name,

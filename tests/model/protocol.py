@@ -473,7 +473,7 @@ FINISH = (decide, begin_write, end_write, publish, await_published)
 EPOCH = (*FINISH, arrive, *FINISH)
 STEPS: dict[str, tuple[Step, ...]] = {
     "forward": (*EPOCH, read),
-    "collect": (*EPOCH, read),
+    "collect": (post, await_posted),
     "unshard": (*EPOCH, read),
     "reshard": (read_held,),
     "hold": (*EPOCH, read),
