@@ -1,23 +1,32 @@
-/* The global gradient norm, exactly, and clipping by it.
+/* Norms of gradients, exactly, and clipping by the global one.
  *
- * The sum of squares is taken in fp64 over leaves that no cut splits and added up exactly, so its
- * bits do not depend on world size, layout or order (ops/exact_sum.h).  Tied parameters stand once
- * in a layout and are counted once; a replicated shard is counted once, as only shard groups are
- * summed.
+ * A norm is taken over leaves that no cut splits and added up exactly (engine/norm.h), so its bits
+ * do not depend on world size, layout or order.  Tied parameters stand once in a layout and are
+ * counted once; a replicated shard is counted once, as only shard groups are summed.
+ *
+ * A scale that is pending on the gradients counts as applied.  Where it is a power of two
+ * below 1 (a loss scaler's) and p is 1, 2 or INFINITY, it is applied to the norm and stays pending;
+ * else it is applied to the gradients first.
  */
 #ifndef FSDPC_ENGINE_CLIP_H
 #define FSDPC_ENGINE_CLIP_H
 
+#include "engine/norm.h"
 #include "engine/unit.h"
-#include "ops/exact_sum.h"
 
-/* Collective over the units' shard groups: adds the squares of all gradients to the sum. */
-fsdpc_status fsdpc_clip_sum(fsdpc_unit *const *units, int n_units, fsdpc_exact_sum *sum_io);
+/* Collective, one operation for every shard group among the units: adds the p-norm of all gradients
+ * to `total_io`, and writes that of each parameter to `params_out` (may be NULL; as many as the
+ * units have parameters, in their order; of one without a gradient it is 0). */
+fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
+                              fsdpc_norm *params_out);
 
-/* The same, as the 2-norm; 0 without any gradient. */
+/* The global 2-norm; 0 without any gradient. */
 fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out);
 
 /* Leaves min(1, max_norm / (norm + 1e-6)) to be applied by whoever reads the gradients next. */
 void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
+
+/* Leaves a factor to be applied: what undoes a loss scale. */
+void fsdpc_clip_multiply(fsdpc_unit *const *units, int n_units, double factor);
 
 #endif

@@ -31,6 +31,27 @@ void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum)
     }
 }
 
+static void put_digit(fsdpc_exact_sum *sum, int digit, uint64_t value)
+{
+    if (digit >= FSDPC_EXACT_SUM_DIGITS)
+        sum->infinities += value != 0;
+    else if (digit >= 0)
+        sum->digits[digit] += (int64_t)value;
+}
+
+void fsdpc_exact_sum_shift(fsdpc_exact_sum *sum, int bits)
+{
+    fsdpc_exact_sum shifted = {.nans = sum->nans, .infinities = sum->infinities};
+    int rest = (bits % 32 + 32) % 32, digits = (bits - rest) / 32;
+    fsdpc_exact_sum_normalize(sum);
+    for (int d = 0; d < FSDPC_EXACT_SUM_DIGITS; d++) {
+        uint64_t value = (uint64_t)sum->digits[d] << rest; /* a digit has 32 bits, rest under 32 */
+        put_digit(&shifted, d + digits, value & 0xffffffff);
+        put_digit(&shifted, d + digits + 1, value >> 32);
+    }
+    *sum = shifted;
+}
+
 /* Bits first .. first + 63 of a normalised sum, as one integer. */
 static uint64_t bits_from(const fsdpc_exact_sum *sum, int first)
 {

@@ -39,6 +39,7 @@
 #include "ops/flat_cast_body.h"
 #include "ops/flat_reduce_body.h"
 #include "ops/flat_sumsq_body.h"
+#include "ops/flat_magnitude_body.h"
 #include "ops/flat_adamw_body.h"
 
 const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
@@ -48,6 +49,9 @@ const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .reduce = flat_reduce,
     .scale = flat_scale,
     .sumsq = flat_sumsq,
+    .sumpow = flat_sumpow,
+    .absmax = flat_absmax,
+    .clamp = flat_clamp,
     .adamw = flat_adamw,
     .equal = flat_equal,
     .init = fsdpc_flat_init_cpu,

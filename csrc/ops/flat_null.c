@@ -32,6 +32,27 @@ static fsdpc_status null_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, s
     return FSDPC_OK;
 }
 
+static fsdpc_status null_sumpow(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                                double p, fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
+{
+    (void)x, (void)dtype, (void)numel, (void)leaf, (void)p, (void)sum_io, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_absmax(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
+                                fsdpc_stream *stream)
+{
+    (void)x, (void)dtype, (void)numel, (void)max_io, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
+                               fsdpc_stream *stream)
+{
+    (void)x, (void)dtype, (void)numel, (void)limit, (void)stream;
+    return FSDPC_OK;
+}
+
 static fsdpc_status null_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)
 {
     (void)args, (void)stream;
@@ -60,6 +81,9 @@ static const fsdpc_flat_ops null_ops = {
     .reduce = null_reduce,
     .scale = null_scale,
     .sumsq = null_sumsq,
+    .sumpow = null_sumpow,
+    .absmax = null_absmax,
+    .clamp = null_clamp,
     .adamw = null_adamw,
     .equal = null_equal,
     .init = null_init,

@@ -85,6 +85,16 @@ typedef struct fsdpc_flat_ops {
      */
     fsdpc_status (*sumsq)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
+    /* The same for |x|^p, p above 0 and finite; sumsq where p is 2.  Optional, like absmax and
+     * clamp: without it the call is FSDPC_ERR_UNSUPPORTED. */
+    fsdpc_status (*sumpow)(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf, double p,
+                           fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
+    /* *max_io = the larger of it and the largest |x|; NaN if any is */
+    fsdpc_status (*absmax)(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
+                           fsdpc_stream *stream);
+    /* x = what of [-limit, limit] is nearest to it, the limit rounded to dtype; NaN stays NaN */
+    fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
+                          fsdpc_stream *stream);
     fsdpc_status (*adamw)(const fsdpc_adamw_args *args, fsdpc_stream *stream);
     /* *equal_out = every cast(src) has the bits of dst; stops at the first difference */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
@@ -98,6 +108,12 @@ const fsdpc_flat_ops *fsdpc_flat_ops_cpu(fsdpc_isa isa);
 
 /* Computes nothing, succeeds; for device_null. */
 const fsdpc_flat_ops *fsdpc_flat_ops_null(void);
+
+/* The error of an optional slot that a device leaves out. */
+static inline fsdpc_status fsdpc_flat_missing(const fsdpc_flat_ops *ops, const char *what)
+{
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "the kernels of '%s' have no %s", ops->name, what);
+}
 
 static inline fsdpc_status fsdpc_flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
                                            fsdpc_dtype src_dtype, size_t numel,
@@ -129,6 +145,34 @@ static inline fsdpc_status fsdpc_flat_sumsq(const void *x, fsdpc_dtype dtype, si
                                             fsdpc_stream *stream)
 {
     return stream->device->flat->sumsq(x, dtype, numel, leaf, sum_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_sumpow(const void *x, fsdpc_dtype dtype, size_t numel,
+                                             size_t leaf, double p, fsdpc_exact_sum *sum_io,
+                                             fsdpc_stream *stream)
+{
+    const fsdpc_flat_ops *ops = stream->device->flat;
+    if (!ops->sumpow)
+        return fsdpc_flat_missing(ops, "sums of powers: take the 2-norm");
+    return ops->sumpow(x, dtype, numel, leaf, p, sum_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_absmax(const void *x, fsdpc_dtype dtype, size_t numel,
+                                             double *max_io, fsdpc_stream *stream)
+{
+    const fsdpc_flat_ops *ops = stream->device->flat;
+    if (!ops->absmax)
+        return fsdpc_flat_missing(ops, "maxima: take the 2-norm");
+    return ops->absmax(x, dtype, numel, max_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
+                                            fsdpc_stream *stream)
+{
+    const fsdpc_flat_ops *ops = stream->device->flat;
+    if (!ops->clamp)
+        return fsdpc_flat_missing(ops, "clamp: clip by the norm");
+    return ops->clamp(x, dtype, numel, limit, stream);
 }
 
 static inline fsdpc_status fsdpc_flat_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)

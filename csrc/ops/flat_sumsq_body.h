@@ -1,10 +1,12 @@
-/* sumsq: sums of squares of whole leaves, each added to an exact accumulator.
+/* sumsq and sumpow: sums of squares, of magnitudes, or of powers of them, over whole leaves, each
+ * added to an exact accumulator.
  *
  * Included by flat_cpu_body.h.  A leaf is summed in sixteen fp64 partial sums, element i of the
  * leaf into partial i mod 16, which are then folded: j with j + 8, 4, 2, 1.  The order is part of
  * the result, so it is the same on every instruction set; the square of an fp32, bf16 or fp16
- * number is exact in fp64, so fusing the addition would change nothing.  A short leaf behaves as if
- * padded with zeros.  Threads sum into accumulators of their own, which merge exactly.
+ * number is exact in fp64, so fusing the addition would change nothing.  Powers other than 1 and 2
+ * are libm's pow, one by one: the same function on every path.  A short leaf behaves as if padded
+ * with zeros.  Threads sum into accumulators of their own, which merge exactly.
  */
 
 /* fp64 vectors as wide as the registers; the sixteen partial sums are a few of them. */
@@ -19,6 +21,7 @@ enum { PARTIALS = 16, F64_VECTORS = PARTIALS / F64_LANES };
 
 typedef double f64_vec __attribute__((vector_size(8 * F64_LANES)));
 typedef double f64_loose __attribute__((vector_size(8 * F64_LANES), aligned(8), may_alias));
+typedef int64_t f64_bits __attribute__((vector_size(8 * F64_LANES)));
 typedef float f32_loose __attribute__((vector_size(4 * F64_LANES), aligned(4), may_alias));
 
 FSDPC_INLINE f64_vec widen(const float *values)
@@ -30,8 +33,23 @@ FSDPC_INLINE f64_vec widen(const float *values)
 #endif
 }
 
-/* partial[j] += x[i + j]^2 for sixteen elements */
-FSDPC_INLINE void add_squares(f64_vec *partial, const void *x, size_t i, fsdpc_dtype dtype)
+typedef enum term { TERM_SQUARE, TERM_MAGNITUDE, TERM_POWER } term;
+
+FSDPC_INLINE f64_vec term_of(f64_vec value, term kind, double p)
+{
+    if (kind == TERM_SQUARE)
+        return value * value;
+    const f64_bits sign = (f64_bits){0} + INT64_MIN;
+    value = (f64_vec)((f64_bits)value & ~sign);
+    if (kind == TERM_POWER)
+        for (int lane = 0; lane < F64_LANES; lane++)
+            value[lane] = pow(value[lane], p);
+    return value;
+}
+
+/* partial[j] += the term of x[i + j], for sixteen elements */
+FSDPC_INLINE void add_terms(f64_vec *partial, const void *x, size_t i, fsdpc_dtype dtype, term kind,
+                            double p)
 {
     float widened[PARTIALS];
     const float *values = (const float *)x + i;
@@ -46,22 +64,23 @@ FSDPC_INLINE void add_squares(f64_vec *partial, const void *x, size_t i, fsdpc_d
             value = (f64_vec) * (const f64_loose *)((const double *)x + i + k * F64_LANES);
         else
             value = widen(values + k * F64_LANES);
-        partial[k] += value * value;
+        partial[k] += term_of(value, kind, p);
     }
 }
 
-FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype)
+FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype,
+                             term kind, double p)
 {
     f64_vec partial[F64_VECTORS] = {{0}};
     size_t i = 0;
     for (; i + PARTIALS <= numel; i += PARTIALS) {
         prefetch_ahead(x, begin + i, dtype, PARTIALS);
-        add_squares(partial, x, begin + i, dtype);
+        add_terms(partial, x, begin + i, dtype, kind, p);
     }
     if (i < numel) {
         double padded[PARTIALS] = {0};
         memcpy(padded, fsdpc_flat_at(x, begin + i, dtype), (numel - i) * fsdpc_dtype_bytes(dtype));
-        add_squares(partial, padded, 0, dtype);
+        add_terms(partial, padded, 0, dtype, kind, p);
     }
     for (int half = F64_VECTORS / 2; half; half /= 2)
         for (int k = 0; k < half; k++)
@@ -76,55 +95,70 @@ FSDPC_INLINE double leaf_sum(const void *x, size_t begin, size_t numel, fsdpc_dt
 #endif
 }
 
-FSDPC_INLINE void sumsq_run(const void *x, size_t begin, size_t end, size_t leaf, fsdpc_dtype dtype,
-                            fsdpc_exact_sum *sum)
-{
-    size_t at = begin;
-    if (leaf == 64) /* a constant length, for the loops inside */
-        for (; at + 64 <= end; at += 64)
-            fsdpc_exact_sum_add(sum, leaf_sum(x, at, 64, dtype));
-    for (; at < end; at += fsdpc_min_size(leaf, end - at))
-        fsdpc_exact_sum_add(sum, leaf_sum(x, at, fsdpc_min_size(leaf, end - at), dtype));
-}
-
-typedef struct sumsq_args {
+typedef struct sumpow_args {
     const void *x;
     fsdpc_dtype dtype;
     size_t leaf;
+    term kind;
+    double p;
     int lock; /* held while a part merges into `sum`; a few hundred cycles for each part */
     fsdpc_exact_sum *sum;
-} sumsq_args;
+} sumpow_args;
 
-static void sumsq_range(const sumsq_args *a, size_t begin, size_t end, fsdpc_exact_sum *sum)
+FSDPC_INLINE void sumpow_run(const sumpow_args *a, size_t begin, size_t end, fsdpc_dtype dtype,
+                             term kind, fsdpc_exact_sum *sum)
+{
+    const void *x = a->x;
+    size_t at = begin, leaf = a->leaf;
+    double p = a->p;
+    if (leaf == 64) /* a constant length, for the loops inside */
+        for (; at + 64 <= end; at += 64)
+            fsdpc_exact_sum_add(sum, leaf_sum(x, at, 64, dtype, kind, p));
+    for (; at < end; at += fsdpc_min_size(leaf, end - at))
+        fsdpc_exact_sum_add(sum, leaf_sum(x, at, fsdpc_min_size(leaf, end - at), dtype, kind, p));
+}
+
+FSDPC_INLINE void sumpow_dtype(const sumpow_args *a, size_t begin, size_t end, term kind,
+                               fsdpc_exact_sum *sum)
 {
     switch (a->dtype) {
     case FSDPC_F32:
-        sumsq_run(a->x, begin, end, a->leaf, FSDPC_F32, sum);
+        sumpow_run(a, begin, end, FSDPC_F32, kind, sum);
         break;
     case FSDPC_BF16:
-        sumsq_run(a->x, begin, end, a->leaf, FSDPC_BF16, sum);
+        sumpow_run(a, begin, end, FSDPC_BF16, kind, sum);
         break;
     case FSDPC_F16:
-        sumsq_run(a->x, begin, end, a->leaf, FSDPC_F16, sum);
+        sumpow_run(a, begin, end, FSDPC_F16, kind, sum);
         break;
     default:
-        sumsq_run(a->x, begin, end, a->leaf, FSDPC_F64, sum);
+        sumpow_run(a, begin, end, FSDPC_F64, kind, sum);
     }
+}
+
+static void sumpow_range(const sumpow_args *a, size_t begin, size_t end, fsdpc_exact_sum *sum)
+{
+    if (a->kind == TERM_SQUARE)
+        sumpow_dtype(a, begin, end, TERM_SQUARE, sum);
+    else if (a->kind == TERM_MAGNITUDE)
+        sumpow_dtype(a, begin, end, TERM_MAGNITUDE, sum);
+    else
+        sumpow_dtype(a, begin, end, TERM_POWER, sum);
     fsdpc_exact_sum_normalize(sum);
 }
 
 /* Leaves between two normalisations: far fewer than a digit has room for, and enough to hide them.
  */
-enum { SUMSQ_LEAVES = 1 << 20 };
+enum { SUMPOW_LEAVES = 1 << 20 };
 
-static void sumsq_part(void *arg, size_t begin, size_t end)
+static void sumpow_part(void *arg, size_t begin, size_t end)
 {
-    sumsq_args *a = arg;
+    sumpow_args *a = arg;
     fsdpc_exact_sum sum = {{0}, 0, 0};
     while (begin < end) {
-        bool all = (end - begin) / SUMSQ_LEAVES < a->leaf;
-        size_t stop = all ? end : begin + a->leaf * SUMSQ_LEAVES;
-        sumsq_range(a, begin, stop, &sum);
+        bool all = (end - begin) / SUMPOW_LEAVES < a->leaf;
+        size_t stop = all ? end : begin + a->leaf * SUMPOW_LEAVES;
+        sumpow_range(a, begin, stop, &sum);
         begin = stop;
     }
     while (__atomic_exchange_n(&a->lock, 1, __ATOMIC_ACQUIRE))
@@ -133,13 +167,31 @@ static void sumsq_part(void *arg, size_t begin, size_t end)
     __atomic_store_n(&a->lock, 0, __ATOMIC_RELEASE);
 }
 
+static fsdpc_status sum_terms(const char *operation, sumpow_args args, size_t numel,
+                              fsdpc_stream *stream)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype(operation, args.dtype));
+    if (args.leaf == 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s: a leaf has at least 1 element, not 0; give 64",
+                          operation);
+    fsdpc_flat_split(stream, numel, args.leaf, sumpow_part, &args);
+    return FSDPC_OK;
+}
+
 static fsdpc_status flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                                fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("sumsq", dtype));
-    if (leaf == 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "sumsq: a leaf has at least 1 element, not 0; give 64");
-    sumsq_args args = {x, dtype, leaf, 0, sum_io};
-    fsdpc_flat_split(stream, numel, leaf, sumsq_part, &args);
-    return FSDPC_OK;
+    sumpow_args args = {.x = x, .dtype = dtype, .leaf = leaf, .kind = TERM_SQUARE, .sum = sum_io};
+    return sum_terms("sumsq", args, numel, stream);
+}
+
+static fsdpc_status flat_sumpow(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                                double p, fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
+{
+    if (!(p > 0 && p < INFINITY))
+        return fsdpc_fail(FSDPC_ERR_VALUE, "sumpow: the power must be above 0 and finite, got %g",
+                          p);
+    term kind = p == 2 ? TERM_SQUARE : p == 1 ? TERM_MAGNITUDE : TERM_POWER;
+    sumpow_args args = {.x = x, .dtype = dtype, .leaf = leaf, .kind = kind, .p = p, .sum = sum_io};
+    return sum_terms("sumpow", args, numel, stream);
 }

@@ -62,6 +62,7 @@ int fsdpc_py_engine_setup(PyObject *module);
 int fsdpc_py_comm_setup(PyObject *module);
 int fsdpc_py_unit_setup(PyObject *module);
 int fsdpc_py_optim_setup(PyObject *module);
+int fsdpc_py_clip_setup(PyObject *module);
 
 /* The open communicator of a Comm object, or NULL with an exception. */
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);

@@ -1,14 +1,10 @@
-/* Optimizer, and the gradient norm: thin over csrc/engine/optim.c and clip.c.
+/* Optimizer: thin over csrc/engine/optim.c.
  *
  * An Optimizer keeps its units alive.  Plain tensors (modules that are not sharded) take the same
- * kernels through adamw_ and the same exact sum through grad_norm, so that a sharded model and its
- * unsharded twin agree to the bit.
+ * kernels through adamw_, so that a sharded model and its unsharded twin agree to the bit.
  */
 #include "py/py_engine.h"
 
-#include <math.h>
-
-#include "engine/clip.h"
 #include "ops/flat_ops.h"
 
 typedef struct py_optimizer {
@@ -165,91 +161,6 @@ static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
 
 /* ---- functions ---- */
 
-static fsdpc_unit **read_units(PyObject *module, PyObject *list)
-{
-    Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_unit **units = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *units);
-    if (!units) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(list, i));
-        if (!unit || fsdpc_py_unit_check_open(unit) < 0) {
-            PyMem_Free(units);
-            return NULL;
-        }
-        units[i] = unit->ref->unit;
-    }
-    return units;
-}
-
-/* A tensor's rows, as the layout would cut it: the same leaves, so the same bits. */
-static fsdpc_status add_plain(fsdpc_tensor *t, fsdpc_exact_sum *sum, fsdpc_stream *stream)
-{
-    size_t row = 64;
-    if (t->ndim >= 2 && t->numel > 0)
-        row = t->numel / t->shape[0];
-    return fsdpc_flat_sumsq(t->data, t->dtype, t->numel, row % 64 == 0 ? 64 : row, sum, stream);
-}
-
-static PyObject *grad_norm(PyObject *module, PyObject *args)
-{
-    PyObject *unit_list, *plain;
-    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &unit_list, &PyList_Type, &plain))
-        return NULL;
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    fsdpc_unit **units = runtime ? read_units(module, unit_list) : NULL;
-    if (!units)
-        return NULL;
-    fsdpc_exact_sum sum = {0};
-    fsdpc_status status = FSDPC_OK;
-    for (Py_ssize_t i = 0; status == FSDPC_OK && i < PyList_GET_SIZE(plain); i++) {
-        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(plain, i));
-        if (!t) {
-            PyMem_Free(units);
-            return NULL;
-        }
-        status = add_plain(t, &sum, runtime->compute);
-    }
-    if (status == FSDPC_OK) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = fsdpc_clip_sum(units, (int)PyList_GET_SIZE(unit_list), &sum);
-        Py_END_ALLOW_THREADS;
-    }
-    PyMem_Free(units);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    return PyFloat_FromDouble(sqrt(fsdpc_exact_sum_value(&sum)));
-}
-
-static PyObject *scale_grads(PyObject *module, PyObject *args)
-{
-    PyObject *unit_list, *plain;
-    double norm, max_norm;
-    if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &unit_list, &PyList_Type, &plain, &norm,
-                          &max_norm))
-        return NULL;
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    fsdpc_unit **units = runtime ? read_units(module, unit_list) : NULL;
-    if (!units)
-        return NULL;
-    fsdpc_clip_scale(units, (int)PyList_GET_SIZE(unit_list), norm, max_norm);
-    PyMem_Free(units);
-    double scale = max_norm / (norm + 1e-6);
-    for (Py_ssize_t i = 0; scale < 1 && i < PyList_GET_SIZE(plain); i++) {
-        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(plain, i));
-        int nonfinite = 0;
-        if (!t)
-            return NULL;
-        fsdpc_status status = fsdpc_flat_scale(t->data, t->dtype, t->numel, (float)scale,
-                                               &nonfinite, runtime->compute);
-        if (status != FSDPC_OK)
-            return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
-
 static PyObject *adamw_plain(PyObject *module, PyObject *args)
 {
     PyObject *objects[4];
@@ -318,10 +229,6 @@ static PyType_Spec optimizer_spec = {
 };
 
 static PyMethodDef functions[] = {
-    {"grad_norm", grad_norm, METH_VARARGS,
-     "grad_norm(units, tensors): the global 2-norm, exactly summed; collective."},
-    {"scale_grads", scale_grads, METH_VARARGS,
-     "scale_grads(units, tensors, norm, max_norm): leave the clipping factor to be applied."},
     {"adamw_", adamw_plain, METH_VARARGS,
      "adamw_(p, grad, exp_avg, exp_avg_sq, step, lr, b1, b2, eps, weight_decay, maximize)"},
     {NULL, NULL, 0, NULL},

@@ -85,6 +85,144 @@ static void test_bits(void)
     CHECK(expect[4] < expect[0] && expect[5] < expect[4] && expect[6] == 0);
 }
 
+enum { N_POWERS = 5 };
+static const double powers[N_POWERS] = {1, 2, INFINITY, 3, 2.5};
+
+/* The sum of |g|^p, or the maximum, over one parameter of set_grads, in long double. */
+static long double plain_norm(int u, int p, size_t numel, double power, double factor)
+{
+    long double total = 0;
+    for (size_t i = 0; i < numel; i++) {
+        uint64_t seed = (uint64_t)(u * 10 + p) * 100003u + i;
+        float x = (float)(rig_random(&seed) >> 40) * 0x1p-24f;
+        x = fabsf(ldexpf(x - 0.5f, (int)(rig_random(&seed) % 60) - 30));
+        long double scaled = (long double)x * (long double)factor;
+        total = isinf(power) ? fmaxl(total, scaled) : total + powl(scaled, (long double)power);
+    }
+    return total;
+}
+
+typedef struct found {
+    double total[N_POWERS], each[N_POWERS][2 * N_PARAMS];
+} found;
+
+/* Every norm in turn, of both units at once, in one collective; unit 1 has a scale pending. */
+static fsdpc_status all_norms(rig *r)
+{
+    found *out = (found *)r->arg + r->rank;
+    FSDPC_TRY(add_units(r));
+    FSDPC_TRY(set_grads(r, SIZE_MAX, 0));
+    r->units[0]->trainable[4] = false;
+    fsdpc_clip_multiply(&r->units[1], 1, 0x1p-16);
+    if (r->rank == 1) { /* this rank alone has looked at its gradients */
+        fsdpc_piece piece;
+        void *grad;
+        FSDPC_TRY(fsdpc_unit_grad(r->units[1], 0, &piece, &grad));
+    }
+    for (int k = 0; k < N_POWERS; k++) {
+        fsdpc_norm total = {{{0}, 0, 0}}, again = total, norms[2 * N_PARAMS];
+        size_t before = fsdpc_trace_count(r->trace, FSDPC_TRACE_COLLECTIVE);
+        FSDPC_TRY(fsdpc_clip_norms(r->units, 2, powers[k], &total, norms));
+        FSDPC_TRY(fsdpc_clip_norms(r->units, 2, powers[k], &again, NULL));
+        if (fsdpc_trace_count(r->trace, FSDPC_TRACE_COLLECTIVE) != before + 2 * (r->world > 1))
+            return fsdpc_fail(FSDPC_ERR_INTERNAL, "one collective each");
+        bool kept = r->units[1]->pending_scale == 0x1p-16;
+        if (r->rank != 1 && kept != (k < 3))
+            return fsdpc_fail(FSDPC_ERR_INTERNAL, "p %g: scale pending: %d", powers[k], kept);
+        out->total[k] = fsdpc_norm_value(&total, powers[k]);
+        if (fsdpc_norm_value(&again, powers[k]) != out->total[k])
+            return fsdpc_fail(FSDPC_ERR_INTERNAL, "the total is not the sum of all");
+        for (int p = 0; p < 2 * N_PARAMS; p++)
+            out->each[k][p] = fsdpc_norm_value(&norms[p], powers[k]);
+    }
+    return FSDPC_OK;
+}
+
+static void test_powers(void)
+{
+    const size_t numels[N_PARAMS] = {13 * 37, 29 * 128, 777, 9 * 5 * 3, 1};
+    found first = {{0}, {{0}}};
+    for (int world = 1; world <= RIG_RANKS; world++) {
+        found out[RIG_RANKS];
+        memset(out, 0, sizeof out);
+        rig rigs[RIG_RANKS];
+        rigs_run(rigs, world, all_norms, out);
+        if (world == 1)
+            first = out[0];
+        for (int p = 0; p < world; p++)
+            CHECK_NOTE(memcmp(&out[p], &first, sizeof first) == 0, "rank %d of %d", p, world);
+        rigs_close(rigs, world);
+    }
+    for (int k = 0; k < N_POWERS; k++) {
+        long double total = 0;
+        for (int p = 0; p < 2 * N_PARAMS; p++) {
+            long double sum = p == 4 ? 0
+                                     : plain_norm(p / N_PARAMS, p % N_PARAMS, numels[p % N_PARAMS],
+                                                  powers[k], p < N_PARAMS ? 1 : 0x1p-16);
+            total = isinf(powers[k]) ? fmaxl(total, sum) : total + sum;
+            double norm = (double)(isinf(powers[k]) ? sum : powl(sum, 1 / (long double)powers[k]));
+            CHECK_NOTE(fabs(first.each[k][p] - norm) <= 1e-14 * norm, "p %g, parameter %d: %g, %g",
+                       powers[k], p, first.each[k][p], norm);
+        }
+        double norm = (double)(isinf(powers[k]) ? total : powl(total, 1 / (long double)powers[k]));
+        CHECK_NOTE(fabs(first.total[k] - norm) <= 1e-14 * norm, "p %g: %g, not %g", powers[k],
+                   first.total[k], norm);
+    }
+}
+
+/* Units of two shard groups, interleaved: one collective a group, and every norm in its place. */
+static fsdpc_status two_groups(rig *r)
+{
+    found *out = (found *)r->arg + r->rank;
+    fsdpc_param_spec spec = rig_spec("w", FSDPC_F32, 2, 29, 128, 0);
+    fsdpc_comm *other;
+    FSDPC_TRY(fsdpc_comm_split(r->comm, 0, r->rank, &other));
+    for (int u = 0; u < 4; u++) {
+        fsdpc_unit_options options = rig_options(r, "u");
+        options.mesh.shard = u % 2 ? other : r->comm;
+        FSDPC_TRY(rig_add(r, &options, &spec, 1));
+        fsdpc_piece piece;
+        void *grad;
+        r->units[u]->grad_live = true;
+        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, &piece, &grad));
+        for (size_t i = 0; i < piece.numel; i++)
+            ((float *)grad)[i] = (float)(u + 1);
+    }
+    fsdpc_norm total = {{{0}, 0, 0}}, norms[4];
+    FSDPC_TRY(fsdpc_clip_norms(r->units, 4, 1, &total, norms));
+    out->total[0] = fsdpc_norm_value(&total, 1);
+    for (int u = 0; u < 4; u++)
+        out->each[0][u] = fsdpc_norm_value(&norms[u], 1);
+    rig_close_units(r);
+    fsdpc_comm_destroy(other);
+    return FSDPC_OK;
+}
+
+static void test_groups(void)
+{
+    found out[2];
+    rig rigs[RIG_RANKS];
+    memset(out, 0, sizeof out);
+    rigs_run(rigs, 2, two_groups, out);
+    for (int rank = 0; rank < 2; rank++) {
+        CHECK(out[rank].total[0] == 10 * 29 * 128);
+        for (int u = 0; u < 4; u++)
+            CHECK(out[rank].each[0][u] == (u + 1) * 29 * 128);
+    }
+    rigs_close(rigs, 2);
+}
+
+static void test_refused(void)
+{
+    fsdpc_norm total = {{{0}, 0, 0}};
+    const double refused[] = {0, -1, -INFINITY, NAN};
+    for (int k = 0; k < 4; k++)
+        CHECK_FAILS(fsdpc_clip_norms(NULL, 0, refused[k], &total, NULL), FSDPC_ERR_VALUE,
+                    "give 1, 2, inf");
+    CHECK_OK(fsdpc_clip_norms(NULL, 0, INFINITY, &total, NULL));
+    CHECK(fsdpc_norm_value(&total, INFINITY) == 0 && fsdpc_norm_value(&total, 3) == 0);
+}
+
 /* Against a plain sum, and every world's layout on one process: leaves must not be cut by it. */
 static void test_layouts(void)
 {
@@ -163,5 +301,8 @@ int main(void)
     test_bits();
     test_layouts();
     test_scale();
+    test_powers();
+    test_groups();
+    test_refused();
     return check_report("test_clip");
 }

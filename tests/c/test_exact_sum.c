@@ -176,6 +176,35 @@ static void test_not_numbers(void)
     CHECK(a.infinities == 2 && a.nans == 0 && isinf(fsdpc_exact_sum_value(&a)));
 }
 
+/* Shifting the sum is summing shifted values. */
+static void test_shift(void)
+{
+    enum { N = 300 };
+    uint64_t state = 5;
+    for (int trial = 0; trial < 200; trial++) {
+        int bits = trial < 4 ? (int[]){0, 32, -32, 64}[trial] : (int)(next(&state) % 401) - 200;
+        fsdpc_exact_sum plain = {{0}, 0, 0}, shifted = plain;
+        for (int i = 0; i < N; i++) {
+            double value = ldexp((double)(next(&state) >> 11), (int)(next(&state) % 600) - 400);
+            fsdpc_exact_sum_add(&plain, value);
+            fsdpc_exact_sum_add(&shifted, ldexp(value, bits));
+        }
+        fsdpc_exact_sum_shift(&plain, bits);
+        fsdpc_exact_sum_normalize(&shifted);
+        CHECK_NOTE(memcmp(&plain, &shifted, sizeof plain) == 0, "by %d", bits);
+    }
+    fsdpc_exact_sum sum = {{0}, 2, 1};
+    fsdpc_exact_sum_add(&sum, 0x3p-1074);
+    fsdpc_exact_sum_shift(&sum, -1); /* 1.5: the half is cut off */
+    CHECK(sum.nans == 2 && sum.infinities == 1);
+    sum.nans = sum.infinities = 0;
+    CHECK(fsdpc_exact_sum_value(&sum) == 0x1p-1074);
+    fsdpc_exact_sum_shift(&sum, 40);
+    CHECK(fsdpc_exact_sum_value(&sum) == 0x1p-1034);
+    fsdpc_exact_sum_shift(&sum, 5000);
+    CHECK(isinf(fsdpc_exact_sum_value(&sum)));
+}
+
 int main(void)
 {
     test_single_values();
@@ -185,5 +214,6 @@ int main(void)
     test_cuts();
     test_room_for_carries();
     test_not_numbers();
+    test_shift();
     return check_report("exact_sum");
 }

@@ -1,14 +1,14 @@
-/* sumsq: leaf sums against long double and against the documented order; the same words for any cut
- * at leaves, number of threads and instruction set. */
+/* sumsq and sumpow: leaf sums against long double and against the documented order; the same words
+ * for any cut at leaves, number of threads and instruction set. */
 #include "test_flat_common.h"
 
 /* A leaf in the order the kernels promise, element by element. */
-static double leaf_reference(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype)
+static double leaf_reference(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype, double p)
 {
     double partial[16] = {0};
     for (size_t i = 0; i < numel; i++) {
         double value = element(x, begin + i, dtype);
-        partial[i % 16] += value * value;
+        partial[i % 16] += p == 2 ? value * value : p == 1 ? fabs(value) : pow(fabs(value), p);
     }
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++)
@@ -16,28 +16,35 @@ static double leaf_reference(const void *x, size_t begin, size_t numel, fsdpc_dt
     return partial[0];
 }
 
-static fsdpc_exact_sum sum_of(rig *r, const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf)
+static fsdpc_exact_sum sum_of(rig *r, const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                              double p)
 {
     fsdpc_exact_sum sum = {{0}, 0, 0};
-    CHECK_OK(r->ops->sumsq(x, dtype, numel, leaf, &sum, &r->stream));
+    if (p == 0) /* the kernel of its own */
+        CHECK_OK(r->ops->sumsq(x, dtype, numel, leaf, &sum, &r->stream));
+    else
+        CHECK_OK(r->ops->sumpow(x, dtype, numel, leaf, p, &sum, &r->stream));
     fsdpc_exact_sum_normalize(&sum);
     return sum;
 }
 
-static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf)
+static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf, double p)
 {
+    double power = p == 0 ? 2 : p;
     void *x = test_alloc(numel * fsdpc_dtype_bytes(dtype));
     fill_random(x, numel, dtype, numel + leaf);
-    fsdpc_exact_sum whole = sum_of(r, x, dtype, numel, leaf), reference = {{0}, 0, 0};
+    fsdpc_exact_sum whole = sum_of(r, x, dtype, numel, leaf, p), reference = {{0}, 0, 0};
     long double total = 0;
     for (size_t at = 0; at < numel; at += leaf)
-        fsdpc_exact_sum_add(&reference,
-                            leaf_reference(x, at, leaf < numel - at ? leaf : numel - at, dtype));
-    for (size_t i = 0; i < numel; i++)
-        total += (long double)element(x, i, dtype) * (long double)element(x, i, dtype);
+        fsdpc_exact_sum_add(
+            &reference, leaf_reference(x, at, leaf < numel - at ? leaf : numel - at, dtype, power));
+    for (size_t i = 0; i < numel; i++) {
+        long double value = fabsl((long double)element(x, i, dtype));
+        total += power == 1 ? value : power == 2 ? value * value : powl(value, (long double)power);
+    }
     fsdpc_exact_sum_normalize(&reference);
-    CHECK_NOTE(memcmp(&whole, &reference, sizeof whole) == 0, "%s, %zu elements, leaf %zu",
-               fsdpc_dtype_name(dtype), numel, leaf);
+    CHECK_NOTE(memcmp(&whole, &reference, sizeof whole) == 0, "%s, %zu elements, leaf %zu, p %g",
+               fsdpc_dtype_name(dtype), numel, leaf, p);
     double value = fsdpc_exact_sum_value(&whole);
     CHECK(fabsl((long double)value - total) <= 1e-13L * total);
 
@@ -47,7 +54,7 @@ static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf)
         take = leaf * (1 + random_bits(&state) % (numel / leaf / 3 + 2));
         take = take > numel - at ? numel - at : take;
         fsdpc_exact_sum part = {{0}, 0, 0};
-        CHECK_OK(r->ops->sumsq(at_element(x, at, dtype), dtype, take, leaf, &part, &r->stream));
+        part = sum_of(r, at_element(x, at, dtype), dtype, take, leaf, p);
         fsdpc_exact_sum_merge(&cut, &part);
     }
     fsdpc_exact_sum_normalize(&cut);
@@ -73,6 +80,22 @@ static void test_not_numbers(rig *r)
     CHECK(fsdpc_exact_sum_value(&sum) == (double)x[1] * (double)x[1]);
     CHECK_FAILS(r->ops->sumsq(x, FSDPC_F32, 1, 0, &sum, &r->stream), FSDPC_ERR_VALUE, "leaf");
     CHECK_FAILS(r->ops->sumsq(x, FSDPC_I64, 1, 64, &sum, &r->stream), FSDPC_ERR_DTYPE, "int64");
+
+    const double powers[] = {1, 2, 3, 0.5};
+    for (int k = 0; k < 4; k++) {
+        x[0] = -2, x[1] = 0, x[70] = -NAN, x[130] = INFINITY;
+        memset(&sum, 0, sizeof sum);
+        CHECK_OK(r->ops->sumpow(x, FSDPC_F32, 64, 64, powers[k], &sum, &r->stream));
+        CHECK(fsdpc_exact_sum_value(&sum) == pow(2, powers[k]));
+        CHECK_OK(r->ops->sumpow(x, FSDPC_F32, 200, 64, powers[k], &sum, &r->stream));
+        CHECK(sum.nans == 1 && sum.infinities == 1 && isnan(fsdpc_exact_sum_value(&sum)));
+    }
+    const double refused[] = {0, -1, INFINITY, NAN};
+    for (int k = 0; k < 4; k++)
+        CHECK_FAILS(r->ops->sumpow(x, FSDPC_F32, 1, 64, refused[k], &sum, &r->stream),
+                    FSDPC_ERR_VALUE, "above 0");
+    CHECK_FAILS(r->ops->sumpow(x, FSDPC_U8, 1, 64, 1, &sum, &r->stream), FSDPC_ERR_DTYPE, "uint8");
+    CHECK_FAILS(r->ops->sumpow(x, FSDPC_F32, 1, 0, 1, &sum, &r->stream), FSDPC_ERR_VALUE, "leaf");
 }
 
 int main(void)
@@ -85,8 +108,14 @@ int main(void)
         rig_init(&r, isas[k / 2], k % 2 ? 3 : 1);
         for (size_t d = 0; d < 4; d++)
             for (size_t s = 0; s < SIZES; s++)
-                for (size_t l = 0; l < sizeof leaves / sizeof leaves[0]; l++)
-                    test_case(&r, all_floats[d], some_sizes[s], leaves[l]);
+                for (size_t l = 0; l < sizeof leaves / sizeof leaves[0]; l++) {
+                    test_case(&r, all_floats[d], some_sizes[s], leaves[l], 0);
+                    test_case(&r, all_floats[d], some_sizes[s], leaves[l], 1);
+                    if (some_sizes[s] != LARGE_NUMEL || leaves[l] == 50 || leaves[l] == 64) {
+                        test_case(&r, all_floats[d], some_sizes[s], leaves[l], 2);
+                        test_case(&r, all_floats[d], some_sizes[s], leaves[l], 2.5);
+                    }
+                }
         test_not_numbers(&r);
         rig_fini(&r);
     }
