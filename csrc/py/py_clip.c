@@ -181,13 +181,13 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
-static fsdpc_status multiply_plain(const gradients *g, double factor)
+/* `nonfinite_io` becomes 1 where a NaN or infinity was read. */
+static fsdpc_status multiply_plain(const gradients *g, double factor, int *nonfinite_io)
 {
     for (size_t i = 0; i < g->n_plain; i++) {
-        int nonfinite = 0;
         fsdpc_tensor *t = g->plain[i];
         FSDPC_TRY(fsdpc_tensor_check_write(t));
-        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, (float)factor, &nonfinite,
+        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, (float)factor, nonfinite_io,
                                    g->runtime->compute));
     }
     return FSDPC_OK;
@@ -197,6 +197,7 @@ static PyObject *scale_grads(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
     double norm, max_norm;
+    int nonfinite = 0;
     gradients g;
     if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &norm,
                           &max_norm) ||
@@ -204,7 +205,7 @@ static PyObject *scale_grads(PyObject *module, PyObject *args)
         return NULL;
     double scale = max_norm / (norm + 1e-6);
     fsdpc_clip_scale(g.units, g.n_units, norm, max_norm);
-    fsdpc_status status = scale < 1 ? multiply_plain(&g, scale) : FSDPC_OK;
+    fsdpc_status status = scale < 1 ? multiply_plain(&g, scale, &nonfinite) : FSDPC_OK;
     free_gradients(&g);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
@@ -215,16 +216,15 @@ static PyObject *multiply_grads(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
     double factor;
+    int nonfinite = 0;
     gradients g;
     if (!PyArg_ParseTuple(args, "O!O!d", &PyList_Type, &units, &PyList_Type, &plain, &factor) ||
         read_gradients(module, units, plain, &g) < 0)
         return NULL;
     fsdpc_clip_multiply(g.units, g.n_units, factor);
-    fsdpc_status status = multiply_plain(&g, factor);
+    fsdpc_status status = multiply_plain(&g, factor, &nonfinite);
     free_gradients(&g);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return status == FSDPC_OK ? PyBool_FromLong(nonfinite) : fsdpc_py_raise(status);
 }
 
 static fsdpc_status clamp_plain(const gradients *g, double limit)
@@ -266,7 +266,8 @@ static PyMethodDef functions[] = {
     {"scale_grads", scale_grads, METH_VARARGS,
      "scale_grads(units, tensors, norm, max_norm): leave the clipping factor to be applied."},
     {"multiply_grads", multiply_grads, METH_VARARGS,
-     "multiply_grads(units, tensors, factor): leave a factor to be applied."},
+     "multiply_grads(units, tensors, factor): leave a factor to be applied; whether a NaN or "
+     "infinity was seen in the tensors."},
     {"clamp_", clamp, METH_VARARGS, "clamp_(tensors, limit): in place, to [-limit, limit]."},
     {NULL, NULL, 0, NULL},
 };

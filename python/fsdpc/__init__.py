@@ -48,7 +48,7 @@ from fsdpc._core import (
     uint8,
 )
 from fsdpc.activation import checkpoint_activations
-from fsdpc.clip import clip_grad_norm_
+from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
 from fsdpc.config import show_config
 from fsdpc.distributed import (
     all_gather,
@@ -70,12 +70,13 @@ from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import FSDPModule, full_grad, full_tensor, fully_shard
 
 if TYPE_CHECKING:
-    from fsdpc import data, functional, lr_scheduler, models
+    from fsdpc import amp, data, functional, lr_scheduler, models
     from fsdpc.launcher import launch
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "amp": "fsdpc.amp",
     "data": "fsdpc.data",
     "functional": "fsdpc.functional",
     "launcher": "fsdpc.launcher",
@@ -86,14 +87,14 @@ _LAZY = {
 
 __all__ = [
     "DeviceMesh", "FSDPModule", "MismatchError", "MixedPrecisionPolicy", "PeerError", "Tensor",
-    "all_gather", "all_reduce", "barrier", "bfloat16", "bool_", "broadcast", "checkpoint",
-    "checkpoint_activations", "clip_grad_norm_", "data", "deferred_init", "distributed", "dtype",
-    "enable_grad", "float16", "float32", "float64", "from_dlpack", "from_numpy", "full_grad",
-    "full_tensor", "fully_shard", "functional", "init", "init_device_mesh", "int32", "int64",
-    "is_grad_enabled", "is_initialized", "launch", "local_rank", "lr_scheduler", "manual_seed",
-    "memory_stats", "models", "nn", "no_grad", "num_threads", "optim", "rank",
-    "reset_peak_memory_stats", "set_num_threads", "show_config", "shutdown", "tensor", "uint8",
-    "world_size",
+    "all_gather", "all_reduce", "amp", "barrier", "bfloat16", "bool_", "broadcast", "checkpoint",
+    "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_", "data", "deferred_init",
+    "distributed", "dtype", "enable_grad", "float16", "float32", "float64", "from_dlpack",
+    "from_numpy", "full_grad", "full_tensor", "fully_shard", "functional", "grad_norms", "init",
+    "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch",
+    "local_rank", "lr_scheduler", "manual_seed", "memory_stats", "models", "nn", "no_grad",
+    "num_threads", "optim", "rank", "reset_peak_memory_stats", "set_num_threads", "show_config",
+    "shutdown", "tensor", "uint8", "world_size",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the global gradient norm."""
+"""Norms of gradients, and clipping by the global norm or by value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from fsdpc import _core, distributed
+from fsdpc import _core, _overflow
 from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 
@@ -24,11 +22,12 @@ def clip_grad_norm_(
     Parameters
     ----------
     module : Module or iterable of Parameter
-        Whose gradients count; whole units at a time where they are sharded, without ignored ones.
+        Whose gradients count, each once; whole units at a time where they are sharded, without
+        ignored ones.
     max_norm : float
         ``inf`` measures without scaling.
     norm_type : float, default 2
-        2 is supported.
+        1, 2, ``inf`` (the largest magnitude) or another number above 0.
     error_if_nonfinite : bool, default False
         Raise if the norm is NaN or infinite; gradients are left as they are.
 
@@ -36,68 +35,136 @@ def clip_grad_norm_(
     -------
     Tensor, 0-d float64
         The norm over all ranks before clipping. Its bits depend neither on the world size nor on
-        the layout: squares are summed in float64 over fixed leaves and added exactly.
+        the layout: powers are summed in float64 over fixed leaves and added exactly.
 
     Raises
     ------
     FloatingPointError
         The norm is not finite and ``error_if_nonfinite`` is set; names the parameters.
     ValueError
-        Some parameters are sharded and others have gradients but no unit and are not ignored.
+        ``max_norm`` or ``norm_type`` is none, or some parameters are sharded and others have
+        gradients but no unit and are not ignored.
 
     Notes
     -----
     Sharded gradients are not touched: the factor is applied by the optimizer while it reads them,
-    or by whoever reads ``.grad`` first.
+    or by whoever reads ``.grad`` first. One small all-reduce for each shard group. Powers must fit
+    float64: the norm of finite gradients can be infinite, or 0, for a large ``norm_type``.
     """
-    if norm_type != 2:
-        raise NotImplementedError(f"norm_type {norm_type}: only 2 is supported yet")
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
     named = _named(module)
-    units: list[Any] = []
-    for _, p in named:
-        if p._unit is not None and p._unit not in units:
-            units.append(p._unit)
-    plain = _plain_grads(named, bool(units))
-    norm = _core.grad_norm(units, plain)
+    units, plain = _gradients(named)
+    p = float(norm_type)
+    norm = _core.grad_norm(units, plain, p)
+    if math.isfinite(norm) or p in (1, 2, math.inf):  # another power may itself have overflowed
+        _overflow.report(units, not math.isfinite(norm))
     if error_if_nonfinite and not math.isfinite(norm):
-        where = ", ".join(_nonfinite(named, bool(units)))
+        largest = grad_norms(module, math.inf)
+        bad = ", ".join(f"'{name}'" for name, x in largest.items() if not math.isfinite(x))
         raise FloatingPointError(
-            f"the global gradient norm is {norm}: gradients hold NaN or infinity, in {where}; drop "
+            f"the global gradient norm is {norm}: gradients hold NaN or infinity, in {bad}; drop "
             "them (zero_grad()) and go on, or set error_if_nonfinite=False"
+            if bad
+            else f"the global gradient norm is {norm}, though all gradients are finite: powers of "
+            f"{norm_type} do not fit float64; take norm_type 2 or inf"
         )
     _core.scale_grads(units, plain, norm, float(max_norm))
     return _core.tensor(norm, dtype=_core.float64)
 
 
+def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> dict[str, float]:
+    """Measure the norm of every parameter's gradient over all ranks; collective.
+
+    Parameters
+    ----------
+    module : Module or iterable of Parameter
+        As :func:`clip_grad_norm_` takes it.
+    norm_type : float, default 2
+        1, 2, ``inf`` or another number above 0.
+
+    Returns
+    -------
+    dict of str to float
+        By name, of the parameters that have a gradient; as exact, and as independent of the world
+        size, as the global norm.
+
+    Notes
+    -----
+    One read of the gradients and one all-reduce of 560 bytes a parameter, for all of them.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1)
+    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    >>> fsdpc.grad_norms(layer)
+    {'weight': 5.0, 'bias': 1.0}
+    """
+    named = _named(module)
+    units, plain = _gradients(named)
+    sharded, others = _core.grad_norms(units, plain, float(norm_type))
+    rest = iter(others)
+    norms = {}
+    for name, p in named:
+        if p._unit is not None:
+            norm = sharded[units.index(p._unit)][p._index]
+            if norm is not None:
+                norms[name] = norm
+        elif _is_plain(p):
+            norms[name] = next(rest)
+    return norms
+
+
+def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) -> None:
+    """Cut every element of the gradients off at ``clip_value`` and ``-clip_value``, in place.
+
+    Parameters
+    ----------
+    module : Module or iterable of Parameter
+        Whose gradients are cut off, without ignored ones.
+    clip_value : float
+        At least 0. NaN stays NaN.
+
+    Notes
+    -----
+    One pass over the gradient shards, after what :func:`clip_grad_norm_` or a loss scaler left to
+    be applied. No communication.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must be at least 0, got {clip_value}")
+    grads = [p.grad for _, p in _named(module) if not getattr(p, "_ignored", False)]
+    _core.clamp_([g for g in grads if g is not None], float(clip_value))
+
+
 def _named(module: Module | Iterable[Parameter]) -> list[tuple[str, Parameter]]:
+    """Every parameter once, with its name."""
     if isinstance(module, Module):
         return list(module.named_parameters())
     params = [module] if isinstance(module, Parameter) else list(module)
-    return [(getattr(p, "_name", f"number {i}"), p) for i, p in enumerate(params)]
+    once = {id(p): p for p in params}.values()
+    names = [getattr(p, "_name", f"number {i}") for i, p in enumerate(once)]
+    if len(set(names)) < len(names):  # units of their own may hold the same name
+        names = [f"number {i} ('{name}')" for i, name in enumerate(names)]
+    return list(zip(names, once, strict=True))
 
 
-def _plain_grads(named: list[tuple[str, Parameter]], beside_units: bool) -> list[Tensor]:
-    """Gradients that are not sharded; beside sharded ones they would differ between ranks."""
-    plain = [
-        (name, p) for name, p in named if p._unit is None and not getattr(p, "_ignored", False)
-    ]
-    plain = [(name, p) for name, p in plain if p.grad is not None]
-    if beside_units and plain:
+def _is_plain(p: Parameter) -> bool:
+    """Whether it has a gradient that counts and is not sharded."""
+    return p._unit is None and not getattr(p, "_ignored", False) and p.grad is not None
+
+
+def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
+    """Units, and gradients that are not sharded: those would differ between ranks beside units."""
+    units: list[Any] = []
+    for _, p in named:
+        if p._unit is not None and p._unit not in units:
+            units.append(p._unit)
+    plain = [(name, p) for name, p in named if _is_plain(p)]
+    if units and plain:
         names = ", ".join(f"'{name}'" for name, _ in plain)
         raise ValueError(
             f"{names}: held by no unit, so the norm would differ between ranks; call fully_shard() "
             "on the module around them, or give them as its ignored_params"
         )
-    return [p.grad for _, p in plain]
-
-
-def _nonfinite(named: list[tuple[str, Parameter]], collective: bool) -> list[str]:
-    """Names of the parameters whose gradients are not finite, on any rank."""
-    grads = [None if getattr(p, "_ignored", False) else p.grad for _, p in named]
-    bad = [g is not None and not math.isfinite(_core.grad_norm([], [g])) for g in grads]
-    flags = np.array(bad, dtype=np.int64)
-    if collective:
-        flags = distributed.all_reduce(flags, "max")
-    return [f"'{name}'" for (name, _), flag in zip(named, flags, strict=True) if flag]
+    return units, [p.grad for _, p in plain if p.grad is not None]

@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdpc import _core, distributed, models
 from fsdpc.activation import checkpoint_activations
+from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
 from fsdpc.data import ByteDataset, DistributedSampler, Loader, SequenceDataset, default_corpus
 from fsdpc.lr_scheduler import WarmupCosine
@@ -25,6 +26,7 @@ from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import full_tensor, fully_shard
 
 HELD_OUT_BYTES = 500_000
+DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 _EPILOG = """\
@@ -85,9 +87,9 @@ def parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--dtype",
-        choices=("fp32", "bf16"),
+        choices=tuple(DTYPES),
         default="bf16",
-        help="of compute; masters, sums and states are fp32 (default: bf16)",
+        help="of compute; masters, sums and states are fp32; fp16 scales the loss (default: bf16)",
     )
     model.add_argument(
         "--checkpoint-activations",
@@ -240,6 +242,7 @@ class Trainer:
             distributed.init()
         self.rank, self.world = distributed.rank(), distributed.world_size()
         self.model, self.optimizer = self._build()
+        self.scaler = LossScaler() if options.dtype == "fp16" else None
         warmup = max(1, options.steps // 20)
         self.schedule = WarmupCosine(
             self.optimizer,
@@ -271,7 +274,7 @@ class Trainer:
         if o.checkpoint_activations:
             checkpoint_activations(model.blocks(), _checkpoint_choice(o.checkpoint_activations))
         policy = MixedPrecisionPolicy(
-            param_dtype=_core.bfloat16 if o.dtype == "bf16" else None, reduce_dtype=_core.float32
+            param_dtype=None if o.dtype == "fp32" else DTYPES[o.dtype], reduce_dtype=_core.float32
         )
         for block in model.blocks():
             fully_shard(block, mp_policy=policy)
@@ -286,7 +289,7 @@ class Trainer:
 
     def _measure_peak(self) -> float:
         """FLOP/s of this rank's matrix products: what MFU is a share of."""
-        dtype = _core.bfloat16 if self.options.dtype == "bf16" else _core.float32
+        dtype = DTYPES[self.options.dtype]
         n = 768
         a, b = (_core.randn(n, n, seed=i).to(dtype) for i in (1, 2))
         best = math.inf
@@ -330,11 +333,18 @@ class Trainer:
         for _ in range(o.accumulate):
             x, y = next(self.loader)
             loss = self.model(x, y)
-            (loss / o.accumulate if o.accumulate > 1 else loss).backward()
+            part = loss / o.accumulate if o.accumulate > 1 else loss
+            (self.scaler.scale(part) if self.scaler else part).backward()
             losses.append(float(loss))
-        norm = clip_grad_norm_(self.model, o.clip, error_if_nonfinite=True)
         lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+            norm = clip_grad_norm_(self.model, o.clip)
+            self.scaler.step(self.optimizer)  # not where a gradient overflowed
+            self.scaler.update()
+        else:
+            norm = clip_grad_norm_(self.model, o.clip, error_if_nonfinite=True)
+            self.optimizer.step()
         self.schedule.step()
         seconds = time.perf_counter() - begin
         return {
@@ -418,9 +428,10 @@ class LiveLine:
         now_rate = t.tokens_per_step / m["seconds"]
         t._write({
             "step": step, "loss": m["loss"], "tokens_per_second": now_rate,
-            "grad_norm": m["grad_norm"], "lr": m["lr"],
+            "grad_norm": m["grad_norm"] if math.isfinite(m["grad_norm"]) else None, "lr": m["lr"],
             "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak,
             "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
+            **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
         })  # fmt: skip
         now = time.perf_counter()
         last = step == t.options.steps

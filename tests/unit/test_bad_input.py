@@ -154,8 +154,14 @@ def test_norms_that_are_none() -> None:
     for max_norm in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="max_norm must be above 0"):
             fsdpc.clip_grad_norm_(layer, max_norm)
-    with pytest.raises(NotImplementedError, match="norm_type inf"):
-        fsdpc.clip_grad_norm_(layer, 1.0, norm_type=float("inf"))
+    for norm_type in (0, -1, float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match=r"norm_type .* give 1, 2, inf or another number"):
+            fsdpc.clip_grad_norm_(layer, 1.0, norm_type=norm_type)
+        with pytest.raises(ValueError, match=r"norm_type .* give 1, 2, inf or another number"):
+            fsdpc.grad_norms(layer, norm_type)
+    for value in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="clip_value must be at least 0"):
+            fsdpc.clip_grad_value_(layer, value)
 
 
 # ---- collectives of the user's own
