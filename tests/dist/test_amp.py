@@ -162,18 +162,19 @@ def test_ignored_gradients_overflow_for_all_ranks() -> None:
 
 
 def test_fsdpc_train_in_fp16(tmp_path: Path) -> None:
-    """Learns as in fp32, says its scale, and writes lines that any JSON reader takes."""
-    text, losses = tmp_path / "text.txt", {}
+    """It learns, says its scale, and writes what any JSON reader takes, of skipped steps too."""
+    text, metrics = tmp_path / "text.txt", tmp_path / "metrics.jsonl"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    for dtype in ("fp16", "fp32"):
-        metrics = tmp_path / f"{dtype}.jsonl"
-        command = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--dtype", dtype]
-        command += ["--data", str(text), "--steps", "8", "--batch", "2", "--seq", "64"]
-        command += ["--sample", "0", "--metrics", str(metrics)]
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()[:-1]]
-        assert all(("loss_scale" in line) == (dtype == "fp16") for line in lines)
-        assert dtype == "fp32" or {line["loss_scale"] for line in lines} == {65536.0}
-        losses[dtype] = [line["loss"] for line in lines]
-    assert losses["fp16"][-1] < 0.7 * losses["fp16"][0]
-    np.testing.assert_allclose(losses["fp16"], losses["fp32"], rtol=0.02)
+    command = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--dtype", "fp16"]
+    command += ["--data", str(text), "--steps", "12", "--batch", "2", "--seq", "64"]
+    command += ["--sample", "0", "--metrics", str(metrics)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in metrics.open()]
+    steps = lines[:-1]
+    assert steps[-1]["loss"] < 0.6 * steps[0]["loss"] and lines[-1]["val_loss"] < steps[0]["loss"]
+    scale, forgiving = 65536.0, 2
+    for line in steps:
+        if line["grad_norm"] is None:  # overflowed
+            scale, forgiving = (scale / 2, 1) if forgiving == 1 else (scale, 1)
+        assert line["loss_scale"] == scale
+    assert sum(line["grad_norm"] is not None for line in steps) >= 8
