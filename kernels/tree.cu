@@ -64,11 +64,22 @@ __device__ vec<wide<T>, N> tree_sum(const tree_sources<FSDPC_CUDA_REDUCE_SOURCES
     return partial[0];
 }
 
+/* x as a number of the dtype. */
+template <typename W> __device__ __forceinline__ W round_through(W x, fsdpc_dtype dtype)
+{
+    if (dtype == FSDPC_BF16)
+        return widen<W>(narrow<bf16>(x));
+    if (dtype == FSDPC_F16)
+        return widen<W>(narrow<f16>(x));
+    return dtype == FSDPC_F32 ? widen<W>(narrow<float>(x)) : x;
+}
+
 template <typename Out, typename T, int SOURCES> struct tree_op {
     enum { WIDTH = 8 };
     tree_sources<SOURCES> sources;
     Out *out;
     float scale;
+    fsdpc_dtype round_dtype;
     bool accumulate;
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
@@ -77,7 +88,7 @@ template <typename Out, typename T, int SOURCES> struct tree_op {
         vec<Out, N> result;
 #pragma unroll
         for (int k = 0; k < N; k++)
-            result.at[k] = narrow<Out>(widen<wide<T>>(narrow<T>(sum.at[k] * (wide<T>)scale)));
+            result.at[k] = narrow<Out>(round_through(sum.at[k] * (wide<T>)scale, round_dtype));
         if (accumulate) {
             vec<wide<Out>, N> old = load_wide<N, wide<Out>>(out + i);
 #pragma unroll
@@ -102,7 +113,7 @@ static fsdpc_status reduce_launch(const fsdpc_reduce_args *args, const fsdpc_str
     buffers[SOURCES] = map_buffer{args->out, fsdpc_dtype_bytes(args->out_dtype)};
     FSDPC_FOR_FLOAT(args->out_dtype, Out, FSDPC_FOR_FLOAT(args->dtype, T, {
                         tree_op<Out, T, SOURCES> op = {sources, (Out *)args->out, args->scale,
-                                                       args->accumulate};
+                                                       args->round_dtype, args->accumulate};
                         return map_launch("reduce", op, args->numel, buffers, stream);
                     }))
     return FSDPC_ERR_DTYPE;

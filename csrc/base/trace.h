@@ -21,7 +21,8 @@
     X(BACKWARD, "backward")                                                                        \
     X(BACKWARD_END, "backward_end")                                                                \
     X(RESHARD, "reshard")                                                                          \
-    X(REDUCE, "reduce") /* posted */                                                               \
+    X(REDUCE, "reduce")         /* posted */                                                       \
+    X(ALL_REDUCE, "all_reduce") /* over replicas, posted */                                        \
     X(REDUCE_DONE, "reduce_done")                                                                  \
     X(COLLECTIVE, "collective") /* norms, user's own, agreement */                                 \
     X(OPTIM, "optim")

@@ -92,6 +92,7 @@ fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *co
                                                   .dtype = dtype,
                                                   .numel = numel,
                                                   .scale = 1,
+                                                  .round_dtype = dtype,
                                                   .out = out,
                                                   .out_dtype = dtype},
                              stream);
@@ -105,9 +106,11 @@ fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
     size_t shard_element = fsdpc_dtype_bytes(op->shard_dtype);
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
-        if (slice->numel == 0 || (slice->owner >= 0 && slice->owner != rank))
+        bool whole = op->kind == FSDPC_COLL_REDUCE_ALL || slice->owner >= 0;
+        if (slice->numel == 0 ||
+            (op->kind != FSDPC_COLL_REDUCE_ALL && slice->owner >= 0 && slice->owner != rank))
             continue;
-        size_t first = slice->full_offset + (slice->owner < 0 ? (size_t)rank * slice->numel : 0);
+        size_t first = slice->full_offset + (whole ? 0 : (size_t)rank * slice->numel);
         for (int p = 0; p < size; p++)
             srcs[p] = datas[p] + op->offset + first * element;
         fsdpc_reduce_args args = {
@@ -116,6 +119,7 @@ fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
             .dtype = op->dtype,
             .numel = slice->numel,
             .scale = op->scale,
+            .round_dtype = op->round_dtype,
             .out = (unsigned char *)op->shard + slice->shard_offset * shard_element,
             .out_dtype = op->shard_dtype,
             .accumulate = op->accumulate,

@@ -9,7 +9,8 @@
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
-/* A REDUCE_SCATTER's sums of rank `rank`: datas[p] is where rank p's buffer begins. */
+/* The sums of rank `rank` in a REDUCE_SCATTER or REDUCE_ALL: datas[p] is where rank p's buffer
+ * begins. */
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream);
 

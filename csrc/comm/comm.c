@@ -36,10 +36,12 @@ const char *fsdpc_coll_name(fsdpc_coll_kind kind)
 size_t fsdpc_coll_bytes(const fsdpc_coll *op, int size)
 {
     size_t numel = op->numel;
-    if (op->kind == FSDPC_COLL_GATHER || op->kind == FSDPC_COLL_REDUCE_SCATTER) {
+    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
         numel = 0;
-        for (size_t i = 0; i < op->n_slices; i++)
-            numel += op->slices[i].numel * (op->slices[i].owner < 0 ? (size_t)size : 1);
+        for (size_t i = 0; i < op->n_slices; i++) {
+            bool once = op->kind == FSDPC_COLL_REDUCE_ALL || op->slices[i].owner >= 0;
+            numel += op->slices[i].numel * (once ? 1 : (size_t)size);
+        }
     }
     return numel * fsdpc_dtype_bytes(op->dtype);
 }
@@ -248,9 +250,10 @@ static fsdpc_status slices_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
         size_t numel = slice->numel, end;
-        if (slice->owner >= comm->size)
+        bool once = op->kind == FSDPC_COLL_REDUCE_ALL || slice->owner >= 0;
+        if (op->kind != FSDPC_COLL_REDUCE_ALL && slice->owner >= comm->size)
             return bad_op(op, "a slice's owner is no rank of this group");
-        if (slice->owner < 0)
+        if (!once)
             FSDPC_TRY(fsdpc_mul_size(numel, (size_t)comm->size, &numel));
         FSDPC_TRY(fsdpc_add_size(slice->full_offset, numel, &end));
         if (end > room_numel)
@@ -269,6 +272,7 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
             return bad_op(op, "needs a wire of this communicator");
         return slices_check(comm, op);
     case FSDPC_COLL_REDUCE_SCATTER:
+    case FSDPC_COLL_REDUCE_ALL:
         if (!op->buffer || op->buffer->comm != comm)
             return bad_op(op, "needs a buffer of this communicator");
         if (!fsdpc_dtype_is_float(op->dtype) || !fsdpc_dtype_is_float(op->shard_dtype))

@@ -12,7 +12,7 @@
  * read. docs/design.md section 3 says why this order and no simpler one is safe.
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
- * Cycle: fill -> post REDUCE_SCATTER on it -> work done -> buffer_idle (all peers have read it) ->
+ * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
  * fill again.
  *
  * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
@@ -59,6 +59,7 @@ typedef struct fsdpc_slice {
 #define FSDPC_COLL_TABLE(X)                                                                        \
     X(GATHER, "gather")                 /* slices of a wire become readable as one full */         \
     X(REDUCE_SCATTER, "reduce_scatter") /* buffers of all ranks -> this rank's slices */           \
+    X(REDUCE_ALL, "all_reduce")         /* the same -> all slices, on every rank: replicas */      \
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
     X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
     X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
@@ -70,6 +71,12 @@ typedef enum fsdpc_coll_kind {
 #undef X
 } fsdpc_coll_kind;
 
+/* Whether an operation reads the peers' buffers. */
+static inline bool fsdpc_coll_reduces(fsdpc_coll_kind kind)
+{
+    return kind == FSDPC_COLL_REDUCE_SCATTER || kind == FSDPC_COLL_REDUCE_ALL;
+}
+
 typedef enum fsdpc_red { FSDPC_RED_SUM, FSDPC_RED_MAX, FSDPC_RED_MIN } fsdpc_red;
 
 typedef struct fsdpc_coll {
@@ -80,16 +87,17 @@ typedef struct fsdpc_coll {
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline */
 
-    /* GATHER and REDUCE_SCATTER */
+    /* GATHER, REDUCE_SCATTER and REDUCE_ALL (whose slices are all taken, at their full_offset) */
     const fsdpc_slice *slices; /* borrowed until the work is done */
     size_t n_slices;
     fsdpc_wire *wire;     /* GATHER */
-    fsdpc_buffer *buffer; /* REDUCE_SCATTER: source; one dtype, full at byte `offset` */
+    fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, full at byte `offset` */
     size_t offset;        /* bytes into the wire or buffer where the full begins */
-    void *shard;          /* REDUCE_SCATTER: where the slices go, at their shard_offset */
+    void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
-    float scale;     /* applied once, in fp32, to the sum */
-    bool accumulate; /* add to the shard instead of overwriting it */
+    float scale;             /* applied once, in fp32, to the sum */
+    fsdpc_dtype round_dtype; /* through which the scaled sum is rounded; see fsdpc_reduce_args */
+    bool accumulate;         /* add to the shard instead of overwriting it */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */

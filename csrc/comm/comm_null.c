@@ -200,9 +200,10 @@ static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stre
     const void *same[FSDPC_COLL_MAX_RANKS];
     size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
     for (int p = 0; p < size; p++)
-        same[p] = op->kind == FSDPC_COLL_REDUCE_SCATTER ? op->buffer->data : op->send;
+        same[p] = fsdpc_coll_reduces(op->kind) ? (const void *)op->buffer->data : op->send;
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
+    case FSDPC_COLL_REDUCE_ALL:
         return fsdpc_coll_reduce_slices(op, rank, size, (const unsigned char *const *)same, stream);
     case FSDPC_COLL_ALL_REDUCE:
         return fsdpc_coll_combine(op->op, op->dtype, same, size, op->numel, op->recv, stream);

@@ -124,6 +124,7 @@ static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
 {
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
+    case FSDPC_COLL_REDUCE_ALL:
         return fsdpc_coll_reduce_slices(op, 0, 1, (const unsigned char *const[]){op->buffer->data},
                                         stream);
     case FSDPC_COLL_ALL_REDUCE:

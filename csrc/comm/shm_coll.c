@@ -5,9 +5,9 @@
  * GATHER is a look: the slices are in the wire since the epoch was published.  It is complete when
  * posted; fingerprints of peers that are as far are compared.
  *
- * REDUCE_SCATTER reads the peers' buffers where they are.  Posting is the mark "my buffer is
- * filled"; when all have posted, this rank sums its slices and marks that it has read.  A buffer is
- * idle when all have.
+ * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers where they are.  Posting is the mark "my
+ * buffer is filled"; when all have posted, this rank sums its slices and marks that it has read.  A
+ * buffer is idle when all have.
  *
  * The rest go through staging, chunk by chunk: copy the chunk into the own stage, raise `step`,
  * wait until all steps are as high, use all stages.  There are two stages a rank, taken in turn,
@@ -197,7 +197,7 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
 static fsdpc_status work_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
                               fsdpc_shm_late *late)
 {
-    if (work->op.kind == FSDPC_COLL_REDUCE_SCATTER)
+    if (fsdpc_coll_reduces(work->op.kind))
         return reduce_step(self, work, stream, late);
     if (is_staged(work->op.kind))
         return staged_step(self, work, stream, late);
@@ -320,7 +320,7 @@ static uint64_t object_of(const fsdpc_coll *op)
 {
     if (op->kind == FSDPC_COLL_GATHER)
         return ((const fsdpc_shm_wire *)op->wire)->id;
-    if (op->kind == FSDPC_COLL_REDUCE_SCATTER)
+    if (fsdpc_coll_reduces(op->kind))
         return ((const fsdpc_shm_buffer *)op->buffer)->id;
     return 0;
 }
@@ -330,7 +330,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
     const fsdpc_coll *op = &work->op;
     FSDPC_TRY(fsdpc_shm_health(self));
-    if (op->kind == FSDPC_COLL_REDUCE_SCATTER) {
+    if (fsdpc_coll_reduces(op->kind)) {
         fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)op->buffer;
         FSDPC_TRY(buffer_post_check(self, buffer));
         work->turn = ++buffer->posts;

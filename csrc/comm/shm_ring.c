@@ -40,9 +40,9 @@ static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
     uint64_t hash = mix((uint64_t)op->root << 32 | (uint64_t)op->op, object);
     if (op->what)
         hash = mix_text(hash, op->what);
-    if (op->kind != FSDPC_COLL_GATHER && op->kind != FSDPC_COLL_REDUCE_SCATTER)
+    if (op->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(op->kind))
         return hash;
-    if (op->kind == FSDPC_COLL_REDUCE_SCATTER)
+    if (fsdpc_coll_reduces(op->kind))
         hash = mix(hash, (uint64_t)op->shard_dtype << 32 | fsdpc_f32_bits(op->scale));
     hash = mix(hash, op->offset);
     for (size_t i = 0; i < op->n_slices; i++) {

@@ -17,15 +17,17 @@
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].
  * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged;
- * partial sums are in the wider of fp32 and dtype; the scaled sum is rounded once through `dtype`
- * (so that one rank rounds like many) and then cast to out_dtype and, if `accumulate`, added to out
- * in fp32 (F64 when out is F64). */
+ * partial sums are in the wider of fp32 and dtype; the scaled sum is rounded once through
+ * `round_dtype` (the reduce dtype, so that one rank rounds like many; the wide dtype for a partial
+ * sum, which is not rounded) and then cast to out_dtype and, if `accumulate`, added to out in fp32
+ * (F64 when out is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */
     fsdpc_dtype dtype;
     size_t numel;
     float scale;
+    fsdpc_dtype round_dtype;
     void *out;
     fsdpc_dtype out_dtype;
     bool accumulate;

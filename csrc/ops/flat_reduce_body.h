@@ -29,14 +29,14 @@ FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_
     return sum;
 }
 
-/* What goes to out for one vector of sums: cast(round through `dtype`(scale * sum)) [+ out]. */
+/* What goes to out for one vector of sums: cast(round through round_dtype(scale * sum)) [+ out]. */
 FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
                                    fsdpc_dtype out_dtype, size_t tail)
 {
     fsdpc_vf value = sum * fsdpc_vf_splat(a->scale);
-    if (a->dtype == FSDPC_BF16)
+    if (a->round_dtype == FSDPC_BF16)
         value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
-    else if (a->dtype == FSDPC_F16)
+    else if (a->round_dtype == FSDPC_F16)
         value = fsdpc_vf_from_f16(fsdpc_vf_to_f16(value));
     if (!a->accumulate)
         return value;
@@ -190,7 +190,7 @@ static void reduce_f64(const fsdpc_reduce_args *a, size_t begin, size_t end)
         double value = tree_element(a, i) * (double)a->scale;
         if (a->dtype != FSDPC_F64)
             value = (double)(float)value;
-        value = round_as(value, a->dtype);
+        value = round_as(value, a->round_dtype);
         if (a->accumulate)
             value = add_wide(fsdpc_f64_load_as(a->out, i, a->out_dtype),
                              round_as(value, a->out_dtype), a->out_dtype);

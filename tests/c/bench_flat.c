@@ -75,6 +75,7 @@ static void reduce(bench *b, int n, fsdpc_dtype dtype, bool accumulate)
                               dtype,
                               b->numel,
                               1.0f / (float)n,
+                              dtype,
                               b->dst,
                               FSDPC_F32,
                               accumulate};

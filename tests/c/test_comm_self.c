@@ -71,6 +71,7 @@ static void test_collectives(fixture *f)
                      .buffer = buffer,
                      .shard = shard,
                      .shard_dtype = FSDPC_F32,
+                     .round_dtype = FSDPC_BF16,
                      .scale = 0.5f};
     CHECK_OK(fsdpc_comm_run(f->comm, &op));
     CHECK(shard[3] == 5.0f && shard[3 + 49] == 29.5f && shard[55 + 4] == 37.0f);

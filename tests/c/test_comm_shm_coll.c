@@ -234,6 +234,7 @@ typedef struct reduction {
     size_t full_numel, shard_numel, offset;
     fsdpc_dtype dtype, shard_dtype;
     float scale;
+    bool all; /* REDUCE_ALL */
     bool accumulate;
 } reduction;
 
@@ -242,10 +243,10 @@ static void check_shard(rank_context *self, const reduction *r, const void *shar
     size_t wrong = 0;
     for (int i = 0; i < SLICES; i++) {
         const fsdpc_slice *slice = &r->slices[i];
-        if (slice->owner >= 0 && slice->owner != self->rank)
+        if (!r->all && slice->owner >= 0 && slice->owner != self->rank)
             continue;
         size_t first = slice->full_offset;
-        first += slice->owner < 0 ? (size_t)self->rank * slice->numel : 0;
+        first += slice->owner < 0 && !r->all ? (size_t)self->rank * slice->numel : 0;
         for (size_t j = 0; j < slice->numel; j++) {
             double values[RANKS_MAX];
             unsigned char one[8];
@@ -263,7 +264,8 @@ static void check_shard(rank_context *self, const reduction *r, const void *shar
             wrong += got != get(one, r->shard_dtype, 0);
         }
     }
-    EXPECT(self, wrong == 0, "reduce_scatter of %s: %zu wrong", fsdpc_dtype_name(r->dtype), wrong);
+    EXPECT(self, wrong == 0, "%s of %s: %zu wrong", r->all ? "all_reduce" : "reduce_scatter",
+           fsdpc_dtype_name(r->dtype), wrong);
 }
 
 static void reduce_once(rank_context *self, fsdpc_buffer *buffer, unsigned *seed, fsdpc_dtype dtype)
@@ -273,6 +275,7 @@ static void reduce_once(rank_context *self, fsdpc_buffer *buffer, unsigned *seed
                    .shard_dtype = dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32,
                    .offset = offsets[(unsigned)rand_r(seed) % 3],
                    .scale = rand_r(seed) & 1 ? 1.0f : 0.25f,
+                   .all = rand_r(seed) & 1,
                    .accumulate = rand_r(seed) & 1};
     r.full_numel = random_slices(seed, self->size, r.slices, &r.shard_numel);
     fill(buffer->data + r.offset, dtype, self->rank, r.full_numel);
@@ -281,7 +284,8 @@ static void reduce_once(rank_context *self, fsdpc_buffer *buffer, unsigned *seed
         put(shard, r.shard_dtype, j, 1);
     fsdpc_work work = {0};
     EXPECT_OK(self, fsdpc_comm_post(self->comm,
-                                    &(fsdpc_coll){.kind = FSDPC_COLL_REDUCE_SCATTER,
+                                    &(fsdpc_coll){.kind = r.all ? FSDPC_COLL_REDUCE_ALL
+                                                                : FSDPC_COLL_REDUCE_SCATTER,
                                                   .what = "grads",
                                                   .dtype = dtype,
                                                   .stream = self->stream,
@@ -292,6 +296,7 @@ static void reduce_once(rank_context *self, fsdpc_buffer *buffer, unsigned *seed
                                                   .shard = shard,
                                                   .shard_dtype = r.shard_dtype,
                                                   .scale = r.scale,
+                                                  .round_dtype = dtype,
                                                   .accumulate = r.accumulate},
                                     &work));
     EXPECT_OK(self, fsdpc_comm_wait(&work));

@@ -25,7 +25,7 @@ static double expected(const fsdpc_reduce_args *a, size_t i, double before)
     double sum = tree(values, a->n_srcs, a->dtype), scaled = sum * (double)a->scale;
     if (a->dtype != FSDPC_F64)
         scaled = (double)((float)sum * a->scale);
-    double value = round_as(round_as(scaled, a->dtype), a->out_dtype);
+    double value = round_as(round_as(scaled, a->round_dtype), a->out_dtype);
     if (!a->accumulate)
         return value;
     if (a->out_dtype == FSDPC_F64)
@@ -61,8 +61,18 @@ static void test_case(rig *r, const sources *s, int n, fsdpc_dtype dtype, fsdpc_
     memcpy(out, before, bytes);
     memcpy(cut, before, bytes);
     ((char *)out)[bytes] = 77;
-    fsdpc_reduce_args args = {
-        (const void *const *)s->data, n, dtype, numel, 1.0f / (float)n, out, out_dtype, accumulate};
+    fsdpc_dtype wide = dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    fsdpc_reduce_args args = {.srcs = (const void *const *)s->data,
+                              .n_srcs = n,
+                              .dtype = dtype,
+                              .numel = numel,
+                              .scale = 1.0f / (float)n,
+                              .round_dtype = numel % 3 ? dtype
+                                             : n % 2   ? FSDPC_BF16
+                                                       : wide,
+                              .out = out,
+                              .out_dtype = out_dtype,
+                              .accumulate = accumulate};
     CHECK_OK(r->ops->reduce(&args, &r->stream));
     size_t wrong = 0;
     for (size_t i = 0; i < numel; i++)
@@ -118,7 +128,7 @@ static void test_streamed(rig *r)
     float *out = aligned_alloc(64, (N * 4 + 63) / 64 * 64);
     for (int n = 1; n <= 5; n++) {
         fsdpc_reduce_args args = {
-            (const void *const *)s.data, n, FSDPC_F32, N, 0.3f, out, FSDPC_F32, false};
+            (const void *const *)s.data, n, FSDPC_F32, N, 0.3f, FSDPC_F32, out, FSDPC_F32, false};
         CHECK_OK(r->ops->reduce(&args, &r->stream));
         size_t wrong = 0;
         for (size_t i = 0; i < N; i++)
@@ -137,7 +147,7 @@ static void test_in_place_and_nan(rig *r)
         a[i] = (float)i, b[i] = 100;
     a[3] = NAN, a[20] = INFINITY, b[21] = -INFINITY, a[21] = INFINITY;
     const void *srcs[] = {a, b};
-    fsdpc_reduce_args args = {srcs, 2, FSDPC_F32, 40, 0.5f, a, FSDPC_F32, false};
+    fsdpc_reduce_args args = {srcs, 2, FSDPC_F32, 40, 0.5f, FSDPC_F32, a, FSDPC_F32, false};
     CHECK_OK(r->ops->reduce(&args, &r->stream));
     CHECK(a[0] == 50 && a[39] == 69.5f);
     CHECK(isnan(a[3]) && isinf(a[20]) && isnan(a[21]));

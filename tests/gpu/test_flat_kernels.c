@@ -108,6 +108,7 @@ static void test_reduce(void)
                                           .dtype = floats[s],
                                           .numel = numel,
                                           .scale = 1.0f / 3,
+                                          .round_dtype = floats[c % 2 ? s : FLOATS - 1],
                                           .out = out.on_cpu,
                                           .out_dtype = floats[d],
                                           .accumulate = (c + (size_t)d) % 2};
