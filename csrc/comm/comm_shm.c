@@ -28,6 +28,14 @@ static const fsdpc_comm_ops shm_ops;
 
 /* ---- Failure ---- */
 
+/* A failure in one group of a rank ends the run, and peers may wait in another. */
+static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, const char *text)
+{
+    for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
+        fsdpc_shm_poison_set(group->control, rank, status, text);
+    fsdpc_shm_ring_bell(self->bell);
+}
+
 static fsdpc_status adopt_poison(fsdpc_shm_comm *self)
 {
     int rank;
@@ -35,6 +43,7 @@ static fsdpc_status adopt_poison(fsdpc_shm_comm *self)
     char text[sizeof self->base.poison];
     if (!fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
         return FSDPC_OK;
+    spread(self, rank, status, text);
     if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
         status = FSDPC_ERR_POISONED;
     fsdpc_fail(status, "rank %d: %s", rank, text);
@@ -57,11 +66,13 @@ fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self)
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status)
 {
     fsdpc_shm_poison_set(self->control, self->base.world_rank, status, fsdpc_last_error());
+    fsdpc_shm_ring_bell(self->bell);
     return status;
 }
 
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
 {
+    spread(self, self->base.world_rank, status, fsdpc_last_error());
     return fsdpc_comm_poison(&self->base, fsdpc_shm_tell(self, status));
 }
 
@@ -70,7 +81,7 @@ static void shm_abort(fsdpc_comm *comm, const char *reason)
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     fsdpc_comm_abort_local(comm, reason);
     if (self->world->fork_count == fsdpc_fork_count())
-        fsdpc_shm_poison_set(self->control, comm->world_rank, FSDPC_ERR_POISONED, comm->poison);
+        spread(self, comm->world_rank, FSDPC_ERR_POISONED, comm->poison);
     fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
 }
 
@@ -106,11 +117,10 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     if (max_ns <= 0) {
-        fsdpc_shm_nap_end(self->control, &self->nap);
+        fsdpc_shm_nap_end(self->bell, &self->nap);
         return FSDPC_OK;
     }
-    fsdpc_shm_nap_take(self->control, &self->nap,
-                       max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
+    fsdpc_shm_nap_take(self->bell, &self->nap, max_ns < LONGEST_NAP_NS ? max_ns : LONGEST_NAP_NS);
     int64_t now = fsdpc_clock_ns();
     if (now - self->checked_ns < CHECK_EVERY_NS)
         return FSDPC_OK;
@@ -228,7 +238,7 @@ fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_se
         if (p != self->base.rank)
             others[n++] = self->members[p];
     status = fsdpc_shm_world_give(self->world, &self->base, others, n, tag, segment, status);
-    fsdpc_shm_ring_bell(self->control); /* takers may sleep there; this is no hot path */
+    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there; this is no hot path */
     return status;
 }
 
@@ -243,7 +253,7 @@ fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, s
 {
     self->late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_RANK, .target = (uint64_t)from};
     FSDPC_TRY(fsdpc_shm_world_take(self->world, &self->base, self->members[from], tag, bytes, out));
-    fsdpc_shm_ring_bell(self->control);
+    fsdpc_shm_ring_bell(self->bell);
     return FSDPC_OK;
 }
 
@@ -270,19 +280,35 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *w
     return FSDPC_OK;
 }
 
-static fsdpc_status comm_attach(fsdpc_shm_comm *self, fsdpc_shm_segment *segment)
+static fsdpc_status comm_attach(fsdpc_shm_comm *self, fsdpc_shm_segment *segment,
+                                const fsdpc_shm_comm *parent)
 {
     self->segment = segment;
     FSDPC_TRY(fsdpc_shm_segment_map(segment, true));
     fsdpc_shm_segment_close_fd(segment);
     self->control = (fsdpc_shm_control *)(void *)segment->writable;
     self->mine = &self->control->slots[self->base.rank];
+    self->bell_segment = fsdpc_shm_segment_retain(parent ? parent->bell_segment : segment);
+    self->bell = parent ? parent->bell : self->control;
+    self->next_group = self->world->groups;
+    self->world->groups = self;
     return FSDPC_OK;
 }
 
-/* The leader makes the control page, the others take it; `waiter` waits until then. */
-static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter, fsdpc_shm_control *bell)
+static void comm_detach(fsdpc_shm_comm *self)
 {
+    fsdpc_shm_comm **at = &self->world->groups;
+    while (*at && *at != self)
+        at = &(*at)->next_group;
+    if (*at)
+        *at = self->next_group;
+}
+
+/* The leader makes the control page, the others take it; `waiter` waits until then. */
+static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
+                              const fsdpc_shm_comm *parent)
+{
+    fsdpc_shm_control *bell = parent ? parent->bell : NULL;
     uint64_t tag = self->id | 1;
     size_t bytes = fsdpc_shm_control_bytes(self->base.size);
     fsdpc_shm_segment *segment = NULL;
@@ -303,7 +329,7 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter, fsdpc_sh
                                                 "page; see its own error");
     }
     if (status == FSDPC_OK)
-        return comm_attach(self, segment);
+        return comm_attach(self, segment, parent);
     fsdpc_shm_segment_release(segment);
     return status;
 }
@@ -314,7 +340,7 @@ static void shm_leave(fsdpc_comm *comm)
     if (self->control && self->world->fork_count == fsdpc_fork_count()) {
         /* release: everything we did comes before; acquire in peers_check. */
         atomic_store_explicit(&self->mine->left, 1, memory_order_release);
-        fsdpc_shm_ring_bell(self->control);
+        fsdpc_shm_ring_bell(self->bell);
     }
 }
 
@@ -322,7 +348,9 @@ static void shm_destroy(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     shm_leave(comm);
+    comm_detach(self);
     fsdpc_shm_segment_release(self->segment);
+    fsdpc_shm_segment_release(self->bell_segment);
     fsdpc_shm_world_release(self->world);
     free(self->members);
     free(self);
@@ -361,7 +389,7 @@ static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2]
     uint64_t id = self->id * 31 + self->creations * 1024 + (uint64_t)members[0] + 1;
     fsdpc_shm_comm *part = NULL;
     FSDPC_TRY(comm_new(&config, self->world, members, id * UINT64_C(0x9e3779b97f4a7c15), &part));
-    fsdpc_status status = comm_join(part, &self->base, self->control);
+    fsdpc_status status = comm_join(part, &self->base, self);
     if (status != FSDPC_OK) {
         shm_destroy(&part->base);
         return status;
@@ -469,7 +497,7 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
         status = comm_new(&config, worlds[made], members, FIRST_GROUP, &self);
         if (status != FSDPC_OK)
             break;
-        comm_attach(self, fsdpc_shm_segment_retain(segment));
+        comm_attach(self, fsdpc_shm_segment_retain(segment), NULL);
         outs[made] = &self->base;
     }
     while (status != FSDPC_OK && made > 0)

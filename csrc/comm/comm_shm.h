@@ -64,9 +64,14 @@ typedef struct fsdpc_shm_comm {
     fsdpc_shm_segment *segment;
     fsdpc_shm_control *control;
     fsdpc_shm_slot *mine;
-    int *members;       /* world rank by group rank */
-    uint64_t id;        /* same on all members, differs between groups */
-    uint64_t creations; /* wires, buffers and groups made so far */
+    /* Whose bell wakes this rank: that of the first communicator, so that a rank that waits in one
+     * group hears of all of its groups. */
+    fsdpc_shm_segment *bell_segment;
+    fsdpc_shm_control *bell;
+    struct fsdpc_shm_comm *next_group; /* of world->groups */
+    int *members;                      /* world rank by group rank */
+    uint64_t id;                       /* same on all members, differs between groups */
+    uint64_t creations;                /* wires, buffers and groups made so far */
     fsdpc_stream inline_stream;
 
     uint64_t posted, chain;
@@ -98,7 +103,8 @@ static inline fsdpc_shm_comm *fsdpc_shm_of(fsdpc_comm *comm)
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Tells the peers this thread's last error, from any thread; returns `status`. */
 fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
-/* The same on the driving thread, whose own communicator is closed by it. */
+/* The same on the driving thread, whose own communicator is closed by it, and those that share the
+ * world with it. */
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
@@ -136,8 +142,8 @@ fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *buffer);
 
 fsdpc_status fsdpc_shm_post(fsdpc_work *work);
 fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Carries on whatever inline operations can go on (peers may wait for them while we wait for
- * something else), then health. */
+/* Carries on whatever inline operations can go on, of any group of this rank (peers may wait for
+ * them while we wait for something else), then health. */
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
 /* After a failure: works in flight end with `status` and are not touched again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);

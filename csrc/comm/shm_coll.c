@@ -115,7 +115,7 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
                                        stream));
     /* release: our reads of the peers' buffers come before; acquire in buffer_idle. */
     atomic_store_explicit(&buffer->mine->read, work->turn, memory_order_release);
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
 }
 
@@ -129,7 +129,7 @@ static void stage(fsdpc_shm_comm *self, const fsdpc_coll *op, size_t numel)
     self->step++;
     /* release: the chunk is there; acquire in all_staged. */
     atomic_store_explicit(&self->mine->step, self->step, memory_order_release);
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     self->staged = true;
 }
 
@@ -218,7 +218,7 @@ static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
         status = work_step(self, work, stream, &late);
     }
     while (status == FSDPC_IN_PROGRESS) {
-        fsdpc_shm_nap_take(self->control, &nap, SLEEP_NS);
+        fsdpc_shm_nap_take(self->bell, &nap, SLEEP_NS);
         fsdpc_status peers = fsdpc_shm_peers_check(self);
         status = work_step(self, work, stream, &late);
         if (status != FSDPC_IN_PROGRESS)
@@ -235,7 +235,7 @@ static fsdpc_status worker_wait(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
                                  fsdpc_coll_name(work->op.kind), work->op.what ? work->op.what : "",
                                  self->base.timeout_s));
     }
-    fsdpc_shm_nap_end(self->control, &nap);
+    fsdpc_shm_nap_end(self->bell, &nap);
     return status;
 }
 
@@ -249,7 +249,7 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
     work->status = status;
     /* release: status and results; acquire in test.  From here on `work` is the caller's. */
     atomic_store_explicit(&work->state, 0, memory_order_release);
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     return status;
 }
 
@@ -276,7 +276,7 @@ static fsdpc_status failed(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_status 
     return status;
 }
 
-static fsdpc_status carry_on(fsdpc_shm_comm *self)
+static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
 {
     fsdpc_work *before = NULL, *next;
     for (fsdpc_work *work = self->pending; work; work = next) {
@@ -297,6 +297,17 @@ static fsdpc_status carry_on(fsdpc_shm_comm *self)
         atomic_store_explicit(&work->state, 0, memory_order_relaxed);
     }
     return FSDPC_OK;
+}
+
+/* All groups of this rank: a peer in another may wait for our part there while we wait here.  What
+ * fails there is found there. */
+static fsdpc_status carry_on(fsdpc_shm_comm *self)
+{
+    for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group) {
+        if (group != self && group->pending)
+            carry_on_group(group);
+    }
+    return carry_on_group(self);
 }
 
 fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self)
@@ -340,7 +351,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     work->sequence = self->posted++;
     self->chain = fsdpc_shm_ring_post(self->mine, work->sequence, self->chain, op,
                                       fsdpc_coll_bytes(op, self->base.size), object_of(op));
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     if (op->kind == FSDPC_COLL_GATHER)
         return compare_early(self, work->sequence);
 

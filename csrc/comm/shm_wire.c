@@ -135,7 +135,7 @@ fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mi
     /* release: the note, and all our reads of fulls before it; acquire in epoch_test, after which
      * peers overwrite what we read. */
     atomic_store_explicit(&words->arrived, epoch, memory_order_release);
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
 }
 
@@ -252,7 +252,7 @@ fsdpc_status fsdpc_shm_epoch_publish(fsdpc_wire *base)
     /* release: our slices; acquire in epoch_published. */
     atomic_store_explicit(&wire->words[self->base.rank].published, base->epoch,
                           memory_order_release);
-    fsdpc_shm_wake(self->control);
+    fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
 }
 

@@ -40,9 +40,10 @@ typedef struct fsdpc_shm_world {
     pthread_t locker; /* the thread that holds our `held` */
     fsdpc_shm_segment *life_segment;
     fsdpc_shm_life *life;
-    int *sockets, *pidfds; /* processes; by rank, -1 where there is none */
-    _Atomic bool *orphan;  /* its creating thread is gone: ask the process itself */
-    fsdpc_shm_mail *mail;  /* threads; in the life segment, behind the lives */
+    int *sockets, *pidfds;         /* processes; by rank, -1 where there is none */
+    _Atomic bool *orphan;          /* its creating thread is gone: ask the process itself */
+    fsdpc_shm_mail *mail;          /* threads; in the life segment, behind the lives */
+    struct fsdpc_shm_comm *groups; /* of this rank; the driving thread's */
 } fsdpc_shm_world;
 
 /* Collective: meets, shares the life page. */

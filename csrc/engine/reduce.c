@@ -1,135 +1,152 @@
-/* Reduce buffers and reductions.
+/* One stage or two.
  *
- * Gradients are written by kernels straight into an open buffer, in the unit's reduce dtype, each
- * parameter at its place of the full, so that posting a reduction is one call over the bands.  What
- * no kernel wrote (unused or frozen parameters) is zeroed first: the peers read all of it.  Padding
- * is whatever it was; it reduces into padding of the shard, which nobody reads.
+ *     no replicas        buffers --reduce-scatter--> gradient shard
+ *     replicas alone     buffers --all-reduce--> gradient shard             (the shard is all of
+ * it) both               buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
- * The pool.  A unit takes the pooled buffer that nobody fills and that was posted longest ago, and
- * waits for its reduction; a wait for a buffer is therefore always a wait for a posted reduction,
- * never for another unit's half-filled one.  When both are half filled the unit gets its own, for
- * good.  Ranks must choose alike, since peers read each other's buffers by their names, so the
- * choice hangs on the order of opens and posts, which is the program's, and never on which
- * reduction happens to be complete.  For the same reason buffer_create, which is collective, is
- * called by all of them together.
+ * A partial is wide and neither scaled nor rounded, so that the two stages together are the tree
+ * over all ranks (where the shard group is a power of two) and round once.  Postponing the
+ * all-reduce leaves the partial to be added to by the next reduce-scatter.
+ *
+ * Ranks must post alike.  First stages are posted in the order of backward, which is the program's.
+ * When a first stage is complete differs from rank to rank, so second stages are posted in the
+ * order of the list of reductions, each only after all before it.
+ *
+ * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
+ * then only hides it.
  */
 #include "engine/reduce.h"
 
 #include <string.h>
 
-#include "base/size.h"
+#include "engine/fill.h"
+#include "engine/micro.h"
 
-static fsdpc_status create_own_buffer(fsdpc_unit *unit)
+static bool communicates(const fsdpc_root *root)
 {
-    return fsdpc_buffer_create(unit->root->comm, unit->reduce_bytes, &unit->own_buffer);
+    return root->ranks > 1;
 }
 
-/* The slot that nobody fills and that was posted longest ago; -1: all are half filled. */
-static int choose_slot(const fsdpc_root *root)
+static void trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes)
 {
-    int best = -1;
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (root->pool[i] && !root->pool_filling[i] &&
-            (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
-            best = i;
-    }
-    return best;
+    if (communicates(unit->root))
+        fsdpc_trace_add(unit->trace, kind, unit->id, bytes, unit->root->wire->epoch, 1);
 }
 
-fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
+/* The destination of final sums. */
+typedef struct final_sums {
+    unsigned char *base; /* NULL: the gradient shards */
+    bool accumulate;
+} final_sums;
+
+static fsdpc_status final_of(fsdpc_unit *unit, final_sums *out)
 {
-    if (unit->buffer)
-        return FSDPC_OK;
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
-    fsdpc_root *root = unit->root;
-    if (!unit->own_buffer) {
-        int slot = choose_slot(root);
-        if (slot >= 0) {
-            if (root->pool_reducing[slot])
-                FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[slot]));
-            FSDPC_TRY(fsdpc_buffer_idle_wait(root->pool[slot], unit->name));
-            root->pool_filling[slot] = unit;
-            unit->buffer = root->pool[slot];
-        } else {
-            FSDPC_TRY(create_own_buffer(unit));
-        }
-    }
-    if (unit->own_buffer) {
-        FSDPC_TRY(fsdpc_buffer_idle_wait(unit->own_buffer, unit->name));
-        unit->buffer = unit->own_buffer;
-    }
-    memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
-    unit->n_filled = 0;
+    if (unit->deterministic)
+        return fsdpc_micro_target(unit, &out->base, &out->accumulate);
+    *out = (final_sums){.base = NULL, .accumulate = unit->grad_live};
     return FSDPC_OK;
 }
 
-/* The open buffer is filled: from here on it belongs to the reduction. */
-static void close_buffer(fsdpc_unit *unit)
+/* Fills in what makes an operation produce final sums. */
+static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+                       const final_sums *sums, fsdpc_coll *op)
 {
-    fsdpc_root *root = unit->root;
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (root->pool_filling[i] != unit)
-            continue;
-        root->pool_filling[i] = NULL;
-        root->pool_reducing[i] = unit;
-        root->pool_turn[i] = ++root->turns;
-    }
-    unit->buffer = NULL;
+    op->shard = sums->base ? sums->base + group->grad_offset : group->grad;
+    op->shard_dtype = group->grad_dtype;
+    op->scale = (float)(1.0 / unit->divide_factor);
+    op->round_dtype = unit->deterministic ? group->grad_dtype : group->reduce_dtype;
+    op->accumulate = sums->accumulate;
 }
 
-static void zero_unfilled(fsdpc_unit *unit)
+static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, fsdpc_coll *op)
 {
-    for (int i = 0; i < unit->layout->n_params; i++) {
-        if (unit->filled[i])
-            continue;
-        const fsdpc_place *place = &unit->layout->params[i];
-        const fsdpc_unit_group *group = &unit->groups[place->group];
-        size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
-        memset(unit->buffer->data + group->reduce_offset + place->full_offset * element, 0,
-               place->numel * element);
-    }
+    op->shard = unit->partial->data + group->grad_offset;
+    op->shard_dtype = op->round_dtype = group->grad_dtype;
+    op->scale = 1;
+    op->accumulate = unit->partial_live;
 }
 
-fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
+static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
 {
-    if (!unit->buffer)
-        return FSDPC_OK;
-    if (unit->n_filled < unit->layout->n_params)
-        zero_unfilled(unit);
-    if (unit->grad_live)
-        FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     fsdpc_root *root = unit->root;
-    fsdpc_buffer *buffer = unit->buffer;
+    bool replicas_alone = root->reduce_comm == root->replicate;
+    /* Replicas have epochs of their own (one may evaluate alone); their steps must agree. */
+    uint64_t epoch = replicas_alone ? root->steps : root->wire->epoch;
+    final_sums sums = {0};
+    if (!unit->partial)
+        FSDPC_TRY(final_of(unit, &sums));
     size_t bytes = 0;
-    close_buffer(unit);
-    unit->reducing = true; /* also if a post fails: others may be in flight */
-    unit->forget = false;
-    root->reducing[root->n_reducing++] = unit;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
-        fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+        fsdpc_coll op = {.kind = replicas_alone ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER,
                          .unit = unit->id,
                          .what = unit->name,
                          .dtype = group->reduce_dtype,
-                         .epoch = root->wire->epoch,
+                         .epoch = epoch,
                          .stream = root->reduce_stream,
                          .slices = group->plan->bands,
                          .n_slices = group->plan->n_bands,
                          .buffer = buffer,
-                         .offset = group->reduce_offset,
-                         .shard = group->grad,
-                         .shard_dtype = group->grad_dtype,
-                         .scale = (float)(1.0 / unit->divide_factor),
-                         .accumulate = unit->grad_live};
-        FSDPC_TRY(fsdpc_comm_post(root->comm, &op, &group->reduce));
+                         .offset = group->reduce_offset};
+        if (unit->partial)
+            make_partial(unit, group, &op);
+        else
+            make_final(unit, group, &sums, &op);
+        FSDPC_TRY(fsdpc_comm_post(root->reduce_comm, &op, &group->reduce));
         bytes += group->plan->full_numel * fsdpc_dtype_bytes(group->reduce_dtype);
     }
-    if (root->comm->size > 1)
-        fsdpc_trace_add(unit->trace, FSDPC_TRACE_REDUCE, unit->id, bytes, root->wire->epoch, 1);
+    trace(unit, FSDPC_TRACE_REDUCE, bytes);
+    if (replicas_alone)
+        trace(unit, FSDPC_TRACE_ALL_REDUCE, bytes);
     return FSDPC_OK;
 }
 
-static void finish(fsdpc_unit *unit)
+static fsdpc_status post_second(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    final_sums sums;
+    FSDPC_TRY(final_of(unit, &sums));
+    unit->reduction = FSDPC_REDUCTION_REPLICATE;
+    unit->partial_live = false;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
+                         .unit = unit->id,
+                         .what = unit->name,
+                         .dtype = group->grad_dtype,
+                         .epoch = root->steps,
+                         .stream = root->reduce_stream,
+                         .slices = &group->whole,
+                         .n_slices = 1,
+                         .buffer = unit->partial,
+                         .offset = group->grad_offset};
+        make_final(unit, group, &sums, &op);
+        FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
+    }
+    trace(unit, FSDPC_TRACE_ALL_REDUCE, unit->grad_bytes);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (!unit->buffer)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* one at a time */
+    if (unit->grad_live && unit->pending_scale != 1)
+        FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
+    unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
+    FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, unit->postpone || unit->partial_live));
+    fsdpc_buffer *buffer = fsdpc_fill_close(unit);
+    unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
+    unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
+    unit->forget = false;
+    root->reducing[root->n_reducing++] = unit;
+    return post_first(unit, buffer);
+}
+
+/* The last stage is in. */
+static fsdpc_status finish(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     int kept = 0;
@@ -138,51 +155,94 @@ static void finish(fsdpc_unit *unit)
             root->reducing[kept++] = root->reducing[r];
     }
     root->n_reducing = kept;
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (root->pool_reducing[i] == unit)
-            root->pool_reducing[i] = NULL;
+    fsdpc_fill_released(unit);
+    bool was_partial = unit->partial && unit->reduction == FSDPC_REDUCTION_SHARD;
+    unit->reduction = FSDPC_REDUCTION_NONE;
+    trace(unit, FSDPC_TRACE_REDUCE_DONE, 0);
+    if (unit->forget)
+        return FSDPC_OK;
+    if (was_partial) {
+        unit->partial_live = true;
+        return FSDPC_OK;
     }
-    unit->reducing = false;
-    unit->grad_live = !unit->forget;
-    if (unit->root->comm->size > 1)
-        fsdpc_trace_add(unit->trace, FSDPC_TRACE_REDUCE_DONE, unit->id, 0, unit->root->wire->epoch,
-                        1);
+    unit->grad_live |= !unit->hidden;
+    return unit->deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
 }
 
-fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit)
+/* The stage that was posted is in: the next one, or the end. */
+static fsdpc_status advance(fsdpc_unit *unit)
 {
-    if (!unit->reducing)
-        return FSDPC_OK;
+    if (unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone)
+        return post_second(unit);
+    return finish(unit);
+}
+
+static fsdpc_status wait_stage(fsdpc_unit *unit)
+{
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].reduce));
-    finish(unit);
-    return FSDPC_OK;
+    return advance(unit);
 }
 
-fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
+/* Second stages in order: all that come before this unit have posted theirs. */
+static fsdpc_status wait_earlier(const fsdpc_unit *unit)
 {
-    for (int r = 0; r < root->n_reducing;) {
-        fsdpc_unit *unit = root->reducing[r];
-        bool done = true;
-        for (int g = 0; g < unit->layout->n_groups; g++) {
-            fsdpc_status status = fsdpc_comm_test(&unit->groups[g].reduce);
-            if (status < 0)
-                return status;
-            done &= status == FSDPC_OK;
-        }
-        if (done)
-            finish(unit);
-        else
+    const fsdpc_root *root = unit->root;
+    for (int r = 0; r < root->n_reducing && root->reducing[r] != unit;) {
+        fsdpc_unit *earlier = root->reducing[r];
+        if (earlier->reduction == FSDPC_REDUCTION_SHARD && earlier->partial)
+            FSDPC_TRY(wait_stage(earlier));
+        if (r < root->n_reducing && root->reducing[r] == earlier)
             r++;
     }
     return FSDPC_OK;
 }
 
-void fsdpc_reduce_drop(fsdpc_unit *unit)
+fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit)
 {
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (unit->root->pool_filling[i] == unit)
-            unit->root->pool_filling[i] = NULL;
+    if (unit->reduction == FSDPC_REDUCTION_NONE)
+        return FSDPC_OK;
+    FSDPC_TRY(wait_earlier(unit));
+    while (unit->reduction != FSDPC_REDUCTION_NONE)
+        FSDPC_TRY(wait_stage(unit));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root)
+{
+    while (root->n_reducing > 0)
+        FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
+    return FSDPC_OK;
+}
+
+static fsdpc_status test_stage(fsdpc_unit *unit)
+{
+    fsdpc_status all = FSDPC_OK;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_status status = fsdpc_comm_test(&unit->groups[g].reduce);
+        if (status < 0)
+            return status;
+        if (status == FSDPC_IN_PROGRESS)
+            all = status;
     }
-    unit->buffer = NULL;
+    return all;
+}
+
+fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
+{
+    bool first_open = false; /* an earlier reduction is in its first stage of two */
+    for (int r = 0; r < root->n_reducing;) {
+        fsdpc_unit *unit = root->reducing[r];
+        bool first_of_two = unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial;
+        fsdpc_status status = first_of_two && first_open ? FSDPC_IN_PROGRESS : test_stage(unit);
+        if (status < 0)
+            return status;
+        if (status == FSDPC_OK)
+            FSDPC_TRY(advance(unit));
+        else
+            first_open |= first_of_two;
+        if (r < root->n_reducing && root->reducing[r] == unit)
+            r++;
+    }
+    return FSDPC_OK;
 }

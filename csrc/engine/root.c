@@ -23,6 +23,7 @@
 #include <string.h>
 
 #include "base/size.h"
+#include "engine/fill.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
 
@@ -53,25 +54,6 @@ static fsdpc_status place_full(fsdpc_root *root, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static fsdpc_status create_buffers(fsdpc_root *root, const bool *encloses)
-{
-    size_t largest = 0;
-    int sharing = 0;
-    for (int i = 0; i < root->n_units; i++) {
-        fsdpc_unit *unit = root->units[i];
-        if (i == 0 || encloses[i]) {
-            if (unit->reduce_bytes > 0)
-                FSDPC_TRY(fsdpc_buffer_create(root->comm, unit->reduce_bytes, &unit->own_buffer));
-        } else if (unit->reduce_bytes > 0) {
-            largest = fsdpc_max_size(largest, unit->reduce_bytes);
-            sharing++;
-        }
-    }
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS && i < sharing; i++)
-        FSDPC_TRY(fsdpc_buffer_create(root->comm, largest, &root->pool[i]));
-    return FSDPC_OK;
-}
-
 static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size_t *wire_bytes_out)
 {
     size_t wire_bytes = 0;
@@ -83,7 +65,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
                 "unit '%s' already belongs to the root '%s': run the outermost module "
                 "first, so that all units are found together",
                 unit->name, unit->root->units[0]->name);
-        if (unit->mesh.shard != root->comm)
+        if (unit->mesh.shard != units[0]->mesh.shard ||
+            unit->mesh.replicate != units[0]->mesh.replicate)
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "units '%s' and '%s' of one model are sharded over different meshes",
                               units[0]->name, unit->name);
@@ -108,6 +91,10 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
     root->n_units = n_units;
     root->comm = units[0]->mesh.shard;
+    root->replicate = fsdpc_mesh_is_replicated(&units[0]->mesh) ? units[0]->mesh.replicate : NULL;
+    root->reduce_comm = root->replicate && root->comm->size == 1 ? root->replicate : root->comm;
+    root->ranks = fsdpc_mesh_ranks(&units[0]->mesh);
+    root->is_last_backward = true;
     root->device = units[0]->device;
     root->trace = units[0]->trace;
     root->prefetch = 1;
@@ -123,7 +110,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     root->wire->kind_text = epoch_kind_text;
     for (int i = 0; i < n_units; i++)
         FSDPC_TRY_GOTO(status, place_full(root, units[i]), destroy);
-    FSDPC_TRY_GOTO(status, create_buffers(root, encloses), destroy);
+    FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
                    destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "reduce", true, &root->reduce_stream),
@@ -145,10 +132,13 @@ static void disown_unit(fsdpc_root *root, fsdpc_unit *unit)
         group->full = NULL;
     }
     fsdpc_buffer_destroy(unit->own_buffer);
-    unit->own_buffer = unit->buffer = NULL;
+    fsdpc_buffer_destroy(unit->own_partial);
+    unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;
+    unit->partial_live = false;
     unit->state = FSDPC_UNIT_SHARDED;
     unit->held = 0;
-    unit->in_backward = unit->reducing = false;
+    unit->in_backward = false;
+    unit->reduction = FSDPC_REDUCTION_NONE;
     unit->dirty = true;
     unit->id = -1;
     unit->root = NULL;
@@ -162,11 +152,12 @@ static void disown_unit(fsdpc_root *root, fsdpc_unit *unit)
 /* What is in flight refers to memory that goes now.  A world of one finishes with its streams;
  * peers that never post would be waited for in vain, so there the communicator ends with the
  * operation. */
-static void abandon_work(fsdpc_root *root, fsdpc_work *work)
+static void abandon_work(fsdpc_work *work)
 {
-    if (fsdpc_comm_test(work) == FSDPC_IN_PROGRESS && root->comm->size > 1)
-        fsdpc_comm_abort(root->comm, "a model was destroyed while its gradients were reduced; let "
-                                     "backward end, on every rank, before dropping a model");
+    fsdpc_comm *comm = work->comm;
+    if (fsdpc_comm_test(work) == FSDPC_IN_PROGRESS && comm->size > 1)
+        fsdpc_comm_abort(comm, "a model was destroyed while its gradients were reduced; let "
+                               "backward end, on every rank, before dropping a model");
 }
 
 void fsdpc_root_destroy(fsdpc_root *root)
@@ -175,8 +166,8 @@ void fsdpc_root_destroy(fsdpc_root *root)
         return;
     for (int i = 0; root->units && i < root->n_units && root->units[i]; i++) {
         for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
-            abandon_work(root, &root->units[i]->groups[g].gather);
-            abandon_work(root, &root->units[i]->groups[g].reduce);
+            abandon_work(&root->units[i]->groups[g].gather);
+            abandon_work(&root->units[i]->groups[g].reduce);
         }
     }
     fsdpc_stream_destroy(root->gather_stream);
@@ -185,8 +176,10 @@ void fsdpc_root_destroy(fsdpc_root *root)
         if (root->units[i])
             disown_unit(root, root->units[i]);
     }
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++)
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
         fsdpc_buffer_destroy(root->pool[i]);
+        fsdpc_buffer_destroy(root->pool_partial[i]);
+    }
     fsdpc_wire_destroy(root->wire);
     free(root->record.entries);
     free(root->reducing);
@@ -194,14 +187,16 @@ void fsdpc_root_destroy(fsdpc_root *root)
     free(root);
 }
 
-/* Ends what is in flight: who arrives has finished with everything it read. */
+/* Ends what is in flight: who arrives has finished with everything it read.  Units that were asked
+ * to stay after backward do so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
-    while (root->n_reducing > 0) /* after an interrupted backward only */
-        FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
+    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* after an interrupted or a not-last backward only */
     for (int i = 0; i < root->n_units; i++) {
-        FSDPC_TRY(fsdpc_gather_settle(root->units[i]));
-        fsdpc_gather_drop(root->units[i]);
+        fsdpc_unit *unit = root->units[i];
+        FSDPC_TRY(fsdpc_gather_settle(unit));
+        if (unit->reshard_after_backward || unit->state == FSDPC_UNIT_GATHERING)
+            fsdpc_gather_drop(unit);
     }
     return FSDPC_OK;
 }
@@ -255,11 +250,15 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
     if (all.bits & FSDPC_EPOCH_RESET) {
         fsdpc_record_clear(&root->record);
         for (int i = 0; i < root->n_units; i++)
-            fsdpc_reduce_drop(root->units[i]);
+            fsdpc_fill_drop(root->units[i]);
     }
     root->needs_reset = false;
     root->stage = all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_STAGE_WRITING : FSDPC_STAGE_IDLE;
-    root->generation += root->stage == FSDPC_STAGE_WRITING;
+    if (root->stage != FSDPC_STAGE_WRITING)
+        return FSDPC_OK;
+    root->generation++;
+    for (int i = 0; i < root->n_units; i++)
+        fsdpc_gather_drop(root->units[i]);
     return FSDPC_OK;
 }
 

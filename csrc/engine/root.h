@@ -3,7 +3,7 @@
  * Made at the first forward, collectively: the wire is one memory for the fulls of all units
  * (shared by the ranks of a host), the reduce buffers are two pooled ones for units that close
  * during backward and one of their own for units that stay open (the root, units that enclose
- * others).
+ * others, units that keep gradients).  With replicas each of them has a partial beside it.
  *
  * Epochs (docs/design.md, section 3).  fsdpc_root_epoch brings the wire up to date with the
  * masters: compare where needed, arrive, wait, and if any rank changed anything write the own
@@ -19,7 +19,9 @@
 #define FSDPC_EPOCH_KIND_TABLE(X)                                                                  \
     X(FORWARD, "a forward")                                                                        \
     X(UNSHARD, "unshard()")                                                                        \
-    X(OPTIM, "an optimizer's step")
+    X(OPTIM, "an optimizer's step")                                                                \
+    X(HOLD, "hold()")                                                                              \
+    X(HOLD_END, "the end of hold()")
 
 typedef enum fsdpc_epoch_kind {
 #define X(name, text) FSDPC_EPOCH_##name,
@@ -62,15 +64,19 @@ static inline void fsdpc_record_clear(fsdpc_record *record)
 struct fsdpc_root {
     fsdpc_unit **units;
     int n_units;
-    fsdpc_comm *comm; /* of the shard group */
+    fsdpc_comm *comm;        /* of the shard group */
+    fsdpc_comm *replicate;   /* NULL without replicas */
+    fsdpc_comm *reduce_comm; /* whose buffers gradients are filled into */
+    int ranks;               /* of the mesh; one rank communicates nothing */
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_wire *wire;
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
-    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];  /* who fills it; NULL: nobody */
-    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS]; /* whose posted reduction reads it */
-    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];        /* its place in the order of posts */
+    fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
+    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */
+    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* whose posted reduction reads it */
+    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* its place in the order of posts */
     uint64_t turns;
     fsdpc_unit **reducing; /* units whose reduction is posted, oldest first; n_units slots */
     int n_reducing;
@@ -80,7 +86,8 @@ struct fsdpc_root {
     int holds;         /* hold() is in force */
     int forward_depth; /* nested forwards of units of this root */
     bool in_backward, needs_reset;
-    int prefetch; /* how many units ahead to gather */
+    bool is_last_backward; /* the end of backward waits for the reductions */
+    int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;
 };
 

@@ -3,9 +3,8 @@
  * A unit's life in a step is
  *     pre_forward (gather), post_forward (reshard), pre_backward (gather), post_backward (reduce,
  *     reshard).
- * Everything is on demand: a unit that is needed is gathered,
- * so any order of calls is correct, on every rank that makes the same calls.  The record only adds
- * gathers ahead of demand.
+ * Everything is on demand: a unit that is needed is gathered, so any order of calls is correct, on
+ * every rank that makes the same calls.  The record only adds gathers ahead of demand.
  *
  * The record.  The first step with gradients notes each (unit, phase) as it comes.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
@@ -25,6 +24,7 @@
 
 #include <stdlib.h>
 
+#include "engine/fill.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
 
@@ -73,10 +73,15 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(record, entry);
 }
 
-/* Gathers the units that the record names next. */
-static fsdpc_status gather_ahead(fsdpc_root *root)
+/* Gathers what the unit was told to gather ahead, else the units that the record names next. */
+static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_record *record = &root->record;
+    if (unit->ahead[backward]) {
+        for (int i = 0; i < unit->n_ahead[backward]; i++)
+            FSDPC_TRY(fsdpc_gather_post(unit->ahead[backward][i], backward));
+        return FSDPC_OK;
+    }
     if (!record->following)
         return FSDPC_OK;
     size_t end = record->position + (size_t)root->prefetch;
@@ -111,8 +116,8 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     if (recording)
         FSDPC_TRY(note_use(root, unit, false));
     FSDPC_TRY(fsdpc_gather_wait(unit, root->in_backward));
-    if (recording)
-        FSDPC_TRY(gather_ahead(root));
+    if (recording || unit->ahead[0])
+        FSDPC_TRY(gather_ahead(root, unit, false));
     root->forward_depth++;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD, unit->id, 0, root->wire->epoch,
                     root->in_backward);
@@ -152,9 +157,18 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     FSDPC_TRY(fsdpc_reduce_progress(root));
     FSDPC_TRY(note_use(root, unit, true));
     FSDPC_TRY(fsdpc_gather_wait(unit, true));
-    FSDPC_TRY(gather_ahead(root));
+    FSDPC_TRY(gather_ahead(root, unit, true));
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD, unit->id, 0, root->wire->epoch, 1);
     return FSDPC_OK;
+}
+
+/* Whether what is filled is reduced at the end of this backward; else it stays in its buffer. */
+static bool reduces_now(const fsdpc_unit *unit)
+{
+    const fsdpc_root *root = unit->root;
+    bool replicas_alone = root->reduce_comm == root->replicate;
+    return unit->deterministic ||
+           (unit->requires_sync && (unit->requires_all_reduce || !replicas_alone));
 }
 
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
@@ -164,9 +178,10 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
         return FSDPC_OK;
     unit->in_backward = false;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD_END, unit->id, 0, root->wire->epoch, 1);
-    if (unit->requires_sync)
+    if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
-    fsdpc_gather_drop(unit);
+    if (unit->reshard_after_backward)
+        fsdpc_gather_drop(unit);
     return fsdpc_reduce_progress(root);
 }
 
@@ -179,7 +194,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "a gradient of parameter '%s' outside the backward of unit '%s'",
                           place->name, unit->name);
-    FSDPC_TRY(fsdpc_reduce_open(unit));
+    FSDPC_TRY(fsdpc_fill_open(unit));
     *data_out = unit->buffer->data + group->reduce_offset +
                 place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);
     *dtype_out = group->reduce_dtype;
@@ -202,11 +217,11 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
     for (int i = root->n_units - 1; i >= 0; i--) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_post_backward(unit));
-        if (unit->requires_sync) /* gradients that came after the unit's backward ended */
+        if (reduces_now(unit)) /* gradients that came after the unit's backward ended */
             FSDPC_TRY(fsdpc_reduce_post(unit));
     }
-    while (root->n_reducing > 0)
-        FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
+    if (root->is_last_backward)
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
     root->in_backward = false;
     root->record.ended = true;
     if (!root->record.following)
@@ -215,14 +230,19 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_unshard(fsdpc_unit *unit)
+fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     if (root->forward_depth == 0 && !root->in_backward && !root->holds)
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_UNSHARD, unit, 0));
-    FSDPC_TRY(fsdpc_gather_wait(unit, root->in_backward));
+    FSDPC_TRY(fsdpc_gather_post(unit, root->in_backward));
     unit->held++;
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit)
+{
+    return unit->held ? fsdpc_gather_wait(unit, unit->root->in_backward) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
@@ -243,7 +263,37 @@ void fsdpc_root_reset(fsdpc_root *root)
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = false;
-        fsdpc_reduce_drop(unit);
+        fsdpc_fill_drop(unit);
         fsdpc_gather_drop(unit);
     }
+}
+
+static const char *where_of(const fsdpc_root *root)
+{
+    return root->in_backward ? "backward" : root->forward_depth ? "forward" : NULL;
+}
+
+fsdpc_status fsdpc_hold_begin(fsdpc_root *root)
+{
+    if (where_of(root))
+        return fsdpc_fail(FSDPC_ERR_STATE, "hold() inside the %s of '%s': call it around the whole",
+                          where_of(root), root->units[0]->name);
+    if (root->holds == 0) {
+        FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_HOLD, root->units[0], 0));
+        for (int i = 0; i < root->n_units; i++) {
+            FSDPC_TRY(fsdpc_gather_wait(root->units[i], false));
+            root->units[i]->held++;
+        }
+    }
+    root->holds++;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_hold_end(fsdpc_root *root)
+{
+    if (root->holds == 0 || --root->holds > 0)
+        return FSDPC_OK;
+    for (int i = 0; i < root->n_units; i++)
+        FSDPC_TRY(fsdpc_reshard(root->units[i]));
+    return fsdpc_root_epoch(root, FSDPC_EPOCH_HOLD_END, root->units[0], 0);
 }

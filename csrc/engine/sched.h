@@ -8,7 +8,9 @@
  * departs from the record falls back to on-demand, stays correct, and is recorded anew.
  *
  * Reductions are posted in post_backward (or backward_end for units whose inputs needed no
- * gradient) and completed at later entry points; backward_end waits for all.
+ * gradient) and completed at later entry points; backward_end waits for all, unless it was said
+ * that another backward follows (is_last_backward).  A unit that is not to synchronise now keeps
+ * its gradients in its reduce buffer and adds the next backward's to them.
  */
 #ifndef FSDPC_ENGINE_SCHED_H
 #define FSDPC_ENGINE_SCHED_H
@@ -35,8 +37,14 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 
 /* Management. */
-fsdpc_status fsdpc_unshard(fsdpc_unit *unit); /* gathers and holds until fsdpc_reshard */
+/* Gathers and holds until fsdpc_reshard; wait makes it FULL. */
+fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit);
+fsdpc_status fsdpc_unshard_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reshard(fsdpc_unit *unit);
+/* Fixes the weights: until the end no-grad forwards communicate nothing, so ranks may run different
+ * numbers of them; steps and forwards with gradients are refused.  Both collective; they nest. */
+fsdpc_status fsdpc_hold_begin(fsdpc_root *root);
+fsdpc_status fsdpc_hold_end(fsdpc_root *root);
 /* After an exception in user code: drops half-filled gradients, brings all units back to SHARDED.
  */
 void fsdpc_root_reset(fsdpc_root *root);

@@ -14,10 +14,14 @@
 #include <string.h>
 
 #include "base/size.h"
-#include "engine/reduce.h"
+#include "engine/fill.h"
+#include "engine/micro.h"
 #include "ops/flat_ops.h"
 
-enum { GROUP_ALIGN = 4096 }; /* bytes between groups in wire and buffers: pages can be protected */
+enum {
+    GRAD_ALIGN = 64,
+    GROUP_ALIGN = 4096
+}; /* bytes between groups in wire and buffers: pages can be protected */
 
 static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
 {
@@ -37,6 +41,9 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     unit->reduce_bytes += fsdpc_round_up(reduce, GROUP_ALIGN);
     master = group->plan->shard_numel * fsdpc_dtype_bytes(original);
     grad = group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype);
+    group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
+    group->grad_offset = unit->grad_bytes;
+    unit->grad_bytes += fsdpc_round_up(grad, GRAD_ALIGN);
     fsdpc_device *device = unit->device;
     FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_MASTER, master, (void **)&group->master));
     FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_GRAD, grad, (void **)&group->grad));
@@ -56,13 +63,14 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->device = options->device;
     unit->trace = options->trace;
     unit->reshard_after_forward = options->reshard_after_forward;
+    unit->reshard_after_backward = true;
     unit->no_alias = options->no_alias;
-    unit->requires_sync = true;
+    unit->keep_grads = options->keep_grads;
+    unit->deterministic = options->deterministic;
+    unit->requires_sync = unit->requires_all_reduce = true;
     unit->dirty = true;
     unit->pending_scale = 1;
-    unit->divide_factor = unit->mesh.shard->size;
-    if (unit->mesh.replicate)
-        unit->divide_factor *= unit->mesh.replicate->size;
+    unit->divide_factor = fsdpc_mesh_ranks(&unit->mesh);
     FSDPC_TRY_GOTO(status,
                    fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, options->first_owner,
                                        &unit->layout),
@@ -96,6 +104,10 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         fsdpc_device_free(unit->device, unit->groups[g].master);
         fsdpc_device_free(unit->device, unit->groups[g].grad);
     }
+    for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
+        fsdpc_device_free(unit->device, unit->sums[i]);
+    free(unit->ahead[0]);
+    free(unit->ahead[1]);
     fsdpc_layout_destroy(unit->layout);
     free(unit->groups);
     free(unit->filled);
@@ -122,6 +134,7 @@ static void *grad_of(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
 
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_micro_fold(unit));
     if (unit->pending_scale == 1)
         return FSDPC_OK;
     fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
@@ -233,11 +246,12 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
 
 void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 {
-    unit->grad_live = false;
+    unit->grad_live = unit->partial_live = unit->folded = false;
+    unit->n_sums = 0;
     unit->pending_scale = 1;
-    unit->forget = unit->reducing;
+    unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
     if (unit->root && !unit->root->in_backward)
-        fsdpc_reduce_drop(unit); /* what was accumulated without synchronising */
+        fsdpc_fill_drop(unit); /* what was accumulated without synchronising */
 }
 
 fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param)

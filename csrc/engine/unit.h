@@ -4,6 +4,10 @@
  * shards (fp32, or fp64 for fp64 parameters).  Its full lives in the wire of its root, which is
  * found at the first forward; until then a unit has masters only.
  *
+ * Its gradients go into a reduce buffer and from there into the gradient shard.  Over a mesh with
+ * replicas the sums of the shard group go into a `partial` first, which is then summed over the
+ * replicas; where the shard group is one rank alone, the buffer itself is.
+ *
  * Who writes what: masters by optimizers, initialisation and loading (which mark the unit dirty),
  * or by the user through an exported piece (marked foreign: compared when an epoch begins).  Fulls
  * by publishing only.  Gradient shards by reductions; `grad_live` says whether they hold anything,
@@ -37,6 +41,8 @@ typedef struct fsdpc_unit_options {
     bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
+    bool keep_grads;    /* a reduce buffer of its own (SHARD_OPTIM) */
+    bool deterministic; /* micro-steps are summed as a tree; see micro.h */
     int first_owner;
     bool no_alias; /* private, NaN-filled memory for fulls */
 } fsdpc_unit_options;
@@ -47,11 +53,22 @@ typedef enum fsdpc_unit_state {
     FSDPC_UNIT_FULL,
 } fsdpc_unit_state;
 
+/* Where a reduction is; a posted one has left `buffer`. */
+typedef enum fsdpc_reduction {
+    FSDPC_REDUCTION_NONE,
+    FSDPC_REDUCTION_SHARD,     /* over the shard group, or over replicas if that is one rank */
+    FSDPC_REDUCTION_REPLICATE, /* of the partial, over the replicas */
+} fsdpc_reduction;
+
+enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
+
 typedef struct fsdpc_unit_group {
     const fsdpc_group *plan;
     fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
     size_t wire_offset;   /* bytes into the root's wire */
     size_t reduce_offset; /* bytes into a reduce buffer of this unit */
+    size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
+    fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
     unsigned char *full; /* what modules read: the wire, or private memory in no-alias mode */
     fsdpc_work gather, reduce;
@@ -66,23 +83,34 @@ struct fsdpc_unit {
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_root *root; /* NULL before the first forward */
-    size_t reduce_bytes, wire_bytes;
+    size_t reduce_bytes, wire_bytes, grad_bytes;
 
     fsdpc_unit_state state;
-    bool reshard_after_forward, no_alias;
-    int held;           /* unshard() calls not yet given back */
-    bool dirty;         /* masters are known to differ from the wire */
-    bool foreign;       /* masters may differ: somebody holds a writable piece */
-    bool requires_sync; /* gradients are reduced at the end of this backward */
-    bool *filled;       /* per parameter: the open reduce buffer holds a contribution */
-    bool *trainable;    /* per parameter; may change between steps */
+    bool reshard_after_forward, reshard_after_backward, no_alias, keep_grads, deterministic;
+    int held;                 /* unshard() calls not yet given back */
+    bool dirty;               /* masters are known to differ from the wire */
+    bool foreign;             /* masters may differ: somebody holds a writable piece */
+    bool requires_sync;       /* gradients are reduced at the end of this backward */
+    bool requires_all_reduce; /* and summed over the replicas */
+    fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
+    int n_ahead[2];
+    bool *filled;    /* per parameter: the open reduce buffer holds a contribution */
+    bool *trainable; /* per parameter; may change between steps */
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
-    bool in_backward;         /* between pre_backward and post_backward */
-    bool reducing;            /* groups[].reduce are posted; their buffer is no longer `buffer` */
-    bool forget;              /* gradients were zeroed meanwhile: the sum is not wanted */
+    fsdpc_buffer *partial;    /* of the posted reduction, or holding postponed sums */
+    fsdpc_buffer *own_partial;
+    bool in_backward; /* between pre_backward and post_backward */
+    fsdpc_reduction reduction;
+    bool partial_live; /* the partial holds sums whose all-reduce was postponed */
+    bool postpone;     /* the posted reduction ends in the partial */
+    bool hidden;       /* what is being reduced is not to be seen yet (no_sync) */
+    bool forget;       /* gradients were zeroed meanwhile: the sum is not wanted */
     bool grad_live;
+    unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
+    int heights[FSDPC_MICRO_LEVELS], n_sums;
+    bool folded;
     double pending_scale;
     double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
 };
@@ -90,6 +118,18 @@ struct fsdpc_unit {
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out);
 void fsdpc_unit_destroy(fsdpc_unit *unit); /* not while its root lives */
+
+/* Ranks that contribute to its gradients. */
+static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
+{
+    return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
+}
+
+/* Shard groups that hold the same, each in its own memory. */
+static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
+{
+    return mesh->replicate && mesh->replicate->size > 1;
+}
 
 static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
 {
@@ -120,7 +160,8 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
-/* Multiplies the gradient shards by what clipping left to be applied. */
+/* Makes the gradient shards what they are said to be: micro-steps brought together, multiplied by
+ * what clipping left to be applied. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
 
 /* An error that names parameter and unit unless the full may be read now. */

@@ -176,7 +176,9 @@ static PyObject *unit_unshard(PyObject *object, PyObject *unused)
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unshard(unit_of(object));
+    status = fsdpc_unshard_begin(unit_of(object));
+    if (status == FSDPC_OK)
+        status = fsdpc_unshard_wait(unit_of(object));
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);

@@ -191,7 +191,8 @@ static fsdpc_status changed_under_hold(rig *r)
 {
     FSDPC_TRY(rig_add_units(r, 2, false));
     FSDPC_TRY(rig_root(r));
-    FSDPC_TRY(fsdpc_unshard(r->units[1]));
+    FSDPC_TRY(fsdpc_unshard_begin(r->units[1]));
+    FSDPC_TRY(fsdpc_unshard_wait(r->units[1]));
     r->units[0]->dirty = r->rank == 0;
     r->result[0] = rig_forward(r, true) == FSDPC_ERR_STATE;
     FSDPC_TRY(fsdpc_reshard(r->units[1]));

@@ -165,7 +165,8 @@ static void test_departing(void)
             CHECK(rig_count(&r, FSDPC_TRACE_GATHER, -1, 1) == steps[s].n);
         }
         for (int u = 0; u < 5; u++)
-            CHECK(r.units[u]->state != FSDPC_UNIT_FULL && !r.units[u]->reducing);
+            CHECK(r.units[u]->state != FSDPC_UNIT_FULL &&
+                  r.units[u]->reduction == FSDPC_REDUCTION_NONE);
     }
     rig_close(&r);
 }
@@ -373,7 +374,8 @@ static void test_management(void)
     CHECK_OK(rig_open(&r, 2, true));
     CHECK_OK(rig_add_units(&r, 3, false));
     CHECK_OK(rig_root(&r));
-    CHECK_OK(fsdpc_unshard(r.units[1]));
+    CHECK_OK(fsdpc_unshard_begin(r.units[1]));
+    CHECK_OK(fsdpc_unshard_wait(r.units[1]));
     CHECK(r.units[1]->state == FSDPC_UNIT_FULL && r.units[2]->state == FSDPC_UNIT_SHARDED);
     CHECK_OK(fsdpc_unit_check_full(r.units[1], 0));
     CHECK_FAILS(fsdpc_unit_check_full(r.units[2], 0), FSDPC_ERR_STATE, "'w' of unit 'b'");
@@ -450,7 +452,7 @@ static void test_late_gradients(void)
         CHECK_OK(rig_give_all(&r, 0));
         CHECK_OK(fsdpc_backward_end(r.root));
         CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 2, -1) == 2);
-        CHECK(!r.units[2]->buffer && !r.units[2]->reducing);
+        CHECK(!r.units[2]->buffer && r.units[2]->reduction == FSDPC_REDUCTION_NONE);
         fsdpc_piece piece;
         void *grad;
         CHECK_OK(fsdpc_unit_grad(r.units[2], 1, &piece, &grad));

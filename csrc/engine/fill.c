@@ -1,0 +1,175 @@
+/* The pool of reduce buffers.
+ *
+ * Gradients are written by kernels straight into an open buffer, in the unit's reduce dtype, each
+ * parameter at its place of the full, so that posting a reduction is one call over the bands.  What
+ * no kernel wrote (unused or frozen parameters) is zeroed first: the peers read all of it.  Padding
+ * is whatever it was; it reduces into padding of the shard, which nobody reads.
+ *
+ * A unit takes the pooled buffer that nobody fills and that was posted longest ago, and waits for
+ * its reduction; a wait for a buffer is therefore always a wait for a posted reduction, never for
+ * another unit's half-filled one.  When both are half filled the unit gets its own, for good.
+ * Ranks must choose alike, since peers read each other's buffers by their names, so the choice
+ * hangs on the order of opens and posts, which is the program's, and never on which reduction
+ * happens to be complete.  For the same reason buffers, whose creation is collective, are created
+ * with no reduction in flight.
+ *
+ * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, an
+ * own one beside an own buffer, and one of its own for a unit that postpones its all-reduce.
+ */
+#include "engine/fill.h"
+
+#include <string.h>
+
+#include "base/size.h"
+#include "engine/reduce.h"
+
+/* Sums go through a partial only if there are two stages. */
+static bool has_partials(const fsdpc_root *root)
+{
+    return root->replicate && root->reduce_comm == root->comm;
+}
+
+static fsdpc_status create_own(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, unit->reduce_bytes, &unit->own_buffer));
+    if (has_partials(root) && !unit->own_partial)
+        FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
+{
+    size_t largest = 0, largest_partial = 0;
+    int sharing = 0;
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        if (unit->reduce_bytes == 0)
+            continue;
+        if (i == 0 || encloses[i] || unit->keep_grads) {
+            FSDPC_TRY(create_own(unit));
+        } else {
+            largest = fsdpc_max_size(largest, unit->reduce_bytes);
+            largest_partial = fsdpc_max_size(largest_partial, unit->grad_bytes);
+            sharing++;
+        }
+    }
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS && i < sharing; i++) {
+        FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, largest, &root->pool[i]));
+        if (has_partials(root))
+            FSDPC_TRY(
+                fsdpc_buffer_create(root->replicate, largest_partial, &root->pool_partial[i]));
+    }
+    return FSDPC_OK;
+}
+
+/* The slot that nobody fills and that was posted longest ago; -1: all are half filled. */
+static int choose_slot(const fsdpc_root *root)
+{
+    int best = -1;
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (root->pool[i] && !root->pool_filling[i] &&
+            (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
+            best = i;
+    }
+    return best;
+}
+
+static fsdpc_status take_slot(fsdpc_unit *unit, int slot)
+{
+    fsdpc_root *root = unit->root;
+    if (root->pool_reducing[slot])
+        FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[slot]));
+    FSDPC_TRY(fsdpc_buffer_idle_wait(root->pool[slot], unit->name));
+    root->pool_filling[slot] = unit;
+    unit->buffer = root->pool[slot];
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_fill_open(fsdpc_unit *unit)
+{
+    if (unit->buffer)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
+    if (!unit->own_buffer) {
+        bool stays = !unit->requires_sync && !unit->deterministic;
+        int slot = stays ? -1 : choose_slot(unit->root);
+        FSDPC_TRY(slot >= 0 ? take_slot(unit, slot) : create_own(unit));
+    }
+    if (unit->own_buffer) {
+        FSDPC_TRY(fsdpc_buffer_idle_wait(unit->own_buffer, unit->name));
+        unit->buffer = unit->own_buffer;
+    }
+    memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
+    unit->n_filled = 0;
+    return FSDPC_OK;
+}
+
+static void zero_unfilled(fsdpc_unit *unit)
+{
+    for (int i = 0; i < unit->layout->n_params; i++) {
+        if (unit->filled[i])
+            continue;
+        const fsdpc_place *place = &unit->layout->params[i];
+        const fsdpc_unit_group *group = &unit->groups[place->group];
+        size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
+        memset(unit->buffer->data + group->reduce_offset + place->full_offset * element, 0,
+               place->numel * element);
+    }
+}
+
+fsdpc_buffer *fsdpc_fill_close(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    fsdpc_buffer *buffer = unit->buffer;
+    if (!buffer)
+        return NULL;
+    if (unit->n_filled < unit->layout->n_params)
+        zero_unfilled(unit);
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (root->pool_filling[i] != unit)
+            continue;
+        root->pool_filling[i] = NULL;
+        root->pool_reducing[i] = unit;
+        root->pool_turn[i] = ++root->turns;
+    }
+    unit->buffer = NULL;
+    return buffer;
+}
+
+void fsdpc_fill_released(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (root->pool_reducing[i] == unit)
+            root->pool_reducing[i] = NULL;
+    }
+}
+
+void fsdpc_fill_drop(fsdpc_unit *unit)
+{
+    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
+        if (unit->root->pool_filling[i] == unit)
+            unit->root->pool_filling[i] = NULL;
+    }
+    unit->buffer = NULL;
+}
+
+fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bool keep)
+{
+    fsdpc_root *root = unit->root;
+    unit->partial = NULL;
+    if (!has_partials(root))
+        return FSDPC_OK;
+    if (keep && !unit->own_partial) {
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
+        FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
+    }
+    unit->partial = unit->own_partial;
+    for (int i = 0; !unit->partial && i < FSDPC_POOLED_BUFFERS; i++) {
+        if (root->pool[i] == filled)
+            unit->partial = root->pool_partial[i];
+    }
+    return fsdpc_buffer_idle_wait(unit->partial, unit->name);
+}

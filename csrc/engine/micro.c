@@ -1,0 +1,89 @@
+/* A stack of sums, highest first: heights[0] belongs to the gradient shard, heights[k] to
+ * sums[k - 1].  n_sums counts the stack.
+ *
+ * A micro-step whose sum would merge at once (the top has height 0) is added by the reduction
+ * itself, so a new level is opened only above a sum of two or more; merging further is one pass
+ * over a shard. Levels are allocated when first needed and stay, as every step needs the same ones.
+ *
+ * A reduction that is posted but not complete has its target chosen already, hence the next post
+ * waits for it (reduce.c): a unit has one reduction in flight.
+ */
+#include "engine/micro.h"
+
+#include "ops/flat_ops.h"
+
+static unsigned char *level_of(const fsdpc_unit *unit, const fsdpc_unit_group *group, int level)
+{
+    return level == 0 ? group->grad : unit->sums[level - 1] + group->grad_offset;
+}
+
+/* Adds level k to level k - 1. */
+static fsdpc_status merge_top(fsdpc_unit *unit)
+{
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    int top = unit->n_sums - 1;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, top - 1), group->grad_dtype,
+                                        level_of(unit, group, top), group->grad_dtype,
+                                        group->plan->shard_numel, &inline_stream));
+    }
+    unit->heights[top - 1]++;
+    unit->n_sums--;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool *accumulate_out)
+{
+    int top = unit->n_sums - 1;
+    *accumulate_out = top >= 0 && unit->heights[top] == 0;
+    int level = *accumulate_out ? top : top + 1;
+    if (level > 0 && !unit->sums[level - 1]) {
+        void *memory;
+        FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
+        unit->sums[level - 1] = memory;
+        /* Padding is summed too, though nobody reads it. */
+        FSDPC_TRY(fsdpc_device_fill(unit->device, memory, 0, unit->grad_bytes, NULL));
+    }
+    *base_out = level > 0 ? unit->sums[level - 1] : NULL;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
+{
+    int top = unit->n_sums - 1;
+    unit->folded = false;
+    if (top >= 0 && unit->heights[top] == 0)
+        unit->heights[top] = 1;
+    else
+        unit->heights[unit->n_sums++] = 0;
+    while (unit->n_sums > 1 && unit->heights[unit->n_sums - 1] == unit->heights[unit->n_sums - 2])
+        FSDPC_TRY(merge_top(unit));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
+{
+    if (unit->n_sums == 0 || unit->folded)
+        return FSDPC_OK;
+    while (unit->n_sums > 1)
+        FSDPC_TRY(merge_top(unit));
+    unit->folded = true;
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        if (group->reduce_dtype == FSDPC_F32 || group->reduce_dtype == FSDPC_F64)
+            continue;
+        const void *self = group->grad;
+        FSDPC_TRY(fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = &self,
+                                                         .n_srcs = 1,
+                                                         .dtype = group->grad_dtype,
+                                                         .numel = group->plan->shard_numel,
+                                                         .scale = 1,
+                                                         .round_dtype = group->reduce_dtype,
+                                                         .out = group->grad,
+                                                         .out_dtype = group->grad_dtype},
+                                    &inline_stream));
+    }
+    return FSDPC_OK;
+}
