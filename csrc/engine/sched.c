@@ -24,6 +24,7 @@
 
 #include <stdlib.h>
 
+#include "base/crc32c.h"
 #include "engine/fill.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
@@ -131,7 +132,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
     root->forward_depth--;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD_END, unit->id, 0, root->wire->epoch,
                     root->in_backward);
-    if (unit->reshard_after_forward && !root->in_backward)
+    if (unit->reshard_after_forward && !unit->stays && !root->in_backward)
         fsdpc_gather_drop(unit);
     return FSDPC_OK;
 }
@@ -211,6 +212,37 @@ fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param)
     return FSDPC_OK;
 }
 
+/* A step was recorded to its end: do all ranks mean to replay the same? */
+static fsdpc_status complete_record(fsdpc_root *root)
+{
+    const fsdpc_record *record = &root->record;
+    uint32_t crc = 0;
+    for (size_t i = 0; i < record->length; i++) {
+        int32_t entry[2] = {record->entries[i].unit, record->entries[i].backward};
+        crc = fsdpc_crc32c(crc, entry, sizeof entry);
+    }
+    /* The highest and, negated, the lowest of both. */
+    int64_t length = (int64_t)record->length, marks[4] = {length, crc, -length, -(int64_t)crc};
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                     .unit = -1,
+                     .what = "schedule",
+                     .dtype = FSDPC_I64,
+                     .op = FSDPC_RED_MAX,
+                     .send = marks,
+                     .recv = marks,
+                     .numel = 4};
+    if (root->comm->size > 1)
+        FSDPC_TRY(fsdpc_comm_run(root->comm, &op));
+    if (marks[0] != -marks[2] || marks[1] != -marks[3])
+        return fsdpc_fail(FSDPC_ERR_MISMATCH,
+                          "ranks ran the units of '%s' in different orders: this one recorded %zu "
+                          "uses, others %lld to %lld; every rank must take the same branches",
+                          root->units[0]->name, record->length, (long long)-marks[2],
+                          (long long)marks[0]);
+    root->record.complete = true;
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 {
     fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
@@ -224,10 +256,11 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     root->in_backward = false;
     root->record.ended = true;
-    if (!root->record.following)
-        root->record.complete = root->record.length > 0;
+    fsdpc_status status = FSDPC_OK;
+    if (!root->record.following && root->record.length > 0)
+        status = complete_record(root);
     fsdpc_comm_locate(root->comm, "user code", "");
-    return FSDPC_OK;
+    return status;
 }
 
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit)
@@ -262,7 +295,7 @@ void fsdpc_root_reset(fsdpc_root *root)
     fsdpc_record_clear(&root->record);
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
-        unit->in_backward = false;
+        unit->in_backward = unit->stays = false;
         fsdpc_fill_drop(unit);
         fsdpc_gather_drop(unit);
     }

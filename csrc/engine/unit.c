@@ -65,8 +65,6 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->reshard_after_forward = options->reshard_after_forward;
     unit->reshard_after_backward = true;
     unit->no_alias = options->no_alias;
-    unit->keep_grads = options->keep_grads;
-    unit->deterministic = options->deterministic;
     unit->requires_sync = unit->requires_all_reduce = true;
     unit->dirty = true;
     unit->pending_scale = 1;

@@ -41,8 +41,6 @@ typedef struct fsdpc_unit_options {
     bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
-    bool keep_grads;    /* a reduce buffer of its own (SHARD_OPTIM) */
-    bool deterministic; /* micro-steps are summed as a tree; see micro.h */
     int first_owner;
     bool no_alias; /* private, NaN-filled memory for fulls */
 } fsdpc_unit_options;
@@ -86,11 +84,14 @@ struct fsdpc_unit {
     size_t reduce_bytes, wire_bytes, grad_bytes;
 
     fsdpc_unit_state state;
-    bool reshard_after_forward, reshard_after_backward, no_alias, keep_grads, deterministic;
-    int held;                 /* unshard() calls not yet given back */
-    bool dirty;               /* masters are known to differ from the wire */
-    bool foreign;             /* masters may differ: somebody holds a writable piece */
-    bool requires_sync;       /* gradients are reduced at the end of this backward */
+    bool reshard_after_forward, reshard_after_backward, no_alias;
+    bool keep_grads;    /* a reduce buffer of its own (SHARD_OPTIM); set before there is a root */
+    bool deterministic; /* micro-steps are summed as a tree (micro.h); likewise */
+    bool stays;         /* more modules of it are to run in this forward */
+    int held;           /* unshard() calls not yet given back */
+    bool dirty;         /* masters are known to differ from the wire */
+    bool foreign;       /* masters may differ: somebody holds a writable piece */
+    bool requires_sync; /* gradients are reduced at the end of this backward */
     bool requires_all_reduce; /* and summed over the replicas */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];

@@ -30,7 +30,8 @@ typedef struct walk {
     fsdpc_tape *tape;
     fsdpc_py_unit *self;
     bool inputs;
-    int cast_to; /* -1: no cast */
+    bool no_marks; /* the unit's inputs are those of the first of its modules */
+    int cast_to;   /* -1: no cast */
     int marked;
 } walk;
 
@@ -97,7 +98,7 @@ static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
         status = fsdpc_op_cast(w->tape, t, (fsdpc_dtype)w->cast_to, &cast);
         t = cast;
     }
-    if (status == FSDPC_OK && fsdpc_tape_wants(w->tape, 1, &t)) {
+    if (status == FSDPC_OK && !(w->inputs && w->no_marks) && fsdpc_tape_wants(w->tape, 1, &t)) {
         status = mark_tensor(w, t, &marked);
         w->marked++;
     }
@@ -200,6 +201,22 @@ static void reset_after_exception(fsdpc_py_unit *self)
     }
 }
 
+/* A unit of several modules stays gathered until all of them have run, and its backward ends with
+ * that of the first.  Returns how many ran before this one. */
+static int count_run(fsdpc_py_unit *self, bool recomputed)
+{
+    fsdpc_unit *unit = self->ref->unit;
+    if (self->n_modules == 1 || recomputed)
+        return 0;
+    if (self->run_epoch != unit->root->wire->epoch)
+        self->runs = 0;
+    self->run_epoch = unit->root->wire->epoch;
+    int before = self->runs;
+    self->runs = (self->runs + 1) % self->n_modules;
+    unit->stays = self->runs > 0;
+    return before;
+}
+
 PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
                              PyObject *kwargs)
 {
@@ -226,6 +243,7 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
         return fsdpc_py_raise(status);
     if (!recomputed)
         self->seen_generation = fsdpc_unit_generation(unit);
+    w.no_marks = count_run(self, recomputed) > 0;
     PyObject *result = call_forward(&w, forward, args, kwargs);
     if (!result) {
         reset_after_exception(self);

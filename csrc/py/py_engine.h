@@ -53,6 +53,9 @@ typedef struct fsdpc_py_unit {
     fsdpc_unit_ref *ref;
     PyObject *params;      /* list of Tensor */
     bool explicit_reshard; /* reshard_after_forward was given */
+    int n_modules; /* that make up the unit */
+    int runs;      /* of them, in the forward of epoch `run_epoch` */
+    uint64_t run_epoch;
     bool cast_inputs;
     int output_dtype;         /* -1: left as it is */
     uint64_t seen_generation; /* of the weights, by the last forward outside backward */
@@ -77,6 +80,20 @@ void fsdpc_unit_ref_release(fsdpc_unit_ref *ref);
 /* A tensor over `data`, memory of the unit. */
 PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data);
+
+/* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
+fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
+
+/* Methods of Unit that manage its schedule: py_unit_schedule.c. */
+PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused);
+PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused);
+PyObject *fsdpc_py_unit_reshard(PyObject *object, PyObject *unused);
+PyObject *fsdpc_py_unit_reset(PyObject *object, PyObject *unused);
+PyObject *fsdpc_py_unit_hold(PyObject *object, PyObject *begin);
+PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args);
+PyObject *fsdpc_py_unit_set_ahead(PyObject *object, PyObject *args);
+PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance);
+PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused);
 
 /* unit.call(forward, args, kwargs) */
 PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,

@@ -108,8 +108,7 @@ static fsdpc_status check_full(void *arg)
     return fsdpc_unit_check_full(p->unit, p->param);
 }
 
-/* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
-static fsdpc_status bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
+fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
 {
     const fsdpc_unit *unit = ref->unit;
     const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
@@ -160,7 +159,7 @@ static fsdpc_status take_values(fsdpc_py_unit *self)
         unit->trainable[i] = t->requires_grad;
         if (t->data)
             FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
-        FSDPC_TRY(bind_param(self->ref, i, t));
+        FSDPC_TRY(fsdpc_py_unit_bind_param(self->ref, i, t));
     }
     return FSDPC_OK;
 }
@@ -244,15 +243,18 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                "output_dtype",
                                "cast_forward_inputs",
                                "reshard_after_forward",
+                               "keep_grads",
+                               "deterministic",
+                               "modules",
                                NULL};
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None;
-    int cast_inputs = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpO", keywords, &name, &PyList_Type,
-                                     &names, &PyList_Type, &params, &shard, &replicate,
-                                     &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
-                                     &reshard))
+    int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1;
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "sO!O!O|OOOOpOppi", keywords, &name, &PyList_Type, &names, &PyList_Type,
+            &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
+            &reshard, &keep_grads, &deterministic, &n_modules))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params)) {
         PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -267,12 +269,15 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->params = PyList_GetSlice(params, 0, PyList_GET_SIZE(params));
     self->explicit_reshard = reshard != Py_None;
     self->cast_inputs = cast_inputs != 0;
+    self->n_modules = n_modules;
     if (!self->params || parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
         init_unit(self, name, names, comms, param_dtype, reduce_dtype) < 0) {
         Py_DECREF(self);
         return NULL;
     }
     self->output_dtype = output_given ? (int)output : -1;
+    self->ref->unit->keep_grads = keep_grads != 0;
+    self->ref->unit->deterministic = deterministic != 0;
     if (self->explicit_reshard)
         self->ref->unit->reshard_after_forward = PyObject_IsTrue(reshard) == 1;
     return (PyObject *)self;
@@ -311,8 +316,8 @@ static fsdpc_status bind_units(PyObject *units)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
         fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(units, i);
         for (Py_ssize_t p = 0; p < PyList_GET_SIZE(unit->params); p++)
-            FSDPC_TRY(bind_param(unit->ref, (int)p,
-                                 fsdpc_py_tensor_of(PyList_GET_ITEM(unit->params, p))));
+            FSDPC_TRY(fsdpc_py_unit_bind_param(
+                unit->ref, (int)p, fsdpc_py_tensor_of(PyList_GET_ITEM(unit->params, p))));
     }
     return FSDPC_OK;
 }

@@ -169,36 +169,30 @@ static PyObject *unit_zero_grad(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *unit_unshard(PyObject *object, PyObject *unused)
+static PyObject *unit_bind(PyObject *object, PyObject *args)
 {
-    (void)unused;
-    fsdpc_status status;
-    if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
+    int param;
+    PyObject *value;
+    if (!PyArg_ParseTuple(args, "iO", &param, &value) || check_index(unit_of(object), param) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unshard_begin(unit_of(object));
-    if (status == FSDPC_OK)
-        status = fsdpc_unshard_wait(unit_of(object));
-    Py_END_ALLOW_THREADS;
+    fsdpc_py_unit *self = (fsdpc_py_unit *)object;
+    fsdpc_tensor *own = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, param));
+    fsdpc_status status;
+    if (value == Py_None) {
+        status = fsdpc_py_unit_bind_param(self->ref, param, own);
+    } else {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+        if (!t)
+            return NULL;
+        if (t->numel != own->numel)
+            return PyErr_Format(PyExc_ValueError, "%zu elements for a parameter of %zu", t->numel,
+                                own->numel);
+        status = fsdpc_tensor_bind(own, t->dtype, t->storage, t->data);
+        own->guard = (fsdpc_guard){0};
+        own->sink = (fsdpc_grad_sink){0};
+    }
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
-}
-
-static PyObject *unit_reshard(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    fsdpc_status status = fsdpc_reshard(unit_of(object));
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
-}
-
-static PyObject *unit_reset(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    if (unit_of(object)->root)
-        fsdpc_root_reset(unit_of(object)->root);
     Py_RETURN_NONE;
 }
 
@@ -284,9 +278,22 @@ PyMethodDef fsdpc_py_unit_methods[] = {
     {"init", unit_init, METH_VARARGS, "init(i, kind, a, b, seed, stream): initialise the rows."},
     {"collect", unit_collect, METH_VARARGS, "collect(i, grads): the full value; collective."},
     {"zero_grad", unit_zero_grad, METH_NOARGS, "Drop the gradients."},
-    {"unshard", unit_unshard, METH_NOARGS, "Gather and hold; collective."},
-    {"reshard", unit_reshard, METH_NOARGS, "Give up what unshard holds."},
-    {"reset", unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
+    {"bind", unit_bind, METH_VARARGS,
+     "bind(i, full): let parameter i stand on a private full; None: on the unit again."},
+    {"unshard", fsdpc_py_unit_unshard, METH_NOARGS,
+     "Begin to gather and hold; collective. unshard_wait() ends it."},
+    {"unshard_wait", fsdpc_py_unit_unshard_wait, METH_NOARGS, "Wait for what unshard began."},
+    {"reshard", fsdpc_py_unit_reshard, METH_NOARGS, "Give up what unshard holds."},
+    {"reset", fsdpc_py_unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
+    {"hold", fsdpc_py_unit_hold, METH_O, "hold(begin): fix the root's weights, or end that."},
+    {"set_flag", fsdpc_py_unit_set_flag, METH_VARARGS,
+     "set_flag(name, value): requires_sync, requires_all_reduce, reshard_after_backward or "
+     "is_last_backward."},
+    {"set_ahead", fsdpc_py_unit_set_ahead, METH_VARARGS,
+     "set_ahead(backward, units): what to gather ahead when this unit runs; None: as recorded."},
+    {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O, "How many units ahead the root gathers."},
+    {"schedule", fsdpc_py_unit_schedule, METH_NOARGS,
+     "(uses, prefetch): recorded uses as (unit, backward), or None; distance."},
     {"set_reshard_after_forward", unit_set_reshard, METH_O, "Whether forward gives fulls up."},
     {"set_divide_factor", unit_set_divide_factor, METH_O, "By what summed gradients are divided."},
     {"set_trainable", unit_set_trainable, METH_VARARGS, "set_trainable(i, flag)."},

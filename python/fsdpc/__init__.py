@@ -62,15 +62,18 @@ from fsdpc.distributed import (
     shutdown,
     world_size,
 )
+from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
+from fsdpc.full_params import full_grad, full_tensor, summon_full_params
 from fsdpc.grad_mode import enable_grad, no_grad
 from fsdpc.memory import memory_stats, reset_peak_memory_stats
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 from fsdpc.nn.module import deferred_init
 from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.sharding import FSDPModule, full_grad, full_tensor, fully_shard
+from fsdpc.sharding import fully_shard
+from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
-    from fsdpc import amp, data, functional, lr_scheduler, models
+    from fsdpc import amp, data, functional, lr_scheduler, models, wrap
     from fsdpc.launcher import launch
 
 __version__ = "0.1.0"
@@ -83,19 +86,71 @@ _LAZY = {
     "lr_scheduler": "fsdpc.lr_scheduler",
     "models": "fsdpc.models",
     "testing": "fsdpc.testing",
+    "wrap": "fsdpc.wrap",
 }
 
 __all__ = [
-    "DeviceMesh", "FSDPModule", "MismatchError", "MixedPrecisionPolicy", "PeerError", "Tensor",
-    "all_gather", "all_reduce", "amp", "barrier", "bfloat16", "bool_", "broadcast", "checkpoint",
-    "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_", "data", "deferred_init",
-    "distributed", "dtype", "enable_grad", "float16", "float32", "float64", "from_dlpack",
-    "from_numpy", "full_grad", "full_tensor", "fully_shard", "functional", "grad_norms", "init",
-    "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch",
-    "local_rank", "lr_scheduler", "manual_seed", "memory_stats", "models", "nn", "no_grad",
-    "num_threads", "optim", "rank", "reset_peak_memory_stats", "set_num_threads", "show_config",
-    "shutdown", "tensor", "uint8", "world_size",
-]  # fmt: skip
+    "all_gather",
+    "all_reduce",
+    "amp",
+    "barrier",
+    "bfloat16",
+    "bool_",
+    "broadcast",
+    "checkpoint",
+    "checkpoint_activations",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "data",
+    "deferred_init",
+    "DeviceMesh",
+    "distributed",
+    "dtype",
+    "enable_grad",
+    "float16",
+    "float32",
+    "float64",
+    "from_dlpack",
+    "from_numpy",
+    "FSDPModule",
+    "full_grad",
+    "full_tensor",
+    "fully_shard",
+    "functional",
+    "grad_norms",
+    "init",
+    "init_device_mesh",
+    "int32",
+    "int64",
+    "is_grad_enabled",
+    "is_initialized",
+    "launch",
+    "local_rank",
+    "lr_scheduler",
+    "manual_seed",
+    "memory_stats",
+    "MismatchError",
+    "MixedPrecisionPolicy",
+    "models",
+    "nn",
+    "no_grad",
+    "num_threads",
+    "optim",
+    "PeerError",
+    "rank",
+    "register_fsdp_forward_method",
+    "reset_peak_memory_stats",
+    "set_num_threads",
+    "ShardingStrategy",
+    "show_config",
+    "shutdown",
+    "summon_full_params",
+    "Tensor",
+    "tensor",
+    "uint8",
+    "world_size",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, clip, distributed, nn
-from fsdpc.sharding import full_grad, full_tensor
+from fsdpc.full_params import full_grad, full_tensor
 
 KINDS = ("parameter", "loss", "gradient", "norm", "state")
 

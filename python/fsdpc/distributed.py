@@ -20,6 +20,7 @@ V = TypeVar("V")
 
 _world: _core.Comm | None = None
 _local_rank = 0
+_deterministic = False
 
 
 def _environment_int(name: str, default: int | None = None) -> int:
@@ -34,7 +35,9 @@ def _environment_int(name: str, default: int | None = None) -> int:
         raise ValueError(f"{name} must be an integer, got '{text}'") from None
 
 
-def init(rank: int | None = None, world_size: int | None = None) -> None:
+def init(
+    rank: int | None = None, world_size: int | None = None, *, deterministic: bool = False
+) -> None:
     """Join the other ranks; call it once, on every rank.
 
     Parameters
@@ -42,6 +45,10 @@ def init(rank: int | None = None, world_size: int | None = None) -> None:
     rank, world_size : int, optional
         Who this process is and how many there are; from the environment where not given, and a
         world of one where that says nothing.
+    deterministic : bool, default False
+        Sum micro-steps as the tree that ranks are summed in, so that with powers of two the result
+        depends on the list of micro-batches alone, not on how ranks and accumulation split it.
+        Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is.
 
     Raises
     ------
@@ -52,7 +59,7 @@ def init(rank: int | None = None, world_size: int | None = None) -> None:
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     """
-    global _world, _local_rank
+    global _world, _local_rank, _deterministic
     if _world is not None:
         raise RuntimeError(
             f"already initialised as rank {_world.rank} of {_world.size}; call shutdown() first"
@@ -82,6 +89,7 @@ def init(rank: int | None = None, world_size: int | None = None) -> None:
         )
     )
     _world = _core.Comm(rank, world_size, address)
+    _deterministic = bool(deterministic)
 
 
 def world() -> _core.Comm:
@@ -95,10 +103,15 @@ def world() -> _core.Comm:
 @atexit.register
 def shutdown() -> None:
     """Leave; the others are not waited for. Models sharded here cannot be used afterwards."""
-    global _world
+    global _world, _deterministic
     if _world is not None:
         _world.close()
-        _world = None
+        _world, _deterministic = None, False
+
+
+def is_deterministic() -> bool:
+    """Return whether :func:`init` asked for deterministic mode."""
+    return _deterministic
 
 
 def is_initialized() -> bool:

@@ -46,9 +46,12 @@ class DeviceMesh:
             raise KeyError(f"no mesh dimension '{name}'; there are {self.mesh_dim_names}")
         return self.mesh_dim_names.index(name)
 
-    def __getitem__(self, name: str) -> DeviceMesh:
-        i = self._index(name)
-        return DeviceMesh([self._comms[i]], [name], [self.shape[i]])
+    def __getitem__(self, name: str | tuple[str, ...]) -> DeviceMesh:
+        names = (name,) if isinstance(name, str) else tuple(name)
+        at = [self._index(n) for n in names]
+        if at != sorted(set(at)):
+            raise KeyError(f"{names}: name dimensions once, in the order {self.mesh_dim_names}")
+        return DeviceMesh([self._comms[i] for i in at], names, [self.shape[i] for i in at])
 
     def __repr__(self) -> str:
         sizes = " x ".join(f"{n} {s}" for n, s in zip(self.mesh_dim_names, self.shape, strict=True))

@@ -7,75 +7,32 @@ checks that all ranks mean the same, and joins the module's call to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc._core import MismatchError, Tensor
+from fsdpc._core import MismatchError
+from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.policies import MixedPrecisionPolicy
+from fsdpc.strategies import ShardingStrategy, apply_strategy, as_strategy
+from fsdpc.wrap import WrapPolicy, by_name, units_by
 
-M = TypeVar("M", bound=Module)
-
-
-class FSDPModule:
-    """What :func:`fully_shard` adds to a module, with PyTorch FSDP2's names."""
-
-    _fsdpc_unit: _core.Unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self._fsdpc_unit
-        if not unit.has_root:
-            _make_root(self)
-        return unit.call(self.forward, args, kwargs)
-
-    def unshard(self) -> None:
-        """Gather this unit's parameters and hold them until :meth:`reshard`; collective."""
-        if not self._fsdpc_unit.has_root:
-            _make_root(self)
-        self._fsdpc_unit.unshard()
-
-    def reshard(self) -> None:
-        """Give up the parameters that :meth:`unshard` gathered."""
-        self._fsdpc_unit.reshard()
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are given up between forward and backward."""
-        for unit in self._units(recurse):
-            unit.set_reshard_after_forward(bool(reshard_after_forward))
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of ranks."""
-        if not factor > 0:
-            raise ValueError(f"the divide factor must be above 0, got {factor}")
-        self._fsdpc_unit.set_divide_factor(float(factor))
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: bring every unit back to its sharded state."""
-        self._fsdpc_unit.reset()
-
-    def _units(self, recurse: bool) -> list[_core.Unit]:
-        if not recurse:
-            return [self._fsdpc_unit]
-        return [m._fsdpc_unit for m in self.modules() if isinstance(m, FSDPModule)]
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a sharded module is not pickled: save its state_dict()")
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a sharded module cannot be copied: copy it before fully_shard()")
+M = TypeVar("M", bound="Module | list[Module]")
 
 
 def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[Parameter] | None = None,
+    strategy: ShardingStrategy | str | None = None,
+    plan: WrapPolicy | Mapping[str, Mapping[str, Any]] | None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place; collective.
 
@@ -84,17 +41,25 @@ def fully_shard(
 
     Parameters
     ----------
-    module : Module
-        With parameters that no unit holds yet; tied ones stand in it once.
+    module : Module or list of Module
+        With parameters that no unit holds yet; tied ones stand in it once. The modules of a list
+        form one unit: gathered before the first of them runs and given up after the last.
     mesh : DeviceMesh, optional
-        One-dimensional (``shard``); all ranks where not given.
-    reshard_after_forward : bool, optional
+        All ranks where not given. Of two dimensions ``replicate x shard``: sharded within rows,
+        gradients summed over columns too (HSDP).
+    reshard_after_forward : bool or int, optional
         Give parameters up after forward and gather them again for backward. None: yes, except for
-        the outermost module.
+        the outermost module. An int n, a divisor of the shard group's size: give up all but what a
+        group of n ranks needs to gather again, which is the same as True where ranks share memory.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication; the original ones where not given.
     ignored_params : iterable of Parameter, optional
         Left alone: neither sharded nor reduced.
+    strategy : ShardingStrategy or str, optional
+        A name for a mesh and ``reshard_after_forward``.
+    plan : WrapPolicy or mapping of str to dict, optional
+        Which submodules to shard first: a policy of :mod:`fsdpc.wrap`, or patterns of dotted names
+        with options (``{"layers.*": {}}``). All other options apply to them too.
 
     Returns
     -------
@@ -113,17 +78,59 @@ def fully_shard(
     Deferred parameters (:class:`fsdpc.deferred_init`) get memory for the own rows only.
     Source: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023).
     """
-    _check_module(module)
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for m in modules:
+        _check_module(m)
+    keep_grads = False
+    if strategy is not None:
+        mesh, reshard_after_forward = apply_strategy(strategy, mesh, reshard_after_forward)
+        keep_grads = as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "ignored_params": list(ignored_params or ()),
+    }
+    if plan is not None:
+        _shard_by_plan(modules, plan, {**options, "strategy": strategy})
+    _make_unit(modules, keep_grads, **options)
+    return module
+
+
+def _shard_by_plan(modules: list[Any], plan: Any, options: dict[str, Any]) -> None:
+    policy = plan if callable(plan) else by_name(plan)
+    known = {*options, "plan"}
+    for outer in modules:
+        for child, own in units_by(policy, outer):
+            unknown = set(own) - known
+            if unknown:
+                raise ValueError(f"the plan has unknown options {sorted(unknown)}")
+            fully_shard(child, **{**options, **own})
+
+
+def _make_unit(
+    modules: list[Any],
+    keep_grads: bool,
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    mp_policy: MixedPrecisionPolicy | None,
+    ignored_params: list[Parameter],
+) -> None:
     policy = mp_policy or MixedPrecisionPolicy()
-    ignored = list(ignored_params or ())
-    names, params = _collect(module, {id(p) for p in ignored})
+    names, params = _collect(modules, {id(p) for p in ignored_params})
     world = distributed.world()
     shard, replicate = _mesh_comms(mesh, world)
-    options = f"{policy}, mesh {mesh or world.size}, reshard_after_forward={reshard_after_forward}"
-    lines = [type(module).__name__, *map(_describe, names, params), options]
-    _check_agreement(lines, world)
+    reshard = _check_reshard(reshard_after_forward, shard.size)
+    options = (
+        f"{policy}, mesh {mesh or world.size}, reshard_after_forward={reshard_after_forward}, "
+        f"keep_grads={keep_grads}, deterministic={distributed.is_deterministic()}"
+    )
+    title = "+".join(type(m).__name__ for m in modules)
+    lines = [title, *map(_describe, names, params), options]
+    for comm in _agreement_comms(shard, replicate, world):
+        _check_agreement(lines, comm)
     unit = _core.Unit(
-        type(module).__name__,
+        title,
         names,
         params,
         shard,
@@ -132,9 +139,12 @@ def fully_shard(
         reduce_dtype=policy.reduce_dtype,
         output_dtype=policy.output_dtype,
         cast_forward_inputs=policy.cast_forward_inputs,
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=reshard,
+        keep_grads=keep_grads,
+        deterministic=distributed.is_deterministic(),
+        modules=len(modules),
     )
-    for p in ignored:
+    for p in ignored_params:
         p._ignored = True
     for i, p in enumerate(params):
         recipe = p._recipe
@@ -142,11 +152,31 @@ def fully_shard(
         if recipe is not None:
             unit.init(i, *recipe)
             p._recipe = None
-    module.__dict__["_fsdpc_unit"] = unit
-    cls = type(module)
-    sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
-    object.__setattr__(module, "__class__", sharded)
-    return module
+    for m in modules:
+        m.__dict__["_fsdpc_unit"] = unit
+        cls = type(m)
+        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        object.__setattr__(m, "__class__", sharded)
+
+
+def _check_reshard(value: bool | int | None, ranks: int) -> bool | None:
+    """Return True, False or None for ``reshard_after_forward``."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int) or value < 1 or ranks % value != 0:
+        raise ValueError(
+            f"reshard_after_forward={value!r}: True, False, None, or a number of ranks that "
+            f"divides the shard group's {ranks}"
+        )
+    return value != ranks if value > 1 else True
+
+
+def _agreement_comms(
+    shard: _core.Comm, replicate: _core.Comm | None, world: _core.Comm
+) -> list[_core.Comm]:
+    """All ranks of the mesh at once where it covers the world, else its rows."""
+    ranks = shard.size * (replicate.size if replicate else 1)
+    return [world] if ranks == world.size else [shard]
 
 
 def _check_module(module: Any) -> None:
@@ -174,13 +204,16 @@ def _outside_units(module: Module, path: str, seen: set[int]) -> Iterator[tuple[
             yield from _outside_units(child, f"{path}{name}.", seen)
 
 
-def _collect(module: Module, ignored: set[int]) -> tuple[list[str], list[Parameter]]:
+def _collect(modules: list[Any], ignored: set[int]) -> tuple[list[str], list[Parameter]]:
     found: dict[int, tuple[str, Parameter]] = {}
-    for path, owner in _outside_units(module, "", set()):
-        for name, p in owner._parameters.items():
-            if p is not None and id(p) not in ignored and id(p) not in found:
-                _check_parameter(path + name, p)
-                found[id(p)] = (path + name, p)
+    seen: set[int] = set()
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        for path, owner in _outside_units(module, prefix, seen):
+            for name, p in owner._parameters.items():
+                if p is not None and id(p) not in ignored and id(p) not in found:
+                    _check_parameter(path + name, p)
+                    found[id(p)] = (path + name, p)
     return [name for name, _ in found.values()], [p for _, p in found.values()]
 
 
@@ -209,9 +242,7 @@ def _mesh_comms(mesh: DeviceMesh | None, world: _core.Comm) -> tuple[_core.Comm,
         return world, None
     if mesh.ndim == 1:
         return mesh.comm(0), None
-    if mesh.shape[0] > 1:
-        raise NotImplementedError(f"{mesh}: replicated meshes (HSDP) are not supported yet")
-    return mesh.comm(1), None
+    return mesh.comm(1), mesh.comm(0) if mesh.shape[0] > 1 else None
 
 
 def _describe(name: str, p: Parameter) -> str:
@@ -245,30 +276,3 @@ def _check_agreement(lines: list[str], comm: _core.Comm) -> None:
                     f"fully_shard: ranks disagree on the model: rank 0 has [{a}], rank {other} has "
                     f"[{b}]; build and shard the same model, with the same seed, on every rank"
                 )
-
-
-def _make_root(module: Any) -> None:
-    """Join a module's unit and all units inside it, at its first call."""
-    units, encloses = [], []
-    for name, m in module.named_modules():
-        if isinstance(m, FSDPModule):
-            if name:
-                m._fsdpc_unit.name = name
-            units.append(m._fsdpc_unit)
-            inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
-            encloses.append(inner)
-    _core.make_root(units, encloses)
-
-
-def full_tensor(p: Tensor) -> Tensor:
-    """Return a parameter's full value in its original dtype; collective if it is sharded."""
-    unit = getattr(p, "_unit", None)
-    return p.detach() if unit is None else unit.collect(p._index, False)
-
-
-def full_grad(p: Tensor) -> Tensor | None:
-    """Return a parameter's full averaged gradient, or None; collective if it is sharded."""
-    unit = getattr(p, "_unit", None)
-    if p.grad is None:
-        return None
-    return p.grad if unit is None else unit.collect(p._index, True)

@@ -19,11 +19,12 @@ from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
 from fsdpc.data import ByteDataset, DistributedSampler, Loader, SequenceDataset, default_corpus
+from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.nn import deferred_init
 from fsdpc.optim import AdamW
 from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.sharding import full_tensor, fully_shard
+from fsdpc.sharding import fully_shard
 
 HELD_OUT_BYTES = 500_000
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}

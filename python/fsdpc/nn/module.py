@@ -137,13 +137,14 @@ class Module:
                 )
             d[name] = value
             return
-        for table in (d["_parameters"], d["_modules"], d["_buffers"]):
-            table.pop(name, None)
-        d.pop(name, None)
-        if isinstance(value, Parameter):
-            d["_parameters"][name] = value
-        elif isinstance(value, Module):
-            d["_modules"][name] = value
+        home = "_parameters" if isinstance(value, Parameter) else None
+        home = "_modules" if isinstance(value, Module) else home
+        for table in ("_parameters", "_modules", "_buffers"):
+            if table != home:  # within its own table a replaced entry keeps its place
+                d[table].pop(name, None)
+        if home:
+            d.pop(name, None)
+            d[home][name] = value
         else:
             d[name] = value
 
@@ -293,7 +294,7 @@ class Module:
             Parameters in their original dtype, gathered where sharded (tied ones under every name),
             then persistent buffers.
         """
-        from fsdpc.sharding import full_tensor
+        from fsdpc.full_params import full_tensor
 
         known: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}

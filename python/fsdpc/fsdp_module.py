@@ -1,0 +1,225 @@
+"""What a sharded module can do: PyTorch FSDP2's methods, over the engine's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fsdpc import _core
+
+
+class UnshardHandle:
+    """A gather under way; :meth:`wait` ends it."""
+
+    def __init__(self, unit: _core.Unit) -> None:
+        self._unit: _core.Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters can be read."""
+        if self._unit is not None:
+            self._unit.unshard_wait()
+            self._unit = None
+
+
+class FSDPModule:
+    """What :func:`fsdpc.fully_shard` adds to a module, with PyTorch FSDP2's names and meaning."""
+
+    _fsdpc_unit: _core.Unit
+    _fsdpc_summoned = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fsdpc_run(self.forward, args, kwargs)  # type: ignore[attr-defined]
+
+    def _fsdpc_run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        unit = self._fsdpc_unit
+        if not unit.has_root:
+            make_root(self)
+        if self._fsdpc_summoned:
+            raise RuntimeError(
+                f"{type(self).__name__} was called inside summon_full_params(): its parameters "
+                "stand on private copies there; call it after"
+            )
+        return unit.call(method, args, kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
+
+        Parameters
+        ----------
+        async_op : bool, default False
+            Return at once with a handle whose ``wait()`` ends the gather. Outside of a forward the
+            ranks meet here first in any case.
+        """
+        if not self._fsdpc_unit.has_root:
+            make_root(self)
+        self._fsdpc_unit.unshard()
+        handle = UnshardHandle(self._fsdpc_unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give up the parameters that :meth:`unshard` gathered."""
+        self._fsdpc_unit.reshard()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Fix the weights of the whole model; entering and leaving are collective.
+
+        Inside, forwards under ``no_grad()`` communicate nothing, so ranks may run different numbers
+        of them: evaluation on one rank, generation of unequal length. Optimizer steps and forwards
+        with gradients raise.
+        """
+        if not self._fsdpc_unit.has_root:
+            make_root(self)
+        self._fsdpc_unit.hold(True)
+        try:
+            yield
+        finally:
+            self._fsdpc_unit.hold(False)
+
+    @contextmanager
+    def no_sync(self, recurse: bool = True) -> Iterator[None]:
+        """Keep gradients local inside: backward adds them up in the reduce dtype, unreduced."""
+        units = self._units(recurse)
+        for unit in units:
+            unit.set_flag("requires_sync", False)
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.set_flag("requires_sync", True)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether the next backwards reduce gradients, or add them up locally."""
+        self._set("requires_sync", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether the next backwards sum over replicas, or over the shard group alone."""
+        self._set("requires_all_reduce", requires_all_reduce, recurse)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the end of backward waits for reductions; pass False between micro-steps."""
+        if not self._fsdpc_unit.has_root:
+            make_root(self)
+        self._fsdpc_unit.set_flag("is_last_backward", bool(is_last_backward))
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether parameters are given up between forward and backward."""
+        for unit in self._units(recurse):
+            unit.set_reshard_after_forward(bool(reshard_after_forward))
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether parameters are given up after backward, or stay until weights change."""
+        self._set("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Name the modules to gather while this one's forward computes, instead of the record's."""
+        self._set_ahead(False, modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+        """Name the modules to gather while this one's backward computes."""
+        self._set_ahead(True, modules)
+
+    def set_prefetch_distance(self, distance: int) -> None:
+        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first."""
+        if int(distance) < 0:
+            raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
+        if not self._fsdpc_unit.has_root:
+            make_root(self)
+        self._fsdpc_unit.set_prefetch(int(distance))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"the divide factor must be above 0, got {factor}")
+        self._fsdpc_unit.set_divide_factor(float(factor))
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Refuse: the engine orders gathers after optimizer steps by epochs, on every device."""
+        raise NotImplementedError(
+            "set_post_optim_event: gathers are ordered after optimizer steps by the engine's "
+            "epochs, so there is no event to wait for; drop the call"
+        )
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: bring every unit back to its sharded state."""
+        self._fsdpc_unit.reset()
+
+    def _set(self, flag: str, value: bool, recurse: bool) -> None:
+        for unit in self._units(recurse):
+            unit.set_flag(flag, bool(value))
+
+    def _set_ahead(self, backward: bool, modules: Sequence[FSDPModule]) -> None:
+        for m in modules:
+            if not isinstance(m, FSDPModule):
+                raise TypeError(f"{type(m).__name__} is not sharded, so it is not gathered")
+        if not self._fsdpc_unit.has_root:
+            raise RuntimeError(
+                "prefetch lists are set after the first forward of the outermost module, which "
+                "finds out which units belong together"
+            )
+        self._fsdpc_unit.set_ahead(backward, [m._fsdpc_unit for m in modules])
+
+    def _units(self, recurse: bool) -> list[_core.Unit]:
+        if not recurse:
+            return [self._fsdpc_unit]
+        return units_of(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a sharded module is not pickled: save its state_dict()")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a sharded module cannot be copied: copy it before fully_shard()")
+
+
+def units_of(module: Any) -> list[_core.Unit]:
+    """Units of a module and of all below it, each once, outermost first."""
+    units = [m._fsdpc_unit for m in module.modules() if isinstance(m, FSDPModule)]
+    return list(dict.fromkeys(units))
+
+
+def make_root(module: Any) -> None:
+    """Join a module's unit and all units inside it, at its first call."""
+    encloses: dict[_core.Unit, bool] = {}
+    for name, m in module.named_modules():
+        if isinstance(m, FSDPModule):
+            unit = m._fsdpc_unit
+            if unit not in encloses and name:
+                unit.name = name
+            inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
+            encloses[unit] = encloses.get(unit, False) or inner
+    _core.make_root(list(encloses), list(encloses.values()))
+
+
+def register_fsdp_forward_method(module: Any, method_name: str) -> None:
+    """Let a method of a sharded module gather its parameters, as ``forward`` does.
+
+    Parameters
+    ----------
+    module : Module
+        Nothing happens unless it is sharded.
+    method_name : str
+        Of a method; it then runs inside the unit, with gradients reduced after its backward.
+
+    Raises
+    ------
+    AttributeError
+        The module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method '{method_name}'")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return module._fsdpc_run(method, args, kwargs)
+
+    module.__dict__[method_name] = run

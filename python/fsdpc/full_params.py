@@ -1,0 +1,69 @@
+"""Whole values of sharded parameters: read, and written back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fsdpc._core import Tensor
+from fsdpc.fsdp_module import FSDPModule
+from fsdpc.nn.module import Module
+
+
+def full_tensor(p: Tensor) -> Tensor:
+    """Return a parameter's full value in its original dtype; collective if it is sharded."""
+    unit = getattr(p, "_unit", None)
+    return p.detach() if unit is None else unit.collect(p._index, False)
+
+
+def full_grad(p: Tensor) -> Tensor | None:
+    """Return a parameter's full averaged gradient, or None; collective if it is sharded."""
+    unit = getattr(p, "_unit", None)
+    if p.grad is None:
+        return None
+    return p.grad if unit is None else unit.collect(p._index, True)
+
+
+@contextmanager
+def summon_full_params(
+    module: Module, *, recurse: bool = True, writeback: bool = True
+) -> Iterator[None]:
+    """Let every parameter stand on a private full copy in its original dtype; collective.
+
+    Parameters
+    ----------
+    module : Module
+        Its units, and those of modules inside it.
+    recurse : bool, default True
+        Without: the units of this very module alone.
+    writeback : bool, default True
+        On leaving each rank keeps its own rows of what the copies hold then. Ranks must have
+        written the same. Not done after an exception.
+
+    Notes
+    -----
+    Costs a full copy of the parameters on every rank. The modules cannot be called inside.
+    """
+    modules = [m for m in module.modules() if isinstance(m, FSDPModule)] if recurse else [module]
+    params = [p for p in module.parameters() if p._unit is not None]
+    units = {m._fsdpc_unit for m in modules if isinstance(m, FSDPModule)}
+    params = [p for p in params if p._unit in units]
+    for m in modules:
+        if getattr(m, "_fsdpc_summoned", False):
+            raise RuntimeError(f"summon_full_params() inside itself, on {type(m).__name__}")
+    fulls = [full_tensor(p) for p in params]
+    for p, full in zip(params, fulls, strict=True):
+        p._unit.bind(p._index, full)
+    for m in modules:
+        m.__dict__["_fsdpc_summoned"] = True
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        for m in modules:
+            m.__dict__.pop("_fsdpc_summoned", None)
+        for p, full in zip(params, fulls, strict=True):
+            p._unit.bind(p._index, None)
+            if done and writeback:
+                p._unit.write(p._index, full)

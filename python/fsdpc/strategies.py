@@ -1,0 +1,85 @@
+"""Sharding strategies by name: a mesh, and what is given up when."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from fsdpc import distributed
+from fsdpc.mesh import DeviceMesh, init_device_mesh
+
+
+class ShardingStrategy(Enum):
+    """What ranks share out, with PyTorch's names where it has one.
+
+    ====================  =========================  =======================================
+    name                  mesh                       shared out
+    ====================  =========================  =======================================
+    NO_SHARD              world x 1                  nothing (DDP)
+    SHARD_OPTIM           1 x world                  optimizer (ZeRO-1); full gradients kept
+    SHARD_GRAD_OP         1 x world                  optimizer, gradients (ZeRO-2)
+    FULL_SHARD            1 x world                  all (ZeRO-3)
+    HYBRID_SHARD          replicate x shard, given   all, within ``shard``
+    HYBRID_SHARD_ZERO2    replicate x shard, given   optimizer, gradients, within ``shard``
+    ====================  =========================  =======================================
+    """
+
+    NO_SHARD = "NO_SHARD"
+    SHARD_OPTIM = "SHARD_OPTIM"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    FULL_SHARD = "FULL_SHARD"
+    HYBRID_SHARD = "HYBRID_SHARD"
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+
+
+def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
+    """Look a strategy up by name."""
+    if isinstance(value, ShardingStrategy):
+        return value
+    try:
+        return ShardingStrategy[str(value).upper()]
+    except KeyError:
+        names = ", ".join(ShardingStrategy.__members__)
+        raise ValueError(f"no strategy '{value}'; there are {names}") from None
+
+
+def apply_strategy(
+    value: ShardingStrategy | str, mesh: DeviceMesh | None, reshard_after_forward: Any
+) -> tuple[DeviceMesh | None, Any]:
+    """Return the mesh and ``reshard_after_forward`` that a strategy stands for.
+
+    Raises
+    ------
+    ValueError
+        The mesh or the flag that was given contradicts the strategy.
+    """
+    strategy = as_strategy(value)
+    name = strategy.name
+    hybrid = name.startswith("HYBRID")
+    if hybrid and (mesh is None or mesh.ndim != 2):
+        raise ValueError(
+            f"{name} needs a mesh of two dimensions, got {mesh}: "
+            "init_device_mesh('cpu', (replicate, shard))"
+        )
+    if strategy is ShardingStrategy.NO_SHARD:
+        mesh = mesh or replicated_mesh()
+        if mesh.ndim != 2 or mesh.shape[1] != 1:
+            raise ValueError(f"NO_SHARD needs a mesh of world x 1, got {mesh}")
+    elif not hybrid and mesh is not None and mesh.ndim == 2 and mesh.shape[0] > 1:
+        raise ValueError(f"{name} shards over all ranks, but {mesh} has replicas: use HYBRID_SHARD")
+    keeps = name not in ("FULL_SHARD", "HYBRID_SHARD")
+    if keeps and reshard_after_forward:
+        raise ValueError(f"{name} keeps parameters after forward; reshard_after_forward is True")
+    return mesh, False if keeps else reshard_after_forward
+
+
+_replicated: list[tuple[Any, DeviceMesh]] = []
+
+
+def replicated_mesh() -> DeviceMesh:
+    """Return the mesh of replicas alone, made once for all units; collective the first time."""
+    world = distributed.world()
+    if not _replicated or _replicated[0][0] is not world:
+        mesh = init_device_mesh("cpu", (world.size, 1))
+        _replicated[:] = [(world, mesh)]
+    return _replicated[0][1]

@@ -1,0 +1,72 @@
+"""Which submodules become units of their own: by class, by size, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
+
+from fsdpc.nn.module import Module
+
+#: Says of a submodule (dotted name, module) whether it is a unit: its options, or None.
+WrapPolicy = Callable[[str, Module], "dict[str, Any] | None"]
+
+
+def by_class(*classes: type) -> WrapPolicy:
+    """Make every module of these classes a unit.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import wrap
+    >>> policy = wrap.by_class(fsdpc.nn.Linear)
+    >>> policy("fc", fsdpc.nn.Linear(4, 4))
+    {}
+    """
+    if not classes:
+        raise ValueError("by_class needs at least one class")
+
+    def policy(name: str, module: Module) -> dict[str, Any] | None:
+        return {} if isinstance(module, classes) else None
+
+    return policy
+
+
+def by_size(min_params: int) -> WrapPolicy:
+    """Make units of at least ``min_params`` parameters, innermost modules first."""
+    if min_params < 1:
+        raise ValueError(f"min_params is 1 or more, got {min_params}")
+    taken: set[int] = set()
+
+    def policy(name: str, module: Module) -> dict[str, Any] | None:
+        left = {id(p): prod(p.shape) for p in module.parameters() if id(p) not in taken}
+        if sum(left.values()) < min_params or type(module).forward is Module.forward:
+            return None
+        taken.update(left)
+        return {}
+
+    return policy
+
+
+def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
+    """Make units of the modules whose dotted name fits a shell pattern, with its options."""
+
+    def policy(name: str, module: Module) -> dict[str, Any] | None:
+        for pattern, options in plan.items():
+            if fnmatchcase(name, pattern):
+                return dict(options)
+        return None
+
+    return policy
+
+
+def units_by(policy: WrapPolicy, module: Module) -> list[tuple[Module, dict[str, Any]]]:
+    """Return the submodules that a policy makes units, with their options, children first."""
+    found = []
+    for name, child in reversed(list(module.named_modules())):
+        if name:
+            options = policy(name, child)
+            if options is not None:
+                found.append((child, options))
+    return found

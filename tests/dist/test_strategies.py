@@ -1,0 +1,210 @@
+"""Strategies, meshes, precisions: the same bits at a fixed world size, and exact counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import fsdpc
+import numpy as np
+import pytest
+from fsdpc import _core
+
+from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
+
+UNITS = CONFIG.layers + 1
+BF16, F32 = fsdpc.bfloat16, fsdpc.float32
+PRECISIONS = {"f32": (None, None), "bf16-f32": (BF16, F32), "bf16-bf16": (BF16, BF16)}
+
+
+def meshes() -> list[tuple[int, int]]:
+    """All r x s of this world."""
+    n = fsdpc.world_size()
+    return [(r, n // r) for r in range(1, n + 1) if n % r == 0]
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """Options of fully_shard by name, for every strategy and mesh of this world."""
+    found: dict[str, dict[str, Any]] = {
+        "FULL_SHARD": {"strategy": "FULL_SHARD"},
+        "FULL_SHARD True": {"reshard_after_forward": True},
+        "FULL_SHARD int": {"reshard_after_forward": fsdpc.world_size()},
+        "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+        "SHARD_OPTIM": {"strategy": "SHARD_OPTIM"},
+        "NO_SHARD": {"strategy": "NO_SHARD"},
+    }
+    for r, s in meshes():
+        mesh = fsdpc.init_device_mesh("cpu", (r, s))
+        if s & (s - 1) == 0:  # its two stages are then the tree over all ranks
+            found[f"HYBRID_SHARD {r}x{s}"] = {"mesh": mesh, "strategy": "HYBRID_SHARD"}
+            found[f"HYBRID_SHARD_ZERO2 {r}x{s}"] = {"mesh": mesh, "strategy": "HYBRID_SHARD_ZERO2"}
+    return found
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_strategies_have_the_same_bits(precision: str) -> None:
+    param, reduce = PRECISIONS[precision]
+    expected = None
+    for name, options in variants().items():
+        model = build(True, param, reduce, **options)
+        result = train(model, 3, accumulate=2)
+        if expected is None:
+            expected, values = result, parameters(model)
+        assert result == expected, name
+        assert_same(parameters(model), values)
+
+
+def counts() -> Counter[tuple[str, bool]]:
+    return Counter((kind, in_backward) for kind, *_, in_backward in _core.trace_events())
+
+
+@pytest.mark.ranks(4)
+def test_counts_of_communication() -> None:
+    hsdp = fsdpc.init_device_mesh("cpu", (2, 2))
+    expected = {  # gathers forward, backward, reductions, all-reduces
+        "FULL_SHARD": ({"strategy": "FULL_SHARD"}, (UNITS, UNITS - 1, UNITS, 0)),
+        "True": ({"reshard_after_forward": True}, (UNITS, UNITS, UNITS, 0)),
+        "int": ({"reshard_after_forward": 2}, (UNITS, UNITS, UNITS, 0)),
+        "SHARD_GRAD_OP": ({"strategy": "SHARD_GRAD_OP"}, (UNITS, 0, UNITS, 0)),
+        "SHARD_OPTIM": ({"strategy": "SHARD_OPTIM"}, (UNITS, 0, UNITS, 0)),
+        "NO_SHARD": ({"strategy": "NO_SHARD"}, (0, 0, UNITS, UNITS)),
+        "HYBRID_SHARD": ({"mesh": hsdp}, (UNITS, UNITS - 1, UNITS, UNITS)),
+    }
+    for name, (options, numbers) in expected.items():
+        model = build(True, **options)
+        optimizer = fsdpc.optim.AdamW(model.parameters())
+        for _ in range(3):
+            _core.trace_reset()
+            model(*batch(0, fsdpc.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen = counts()
+            got = tuple(
+                seen[key]
+                for key in (
+                    ("gather", False), ("gather", True), ("reduce", True), ("all_reduce", True)
+                )
+            )  # fmt: skip
+            assert got == numbers, name
+
+
+@pytest.mark.ranks([2, 4])
+def test_unsynchronised_micro_batches_reduce_once() -> None:
+    """k backwards under no_sync and one outside: one reduction, of the sum of all."""
+    for options in ({}, {"strategy": "SHARD_OPTIM"}, {"strategy": "NO_SHARD"}):
+        model = build(True, **options)
+        model(*batch(0, fsdpc.rank())).backward()
+        model.zero_grad()
+        _core.trace_reset()
+        with model.no_sync():
+            for micro in range(3):
+                model(*batch(0, fsdpc.rank(), micro)).backward()
+        assert counts()["reduce", True] == 0
+        assert all(p.grad is None for p in model.parameters())
+        model(*batch(0, fsdpc.rank(), 3)).backward()
+        assert counts()["reduce", True] == UNITS
+        twin = build(sharded=False)
+        for rank in range(fsdpc.world_size()):
+            for micro in range(4):
+                twin(*batch(0, rank, micro)).backward()
+        grads = dict(twin.named_parameters())
+        for name, p in model.named_parameters():
+            wanted = grads[name].grad.numpy() / fsdpc.world_size()
+            np.testing.assert_allclose(
+                fsdpc.full_grad(p).numpy(), wanted, rtol=1e-4, atol=1e-6, err_msg=name
+            )
+
+
+@pytest.mark.ranks(4)
+def test_postponed_all_reduce() -> None:
+    """Reduce-scatters at every micro-step, one all-reduce at the last: the same sum."""
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2))
+    model, plain = build(True, mesh=mesh), build(True, mesh=mesh)
+    for m, postpone in ((model, True), (plain, False)):
+        _core.trace_reset()
+        for micro in range(3):
+            m.set_requires_all_reduce(not postpone or micro == 2)
+            m.set_is_last_backward(micro == 2)
+            m(*batch(0, fsdpc.rank(), micro)).backward()
+        seen = counts()
+        assert seen["reduce", True] == 3 * UNITS
+        assert seen["all_reduce", True] == (UNITS if postpone else 3 * UNITS)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        np.testing.assert_allclose(
+            fsdpc.full_grad(p).numpy(), fsdpc.full_grad(q).numpy(), rtol=1e-5, atol=1e-7,
+            err_msg=name,
+        )  # fmt: skip
+
+
+@pytest.mark.ranks([2, 4])
+def test_replicas_hold_the_same() -> None:
+    for r, s in meshes():
+        model = build(True, mesh=fsdpc.init_device_mesh("cpu", (r, s)))
+        train(model, 2)
+        for name, value in parameters(model).items():
+            everyones = fsdpc.all_gather(value)
+            assert (everyones == everyones[0]).all(), name
+
+
+def deterministic_run(options: dict[str, Any], total: int, precision: str) -> Any:
+    """Two steps over the same `total` micro-batches a step, however ranks share them."""
+    param, reduce = PRECISIONS[precision]
+    model = build(True, param, reduce, **options)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=LR)
+    ranks = fsdpc.world_size()
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(total // ranks):
+            leaf = micro * ranks + fsdpc.rank()
+            loss = model(*batch(step, leaf))
+            (loss / (total // ranks)).backward()
+        norms.append(float(fsdpc.clip_grad_norm_(model, CLIP)))
+        optimizer.step()
+    crc = 0
+    for value in parameters(model).values():
+        crc = _core.crc32c(crc, value)
+    return norms, crc
+
+
+def _run_all(precision: str) -> dict[str, Any]:
+    fsdpc.init(deterministic=True)
+    options: dict[str, dict[str, Any]] = {
+        "FULL_SHARD": {},
+        "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+        "SHARD_OPTIM": {"strategy": "SHARD_OPTIM"},
+        "NO_SHARD": {"strategy": "NO_SHARD"},
+    }
+    if fsdpc.world_size() > 1:
+        mesh = fsdpc.init_device_mesh("cpu", (fsdpc.world_size() // 2, 2))
+        options["HYBRID_SHARD"] = {"mesh": mesh}
+    results = {name: deterministic_run(o, 8, precision) for name, o in options.items()}
+    fsdpc.shutdown()
+    return results
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_deterministic_mode_does_not_see_the_split(precision: str) -> None:
+    """1 rank x 8 micro-steps = 2 x 4 = 4 x 2, bitwise, for every strategy."""
+    results = [r for n in (1, 2, 4) for r in fsdpc.launch(_run_all, n, precision)]
+    expected = results[0]["FULL_SHARD"]
+    for per_rank in results:
+        for name, result in per_rank.items():
+            assert result == expected, name
+
+
+@pytest.mark.ranks(2)
+def test_bad_strategies_are_refused() -> None:
+    layer = fsdpc.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="no strategy 'ZERO9'; there are NO_SHARD"):
+        fsdpc.fully_shard(layer, strategy="ZERO9")
+    with pytest.raises(ValueError, match="HYBRID_SHARD needs a mesh of two dimensions"):
+        fsdpc.fully_shard(layer, strategy="HYBRID_SHARD")
+    with pytest.raises(ValueError, match="SHARD_GRAD_OP keeps parameters after forward"):
+        fsdpc.fully_shard(layer, strategy="SHARD_GRAD_OP", reshard_after_forward=True)
+    with pytest.raises(ValueError, match=r"divides the shard group's 2"):
+        fsdpc.fully_shard(layer, reshard_after_forward=3)
+    mesh = fsdpc.init_device_mesh("cpu", (2, 1))
+    with pytest.raises(ValueError, match="has replicas: use HYBRID_SHARD"):
+        fsdpc.fully_shard(layer, strategy="FULL_SHARD", mesh=mesh)
