@@ -53,8 +53,8 @@ typedef struct fsdpc_py_unit {
     fsdpc_unit_ref *ref;
     PyObject *params;      /* list of Tensor */
     bool explicit_reshard; /* reshard_after_forward was given */
-    int n_modules; /* that make up the unit */
-    int runs;      /* of them, in the forward of epoch `run_epoch` */
+    int n_modules;         /* that make up the unit */
+    int runs;              /* of them, in the forward of epoch `run_epoch` */
     uint64_t run_epoch;
     bool cast_inputs;
     int output_dtype;         /* -1: left as it is */
