@@ -16,39 +16,31 @@
 #include "base/size.h"
 #include "engine/fill.h"
 #include "engine/micro.h"
+#include "engine/plan.h"
 #include "ops/flat_ops.h"
-
-enum {
-    GRAD_ALIGN = 64,
-    GROUP_ALIGN = 4096
-}; /* bytes between groups in wire and buffers: pages can be protected */
 
 static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
 {
     fsdpc_unit_group *group = &unit->groups[g];
     group->plan = &unit->layout->groups[g];
-    fsdpc_dtype original = group->plan->dtype;
-    group->wire_dtype = options->cast_params ? options->param_dtype : original;
-    group->reduce_dtype = options->cast_reduce ? options->reduce_dtype : group->wire_dtype;
-    group->grad_dtype = original == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    fsdpc_group_plan sizes;
+    FSDPC_TRY(fsdpc_plan_group(group->plan, options, &sizes));
+    group->wire_dtype = sizes.wire_dtype;
+    group->reduce_dtype = sizes.reduce_dtype;
+    group->grad_dtype = sizes.grad_dtype;
+    group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
     group->wire_offset = unit->wire_bytes;
     group->reduce_offset = unit->reduce_bytes;
-    size_t wire, reduce, master, grad;
-    FSDPC_TRY(fsdpc_mul_size(group->plan->full_numel, fsdpc_dtype_bytes(group->wire_dtype), &wire));
-    FSDPC_TRY(
-        fsdpc_mul_size(group->plan->full_numel, fsdpc_dtype_bytes(group->reduce_dtype), &reduce));
-    unit->wire_bytes += fsdpc_round_up(wire, GROUP_ALIGN);
-    unit->reduce_bytes += fsdpc_round_up(reduce, GROUP_ALIGN);
-    master = group->plan->shard_numel * fsdpc_dtype_bytes(original);
-    grad = group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype);
-    group->whole = (fsdpc_slice){.numel = group->plan->shard_numel, .owner = -1};
     group->grad_offset = unit->grad_bytes;
-    unit->grad_bytes += fsdpc_round_up(grad, GRAD_ALIGN);
+    unit->wire_bytes += sizes.wire_bytes;
+    unit->reduce_bytes += sizes.reduce_bytes;
+    unit->grad_bytes += sizes.partial_bytes;
     fsdpc_device *device = unit->device;
-    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_MASTER, master, (void **)&group->master));
-    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_GRAD, grad, (void **)&group->grad));
-    FSDPC_TRY(fsdpc_device_fill(device, group->master, 0, master, NULL));
-    return fsdpc_device_fill(device, group->grad, 0, grad, NULL);
+    FSDPC_TRY(
+        fsdpc_device_alloc(device, FSDPC_MEM_MASTER, sizes.master_bytes, (void **)&group->master));
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_GRAD, sizes.grad_bytes, (void **)&group->grad));
+    FSDPC_TRY(fsdpc_device_fill(device, group->master, 0, sizes.master_bytes, NULL));
+    return fsdpc_device_fill(device, group->grad, 0, sizes.grad_bytes, NULL);
 }
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,

@@ -2,6 +2,7 @@
 #include "py/py_engine.h"
 
 #include "base/crc32c.h"
+#include "engine/plan.h"
 
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
@@ -67,7 +68,61 @@ static PyObject *trace_reset(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static int read_spec(PyObject *item, fsdpc_param_spec *spec)
+{
+    PyObject *dtype, *shape;
+    if (!PyArg_ParseTuple(item, "OO!", &dtype, &PyTuple_Type, &shape) ||
+        fsdpc_py_dtype_parse(dtype, &spec->dtype) < 0)
+        return -1;
+    spec->name = "";
+    spec->ndim = (int)PyTuple_GET_SIZE(shape);
+    if (spec->ndim > FSDPC_LAYOUT_MAX_DIMS) {
+        PyErr_Format(PyExc_ValueError, "%d dimensions; at most %d", spec->ndim,
+                     FSDPC_LAYOUT_MAX_DIMS);
+        return -1;
+    }
+    for (int d = 0; d < spec->ndim; d++)
+        spec->shape[d] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, d));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *plan_unit(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *list, *param_dtype, *reduce_dtype;
+    int ranks;
+    if (!PyArg_ParseTuple(args, "O!iOO", &PyList_Type, &list, &ranks, &param_dtype, &reduce_dtype))
+        return NULL;
+    fsdpc_unit_options options = {
+        .name = "", .cast_params = param_dtype != Py_None, .cast_reduce = reduce_dtype != Py_None};
+    if ((options.cast_params && fsdpc_py_dtype_parse(param_dtype, &options.param_dtype) < 0) ||
+        (options.cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options.reduce_dtype) < 0))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_param_spec *specs = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *specs);
+    if (!specs)
+        return PyErr_NoMemory();
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n; i++)
+        result = read_spec(PyList_GET_ITEM(list, i), &specs[i]);
+    fsdpc_unit_plan plan;
+    fsdpc_status status = FSDPC_OK;
+    if (result == 0)
+        status = fsdpc_plan_unit(specs, (int)n, ranks, &options, &plan);
+    PyMem_Free(specs);
+    if (result < 0)
+        return NULL;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return Py_BuildValue("{snsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce", plan.reduce_bytes,
+                         "master", plan.master_bytes, "grad", plan.grad_bytes, "partial",
+                         plan.partial_bytes, "state", plan.state_bytes);
+}
+
 static PyMethodDef functions[] = {
+    {"plan_unit", plan_unit, METH_VARARGS,
+     "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
+     "(dtype, shape) takes on a rank."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
     {"trace_events", trace_events, METH_NOARGS,
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},

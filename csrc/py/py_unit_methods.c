@@ -262,6 +262,64 @@ static int unit_set_name(PyObject *object, PyObject *value, void *unused)
     return 0;
 }
 
+/* (name, original dtype, shape) of each parameter */
+static PyObject *unit_get_params(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_layout *layout = unit_of(object)->layout;
+    const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *list = PyList_New(layout->n_params);
+    for (int i = 0; list && i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        PyObject *item = NULL, *shape = PyTuple_New(place->ndim);
+        for (int d = 0; shape && d < place->ndim; d++)
+            PyTuple_SET_ITEM(shape, d, PyLong_FromSize_t(place->shape[d]));
+        if (shape && !PyErr_Occurred())
+            item = Py_BuildValue("(sON)", place->name, state->dtypes[place->dtype], shape);
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    return list;
+}
+
+static PyObject *get_dtype(PyObject *object, bool given, fsdpc_dtype dtype)
+{
+    const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
+    return Py_NewRef(given ? state->dtypes[dtype] : Py_None);
+}
+
+/* What the policy asked for is known by what the groups became; mixed groups keep their own. */
+static PyObject *unit_get_param_dtype(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_unit *unit = unit_of(object);
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        if (unit->groups[g].wire_dtype != unit->groups[g].plan->dtype)
+            return get_dtype(object, true, unit->groups[g].wire_dtype);
+    }
+    return get_dtype(object, false, FSDPC_F32);
+}
+
+static PyObject *unit_get_reduce_dtype(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_unit *unit = unit_of(object);
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        if (unit->groups[g].reduce_dtype != unit->groups[g].wire_dtype)
+            return get_dtype(object, true, unit->groups[g].reduce_dtype);
+    }
+    return get_dtype(object, false, FSDPC_F32);
+}
+
+static PyObject *unit_get_keep_grads(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(unit_of(object)->keep_grads);
+}
+
 static PyObject *unit_get_state(PyObject *object, void *unused)
 {
     (void)unused;
@@ -303,6 +361,10 @@ PyMethodDef fsdpc_py_unit_methods[] = {
 PyGetSetDef fsdpc_py_unit_getset[] = {
     {"has_root", unit_get_has_root, NULL, "Whether the outermost module has run.", NULL},
     {"name", unit_get_name, unit_set_name, "Shown in messages and traces.", NULL},
+    {"params", unit_get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
+    {"param_dtype", unit_get_param_dtype, NULL, "Of fulls, or None: the original.", NULL},
+    {"reduce_dtype", unit_get_reduce_dtype, NULL, "Of gradients, or None: that of fulls.", NULL},
+    {"keep_grads", unit_get_keep_grads, NULL, "Whether it has a reduce buffer for good.", NULL},
     {"state", unit_get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -62,13 +62,16 @@ from fsdpc.distributed import (
     shutdown,
     world_size,
 )
+from fsdpc.estimate import estimate
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.full_params import full_grad, full_tensor, summon_full_params
 from fsdpc.grad_mode import enable_grad, no_grad
 from fsdpc.memory import memory_stats, reset_peak_memory_stats
+from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 from fsdpc.nn.module import deferred_init
 from fsdpc.policies import MixedPrecisionPolicy
+from fsdpc.schedule import Schedule, schedule
 from fsdpc.sharding import fully_shard
 from fsdpc.strategies import ShardingStrategy
 
@@ -107,6 +110,7 @@ __all__ = [
     "distributed",
     "dtype",
     "enable_grad",
+    "estimate",
     "float16",
     "float32",
     "float64",
@@ -128,7 +132,9 @@ __all__ = [
     "local_rank",
     "lr_scheduler",
     "manual_seed",
+    "memory_plan",
     "memory_stats",
+    "MemoryPlan",
     "MismatchError",
     "MixedPrecisionPolicy",
     "models",
@@ -140,6 +146,8 @@ __all__ = [
     "rank",
     "register_fsdp_forward_method",
     "reset_peak_memory_stats",
+    "Schedule",
+    "schedule",
     "set_num_threads",
     "ShardingStrategy",
     "show_config",

@@ -1,0 +1,31 @@
+/* What a unit will hold on each rank, computed from shapes alone.
+ *
+ * The same numbers that fsdpc_unit_create allocates by, so that memory_plan() and a run agree to
+ * the byte.  Bytes are as fsdpc_mem counts them: blocks rounded up to 64.
+ */
+#ifndef FSDPC_ENGINE_PLAN_H
+#define FSDPC_ENGINE_PLAN_H
+
+#include "engine/unit.h"
+
+/* One flat group; dtypes as the policy in `options` makes them. */
+typedef struct fsdpc_group_plan {
+    fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
+    size_t wire_bytes, reduce_bytes; /* whole pages: what it takes of wire and reduce buffer */
+    size_t master_bytes, grad_bytes;
+    size_t partial_bytes; /* what it takes of a partial */
+} fsdpc_group_plan;
+
+fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
+                              fsdpc_group_plan *out);
+
+typedef struct fsdpc_unit_plan {
+    size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
+    size_t state_bytes; /* of one fp32 state of every parameter */
+} fsdpc_unit_plan;
+
+/* Over a shard group of `ranks`. */
+fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
+                             const fsdpc_unit_options *options, fsdpc_unit_plan *out);
+
+#endif

@@ -1,0 +1,117 @@
+"""memory_plan against the engine's own peaks; estimate against published figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsdpc
+import pytest
+from fsdpc import wrap
+from fsdpc.models import Llama
+from fsdpc.nn.module import Module
+
+from .common import CONFIG, batch, build
+from .test_strategies import PRECISIONS, variants
+
+CATEGORIES = ("wire", "master", "grad", "state", "reduce")
+
+
+def run(options: dict[str, Any], param: Any, reduce: Any) -> tuple[dict[str, int], Module]:
+    """Peaks of the engine's memory over three steps, beyond what was held before."""
+    before = fsdpc.memory_stats()
+    fsdpc.reset_peak_memory_stats()
+    model = build(True, param, reduce, **options)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(*batch(step, fsdpc.rank())).backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = fsdpc.memory_stats()
+    peaks = {c: after[f"{c}_peak_bytes"] - before[f"{c}_bytes"] for c in CATEGORIES}
+    return peaks, model
+
+
+@pytest.mark.ranks([1, 2, 3, 4])
+@pytest.mark.parametrize("precision", ["f32", "bf16-f32"])
+def test_plan_is_the_peak(precision: str) -> None:
+    param, reduce = PRECISIONS[precision]
+    policy = fsdpc.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    for name, options in variants().items():
+        peaks, model = run(options, param, reduce)
+        mesh, strategy = options.get("mesh"), options.get("strategy")
+        plan = fsdpc.memory_plan(model, mesh, strategy=strategy)
+        with fsdpc.deferred_init():
+            built = Llama(CONFIG)
+        blocks = wrap.by_class(type(built.blocks()[0]))
+        assert plan == fsdpc.memory_plan(
+            built, mesh, strategy=strategy, plan=blocks, mp_policy=policy
+        )
+        columns = mesh.get_local_rank(1) if mesh is not None else fsdpc.rank()
+        counts_wire = columns == 0 or strategy == "NO_SHARD"
+        for category in CATEGORIES:
+            wanted = getattr(plan, category)
+            if category == "wire" and not counts_wire:
+                wanted = 0
+            assert peaks[category] == wanted, (name, category)
+        del model
+
+
+def test_plan_of_another_world() -> None:
+    """Seven billion parameters over 64 ranks, on this one: nothing is built."""
+    with fsdpc.deferred_init():
+        model = Llama(fsdpc.models.preset("7B"))
+    blocks = wrap.by_class(type(model.blocks()[0]))
+    one = fsdpc.memory_plan(model, 1, plan=blocks)
+    many = fsdpc.memory_plan(model, 64, plan=blocks)
+    hybrid = fsdpc.memory_plan(model, (8, 8), plan=blocks)
+    n = model.num_parameters()
+    assert one.master == 4 * n
+    assert 4 * n / 64 <= many.master < 1.02 * 4 * n / 64
+    assert 4 * n / 8 <= hybrid.master < 1.02 * 4 * n / 8
+    assert hybrid.reduce > many.reduce  # partials
+    assert "total" in str(many)
+    with pytest.raises(ValueError, match="a mesh is"):
+        fsdpc.memory_plan(model, (0, 8))
+
+
+def test_estimate_has_the_published_figures() -> None:
+    def gigabytes(strategy: str, **options: Any) -> float:
+        return fsdpc.estimate(params=7e9, world=8, strategy=strategy, **options).published / 1e9
+
+    assert gigabytes("NO_SHARD") == pytest.approx(112)
+    assert gigabytes("SHARD_OPTIM") == pytest.approx(63)
+    assert gigabytes("SHARD_GRAD_OP") == pytest.approx(38.5)
+    assert gigabytes("FULL_SHARD") == pytest.approx(14)
+    assert gigabytes("NO_SHARD", dtype=fsdpc.bfloat16) == pytest.approx(84)
+    assert gigabytes("FULL_SHARD", dtype=fsdpc.bfloat16) == pytest.approx(10.5)
+    full = fsdpc.estimate(params=7e9, world=8)
+    assert full.sent == pytest.approx(3 * 28e9 * 7 / 8)
+    assert fsdpc.estimate(params=7e9, world=8, strategy="NO_SHARD").sent == pytest.approx(49e9)
+    assert full.held_total > full.published
+    assert "held" in str(full) and "published 14 GB" in str(full)
+
+
+@pytest.mark.ranks(2)
+def test_schedule_is_data() -> None:
+    model = build(sharded=True)
+    with pytest.raises(ValueError, match="is not sharded"):
+        fsdpc.schedule(fsdpc.nn.Linear(2, 2))
+    assert fsdpc.schedule(model) is None
+    model(*batch(0, fsdpc.rank())).backward()
+    first = fsdpc.schedule(model)
+    assert first is not None
+    names = [""] + [f"model.layers.{i}" for i in range(CONFIG.layers)]
+    forward = [u.unit for u in first.uses if u.phase == "forward"]
+    backward = [u.unit for u in first.uses if u.phase == "backward"]
+    assert forward[1:] == names[1:]
+    assert backward[1:] == names[:0:-1]
+    assert first.ahead(1) == (("model.layers.1", "forward"),)
+    assert "gathers model.layers.1 (forward)" in str(first)
+    model(*batch(1, fsdpc.rank())).backward()
+    assert fsdpc.schedule(model) == first
+    model.set_prefetch_distance(2)
+    second = fsdpc.schedule(model)
+    assert second is not None and first.diff(second) == "prefetch 1 and 2"
+    assert len(second.ahead(1)) == 2
+    assert first.diff(first) == ""
