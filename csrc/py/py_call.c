@@ -201,9 +201,7 @@ static void reset_after_exception(fsdpc_py_unit *self)
     }
 }
 
-/* A unit of several modules stays gathered until all of them have run, and its backward ends with
- * that of the first.  Returns how many ran before this one. */
-static int count_run(fsdpc_py_unit *self, bool recomputed)
+int fsdpc_py_unit_count_run(fsdpc_py_unit *self, bool recomputed)
 {
     fsdpc_unit *unit = self->ref->unit;
     if (self->n_modules == 1 || recomputed)
@@ -243,7 +241,7 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
         return fsdpc_py_raise(status);
     if (!recomputed)
         self->seen_generation = fsdpc_unit_generation(unit);
-    w.no_marks = count_run(self, recomputed) > 0;
+    w.no_marks = fsdpc_py_unit_count_run(self, recomputed) > 0;
     PyObject *result = call_forward(&w, forward, args, kwargs);
     if (!result) {
         reset_after_exception(self);

@@ -84,6 +84,10 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 /* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
+/* A unit of several modules stays gathered until all of them have run, and its backward ends with
+ * that of the first.  Returns how many ran before this one. */
+int fsdpc_py_unit_count_run(fsdpc_py_unit *self, bool recomputed);
+
 /* Methods of Unit that manage its schedule: py_unit_schedule.c. */
 PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused);
 PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused);

@@ -1,0 +1,549 @@
+/* Door: driving the schedule, and what modules see.
+ *
+ * enter and leave stand around a module's forward, marks (callables for the foreign autograd's
+ * nodes) begin a unit's backward, end_backward ends it.  While a unit is in use its modules'
+ * dictionaries hold the fulls, else the pieces: only dictionaries are written, never the tensors,
+ * which are made once.
+ *
+ * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
+ * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
+ * foreign autograd refuses a saved full that is no longer what forward saw.
+ *
+ * A forward inside backward is a recomputation: fulls stay shown until the unit's backward ends.
+ */
+#include "py/py_door.h"
+
+#include <stddef.h>
+
+/* No generation reaches it. */
+static const long long RESHARDED = 1LL << 40;
+
+static fsdpc_root *root_of(const fsdpc_py_door *door)
+{
+    return fsdpc_door_unit(door)->root;
+}
+
+/* ---- what modules see ---- */
+
+static int set_version(const fsdpc_py_door *door, long long version)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(door->bases);
+    PyObject *number = PyLong_FromLongLong(version), *versions = number ? PyTuple_New(n) : NULL;
+    for (Py_ssize_t i = 0; versions && i < n; i++)
+        PyTuple_SET_ITEM(versions, i, Py_NewRef(number));
+    PyObject *args[] = {door->bases, versions};
+    PyObject *done = versions ? PyObject_Vectorcall(door->set_version, args, 2, NULL) : NULL;
+    Py_XDECREF(number);
+    Py_XDECREF(versions);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int refuse_replaced(const fsdpc_py_door *door, const fsdpc_door_slot *slot)
+{
+    const fsdpc_unit *unit = fsdpc_door_unit(door);
+    PyErr_Format(PyExc_RuntimeError,
+                 "parameter '%s' of unit '%s' was replaced after fully_shard: copy into it under "
+                 "no_grad() instead (p.copy_(...), load_state_dict), or replace it before",
+                 unit->layout->params[slot->param].name, unit->name);
+    return -1;
+}
+
+static int show(fsdpc_py_door *door, bool full)
+{
+    if (full && set_version(door, (long long)root_of(door)->generation) < 0)
+        return -1;
+    if (door->shown == full)
+        return 0;
+    for (int s = 0; s < door->n_slots; s++) {
+        const fsdpc_door_slot *slot = &door->slots[s];
+        const fsdpc_door_param *param = &door->params[slot->param];
+        if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
+            return refuse_replaced(door, slot);
+        if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
+            return -1;
+    }
+    door->shown = full;
+    return 0;
+}
+
+/* After the schedule may have resharded. */
+static int hide(fsdpc_py_door *door)
+{
+    const fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (!door->bound)
+        return 0;
+    if (unit->state == FSDPC_UNIT_SHARDED && set_version(door, RESHARDED) < 0)
+        return -1;
+    return door->held ? 0 : show(door, false);
+}
+
+/* Follows requires_grad of the pieces, which the user may change between steps. */
+static int sync_trainable(fsdpc_py_door *door)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    for (int i = 0; i < door->n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        PyObject *flag = PyObject_GetAttr(p->piece, door->names.requires_grad);
+        if (!flag)
+            return -1;
+        bool trainable = flag == Py_True;
+        Py_DECREF(flag);
+        unit->trainable[i] = trainable;
+        if (trainable == p->trainable)
+            continue;
+        if (PyObject_SetAttr(p->full, door->names.requires_grad, trainable ? Py_True : Py_False) <
+            0)
+            return -1;
+        p->trainable = trainable;
+        if (trainable && !p->listening) {
+            PyObject *handle = PyObject_CallMethodOneArg(
+                p->full, door->names.register_post_accumulate_grad_hook, p->hook);
+            if (!handle)
+                return -1;
+            Py_DECREF(handle);
+            p->listening = true;
+        }
+    }
+    return 0;
+}
+
+/* ---- the schedule ---- */
+
+static int check_usable(const fsdpc_py_door *door)
+{
+    if (!door->bound) {
+        PyErr_SetString(PyExc_RuntimeError, "a Door is bound to fulls first");
+        return -1;
+    }
+    return fsdpc_py_unit_check_open(door->unit);
+}
+
+int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (unit->in_backward && door->shown)
+        return 0;
+    if (check_usable(door) < 0)
+        return -1;
+    fsdpc_root_ref *root = door->unit->ref->root;
+    if (!root->end_asked) {
+        PyObject *asked = PyObject_CallNoArgs(door->at_end);
+        if (!asked)
+            return -1;
+        Py_DECREF(asked);
+        root->end_asked = true;
+    }
+    /* What an earlier backward did not wait for may be there by now. */
+    if (!door->taken && (fsdpc_door_give_grads(door) < 0 || fsdpc_door_take_grads(door) < 0))
+        return -1;
+    door->taken = true;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_pre_backward(unit, generation);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status), -1;
+    return show(door, true);
+}
+
+/* mark(): what a node calls with its gradients before it runs. */
+static PyObject *mark_call(PyObject *self, PyObject *grads)
+{
+    (void)grads;
+    fsdpc_py_door *door = (fsdpc_py_door *)PyTuple_GET_ITEM(self, 0);
+    uint64_t generation = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(self, 1));
+    if (fsdpc_door_begin_backward(door, generation) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef mark_def = {"mark", mark_call, METH_O, "A unit's backward begins."};
+
+static PyObject *door_mark(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    PyObject *self = Py_BuildValue(
+        "(OK)", object, (unsigned long long)fsdpc_unit_generation(fsdpc_door_unit(door)));
+    PyObject *mark = self ? PyCFunction_New(&mark_def, self) : NULL;
+    Py_XDECREF(self);
+    return mark;
+}
+
+/* enter(grad, in_task): `in_task` says that the foreign autograd is running backward.  True for the
+ * first of the unit's modules to run. */
+static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (n != 2) {
+        PyErr_SetString(PyExc_TypeError, "enter(grad, in_task)");
+        return NULL;
+    }
+    bool grad = args[0] == Py_True, recomputed = grad && args[1] == Py_True;
+    if (check_usable(door) < 0)
+        return NULL;
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (recomputed && !unit->root->in_backward &&
+        fsdpc_door_begin_backward(door, door->unit->seen_generation) < 0)
+        return NULL;
+    if (!unit->root->in_backward && sync_trainable(door) < 0)
+        return NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_pre_forward(unit, grad);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (!recomputed)
+        door->unit->seen_generation = fsdpc_unit_generation(unit);
+    if (show(door, true) < 0)
+        return NULL;
+    return PyBool_FromLong(fsdpc_py_unit_count_run(door->unit, recomputed) == 0);
+}
+
+static PyObject *door_leave(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    fsdpc_status status = fsdpc_post_forward(unit, arg == Py_True);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (!unit->root->in_backward && hide(door) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_end_backward(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_post_backward(fsdpc_door_unit(door));
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* finish(): of the root; every rank's reductions are done after it. */
+static PyObject *door_finish(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    fsdpc_root *root = root_of(door);
+    fsdpc_status status;
+    door->unit->ref->root->end_asked = false;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_backward_end(root);
+    if (status != FSDPC_OK)
+        fsdpc_root_reset(root);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_settle(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    door->taken = false;
+    if (hide(door) < 0)
+        return NULL;
+    int waiting = fsdpc_door_give_grads(door);
+    return waiting < 0 ? NULL : PyBool_FromLong(waiting);
+}
+
+static PyObject *door_take_grads(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    if (fsdpc_door_take_grads((fsdpc_py_door *)object) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* reset(): after an exception; the engine's part concerns the whole root. */
+static PyObject *door_reset(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    fsdpc_root_ref *root = door->unit->ref->root;
+    if (root) {
+        root->end_asked = false;
+        fsdpc_root_reset(root->root);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *door_hide(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    door->taken = false;
+    for (int i = 0; i < door->n_params; i++)
+        door->params[i].used = false;
+    return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* hold(begin): fulls stay shown once Unit.unshard has gathered them, until Unit.reshard. */
+static PyObject *door_hold(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (check_usable(door) < 0)
+        return NULL;
+    door->held = arg == Py_True;
+    if (!door->held)
+        return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+    if (!root_of(door)->in_backward && sync_trainable(door) < 0)
+        return NULL;
+    return show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* apply_scale(): whoever reads gradients next sees them clipped. */
+static PyObject *door_apply_scale(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_door_unit((fsdpc_py_door *)object));
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+/* ---- life ---- */
+
+static bool init_names(fsdpc_door_names *names)
+{
+#define X(name)                                                                                    \
+    if (!(names->name = PyUnicode_InternFromString(#name)))                                        \
+        return false;
+    FSDPC_DOOR_NAMES(X)
+#undef X
+    return true;
+}
+
+/* Pieces and gradients of every parameter, and where it stands. */
+static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject *grads)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    for (int i = 0; i < door->n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        fsdpc_piece piece;
+        p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
+        p->grad = Py_NewRef(PyList_GET_ITEM(grads, i));
+        p->given = Py_NewRef(p->grad);
+        p->master = fsdpc_unit_master(unit, i, &piece);
+        if (!(p->hook = fsdpc_door_hook_new(door, i)))
+            return -1;
+    }
+    for (int s = 0; s < door->n_slots; s++) {
+        fsdpc_door_slot *slot = &door->slots[s];
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, s), "O!Ui", &PyDict_Type, &slot->dict,
+                              &slot->name, &slot->param)) {
+            door->n_slots = s;
+            return -1;
+        }
+        Py_INCREF(slot->dict);
+        Py_INCREF(slot->name);
+    }
+    unit->foreign = true; /* whoever holds the pieces may write them: compared from now on */
+    return 0;
+}
+
+static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *unit, *slots, *pieces, *grads;
+    static char *keywords[] = {"unit", "slots", "pieces", "grads", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!", keywords, &unit, &PyList_Type, &slots,
+                                     &PyList_Type, &pieces, &PyList_Type, &grads))
+        return NULL;
+    fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
+    if (!inner)
+        return NULL;
+    int n = inner->ref->unit->layout->n_params;
+    if (PyList_GET_SIZE(pieces) != n || PyList_GET_SIZE(grads) != n)
+        return PyErr_Format(PyExc_ValueError, "a Door needs a piece and a gradient for each of %d",
+                            n);
+    fsdpc_py_door *self = (fsdpc_py_door *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->unit_object = Py_NewRef(unit);
+    self->unit = inner;
+    self->params = PyMem_Calloc(n ? (size_t)n : 1, sizeof *self->params);
+    self->slots = PyMem_Calloc((size_t)PyList_GET_SIZE(slots) + 1, sizeof *self->slots);
+    if (!self->params || !self->slots) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    self->n_params = n;
+    self->n_slots = (int)PyList_GET_SIZE(slots);
+    if (!init_names(&self->names) || fill(self, slots, pieces, grads) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* bind(fulls, bases, set_version, at_end) */
+static PyObject *door_bind(PyObject *object, PyObject *args)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    PyObject *fulls, *bases, *set, *at_end;
+    if (!PyArg_ParseTuple(args, "O!O!OO", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
+                          &at_end))
+        return NULL;
+    if (PyList_GET_SIZE(fulls) != door->n_params)
+        return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
+                            door->n_params);
+    for (int i = 0; i < door->n_params; i++)
+        Py_XSETREF(door->params[i].full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
+    Py_XSETREF(door->bases, Py_NewRef(bases));
+    Py_XSETREF(door->set_version, Py_NewRef(set));
+    Py_XSETREF(door->at_end, Py_NewRef(at_end));
+    door->bound = true;
+    Py_RETURN_NONE;
+}
+
+static int door_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    for (int i = 0; i < door->n_params; i++) {
+        Py_VISIT(door->params[i].piece);
+        Py_VISIT(door->params[i].full);
+        Py_VISIT(door->params[i].grad);
+        Py_VISIT(door->params[i].given);
+        Py_VISIT(door->params[i].hook);
+    }
+    for (int s = 0; s < door->n_slots; s++)
+        Py_VISIT(door->slots[s].dict);
+    Py_VISIT(door->unit_object);
+    Py_VISIT(door->bases);
+    Py_VISIT(door->set_version);
+    Py_VISIT(door->at_end);
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static int door_clear(PyObject *object)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    int n_params = door->n_params, n_slots = door->n_slots;
+    door->bound = false;
+    door->n_params = door->n_slots = 0;
+    for (int i = 0; i < n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        if (p->hook)
+            fsdpc_door_hook_part(p->hook);
+        Py_CLEAR(p->piece);
+        Py_CLEAR(p->full);
+        Py_CLEAR(p->grad);
+        Py_CLEAR(p->given);
+        Py_CLEAR(p->hook);
+    }
+    for (int s = 0; s < n_slots; s++) {
+        Py_CLEAR(door->slots[s].dict);
+        Py_CLEAR(door->slots[s].name);
+    }
+    Py_CLEAR(door->bases);
+    Py_CLEAR(door->set_version);
+    Py_CLEAR(door->at_end);
+    return 0;
+}
+
+static void door_dealloc(PyObject *object)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    door_clear(object);
+#define X(name) Py_CLEAR(door->names.name);
+    FSDPC_DOOR_NAMES(X)
+#undef X
+    Py_CLEAR(door->unit_object);
+    PyMem_Free(door->params);
+    PyMem_Free(door->slots);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyMethodDef door_methods[] = {
+    {"bind", door_bind, METH_VARARGS, "bind(fulls, bases, set_version, at_end): the root is made."},
+    {"enter", (PyCFunction)(void (*)(void))door_enter, METH_FASTCALL,
+     "enter(grad, in_task): a module's forward begins."},
+    {"leave", door_leave, METH_O, "leave(grad): it has ended."},
+    {"mark", door_mark, METH_NOARGS, "A callable for nodes: the unit's backward begins."},
+    {"end_backward", door_end_backward, METH_NOARGS, "The unit's backward has ended."},
+    {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
+    {"settle", door_settle, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
+    {"take_grads", door_take_grads, METH_NOARGS, "Learn what became of the pieces' gradients."},
+    {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
+    {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
+    {"hide", door_hide, METH_NOARGS, "Show pieces again, forget half a backward."},
+    {"hold", door_hold, METH_O, "hold(begin): keep fulls shown, or no longer."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyObject *get_in_backward(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_root *root = root_of((fsdpc_py_door *)object);
+    return PyBool_FromLong(root && root->in_backward);
+}
+
+static PyObject *get_depth(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_root *root = root_of((fsdpc_py_door *)object);
+    return PyLong_FromLong(root ? root->forward_depth : 0);
+}
+
+static PyObject *get_live(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(fsdpc_door_unit((fsdpc_py_door *)object)->grad_live);
+}
+
+static PyObject *get_pending(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyFloat_FromDouble(fsdpc_door_unit((fsdpc_py_door *)object)->pending_scale);
+}
+
+static PyGetSetDef door_getset[] = {
+    {"in_backward", get_in_backward, NULL, "Whether the root's backward runs.", NULL},
+    {"depth", get_depth, NULL, "Forwards of the root that are running.", NULL},
+    {"grad_live", get_live, NULL, "Whether the gradient shard holds anything.", NULL},
+    {"pending_scale", get_pending, NULL, "What clipping left to be applied.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot door_slots[] = {
+    {Py_tp_new, door_new},
+    {Py_tp_dealloc, door_dealloc},
+    {Py_tp_traverse, door_traverse},
+    {Py_tp_clear, door_clear},
+    {Py_tp_methods, door_methods},
+    {Py_tp_getset, door_getset},
+    {Py_tp_doc, "Door(unit, slots, pieces, grads): a unit for foreign tensors."},
+    {0, NULL},
+};
+
+static PyType_Spec door_spec = {
+    .name = "fsdpc._core.Door",
+    .basicsize = sizeof(fsdpc_py_door),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = door_slots,
+};
+
+int fsdpc_py_door_setup(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &door_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddObjectRef(module, "Door", type);
+    Py_DECREF(type);
+    if (result < 0 || fsdpc_py_door_memory_setup(module) < 0)
+        return -1;
+    return fsdpc_py_door_grads_setup(module);
+}

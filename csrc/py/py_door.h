@@ -1,0 +1,97 @@
+/* Door: what a front door over foreign tensors (torch) calls for one unit.
+ *
+ * The front door makes, once per unit, a foreign tensor for every piece, full and piece of the
+ * gradient shard, all over the unit's own memory (unit_memory, unit_places).  A Door keeps them and
+ * does what must be cheap: it drives the schedule, swaps pieces and fulls in the modules'
+ * dictionaries, takes gradients by pointer, and keeps the pieces' `.grad` and the engine's gradient
+ * shard telling the same.  It knows nothing of torch but the names of a few attributes and methods.
+ *
+ * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the Door's own tensor over
+ * the shard after a backward, or anything that was assigned.  take_grads brings the engine up to
+ * date with it (before the first reduction of a backward, before clipping and stepping); settle
+ * hands out what a backward has reduced.
+ */
+#ifndef FSDPC_PY_PY_DOOR_H
+#define FSDPC_PY_PY_DOOR_H
+
+#include "py/py_engine.h"
+
+typedef struct fsdpc_py_door fsdpc_py_door;
+
+typedef struct fsdpc_door_param {
+    PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
+    PyObject *grad;         /* over the rows of the gradient shard */
+    PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
+    PyObject *hook;         /* GradHook, registered on the full once it is trainable */
+    void *master;           /* where the piece's memory is */
+    long long version;      /* of `given` when it was handed out, if a copy */
+    bool trainable, listening;
+    bool used; /* a contribution came that is not handed out yet */
+} fsdpc_door_param;
+
+/* Where a parameter stands in a module: dict[name] is the piece or the full. */
+typedef struct fsdpc_door_slot {
+    PyObject *dict, *name;
+    int param;
+} fsdpc_door_slot;
+
+/* Attributes and methods of foreign tensors, interned. */
+#define FSDPC_DOOR_NAMES(X)                                                                        \
+    X(grad)                                                                                        \
+    X(dtype)                                                                                       \
+    X(requires_grad)                                                                               \
+    X(data_ptr)                                                                                    \
+    X(is_contiguous)                                                                               \
+    X(contiguous)                                                                                  \
+    X(copy_)                                                                                       \
+    X(to)                                                                                          \
+    X(_version)                                                                                    \
+    X(_post_accumulate_grad_hooks)                                                                 \
+    X(register_post_accumulate_grad_hook)
+
+typedef struct fsdpc_door_names {
+#define X(name) PyObject *name;
+    FSDPC_DOOR_NAMES(X)
+#undef X
+} fsdpc_door_names;
+
+struct fsdpc_py_door {
+    PyObject_HEAD PyObject *unit_object;
+    fsdpc_py_unit *unit;
+    int n_params, n_slots;
+    fsdpc_door_param *params;
+    fsdpc_door_slot *slots;
+    PyObject *bases;       /* the tensors that fulls are views of */
+    PyObject *set_version; /* set_version(bases, versions) */
+    PyObject *at_end;      /* at_end(): asks to be called when the running backward ends */
+    bool shown;            /* dictionaries hold fulls */
+    bool taken;            /* gradients were taken in this backward */
+    bool held;             /* unshard() holds it: fulls stay shown */
+    bool bound;
+    fsdpc_door_names names;
+};
+
+static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
+{
+    return door->unit->ref->unit;
+}
+
+/* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
+int fsdpc_door_take_grads(fsdpc_py_door *door);
+/* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
+ * for that, 0, or -1. */
+int fsdpc_door_give_grads(fsdpc_py_door *door);
+
+/* Backward of the unit begins, for weights of `generation`. */
+int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation);
+
+/* A callable for the full of one parameter: takes its `.grad` and drops it. */
+PyObject *fsdpc_door_hook_new(fsdpc_py_door *door, int param);
+/* The door goes: the hook, which a graph may keep, no longer knows it. */
+void fsdpc_door_hook_part(PyObject *hook);
+
+int fsdpc_py_door_setup(PyObject *module);
+int fsdpc_py_door_grads_setup(PyObject *module);
+int fsdpc_py_door_memory_setup(PyObject *module);
+
+#endif

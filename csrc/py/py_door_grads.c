@@ -1,0 +1,329 @@
+/* Gradients between foreign tensors and the engine.
+ *
+ * In backward: the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
+ * writes it into the reduce buffer (a cast, or a sum after the first) and drops it.  So the
+ * gradient exists once, for as long as one parameter's backward.
+ *
+ * Between backwards `.grad` of a piece belongs to the user.  What was handed out is a tensor over
+ * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
+ * assigning do not, and are found here by identity: no gradient on any piece drops the unit's shard
+ * without touching memory; on some, their rows are zeroed; a tensor that is not ours is copied in.
+ */
+#include "py/py_door.h"
+
+#include <string.h>
+
+#include "ops/flat_ops.h"
+
+typedef struct hook_self {
+    fsdpc_py_door *door; /* borrowed; NULL once the door has gone */
+    int param;
+} hook_self;
+
+static void free_hook_self(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
+}
+
+/* The gradient as a dense tensor of the full's dtype: itself nearly always. */
+static PyObject *dense(const fsdpc_py_door *door, const fsdpc_door_param *param, PyObject *grad)
+{
+    PyObject *mine = PyObject_GetAttr(param->full, door->names.dtype);
+    PyObject *its = mine ? PyObject_GetAttr(grad, door->names.dtype) : NULL;
+    PyObject *result = NULL;
+    if (its)
+        result =
+            its == mine ? Py_NewRef(grad) : PyObject_CallMethodOneArg(grad, door->names.to, mine);
+    Py_XDECREF(mine);
+    Py_XDECREF(its);
+    if (!result)
+        return NULL;
+    PyObject *yes = PyObject_CallMethodNoArgs(result, door->names.is_contiguous);
+    if (yes != Py_True) {
+        PyObject *copy = yes ? PyObject_CallMethodNoArgs(result, door->names.contiguous) : NULL;
+        Py_SETREF(result, copy);
+    }
+    Py_XDECREF(yes);
+    return result;
+}
+
+static fsdpc_status add_grad(fsdpc_unit *unit, int param, const void *data)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_dtype from = unit->groups[place->group].wire_dtype, to;
+    void *target;
+    bool accumulate;
+    FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));
+    if (accumulate)
+        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, &inline_stream));
+    else
+        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, &inline_stream));
+    return fsdpc_grad_ready(unit, param);
+}
+
+static void *data_of(const fsdpc_py_door *door, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, door->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    return data;
+}
+
+static int accept(fsdpc_py_door *door, int index, PyObject *grad)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (!unit->root->in_backward && /* the unit's outputs were by-passed */
+        fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
+        return -1;
+    PyObject *plain = dense(door, &door->params[index], grad);
+    if (!plain)
+        return -1;
+    void *data = data_of(door, plain);
+    fsdpc_status status = FSDPC_OK;
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = add_grad(unit, index, data);
+        Py_END_ALLOW_THREADS;
+    }
+    Py_DECREF(plain);
+    if (status != FSDPC_OK)
+        fsdpc_py_raise(status);
+    door->params[index].used = true;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *hook_call(PyObject *capsule, PyObject *full)
+{
+    hook_self *self = PyCapsule_GetPointer(capsule, NULL);
+    if (!self->door) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a gradient for a model that was deleted: keep the model until backward");
+        return NULL;
+    }
+    PyObject *grad_name = self->door->names.grad, *grad = PyObject_GetAttr(full, grad_name);
+    if (!grad)
+        return NULL;
+    int result = grad == Py_None ? 0 : accept(self->door, self->param, grad);
+    Py_DECREF(grad);
+    if (result < 0 || PyObject_SetAttr(full, grad_name, Py_None) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O, "Take a full's gradient."};
+
+PyObject *fsdpc_door_hook_new(fsdpc_py_door *door, int param)
+{
+    hook_self *self = PyMem_Malloc(sizeof *self);
+    if (!self)
+        return PyErr_NoMemory();
+    *self = (hook_self){.door = door, .param = param};
+    PyObject *capsule = PyCapsule_New(self, NULL, free_hook_self);
+    if (!capsule) {
+        PyMem_Free(self);
+        return NULL;
+    }
+    PyObject *hook = PyCFunction_New(&hook_def, capsule);
+    Py_DECREF(capsule);
+    return hook;
+}
+
+void fsdpc_door_hook_part(PyObject *hook)
+{
+    hook_self *self = PyCapsule_GetPointer(PyCFunction_GET_SELF(hook), NULL);
+    self->door = NULL;
+}
+
+/* ---- between backwards ---- */
+
+static void *shard_rows(const fsdpc_unit *unit, int param, size_t *bytes_out)
+{
+    const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
+    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    size_t element = fsdpc_dtype_bytes(group->grad_dtype);
+    *bytes_out = piece.numel * element;
+    return group->grad + (piece.numel ? piece.shard_offset * element : 0);
+}
+
+static int read_version(const fsdpc_py_door *door, PyObject *tensor, long long *out)
+{
+    PyObject *number = PyObject_GetAttr(tensor, door->names._version);
+    *out = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* One piece's `.grad`: 1 if there is one, 0 if not, -1.  Copies in what is not the shard itself. */
+static int take_one(fsdpc_py_door *door, fsdpc_door_param *p, bool live)
+{
+    PyObject *grad = PyObject_GetAttr(p->piece, door->names.grad);
+    if (!grad || grad == Py_None) {
+        Py_XDECREF(grad);
+        return grad ? 0 : -1;
+    }
+    long long version = p->version;
+    int result = 1;
+    bool same = live && grad == p->given;
+    if (same && grad != p->grad)
+        result = read_version(door, grad, &version) < 0 ? -1 : 1;
+    if (result == 1 && (!same || version != p->version)) {
+        PyObject *copied = PyObject_CallMethodOneArg(p->grad, door->names.copy_, grad);
+        result = copied ? 1 : -1;
+        Py_XDECREF(copied);
+        p->version = version;
+        if (result == 1 && grad != p->given) {
+            PyObject *given = p->given == p->grad ? p->grad : grad;
+            result = PyObject_SetAttr(p->piece, door->names.grad, given) < 0 ? -1 : 1;
+            Py_SETREF(p->given, Py_NewRef(given));
+        }
+    }
+    Py_DECREF(grad);
+    return result;
+}
+
+int fsdpc_door_take_grads(fsdpc_py_door *door)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    bool was_live = unit->grad_live, any = false;
+    for (int i = 0; i < door->n_params; i++) {
+        PyObject *grad = PyObject_GetAttr(door->params[i].piece, door->names.grad);
+        if (!grad)
+            return -1;
+        any |= grad != Py_None;
+        Py_DECREF(grad);
+    }
+    if (!any) {
+        if (was_live)
+            fsdpc_unit_zero_grad(unit);
+        return 0;
+    }
+    fsdpc_status status = was_live ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status), -1;
+    unit->grad_live = true;
+    for (int i = 0; i < door->n_params; i++) {
+        int has = take_one(door, &door->params[i], was_live);
+        if (has < 0)
+            return -1;
+        unit->trainable[i] = has == 1; /* optimizers skip what has no gradient */
+        if (has == 0) {
+            size_t bytes;
+            void *rows = shard_rows(unit, i, &bytes);
+            memset(rows, 0, bytes);
+        }
+    }
+    return 0;
+}
+
+/* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
+static PyObject *grad_for(const fsdpc_py_door *door, const fsdpc_door_param *p)
+{
+    PyObject *mine = PyObject_GetAttr(p->grad, door->names.dtype);
+    PyObject *its = mine ? PyObject_GetAttr(p->piece, door->names.dtype) : NULL;
+    PyObject *result = NULL;
+    if (its)
+        result = its == mine ? Py_NewRef(p->grad)
+                             : PyObject_CallMethodOneArg(p->grad, door->names.to, its);
+    Py_XDECREF(mine);
+    Py_XDECREF(its);
+    return result;
+}
+
+int fsdpc_door_give_grads(fsdpc_py_door *door)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    int waiting = 0;
+    if (!unit->grad_live || unit->buffer) /* nothing reduced, or more to come */
+        return 0;
+    fsdpc_status status = unit->deterministic ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status), -1;
+    for (int i = 0; i < door->n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        if (!p->used)
+            continue;
+        p->used = false;
+        PyObject *grad = grad_for(door, p);
+        if (!grad)
+            return -1;
+        Py_XSETREF(p->given, grad);
+        if (PyObject_SetAttr(p->piece, door->names.grad, grad) < 0 ||
+            (grad != p->grad && read_version(door, grad, &p->version) < 0))
+            return -1;
+        PyObject *hooks = PyObject_GetAttr(p->piece, door->names._post_accumulate_grad_hooks);
+        if (!hooks)
+            return -1;
+        waiting |= hooks != Py_None;
+        Py_DECREF(hooks);
+    }
+    return waiting;
+}
+
+/* ---- agree_used(doors) ---- */
+
+static fsdpc_status or_over(fsdpc_comm *comm, uint8_t *flags, size_t n)
+{
+    if (!comm || comm->size == 1)
+        return FSDPC_OK;
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                     .unit = -1,
+                     .what = "which parameters were used",
+                     .dtype = FSDPC_U8,
+                     .op = FSDPC_RED_MAX,
+                     .send = flags,
+                     .recv = flags,
+                     .numel = n};
+    return fsdpc_comm_run(comm, &op);
+}
+
+/* A parameter that another rank used has a gradient here too, or the ranks' pieces would part. */
+static PyObject *agree_used(PyObject *module, PyObject *doors)
+{
+    (void)module;
+    size_t n = 0, at = 0;
+    bool synced = false;
+    for (Py_ssize_t d = 0; d < PyList_GET_SIZE(doors); d++) {
+        const fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
+        n += (size_t)door->n_params;
+        synced |= fsdpc_door_unit(door)->requires_sync;
+    }
+    if (!synced) /* nothing is handed out yet */
+        Py_RETURN_NONE;
+    uint8_t *flags = PyMem_Calloc(n ? n : 1, 1);
+    if (!flags)
+        return PyErr_NoMemory();
+    for (Py_ssize_t d = 0; d < PyList_GET_SIZE(doors); d++) {
+        const fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
+        for (int i = 0; i < door->n_params; i++)
+            flags[at++] = door->params[i].used;
+    }
+    const fsdpc_mesh *mesh = &fsdpc_door_unit((fsdpc_py_door *)PyList_GET_ITEM(doors, 0))->mesh;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = or_over(mesh->shard, flags, n);
+    if (status == FSDPC_OK)
+        status = or_over(mesh->replicate, flags, n);
+    Py_END_ALLOW_THREADS;
+    at = 0;
+    for (Py_ssize_t d = 0; status == FSDPC_OK && d < PyList_GET_SIZE(doors); d++) {
+        fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
+        for (int i = 0; i < door->n_params; i++)
+            door->params[i].used = flags[at++] != 0;
+    }
+    PyMem_Free(flags);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"agree_used", agree_used, METH_O,
+     "agree_used(doors): a parameter used on any rank counts as used on all; collective."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_door_grads_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

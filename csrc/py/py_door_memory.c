@@ -1,0 +1,73 @@
+/* What foreign tensors are made over: the memory of a unit, and where its parameters lie in it.
+ *
+ * A front door slices the flat tensors that unit_memory returns at the offsets of unit_places: it
+ * gets pieces, pieces of gradients and fulls without copying, and all fulls of a flat group are
+ * views of one tensor.  The tensors keep the unit's memory alive, no Python object of the model.
+ */
+#include "py/py_door.h"
+
+/* unit_places(unit): of each parameter (group, full_offset, first, numel, shard_offset). */
+static PyObject *unit_places(PyObject *module, PyObject *object)
+{
+    fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
+    if (!self)
+        return NULL;
+    const fsdpc_unit *unit = self->ref->unit;
+    PyObject *list = PyList_New(unit->layout->n_params);
+    for (int i = 0; list && i < unit->layout->n_params; i++) {
+        const fsdpc_place *place = &unit->layout->params[i];
+        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
+        PyObject *item = Py_BuildValue("(innnn)", place->group, (Py_ssize_t)place->full_offset,
+                                       (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel,
+                                       (Py_ssize_t)(piece.numel ? piece.shard_offset : 0));
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    return list;
+}
+
+/* unit_memory(unit, kind): "master", "grad" or "full" of every flat group, flat. */
+static PyObject *unit_memory(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    const char *kind;
+    if (!PyArg_ParseTuple(args, "Os", &object, &kind))
+        return NULL;
+    fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
+    if (!self)
+        return NULL;
+    const fsdpc_unit *unit = self->ref->unit;
+    PyObject *list = PyList_New(unit->layout->n_groups);
+    for (int g = 0; list && g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        bool full = strcmp(kind, "full") == 0, grad = strcmp(kind, "grad") == 0;
+        fsdpc_dtype dtype = full   ? group->wire_dtype
+                            : grad ? group->grad_dtype
+                                   : group->plan->dtype;
+        size_t numel = full ? group->plan->full_numel : group->plan->shard_numel;
+        void *data = full ? group->full : grad ? group->grad : group->master;
+        PyObject *item = fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data);
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, g, item);
+    }
+    return list;
+}
+
+static PyMethodDef functions[] = {
+    {"unit_places", unit_places, METH_O,
+     "unit_places(unit): (group, full_offset, first, numel, shard_offset) of each parameter."},
+    {"unit_memory", unit_memory, METH_VARARGS,
+     "unit_memory(unit, kind): master, grad or full of each flat group."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_door_memory_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

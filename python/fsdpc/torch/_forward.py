@@ -1,0 +1,161 @@
+"""A module's forward as a unit: what happens around it.
+
+    enter -> cast and mark the inputs -> forward -> mark and cast the outputs -> leave
+
+A mark on an output's node tells the schedule that the unit's backward begins; a Function over the
+inputs that need gradients tells it that it has ended. Tensors are found in tuples, lists, dicts and
+dataclasses at any depth; other objects pass through.
+
+Inside backward a forward is a recomputation (activation checkpointing), which may stop early: the
+exception that does so is none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fsdpc import _core
+from fsdpc.torch._unit import UnitState, make_root
+
+_task_id = torch._C._current_graph_task_id
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _EndBackward(torch.autograd.Function):
+    """The identity; its backward runs when the gradients of all inputs are there."""
+
+    @staticmethod
+    def forward(ctx: Any, door: _core.Door, *inputs: torch.Tensor) -> Any:
+        ctx.door = door
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.door.end_backward()
+        return (None, *grads)
+
+
+def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Run a forward (or another method) of a sharded module."""
+    state: UnitState = module.__dict__["_fsdpc_state"]
+    door, root = state.door, state.root or make_root(module)
+    grad = _is_grad_enabled()
+    in_task = _task_id() != -1
+    if not in_task and door.in_backward:
+        root.reset()  # a backward was abandoned by an exception
+    first = door.enter(grad, in_task)
+    try:
+        if state.cast_to is not None:
+            args = _cast(args, state.cast_to)
+            kwargs = _cast(kwargs, state.cast_to)
+        if grad and first:
+            args, kwargs = _mark_inputs(door, args, kwargs)
+        result = call(*args, **kwargs)
+        if state.policy.output_dtype is not None:
+            result = _cast_output(result, state.policy.output_dtype)
+        if grad:
+            _mark_outputs(door, result)
+    except BaseException:
+        if in_task and door.in_backward:
+            door.leave(grad)
+        else:
+            root.reset()
+        raise
+    door.leave(grad)
+    return result
+
+
+# ---- structures ----
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for item in vars(value).values():
+            yield from _tensors(item)
+
+
+def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The structure with its tensors changed; the same objects where nothing changes."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [_rebuild(item, change) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        items = {key: _rebuild(item, change) for key, item in value.items()}
+        if all(items[key] is value[key] for key in value):
+            return value
+        if type(value) is dict:
+            return items
+        import copy
+
+        copied = copy.copy(value)
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        fields = {key: _rebuild(item, change) for key, item in vars(value).items()}
+        if any(fields[key] is not item for key, item in vars(value).items()):
+            import copy
+
+            value = copy.copy(value)
+            for key, item in fields.items():
+                object.__setattr__(value, key, item)
+    return value
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    def change(t: torch.Tensor) -> torch.Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
+
+    return _rebuild(value, change)
+
+
+_cast_output = _cast
+
+
+def _mark_inputs(door: _core.Door, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    inputs = [t for t in _tensors(args) if t.requires_grad]
+    n_positional = len(inputs)
+    if kwargs:
+        inputs += [t for t in _tensors(kwargs) if t.requires_grad]
+    if not inputs:
+        return args, kwargs
+    marked = iter(_EndBackward.apply(door, *inputs))
+
+    def change(t: torch.Tensor) -> torch.Tensor:
+        return next(marked) if t.requires_grad else t
+
+    if n_positional:
+        args = _rebuild(args, change)
+    if len(inputs) > n_positional:
+        kwargs = _rebuild(kwargs, change)
+    return args, kwargs
+
+
+def _mark_outputs(door: _core.Door, result: Any) -> None:
+    mark = None
+    for t in _tensors(result):
+        if not t.requires_grad:
+            continue
+        if mark is None:
+            mark = door.mark()
+        if t.grad_fn is not None:
+            t.grad_fn.register_prehook(mark)
+        base = t._base
+        if base is not None and base.grad_fn is not None:
+            base.grad_fn.register_prehook(mark)

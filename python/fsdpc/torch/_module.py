@@ -1,0 +1,445 @@
+"""``fully_shard`` for torch modules, and what it adds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _core, distributed, fsdp_module
+from fsdpc.sharding import _agreement_comms, _check_agreement, _check_reshard
+from fsdpc.torch import _forward
+from fsdpc.torch._unit import Root, UnitState, comms_of, make_root, states_of, unit_dtypes
+from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy, core_dtype
+
+
+class UnshardHandle:
+    """A gather under way; :meth:`wait` ends it and shows the parameters."""
+
+    def __init__(self, state: UnitState) -> None:
+        self._state: UnitState | None = state
+
+    def wait(self) -> None:
+        """Wait until the parameters can be read."""
+        if self._state is not None:
+            self._state.unit.unshard_wait()
+            self._state.door.hold(True)
+            self._state = None
+
+
+class FSDPModule(fsdp_module.FSDPModule):
+    """What :func:`fully_shard` adds to a torch module, with PyTorch FSDP2's names and meaning."""
+
+    _fsdpc_state: UnitState
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+        """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
+
+        Parameters
+        ----------
+        async_op : bool, default False
+            Return at once with a handle whose ``wait()`` ends the gather.
+        """
+        _root_of(self)
+        self._fsdpc_unit.unshard()
+        handle = UnshardHandle(self._fsdpc_state)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Give up the parameters that :meth:`unshard` gathered."""
+        if self._fsdpc_state.root is not None:
+            self._fsdpc_unit.reshard()
+            self._fsdpc_state.door.hold(False)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Fix the weights: inside, no-grad forwards communicate nothing; see the native module's.
+
+        Entering and leaving are collective; steps and forwards with gradients raise inside.
+        """
+        root = _root_of(self)
+        with super().hold():
+            yield
+        for door in root.doors:
+            door.hide()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: bring every unit back to its sharded state."""
+        if self._fsdpc_state.root is not None:
+            self._fsdpc_state.root.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the end of backward waits for reductions; pass False between micro-steps."""
+        _root_of(self)
+        super().set_is_last_backward(is_last_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Any) -> None:
+        """Name the modules to gather while this one's forward computes, instead of the record's."""
+        self._when_rooted(lambda: self._set_ahead(False, modules), modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Any) -> None:
+        """Name the modules to gather while this one's backward computes."""
+        self._when_rooted(lambda: self._set_ahead(True, modules), modules)
+
+    def _when_rooted(self, action: Callable[[], None], modules: Any) -> None:
+        for m in modules:
+            if not isinstance(m, FSDPModule):
+                raise TypeError(f"{type(m).__name__} is not sharded, so it is not gathered")
+        if self._fsdpc_state.root is not None:
+            action()
+        else:
+            self._fsdpc_state.when_rooted.append(action)
+
+    def set_prefetch_distance(self, distance: int) -> None:
+        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first."""
+        _root_of(self)
+        super().set_prefetch_distance(distance)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor``; FSDP2's older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept what is so already: reductions are sums, scaled once, in float32."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accept True; a unit whose backward needs no parameters costs no gather worth saving."""
+        if not unshard_in_backward:
+            raise NotImplementedError(
+                "set_unshard_in_backward(False): parameters are gathered wherever backward runs; "
+                "ranks of a host share them, so there is nothing to save"
+            )
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accept what is so already within a unit that ran: unused parameters count as zero.
+
+        Parameters
+        ----------
+        reduce_scatter_unused_params : bool
+            True or False.
+        recurse : bool, default True
+            Units inside too.
+
+        Notes
+        -----
+        A parameter has a gradient afterwards if any rank used it. A unit must run on all ranks.
+        """
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
+        """Refuse: sums over replicas happen in the engine, with no tensor between to hook."""
+        raise NotImplementedError(
+            "set_all_reduce_hook: replicas are summed inside the engine; read .grad after backward"
+        )
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refuse: gathers are the engine's."""
+        raise NotImplementedError("set_custom_all_gather: gathers are looks at shared memory here")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refuse: reductions are the engine's."""
+        raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accept False; there is no process group to allocate from."""
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: no process group is used"
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse: symmetric memory is CUDA's; shared memory of the host is used always."""
+        raise NotImplementedError("set_symm_mem_for_comm: there is no NCCL on the CPU")
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Accept 2, the number of pooled reduce buffers."""
+        if max_input_buffers != 2:
+            raise NotImplementedError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): the pool has 2"
+            )
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accept anything: gathers and reductions never wait for each other here."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        before = [(s, i, p, p.data_ptr()) for s in states_of(self) for i, p in enumerate(s.pieces)]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        for state, i, piece, _ in before:
+            if piece.dtype is not state.dtypes[i] or piece.device.type != "cpu":
+                raise NotImplementedError(
+                    f"'{piece.fsdpc}' became {piece.dtype} on {piece.device}: convert a model "
+                    "before fully_shard(), or give mp_policy a param_dtype"
+                )
+        for state, i, piece, pointer in before:
+            if piece.data_ptr() != pointer:
+                state.adopt(i)
+        return result
+
+
+# torch.compile does not trace these: it compiles what runs inside them by itself.
+for _frame in (FSDPModule.__call__, _forward.run):
+    _frame._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _root_of(module: Any) -> Root:
+    root = module._fsdpc_state.root
+    return root if root is not None else make_root(module)
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    sync_module_states: bool = False,
+) -> Any:
+    """Shard a torch module's parameters over ranks, in place; collective; FSDP2's signature.
+
+    Parameters
+    ----------
+    module : nn.Module or list of nn.Module
+        A list is one unit: gathered when its first module runs.
+    mesh : DeviceMesh of torch or fsdpc, optional
+        (shard) or (replicate, shard); all ranks where not given.
+    reshard_after_forward : bool or int, optional
+        Give parameters up after forward and gather them again for backward. None: yes, except for
+        the outermost module. A number means yes: ranks of a host share the gathered memory anyway.
+    shard_placement_fn : callable, optional
+        May return None or dimension 0, which is how parameters are cut.
+    mp_policy : MixedPrecisionPolicy, optional
+        Dtypes of compute and communication.
+    offload_policy : OffloadPolicy, optional
+        Masters are in host memory on CPUs in any case.
+    ignored_params : iterable of nn.Parameter, optional
+        Left alone: neither sharded nor reduced.
+    dp_mesh_dims : optional
+        Refused: give a mesh of the dimensions to shard over.
+    sync_module_states : bool, default False
+        Take rank 0's initial values on every rank; else a difference is an error.
+
+    Returns
+    -------
+    the same module, or list
+        Classes are now subclasses of :class:`FSDPModule` and of what they were.
+
+    Raises
+    ------
+    MismatchError
+        Ranks disagree on names, shapes, dtypes or initial values; the first difference is named.
+    TypeError, ValueError, NotImplementedError
+        The module or an option cannot be sharded as asked; says why.
+
+    Notes
+    -----
+    Outside forward and backward parameters are this rank's rows, ordinary ``nn.Parameter`` objects
+    with ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
+    Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError("fully_shard inside backward: shard before training")
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    policy = mp_policy or MixedPrecisionPolicy()
+    for m in modules:
+        _check_module(m)
+    ignored = {id(p) for p in ignored_params or ()}
+    found = _collect(modules, ignored, shard_placement_fn)
+    comms = comms_of(mesh)
+    _agree(
+        modules,
+        found,
+        comms,
+        f"{policy} mesh {[c.size for c in comms]} reshard_after_forward={reshard_after_forward}",
+        sync_module_states,
+    )
+    unit = _core.Unit(
+        "+".join(type(m).__name__ for m in modules),
+        [name for name, _, _ in found],
+        [_core.empty_deferred(tuple(p.shape), core_dtype(p.dtype)) for _, p, _ in found],
+        comms[0],
+        comms[1] if len(comms) > 1 else None,
+        reshard_after_forward=_check_reshard(reshard_after_forward, comms[0].size),
+        deterministic=distributed.is_deterministic(),
+        modules=len(modules),
+        **unit_dtypes(policy),
+    )
+    for i, (_, p, _) in enumerate(found):
+        if not p.is_meta:
+            unit.write(i, _values(p, comms, sync_module_states))
+    state = UnitState(unit, modules, found, comms, policy)
+    for i, (name, p, _) in enumerate(found):
+        p._fsdpc_sharded = f"'{name}' of unit '{unit.name}'"  # type: ignore[attr-defined]
+        state.attributes[i].pop("_fsdpc_sharded", None)
+    for m in modules:
+        m.__dict__["_fsdpc_state"] = state
+        m.__dict__["_fsdpc_unit"] = unit
+        m.__class__ = _sharded_class(type(m))
+    return module
+
+
+_classes: dict[type, type] = {}
+
+
+def _sharded_class(cls: type) -> type:
+    if cls not in _classes:
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
+    return _classes[cls]
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard takes a torch.nn.Module or a list of them, got {type(module).__name__}; "
+            "for fsdpc.nn modules use fsdpc.fully_shard"
+        )
+    name = type(module).__name__
+    if isinstance(module, FSDPModule):
+        raise ValueError(f"{name} is sharded already: fully_shard was called twice")
+    if type(module).forward is nn.Module.forward or isinstance(
+        module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    ):
+        raise ValueError(
+            f"{name} has no forward of its own, so nothing would gather its parameters: shard the "
+            "modules in it (a list of them is one unit), or the module around it"
+        )
+    for inner in module.modules():
+        if isinstance(inner, nn.Embedding) and (inner.max_norm is not None or inner.sparse):
+            what = "max_norm writes weights in forward" if inner.max_norm else "sparse gradients"
+            raise NotImplementedError(
+                f"{name} holds an nn.Embedding whose {what}: make it without, or ignore its weight"
+            )
+
+
+def _outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule) and id(child) not in seen:
+            yield from _outside_units(child, f"{path}{name}.", seen)
+
+
+Found = list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]]
+
+
+def _collect(
+    modules: list[nn.Module], ignored: set[int], placement: Callable[[nn.Parameter], Any] | None
+) -> Found:
+    found: dict[int, tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]] = {}
+    seen: set[int] = set()
+    for n, top in enumerate(modules):
+        prefix = f"{n}." if len(modules) > 1 else ""
+        for path, owner in _outside_units(top, prefix, seen):
+            for name, p in owner._parameters.items():
+                if p is None or id(p) in ignored:
+                    continue
+                if id(p) not in found:
+                    _check_parameter(path + name, p, placement)
+                    found[id(p)] = (path + name, p, [])
+                found[id(p)][2].append((owner._parameters, name))
+    return list(found.values())
+
+
+def _check_parameter(
+    name: str, p: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None
+) -> None:
+    holder = getattr(p, "_fsdpc_sharded", None) or getattr(p, "fsdpc", None)
+    if holder is not None:
+        raise ValueError(
+            f"parameter '{name}' is sharded already, as {holder}: modules that share (tie) a "
+            "parameter belong into one unit; shard a module around them all, or give "
+            "fully_shard a list of them"
+        )
+    core_dtype(p.dtype)
+    if p.dim() == 0:
+        raise ValueError(
+            f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
+        )
+    if not p.is_contiguous():
+        raise ValueError(
+            f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}): make "
+            "it so before fully_shard()"
+        )
+    if p.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f"parameter '{name}' is on {p.device}: only the CPU is supported; "
+            "model.to('cpu') before fully_shard()"
+        )
+    asked = placement(p) if placement else None
+    if asked is not None and getattr(asked, "dim", None) != 0:
+        raise NotImplementedError(
+            f"shard_placement_fn asks for {asked} of '{name}': parameters are cut along "
+            "dimension 0, into whole rows"
+        )
+
+
+def _bytes(p: nn.Parameter) -> Any:
+    return p.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def _agree(
+    modules: list[nn.Module], found: Found, comms: list[_core.Comm], options: str, sync: bool
+) -> None:
+    lines = [type(m).__name__ for m in modules]
+    for name, p, _ in found:
+        value = "deferred"
+        if not p.is_meta:
+            value = "" if sync else f"crc32c {_core.crc32c(0, _bytes(p)):08x}"
+        lines.append(
+            f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} {value}".rstrip()
+        )
+    replicate = comms[1] if len(comms) > 1 else None
+    for comm in _agreement_comms(comms[0], replicate, distributed.world()):
+        _check_agreement([*lines, options], comm)
+
+
+def _values(p: nn.Parameter, comms: list[_core.Comm], sync: bool) -> _core.Tensor:
+    if not sync:
+        return _core.from_dlpack(p.detach())
+    values = _core.from_dlpack(p.detach().clone())
+    for comm in reversed(comms):
+        comm.broadcast(values, 0)
+    return values
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a module gather its parameters as forward does.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Left as it is unless sharded.
+    method_name : str
+        Of a method that reads parameters.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward.run(self, method, args, kwargs)
+
+    wrapped.__name__ = method_name
+    object.__setattr__(module, method_name, wrapped.__get__(module))

@@ -1,0 +1,302 @@
+"""A unit over torch parameters: its pieces, its fulls, and the root that joins units.
+
+Memory is the engine's; the tensors made here stand over it and are made once. Pieces and their
+gradients come with the unit, fulls when the root is known. What happens in a step is the Door's
+(csrc/py/py_door.c); what stands here runs once, or once a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _core, distributed
+from fsdpc.torch._grads import as_piece_grad
+from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+
+Slot = tuple[dict[str, Any], str, int]
+
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_set_version = torch._C._autograd._unsafe_set_version_counter
+
+
+class PieceInfo:
+    """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end)."""
+
+    def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
+        self._state, self._index = state, index
+        self.name, self.shape = name, shape
+        _, _, first, numel, _ = state.places[index]
+        row = max(1, shape[1:].numel()) if len(shape) else 1
+        self.rows = (first // row, -(-(first + numel) // row))
+
+    @property
+    def unit(self) -> _core.Unit:
+        """The unit that holds it."""
+        return self._state.unit
+
+    def __repr__(self) -> str:
+        begin, end = self.rows
+        return f"rows {begin}:{end} of '{self.name}' {tuple(self.shape)}"
+
+    def __deepcopy__(self, memo: Any) -> PieceInfo:
+        return self
+
+
+class UnitState:
+    """What a sharded module knows: its unit, door, tensors and options."""
+
+    def __init__(
+        self,
+        unit: _core.Unit,
+        modules: list[nn.Module],
+        params: list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]],
+        comms: list[_core.Comm],
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.unit, self.modules, self.policy = unit, modules, policy
+        self.comms = comms
+        self.root: Root | None = None
+        self.places = _core.unit_places(unit)
+        self.names = [name for name, _, _ in params]
+        self.shapes = [p.shape for _, p, _ in params]
+        self.dtypes = [p.dtype for _, p, _ in params]
+        self.attributes = [dict(p.__dict__) for _, p, _ in params]
+        self.slots: list[Slot] = [
+            (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
+        ]
+        masters = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "master")]
+        shards = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "grad")]
+        self.rows = [self._rows(masters, i) for i in range(len(params))]
+        self.pieces = [
+            nn.Parameter(rows, requires_grad=p.requires_grad)
+            for rows, (_, p, _) in zip(self.rows, params, strict=True)
+        ]
+        self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(len(params))]
+        for i, piece in enumerate(self.pieces):
+            self._describe(i, piece)
+        self.door = _core.Door(unit, self.slots, self.pieces, self.grads)
+        self.fulls: list[nn.Parameter] = []
+        self.when_rooted: list[Callable[[], None]] = []
+        self.cast_to = policy.param_dtype if policy.cast_forward_inputs else None
+        for owner, key, i in self.slots:
+            owner[key] = self.pieces[i]
+
+    def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
+        group, _, first, numel, offset = self.places[i]
+        rows = flats[group][offset : offset + numel]
+        return rows.view(_piece_shape(self.shapes[i], first, numel))
+
+    def _describe(self, i: int, piece: nn.Parameter) -> None:
+        piece.__dict__.update(self.attributes[i])
+        name = f"{self.unit.name}.{self.names[i]}"
+        piece.fsdpc = PieceInfo(self, i, name, self.shapes[i])  # type: ignore[attr-defined]
+        piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
+        piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
+
+    def adopt(self, i: int) -> None:
+        """Take over what a piece's ``.data`` was replaced by."""
+        with torch.no_grad():
+            self.rows[i].copy_(self.pieces[i].data)
+            self.pieces[i].data = self.rows[i]
+
+    def bind(self, root: Root) -> None:
+        """Make the fulls, now that the wire is there."""
+        self.root = root
+        with torch.inference_mode(False), torch.no_grad():
+            bases = tuple(torch.from_dlpack(m) for m in _core.unit_memory(self.unit, "full"))
+            for i, shape in enumerate(self.shapes):
+                group, offset, _, _, _ = self.places[i]
+                values = bases[group][offset : offset + shape.numel()].view(shape)
+                full = nn.Parameter(values, requires_grad=False)
+                full.__dict__.update(self.attributes[i])
+                self.fulls.append(full)
+        self.door.bind(self.fulls, bases, _set_version, root.at_end)
+
+
+def _piece_shape(shape: torch.Size, first: int, numel: int) -> tuple[int, ...]:
+    """As the parameter with fewer rows; cut finer than rows, (1, ..., n)."""
+    if numel == shape.numel():
+        return tuple(shape)
+    row = shape[1:].numel()
+    if row and first % row == 0 and numel % row == 0:
+        return (numel // row, *shape[1:])
+    return (*([1] * (len(shape) - 1)), numel)
+
+
+def _local(piece: nn.Parameter) -> nn.Parameter:
+    return piece
+
+
+def full_value(state: UnitState, index: int) -> torch.Tensor:
+    """Return a parameter's full value in its original dtype; collective."""
+    if state.root is None:
+        make_root(state.modules[0])
+    return torch.from_dlpack(state.unit.collect(index, False))
+
+
+class Root:
+    """The units of one model, found at its first forward."""
+
+    def __init__(self, states: list[UnitState]) -> None:
+        self.states = states
+        self.doors = [s.door for s in states]
+        self.head = states[0].door
+        self.ranks = max(comm.size for comm in states[0].comms)
+        self.backwards = 0
+        self.norms: tuple[Any, dict[tuple[int, int], torch.Tensor]] | None = None
+
+    def at_end(self) -> None:
+        """Ask autograd to call :meth:`finish` when the running backward ends."""
+        _queue_callback(self.finish)
+
+    def finish(self) -> None:
+        """Wait for reductions and hand gradients to the pieces."""
+        self.backwards += 1
+        self.norms = None
+        try:
+            self.head.finish()
+        except BaseException:
+            for door in self.doors:
+                door.hide()
+            raise
+        if self.ranks > 1:
+            _core.agree_used(self.doors)
+        waiting = [s for s in self.states if s.door.settle()]
+        for state in waiting:
+            _run_hooks(state)
+
+    def reset(self) -> None:
+        """Bring every unit back to its sharded state."""
+        self.head.reset()
+        for state in self.states:
+            state.door.hide()
+
+
+def _run_hooks(state: UnitState) -> None:
+    """Call post-accumulate hooks of pieces, whose gradients are there now."""
+    for piece in state.pieces:
+        hooks = piece._post_accumulate_grad_hooks
+        if hooks and piece.grad is not None:
+            for hook in list(hooks.values()):
+                hook(piece)
+
+
+def sharded_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, module) of all sharded modules inside, itself included, outermost first."""
+    for name, m in module.named_modules():
+        if "_fsdpc_state" in m.__dict__:
+            yield name, m
+
+
+def states_of(module: nn.Module) -> list[UnitState]:
+    """Return the states of all units inside, each once."""
+    states = (m._fsdpc_state for _, m in sharded_modules(module))
+    return list({id(s): s for s in states}.values())
+
+
+def make_root(module: nn.Module) -> Root:
+    """Join a module's unit and all units inside it; collective."""
+    states: dict[int, UnitState] = {}
+    for name, m in sharded_modules(module):
+        state = m._fsdpc_state
+        if id(state) not in states and name:
+            state.unit.name = name
+        states[id(state)] = state
+    ordered = list(states.values())
+    _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
+    root = Root(ordered)
+    for state in ordered:
+        state.bind(root)
+    for state in ordered:
+        for action in state.when_rooted:
+            action()
+        state.when_rooted.clear()
+    return root
+
+
+def _encloses(state: UnitState) -> bool:
+    own = set(map(id, state.modules))
+    return any(id(m) not in own for top in state.modules for _, m in sharded_modules(top))
+
+
+def comms_of(mesh: Any) -> list[_core.Comm]:
+    """Return [shard] or [shard, replicate] of an fsdpc mesh, a torch one, or None."""
+    from fsdpc.mesh import DeviceMesh
+    from fsdpc.sharding import _mesh_comms
+
+    world = join()
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return [c for c in _mesh_comms(mesh, world) if c is not None]
+    if not hasattr(mesh, "mesh") or not hasattr(mesh, "device_type"):
+        raise TypeError(f"mesh: a DeviceMesh of torch or fsdpc, got {type(mesh).__name__}")
+    if mesh.device_type != "cpu":
+        raise NotImplementedError(f"a mesh of device type '{mesh.device_type}': only cpu is here")
+    if mesh.ndim > 2:
+        raise ValueError(f"a mesh of {mesh.ndim} dimensions: pick (shard) or (replicate, shard)")
+    ranks = mesh.mesh.tolist()
+    rows = ranks if mesh.ndim == 2 else [ranks]
+    shard = _group_of(rows, world)
+    columns = [list(c) for c in zip(*rows, strict=True)]
+    return [shard] if len(rows) == 1 else [shard, _group_of(columns, world)]
+
+
+def _group_of(groups: list[list[int]], world: _core.Comm) -> _core.Comm:
+    mine = next((g for g in groups if world.rank in g), None)
+    if mine is not None and len(mine) == world.size:
+        return world
+    if sum(map(len, groups)) == world.size and mine is not None:
+        return world.split(min(mine), mine.index(world.rank))
+    raise NotImplementedError(
+        f"a mesh over ranks {groups} of {world.size}: a mesh holds every rank once"
+    )
+
+
+def join() -> _core.Comm:
+    """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
+    if distributed.is_initialized() or not torch.distributed.is_available():
+        return distributed.world()
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        import uuid
+
+        address = [f"torch:{uuid.uuid4().hex}"]
+        dist.broadcast_object_list(address, src=0)
+        distributed._world = _core.Comm(dist.get_rank(), dist.get_world_size(), address[0])
+    return distributed.world()
+
+
+def gradient_units(params: list[Any]) -> tuple[list[UnitState], list[Any]]:
+    """Split parameters into the units that hold them, whole, and those that no unit holds."""
+    states: dict[int, UnitState] = {}
+    counts: dict[int, int] = {}
+    others = []
+    for p in params:
+        info = getattr(p, "fsdpc", None)
+        if isinstance(info, PieceInfo):
+            states[id(info._state)] = info._state
+            counts[id(info._state)] = counts.get(id(info._state), 0) + 1
+        else:
+            others.append(p)
+    return list(states.values()), others
+
+
+def take_grads(states: list[UnitState]) -> None:
+    """Let the engine know what became of the pieces' gradients; settles abandoned backwards."""
+    for state in states:
+        if state.door.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
+            state.root.reset()
+        state.door.take_grads()
+
+
+def unit_dtypes(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    """Return the policy as Unit's arguments."""
+    return {
+        "param_dtype": core_dtype(policy.param_dtype),
+        "reduce_dtype": core_dtype(policy.reduce_dtype),
+    }

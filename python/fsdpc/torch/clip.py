@@ -1,0 +1,82 @@
+"""Clipping of torch models by the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _core
+from fsdpc.torch._grads import PENDING
+from fsdpc.torch._unit import gradient_units, take_grads
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; collective.
+
+    Parameters
+    ----------
+    parameters : nn.Module, tensor or iterable of tensors
+        Whose gradients count.
+    max_norm : float
+        ``inf`` measures without scaling.
+    norm_type : float, default 2
+    error_if_nonfinite : bool, default False
+        Raise if the norm is NaN or infinite; gradients are left as they are.
+    foreach : bool, optional
+        Accepted for PyTorch's sake.
+
+    Returns
+    -------
+    Tensor, 0-d
+        The norm over all ranks before clipping.
+
+    Notes
+    -----
+    Gradients of whole units are not touched: the optimizer applies the factor while
+    it reads them, or whoever looks at ``.grad`` first. ``torch.nn.utils.clip_grad_norm_`` gives the
+    same norm in more passes over memory.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with_grad = [p for p in params if p.grad is not None]
+    states, others = gradient_units(with_grad)
+    whole = _hold_whole_units(states, with_grad)
+    if others or not states or not whole or _narrow(states):
+        return torch.nn.utils.clip_grad_norm_(
+            with_grad, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+    take_grads(states)
+    units = [s.unit for s in states]
+    norm = _core.grad_norm(units, [], float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot be "
+            "clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
+        )
+    _core.scale_grads(units, [], norm, float(max_norm))
+    PENDING.doors.update(s.door for s in states if s.door.pending_scale != 1)
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
+    """Whether all gradients of these units are among the parameters."""
+    held = {id(p) for p in params}
+    return all(p.grad is None or id(p) in held for s in states for p in s.pieces)
+
+
+def _narrow(states: list[Any]) -> bool:
+    """Whether pieces have gradients that are copies, in a narrower dtype than the shards."""
+    return any(
+        p.dtype is not g.dtype for s in states for p, g in zip(s.pieces, s.grads, strict=True)
+    )

@@ -1,0 +1,63 @@
+"""Precision of a unit under torch, with FSDP2's names and torch's dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdpc import _core
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes that a unit computes and communicates in; a drop-in for FSDP2's.
+
+    Parameters
+    ----------
+    param_dtype : torch.dtype, optional
+        Of the gathered parameters and so of compute; the original dtype where not given.
+    reduce_dtype : torch.dtype, optional
+        In which gradients are written and sent; ``param_dtype`` where not given. Sums over ranks
+        are in float32 whatever it is.
+    output_dtype : torch.dtype, optional
+        To which floating outputs of the module are cast.
+    cast_forward_inputs : bool, default True
+        Cast floating inputs of the module to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """Where masters live; FSDP2's default, which is beside the compute."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Masters in host memory: on CPUs they are there anyway.
+
+    Parameters
+    ----------
+    pin_memory : bool, default True
+        Means nothing on CPUs.
+    """
+
+    pin_memory: bool = True
+
+
+def core_dtype(dtype: torch.dtype | None) -> _core.dtype | None:
+    """Return the extension's dtype of the same name."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if not dtype.is_floating_point or name not in ("float32", "bfloat16", "float16", "float64"):
+        raise TypeError(
+            f"{dtype} cannot be sharded or communicated in: use float32, bfloat16, float16 or "
+            "float64"
+        )
+    return _core.as_dtype(name)

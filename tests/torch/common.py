@@ -1,0 +1,119 @@
+"""Small torch models, sharded and plain, trained on every rank's own batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it at their first use: here once, not on every rank
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import fully_shard
+
+RTOL, ATOL = 1.3e-6, 1e-5
+
+
+class Block(nn.Module):
+    """x + gelu(linear(layer_norm(x)))."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.gelu(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Blocks between two linear layers of odd sizes."""
+
+    def __init__(self, dim: int = 20, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, dim)
+        self.blocks = nn.ModuleList([Block(dim) for _ in range(blocks)])
+        self.last = nn.Linear(dim, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(seed: int = 3, **sizes: int) -> Net:
+    """The same model on every rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return Net(**sizes)
+
+
+def shard(model: Net, **options: Any) -> Any:
+    """Every block a unit, and the rest one."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(step: int, rank: int, micro: int = 0, rows: int = 4) -> torch.Tensor:
+    """Inputs of one rank."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randn(rows, 7, generator=generator)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients reach everything."""
+    return (model(x) ** 2).mean()
+
+
+def average_grads(model: nn.Module) -> None:
+    """What a plain model needs on each rank to train as one."""
+    for p in model.parameters():
+        if p.grad is not None:
+            total = fsdpc.from_dlpack(p.grad.detach())
+            mean = fsdpc.all_reduce(total, "mean")
+            p.grad.copy_(torch.from_dlpack(mean))
+
+
+def train_twins(ours: Any, plain: nn.Module, optimizers: Any, steps: int, **clip: Any) -> None:
+    """Train both and compare the loss of every step and all parameters at the end."""
+    rank = fsdpc.rank()
+    for step in range(steps):
+        x = batch(step, rank)
+        losses = []
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, x)
+            loss.backward()
+            losses.append(loss.detach())
+            if model is plain:
+                average_grads(plain)
+            if clip:
+                clip["fn"](model.parameters(), clip["max_norm"])
+            optimizer.step()
+        torch.testing.assert_close(losses[0], losses[1], rtol=RTOL, atol=ATOL)
+    assert_same_parameters(ours, plain)
+
+
+def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Full values by name; collective."""
+    return {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_parameters(ours: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Every parameter, by name."""
+    tolerance = tolerance or {"rtol": RTOL, "atol": ATOL}
+    fulls = full_parameters(ours)
+    theirs = dict(plain.named_parameters())
+    assert fulls.keys() == theirs.keys()
+    for name, value in fulls.items():
+        torch.testing.assert_close(
+            value, theirs[name].detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy made before sharding."""
+    return copy.deepcopy(model)

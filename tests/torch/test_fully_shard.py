@@ -1,0 +1,159 @@
+"""fully_shard under torch: parity with a plain model on averaged gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fsdpc
+import fsdpc.torch
+from fsdpc.torch import fully_shard
+
+from .common import (
+    assert_same_parameters,
+    batch,
+    build,
+    full_parameters,
+    loss_of,
+    shard,
+    train_twins,
+    twin,
+)
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("reshard", [True, False, None, 2])
+def test_ten_adam_steps(reshard: Any) -> None:
+    if reshard == 2 and fsdpc.world_size() == 1:
+        reshard = 1
+    model = build()
+    plain = twin(model)
+    ours = shard(model, reshard_after_forward=reshard)
+    optimizers = (
+        torch.optim.Adam(ours.parameters(), lr=1e-2),
+        torch.optim.Adam(plain.parameters(), lr=1e-2),
+    )
+    train_twins(ours, plain, optimizers, 10)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["fused", "foreach", "ours"])
+def test_optimizers_and_clipping(kind: str) -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    theirs = torch.optim.AdamW(plain.parameters(), **options)
+    if kind == "ours":
+        mine: Any = fsdpc.torch.optim.AdamW(ours.parameters(), **options)
+        clip = lambda ps, m: (  # noqa: E731
+            fsdpc.torch.clip_grad_norm_(ps, m)
+        )
+    else:
+        mine = torch.optim.AdamW(ours.parameters(), **options, **{kind: True})
+        clip = torch.nn.utils.clip_grad_norm_
+    train_twins(ours, plain, (mine, theirs), 10, fn=clip, max_norm=0.05)
+
+
+@pytest.mark.ranks(2)
+def test_norms_are_global() -> None:
+    ours = shard(build())
+    plain = build()
+    x = torch.cat([batch(0, 0), batch(0, 1)])
+    loss_of(plain, x).backward()
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    for order in (1.0, 2.0, float("inf")):
+        expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], order)
+        found = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()], order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        squares = [p.grad.data.norm(2).item() ** 2 for p in ours.parameters()]
+        true = [p.grad.data.norm(2).item() ** 2 for p in plain.parameters()]
+        assert squares == pytest.approx(true, rel=1e-4)
+    mine = fsdpc.torch.clip_grad_norm_(ours, 1e-3)
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=0)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        begin, end = p.fsdpc.rows
+        rows = q.grad[begin:end] if p.dim() > 1 else None
+        if rows is not None and len(rows):
+            torch.testing.assert_close(p.grad + 0, rows, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.ranks(2)
+def test_strategies_agree_to_the_bit() -> None:
+    results = []
+    for reshard in (True, False):
+        model = shard(build(), reshard_after_forward=reshard)
+        optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(step, fsdpc.rank())).backward()
+            optimizer.step()
+        results.append(full_parameters(model))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+@pytest.mark.ranks(2)
+def test_pieces_are_rows() -> None:
+    model = build()
+    plain = twin(model)
+    names = [n for n, _ in model.named_parameters()]
+    ours = shard(model)
+    assert type(ours).__name__ == "FSDPNet"
+    assert [n for n, _ in ours.named_parameters()] == names
+    for name, p in ours.named_parameters():
+        q = plain.get_parameter(name)
+        assert type(p) is torch.nn.Parameter and p.dim() == q.dim()
+        assert p.fsdpc.shape == q.shape
+        if p.dim() == 2:
+            begin, end = p.fsdpc.rows
+            assert torch.equal(p.detach(), q[begin:end])
+        assert torch.equal(p.full_tensor(), q)
+    assert_same_parameters(ours, plain, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_has_no_collectives() -> None:
+    ours = shard(build())
+    optimizer = torch.optim.Adam(ours.parameters())
+    for step in range(3):
+        loss_of(ours, batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = fsdpc._core.trace_counts()
+    assert counts["forward"] == 12
+    assert not any(counts[k] for k in ("gather", "reduce", "collective")), counts
+
+
+@pytest.mark.ranks(2)
+def test_accumulation_over_backwards() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    for micro in range(3):
+        loss_of(ours, batch(0, fsdpc.rank(), micro)).backward()
+        for rank in range(2):
+            (loss_of(plain, batch(0, rank, micro)) / 2).backward()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (ours, plain)]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(ours, plain)
+
+
+@pytest.mark.ranks(2)
+def test_different_models_are_named() -> None:
+    torch.manual_seed(fsdpc.rank())
+    with pytest.raises(fsdpc.MismatchError, match=r"rank 0 has \[weight \(3, 5\)"):
+        fully_shard(torch.nn.Linear(5, 3))
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_is_taken_on_request() -> None:
+    torch.manual_seed(fsdpc.rank())
+    layer = torch.nn.Linear(5, 3)
+    ours = fully_shard(layer, sync_module_states=True)
+    torch.manual_seed(0)
+    assert_same_parameters(ours, torch.nn.Linear(5, 3), rtol=0, atol=0)
