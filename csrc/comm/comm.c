@@ -176,6 +176,28 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
+/* A peer is gone: says also what this rank was waiting in. */
+static fsdpc_status given_up(const waiting *w, fsdpc_status status)
+{
+    char text[LATE_BYTES];
+    bool named = w->unit && w->unit[0];
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    fsdpc_fail(status, "%s; rank %d was waiting in %s%s%s%s", text, w->comm->world_rank, w->what,
+               named ? " of '" : "", named ? w->unit : "", named ? "'" : "");
+    return fsdpc_comm_poison(w->comm, status);
+}
+
+static void show_wait(const waiting *w)
+{
+    char text[LATE_BYTES / 4];
+    bool named = w->unit && w->unit[0];
+    if (!w->comm->ops->waits)
+        return;
+    snprintf(text, sizeof text, "%s%s%s%s", w->what, named ? " of '" : "", named ? w->unit : "",
+             named ? "'" : "");
+    w->comm->ops->waits(w->comm, text);
+}
+
 static fsdpc_status doze(waiting *w)
 {
     fsdpc_comm *comm = w->comm;
@@ -203,7 +225,7 @@ static fsdpc_status doze(waiting *w)
         status = comm_idle(comm, until > now ? until - now : 1);
         if (status != FSDPC_OK) {
             fsdpc_status again = w->poll(w->arg);
-            return again == FSDPC_IN_PROGRESS ? fsdpc_comm_poison(comm, status) : again;
+            return again == FSDPC_IN_PROGRESS ? given_up(w, status) : again;
         }
     }
 }
@@ -218,8 +240,11 @@ fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *ar
     w.start = fsdpc_clock_ns();
     status = spin(&w);
     if (status == FSDPC_IN_PROGRESS) {
+        show_wait(&w);
         status = doze(&w);
         comm_idle(comm, 0);
+        if (comm->ops->waits)
+            comm->ops->waits(comm, "");
     }
     int64_t waited_ns = fsdpc_clock_ns() - w.start;
     comm->waited_ns += waited_ns;

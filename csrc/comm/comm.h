@@ -168,6 +168,8 @@ typedef struct fsdpc_comm_ops {
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
     /* Where this rank is, shown to peers that wait for it.  Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
+    /* What this rank begins to sleep in, "" when it goes on; shown likewise.  Optional. */
+    void (*waits)(fsdpc_comm *comm, const char *what);
 } fsdpc_comm_ops;
 
 struct fsdpc_comm {
@@ -213,6 +215,7 @@ typedef struct fsdpc_comm_config {
     fsdpc_log log;       /* all zero: silent */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
+    int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
 } fsdpc_comm_config;
 

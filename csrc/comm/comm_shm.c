@@ -176,6 +176,11 @@ static void shm_locate(fsdpc_comm *comm, const char *phase, const char *unit)
     fsdpc_shm_world_locate(fsdpc_shm_of(comm)->world, phase, unit);
 }
 
+static void shm_waits(fsdpc_comm *comm, const char *what)
+{
+    fsdpc_shm_world_waits(fsdpc_shm_of(comm)->world, what);
+}
+
 /* ---- Creating together ---- */
 
 fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
@@ -446,6 +451,7 @@ static const fsdpc_comm_ops shm_ops = {
     .idle = shm_idle,
     .describe = shm_describe,
     .locate = shm_locate,
+    .waits = shm_waits,
 };
 
 enum { FIRST_GROUP = 0x66736470 };

@@ -47,6 +47,7 @@ typedef struct meeting {
     bool here[MAX_RANKS]; /* its hello has come */
     int64_t retry_at;
     int retry_ms;
+    int news_fd;
 } meeting;
 
 /* ---- Sockets ---- */
@@ -339,6 +340,22 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
+/* Whoever ended before it came will never come.  Another file than a launcher's says nothing. */
+static fsdpc_status news_check(const meeting *m)
+{
+    char text[256];
+    const size_t head = strlen(FSDPC_RENDEZVOUS_NEWS);
+    ssize_t n = m->news_fd > 0 ? pread(m->news_fd, text, sizeof text - 1, 0) : 0;
+    if (n <= (ssize_t)head || memcmp(text, FSDPC_RENDEZVOUS_NEWS, head) != 0)
+        return FSDPC_OK;
+    text[n] = 0;
+    text[head + strcspn(text + head, "\n")] = 0;
+    return fsdpc_fail(FSDPC_ERR_PEER,
+                      "%s before all ranks had met, which rank %d waits for; see that rank's own "
+                      "output",
+                      text + head, m->comm.rank);
+}
+
 static fsdpc_status meeting_poll(void *arg)
 {
     meeting *m = arg;
@@ -362,7 +379,10 @@ static fsdpc_status meeting_poll(void *arg)
         m->retry_at = now + m->retry_ms * INT64_C(1000000);
         m->retry_ms = m->retry_ms * 2 < LAST_RETRY_MS ? m->retry_ms * 2 : LAST_RETRY_MS;
     }
-    return all ? FSDPC_OK : FSDPC_IN_PROGRESS;
+    if (all)
+        return FSDPC_OK;
+    FSDPC_TRY(news_check(m));
+    return FSDPC_IN_PROGRESS;
 }
 
 static fsdpc_status meeting_idle(fsdpc_comm *comm, int64_t max_ns)
@@ -401,7 +421,8 @@ static const fsdpc_comm_ops meeting_ops = {
 fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets_out,
                                    int32_t *pids_out)
 {
-    meeting m = {.address = config->address, .listening = config->socket_fd};
+    meeting m = {
+        .address = config->address, .listening = config->socket_fd, .news_fd = config->news_fd};
     m.sockets = sockets_out;
     m.pids = pids_out;
     m.retry_ms = FIRST_RETRY_MS;

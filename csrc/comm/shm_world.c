@@ -334,17 +334,25 @@ void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const cha
     fsdpc_shm_text_store(mine->unit, FSDPC_SHM_UNIT_WORDS, unit);
 }
 
+void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what)
+{
+    fsdpc_shm_text_store(world->life[world->rank].wait, FSDPC_SHM_WAIT_WORDS, what);
+}
+
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes)
 {
     char phase[8 * FSDPC_SHM_PHASE_WORDS + 1], unit[8 * FSDPC_SHM_UNIT_WORDS + 1];
+    char wait[8 * FSDPC_SHM_WAIT_WORDS + 1];
+    fsdpc_shm_text_load(world->life[rank].wait, FSDPC_SHM_WAIT_WORDS, wait, sizeof wait);
     fsdpc_shm_text_load(world->life[rank].phase, FSDPC_SHM_PHASE_WORDS, phase, sizeof phase);
     fsdpc_shm_text_load(world->life[rank].unit, FSDPC_SHM_UNIT_WORDS, unit, sizeof unit);
-    if (!phase[0])
-        snprintf(text, bytes, "%s", "");
-    else if (unit[0])
-        snprintf(text, bytes, "in %s of '%s'", phase, unit);
-    else
-        snprintf(text, bytes, "in %s", phase);
+    text[0] = 0;
+    if (phase[0])
+        snprintf(text, bytes, "in %s%s%s%s", phase, unit[0] ? " of '" : "", unit,
+                 unit[0] ? "'" : "");
+    size_t used = strlen(text);
+    if (wait[0])
+        snprintf(text + used, bytes - used, "%swaiting in %s", used ? ", " : "", wait);
 }
 
 /* ---- Memory, from rank to rank ---- */

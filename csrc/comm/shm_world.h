@@ -12,7 +12,7 @@
 #include "comm/comm.h"
 #include "comm/shm_segment.h"
 
-enum { FSDPC_SHM_PHASE_WORDS = 4, FSDPC_SHM_UNIT_WORDS = 12 }; /* of 8 characters */
+enum { FSDPC_SHM_PHASE_WORDS = 4, FSDPC_SHM_UNIT_WORDS = 12, FSDPC_SHM_WAIT_WORDS = 12 };
 
 /* One rank's entry in the life page. */
 typedef struct fsdpc_shm_life {
@@ -22,6 +22,7 @@ typedef struct fsdpc_shm_life {
     _Atomic uint64_t
         phase[FSDPC_SHM_PHASE_WORDS]; /* where it is; written by it, read in messages */
     _Atomic uint64_t unit[FSDPC_SHM_UNIT_WORDS];
+    _Atomic uint64_t wait[FSDPC_SHM_WAIT_WORDS]; /* what it sleeps in; "" while it does not */
 } __attribute__((aligned(128))) fsdpc_shm_life;
 
 /* Where a thread leaves a segment for the others of a group. */
@@ -55,7 +56,9 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
-/* "in forward of 'layers.3'", or "" */
+/* What this rank sleeps in; "": it goes on. */
+void fsdpc_shm_world_waits(fsdpc_shm_world *world, const char *what);
+/* "in forward of 'layers.3'", "in user code, waiting in barrier of 'end'", or "" */
 void fsdpc_shm_world_where(const fsdpc_shm_world *world, int rank, char *text, size_t bytes);
 
 /* A communicator good for nothing but waiting, while there is no group yet: sleeps on the sockets.

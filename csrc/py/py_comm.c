@@ -44,11 +44,11 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "size", "address", "socket_fd", NULL};
-    int rank, size, socket_fd = -1;
+    static char *names[] = {"rank", "size", "address", "socket_fd", "news_fd", NULL};
+    int rank, size, socket_fd = -1, news_fd = -1;
     const char *address;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|i", names, &rank, &size, &address,
-                                     &socket_fd))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|ii", names, &rank, &size, &address,
+                                     &socket_fd, &news_fd))
         return NULL;
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
@@ -68,6 +68,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .log = {.level = (fsdpc_log_level)runtime->env.log},
                                 .address = address,
                                 .socket_fd = socket_fd,
+                                .news_fd = news_fd,
                                 .spin = fsdpc_usable_cores() >= size};
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -302,7 +303,7 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_dealloc, comm_dealloc},
     {Py_tp_methods, comm_methods},
     {Py_tp_getset, comm_getset},
-    {Py_tp_doc, "Comm(rank, size, address, socket_fd=-1): a group of ranks."},
+    {Py_tp_doc, "Comm(rank, size, address, socket_fd=-1, news_fd=-1): a group of ranks."},
     {0, NULL},
 };
 

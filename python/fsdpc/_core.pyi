@@ -301,7 +301,9 @@ def runtime_config() -> dict[str, Any]:
 class Comm:
     """A group of ranks."""
 
-    def __init__(self, rank: int, size: int, address: str, socket_fd: int = -1) -> None: ...
+    def __init__(
+        self, rank: int, size: int, address: str, socket_fd: int = -1, news_fd: int = -1
+    ) -> None: ...
     @property
     def rank(self) -> int: ...
     @property

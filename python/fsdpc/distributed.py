@@ -88,7 +88,8 @@ def init(
             ("TORCHELASTIC_RESTART_COUNT", "0"),
         )
     )
-    _world = _core.Comm(rank, world_size, address)
+    news = _environment_int("FSDPC_NEWS_FD", -1)
+    _world = _core.Comm(rank, world_size, address, news_fd=news)
     _deterministic = bool(deterministic)
 
 

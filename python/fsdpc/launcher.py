@@ -189,6 +189,7 @@ def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | Non
     for rank in supervisor.ranks:
         if rank is not first and rank.code:
             late = " by the launcher" if rank.rank in supervisor.killed else ""
+            late += " because it was stopped (SIGSTOP)" if rank.rank in supervisor.stopped else ""
             sys.stderr.write(f"fsdpc: rank {rank.rank}: {rank.ending()}{late}\n")
     return first.code if first.code > 0 else 128 - first.code
 

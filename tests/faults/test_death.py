@@ -152,11 +152,27 @@ def test_all_but_one_die(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, init=False)
-def test_a_rank_that_never_comes_is_named() -> None:
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     def rank_of(rank: int) -> str:
         if rank == VICTIM:
-            return ""
-        return raised(fsdpc.init, TimeoutError, PeerError)[0]
+            return wait_file(tmp_path / "named")
+        text = raised(fsdpc.init, TimeoutError, PeerError)[0]
+        (tmp_path / "named").write_text("yes")
+        return text
 
     texts = run(rank_of, 3, FSDPC_TIMEOUT_S="1.5")
     assert f"rank {VICTIM}" in texts[0]
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_rank_that_ends_without_having_met_the_others_is_named_at_once() -> None:
+    """The launcher knows, and says so on the page that all its ranks can read."""
+
+    def rank_of(rank: int) -> tuple[str, float]:
+        if rank == VICTIM:
+            return "", time.monotonic()
+        return raised(fsdpc.init, PeerError)
+
+    (text, at), (_, ended) = run(rank_of, 2)
+    assert f"rank {VICTIM} ended (exit code 0) before all ranks had met" in text
+    assert at - ended < SOON_S

@@ -117,14 +117,16 @@ def test_nothing_listens_once_all_have_met() -> None:
 
 
 @pytest.mark.ranks(1, init=False)
-def test_a_failed_init_gives_everything_back() -> None:
+def test_a_failed_init_gives_everything_back(tmp_path: Path) -> None:
     def rank_of(rank: int) -> bool:
         if rank:
+            wait_file(tmp_path / "done")
             return True
         fsdpc.tensor([1.0]) + 1
         before = descriptors()
         with pytest.raises(TimeoutError, match="rank 1"):
             fsdpc.init()
+        (tmp_path / "done").write_text("yes")
         return descriptors() == before and not fsdpc.is_initialized()
 
     assert run(rank_of, 2, FSDPC_TIMEOUT_S="0.3") == [True, True]

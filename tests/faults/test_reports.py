@@ -85,3 +85,17 @@ def test_a_hang_report_has_the_end_of_the_trace() -> None:
     assert len(events) == 8
     assert re.fullmatch(r"optim, 0\.3\S* s ago", next(e for e in events if e.startswith("optim")))
     assert any(event.startswith("epoch of unit 0 in epoch 2") for event in events)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_late_rank_is_shown_with_what_it_waits_in_itself() -> None:
+    """Two ranks in barriers of different groups: neither is in user code, as far as it looks."""
+
+    def rank_of(rank: int) -> tuple[str, float]:
+        fsdpc.init()
+        world = fsdpc.distributed.world()
+        other = world.split(0, rank)
+        return raised([world, other][rank].barrier, TimeoutError, RuntimeError, fsdpc.PeerError)
+
+    text = printed(rank_of, 2, FSDPC_TIMEOUT_S="0.8", FSDPC_NOTICE_S="0.3")
+    assert re.search(r"for rank 1 \(pid \d+, waiting in barrier of 'barrier'\)", text), text

@@ -154,6 +154,8 @@ def _last_words(supervisor: Supervisor, rank: Rank) -> str:
     if rank.rank in supervisor.killed:
         late = f"{supervisor.grace:g} s after the first"
         why = "at the timeout" if supervisor.timed_out else late
+        if rank.rank in supervisor.stopped:
+            why = "because it was stopped (SIGSTOP)"
         ending = f"ended by the launcher {why}"
     else:
         ending = rank.ending()

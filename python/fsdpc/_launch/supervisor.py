@@ -4,7 +4,9 @@ One loop in the calling thread waits for output, results and ends of all ranks. 
 
 - a rank fails when it ends with a code other than 0 or by a signal;
 - when the first fails, the others have `grace` seconds to report what they saw, then their process
-  groups are killed;
+  groups are killed; one that is stopped (SIGSTOP) has nothing to report and is killed at once;
+- a rank that ends is written onto a page that all ranks can read, for those that still wait to meet
+  it (afterwards they watch each other);
 - at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
 - a stop (Ctrl-C, SIGTERM) is passed on to all groups, and is followed by the kill after `grace`.
 
@@ -30,6 +32,7 @@ TAIL_LINES = 200
 ABORT_S = 3.0  # for stacks to be printed after SIGABRT
 TICK_S = 0.5  # a signal handler may move a deadline while the loop sleeps
 PENDING_BYTES = 1 << 16
+NEWS = b"fsdpc news 1\n"  # FSDPC_RENDEZVOUS_NEWS of csrc/comm/rendezvous.h
 PEER_MARK = "PeerError"
 LINE = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
 
@@ -81,14 +84,23 @@ class Supervisor:
         self.ranks: list[Rank] = []
         self.timed_out = False
         self.killed: set[int] = set()
+        self.stopped: set[int] = set()  # of the killed: by SIGSTOP, so they were not waited for
         self._timeout_at = None if timeout is None else time.monotonic() + timeout
         self._kill_at: float | None = None
         self._selector = selectors.DefaultSelector()
+        self._news = os.memfd_create("fsdpc news")
+        os.write(self._news, NEWS)
 
     def start(self, env: dict[str, str], body: Body) -> None:
         """Fork the next rank, which runs ``body(result_fd)``."""
         inherited = [fd for rank in self.ranks for fd in self._descriptors(rank)]
-        started = fork_rank(env, body, [*inherited, self._selector.fileno()])
+
+        def informed(result: int) -> None:
+            os.set_inheritable(self._news, True)  # a rank may run exec
+            body(result)
+
+        env = {**env, "FSDPC_NEWS_FD": str(self._news)}
+        started = fork_rank(env, informed, [*inherited, self._selector.fileno()])
         rank = Rank(len(self.ranks), started)
         self.ranks.append(rank)
         self._selector.register(started.pidfd, selectors.EVENT_READ, (rank, self._reap))
@@ -118,6 +130,7 @@ class Supervisor:
             for fd in self._descriptors(rank):
                 os.close(fd)
         self._selector.close()
+        os.close(self._news)
 
     def first_failure(self) -> Rank | None:
         """Return the rank that failed first, as the top of this file defines it."""
@@ -139,6 +152,8 @@ class Supervisor:
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        if self._kill_at is not None:
+            self._kill_stopped()
         if self._kill_at is not None and now >= self._kill_at:
             self.killed.update(rank.rank for rank in self.ranks if rank.running)
             self._signal_groups(signal.SIGKILL)
@@ -150,6 +165,13 @@ class Supervisor:
                 if rank.running:
                     self.killed.add(rank.rank)
                     os.kill(rank.started.pid, signal.SIGABRT)
+
+    def _kill_stopped(self) -> None:
+        for rank in self.ranks:
+            if rank.running and rank.rank not in self.stopped and _is_stopped(rank.started.pid):
+                self.stopped.add(rank.rank)
+                self.killed.add(rank.rank)
+                os.killpg(rank.started.pid, signal.SIGKILL)
 
     def _signal_groups(self, signum: int) -> None:
         for rank in self.ranks:
@@ -172,6 +194,7 @@ class Supervisor:
             rank.code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         except (ChildProcessError, ProcessLookupError):
             rank.ended_at = time.monotonic()
+        os.write(self._news, f"rank {rank.rank} ended ({rank.ending()})\n".encode())
         self._forget(rank.started.pidfd)
         while self._read_output(rank):
             pass
@@ -226,3 +249,11 @@ class Supervisor:
             rank.tail.append(line.rstrip("\r\n"))
             pieces.append(prefix + line)
         self.write("".join(pieces))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
