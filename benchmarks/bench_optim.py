@@ -1,4 +1,6 @@
-"""AdamW beside torch's fused one, one thread; and the whole update: clip, step, publish, reset.
+"""Optimizers beside torch's, one thread; and the whole update: clip, step, publish, reset.
+
+torch has no Lion: its column there is SGD with momentum, fused, which moves the same bytes.
 
 python benchmarks/bench_optim.py [--powers 20 22 24 26] [--rounds 7]
 """
@@ -10,7 +12,10 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = "1"
 
@@ -24,27 +29,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
 
-def plain_pair(n: int) -> dict[str, object]:
-    """One kernel call against torch's fused step, gradients as they are."""
-    g = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    p, grad, m, v = (_core.tensor(a) for a in (g.copy(), g, np.zeros_like(g), np.zeros_like(g)))
-    theirs = torch.nn.Parameter(torch.from_numpy(g.copy()))
-    theirs.grad = torch.from_numpy(g.copy())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-3, fused=True)
-    step = [0]
+def step_pair(
+    ours: Callable[[Any], Any], theirs: Callable[[Any], Any]
+) -> Callable[[int], dict[str, object]]:
+    """Steps of one parameter that is not sharded: one kernel call against torch's."""
 
-    def ours() -> float:
-        step[0] += 1
-        t = time.perf_counter()
-        _core.adamw_(p, grad, m, v, step[0], 1e-3, 0.9, 0.999, 1e-8, 0.01, False)
-        return time.perf_counter() - t
+    def pair(n: int) -> dict[str, object]:
+        g = np.random.default_rng(0).standard_normal(n).astype(np.float32)
+        p = fsdpc.nn.Parameter(g.copy())
+        p.grad = _core.tensor(g)
+        other = torch.nn.Parameter(torch.from_numpy(g.copy()))
+        other.grad = torch.from_numpy(g.copy())
+        optimizers = {"fsdpc": ours([p]), "torch": theirs([other])}
 
-    def torchs() -> float:
-        t = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - t
+        def timed(which: str) -> float:
+            t = time.perf_counter()
+            optimizers[which].step()
+            return time.perf_counter() - t
 
-    return {"fsdpc": ours, "torch": torchs}
+        return {which: partial(timed, which) for which in optimizers}
+
+    return pair
 
 
 class Rows(fsdpc.nn.Module):
@@ -94,7 +99,20 @@ def main() -> None:
     torch.set_num_threads(1)
     common.header()
     rows = []
-    for what, pair in (("AdamW step", plain_pair), ("clip + step + publish + reset", update_pair)):
+    optim, torchs = fsdpc.optim, torch.optim
+    momentum = partial(torchs.SGD, lr=1e-3, momentum=0.9, fused=True)
+    pairs = [
+        ("AdamW", step_pair(optim.AdamW, partial(torchs.AdamW, fused=True))),
+        ("SGD momentum (torch: fused)", step_pair(partial(optim.SGD, momentum=0.9), momentum)),
+        ("SGD momentum (torch: foreach)", step_pair(
+            partial(optim.SGD, momentum=0.9),
+            partial(torchs.SGD, lr=1e-3, momentum=0.9, foreach=True))),
+        ("Lion (torch: SGD momentum)", step_pair(optim.Lion, momentum)),
+        ("AdamW, bf16 states (torch: fp32)", step_pair(
+            partial(optim.AdamW, state_dtype=fsdpc.bfloat16), partial(torchs.AdamW, fused=True))),
+        ("clip + AdamW + publish + reset", update_pair),
+    ]  # fmt: skip
+    for what, pair in pairs:
         for power in o.powers:
             runs = pair(2**power)
             common.alternate(runs, 2)  # first touches

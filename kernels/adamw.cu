@@ -1,4 +1,4 @@
-/* AdamW and Adam in one pass, publishing the wire; twin of csrc/ops/flat_adamw_body.h.
+/* AdamW and Adam in one pass, publishing the wire; twin of csrc/ops/flat_step_body.h.
  *
  * The same operations in the same order on the same scalars: fused where the CPU's kernel names a
  * fused multiply-add, rounded everywhere else (this file is compiled with -fmad=false, and division
@@ -14,19 +14,21 @@ struct adamw_scalars {
     float toward_grad, beta2, add_square, root_bias2, eps, minus_step;
 };
 
-static adamw_scalars adamw_prepare(const fsdpc_adamw_args *a)
+static adamw_scalars adamw_prepare(const fsdpc_step_args *a)
 {
-    double bias1 = 1 - pow(a->beta1, (double)a->step), bias2 = 1 - pow(a->beta2, (double)a->step);
+    const fsdpc_hyper *h = &a->hyper;
+    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW;
+    double bias1 = 1 - pow(h->beta1, (double)a->step), bias2 = 1 - pow(h->beta2, (double)a->step);
     adamw_scalars k;
-    k.grad_scale = a->maximize ? -a->grad_scale : a->grad_scale;
-    k.keep = a->decoupled ? (float)(1 - a->lr * a->weight_decay) : 1.0f;
-    k.decay = a->decoupled ? 0.0f : (float)a->weight_decay;
-    k.toward_grad = (float)(1 - a->beta1);
-    k.beta2 = (float)a->beta2;
-    k.add_square = (float)(1 - a->beta2);
+    k.grad_scale = h->maximize ? -a->grad_scale : a->grad_scale;
+    k.keep = decoupled ? (float)(1 - h->lr * h->weight_decay) : 1.0f;
+    k.decay = decoupled ? 0.0f : (float)h->weight_decay;
+    k.toward_grad = (float)(1 - h->beta1);
+    k.beta2 = (float)h->beta2;
+    k.add_square = (float)(1 - h->beta2);
     k.root_bias2 = (float)sqrt(bias2);
-    k.eps = (float)a->eps;
-    k.minus_step = (float)-(a->lr / bias1);
+    k.eps = (float)h->eps;
+    k.minus_step = (float)-(h->lr / bias1);
     return k;
 }
 
@@ -88,21 +90,21 @@ template <typename P, typename G, typename Wire> struct adamw_op {
 };
 
 template <typename P, typename G, typename Wire>
-static fsdpc_status adamw_launch(const fsdpc_adamw_args *a, size_t wire_bytes,
+static fsdpc_status adamw_launch(const fsdpc_step_args *a, size_t wire_bytes,
                                  const fsdpc_stream *stream)
 {
     map_buffer buffers[] = {{a->param, sizeof(P)},
                             {a->grad, sizeof(G)},
-                            {a->exp_avg, sizeof(float)},
-                            {a->exp_avg_sq, sizeof(float)},
+                            {a->states[0], sizeof(float)},
+                            {a->states[1], sizeof(float)},
                             {a->wire, wire_bytes}};
-    adamw_op<P, G, Wire> op = {(P *)a->param, (const G *)a->grad, a->exp_avg,
-                               a->exp_avg_sq, (Wire *)a->wire,    adamw_prepare(a)};
+    adamw_op<P, G, Wire> op = {(P *)a->param,         (const G *)a->grad, (float *)a->states[0],
+                               (float *)a->states[1], (Wire *)a->wire,    adamw_prepare(a)};
     return map_launch("adamw", op, a->numel, buffers, stream);
 }
 
 template <typename P, typename G>
-static fsdpc_status adamw_wire(const fsdpc_adamw_args *a, const fsdpc_stream *stream)
+static fsdpc_status adamw_wire(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     if (!a->wire)
         return adamw_launch<P, G, no_wire>(a, 0, stream);
@@ -110,7 +112,7 @@ static fsdpc_status adamw_wire(const fsdpc_adamw_args *a, const fsdpc_stream *st
     return FSDPC_ERR_DTYPE;
 }
 
-extern "C" fsdpc_status fsdpc_cuda_adamw(const fsdpc_adamw_args *a, fsdpc_stream *stream)
+extern "C" fsdpc_status fsdpc_cuda_adamw(const fsdpc_step_args *a, fsdpc_stream *stream)
 {
     bool half_grad = a->grad_dtype == FSDPC_BF16;
     if (a->param_dtype == FSDPC_F32)

@@ -74,19 +74,28 @@ static fsdpc_status flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, s
     return fsdpc_host_result_end(&result, fsdpc_cuda_sumsq(x, dtype, numel, leaf, sum, stream));
 }
 
-static fsdpc_status flat_adamw(const fsdpc_adamw_args *a, fsdpc_stream *stream)
+/* AdamW and Adam alone so far, with fp32 states. */
+static fsdpc_status flat_step(const fsdpc_step_args *a, fsdpc_stream *stream)
 {
+    const char *name = fsdpc_optim_kind_name(a->kind);
+    bool adam = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_ADAM;
+    if (!adam || a->hyper.amsgrad || a->state_dtype != FSDPC_F32)
+        return fsdpc_fail(
+            FSDPC_ERR_UNSUPPORTED,
+            "%s%s with %s states does not run on this device; it takes AdamW and Adam "
+            "without amsgrad, with float32 states",
+            name, a->hyper.amsgrad ? " (amsgrad)" : "", fsdpc_dtype_name(a->state_dtype));
     bool param_ok = a->param_dtype == FSDPC_F32 || a->param_dtype == FSDPC_BF16;
     bool grad_ok = a->grad_dtype == FSDPC_F32 || a->grad_dtype == FSDPC_BF16;
     if (!param_ok || !grad_ok)
         return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "AdamW takes float32 or bfloat16, not a %s parameter with a %s gradient; "
+                          "%s takes float32 or bfloat16, not a %s parameter with a %s gradient; "
                           "keep masters in float32",
-                          fsdpc_dtype_name(a->param_dtype), fsdpc_dtype_name(a->grad_dtype));
+                          name, fsdpc_dtype_name(a->param_dtype), fsdpc_dtype_name(a->grad_dtype));
     if (a->wire)
-        FSDPC_TRY(check_dtype("AdamW's wire", a->wire_dtype));
+        FSDPC_TRY(check_dtype(name, a->wire_dtype));
     if (a->step < 1)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "AdamW's step is %lld; the first is 1",
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s's step is %lld; the first is 1", name,
                           (long long)a->step);
     return fsdpc_cuda_adamw(a, stream);
 }
@@ -122,7 +131,7 @@ const fsdpc_flat_ops fsdpc_flat_ops_cuda = {
     .reduce = flat_reduce,
     .scale = flat_scale,
     .sumsq = flat_sumsq,
-    .adamw = flat_adamw,
+    .step = flat_step,
     .equal = flat_equal,
     .init = flat_init,
 };

@@ -32,7 +32,7 @@ fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void
 fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                               fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-fsdpc_status fsdpc_cuda_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_adamw(const fsdpc_step_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
 /* kernels/unary.cu, gate.cu, binary.cu, sum.cu, copy.cu */

@@ -1,9 +1,11 @@
 /* Steps: runs of a flat shard, each one call of a fused kernel.
  *
  * Per unit the optimizer keeps which group each parameter belongs to, its step count, and one state
- * buffer per flat group and state, as large as the shard.  At every step the parameters of a band
+ * buffer per flat group and state, as large as the shard, made before the first step that uses it.
+ * At every step the parameters of a band
  * that may be updated together are joined into runs; that costs nanoseconds a parameter and follows
- * freezing and unfreezing without bookkeeping.
+ * freezing and unfreezing without bookkeeping.  With bf16 states a run is one parameter: the random
+ * bits of their rounding belong to the parameter's own elements.
  *
  * The wire is written in the same pass.  That is legal because the step opens an epoch on every
  * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no
@@ -13,19 +15,29 @@
 
 #include <stdlib.h>
 
+#include "base/size.h"
 #include "ops/flat_ops.h"
+
+typedef struct param_states {
+    int group; /* of hyper-parameters; -1: not ours */
+    uint32_t number;
+    int64_t steps;
+    bool momentum; /* SGD: the buffer holds something, the next step does not copy the gradient */
+} param_states;
 
 typedef struct unit_states {
     fsdpc_unit *unit;
-    int *group_of;  /* per parameter; -1: not ours */
-    int64_t *steps; /* per parameter */
-    float **states; /* [flat group * FSDPC_OPTIM_MAX_STATES + state] */
+    param_states *params;
+    void **states; /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet */
 } unit_states;
 
 struct fsdpc_optim {
     fsdpc_optim_kind kind;
     fsdpc_device *device;
     fsdpc_trace *trace;
+    fsdpc_dtype state_dtype;
+    uint64_t seed;
+    uint32_t n_numbers;
     unit_states *units;
     int n_units;
     fsdpc_hyper *hypers;
@@ -36,6 +48,7 @@ struct fsdpc_optim {
 typedef struct run {
     int param; /* the first one: group, step count */
     size_t begin, end;
+    size_t first; /* where it begins in that parameter */
 } run;
 
 fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsdpc_trace *trace,
@@ -57,8 +70,7 @@ static void fini_states(fsdpc_optim *optim, unit_states *states)
     for (int i = 0; states->states && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++)
         fsdpc_device_free(optim->device, states->states[i]);
     free(states->states);
-    free(states->group_of);
-    free(states->steps);
+    free(states->params);
 }
 
 void fsdpc_optim_destroy(fsdpc_optim *optim)
@@ -81,25 +93,58 @@ static unit_states *find_unit(const fsdpc_optim *optim, const fsdpc_unit *unit)
     return NULL;
 }
 
-static fsdpc_status init_states(fsdpc_optim *optim, fsdpc_unit *unit, unit_states *states)
+fsdpc_status fsdpc_optim_set_state_dtype(fsdpc_optim *optim, fsdpc_dtype dtype, uint64_t seed)
+{
+    if (dtype != FSDPC_F32 && dtype != FSDPC_BF16)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "states are float32 or bfloat16, not %s",
+                          fsdpc_dtype_name(dtype));
+    if (optim->n_units > 0)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "the dtype of states is set before parameters are added");
+    optim->state_dtype = dtype;
+    optim->seed = seed;
+    return FSDPC_OK;
+}
+
+uint32_t fsdpc_optim_take_number(fsdpc_optim *optim)
+{
+    return optim->n_numbers++;
+}
+
+static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
 {
     size_t n_params = (size_t)unit->layout->n_params, n_groups = (size_t)unit->layout->n_groups;
     states->unit = unit;
-    states->group_of = malloc(n_params * sizeof *states->group_of);
-    states->steps = calloc(n_params, sizeof *states->steps);
+    states->params = calloc(n_params, sizeof *states->params);
     states->states = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->states);
-    if (!states->group_of || !states->steps || !states->states)
+    if (!states->params || !states->states)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
     for (size_t i = 0; i < n_params; i++)
-        states->group_of[i] = -1;
-    for (size_t g = 0; g < n_groups; g++) {
-        size_t bytes = unit->groups[g].plan->shard_numel * sizeof(float);
-        for (size_t s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
-            void *memory;
-            FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_STATE, bytes, &memory));
-            states->states[g * FSDPC_OPTIM_MAX_STATES + s] = memory;
-            FSDPC_TRY(fsdpc_device_fill(optim->device, memory, 0, bytes, NULL));
-        }
+        states->params[i].group = -1;
+    return FSDPC_OK;
+}
+
+static fsdpc_dtype state_dtype_of(const fsdpc_optim *optim, fsdpc_dtype param)
+{
+    return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
+}
+
+/* States of a parameter come with those of its whole flat group. */
+static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
+{
+    const fsdpc_place *place = &states->unit->layout->params[param];
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(optim, states->params[param].group);
+    if (!hyper)
+        return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
+                          states->params[param].group, place->name);
+    size_t bytes = states->unit->groups[place->group].plan->shard_numel *
+                   fsdpc_dtype_bytes(state_dtype_of(optim, place->dtype));
+    void **of_group = &states->states[place->group * FSDPC_OPTIM_MAX_STATES];
+    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
+        if (of_group[s])
+            continue;
+        FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_STATE, bytes, &of_group[s]));
+        FSDPC_TRY(fsdpc_device_fill(optim->device, of_group[s], 0, bytes, NULL));
     }
     return FSDPC_OK;
 }
@@ -116,7 +161,7 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
         optim->units = grown;
         states = &optim->units[optim->n_units];
         *states = (unit_states){0};
-        fsdpc_status status = init_states(optim, unit, states);
+        fsdpc_status status = init_states(states, unit);
         if (status != FSDPC_OK) {
             fini_states(optim, states);
             return status;
@@ -126,14 +171,10 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
     const fsdpc_place *place = &unit->layout->params[param];
     if (group < 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter groups count from 0, got %d", group);
-    if (states->group_of[param] >= 0)
+    if (states->params[param].group >= 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' of unit '%s' is in two parameter groups",
                           place->name, unit->name);
-    if (place->dtype != FSDPC_F32 && place->dtype != FSDPC_BF16)
-        return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "parameter '%s' of unit '%s' is %s; optimizers take float32 and bfloat16",
-                          place->name, unit->name, fsdpc_dtype_name(place->dtype));
-    states->group_of[param] = group;
+    states->params[param] = (param_states){.group = group, .number = optim->n_numbers++};
     return FSDPC_OK;
 }
 
@@ -152,54 +193,70 @@ fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hy
     return FSDPC_OK;
 }
 
-/* Updates one run of parameter `first`'s band. */
-static fsdpc_status step_run(fsdpc_optim *optim, unit_states *states, run part)
+const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group)
+{
+    return group >= 0 && group < optim->n_hypers ? &optim->hypers[group] : NULL;
+}
+
+fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
+                                    fsdpc_stream *stream)
+{
+    args->kind = optim->kind;
+    args->hyper = optim->hypers[group];
+    args->seed = optim->seed;
+    return fsdpc_flat_step(args, stream);
+}
+
+/* Updates one run of a parameter's band. */
+static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states, run part)
 {
     fsdpc_unit *unit = states->unit;
     const fsdpc_place *place = &unit->layout->params[part.param];
+    const param_states *own = &states->params[part.param];
     fsdpc_unit_group *group = &unit->groups[place->group];
     const fsdpc_slice *band = &group->plan->bands[place->band];
-    const fsdpc_hyper *hyper = &optim->hypers[states->group_of[part.param]];
-    float **state = &states->states[place->group * FSDPC_OPTIM_MAX_STATES];
     fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
-    fsdpc_adamw_args args = {
+    fsdpc_step_args args = {
         .param = group->master + part.begin * fsdpc_dtype_bytes(place->dtype),
         .param_dtype = place->dtype,
         .grad = group->grad + part.begin * fsdpc_dtype_bytes(group->grad_dtype),
         .grad_dtype = group->grad_dtype,
-        .exp_avg = state[0] + part.begin,
-        .exp_avg_sq = state[1] + part.begin,
+        .state_dtype = state_dtype_of(optim, place->dtype),
         .wire_dtype = group->wire_dtype,
         .numel = part.end - part.begin,
         .grad_scale = (float)unit->pending_scale,
-        .lr = hyper->lr,
-        .beta1 = hyper->beta1,
-        .beta2 = hyper->beta2,
-        .eps = hyper->eps,
-        .weight_decay = hyper->weight_decay,
-        .step = states->steps[part.param],
-        .decoupled = optim->kind == FSDPC_OPTIM_ADAMW,
-        .maximize = hyper->maximize,
+        .step = own->steps,
+        .copy_gradient = !own->momentum,
+        .number = own->number,
+        .first = part.first,
     };
+    for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
+        unsigned char *state = states->states[place->group * FSDPC_OPTIM_MAX_STATES + s];
+        if (state)
+            args.states[s] = state + part.begin * fsdpc_dtype_bytes(args.state_dtype);
+    }
     if (unit->root) {
         size_t at = fsdpc_slice_full(band, fsdpc_unit_rank(unit), part.begin);
         args.wire = unit->root->wire->write + group->wire_offset +
                     at * fsdpc_dtype_bytes(group->wire_dtype);
     }
-    return fsdpc_flat_adamw(&args, &inline_stream);
+    return fsdpc_optim_step_alone(optim, own->group, &args, &inline_stream);
 }
 
-static bool joins(const unit_states *states, int a, int b)
+static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, int b)
 {
     const fsdpc_place *x = &states->unit->layout->params[a], *y = &states->unit->layout->params[b];
-    return x->group == y->group && x->band == y->band &&
-           states->group_of[a] == states->group_of[b] && states->steps[a] == states->steps[b];
+    const param_states *of_a = &states->params[a], *of_b = &states->params[b];
+    return x->group == y->group && x->band == y->band && of_a->group == of_b->group &&
+           of_a->steps == of_b->steps && of_a->momentum == of_b->momentum &&
+           optim->state_dtype == FSDPC_F32;
 }
 
 /* Parameters of a band stand in declaration order, so neighbours in it are met one after the other;
  * the pieces of another band in between do not end a run of this one only if it is looked for,
  * hence the walk per band. */
-static fsdpc_status step_band(fsdpc_optim *optim, unit_states *states, int flat_group, int band)
+static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
+                              int band)
 {
     const fsdpc_unit *unit = states->unit;
     run open = {.param = -1};
@@ -207,31 +264,36 @@ static fsdpc_status step_band(fsdpc_optim *optim, unit_states *states, int flat_
         const fsdpc_place *place = &unit->layout->params[i];
         if (place->group != flat_group || place->band != band)
             continue;
-        bool ours = states->group_of[i] >= 0 && unit->trainable[i];
+        bool ours = states->params[i].group >= 0 && unit->trainable[i];
         fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
-        if (open.param >= 0 && !(ours && joins(states, open.param, i))) {
+        if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
             open.param = -1;
         }
         if (!ours || piece.numel == 0)
             continue;
         if (open.param < 0)
-            open = (run){.param = i, .begin = piece.shard_offset};
+            open = (run){.param = i, .begin = piece.shard_offset, .first = piece.first};
         open.end = piece.shard_offset + piece.numel;
     }
     return open.param >= 0 ? step_run(optim, states, open) : FSDPC_OK;
 }
 
-static fsdpc_status step_unit(fsdpc_optim *optim, unit_states *states)
+static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *states)
 {
     fsdpc_unit *unit = states->unit;
     if (!unit->grad_live)
         return FSDPC_OK;
     for (int i = 0; i < unit->layout->n_params; i++)
-        states->steps[i] += states->group_of[i] >= 0 && unit->trainable[i];
+        states->params[i].steps += states->params[i].group >= 0 && unit->trainable[i];
     for (int g = 0; g < unit->layout->n_groups; g++) {
         for (size_t b = 0; b < unit->layout->groups[g].n_bands; b++)
             FSDPC_TRY(step_band(optim, states, g, (int)b));
+    }
+    for (int i = 0; i < unit->layout->n_params; i++) {
+        param_states *own = &states->params[i];
+        if (own->group >= 0 && unit->trainable[i] && optim->hypers[own->group].momentum != 0)
+            own->momentum = true;
     }
     if (!unit->root)
         unit->dirty = true;
@@ -252,16 +314,14 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return FSDPC_OK;
 }
 
-/* Before anything is announced to the peers. */
-static fsdpc_status check_groups(const fsdpc_optim *optim)
+/* Before anything is announced to the peers: hyper-parameters and states are there. */
+static fsdpc_status prepare(fsdpc_optim *optim)
 {
     for (int i = 0; i < optim->n_units; i++) {
-        const unit_states *states = &optim->units[i];
+        unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++) {
-            if (states->group_of[p] >= optim->n_hypers)
-                return fsdpc_fail(FSDPC_ERR_STATE,
-                                  "parameter group %d, of '%s', has no hyper-parameters",
-                                  states->group_of[p], states->unit->layout->params[p].name);
+            if (states->params[p].group >= 0)
+                FSDPC_TRY(make_states(optim, states, p));
         }
     }
     return FSDPC_OK;
@@ -269,7 +329,7 @@ static fsdpc_status check_groups(const fsdpc_optim *optim)
 
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
-    FSDPC_TRY(check_groups(optim));
+    FSDPC_TRY(prepare(optim));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
@@ -279,33 +339,126 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
     return status;
 }
 
-static fsdpc_status find_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
-                               unit_states **out)
+/* -- states ------------------------------------------------------------------------------------ */
+
+static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                unit_states **out)
 {
     unit_states *states = find_unit(optim, unit);
-    if (!states || states->group_of[param] < 0)
+    if (!states || states->params[param].group < 0)
         return fsdpc_fail(FSDPC_ERR_KEY, "the optimizer was not given parameter '%s'",
                           unit->layout->params[param].name);
     *out = states;
     return FSDPC_OK;
 }
 
+static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *states, int param,
+                                int state)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    const fsdpc_place *place = &layout->params[param];
+    fsdpc_optim_view view = {.piece =
+                                 fsdpc_layout_piece(layout, param, fsdpc_unit_rank(states->unit)),
+                             .dtype = state_dtype_of(optim, place->dtype)};
+    unsigned char *base = states->states[place->group * FSDPC_OPTIM_MAX_STATES + state];
+    if (base)
+        view.data = base + view.piece.shard_offset * fsdpc_dtype_bytes(view.dtype);
+    return view;
+}
+
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
-                               fsdpc_piece *piece_out, float **out)
+                               fsdpc_optim_view *out)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_state(optim, unit, param, &states));
-    int group = unit->layout->params[param].group;
-    *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    *out = states->states[group * FSDPC_OPTIM_MAX_STATES + state] + piece_out->shard_offset;
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    *out = view_of(optim, states, param, state);
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
-                                    int64_t **out)
+fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_state(optim, unit, param, &states));
-    *out = &states->steps[param];
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    return make_states(optim, states, param);
+}
+
+fsdpc_status fsdpc_optim_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                    int64_t *out)
+{
+    unit_states *states = NULL;
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    *out = states->params[param].steps;
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                        int64_t steps)
+{
+    unit_states *states = NULL;
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    if (steps < 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' cannot have made %lld steps",
+                          unit->layout->params[param].name, (long long)steps);
+    states->params[param].steps = steps;
+    for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
+        fsdpc_optim_view view = view_of(optim, states, param, s);
+        if (s == 0)
+            states->params[param].momentum = steps > 0 && view.data;
+        if (steps == 0 && view.data)
+            FSDPC_TRY(fsdpc_device_fill(optim->device, view.data, 0,
+                                        view.piece.numel * fsdpc_dtype_bytes(view.dtype), NULL));
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
+                               const void *full, fsdpc_dtype dtype)
+{
+    unit_states *states = NULL;
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(make_states(optim, states, param));
+    fsdpc_optim_view view = view_of(optim, states, param, state);
+    if (!view.data)
+        return fsdpc_fail(FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
+                          fsdpc_optim_kind_name(optim->kind), state,
+                          unit->layout->params[param].name);
+    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
+    const char *from = (const char *)full + view.piece.first * fsdpc_dtype_bytes(dtype);
+    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, &inline_stream);
+}
+
+fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
+                                 void *out)
+{
+    unit_states *states = NULL;
+    FSDPC_TRY(find_states(optim, unit, param, &states));
+    const fsdpc_layout *layout = unit->layout;
+    fsdpc_optim_view mine = view_of(optim, states, param, state);
+    size_t element = fsdpc_dtype_bytes(mine.dtype), ranks = (size_t)layout->ranks, largest = 0;
+    if (!mine.data)
+        return fsdpc_fail(FSDPC_ERR_STATE, "parameter '%s' has no state %d yet",
+                          layout->params[param].name, state);
+    for (int rank = 0; rank < layout->ranks; rank++)
+        largest = fsdpc_max_size(largest, fsdpc_layout_piece(layout, param, rank).numel);
+    unsigned char *staging = NULL;
+    FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
+                                 (void **)&staging));
+    unsigned char *send = staging + ranks * largest * element;
+    memset(send, 0, largest * element);
+    memcpy(send, mine.data, mine.piece.numel * element);
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = unit->id,
+                     .what = layout->params[param].name,
+                     .dtype = mine.dtype,
+                     .send = send,
+                     .recv = staging,
+                     .numel = largest};
+    fsdpc_status status = fsdpc_comm_run(unit->mesh.shard, &op);
+    for (int rank = 0; status == FSDPC_OK && rank < layout->ranks; rank++) {
+        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
+        memcpy((char *)out + piece.first * element, staging + (size_t)rank * largest * element,
+               piece.numel * element);
+    }
+    fsdpc_device_free(optim->device, staging);
+    return status;
 }

@@ -33,8 +33,12 @@ fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
 fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                                        fsdpc_dtype src_dtype);
 
+/* Whether a step's arguments go together. */
+fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *args);
+
 /* The same on every path, by being the same code. */
 fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream);
+void fsdpc_flat_step_f64(const fsdpc_step_args *args, size_t begin, size_t end);
 
 static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
 {

@@ -40,7 +40,9 @@
 #include "ops/flat_reduce_body.h"
 #include "ops/flat_sumsq_body.h"
 #include "ops/flat_magnitude_body.h"
-#include "ops/flat_adamw_body.h"
+#include "ops/flat_round_body.h"
+#include "ops/flat_step_rules_body.h"
+#include "ops/flat_step_body.h"
 
 const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .name = FSDPC_FLAT_NAME,
@@ -52,7 +54,7 @@ const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .sumpow = flat_sumpow,
     .absmax = flat_absmax,
     .clamp = flat_clamp,
-    .adamw = flat_adamw,
+    .step = flat_step,
     .equal = flat_equal,
     .init = fsdpc_flat_init_cpu,
 };

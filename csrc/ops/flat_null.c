@@ -53,7 +53,7 @@ static fsdpc_status null_clamp(void *x, fsdpc_dtype dtype, size_t numel, double 
     return FSDPC_OK;
 }
 
-static fsdpc_status null_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)
+static fsdpc_status null_step(const fsdpc_step_args *args, fsdpc_stream *stream)
 {
     (void)args, (void)stream;
     return FSDPC_OK;
@@ -84,7 +84,7 @@ static const fsdpc_flat_ops null_ops = {
     .sumpow = null_sumpow,
     .absmax = null_absmax,
     .clamp = null_clamp,
-    .adamw = null_adamw,
+    .step = null_step,
     .equal = null_equal,
     .init = null_init,
 };

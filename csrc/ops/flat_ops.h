@@ -14,6 +14,7 @@
 
 #include "device/device.h"
 #include "ops/exact_sum.h"
+#include "ops/flat_step.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].
  * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged;
@@ -32,27 +33,6 @@ typedef struct fsdpc_reduce_args {
     fsdpc_dtype out_dtype;
     bool accumulate;
 } fsdpc_reduce_args;
-
-/* AdamW (Loshchilov & Hutter 2019; PyTorch's torch.optim.AdamW is the definition, in fp32) over one
- * run of a flat shard, in one pass over memory:
- *     g = grad * grad_scale;  p -= lr * weight_decay * p;  m = b1 m + (1 - b1) g;
- *     v = b2 v + (1 - b2) g^2;  p -= lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps)
- * and, where `wire` is given, wire = cast(p). */
-typedef struct fsdpc_adamw_args {
-    void *param; /* master, param_dtype F32 or BF16 */
-    fsdpc_dtype param_dtype;
-    const void *grad;
-    fsdpc_dtype grad_dtype; /* F32 or BF16 */
-    float *exp_avg, *exp_avg_sq;
-    void *wire; /* NULL: nothing to publish */
-    fsdpc_dtype wire_dtype;
-    size_t numel;
-    float grad_scale; /* clipping times unscaling, folded into the pass */
-    double lr, beta1, beta2, eps, weight_decay;
-    int64_t step;   /* 1 for the first */
-    bool decoupled; /* true: AdamW; false: Adam (decay joins the gradient) */
-    bool maximize;
-} fsdpc_adamw_args;
 
 typedef enum fsdpc_init_kind {
     FSDPC_INIT_CONSTANT,
@@ -97,7 +77,7 @@ typedef struct fsdpc_flat_ops {
     /* x = what of [-limit, limit] is nearest to it, the limit rounded to dtype; NaN stays NaN */
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
-    fsdpc_status (*adamw)(const fsdpc_adamw_args *args, fsdpc_stream *stream);
+    fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
     /* *equal_out = every cast(src) has the bits of dst; stops at the first difference */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
@@ -177,9 +157,9 @@ static inline fsdpc_status fsdpc_flat_clamp(void *x, fsdpc_dtype dtype, size_t n
     return ops->clamp(x, dtype, numel, limit, stream);
 }
 
-static inline fsdpc_status fsdpc_flat_adamw(const fsdpc_adamw_args *args, fsdpc_stream *stream)
+static inline fsdpc_status fsdpc_flat_step(const fsdpc_step_args *args, fsdpc_stream *stream)
 {
-    return stream->device->flat->adamw(args, stream);
+    return stream->device->flat->step(args, stream);
 }
 
 static inline fsdpc_status fsdpc_flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,

@@ -99,6 +99,10 @@ PyObject *fsdpc_py_unit_set_ahead(PyObject *object, PyObject *args);
 PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance);
 PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused);
 
+/* The shape of a piece and its dimensions: as the parameter, with fewer rows; cut finer than rows,
+ * it is (1, ..., n). */
+int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape);
+
 /* unit.call(forward, args, kwargs) */
 PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
                              PyObject *kwargs);

@@ -1,7 +1,8 @@
 /* Optimizer: thin over csrc/engine/optim.c.
  *
- * An Optimizer keeps its units alive.  Plain tensors (modules that are not sharded) take the same
- * kernels through adamw_, so that a sharded model and its unsharded twin agree to the bit.
+ * An Optimizer keeps its units alive, and is kept alive by the tensors over its states.  Plain
+ * tensors (modules that are not sharded) take the same kernels through step_alone, so that a
+ * sharded model and its unsharded twin agree to the bit.
  */
 #include "py/py_engine.h"
 
@@ -9,18 +10,26 @@
 
 typedef struct py_optimizer {
     PyObject_HEAD fsdpc_optim *optim;
+    fsdpc_optim_kind kind;
     PyObject *units; /* list of Unit */
 } py_optimizer;
 
 static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"kind", NULL};
-    const char *kind;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s", names, &kind))
+    static char *names[] = {"kind", "state_dtype", "seed", NULL};
+    const char *name;
+    PyObject *dtype_object = NULL;
+    unsigned long long seed = 0;
+    fsdpc_dtype dtype = FSDPC_F32;
+    int kind = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "s|OK", names, &name, &dtype_object, &seed) ||
+        fsdpc_py_dtype_optional(dtype_object, &dtype) < 0)
         return NULL;
-    bool adamw = strcmp(kind, "adamw") == 0;
-    if (!adamw && strcmp(kind, "adam") != 0)
-        return PyErr_Format(PyExc_ValueError, "optimizers are adamw and adam, got '%s'", kind);
+    while (kind < FSDPC_OPTIM_KINDS && strcmp(fsdpc_optim_kind_name(kind), name) != 0)
+        kind++;
+    if (kind == FSDPC_OPTIM_KINDS)
+        return PyErr_Format(PyExc_ValueError, "optimizers are AdamW, Adam, SGD and Lion, got '%s'",
+                            name);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
         return NULL;
@@ -28,8 +37,10 @@ static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwa
     if (!self)
         return NULL;
     self->units = PyList_New(0);
-    fsdpc_status status = fsdpc_optim_create(adamw ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM,
-                                             runtime->device, runtime->trace, &self->optim);
+    fsdpc_status status = fsdpc_optim_create(kind, runtime->device, runtime->trace, &self->optim);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_set_state_dtype(self->optim, dtype, seed);
+    self->kind = (fsdpc_optim_kind)kind;
     if (!self->units || status != FSDPC_OK) {
         Py_DECREF(self);
         return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
@@ -62,9 +73,23 @@ static void optimizer_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object)
+/* The unit of a method's arguments (unit, param); NULL with an exception. */
+static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
-    return fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
+    fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
+    if (unit && (param < 0 || param >= unit->ref->unit->layout->n_params)) {
+        PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param,
+                     unit->ref->unit->name, unit->ref->unit->layout->n_params);
+        return NULL;
+    }
+    return unit;
+}
+
+static PyObject *none_or_raise(fsdpc_status status)
+{
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
 }
 
 static PyObject *optimizer_add(PyObject *object, PyObject *args)
@@ -74,7 +99,7 @@ static PyObject *optimizer_add(PyObject *object, PyObject *args)
     int param, group;
     if (!PyArg_ParseTuple(args, "Oii", &unit_object, &param, &group))
         return NULL;
-    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
     if (!unit)
         return NULL;
     fsdpc_status status = fsdpc_optim_add(self->optim, unit->ref->unit, param, group);
@@ -86,18 +111,46 @@ static PyObject *optimizer_add(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args)
+static PyObject *optimizer_take_number(PyObject *object, PyObject *unused)
 {
-    int group, maximize;
-    fsdpc_hyper hyper;
-    if (!PyArg_ParseTuple(args, "idddddp", &group, &hyper.lr, &hyper.beta1, &hyper.beta2,
-                          &hyper.eps, &hyper.weight_decay, &maximize))
+    (void)unused;
+    return PyLong_FromUnsignedLong(fsdpc_optim_take_number(((py_optimizer *)object)->optim));
+}
+
+static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"group",        "lr",       "betas",     "eps",
+                            "weight_decay", "momentum", "dampening", "nesterov",
+                            "amsgrad",      "maximize", NULL};
+    int group, nesterov = 0, amsgrad = 0, maximize = 0;
+    fsdpc_hyper h = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$d(dd)ddddppp", names, &group, &h.lr,
+                                     &h.beta1, &h.beta2, &h.eps, &h.weight_decay, &h.momentum,
+                                     &h.dampening, &nesterov, &amsgrad, &maximize))
         return NULL;
-    hyper.maximize = maximize != 0;
-    fsdpc_status status = fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &hyper);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    h.nesterov = nesterov != 0, h.amsgrad = amsgrad != 0, h.maximize = maximize != 0;
+    return none_or_raise(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &h));
+}
+
+static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    int group = (int)PyLong_AsLong(arg);
+    if (group == -1 && PyErr_Occurred())
+        return NULL;
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
+    if (!hyper)
+        return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
+    int n = fsdpc_optim_states(self->kind, hyper);
+    PyObject *names = PyTuple_New(n);
+    for (int s = 0; names && s < n; s++) {
+        PyObject *name = PyUnicode_FromString(fsdpc_optim_state_name(self->kind, s));
+        if (!name)
+            Py_CLEAR(names);
+        else
+            PyTuple_SET_ITEM(names, s, name);
+    }
+    return names;
 }
 
 static PyObject *optimizer_step(PyObject *object, PyObject *unused)
@@ -117,30 +170,164 @@ static PyObject *optimizer_step(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *optimizer_state(PyObject *object, PyObject *args)
+/* Parameters that stand in no unit. */
+static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
+{
+    py_optimizer *self = (py_optimizer *)object;
+    PyObject *p_object, *grad_object, *states;
+    int group, copy_gradient;
+    unsigned int number;
+    long long step;
+    if (!PyArg_ParseTuple(args, "iILpOOO!", &group, &number, &step, &copy_gradient, &p_object,
+                          &grad_object, &PyTuple_Type, &states))
+        return NULL;
+    const fsdpc_hyper *hyper = fsdpc_optim_hyper(self->optim, group);
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(object));
+    fsdpc_tensor *p = fsdpc_py_tensor_of(p_object);
+    fsdpc_tensor *grad = p ? fsdpc_py_tensor_of(grad_object) : NULL;
+    if (!runtime || !grad)
+        return NULL;
+    if (!hyper || PyTuple_GET_SIZE(states) != fsdpc_optim_states(self->kind, hyper))
+        return PyErr_Format(PyExc_ValueError, "group %d has no hyper-parameters, or not %zd states",
+                            group, PyTuple_GET_SIZE(states));
+    fsdpc_step_args a = {.param = p->data,
+                         .param_dtype = p->dtype,
+                         .grad = grad->data,
+                         .grad_dtype = grad->dtype,
+                         .numel = p->numel,
+                         .grad_scale = 1,
+                         .step = step,
+                         .copy_gradient = copy_gradient != 0,
+                         .number = number};
+    bool fits = grad->numel == p->numel;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(states); i++) {
+        fsdpc_tensor *state = fsdpc_py_tensor_of(PyTuple_GET_ITEM(states, i));
+        if (!state)
+            return NULL;
+        fits &= state->numel == p->numel && (i == 0 || state->dtype == a.state_dtype);
+        a.states[i] = state->data;
+        a.state_dtype = state->dtype;
+    }
+    if (!fits)
+        return PyErr_Format(PyExc_ValueError,
+                            "parameter, gradient and states have one number of elements, and the "
+                            "states one dtype");
+    fsdpc_status status = fsdpc_tensor_check_write(p);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute);
+    Py_END_ALLOW_THREADS;
+    return none_or_raise(status);
+}
+
+/* ---- states ---- */
+
+static void release_optimizer(fsdpc_storage *storage)
+{
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF((PyObject *)storage->owner);
+    PyGILState_Release(gil);
+}
+
+/* Parses (unit, i, which); NULL with an exception. */
+static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which)
 {
     PyObject *unit_object;
-    int param, which;
-    if (!PyArg_ParseTuple(args, "Oii", &unit_object, &param, &which))
+    if (!PyArg_ParseTuple(args, "Oii", &unit_object, param, which))
         return NULL;
-    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, *param);
+    if (unit && (*which < 0 || *which >= FSDPC_OPTIM_MAX_STATES)) {
+        PyErr_Format(PyExc_IndexError, "state %d; there are %d", *which,
+                     (int)FSDPC_OPTIM_MAX_STATES);
+        return NULL;
+    }
+    return unit ? unit->ref->unit : NULL;
+}
+
+static PyObject *optimizer_state(PyObject *object, PyObject *args)
+{
+    int param, which;
+    fsdpc_optim_view view;
+    fsdpc_unit *unit = state_args(object, args, &param, &which);
     if (!unit)
         return NULL;
-    if (which < 0 || which >= FSDPC_OPTIM_MAX_STATES)
-        return PyErr_Format(PyExc_IndexError, "state %d; there are %d", which,
-                            (int)FSDPC_OPTIM_MAX_STATES);
-    fsdpc_piece piece;
-    float *data;
-    fsdpc_status status = fsdpc_optim_state(((py_optimizer *)object)->optim, unit->ref->unit, param,
-                                            which, &piece, &data);
+    fsdpc_status status =
+        fsdpc_optim_state(((py_optimizer *)object)->optim, unit, param, which, &view);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    /* A copy: the states belong to the optimizer, which may go before the tensor. */
+    if (!view.data)
+        Py_RETURN_NONE;
+    size_t shape[FSDPC_MAX_DIMS];
+    int ndim = fsdpc_py_piece_shape(&unit->layout->params[param], &view.piece, shape);
     fsdpc_tensor *t;
-    status = fsdpc_tensor_create(unit->ref->unit->device, FSDPC_F32, 1, &piece.numel, &t);
+    status = fsdpc_tensor_wrap(unit->device, view.dtype, ndim, shape, view.data, release_optimizer,
+                               Py_NewRef(object), &t);
+    if (status != FSDPC_OK) {
+        Py_DECREF(object);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object;
+    int param;
+    if (!PyArg_ParseTuple(args, "Oi", &unit_object, &param))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    if (!unit)
+        return NULL;
+    return none_or_raise(
+        fsdpc_optim_make_states(((py_optimizer *)object)->optim, unit->ref->unit, param));
+}
+
+static PyObject *optimizer_write(PyObject *object, PyObject *args)
+{
+    PyObject *unit_object, *value;
+    int param, which;
+    if (!PyArg_ParseTuple(args, "OiiO", &unit_object, &param, &which, &value))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    fsdpc_tensor *t = unit ? fsdpc_py_tensor_of(value) : NULL;
+    if (!t)
+        return NULL;
+    const fsdpc_place *place = &unit->ref->unit->layout->params[param];
+    if (which < 0 || which >= FSDPC_OPTIM_MAX_STATES || t->numel != place->numel ||
+        !fsdpc_dtype_is_float(t->dtype))
+        return PyErr_Format(PyExc_ValueError,
+                            "state %d of parameter '%s', %zu elements, from %zu of %s", which,
+                            place->name, place->numel, t->numel, fsdpc_dtype_name(t->dtype));
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_write(((py_optimizer *)object)->optim, unit->ref->unit, param, which,
+                                   t->data, t->dtype);
+    return none_or_raise(status);
+}
+
+static PyObject *optimizer_collect(PyObject *object, PyObject *args)
+{
+    int param, which;
+    fsdpc_optim_view view;
+    fsdpc_optim *optim = ((py_optimizer *)object)->optim;
+    fsdpc_unit *unit = state_args(object, args, &param, &which);
+    if (!unit || fsdpc_py_unit_check_open((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0)) < 0)
+        return NULL;
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_tensor *t = NULL;
+    fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, &view);
+    if (status == FSDPC_OK)
+        status = fsdpc_tensor_create(unit->device, view.dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    memcpy(t->data, data, piece.numel * sizeof(float));
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_optim_collect(optim, unit, param, which, t->data);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 
@@ -150,64 +337,46 @@ static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
     int param;
     if (!PyArg_ParseTuple(args, "Oi", &unit_object, &param))
         return NULL;
-    fsdpc_py_unit *unit = unit_arg(object, unit_object);
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
     if (!unit)
         return NULL;
-    int64_t *count;
+    int64_t count;
     fsdpc_status status =
         fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, &count);
-    return status == FSDPC_OK ? PyLong_FromLongLong(*count) : fsdpc_py_raise(status);
+    return status == FSDPC_OK ? PyLong_FromLongLong(count) : fsdpc_py_raise(status);
 }
 
-/* ---- functions ---- */
-
-static PyObject *adamw_plain(PyObject *module, PyObject *args)
+static PyObject *optimizer_set_step_count(PyObject *object, PyObject *args)
 {
-    PyObject *objects[4];
-    long long step;
-    int maximize;
-    fsdpc_adamw_args a = {.grad_scale = 1, .decoupled = true};
-    if (!PyArg_ParseTuple(args, "OOOOLdddddp", &objects[0], &objects[1], &objects[2], &objects[3],
-                          &step, &a.lr, &a.beta1, &a.beta2, &a.eps, &a.weight_decay, &maximize))
+    PyObject *unit_object;
+    int param;
+    long long steps;
+    if (!PyArg_ParseTuple(args, "OiL", &unit_object, &param, &steps))
         return NULL;
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime)
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    if (!unit)
         return NULL;
-    fsdpc_tensor *t[4];
-    for (int i = 0; i < 4; i++) {
-        if (!(t[i] = fsdpc_py_tensor_of(objects[i])))
-            return NULL;
-        if (t[i]->numel != t[0]->numel)
-            return PyErr_Format(PyExc_ValueError, "adamw_: %zu elements and %zu", t[0]->numel,
-                                t[i]->numel);
-    }
-    if (t[2]->dtype != FSDPC_F32 || t[3]->dtype != FSDPC_F32)
-        return PyErr_Format(PyExc_TypeError, "adamw_: states must be float32");
-    a.param = t[0]->data;
-    a.param_dtype = t[0]->dtype;
-    a.grad = t[1]->data;
-    a.grad_dtype = t[1]->dtype;
-    a.exp_avg = t[2]->data;
-    a.exp_avg_sq = t[3]->data;
-    a.numel = t[0]->numel;
-    a.step = step;
-    a.maximize = maximize != 0;
-    fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_flat_adamw(&a, runtime->compute);
-    Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return none_or_raise(
+        fsdpc_optim_set_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, steps));
 }
 
 static PyMethodDef optimizer_methods[] = {
     {"add", optimizer_add, METH_VARARGS, "add(unit, i, group): take over a parameter."},
-    {"set_hyper", optimizer_set_hyper, METH_VARARGS,
-     "set_hyper(group, lr, beta1, beta2, eps, weight_decay, maximize)"},
+    {"take_number", optimizer_take_number, METH_NOARGS, "Number a parameter that has no unit."},
+    {"set_hyper", (PyCFunction)(void (*)(void))optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS,
+     "set_hyper(group, *, lr, betas, ...): options of a group; those left out are 0."},
     {"step", optimizer_step, METH_NOARGS, "One update; collective."},
-    {"state", optimizer_state, METH_VARARGS, "state(unit, i, which): a flat copy of the rows."},
+    {"step_alone", optimizer_step_alone, METH_VARARGS,
+     "step_alone(group, number, step, copy_gradient, p, grad, states): one without a unit."},
+    {"state_names", optimizer_state_names, METH_O, "state_names(group): what its options use."},
+    {"state", optimizer_state, METH_VARARGS,
+     "state(unit, i, which): this rank's rows, writable; None before a step used the state."},
+    {"make_states", optimizer_make_states, METH_VARARGS, "make_states(unit, i): those missing."},
+    {"write", optimizer_write, METH_VARARGS, "write(unit, i, which, full): take the own rows."},
+    {"collect", optimizer_collect, METH_VARARGS, "collect(unit, i, which): full; collective."},
     {"step_count", optimizer_step_count, METH_VARARGS, "step_count(unit, i)"},
+    {"set_step_count", optimizer_set_step_count, METH_VARARGS,
+     "set_step_count(unit, i, steps); 0 clears the states."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -217,7 +386,7 @@ static PyType_Slot optimizer_slots[] = {
     {Py_tp_traverse, optimizer_traverse},
     {Py_tp_clear, optimizer_clear},
     {Py_tp_methods, optimizer_methods},
-    {Py_tp_doc, "Optimizer(kind): 'adamw' or 'adam'."},
+    {Py_tp_doc, "Optimizer(kind, state_dtype=None, seed=0): AdamW, Adam, SGD or Lion."},
     {0, NULL},
 };
 
@@ -228,12 +397,6 @@ static PyType_Spec optimizer_spec = {
     .slots = optimizer_slots,
 };
 
-static PyMethodDef functions[] = {
-    {"adamw_", adamw_plain, METH_VARARGS,
-     "adamw_(p, grad, exp_avg, exp_avg_sq, step, lr, b1, b2, eps, weight_decay, maximize)"},
-    {NULL, NULL, 0, NULL},
-};
-
 int fsdpc_py_optim_setup(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &optimizer_spec, NULL);
@@ -241,5 +404,5 @@ int fsdpc_py_optim_setup(PyObject *module)
         return -1;
     int result = PyModule_AddObjectRef(module, "Optimizer", type);
     Py_DECREF(type);
-    return result < 0 ? -1 : PyModule_AddFunctions(module, functions);
+    return result;
 }

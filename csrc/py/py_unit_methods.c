@@ -27,34 +27,31 @@ static int index_arg(PyObject *object, PyObject *arg)
     return check_index(unit_of(object), param) < 0 ? -1 : param;
 }
 
-/* The shape of a piece: as the parameter, with fewer rows; cut finer than rows, it is (1, ..., n).
- */
-static void piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
+int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
 {
     size_t row = place->numel && place->ndim > 0 ? place->numel / place->shape[0] : 1;
     memcpy(shape, place->shape, sizeof place->shape);
+    if (place->ndim == 0 && piece->numel == 0) { /* a scalar that another rank owns */
+        shape[0] = 0;
+        return 1;
+    }
     if (place->ndim == 0 || piece->numel == place->numel)
-        return;
+        return place->ndim;
     if (piece->first % row == 0 && piece->numel % row == 0) {
         shape[0] = piece->numel / row;
-        return;
+        return place->ndim;
     }
     for (int d = 0; d < place->ndim - 1; d++)
         shape[d] = 1;
     shape[place->ndim - 1] = piece->numel;
+    return place->ndim;
 }
 
 static PyObject *piece_tensor(PyObject *object, int param, const fsdpc_piece *piece,
                               fsdpc_dtype dtype, void *data)
 {
-    const fsdpc_place *place = &unit_of(object)->layout->params[param];
     size_t shape[FSDPC_MAX_DIMS];
-    piece_shape(place, piece, shape);
-    int ndim = place->ndim;
-    if (ndim == 0 && piece->numel == 0) { /* a scalar that another rank owns */
-        ndim = 1;
-        shape[0] = 0;
-    }
+    int ndim = fsdpc_py_piece_shape(&unit_of(object)->layout->params[param], piece, shape);
     return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
                                 dtype, ndim, shape, data);
 }

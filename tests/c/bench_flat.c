@@ -162,23 +162,19 @@ static void run_equal_bf16(bench *b)
 
 static void adamw(bench *b, fsdpc_dtype grad_dtype, void *wire, fsdpc_dtype wire_dtype)
 {
-    fsdpc_adamw_args args = {.param = b->param,
-                             .grad = grad_dtype == FSDPC_BF16 ? b->half : b->src[0],
-                             .grad_dtype = grad_dtype,
-                             .exp_avg = b->exp_avg,
-                             .exp_avg_sq = b->exp_avg_sq,
-                             .wire = wire,
-                             .wire_dtype = wire_dtype,
-                             .numel = b->numel,
-                             .grad_scale = 1,
-                             .lr = 1e-4,
-                             .beta1 = 0.9,
-                             .beta2 = 0.999,
-                             .eps = 1e-8,
-                             .weight_decay = 0.01,
-                             .step = 3,
-                             .decoupled = true};
-    b->ops->adamw(&args, &b->stream);
+    fsdpc_step_args args = {
+        .param = b->param,
+        .grad = grad_dtype == FSDPC_BF16 ? b->half : b->src[0],
+        .grad_dtype = grad_dtype,
+        .states = {b->exp_avg, b->exp_avg_sq},
+        .wire = wire,
+        .wire_dtype = wire_dtype,
+        .numel = b->numel,
+        .grad_scale = 1,
+        .hyper = {.lr = 1e-4, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.01},
+        .step = 3,
+        .kind = FSDPC_OPTIM_ADAMW};
+    b->ops->step(&args, &b->stream);
 }
 
 static void run_adamw(bench *b)

@@ -21,35 +21,32 @@ static void state_destroy(state *s)
     free(s->param), free(s->grad), free(s->wire), free(s->exp_avg), free(s->exp_avg_sq);
 }
 
-static fsdpc_adamw_args args_for(const state *s, size_t numel, int64_t step)
+static fsdpc_step_args args_for(const state *s, size_t numel, int64_t step)
 {
-    return (fsdpc_adamw_args){.param = s->param,
-                              .grad = s->grad,
-                              .exp_avg = s->exp_avg,
-                              .exp_avg_sq = s->exp_avg_sq,
-                              .numel = numel,
-                              .grad_scale = 1,
-                              .lr = 1e-2,
-                              .beta1 = 0.9,
-                              .beta2 = 0.999,
-                              .eps = 1e-8,
-                              .weight_decay = 0.1,
-                              .step = step,
-                              .decoupled = true};
+    return (fsdpc_step_args){
+        .kind = FSDPC_OPTIM_ADAMW,
+        .param = s->param,
+        .grad = s->grad,
+        .states = {s->exp_avg, s->exp_avg_sq},
+        .numel = numel,
+        .grad_scale = 1,
+        .hyper = {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1},
+        .step = step};
 }
 
 /* The definition of the header, in fp64 throughout. */
-static void reference_step(double *p, double *m, double *v, const fsdpc_adamw_args *a, double grad)
+static void reference_step(double *p, double *m, double *v, const fsdpc_step_args *a, double grad)
 {
-    double bias1 = 1 - pow(a->beta1, (double)a->step), bias2 = 1 - pow(a->beta2, (double)a->step);
-    double g = (a->maximize ? -grad : grad) * (double)a->grad_scale;
-    if (a->decoupled)
-        *p -= a->lr * a->weight_decay * *p;
+    double bias1 = 1 - pow(a->hyper.beta1, (double)a->step),
+           bias2 = 1 - pow(a->hyper.beta2, (double)a->step);
+    double g = (a->hyper.maximize ? -grad : grad) * (double)a->grad_scale;
+    if (a->kind == FSDPC_OPTIM_ADAMW)
+        *p -= a->hyper.lr * a->hyper.weight_decay * *p;
     else
-        g += a->weight_decay * *p;
-    *m = a->beta1 * *m + (1 - a->beta1) * g;
-    *v = a->beta2 * *v + (1 - a->beta2) * g * g;
-    *p -= a->lr / bias1 * *m / (sqrt(*v) / sqrt(bias2) + a->eps);
+        g += a->hyper.weight_decay * *p;
+    *m = a->hyper.beta1 * *m + (1 - a->hyper.beta1) * g;
+    *v = a->hyper.beta2 * *v + (1 - a->hyper.beta2) * g * g;
+    *p -= a->hyper.lr / bias1 * *m / (sqrt(*v) / sqrt(bias2) + a->hyper.eps);
 }
 
 static void test_against_f64(rig *r, bool decoupled, bool maximize, float grad_scale, double beta1)
@@ -61,10 +58,11 @@ static void test_against_f64(rig *r, bool decoupled, bool maximize, float grad_s
         p[i] = element(s.param, i, FSDPC_F32);
     for (int step = 1; step <= STEPS; step++) {
         fill_random(s.grad, N, FSDPC_F32, (uint64_t)step * 77);
-        fsdpc_adamw_args args = args_for(&s, N, step);
-        args.decoupled = decoupled, args.maximize = maximize, args.grad_scale = grad_scale;
-        args.beta1 = beta1;
-        CHECK_OK(r->ops->adamw(&args, &r->stream));
+        fsdpc_step_args args = args_for(&s, N, step);
+        args.kind = decoupled ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM;
+        args.hyper.maximize = maximize, args.grad_scale = grad_scale;
+        args.hyper.beta1 = beta1;
+        CHECK_OK(r->ops->step(&args, &r->stream));
         for (size_t i = 0; i < N; i++)
             reference_step(&p[i], &m[i], &v[i], &args, element(s.grad, i, FSDPC_F32));
     }
@@ -77,15 +75,16 @@ static void test_against_f64(rig *r, bool decoupled, bool maximize, float grad_s
 }
 
 /* torch's fused kernel, operation by operation. */
-static float torch_step(float p, float *m, float *v, float g, const fsdpc_adamw_args *a)
+static float torch_step(float p, float *m, float *v, float g, const fsdpc_step_args *a)
 {
-    double bias1 = 1 - pow(a->beta1, (double)a->step), bias2 = 1 - pow(a->beta2, (double)a->step);
-    float toward = (float)(1 - a->beta1), add = (float)(1 - a->beta2);
-    p = p * (float)(1 - a->lr * a->weight_decay);
+    double bias1 = 1 - pow(a->hyper.beta1, (double)a->step),
+           bias2 = 1 - pow(a->hyper.beta2, (double)a->step);
+    float toward = (float)(1 - a->hyper.beta1), add = (float)(1 - a->hyper.beta2);
+    p = p * (float)(1 - a->hyper.lr * a->hyper.weight_decay);
     *m = fmaf(toward, g - *m, *m);
-    *v = fmaf(add * g, g, *v * (float)a->beta2);
-    float denominator = sqrtf(*v) / (float)sqrt(bias2) + (float)a->eps;
-    return p + (float)-(a->lr / bias1) * *m / denominator;
+    *v = fmaf(add * g, g, *v * (float)a->hyper.beta2);
+    float denominator = sqrtf(*v) / (float)sqrt(bias2) + (float)a->hyper.eps;
+    return p + (float)-(a->hyper.lr / bias1) * *m / denominator;
 }
 
 static void test_bits(rig *r)
@@ -96,8 +95,8 @@ static void test_bits(rig *r)
     memcpy(p, s.param, N * 4);
     for (int step = 1; step <= STEPS; step++) {
         fill_random(s.grad, N, FSDPC_F32, (uint64_t)step * 77);
-        fsdpc_adamw_args args = args_for(&s, N, step);
-        CHECK_OK(r->ops->adamw(&args, &r->stream));
+        fsdpc_step_args args = args_for(&s, N, step);
+        CHECK_OK(r->ops->step(&args, &r->stream));
         for (size_t i = 0; i < N; i++)
             p[i] = torch_step(p[i], &m[i], &v[i], ((float *)s.grad)[i], &args);
     }
@@ -109,18 +108,20 @@ static void test_bits(rig *r)
 }
 
 /* Steps `numel` elements in pieces of random length; pieces of all when `cuts` is false. */
-static void step_in_pieces(rig *r, const fsdpc_adamw_args *whole, bool cuts)
+static void step_in_pieces(rig *r, const fsdpc_step_args *whole, bool cuts)
 {
     uint64_t random = whole->numel;
     for (size_t at = 0, take; at < whole->numel; at += take) {
         take = cuts ? 1 + random_bits(&random) % (whole->numel / 3 + 20) : whole->numel;
         take = take > whole->numel - at ? whole->numel - at : take;
-        fsdpc_adamw_args a = *whole;
+        fsdpc_step_args a = *whole;
         a.param = at_element(a.param, at, a.param_dtype);
         a.grad = at_element((void *)a.grad, at, a.grad_dtype);
-        a.exp_avg += at, a.exp_avg_sq += at, a.numel = take;
+        a.states[0] = at_element(a.states[0], at, FSDPC_F32);
+        a.states[1] = at_element(a.states[1], at, FSDPC_F32);
+        a.numel = take;
         a.wire = a.wire ? at_element(a.wire, at, a.wire_dtype) : NULL;
-        CHECK_OK(r->ops->adamw(&a, &r->stream));
+        CHECK_OK(r->ops->step(&a, &r->stream));
     }
 }
 
@@ -137,10 +138,11 @@ static void test_dtypes(rig *r, rig *portable, size_t numel)
                 if (step == 1)
                     fill_random(s[k].param, numel, param, 1);
                 fill_random(s[k].grad, numel, grad, (uint64_t)step);
-                fsdpc_adamw_args args = args_for(&s[k], numel, step);
+                fsdpc_step_args args = args_for(&s[k], numel, step);
                 args.param_dtype = param, args.grad_dtype = grad;
                 args.wire = kind >= 16 ? NULL : s[k].wire, args.wire_dtype = wire;
-                args.decoupled = kind % 3 != 0, args.grad_scale = 0.25f;
+                args.kind = kind % 3 ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM;
+                args.grad_scale = 0.25f;
                 step_in_pieces(k ? portable : r, &args, !k);
             }
         size_t param_bytes = numel * fsdpc_dtype_bytes(param);
@@ -165,9 +167,9 @@ static void test_streamed(rig *r)
     fill_random(s.param, LONG, FSDPC_F32, 1);
     fill_random(s.grad, LONG, FSDPC_F32, 2);
     for (int k = 0; k < 2; k++) {
-        fsdpc_adamw_args args = args_for(&s, LONG, 1 + k);
+        fsdpc_step_args args = args_for(&s, LONG, 1 + k);
         args.wire = aligned, args.wire_dtype = k ? FSDPC_F32 : FSDPC_BF16;
-        CHECK_OK(r->ops->adamw(&args, &r->stream));
+        CHECK_OK(r->ops->step(&args, &r->stream));
         bool equal = false;
         CHECK_OK(
             r->ops->equal(aligned, args.wire_dtype, s.param, FSDPC_F32, LONG, &equal, &r->stream));
@@ -180,15 +182,20 @@ static void test_streamed(rig *r)
 static void test_refusals_and_nan(rig *r)
 {
     state s = state_create(40);
-    fsdpc_adamw_args args = args_for(&s, 40, 0);
-    CHECK_FAILS(r->ops->adamw(&args, &r->stream), FSDPC_ERR_VALUE, "first is 1");
+    fsdpc_step_args args = args_for(&s, 40, 0);
+    CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_VALUE, "first is 1");
     args.step = 1, args.param_dtype = FSDPC_F64;
-    CHECK_FAILS(r->ops->adamw(&args, &r->stream), FSDPC_ERR_DTYPE, "float64");
+    CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "are float64, not float32");
+    args.param_dtype = FSDPC_F16, args.grad_dtype = FSDPC_F64;
+    CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "a float16 parameter with");
+    args.grad_dtype = FSDPC_F32, args.state_dtype = FSDPC_F16;
+    CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "not float16");
+    args.state_dtype = FSDPC_F32;
     args.param_dtype = FSDPC_F32, args.wire = s.wire, args.wire_dtype = FSDPC_U8;
-    CHECK_FAILS(r->ops->adamw(&args, &r->stream), FSDPC_ERR_DTYPE, "uint8");
+    CHECK_FAILS(r->ops->step(&args, &r->stream), FSDPC_ERR_DTYPE, "uint8");
     args.wire = NULL;
     ((float *)s.grad)[39] = NAN; /* stays where it is */
-    CHECK_OK(r->ops->adamw(&args, &r->stream));
+    CHECK_OK(r->ops->step(&args, &r->stream));
     CHECK(isnan(((float *)s.param)[39]) && ((float *)s.param)[38] == 0);
     state_destroy(&s);
 }

@@ -101,24 +101,20 @@ static fsdpc_status run_sumsq(void *arg)
 static fsdpc_status run_adamw(void *arg)
 {
     flat_case *c = arg;
-    fsdpc_adamw_args args = {.param = c->x,
-                             .param_dtype = FSDPC_F32,
-                             .grad = c->half,
-                             .grad_dtype = FSDPC_BF16,
-                             .exp_avg = c->m,
-                             .exp_avg_sq = c->v,
-                             .wire = c->wire,
-                             .wire_dtype = FSDPC_BF16,
-                             .numel = NUMEL,
-                             .grad_scale = 1,
-                             .lr = 1e-3,
-                             .beta1 = 0.9,
-                             .beta2 = 0.95,
-                             .eps = 1e-8,
-                             .weight_decay = 0.1,
-                             .step = 10,
-                             .decoupled = true};
-    return fsdpc_flat_adamw(&args, gpu_stream);
+    fsdpc_step_args args = {
+        .param = c->x,
+        .param_dtype = FSDPC_F32,
+        .grad = c->half,
+        .grad_dtype = FSDPC_BF16,
+        .states = {c->m, c->v},
+        .wire = c->wire,
+        .wire_dtype = FSDPC_BF16,
+        .numel = NUMEL,
+        .grad_scale = 1,
+        .hyper = {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1},
+        .step = 10,
+        .kind = FSDPC_OPTIM_ADAMW};
+    return fsdpc_flat_step(&args, gpu_stream);
 }
 
 static void bench_flat(void)

@@ -191,29 +191,28 @@ static void check_adamw(fsdpc_dtype param, fsdpc_dtype grad, int wire, size_t nu
     buffer_send(&v);
     buffer w = buffer_poison(wire < 0 ? FSDPC_F32 : (fsdpc_dtype)wire, numel, shift);
     for (int step = 1; step <= 2; step++) {
-        fsdpc_adamw_args args = {.param = p.on_cpu,
-                                 .param_dtype = param,
-                                 .grad = g.on_cpu,
-                                 .grad_dtype = grad,
-                                 .exp_avg = m.on_cpu,
-                                 .exp_avg_sq = v.on_cpu,
-                                 .wire = wire < 0 ? NULL : w.on_cpu,
-                                 .wire_dtype = w.dtype,
-                                 .numel = numel,
-                                 .grad_scale = 0.7f,
-                                 .lr = 1e-3,
-                                 .beta1 = step == 1 ? 0.9 : 0.3,
-                                 .beta2 = 0.95,
-                                 .eps = 1e-8,
-                                 .weight_decay = 0.1,
-                                 .step = step,
-                                 .decoupled = step == 1,
-                                 .maximize = step == 2};
-        CHECK_OK(fsdpc_flat_adamw(&args, cpu_stream));
+        fsdpc_step_args args = {.param = p.on_cpu,
+                                .param_dtype = param,
+                                .grad = g.on_cpu,
+                                .grad_dtype = grad,
+                                .states = {m.on_cpu, v.on_cpu},
+                                .wire = wire < 0 ? NULL : w.on_cpu,
+                                .wire_dtype = w.dtype,
+                                .numel = numel,
+                                .grad_scale = 0.7f,
+                                .hyper = {.lr = 1e-3,
+                                          .beta1 = step == 1 ? 0.9 : 0.3,
+                                          .beta2 = 0.95,
+                                          .eps = 1e-8,
+                                          .weight_decay = 0.1,
+                                          .maximize = step == 2},
+                                .step = step,
+                                .kind = step == 1 ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM};
+        CHECK_OK(fsdpc_flat_step(&args, cpu_stream));
         args.param = p.on_gpu, args.grad = g.on_gpu;
-        args.exp_avg = m.on_gpu, args.exp_avg_sq = v.on_gpu;
+        args.states[0] = m.on_gpu, args.states[1] = v.on_gpu;
         args.wire = wire < 0 ? NULL : w.on_gpu;
-        CHECK_OK(fsdpc_flat_adamw(&args, gpu_stream));
+        CHECK_OK(fsdpc_flat_step(&args, gpu_stream));
         check_same_bits(&p, "adamw, param");
         check_same_bits(&m, "adamw, exp_avg");
         check_same_bits(&v, "adamw, exp_avg_sq");

@@ -20,7 +20,7 @@ MODULES = files(".py", under="python")
 HOOKS = {"forward", "extra_repr"}
 
 # Calls that mirror PyTorch's keep PyTorch's signatures.
-MIRRORS = {"fully_shard", "AdamW", "FullyShardedDataParallel"}
+MIRRORS = {"fully_shard", "AdamW", "Adam", "SGD", "FullyShardedDataParallel"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -33,7 +33,7 @@ class AdamW(torch.optim.Optimizer):
         An option is out of range, or a parameter belongs to no sharded module.
     """
 
-    _kind = "adamw"
+    _kind = "AdamW"
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class AdamW(torch.optim.Optimizer):
         for i, g in enumerate(self.param_groups):
             b1, b2 = g["betas"]
             self._core.set_hyper(
-                i, float(g["lr"]), float(b1), float(b2), float(g["eps"]),
-                float(g["weight_decay"]), bool(g["maximize"]),
+                i, lr=float(g["lr"]), betas=(float(b1), float(b2)), eps=float(g["eps"]),
+                weight_decay=float(g["weight_decay"]), maximize=bool(g["maximize"]),
             )  # fmt: skip
         take_grads(list(self._states.values()))
         self._core.step()
@@ -111,7 +111,7 @@ class Adam(AdamW):
         The keyword options of :class:`AdamW`.
     """
 
-    _kind = "adam"
+    _kind = "Adam"
 
     def __init__(
         self,

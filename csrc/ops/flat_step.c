@@ -1,0 +1,119 @@
+/* Optimizers' steps: what they are called, what they accept, and the step of fp64 parameters.
+ *
+ * Steps in fp32 are vectors' work, in flat_step_body.h.  Parameters in fp64 are rare, so theirs are
+ * plain loops, one copy for all tables, with states in fp64 too.  They follow the same order of
+ * operations without fused ones.
+ */
+#include "ops/flat_cpu.h"
+
+const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
+{
+    static const char *const names[FSDPC_OPTIM_KINDS] = {"AdamW", "Adam", "SGD", "Lion"};
+    return names[kind];
+}
+
+int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
+{
+    if (kind == FSDPC_OPTIM_SGD)
+        return hyper->momentum != 0;
+    return kind == FSDPC_OPTIM_LION ? 1 : 2 + hyper->amsgrad;
+}
+
+const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
+{
+    static const char *const names[FSDPC_OPTIM_KINDS][FSDPC_OPTIM_MAX_STATES] = {
+        [FSDPC_OPTIM_ADAMW] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        [FSDPC_OPTIM_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        [FSDPC_OPTIM_SGD] = {"momentum_buffer"},
+        [FSDPC_OPTIM_LION] = {"exp_avg"},
+    };
+    return names[kind][state];
+}
+
+fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
+{
+    const char *name = fsdpc_optim_kind_name(a->kind);
+    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->param_dtype));
+    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->grad_dtype));
+    bool wide = a->param_dtype == FSDPC_F64;
+    if (a->grad_dtype == FSDPC_F64 && !wide)
+        return fsdpc_fail(FSDPC_ERR_DTYPE,
+                          "%s: a %s parameter with a float64 gradient; give both one dtype", name,
+                          fsdpc_dtype_name(a->param_dtype));
+    bool state_ok = wide ? a->state_dtype == FSDPC_F64
+                         : a->state_dtype == FSDPC_F32 || a->state_dtype == FSDPC_BF16;
+    if (!state_ok && fsdpc_optim_states(a->kind, &a->hyper) > 0)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: states of a %s parameter are %s, not %s", name,
+                          fsdpc_dtype_name(a->param_dtype),
+                          wide ? "float64" : "float32 or bfloat16",
+                          fsdpc_dtype_name(a->state_dtype));
+    if (a->wire)
+        FSDPC_TRY(fsdpc_flat_check_dtype(name, a->wire_dtype));
+    if (a->step < 1)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s's step is %lld; the first is 1", name,
+                          (long long)a->step);
+    return FSDPC_OK;
+}
+
+/* -- fp64 -------------------------------------------------------------------------------------- */
+
+static double adam_f64(const fsdpc_step_args *a, double p, double g, size_t i)
+{
+    const fsdpc_hyper *h = &a->hyper;
+    double *m = (double *)a->states[0] + i, *v = (double *)a->states[1] + i;
+    double bias1 = 1 - pow(h->beta1, (double)a->step), bias2 = 1 - pow(h->beta2, (double)a->step);
+    if (a->kind == FSDPC_OPTIM_ADAMW)
+        p *= 1 - h->lr * h->weight_decay;
+    else if (h->weight_decay != 0)
+        g += h->weight_decay * p;
+    *m += (1 - h->beta1) * (g - *m);
+    *v = h->beta2 * *v + (1 - h->beta2) * g * g;
+    double square = *v;
+    if (h->amsgrad) {
+        double *most = (double *)a->states[2] + i;
+        if (*v > *most || *v != *v)
+            *most = *v;
+        square = *most;
+    }
+    return p - h->lr / bias1 * *m / (sqrt(square) / sqrt(bias2) + h->eps);
+}
+
+static double sgd_f64(const fsdpc_step_args *a, double p, double g, size_t i)
+{
+    const fsdpc_hyper *h = &a->hyper;
+    if (h->weight_decay != 0)
+        g += h->weight_decay * p;
+    if (h->momentum != 0) {
+        double *buffer = (double *)a->states[0] + i;
+        *buffer = a->copy_gradient ? g : h->momentum * *buffer + (1 - h->dampening) * g;
+        g = h->nesterov ? g + h->momentum * *buffer : *buffer;
+    }
+    return p - h->lr * g;
+}
+
+static double lion_f64(const fsdpc_step_args *a, double p, double g, size_t i)
+{
+    const fsdpc_hyper *h = &a->hyper;
+    double *m = (double *)a->states[0] + i;
+    double ahead = h->beta1 * *m + (1 - h->beta1) * g;
+    *m = h->beta2 * *m + (1 - h->beta2) * g;
+    double sign = ahead == 0 || ahead != ahead ? ahead : copysign(1, ahead);
+    return p * (1 - h->lr * h->weight_decay) - h->lr * sign;
+}
+
+void fsdpc_flat_step_f64(const fsdpc_step_args *a, size_t begin, size_t end)
+{
+    double scale = (double)a->grad_scale * (a->hyper.maximize ? -1 : 1);
+    double *param = a->param;
+    for (size_t i = begin; i < end; i++) {
+        double g = fsdpc_f64_load_as(a->grad, i, a->grad_dtype) * scale;
+        if (a->kind == FSDPC_OPTIM_SGD)
+            param[i] = sgd_f64(a, param[i], g, i);
+        else if (a->kind == FSDPC_OPTIM_LION)
+            param[i] = lion_f64(a, param[i], g, i);
+        else
+            param[i] = adam_f64(a, param[i], g, i);
+        if (a->wire)
+            fsdpc_f64_store_as(a->wire, i, a->wire_dtype, param[i]);
+    }
+}

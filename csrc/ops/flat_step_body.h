@@ -1,0 +1,242 @@
+/* Optimizers' steps in one pass: gradient in, parameter and states updated, wire out.
+ *
+ * Included by flat_cpu_body.h after the rules.  What training does all the time has loops of its
+ * own (step_run): fp32 states, fp32 or bf16 parameters, no wire or one in fp32 or bf16.  Everything
+ * else goes block by block through L1 (step_blocks): what is not fp32 is widened into buffers,
+ * stepped there, and written back; so a step is one pass over memory all the same.
+ *
+ * The published value is the cast of the stored (rounded) parameter, so that `equal` of wire and
+ * master holds right after the step.
+ */
+
+typedef struct step_memory {
+    void *param;
+    const void *grad;
+    float *states[FSDPC_OPTIM_MAX_STATES];
+    void *wire;
+} step_memory;
+
+typedef struct step_part_args {
+    const fsdpc_step_args *a;
+    step_scalars k;
+    step_rule rule;
+    bool stream_wire;
+} step_part_args;
+
+/* What a vector's step needs to know.  All constants; WIRE_NONE is no wire. */
+enum { WIRE_NONE = FSDPC_DTYPE_COUNT };
+
+typedef struct step_kind {
+    step_rule rule;
+    fsdpc_dtype param, grad;
+    int wire;
+    bool stream_wire; /* write the wire past the cache */
+} step_kind;
+
+/* Steps elements i .. i + n - 1 and returns them as stored, which is what the wire gets. */
+FSDPC_INLINE fsdpc_vf step_vector(const step_memory *at, const step_scalars *k, size_t i,
+                                  step_kind kind, size_t n)
+{
+    const int n_states = rule_states(kind.rule);
+    step_states s = {0};
+    if (n_states > 0)
+        s.a = fsdpc_vf_load_n(at->states[0] + i, n);
+    if (n_states > 1)
+        s.b = fsdpc_vf_load_n(at->states[1] + i, n);
+    if (n_states > 2)
+        s.c = fsdpc_vf_load_n(at->states[2] + i, n);
+    fsdpc_vf p = step_rule_apply(kind.rule, k, fsdpc_vf_load_as_n(at->param, i, kind.param, n),
+                                 fsdpc_vf_load_as_n(at->grad, i, kind.grad, n), &s);
+    if (n_states > 0)
+        fsdpc_vf_store_n(at->states[0] + i, s.a, n);
+    if (n_states > 1)
+        fsdpc_vf_store_n(at->states[1] + i, s.b, n);
+    if (n_states > 2)
+        fsdpc_vf_store_n(at->states[2] + i, s.c, n);
+    fsdpc_vf_store_as_n(at->param, i, kind.param, p, n);
+    return kind.param == FSDPC_BF16 ? fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(p)) : p;
+}
+
+FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalars, size_t begin,
+                           size_t end, step_kind kind)
+{
+    const step_memory at = *memory;
+    const step_scalars k = *scalars;
+    const fsdpc_dtype wire = (fsdpc_dtype)(kind.wire == WIRE_NONE ? 0 : kind.wire);
+    size_t i = begin;
+    for (; i + 2 * FSDPC_LANES <= end; i += 2 * FSDPC_LANES) {
+        if (rule_states(kind.rule) > 0)
+            prefetch_ahead(at.states[0], i, FSDPC_F32, 2 * FSDPC_LANES);
+        if (rule_states(kind.rule) > 1)
+            prefetch_ahead(at.states[1], i, FSDPC_F32, 2 * FSDPC_LANES);
+        prefetch_ahead(at.param, i, kind.param, 2 * FSDPC_LANES);
+        prefetch_ahead(at.grad, i, kind.grad, 2 * FSDPC_LANES);
+        fsdpc_vf low = step_vector(&at, &k, i, kind, FSDPC_LANES);
+        fsdpc_vf high = step_vector(&at, &k, i + FSDPC_LANES, kind, FSDPC_LANES);
+        if (kind.wire != WIRE_NONE)
+            store_pair(at.wire, i, wire, low, high, kind.stream_wire);
+    }
+    if (kind.stream_wire)
+        stream_end();
+    for (size_t left; i < end; i += left) {
+        left = fsdpc_min_size(FSDPC_LANES, end - i);
+        fsdpc_vf p = step_vector(&at, &k, i, kind, left);
+        if (kind.wire != WIRE_NONE)
+            fsdpc_vf_store_as_n(at.wire, i, wire, p, left);
+    }
+}
+
+/* -- the loops of every day -------------------------------------------------------------------- */
+
+/* X(rule, parameter, gradient) */
+#define STEP_RUNS(X)                                                                               \
+    X(RULE_ADAM, F32, F32)                                                                         \
+    X(RULE_ADAM, F32, BF16)                                                                        \
+    X(RULE_ADAM, BF16, F32)                                                                        \
+    X(RULE_ADAM, BF16, BF16)                                                                       \
+    X(RULE_SGD, F32, F32)                                                                          \
+    X(RULE_SGD, BF16, F32)                                                                         \
+    X(RULE_MOMENTUM, F32, F32)                                                                     \
+    X(RULE_MOMENTUM, BF16, F32)                                                                    \
+    X(RULE_LION, F32, F32)                                                                         \
+    X(RULE_LION, BF16, F32)
+
+#define STEP_CASE(rule, param, grad)                                                               \
+    ((int)(rule)*FSDPC_DTYPE_COUNT * FSDPC_DTYPE_COUNT + FLAT_PAIR(param, grad))
+
+static bool step_has_run(const fsdpc_step_args *a, step_rule rule)
+{
+    if (a->state_dtype != FSDPC_F32 && rule_states(rule) > 0)
+        return false;
+    if (a->wire && a->wire_dtype != FSDPC_F32 && a->wire_dtype != FSDPC_BF16)
+        return false;
+    switch (STEP_CASE(rule, a->param_dtype, a->grad_dtype)) {
+#define X(R, P, G) case STEP_CASE(R, FSDPC_##P, FSDPC_##G):
+        STEP_RUNS(X)
+#undef X
+        return true;
+    default:
+        return false;
+    }
+}
+
+FSDPC_INLINE void step_publish(const step_part_args *args, size_t begin, size_t end, step_rule rule,
+                               fsdpc_dtype param, fsdpc_dtype grad)
+{
+    const fsdpc_step_args *a = args->a;
+    const step_memory at = {a->param, a->grad, {a->states[0], a->states[1]}, a->wire};
+    if (!a->wire) {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, WIRE_NONE, false});
+    } else if (a->wire_dtype == FSDPC_F32 && args->stream_wire) {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_F32, true});
+    } else if (a->wire_dtype == FSDPC_F32) {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_F32, false});
+    } else if (args->stream_wire) {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_BF16, true});
+    } else {
+        step_run(&at, &args->k, begin, end, (step_kind){rule, param, grad, FSDPC_BF16, false});
+    }
+}
+
+static void step_run_part(void *arg, size_t begin, size_t end)
+{
+    const step_part_args *args = arg;
+    switch (STEP_CASE(args->rule, args->a->param_dtype, args->a->grad_dtype)) {
+#define X(R, P, G)                                                                                 \
+    case STEP_CASE(R, FSDPC_##P, FSDPC_##G):                                                       \
+        step_publish(args, begin, end, R, FSDPC_##P, FSDPC_##G);                                   \
+        break;
+        STEP_RUNS(X)
+#undef X
+    }
+}
+
+/* -- everything else, block by block ----------------------------------------------------------- */
+
+enum { STEP_BLOCK = 512 }; /* six buffers of it fit L1 twice */
+
+/* Elements at .. of an array as fp32: where they are, or a copy in `buffer`. */
+static float *widened(float *buffer, const void *base, fsdpc_dtype dtype, size_t at, size_t n)
+{
+    if (dtype == FSDPC_F32)
+        return (float *)fsdpc_flat_at(base, at, dtype);
+    cast_range(buffer, FSDPC_F32, fsdpc_flat_at(base, at, dtype), dtype, n, false);
+    return buffer;
+}
+
+static void step_block(step_rule rule, const step_memory *at, const step_scalars *k, size_t n)
+{
+    switch (rule) {
+#define X(R)                                                                                       \
+    case R:                                                                                        \
+        step_run(at, k, 0, n, (step_kind){R, FSDPC_F32, FSDPC_F32, WIRE_NONE, false});             \
+        break;
+        X(RULE_ADAM)
+        X(RULE_AMSGRAD)
+        X(RULE_SGD)
+        X(RULE_MOMENTUM)
+        X(RULE_LION)
+#undef X
+    }
+}
+
+/* The first state is rounded by the low half of an element's random word, the others by the high
+ * one: the maximum of amsgrad is v or was stored before, so it ends as v's rounded value or as it
+ * was. */
+static void store_rounded(const fsdpc_step_args *a, int n_states, float (*states)[STEP_BLOCK],
+                          size_t at, size_t n)
+{
+    uint32_t words[STEP_BLOCK + 2 * PHILOX_WORDS];
+    uint64_t stream = (uint64_t)a->number << 32 | (uint32_t)a->step;
+    const uint32_t *random = random_words(words, a->seed, stream, a->first + at, n);
+    for (int s = 0; s < n_states; s++) {
+        round_stochastically(states[s], random, s == 0 ? 0 : 16, n);
+        cast_range(fsdpc_flat_at(a->states[s], at, FSDPC_BF16), FSDPC_BF16, states[s], FSDPC_F32, n,
+                   false);
+    }
+}
+
+static void step_blocks_part(void *arg, size_t begin, size_t end)
+{
+    const step_part_args *args = arg;
+    const fsdpc_step_args *a = args->a;
+    const int n_states = rule_states(args->rule);
+    float param[STEP_BLOCK], grad[STEP_BLOCK], states[FSDPC_OPTIM_MAX_STATES][STEP_BLOCK];
+    for (size_t at = begin, n; at < end; at += n) {
+        n = fsdpc_min_size(STEP_BLOCK, end - at);
+        step_memory memory = {
+            .param = widened(param, a->param, a->param_dtype, at, n),
+            .grad = widened(grad, a->grad, a->grad_dtype, at, n),
+        };
+        for (int s = 0; s < n_states; s++)
+            memory.states[s] = widened(states[s], a->states[s], a->state_dtype, at, n);
+        step_block(args->rule, &memory, &args->k, n);
+        void *stored = fsdpc_flat_at(a->param, at, a->param_dtype);
+        if (a->param_dtype != FSDPC_F32)
+            cast_range(stored, a->param_dtype, param, FSDPC_F32, n, false);
+        if (a->wire)
+            cast_range(fsdpc_flat_at(a->wire, at, a->wire_dtype), a->wire_dtype, stored,
+                       a->param_dtype, n, false);
+        if (n_states > 0 && a->state_dtype == FSDPC_BF16)
+            store_rounded(a, n_states, states, at, n);
+    }
+}
+
+static void step_f64_part(void *arg, size_t begin, size_t end)
+{
+    fsdpc_flat_step_f64(((const step_part_args *)arg)->a, begin, end);
+}
+
+static fsdpc_status flat_step(const fsdpc_step_args *a, fsdpc_stream *stream)
+{
+    FSDPC_TRY(fsdpc_flat_check_step(a));
+    step_part_args args = {a, step_prepare(a), rule_of(a),
+                           a->wire && can_stream(a->wire, a->numel)};
+    fsdpc_flat_range_fn part = step_blocks_part;
+    if (a->param_dtype == FSDPC_F64)
+        part = step_f64_part;
+    else if (step_has_run(a, args.rule))
+        part = step_run_part;
+    fsdpc_flat_split(stream, a->numel, 64, part, &args);
+    return FSDPC_OK;
+}

@@ -1,0 +1,141 @@
+/* The arithmetic of optimizers' steps, a vector at a time.
+ *
+ * Included by flat_cpu_body.h.  The scalars are computed once in fp64 and rounded to fp32; the
+ * arithmetic per element is fp32.  AdamW and Adam are operation by operation PyTorch's fused CPU
+ * kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it: m moves towards g
+ * by a fused multiply-add, v adds (1 - b2) g * g fused, Adam's decay joins the gradient fused,
+ * everything else is rounded after each operation.  SGD and Lion are sequences of x.mul_(a) and
+ * x.add_(y, alpha=b) there, of which the latter is one fused multiply-add.  So an fp32 step has the
+ * same bits as torch's on machines with FMA, and the same bits as every other path here, tails
+ * included.
+ */
+
+/* The optimizers as kernels see them; constants wherever they are passed. */
+typedef enum step_rule { RULE_ADAM, RULE_AMSGRAD, RULE_SGD, RULE_MOMENTUM, RULE_LION } step_rule;
+
+FSDPC_INLINE int rule_states(step_rule rule)
+{
+    return rule == RULE_SGD ? 0 : rule == RULE_ADAM ? 2 : rule == RULE_AMSGRAD ? 3 : 1;
+}
+
+typedef struct step_scalars {
+    float grad_scale; /* negative to maximize */
+    float keep;       /* 1 - lr * decay where decay is decoupled */
+    float decay;      /* joins the gradient; 0 where decoupled */
+    float beta1, beta2, add_gradient, add_square, root_bias2, eps;
+    float minus_step; /* -lr, of Adam over its bias */
+    bool copy_gradient, nesterov;
+} step_scalars;
+
+static step_rule rule_of(const fsdpc_step_args *a)
+{
+    if (a->kind == FSDPC_OPTIM_SGD)
+        return a->hyper.momentum != 0 ? RULE_MOMENTUM : RULE_SGD;
+    return a->kind == FSDPC_OPTIM_LION ? RULE_LION : a->hyper.amsgrad ? RULE_AMSGRAD : RULE_ADAM;
+}
+
+static step_scalars step_prepare(const fsdpc_step_args *a)
+{
+    const fsdpc_hyper *h = &a->hyper;
+    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
+    step_scalars k = {
+        .grad_scale = h->maximize ? -a->grad_scale : a->grad_scale,
+        .keep = decoupled ? (float)(1 - h->lr * h->weight_decay) : 1.0f,
+        .decay = decoupled ? 0.0f : (float)h->weight_decay,
+        .beta1 = (float)h->beta1,
+        .beta2 = (float)h->beta2,
+        .add_gradient = (float)(1 - h->beta1),
+        .add_square = (float)(1 - h->beta2),
+        .eps = (float)h->eps,
+        .minus_step = (float)-h->lr,
+        .copy_gradient = a->copy_gradient,
+        .nesterov = h->nesterov,
+    };
+    if (a->kind == FSDPC_OPTIM_SGD) {
+        k.beta1 = (float)h->momentum;
+        k.add_gradient = (float)(1 - h->dampening);
+    } else if (a->kind != FSDPC_OPTIM_LION) {
+        k.root_bias2 = (float)sqrt(1 - pow(h->beta2, (double)a->step));
+        k.minus_step = (float)-(h->lr / (1 - pow(h->beta1, (double)a->step)));
+    }
+    return k;
+}
+
+/* Fused on every path: where the compiler's baseline has no such instruction, libm's is exact (and
+ * a call, so it is kept out of line). */
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
+FSDPC_INLINE fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
+{
+    return fsdpc_vf_fma(a, b, c);
+}
+#else
+static __attribute__((noinline)) fsdpc_vf fused(fsdpc_vf a, fsdpc_vf b, fsdpc_vf c)
+{
+    for (int i = 0; i < FSDPC_LANES; i++)
+        c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#endif
+
+FSDPC_INLINE fsdpc_vf fused_by(fsdpc_vf a, float b, fsdpc_vf c)
+{
+    return fused(a, fsdpc_vf_splat(b), c);
+}
+
+typedef struct step_states {
+    fsdpc_vf a, b, c;
+} step_states;
+
+FSDPC_INLINE fsdpc_vf adam_rule(step_rule rule, const step_scalars *k, fsdpc_vf p, fsdpc_vf g,
+                                step_states *s)
+{
+    if (k->decay != 0)
+        g = fused_by(p, k->decay, g);
+    else
+        p = p * fsdpc_vf_splat(k->keep);
+    if (k->add_gradient < 0.5f)
+        s->a = fused_by(g - s->a, k->add_gradient, s->a);
+    else
+        s->a = fused_by(g - s->a, k->add_gradient - 1.0f, g);
+    s->b = fused(g * fsdpc_vf_splat(k->add_square), g, s->b * fsdpc_vf_splat(k->beta2));
+    fsdpc_vf square = s->b;
+    if (rule == RULE_AMSGRAD) /* NaN comes through from either side, as torch.maximum has it */
+        square = s->c = fsdpc_vf_select((s->b > s->c) | (s->b != s->b), s->b, s->c);
+    fsdpc_vf root = fsdpc_vf_sqrt(square) / fsdpc_vf_splat(k->root_bias2);
+    return p + fsdpc_vf_splat(k->minus_step) * s->a / (root + fsdpc_vf_splat(k->eps));
+}
+
+FSDPC_INLINE fsdpc_vf sgd_rule(step_rule rule, const step_scalars *k, fsdpc_vf p, fsdpc_vf g,
+                               step_states *s)
+{
+    if (k->decay != 0)
+        g = fused_by(p, k->decay, g);
+    if (rule == RULE_MOMENTUM) {
+        if (k->copy_gradient)
+            s->a = g;
+        else
+            s->a = fused_by(g, k->add_gradient, s->a * fsdpc_vf_splat(k->beta1));
+        g = k->nesterov ? fused_by(s->a, k->beta1, g) : s->a;
+    }
+    return fused_by(g, k->minus_step, p);
+}
+
+FSDPC_INLINE fsdpc_vf lion_rule(const step_scalars *k, fsdpc_vf p, fsdpc_vf g, step_states *s)
+{
+    fsdpc_vf ahead = fused_by(g, k->add_gradient, s->a * fsdpc_vf_splat(k->beta1));
+    fsdpc_vf sign = fsdpc_vf_copysign(fsdpc_vf_splat(1.0f), ahead);
+    sign = fsdpc_vf_select((ahead == 0.0f) | (ahead != ahead), ahead, sign); /* NaN stays NaN */
+    s->a = fused_by(g, k->add_square, s->a * fsdpc_vf_splat(k->beta2));
+    return fused_by(sign, k->minus_step, p * fsdpc_vf_splat(k->keep));
+}
+
+FSDPC_INLINE fsdpc_vf step_rule_apply(step_rule rule, const step_scalars *k, fsdpc_vf p, fsdpc_vf g,
+                                      step_states *s)
+{
+    g = g * fsdpc_vf_splat(k->grad_scale);
+    if (rule == RULE_LION)
+        return lion_rule(k, p, g, s);
+    if (rule == RULE_SGD || rule == RULE_MOMENTUM)
+        return sgd_rule(rule, k, p, g, s);
+    return adam_rule(rule, k, p, g, s);
+}

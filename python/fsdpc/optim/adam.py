@@ -1,0 +1,109 @@
+"""AdamW and Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as torch.optim.AdamW defines it.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        Parameters, alone or with their names, or groups ``{"params": [...], "lr": ..., ...}`` with
+        options of their own. Shard the model first.
+    lr : float, default 1e-3
+    betas : (float, float), default (0.9, 0.999)
+    eps : float, default 1e-8
+    weight_decay : float, default 0.01
+    amsgrad : bool, default False
+        Divide by the largest second moment there was; a third state.
+    maximize : bool, default False
+    state_dtype : dtype, default float32
+        Or bfloat16, rounded stochastically: the mean of what is stored is the exact value. States
+        of float64 parameters are float64 whatever is given here.
+    seed : int, default 0
+        Of that rounding; the same on every rank.
+
+    Raises
+    ------
+    ValueError
+        An option is out of range, a parameter is given twice, or some are sharded and others are
+        trainable, held by no unit and not ignored.
+
+    Notes
+    -----
+    ``step`` is collective over the ranks of sharded parameters. It is one pass over memory: the
+    scale that clipping left, the update, and the copy that the next forward reads. Parameters
+    without a gradient are skipped. Results do not depend on how parameters are sharded.
+
+    Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019.
+    """
+
+    _KIND = "AdamW"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: Any = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
+                        amsgrad=amsgrad, maximize=maximize)  # fmt: skip
+        super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        bounded(group, "lr", "eps", "weight_decay")
+        check_betas(group)
+
+
+class Adam(AdamW):
+    """Adam, whose weight decay joins the gradient, as torch.optim.Adam defines it.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        As :class:`AdamW` takes them.
+    lr : float, default 1e-3
+    betas : (float, float), default (0.9, 0.999)
+    eps : float, default 1e-8
+    weight_decay : float, default 0
+    amsgrad : bool, default False
+    maximize : bool, default False
+    state_dtype : dtype, default float32
+    seed : int, default 0
+        The last four as in :class:`AdamW`, and so are notes and errors.
+
+    Notes
+    -----
+    Source: Kingma and Ba, Adam: a method for stochastic optimization, 2015.
+    """
+
+    _KIND = "Adam"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: Any = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize,
+                         state_dtype=state_dtype, seed=seed)  # fmt: skip

@@ -1,0 +1,52 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpc.optim.optimizer import Optimizer, bounded, check_betas
+
+
+class Lion(Optimizer):
+    """Lion: steps by the sign of a momentum, with one state and decoupled weight decay.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        As :class:`AdamW` takes them.
+    lr : float, default 1e-4
+        A third to a tenth of what AdamW would get.
+    betas : (float, float), default (0.9, 0.99)
+        Of the sign, and of the momentum that is kept.
+    weight_decay : float, default 0
+        Three to ten times AdamW's.
+    maximize : bool, default False
+    state_dtype : dtype, default float32
+    seed : int, default 0
+        The last two as in :class:`AdamW`, and so are notes and errors.
+
+    Notes
+    -----
+    Source: Chen et al., Symbolic discovery of optimization algorithms, 2023, algorithm 2.
+    """
+
+    _KIND = "Lion"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        state_dtype: Any = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        bounded(group, "lr", "weight_decay")
+        check_betas(group)

@@ -1,0 +1,316 @@
+"""What the optimizers share: parameter groups, steps, states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fsdpc import _core
+from fsdpc.nn.module import Parameter
+from fsdpc.optim import state as _state
+
+
+class Optimizer:
+    """The base of the optimizers; use one of those.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        As :class:`AdamW` takes them.
+    defaults : dict
+        Options of groups that do not give their own.
+    state_dtype : dtype, default float32
+    seed : int, default 0
+
+    Attributes
+    ----------
+    param_groups : list of dict
+        ``"params"`` and the options of each group; changed options count from the next step on.
+    """
+
+    _KIND = ""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        state_dtype: Any = None,
+        seed: int = 0,
+    ) -> None:
+        groups = list(params)
+        if not groups:
+            raise ValueError("the optimizer got no parameters")
+        if not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self.param_groups: list[dict[str, Any]] = []
+        self._defaults = defaults
+        self._state_dtype = _core.float32 if state_dtype is None else _core.as_dtype(state_dtype)
+        self._core = _core.Optimizer(self._KIND, self._state_dtype, seed)
+        self._group_of: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._plain: dict[int, _Plain] = {}
+        self._units: list[Any] = []
+        for group in groups:
+            self._add_group(group)
+        self._refuse_strays()
+        self._set_options()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Take over more parameters, with options of their own.
+
+        Parameters
+        ----------
+        group : dict
+            ``{"params": [...], "lr": ..., ...}``; options that are left out are the defaults.
+        """
+        self._add_group(group)
+        self._refuse_strays()
+        self._set_options()
+
+    def _add_group(self, given: dict[str, Any]) -> None:
+        index = len(self.param_groups)
+        unknown = set(given) - set(self._defaults) - {"params"}
+        if unknown:
+            raise ValueError(f"group {index} has unknown options {sorted(unknown)}")
+        group = {**self._defaults, **given, "params": list(given["params"])}
+        self._check(group)
+        for i, entry in enumerate(group["params"]):
+            name, p = entry if isinstance(entry, tuple) else (None, entry)
+            if not isinstance(p, Parameter):
+                raise TypeError(
+                    f"optimizers take Parameters, got {type(p).__name__} (group {index}, place {i})"
+                )
+            group["params"][i] = p
+            label = f"'{name}'" if name else f"number {i} of group {index}"
+            label += f" {p.shape} {p.dtype.name}"
+            if p._unit is not None:
+                self._core.add(p._unit, p._index, index)
+                if p._unit not in self._units:
+                    self._units.append(p._unit)
+            elif id(p) in self._plain:
+                raise ValueError(f"parameter {label} was given before: {self._plain[id(p)].label}")
+            else:
+                self._plain[id(p)] = _Plain(label, self._core.take_number())
+            self._group_of[id(p)] = index
+            if name:
+                self._names[id(p)] = name
+        self.param_groups.append(group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError("an optimizer says what its options may be")
+
+    def _refuse_strays(self) -> None:
+        """Refuse what would be trained apart on every rank, beside parameters that are sharded."""
+        strays = [
+            self._plain[id(p)].label
+            for group in self.param_groups
+            for p in group["params"]
+            if p._unit is None and p.requires_grad and not getattr(p, "_ignored", False)
+        ]
+        if self._units and strays:
+            raise ValueError(
+                f"{len(strays)} trainable parameters belong to no unit, so their gradients would "
+                f"differ between ranks: {'; '.join(strays)}; call fully_shard() on the module "
+                "around them first, or give them as its ignored_params, or freeze them"
+            )
+
+    def _refuse_late_sharding(self) -> None:
+        for group in self.param_groups if self._plain else ():
+            for p in group["params"]:
+                if p._unit is not None and id(p) in self._plain:
+                    raise RuntimeError(
+                        f"parameter '{p._name}' of unit '{p._unit.name}' was sharded after the "
+                        "optimizer was made: call fully_shard() first, then make the optimizer"
+                    )
+
+    def _set_options(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            self._check(group)
+            self._core.set_hyper(i, **{name: group[name] for name in self._defaults})
+
+    # ---- training ----
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient; collective for sharded ones."""
+        self._refuse_late_sharding()
+        self._set_options()
+        for i, group in enumerate(self.param_groups if self._plain else ()):
+            for p in group["params"]:
+                if id(p) in self._plain and p.grad is not None and p.requires_grad:
+                    self._step_plain(i, p, self._plain[id(p)])
+        self._core.step()
+
+    def _step_plain(self, group: int, p: Parameter, own: _Plain) -> None:
+        states = self._plain_states(p)
+        own.step += 1
+        self._core.step_alone(
+            group, own.number, own.step, not own.momentum, p, p.grad, tuple(states.values())
+        )
+        own.momentum = own.momentum or "momentum_buffer" in states
+
+    def _plain_states(self, p: Parameter) -> dict[str, _core.Tensor]:
+        """The states that a parameter without a unit needs now; made where missing."""
+        own = self._plain[id(p)]
+        names = self._core.state_names(self._group_of[id(p)])
+        dtype = _core.float64 if p.dtype is _core.float64 else self._state_dtype
+        for name in names:
+            if name not in own.states:
+                own.states[name] = _core.zeros(p.shape, dtype=dtype)
+        return {name: own.states[name] for name in names}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients; touches no memory. ``set_to_none`` is accepted for PyTorch's sake."""
+        for unit in self._units:
+            unit.zero_grad()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p._unit is None:
+                    p.grad = None
+
+    # ---- states ----
+
+    def state(self, p: Parameter) -> dict[str, Any]:
+        """Return the step count and copies of the states of this rank's rows, None before a step.
+
+        Parameters
+        ----------
+        p : Parameter
+        """
+        states: dict[str, Any] = {"step": self.step_count(p)}
+        for k, name in enumerate(self._state_names(p)):
+            view = self._view(p, k, name)
+            states[name] = None if view is None else view.clone()
+        return states
+
+    def state_views(self, p: Parameter) -> dict[str, _core.Tensor]:
+        """Return this rank's rows of the states themselves, to be written; see set_step_count.
+
+        Parameters
+        ----------
+        p : Parameter
+
+        Returns
+        -------
+        dict of str to Tensor
+            In the shape of ``p.local``. States that no step has made yet are made, as zeros.
+        """
+        self.step_count(p)
+        if p._unit is None:
+            return self._plain_states(p)
+        self._core.make_states(p._unit, p._index)
+        views = {name: self._view(p, k, name) for k, name in enumerate(self._state_names(p))}
+        return {name: view for name, view in views.items() if view is not None}
+
+    def step_count(self, p: Parameter) -> int:
+        """Return how many steps a parameter has made.
+
+        Parameters
+        ----------
+        p : Parameter
+        """
+        if p._unit is not None:
+            return self._core.step_count(p._unit, p._index)
+        return self._plain_of(p).step
+
+    def set_step_count(self, p: Parameter, steps: int) -> None:
+        """Say how many steps a parameter has made, after its states were written.
+
+        Parameters
+        ----------
+        p : Parameter
+        steps : int
+            0 makes the states zeros, as if no step had been made.
+        """
+        if p._unit is not None:
+            self._core.set_step_count(p._unit, p._index, steps)
+            return
+        own = self._plain_of(p)
+        if steps < 0:
+            raise ValueError(f"parameter {own.label} cannot have made {steps} steps")
+        own.step = steps
+        if steps == 0:
+            own.states.clear()
+        own.momentum = "momentum_buffer" in own.states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states and options by parameter name; collective for sharded parameters.
+
+        Returns
+        -------
+        dict
+            ``"state"``: name to ``{"step": int, "exp_avg": Tensor, ...}``, full values on every
+            rank, for parameters that have stepped; ``"param_groups"``: options, and names as
+            ``"params"``.
+
+        Raises
+        ------
+        ValueError
+            The optimizer was not given names: it takes ``model.named_parameters()``, and
+            :func:`get_optimizer_state_dict` finds them in the model.
+        """
+        return _state.gather(self, self._names)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over states and options; sharded parameters take their own rows.
+
+        Parameters
+        ----------
+        state : mapping
+            As :meth:`state_dict` returns it, at any number of ranks; full values as Tensors or
+            arrays of any float dtype.
+
+        Raises
+        ------
+        KeyError, ValueError
+            Names, groups, states or shapes differ from this optimizer's; nothing is changed then.
+        """
+        _state.load(self, state, self._names)
+
+    def _plain_of(self, p: Parameter) -> _Plain:
+        own = self._plain.get(id(p))
+        if own is None:
+            raise KeyError(f"the optimizer was not given this parameter {p.shape} {p.dtype.name}")
+        return own
+
+    def _state_names(self, p: Parameter) -> tuple[str, ...]:
+        return self._core.state_names(self._group_of[id(p)])
+
+    def _view(self, p: Parameter, which: int, name: str) -> _core.Tensor | None:
+        if p._unit is not None:
+            return self._core.state(p._unit, p._index, which)
+        return self._plain_of(p).states.get(name)
+
+
+class _Plain:
+    """States of a parameter that is not sharded."""
+
+    def __init__(self, label: str, number: int) -> None:
+        self.label, self.number = label, number
+        self.step = 0
+        self.momentum = False
+        self.states: dict[str, _core.Tensor] = {}
+
+
+def bounded(group: dict[str, Any], *names: str, low: float | None = 0.0) -> None:
+    """Refuse options that are no finite numbers of at least ``low``."""
+    for name in names:
+        value = group[name]
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name} must be a number, got {value!r}") from None
+        if not math.isfinite(number) or (low is not None and number < low):
+            raise ValueError(f"{name} is out of range: {value}")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    """Refuse betas that are not two numbers in [0, 1)."""
+    betas = group["betas"]
+    try:
+        first, second = (float(beta) for beta in betas)
+    except (TypeError, ValueError):
+        raise TypeError(f"betas must be two numbers, got {betas!r}") from None
+    if not (0 <= first < 1 and 0 <= second < 1):
+        raise ValueError(f"betas is out of range: {betas}")

@@ -1,0 +1,59 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpc.optim.optimizer import Optimizer, bounded
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD defines it.
+
+    Parameters
+    ----------
+    params : iterable of Parameter, of (str, Parameter), or of dict
+        As :class:`AdamW` takes them.
+    lr : float, default 1e-3
+    momentum : float, default 0
+        With 0 there are no states.
+    dampening : float, default 0
+        What is taken off the gradient that joins the momentum, except the first time.
+    weight_decay : float, default 0
+        Joins the gradient.
+    nesterov : bool, default False
+        Needs momentum and no dampening.
+    maximize : bool, default False
+    state_dtype : dtype, default float32
+    seed : int, default 0
+        The last two as in :class:`AdamW`, and so are notes and errors.
+    """
+
+    _KIND = "SGD"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: Any = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = dict(lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+                        nesterov=nesterov, maximize=maximize)  # fmt: skip
+        super().__init__(params, defaults, state_dtype=state_dtype, seed=seed)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        bounded(group, "lr", "momentum", "weight_decay")
+        bounded(group, "dampening", low=None)
+        if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+            raise ValueError(
+                f"nesterov needs momentum and no dampening, got momentum {group['momentum']} and "
+                f"dampening {group['dampening']}"
+            )

@@ -1,0 +1,193 @@
+"""Optimizer states by parameter name: full values that fit any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpc import _core
+
+if TYPE_CHECKING:
+    from fsdpc.nn.module import Module, Parameter
+    from fsdpc.optim.optimizer import Optimizer
+
+
+def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's states and options by the model's full dotted names.
+
+    Parameters
+    ----------
+    model : Module
+        With all of the optimizer's parameters, sharded or not.
+    optimizer : Optimizer
+
+    Returns
+    -------
+    dict
+        As :meth:`Optimizer.state_dict` returns it.
+
+    Raises
+    ------
+    ValueError
+        The optimizer has parameters that the model has not.
+
+    Notes
+    -----
+    Collective for sharded parameters; every rank gets the full values.
+    """
+    return gather(optimizer, _names_in(model))
+
+
+def set_optimizer_state_dict(
+    model: Module, optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Take over states and options that are named as the model names its parameters.
+
+    Parameters
+    ----------
+    model : Module
+        With all of the optimizer's parameters, sharded or not.
+    optimizer : Optimizer
+    state : mapping
+        As :func:`get_optimizer_state_dict` returns it, at any number of ranks.
+
+    Raises
+    ------
+    KeyError, ValueError
+        Names, groups, states or shapes differ from the optimizer's; nothing is changed then.
+    """
+    load(optimizer, state, _names_in(model))
+
+
+def _names_in(model: Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Parameter]]:
+    """Per group, parameters by name."""
+    found: list[dict[str, Parameter]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        without = [i for i, p in enumerate(group["params"]) if id(p) not in names]
+        if without:
+            raise ValueError(
+                f"{len(without)} parameters of group {index} have no name, the first is number "
+                f"{without[0]}: give the optimizer (name, parameter) pairs, as "
+                "model.named_parameters() yields them, or call get_optimizer_state_dict() and "
+                "set_optimizer_state_dict() with the model that holds them"
+            )
+        found.append({names[id(p)]: p for p in group["params"]})
+    return found
+
+
+def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """State and options by name, full values; collective for sharded parameters."""
+    groups = _named(optimizer, names)
+    state = {
+        name: {"step": optimizer.step_count(p), **dict(_full_states(optimizer, p))}
+        for group in groups
+        for name, p in group.items()
+        if optimizer.step_count(p) > 0
+    }
+    options = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": list(named)}
+        for group, named in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    return {"state": state, "param_groups": options}
+
+
+def _full_states(optimizer: Optimizer, p: Parameter) -> Iterator[tuple[str, _core.Tensor]]:
+    for k, name in enumerate(optimizer._state_names(p)):
+        own = optimizer._view(p, k, name)
+        if own is None:
+            continue
+        yield name, own.clone() if p._unit is None else optimizer._core.collect(
+            p._unit, p._index, k
+        )
+
+
+def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """The inverse of gather; changes nothing where something does not fit."""
+    missing = {"state", "param_groups"} - set(state)
+    if missing:
+        raise KeyError(f"an optimizer's state has 'state' and 'param_groups'; missing {missing}")
+    groups = _named(optimizer, names)
+    _check_groups(optimizer, groups, state["param_groups"])
+    kept = [dict(group) for group in optimizer.param_groups]
+    for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+    try:
+        optimizer._set_options()  # these say which states there are
+        _check_states(optimizer, groups, state["state"])
+    except BaseException:
+        for group, before in zip(optimizer.param_groups, kept, strict=True):
+            group.clear()
+            group.update(before)
+        optimizer._set_options()
+        raise
+    for named in groups:
+        for name, p in named.items():
+            optimizer.set_step_count(p, 0)
+            if name in state["state"]:
+                _load_one(optimizer, p, state["state"][name])
+
+
+def _check_groups(
+    optimizer: Optimizer, groups: list[dict[str, Parameter]], given: list[dict[str, Any]]
+) -> None:
+    if len(given) != len(groups):
+        raise ValueError(
+            f"the state is of {len(given)} parameter groups, the optimizer has {len(groups)}"
+        )
+    for index, (own, other) in enumerate(zip(groups, given, strict=True)):
+        missing = sorted(own.keys() - set(other["params"]))
+        unexpected = sorted(set(other["params"]) - own.keys())
+        if missing or unexpected:
+            raise KeyError(
+                f"group {index} of the state does not fit: missing {missing}, unexpected "
+                f"{unexpected}"
+            )
+        known = set(optimizer._defaults) | {"params", "initial_lr"}  # the latter by schedulers
+        unknown = sorted(set(other) - known)
+        if unknown:
+            raise ValueError(f"group {index} of the state has unknown options {unknown}")
+
+
+def _check_states(
+    optimizer: Optimizer, groups: list[dict[str, Parameter]], given: Mapping[str, Any]
+) -> None:
+    parameters = {name: p for group in groups for name, p in group.items()}
+    unexpected = sorted(given.keys() - parameters.keys())
+    if unexpected:
+        raise KeyError(f"states of parameters that the optimizer has not: {unexpected}")
+    for name, entry in given.items():
+        p = parameters[name]
+        needed = {"step", *optimizer._state_names(p)}
+        # There is no momentum yet where it was switched on after the last step.
+        missing = sorted(needed - set(entry) - {"momentum_buffer"})
+        surplus = sorted(set(entry) - needed)
+        if missing or surplus:
+            raise KeyError(
+                f"the state of '{name}' does not fit {optimizer._KIND}: missing {missing}, "
+                f"unexpected {surplus}"
+            )
+        for each, value in entry.items():
+            if each != "step" and tuple(value.shape) != tuple(p.shape):
+                raise ValueError(
+                    f"{each} of '{name}': {tuple(value.shape)} given, {tuple(p.shape)} wanted"
+                )
+
+
+def _load_one(optimizer: Optimizer, p: Parameter, entry: Mapping[str, Any]) -> None:
+    for k, name in enumerate(optimizer._state_names(p)):
+        if name not in entry:
+            continue
+        value = entry[name]
+        if not isinstance(value, _core.Tensor):
+            value = _core.tensor(np.ascontiguousarray(value))
+        if p._unit is None:
+            optimizer._plain_states(p)[name].copy_(value)
+        else:
+            optimizer._core.write(p._unit, p._index, k, value)
+    optimizer.set_step_count(p, int(entry["step"]))
