@@ -18,13 +18,22 @@ from fsdpc import _core, distributed, models
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
-from fsdpc.data import ByteDataset, DistributedSampler, Loader, SequenceDataset, default_corpus
+from fsdpc.data import (
+    ByteDataset,
+    DistributedSampler,
+    GlobalBatchSampler,
+    Loader,
+    SequenceDataset,
+    default_corpus,
+)
 from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
+from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
 from fsdpc.optim import AdamW
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
+from fsdpc.strategies import ShardingStrategy
 
 HELD_OUT_BYTES = 500_000
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
@@ -124,9 +133,59 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="micro-steps in a step of the optimizer (default: 1)",
     )
+    _add_sharding_options(p)
     _add_optimizer_options(p)
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
+
+
+def _add_sharding_options(p: argparse.ArgumentParser) -> None:
+    sharding = p.add_argument_group("sharding")
+    sharding.add_argument(
+        "--strategy",
+        type=str.upper,
+        choices=tuple(ShardingStrategy.__members__),
+        default="FULL_SHARD",
+        metavar="NAME",
+        help=f"{', '.join(ShardingStrategy.__members__)} (default: FULL_SHARD)",
+    )
+    sharding.add_argument(
+        "--mesh",
+        type=_mesh_shape,
+        metavar="RxS",
+        help="replicas x shards, for the hybrid strategies; R * S ranks",
+    )
+    sharding.add_argument(
+        "--reshard-after-forward",
+        type=_true_false_number,
+        metavar="WHEN",
+        help="true, false or a number of ranks (default: the strategy's)",
+    )
+    sharding.add_argument(
+        "--reduce-dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="in which gradients are written and sent (default: fp32)",
+    )
+    sharding.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits however --ranks and --accumulate split the global batch",
+    )
+
+
+def _mesh_shape(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"a mesh is written as 2x4, got '{text}'")
+    return int(parts[0]), int(parts[1])
+
+
+def _true_false_number(text: str) -> bool | int:
+    known = {"true": True, "false": False}
+    if text.lower() not in known and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"true, false or a number of ranks, got '{text}'")
+    return known.get(text.lower(), int(text) if text.isdigit() else 0)
 
 
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
@@ -240,7 +299,7 @@ class Trainer:
         self.options = options
         self.train_data, self.val_data = datasets(options)
         if not distributed.is_initialized():
-            distributed.init()
+            distributed.init(deterministic=options.deterministic)
         self.rank, self.world = distributed.rank(), distributed.world_size()
         self.model, self.optimizer = self._build()
         self.scaler = LossScaler() if options.dtype == "fp16" else None
@@ -251,19 +310,17 @@ class Trainer:
             max(options.steps, 1),
             min_ratio=0.05,
         )
-        sampler = DistributedSampler(
-            len(self.train_data),
-            self.rank,
-            self.world,
-            shuffle=True,
-            seed=options.seed,
-            drop_last=True,
-        )
-        self.loader = Loader(self.train_data, options.batch, sampler)
+        self.loader = Loader(self.train_data, options.batch, self._sampler())
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops = self._measure_peak() * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         self.metrics = open(options.metrics, "w") if options.metrics and self.rank == 0 else None
+
+    def _sampler(self) -> DistributedSampler:
+        o, length, place = self.options, len(self.train_data), (self.rank, self.world)
+        if o.deterministic:
+            return GlobalBatchSampler(length, *place, o.batch, o.accumulate, seed=o.seed)
+        return DistributedSampler(length, *place, shuffle=True, seed=o.seed, drop_last=True)
 
     def _build(self) -> tuple[Any, AdamW]:
         o = self.options
@@ -275,11 +332,19 @@ class Trainer:
         if o.checkpoint_activations:
             checkpoint_activations(model.blocks(), _checkpoint_choice(o.checkpoint_activations))
         policy = MixedPrecisionPolicy(
-            param_dtype=None if o.dtype == "fp32" else DTYPES[o.dtype], reduce_dtype=_core.float32
+            param_dtype=None if o.dtype == "fp32" else DTYPES[o.dtype],
+            reduce_dtype=DTYPES[o.reduce_dtype],
         )
+        mesh = init_device_mesh("cpu", o.mesh) if o.mesh else None
+        sharding: dict[str, Any] = {
+            "mesh": mesh,
+            "strategy": o.strategy,
+            "reshard_after_forward": o.reshard_after_forward,
+            "mp_policy": policy,
+        }
         for block in model.blocks():
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+            fully_shard(block, **sharding)
+        fully_shard(model, **sharding)
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [
@@ -331,7 +396,9 @@ class Trainer:
         begin, waited, data = time.perf_counter(), world.waited_ns, self.loader.wait_seconds
         losses = []
         self.optimizer.zero_grad()
-        for _ in range(o.accumulate):
+        for micro in range(o.accumulate):
+            if o.strategy == "SHARD_OPTIM" and o.accumulate > 1:
+                self.model.set_requires_gradient_sync(micro == o.accumulate - 1)
             x, y = next(self.loader)
             loss = self.model(x, y)
             part = loss / o.accumulate if o.accumulate > 1 else loss

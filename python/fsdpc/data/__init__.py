@@ -2,11 +2,12 @@
 
 from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset, TokenDataset
 from fsdpc.data.files import default_corpus
-from fsdpc.data.loader import DistributedSampler, Loader
+from fsdpc.data.loader import DistributedSampler, GlobalBatchSampler, Loader
 
 __all__ = [
     "ByteDataset",
     "DistributedSampler",
+    "GlobalBatchSampler",
     "Loader",
     "PackedSequences",
     "SequenceDataset",

@@ -1,0 +1,72 @@
+"""``fsdpc train``: strategies, meshes and splits of one global batch end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fsdpc.data import GlobalBatchSampler
+
+DATA = Path(__file__).parents[2] / "docs"
+
+
+def crc_of(tmp_path: Path, *options: str) -> str:
+    """Train a little and return the checksum of the parameters."""
+    metrics = tmp_path / "metrics.jsonl"
+    command = [sys.executable, "-m", "fsdpc", "train", "--steps", "2", "--batch", "1", "--seq", "48"]
+    command += ["--sample", "0", "--data", str(DATA), "--metrics", str(metrics), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(metrics.read_text().splitlines()[-1])["params_crc32c"]
+
+
+def test_deterministic_splits_end_equal(tmp_path: Path) -> None:
+    splits = [("1", "4"), ("2", "2"), ("4", "1")]
+    found = {
+        crc_of(tmp_path, "--deterministic", "--ranks", ranks, "--accumulate", micro, *more)
+        for ranks, micro in splits
+        for more in ([], ["--strategy", "no_shard"])
+    }
+    assert len(found) == 1
+
+
+def test_strategies_end_equal(tmp_path: Path) -> None:
+    strategies = [
+        [],
+        ["--strategy", "SHARD_GRAD_OP"],
+        ["--strategy", "hybrid_shard", "--mesh", "2x1"],
+        ["--reshard-after-forward", "true"],
+    ]
+    assert len({crc_of(tmp_path, "--ranks", "2", *more) for more in strategies}) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "wanted"),
+    [
+        ("--mesh", "2", "a mesh is written as 2x4, got '2'"),
+        ("--strategy", "zero", "invalid choice: 'ZERO'"),
+        ("--reshard-after-forward", "maybe", "true, false or a number of ranks, got 'maybe'"),
+    ],
+)
+def test_bad_options_are_named(option: str, value: str, wanted: str) -> None:
+    command = [sys.executable, "-m", "fsdpc", "train", option, value]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert wanted in done.stderr
+
+
+def test_global_batches_do_not_depend_on_the_split() -> None:
+    whole = GlobalBatchSampler(103, 0, 1, batch=3, accumulate=4, seed=5)
+    assert len(whole) == 96
+    blocks = whole.indices().reshape(-1, 4, 3)
+    for world in (2, 4):
+        for rank in range(world):
+            part = GlobalBatchSampler(103, rank, world, 3, 4 // world, seed=5)
+            mine = part.indices().reshape(-1, 4 // world, 3)
+            np.testing.assert_array_equal(mine, blocks[:, rank::world])
+    with pytest.raises(ValueError, match="fewer than a global batch of 24"):
+        GlobalBatchSampler(20, 0, 2, batch=3, accumulate=4)
