@@ -1,15 +1,21 @@
 /* The matrix product on the CPU: checks, choice of kernels, blocking and threads.
  *
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
- * written along its rows.  All of A' (a slab of it, where it is larger than SLAB_BYTES) is packed
- * first.  Then C is cut into blocks of columns; for each block of k the block's part of B' is
- * packed, to lie in L2, and each panel of A meets the panels of B in turn.  What a panel is and how
- * two of them are multiplied is the path's (gemm_path.h).
+ * written along its rows.  C is cut into blocks of columns; for each, B' is packed for one pass
+ * over k (a few blocks of k), to lie in L2, and each panel of A' meets the panels of B in turn,
+ * block by block of k.  What a panel is and how two of them are multiplied is the path's
+ * (gemm_path.h).
  *
- * With one block of k a tile's sums go straight to C.  With more, the block's sums stay in a
- * private fp32 area of at most ROWS rows, so that partial sums are never rounded to bf16 and C is
- * read and written once.  A sum is one chain over ascending k, therefore equal for every cut of m,
- * n and k.
+ * A' is packed first, a slab of at most SLAB_BYTES at a time; or, where the path can and A lies
+ * along k, never: the first tile of a row takes A from memory and leaves its panel behind for the
+ * others, and all tiles of the row together ask for the next panel's memory.  That saves writing
+ * and reading A once each through L3, which at 30 GB/s took a quarter of a bf16 product at 1024.
+ *
+ * With one block of k a tile's sums go straight to C.  With several in one pass, a row of tiles
+ * keeps its sums in fp32 in between; with several passes (k above 2048 for AMX, the path's kc for
+ * others) at most ROWS rows do, in a private area.  So partial sums are never rounded to bf16 and C
+ * is read and written once.  A sum is one chain over ascending k, therefore equal for every cut of
+ * m, n, k.
  *
  * Threads take panels of A to pack, then blocks of C to compute, from a counter; each has its own
  * place for B's block and the sums.  C is cut over columns first, since cuts over rows make threads
@@ -45,13 +51,15 @@ typedef struct product {
 typedef struct plan {
     const fsdpc_gemm_path *path;
     int threads;
-    size_t kc, passes;         /* blocks of k */
+    size_t kc, blocks, passes; /* k of one block; blocks of a pass over k */
     size_t a_panels, b_panels; /* of the whole product */
     size_t a_panel_bytes, b_panel_bytes;
-    size_t slab_panels;                     /* panels of A packed at a time */
-    size_t row_panels, col_panels;          /* of one block of C */
-    size_t tile_bytes;                      /* sums of one tile */
-    size_t slab_bytes, b_bytes, sums_bytes; /* packed A; of one thread: B's block and the sums */
+    bool slab;                           /* A is packed before; else panel by panel, by tile */
+    size_t slab_panels;                  /* panels of A packed at a time */
+    size_t row_panels, col_panels;       /* of one block of C */
+    size_t tile_bytes;                   /* sums of one tile */
+    size_t slab_bytes;                   /* packed A */
+    size_t b_bytes, sums_bytes, a_bytes; /* of one thread; a: one panel, without a slab */
 } plan;
 
 /* -- choice ------------------------------------------------------------------------------------ */
@@ -82,24 +90,30 @@ static size_t even_block(size_t count, size_t most, size_t least)
     return fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(blocks, 1)), 1);
 }
 
-static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k, int threads)
+static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k, bool a_along_k,
+                      int threads)
 {
-    plan p = {.path = path, .threads = threads};
+    plan p = {.path = path, .threads = threads, .slab = !path->packs_a || !a_along_k};
     if ((double)m * (double)n * (double)k < INLINE_WORK)
         p.threads = 1;
     size_t team = (size_t)p.threads;
 
     p.kc = fsdpc_round_up(even_block(k, path->kc, 1), 32);
-    p.passes = fsdpc_max_size(fsdpc_ceil_div(k, p.kc), 1);
+    size_t blocks = fsdpc_max_size(fsdpc_ceil_div(k, p.kc), 1);
+    p.blocks = even_block(blocks, path->blocks, 1);
+    p.passes = fsdpc_ceil_div(blocks, p.blocks);
     p.a_panel_bytes = fsdpc_gemm_panel_bytes(path, path->mr, p.kc);
     p.b_panel_bytes = fsdpc_gemm_panel_bytes(path, path->nr, p.kc);
     p.a_panels = fsdpc_ceil_div(m, path->mr);
     p.b_panels = fsdpc_ceil_div(n, path->nr);
-    p.slab_panels = even_block(p.a_panels, SLAB_BYTES / (p.passes * p.a_panel_bytes), 1);
+    p.slab_panels =
+        p.slab ? even_block(p.a_panels, SLAB_BYTES / (blocks * p.a_panel_bytes), 1) : p.a_panels;
 
     /* a multiple of the team, so that nobody idles at the end; but blocks of one panel alone would
      * read A once for every nr columns */
-    size_t cols = fsdpc_ceil_div(p.b_panels, path->nc / path->nr);
+    size_t most_cols = path->b_bytes / (p.blocks * p.kc * path->element_bytes);
+    most_cols = fsdpc_max_size(fsdpc_min_size(most_cols, path->nc) / path->nr, 1);
+    size_t cols = fsdpc_ceil_div(p.b_panels, most_cols);
     cols = fsdpc_min_size(fsdpc_round_up(cols, team), fsdpc_ceil_div(p.b_panels, 2));
     p.col_panels = even_block(p.b_panels, p.b_panels, cols);
     cols = fsdpc_ceil_div(p.b_panels, p.col_panels);
@@ -107,15 +121,17 @@ static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k,
     p.row_panels = even_block(p.slab_panels, most_rows, fsdpc_ceil_div(team, cols));
 
     p.tile_bytes = path->mr * path->nr * path->sum_bytes;
-    p.slab_bytes = p.slab_panels * p.passes * p.a_panel_bytes;
-    p.b_bytes = p.col_panels * p.b_panel_bytes;
-    p.sums_bytes = p.passes > 1 ? p.row_panels * p.col_panels * p.tile_bytes : p.tile_bytes;
+    p.slab_bytes = p.slab ? p.slab_panels * blocks * p.a_panel_bytes : 0;
+    p.b_bytes = p.blocks * p.col_panels * p.b_panel_bytes;
+    size_t tiles = p.passes > 1 ? p.row_panels * p.col_panels : p.blocks > 1 ? p.col_panels : 2;
+    p.sums_bytes = tiles * p.tile_bytes;
+    p.a_bytes = p.slab ? 0 : p.a_panel_bytes;
     return p;
 }
 
 static size_t plan_bytes(const plan *p)
 {
-    return p->slab_bytes + (size_t)p->threads * (p->b_bytes + p->sums_bytes);
+    return p->slab_bytes + (size_t)p->threads * (p->b_bytes + p->sums_bytes + p->a_bytes);
 }
 
 /* -- one product ------------------------------------------------------------------------------- */
@@ -135,52 +151,159 @@ static size_t take(job *j)
     return atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed);
 }
 
-static char *a_panel(const job *j, size_t pass, size_t panel)
+static char *a_panel(const job *j, size_t block, size_t panel)
 {
-    return j->workspace + (pass * j->panels + panel) * j->plan->a_panel_bytes;
+    return j->workspace + (block * j->panels + panel) * j->plan->a_panel_bytes;
+}
+
+static size_t k_count_of(const job *j, size_t block)
+{
+    return fsdpc_min_size(j->product->k - block * j->plan->kc, j->plan->kc);
+}
+
+static size_t blocks_of(const job *j)
+{
+    return fsdpc_max_size(fsdpc_ceil_div(j->product->k, j->plan->kc), 1);
+}
+
+static void pack_a(const job *j, char *to, size_t block, size_t panel)
+{
+    const plan *p = j->plan;
+    size_t row = (j->first_panel + panel) * p->path->mr;
+    p->path->pack_a(to, &j->product->a, row, fsdpc_min_size(j->product->m - row, p->path->mr),
+                    block * p->kc, k_count_of(j, block));
 }
 
 static void pack_slab_part(void *arg, size_t part)
 {
     (void)part;
     job *j = arg;
-    const plan *p = j->plan;
-    const product *it = j->product;
-    for (size_t i; (i = take(j)) < j->panels * p->passes;) {
-        size_t pass = i / j->panels, panel = i % j->panels;
-        size_t row = (j->first_panel + panel) * p->path->mr, k = pass * p->kc;
-        p->path->pack_a(a_panel(j, pass, panel), &it->a, row,
-                        fsdpc_min_size(it->m - row, p->path->mr), k,
-                        fsdpc_min_size(it->k - k, p->kc));
+    for (size_t i; (i = take(j)) < j->panels * blocks_of(j);)
+        pack_a(j, a_panel(j, i / j->panels, i % j->panels), i / j->panels, i % j->panels);
+}
+
+/* One thread at one block of C. */
+typedef struct worker {
+    const job *job;
+    char *b, *sums, *a;                                    /* its own memory; a: without a slab */
+    size_t first_panel, last_panel, first_col, col_panels; /* the block */
+    fsdpc_gemm_target pending;                             /* a tile to finish */
+    const char *pending_sums;                              /* NULL: none */
+} worker;
+
+static void finish_pending(worker *w)
+{
+    if (w->pending_sums)
+        w->job->plan->path->finish(&w->pending, w->pending_sums);
+    w->pending_sums = NULL;
+}
+
+static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
+{
+    const product *it = w->job->product;
+    const fsdpc_gemm_path *path = w->job->plan->path;
+    size_t row = (w->job->first_panel + panel) * path->mr, col = w->first_col + q * path->nr;
+    fsdpc_gemm_target to = it->c;
+    to.rows = fsdpc_min_size(it->m - row, path->mr);
+    to.cols = fsdpc_min_size(it->n - col, path->nr);
+    to.c = (char *)to.c + (row * to.ldc + col) * fsdpc_dtype_bytes(to.dtype);
+    if (to.bias)
+        to.bias = (const char *)to.bias + col * fsdpc_dtype_bytes(to.bias_dtype);
+    return to;
+}
+
+/* Multiplies a panel of A with those of B, for one block of k.  A tile is finished after the next
+ * one has begun: its sums have come to rest by then, and the processor does both at once. */
+static void multiply_row(worker *w, char *a, size_t panel, size_t block, fsdpc_gemm_beside *beside)
+{
+    const plan *p = w->job->plan;
+    const fsdpc_gemm_path *path = p->path;
+    size_t k_count = k_count_of(w->job, block);
+    bool last = block + 1 == blocks_of(w->job), kept = p->passes * p->blocks > 1;
+    char *sums = w->sums;
+    if (p->passes > 1)
+        sums += (panel - w->first_panel) * w->col_panels * p->tile_bytes;
+    const char *b = w->b + block % p->blocks * w->col_panels * p->b_panel_bytes;
+    for (size_t q = 0; q < w->col_panels; q++, b += p->b_panel_bytes) {
+        char *to = sums + (kept ? q : q % 2) * p->tile_bytes;
+        fsdpc_gemm_target target = target_of(w, panel, q);
+        beside->c = target.c;
+        beside->c_rows = last ? target.rows : 0;
+        beside->c_bytes = target.cols * fsdpc_dtype_bytes(target.dtype);
+        beside->c_step = target.ldc * fsdpc_dtype_bytes(target.dtype);
+        if (w->pending_sums == to)
+            finish_pending(w);
+        path->tile(to, a, b, k_count, block > 0, beside);
+        beside->a = NULL;
+        finish_pending(w);
+        if (last) {
+            w->pending = target;
+            w->pending_sums = to;
+        }
     }
 }
 
-/* Multiplies panel `panel` of A (of the slab) with the packed panels of B that begin at column
- * `col`. */
-static void multiply_row(const job *j, size_t pass, size_t panel, size_t col, size_t col_panels,
-                         const char *b, char *sums)
+/* What the tiles of a step (a panel of A and a block of k) find beside them: this step's A, if they
+ * are to pack it, and the next one's. */
+static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_t block)
 {
+    const job *j = w->job;
+    const plan *p = j->plan;
+    const fsdpc_gemm_operand *from = &j->product->a;
+    size_t k_count = k_count_of(j, block), mr = p->path->mr;
+    fsdpc_gemm_beside it = {.row = a, .next = a};
+    if (p->slab) {
+        it.row = it.next = a + p->a_panel_bytes;
+        it.row_bytes = p->a_panel_bytes;
+        it.row_step = p->a_panel_bytes;
+        it.rate = 2;
+        return it;
+    }
+    size_t element = p->path->element_bytes, row = (j->first_panel + panel) * mr;
+    const char *data = from->data;
+    it.a_bytes = from->ld * element;
+    if (from->lines - row >= mr && k_count > 0 && k_count % 32 == 0)
+        it.a = data + (row * from->ld + block * p->kc) * element;
+
+    if (++block % p->blocks == 0 || block == blocks_of(j)) {
+        block = (block - 1) / p->blocks * p->blocks;
+        row += mr;
+    }
+    if (row < from->lines) {
+        size_t steps = w->col_panels * fsdpc_ceil_div(fsdpc_max_size(k_count, 1), 32);
+        it.row = it.next = data + (row * from->ld + block * p->kc) * element;
+        it.row_bytes = k_count_of(j, block) * element;
+        it.row_step = it.a_bytes;
+        it.rate = fsdpc_ceil_div(mr * fsdpc_ceil_div(it.row_bytes, 64), steps);
+    }
+    return it;
+}
+
+static void compute_block(worker *w)
+{
+    const job *j = w->job;
     const plan *p = j->plan;
     const fsdpc_gemm_path *path = p->path;
     const product *it = j->product;
-    size_t k_count = fsdpc_min_size(it->k - pass * p->kc, p->kc);
-    const char *a = a_panel(j, pass, panel);
-    size_t row = (j->first_panel + panel) * path->mr;
-    for (size_t q = 0; q < col_panels; q++, col += path->nr) {
-        size_t ahead = p->a_panel_bytes + q * k_count * path->ahead_bytes;
-        path->tile(sums, a, b + q * p->b_panel_bytes, k_count, pass > 0, a + ahead);
-        if (pass + 1 == p->passes) {
-            fsdpc_gemm_target to = it->c;
-            to.rows = fsdpc_min_size(it->m - row, path->mr);
-            to.cols = fsdpc_min_size(it->n - col, path->nr);
-            to.c = (char *)to.c + (row * to.ldc + col) * fsdpc_dtype_bytes(to.dtype);
-            if (to.bias)
-                to.bias = (const char *)to.bias + col * fsdpc_dtype_bytes(to.bias_dtype);
-            path->finish(&to, sums);
-        }
-        if (p->passes > 1)
-            sums += p->tile_bytes;
+    for (size_t first = 0; first < blocks_of(j); first += p->blocks) {
+        size_t end = fsdpc_min_size(first + p->blocks, blocks_of(j));
+        char *b = w->b;
+        for (size_t block = first; block < end; block++)
+            for (size_t q = 0; q < w->col_panels; q++, b += p->b_panel_bytes) {
+                size_t col = w->first_col + q * path->nr;
+                path->pack_b(b, &it->b, col, fsdpc_min_size(it->n - col, path->nr), block * p->kc,
+                             k_count_of(j, block));
+            }
+        for (size_t panel = w->first_panel; panel < w->last_panel; panel++)
+            for (size_t block = first; block < end; block++) {
+                char *a = p->slab ? a_panel(j, block, panel) : w->a;
+                fsdpc_gemm_beside beside = beside_of(w, a, panel, block);
+                if (!p->slab && !beside.a)
+                    pack_a(j, a, block, panel);
+                multiply_row(w, a, panel, block, &beside);
+            }
     }
+    finish_pending(w);
 }
 
 static void compute_part(void *arg, size_t part)
@@ -188,32 +311,22 @@ static void compute_part(void *arg, size_t part)
     job *j = arg;
     const plan *p = j->plan;
     const fsdpc_gemm_path *path = p->path;
-    const product *it = j->product;
-    char *b = j->workspace + p->slab_bytes + part * (p->b_bytes + p->sums_bytes);
-    char *sums = b + p->b_bytes;
+    worker w = {.job = j};
+    w.b = j->workspace + p->slab_bytes + part * (p->b_bytes + p->sums_bytes + p->a_bytes);
+    w.sums = w.b + p->b_bytes;
+    w.a = w.sums + p->sums_bytes;
     size_t row_blocks = fsdpc_ceil_div(j->panels, p->row_panels);
     size_t col_blocks = fsdpc_ceil_div(p->b_panels, p->col_panels);
 
     if (path->enter)
         path->enter();
     for (size_t i; (i = take(j)) < row_blocks * col_blocks;) {
-        size_t first_panel = i / col_blocks * p->row_panels;
-        size_t last_panel = fsdpc_min_size(first_panel + p->row_panels, j->panels);
-        size_t first_col = i % col_blocks * p->col_panels * path->nr;
-        size_t cols = fsdpc_min_size(it->n - first_col, p->col_panels * path->nr);
-        size_t col_panels = fsdpc_ceil_div(cols, path->nr);
-        for (size_t pass = 0; pass < p->passes; pass++) {
-            size_t k = pass * p->kc;
-            for (size_t q = 0; q < col_panels; q++)
-                path->pack_b(b + q * p->b_panel_bytes, &it->b, first_col + q * path->nr,
-                             fsdpc_min_size(cols - q * path->nr, path->nr), k,
-                             fsdpc_min_size(it->k - k, p->kc));
-            for (size_t panel = first_panel; panel < last_panel; panel++) {
-                size_t done =
-                    p->passes > 1 ? (panel - first_panel) * col_panels * p->tile_bytes : 0;
-                multiply_row(j, pass, panel, first_col, col_panels, b, sums + done);
-            }
-        }
+        w.first_panel = i / col_blocks * p->row_panels;
+        w.last_panel = fsdpc_min_size(w.first_panel + p->row_panels, j->panels);
+        size_t first = i % col_blocks * p->col_panels;
+        w.first_col = first * path->nr;
+        w.col_panels = fsdpc_min_size(p->b_panels - first, p->col_panels);
+        compute_block(&w);
     }
     if (path->leave)
         path->leave();
@@ -227,7 +340,8 @@ static void run(const plan *p, const product *it, char *workspace, fsdpc_team *t
                  .workspace = workspace,
                  .first_panel = first,
                  .panels = fsdpc_min_size(p->a_panels - first, p->slab_panels)};
-        fsdpc_team_run(p->threads > 1 ? team : NULL, (size_t)p->threads, pack_slab_part, &j);
+        if (p->slab)
+            fsdpc_team_run(p->threads > 1 ? team : NULL, (size_t)p->threads, pack_slab_part, &j);
         atomic_store_explicit(&j.next, 0, memory_order_relaxed);
         fsdpc_team_run(p->threads > 1 ? team : NULL, (size_t)p->threads, compute_part, &j);
     }
@@ -395,7 +509,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     fsdpc_device *device = stream->device;
     const fsdpc_gemm_path *path = path_of(device->isa, args->dtype);
     int threads = fsdpc_team_threads(device->team);
-    plan p = plan_make(path, m, n, k, 1);
+    plan p = plan_make(path, m, n, k, !args->trans_a, 1);
     batch_job j = {.args = &folded, .batch = folded.batch, .plan = &p};
     size_t parts = fsdpc_min_size((size_t)threads, folded.batch);
     /* products that write to the same C take turns */
@@ -404,7 +518,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
                         (double)m * (double)n * (double)k * (double)folded.batch >= INLINE_WORK;
     if (!side_by_side) {
         parts = 1;
-        p = plan_make(path, m, n, k, threads);
+        p = plan_make(path, m, n, k, !args->trans_a, threads);
         j.team = device->team;
     }
     j.workspace_bytes = product_bytes(&p, m, n, k);

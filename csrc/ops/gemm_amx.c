@@ -3,7 +3,16 @@
  * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
  * in 16 cycles; four of them need two loads of each operand, 4 KB, so the kernel lives or dies with
  * what the caches deliver: 64 bytes a cycle.  A panel of A (32 x 512, 32 KB) stays in L1; those of
- * B come from L2 with the hint not to displace it (TILELOADDT1), worth a fifth at 512 x 512 x 512.
+ * B come from L2 with the hint not to displace it (TILELOADDT1), worth a third; a longer panel
+ * costs as much.  An A along k needs no packing but for its place in L1 (rows a power of two apart
+ * share its sets): the first tile of a row stores the tiles of A that it loads.  Copying the next
+ * panel line by line between the tiles was slower, since it displaces the panel in use; what is
+ * prefetched goes to L2 for the same reason.
+ *
+ * What limits, measured at n = 1024 on the Xeon of benchmarks/README.md: TDPBF16PS alone reaches
+ * 3170 GFLOP/s, with its loads 97 % of that on zeros and 80 % on random numbers (heat: the same
+ * instructions), with the stores of the sums after each 512 k 88 % of the rest.  Packing B takes
+ * 8-13 % of the product, finishing C 2-5 %.
  *
  * Arithmetic: as vdpbf16ps, subnormals count as zero and roundings are nearest even; the order of
  * the sum over the 32 k of a tile is the processor's, fixed.  Padding is zeros, which add nothing.
@@ -17,7 +26,7 @@
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 32, NR = 32, TILE_BYTES = 1024, TILE_WORDS = TILE_BYTES / 4, AHEAD_BYTES = 4 };
+enum { MR = 32, NR = 32, TILE_BYTES = 1024, TILE_WORDS = TILE_BYTES / 4 };
 
 static void enter(void)
 {
@@ -41,11 +50,56 @@ static void leave(void)
     _tile_release();
 }
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+/* Two tiles of A, from the panel, or from memory and on into the panel. */
+FSDPC_INLINE void load_a(char *panel, const char **from, size_t bytes, bool packs)
+{
+    if (packs) {
+        _tile_stream_loadd(4, *from, bytes);
+        _tile_stream_loadd(5, *from + 16 * bytes, bytes);
+        _tile_stored(4, panel, 64);
+        _tile_stored(5, panel + TILE_BYTES, 64);
+        *from += 64;
+    } else {
+        _tile_loadd(4, panel, 64);
+        _tile_loadd(5, panel + TILE_BYTES, 64);
+    }
+}
+
+FSDPC_INLINE void prefetch_next(fsdpc_gemm_beside *beside, const char **next)
+{
+    for (size_t i = 0; i < beside->rate; i++)
+        _mm_prefetch(*next + 64 * i, _MM_HINT_T1);
+    *next += 64 * beside->rate;
+    if (*next >= beside->row + beside->row_bytes)
+        *next = beside->row += beside->row_step;
+}
+
+FSDPC_INLINE void multiply(char *pa, const char *pb, size_t k_count, fsdpc_gemm_beside *beside,
+                           bool packs)
+{
+    const char *from = beside->a, *next = beside->next, *c = beside->c;
+    size_t c_rows = beside->c_rows;
+    for (size_t k = 0; k < k_count; k += BLOCK_K) {
+        _tile_stream_loadd(6, pb, 64);
+        load_a(pa, &from, beside->a_bytes, packs);
+        _tile_stream_loadd(7, pb + TILE_BYTES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+        prefetch_next(beside, &next);
+        for (size_t i = 0; i < 2 && c_rows; i++, c_rows--, c += beside->c_step)
+            _mm_prefetch(c, _MM_HINT_T1);
+        pa += 2 * TILE_BYTES;
+        pb += 2 * TILE_BYTES;
+    }
+    beside->next = next;
+}
+
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
     char *c = sums;
-    const char *pa = a, *pb = b;
     const size_t row = NR * sizeof(float);
     if (resume) {
         _tile_loadd(0, c, row);
@@ -58,21 +112,10 @@ static void tile(void *sums, const void *a, const void *b, size_t k_count, bool 
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (size_t k = 0; k < k_count; k += BLOCK_K) {
-        _tile_stream_loadd(6, pb, 64);
-        _tile_loadd(4, pa, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, pa + TILE_BYTES, 64);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_stream_loadd(7, pb + TILE_BYTES, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-        _mm_prefetch(ahead, _MM_HINT_T1);
-        _mm_prefetch(ahead + 64, _MM_HINT_T1);
-        pa += 2 * TILE_BYTES;
-        pb += 2 * TILE_BYTES;
-        ahead += BLOCK_K * AHEAD_BYTES;
-    }
+    if (beside->a)
+        multiply(a, b, k_count, beside, true);
+    else
+        multiply(a, b, k_count, beside, false);
     _tile_stored(0, c, row);
     _tile_stored(1, c + 64, row);
     _tile_stored(2, c + 16 * row, row);
@@ -119,7 +162,7 @@ static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_
 
 static void finish(const fsdpc_gemm_target *target, const void *sums)
 {
-    finish_f32(target, sums, NR);
+    finish_pairs(target, sums, NR);
 }
 
 static void skinny(const fsdpc_gemm_skinny *product, size_t first, size_t count)
@@ -132,10 +175,12 @@ const fsdpc_gemm_path fsdpc_gemm_bf16_amx = {
     .mr = MR,
     .nr = NR,
     .kc = 512,
+    .blocks = 4,
     .nc = 512,
+    .b_bytes = 1 << 20,
     .element_bytes = sizeof(uint16_t),
     .sum_bytes = sizeof(float),
-    .ahead_bytes = AHEAD_BYTES,
+    .packs_a = true,
     .pack_a = pack_a,
     .pack_b = pack_b,
     .tile = tile,

@@ -18,10 +18,10 @@ enum { MR = 14, NR = 32 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
-    (void)ahead;
+    (void)beside;
     float *c = sums;
     const int32_t *pa = a, *pb = b; /* pairs */
 #define X(i) __m512 low##i = _mm512_setzero_ps(), top##i = _mm512_setzero_ps();
@@ -78,7 +78,7 @@ static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_
 
 static void finish(const fsdpc_gemm_target *target, const void *sums)
 {
-    finish_f32(target, sums, NR);
+    finish_pairs(target, sums, NR);
 }
 
 static void skinny(const fsdpc_gemm_skinny *product, size_t first, size_t count)
@@ -91,7 +91,9 @@ const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16 = {
     .mr = MR,
     .nr = NR,
     .kc = 768,
+    .blocks = 1,
     .nc = 384,
+    .b_bytes = 576 << 10,
     .element_bytes = sizeof(uint16_t),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

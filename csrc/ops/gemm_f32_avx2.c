@@ -13,10 +13,10 @@ enum { MR = 6, NR = 16 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5)
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
-    (void)ahead;
+    (void)beside;
     float *c = sums;
     const float *pa = a, *pb = b;
 #define X(i) __m256 low##i = _mm256_setzero_ps(), top##i = _mm256_setzero_ps();
@@ -75,7 +75,9 @@ const fsdpc_gemm_path fsdpc_gemm_f32_avx2 = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
+    .blocks = 1,
     .nc = 512,
+    .b_bytes = 512 << 10,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

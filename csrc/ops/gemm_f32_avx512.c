@@ -14,11 +14,12 @@ enum { MR = 14, NR = 32, AHEAD_BYTES = 8 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
     float *c = sums;
     const float *pa = a, *pb = b;
+    const char *ahead = beside->next;
 #define X(i) __m512 low##i = _mm512_setzero_ps(), top##i = _mm512_setzero_ps();
     ROWS
 #undef X
@@ -43,6 +44,7 @@ static void tile(void *sums, const void *a, const void *b, size_t k_count, bool 
         ROWS
 #undef X
     }
+    beside->next = ahead + k_count * AHEAD_BYTES;
 #define X(i)                                                                                       \
     _mm512_store_ps(c + (i)*NR, low##i);                                                           \
     _mm512_store_ps(c + (i)*NR + 16, top##i);
@@ -77,10 +79,11 @@ const fsdpc_gemm_path fsdpc_gemm_f32_avx512 = {
     .mr = MR,
     .nr = NR,
     .kc = 768,
+    .blocks = 1,
     .nc = 256,
+    .b_bytes = 768 << 10,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
-    .ahead_bytes = AHEAD_BYTES,
     .pack_a = pack_a,
     .pack_b = pack_b,
     .tile = tile,

@@ -11,10 +11,10 @@ enum { MR = 4, NR = 8 };
 
 typedef float f32x4 __attribute__((vector_size(16)));
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
-    (void)ahead;
+    (void)beside;
     f32x4 sum[MR][2] = {{{0}}};
     if (resume)
         memcpy(sum, sums, sizeof sum);
@@ -59,7 +59,9 @@ const fsdpc_gemm_path fsdpc_gemm_f32_portable = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
+    .blocks = 1,
     .nc = 512,
+    .b_bytes = 512 << 10,
     .element_bytes = sizeof(float),
     .sum_bytes = sizeof(float),
     .pack_a = pack_a,

@@ -34,10 +34,10 @@ static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_
     pack(panel, NR, b, first, count, k_first, k_count);
 }
 
-static void tile(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead)
+static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside)
 {
-    (void)ahead;
+    (void)beside;
     const double *pa = a, *pb = b;
     for (int half = 0; half < NR; half += 4) { /* eight sums at a time fit sixteen registers */
         f64x2 sum[MR][2] = {{{0}}};
@@ -78,7 +78,9 @@ const fsdpc_gemm_path fsdpc_gemm_f64_portable = {
     .mr = MR,
     .nr = NR,
     .kc = 256,
+    .blocks = 1,
     .nc = 256,
+    .b_bytes = 512 << 10,
     .element_bytes = sizeof(double),
     .sum_bytes = sizeof(double),
     .pack_a = pack_a,

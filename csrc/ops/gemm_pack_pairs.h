@@ -55,8 +55,8 @@ FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
 }
 
 /* The same for two neighbouring blocks, up to 32 lines: each cache line is read once, whole.  Rows
- * are far apart, often pages, which hardware does not prefetch: those of the next 32 k are asked
- * for. */
+ * are far apart, often pages, which hardware does not prefetch: the next 32 k are asked for, and
+ * the next 32 lines, which are taken after a whole panel, as far as L2. */
 FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, size_t lines)
 {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -69,6 +69,8 @@ FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, siz
             odd = _mm512_maskz_loadu_epi16(mask, block_at(b, 0, 2 * i + 1));
         _mm_prefetch((const char *)block_at(b, 0, 2 * i + BLOCK_K), _MM_HINT_T0);
         _mm_prefetch((const char *)block_at(b, 0, 2 * i + 1 + BLOCK_K), _MM_HINT_T0);
+        _mm_prefetch((const char *)block_at(b, BLOCK_K, 2 * i), _MM_HINT_T1);
+        _mm_prefetch((const char *)block_at(b, BLOCK_K, 2 * i + 1), _MM_HINT_T1);
         even = _mm512_permutexvar_epi64(order, even);
         odd = _mm512_permutexvar_epi64(order, odd);
         _mm512_storeu_si512(to + i * BLOCK_LINES, _mm512_unpacklo_epi16(even, odd));
@@ -81,6 +83,8 @@ FSDPC_INLINE void pairs_block(uint32_t *to, size_t to_stride, const block *b)
     if (!b->from->along_k) {
         weave_pairs(to, to_stride, b);
     } else if (b->lines == BLOCK_LINES && b->k_count == BLOCK_K) {
+        for (size_t j = 0; j < BLOCK_LINES; j++)
+            _mm_prefetch((const char *)block_at(b, j + 2 * BLOCK_LINES, 0), _MM_HINT_T1);
         transpose_square(to, to_stride, block_at(b, 0, 0), b->from->ld * sizeof(uint16_t));
     } else {
         _Alignas(64) uint32_t copy[BLOCK_LINES * BLOCK_PAIRS];
@@ -101,6 +105,21 @@ FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t
                    .lines = j < count ? fsdpc_min_size(count - j, BLOCK_LINES) : 0,
                    .k_first = k_first + k,
                    .k_count = fsdpc_min_size(k_count - k, BLOCK_K)};
+}
+
+/* Whole tiles to bf16, most there are, are rounded by the instruction: as the kernels that made the
+ * sums, it takes subnormals for zero. */
+FSDPC_INLINE void finish_pairs(const fsdpc_gemm_target *t, const float *sums, size_t nr)
+{
+    enum { WIDTH = 32 };
+    if (t->dtype != FSDPC_BF16 || t->bias || t->accumulate || t->cols != WIDTH || nr != WIDTH) {
+        finish_f32(t, sums, nr);
+        return;
+    }
+    uint16_t *c = t->c;
+    for (size_t i = 0; i < t->rows; i++, c += t->ldc, sums += WIDTH)
+        _mm512_storeu_si512(
+            c, (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(sums + 16), _mm512_load_ps(sums)));
 }
 
 #endif

@@ -41,6 +41,24 @@ typedef struct fsdpc_gemm_target {
     bool accumulate;
 } fsdpc_gemm_target;
 
+/* What surrounds a tile: where its operands are and what is wanted next, to be prefetched, since
+ * the multipliers leave the rest of the processor idle.  All but `a` is a
+ * hint.  The tile moves `row` and `next` on. */
+typedef struct fsdpc_gemm_beside {
+    /* A as stored along k, `a_bytes` between its rows: the tile is to pack it.  NULL: is packed. */
+    const char *a;
+    size_t a_bytes;
+
+    /* Read soon: rows of `row_bytes`, `row_step` apart, of which `next` is in the row at `row`;
+     * `rate` lines of 64 bytes for each 32 k; 0: nothing. */
+    const char *row, *next;
+    size_t row_bytes, row_step, rate;
+
+    /* The tile of C that its sums end up in: rows of `c_bytes`, `c_step` apart. */
+    const char *c;
+    size_t c_rows, c_bytes, c_step;
+} fsdpc_gemm_beside;
+
 enum { FSDPC_GEMM_SKINNY = 4 }; /* rows (or columns) up to which a product is skinny */
 
 /* A product of few rows; where C has few columns instead, it is the transposed product. */
@@ -59,19 +77,20 @@ typedef struct fsdpc_gemm_skinny {
 typedef struct fsdpc_gemm_path {
     const char *name;
     size_t mr, nr;
-    size_t kc; /* most of k in one block */
-    size_t nc; /* most columns in one: kc * nc elements of packed B are to fit L2 */
+    size_t kc;      /* most of k in one block: a panel of A */
+    size_t blocks;  /* of k for which B is packed at a time */
+    size_t nc;      /* most columns of B packed at a time ... */
+    size_t b_bytes; /* ... and most bytes: they are to stay in L2 */
     size_t element_bytes, sum_bytes;
-    size_t ahead_bytes; /* prefetched by tile for each k; 0: none */
+    bool packs_a; /* tile can pack whole panels of an A along k by itself */
 
     /* Packs lines [first, first + count) over k in [k_first, k_first + k_count); count <= width. */
     void (*pack_a)(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
                    size_t k_first, size_t k_count);
     void (*pack_b)(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
                    size_t k_first, size_t k_count);
-    /* `ahead` is what the caller reads soon: k_count * ahead_bytes of it may be prefetched. */
-    void (*tile)(void *sums, const void *a, const void *b, size_t k_count, bool resume,
-                 const char *ahead);
+    void (*tile)(void *sums, void *a, const void *b, size_t k_count, bool resume,
+                 fsdpc_gemm_beside *beside);
     void (*finish)(const fsdpc_gemm_target *target, const void *sums);
 
     /* Columns [first, first + count) of a skinny product; NULL: the path has none. */
