@@ -195,6 +195,7 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
+    door->depth++;
     if (!recomputed)
         door->unit->seen_generation = fsdpc_unit_generation(unit);
     if (show(door, true) < 0)
@@ -206,10 +207,14 @@ static PyObject *door_leave(PyObject *object, PyObject *arg)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_unit *unit = fsdpc_door_unit(door);
+    bool stays = unit->stays, inner = door->depth > 1;
+    door->depth -= door->depth > 0;
+    unit->stays |= inner; /* a method of the unit called its forward */
     fsdpc_status status = fsdpc_post_forward(unit, arg == Py_True);
+    unit->stays = stays;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (!unit->root->in_backward && hide(door) < 0)
+    if (!inner && !unit->root->in_backward && hide(door) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -282,6 +287,7 @@ static PyObject *door_hide(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
+    door->depth = 0;
     for (int i = 0; i < door->n_params; i++)
         door->params[i].used = false;
     return hide(door) < 0 ? NULL : Py_NewRef(Py_None);

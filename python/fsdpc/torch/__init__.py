@@ -23,8 +23,15 @@ from fsdpc.torch._module import (
 )
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdpc.torch.state_dict import (
+    full_grad,
+    get_model_state_dict,
+    set_model_state_dict,
+    summon_full_params,
+)
 
 __all__ = [
     "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
-    "clip_grad_norm_", "fully_shard", "optim", "register_fsdp_forward_method",
+    "clip_grad_norm_", "full_grad", "fully_shard", "get_model_state_dict", "optim",
+    "register_fsdp_forward_method", "set_model_state_dict", "summon_full_params",
 ]  # fmt: skip

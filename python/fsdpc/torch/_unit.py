@@ -28,11 +28,16 @@ class PieceInfo:
     """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end)."""
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
-        self._state, self._index = state, index
-        self.name, self.shape = name, shape
+        self._state, self._index, self._name = state, index, name
+        self.shape = shape
         _, _, first, numel, _ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
+
+    @property
+    def name(self) -> str:
+        """Dotted, from the unit's name on, which the outermost module's first call completes."""
+        return f"{self._state.unit.name}.{self._name}"
 
     @property
     def unit(self) -> _core.Unit:
@@ -93,8 +98,7 @@ class UnitState:
 
     def _describe(self, i: int, piece: nn.Parameter) -> None:
         piece.__dict__.update(self.attributes[i])
-        name = f"{self.unit.name}.{self.names[i]}"
-        piece.fsdpc = PieceInfo(self, i, name, self.shapes[i])  # type: ignore[attr-defined]
+        piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
 
@@ -134,8 +138,6 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
-    if state.root is None:
-        make_root(state.modules[0])
     return torch.from_dlpack(state.unit.collect(index, False))
 
 
