@@ -8,9 +8,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
-from fsdpc.optim import AdamW
+from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
 from fsdpc.strategies import ShardingStrategy
@@ -188,10 +189,32 @@ def _true_false_number(text: str) -> bool | int:
     return known.get(text.lower(), int(text) if text.isdigit() else 0)
 
 
+class Choice(NamedTuple):
+    """What an optimizer is made by, and its usual learning rate."""
+
+    make: Callable[..., Optimizer]
+    lr: float
+
+
+OPTIMIZERS = {
+    "adamw": Choice(partial(AdamW, betas=(0.9, 0.95)), 3e-3),
+    "adam": Choice(partial(Adam, betas=(0.9, 0.95)), 3e-3),
+    "sgd": Choice(partial(SGD, momentum=0.9), 0.1),
+    "lion": Choice(Lion, 3e-4),
+}
+
+
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
     optim.add_argument(
-        "--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (default: 3e-3)"
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)"
+    )
+    optim.add_argument(
+        "--lr",
+        type=float,
+        metavar="X",
+        help="peak learning rate (default: "
+        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
     )
     optim.add_argument(
         "--weight-decay",
@@ -250,6 +273,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("steps", "sample"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name} must be at least 0, got {getattr(options, name)}")
+    if options.lr is None:
+        options.lr = OPTIMIZERS[options.optimizer].lr
     for name in ("lr", "clip"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
@@ -322,7 +347,7 @@ class Trainer:
             return GlobalBatchSampler(length, *place, o.batch, o.accumulate, seed=o.seed)
         return DistributedSampler(length, *place, shuffle=True, seed=o.seed, drop_last=True)
 
-    def _build(self) -> tuple[Any, AdamW]:
+    def _build(self) -> tuple[Any, Optimizer]:
         o = self.options
         config = models.preset(o.preset)
         config = config.with_(max_seq=max(config.max_seq, o.seq))
@@ -351,7 +376,7 @@ class Trainer:
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        return model, AdamW(groups, lr=o.lr, betas=(0.9, 0.95))
+        return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr)
 
     def _measure_peak(self) -> float:
         """FLOP/s of this rank's matrix products: what MFU is a share of."""
