@@ -65,8 +65,7 @@ static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf, doub
     for (size_t at = 0, take; at < numel; at += take) {
         take = leaf * (1 + random_bits(&state) % (numel / leaf / 3 + 2));
         take = take > numel - at ? numel - at : take;
-        fsdpc_exact_sum part = {{0}, 0, 0};
-        part = sum_of(r, at_element(x, at, dtype), dtype, take, leaf, p);
+        fsdpc_exact_sum part = sum_of(r, at_element(x, at, dtype), dtype, take, leaf, p);
         fsdpc_exact_sum_merge(&cut, &part);
     }
     fsdpc_exact_sum_normalize(&cut);
