@@ -22,6 +22,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/size.h"
@@ -462,6 +463,20 @@ static fsdpc_status cpu_fill(fsdpc_device *device, void *to, int byte, size_t by
     return FSDPC_OK;
 }
 
+static fsdpc_status cpu_protect(fsdpc_device *device, void *pages, size_t bytes,
+                                fsdpc_access access)
+{
+    (void)device;
+    static const int flags[] = {[FSDPC_ACCESS_NONE] = PROT_NONE,
+                                [FSDPC_ACCESS_READ] = PROT_READ,
+                                [FSDPC_ACCESS_WRITE] = PROT_READ | PROT_WRITE};
+    if (mprotect(pages, bytes, flags[access]))
+        return fsdpc_fail_errno("%zu bytes of memory could not be protected; FSDPC_NO_ALIAS needs "
+                                "a few mappings a unit (see vm.max_map_count)",
+                                bytes);
+    return FSDPC_OK;
+}
+
 static void cpu_destroy(fsdpc_device *device)
 {
     free(device);
@@ -483,6 +498,7 @@ static const fsdpc_device_ops cpu_ops = {
     .free = cpu_free,
     .copy = cpu_copy,
     .fill = cpu_fill,
+    .protect = cpu_protect,
 };
 
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
