@@ -335,11 +335,11 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
     fsdpc_unit *unit = fsdpc_door_unit(door);
     for (int i = 0; i < door->n_params; i++) {
         fsdpc_door_param *p = &door->params[i];
-        fsdpc_piece piece;
+        const fsdpc_place *place = &unit->layout->params[i];
+        p->narrow = place->dtype != unit->groups[place->group].grad_dtype;
         p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
         p->grad = Py_NewRef(PyList_GET_ITEM(grads, i));
         p->given = Py_NewRef(p->grad);
-        p->master = fsdpc_unit_master(unit, i, &piece);
         if (!(p->hook = fsdpc_door_hook_new(door, i)))
             return -1;
     }
@@ -402,8 +402,13 @@ static PyObject *door_bind(PyObject *object, PyObject *args)
     if (PyList_GET_SIZE(fulls) != door->n_params)
         return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
                             door->n_params);
-    for (int i = 0; i < door->n_params; i++)
-        Py_XSETREF(door->params[i].full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
+    for (int i = 0; i < door->n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        Py_XSETREF(p->full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
+        Py_XSETREF(p->dtype, PyObject_GetAttr(p->full, door->names.dtype));
+        if (!p->dtype)
+            return NULL;
+    }
     Py_XSETREF(door->bases, Py_NewRef(bases));
     Py_XSETREF(door->set_version, Py_NewRef(set));
     Py_XSETREF(door->at_end, Py_NewRef(at_end));
@@ -446,6 +451,7 @@ static int door_clear(PyObject *object)
         Py_CLEAR(p->grad);
         Py_CLEAR(p->given);
         Py_CLEAR(p->hook);
+        Py_CLEAR(p->dtype);
     }
     for (int s = 0; s < n_slots; s++) {
         Py_CLEAR(door->slots[s].dict);

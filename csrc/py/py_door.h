@@ -23,7 +23,8 @@ typedef struct fsdpc_door_param {
     PyObject *grad;         /* over the rows of the gradient shard */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
     PyObject *hook;         /* GradHook, registered on the full once it is trainable */
-    void *master;           /* where the piece's memory is */
+    PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
+    bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
     bool trainable, listening;
     bool used; /* a contribution came that is not handed out yet */
