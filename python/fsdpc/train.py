@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpc import _core, distributed, models
+from fsdpc._train_checkpoint import TrainCheckpoints, add_options, check_options
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
@@ -136,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_sharding_options(p)
     _add_optimizer_options(p)
+    add_options(p)
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
 
@@ -282,6 +284,7 @@ def _check(options: argparse.Namespace) -> None:
         from fsdpc._launch.environment import check_ranks
 
         check_ranks(options.ranks)
+    check_options(options)
     if options.checkpoint_activations:
         _checkpoint_choice(options.checkpoint_activations)
     if options.metrics:
@@ -339,7 +342,11 @@ class Trainer:
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops = self._measure_peak() * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
-        self.metrics = open(options.metrics, "w") if options.metrics and self.rank == 0 else None
+        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
+                 "scaler": self.scaler, "data": self.loader}  # fmt: skip
+        self.checkpoints = TrainCheckpoints(options, state)
+        mode = "a" if options.resume else "w"
+        self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
 
     def _sampler(self) -> DistributedSampler:
         o, length, place = self.options, len(self.train_data), (self.rank, self.world)
@@ -398,10 +405,17 @@ class Trainer:
         begin = time.perf_counter()
         line = LiveLine(self, begin)
         try:
+            step = self.checkpoints.begin()
             with self.loader:
-                for step in range(1, o.steps + 1):
+                while step < o.steps:
+                    step += 1
                     line.show(step, self._step())
+                    if self.checkpoints.after(step):
+                        break
             line.end()
+            self.checkpoints.end(step)
+            if self.checkpoints.stopped:
+                return
             val_loss, val_tokens = self.validate()
             seconds = time.perf_counter() - begin
             crc = self._params_crc()
