@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc import _core, distributed, fsdp_module
 from fsdpc.sharding import _agreement_comms, _check_agreement, _check_reshard
@@ -344,6 +345,24 @@ def fully_shard(
         m.__dict__["_fsdpc_unit"] = unit
         m.__class__ = _sharded_class(type(m))
     return module
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer steps: one that was made before fully_shard holds what nobody reads."""
+    if getattr(optimizer, "_fsdpc_checked", 0) == len(optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            where = getattr(p, "_fsdpc_sharded", None)
+            if where is not None:
+                raise RuntimeError(
+                    f"this optimizer was made before fully_shard: it holds the old parameter "
+                    f"{where}, which nothing reads any more; make it after"
+                )
+    optimizer._fsdpc_checked = len(optimizer.param_groups)  # type: ignore[attr-defined]
+
+
+register_optimizer_step_pre_hook(_refuse_stale)
 
 
 def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any]) -> None:

@@ -115,6 +115,15 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         _Option.depth -= 1
 
 
+def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return this rank's pieces by name, as they are."""
+    _Option.depth += 1
+    try:
+        return nn.Module.state_dict(module, *args, **kwargs)
+    finally:
+        _Option.depth -= 1
+
+
 def module_load_state_dict(
     module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
