@@ -100,6 +100,9 @@ struct fsdpc_event {
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
 
+/* Threads that its streams have in this process. */
+int fsdpc_device_cpu_workers(const fsdpc_device *device);
+
 /* What the null device was asked to do, in order; borrowed until the next call on the device. */
 typedef struct fsdpc_null_record {
     const char *stream; /* NULL where none is involved */

@@ -83,6 +83,8 @@ typedef struct cpu_event {
 typedef struct cpu_device {
     fsdpc_device head; /* first */
     int spare_cores;
+    _Atomic int workers; /* streams that have a thread */
+    pid_t workers_pid;   /* in this process */
 } cpu_device;
 
 static cpu_stream *stream_of(fsdpc_stream *stream)
@@ -282,6 +284,21 @@ static void free_stream(cpu_stream *stream)
     free(stream);
 }
 
+/* A forked child has none of its parent's. */
+static void count_worker(cpu_device *device, int change)
+{
+    if (device->workers_pid != getpid())
+        atomic_store(&device->workers, 0);
+    device->workers_pid = getpid();
+    atomic_fetch_add(&device->workers, change);
+}
+
+int fsdpc_device_cpu_workers(const fsdpc_device *device)
+{
+    const cpu_device *self = (const cpu_device *)device;
+    return self->workers_pid == getpid() ? atomic_load(&self->workers) : 0;
+}
+
 static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bool want_async,
                                       fsdpc_stream **out)
 {
@@ -301,6 +318,8 @@ static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bo
         free_stream(stream);
         return status;
     }
+    if (stream->is_worker)
+        count_worker((cpu_device *)device, 1);
     *out = &stream->head;
     return FSDPC_OK;
 }
@@ -315,6 +334,7 @@ static void cpu_stream_destroy(fsdpc_stream *base)
         pthread_mutex_unlock(&stream->lock);
         announce(stream);
         pthread_join(stream->thread, NULL);
+        count_worker((cpu_device *)base->device, -1);
     }
     free_stream(stream);
 }
