@@ -344,7 +344,8 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     FSDPC_TRY(fsdpc_shm_health(self));
     if (fsdpc_coll_reduces(op->kind)) {
         fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)op->buffer;
-        FSDPC_TRY(buffer_post_check(self, buffer));
+        if (op->offset == 0) /* later flat groups of the same fill follow at once */
+            FSDPC_TRY(buffer_post_check(self, buffer));
         work->turn = ++buffer->posts;
     } else if (is_staged(op->kind)) {
         work->turn = self->turns_given++;

@@ -449,6 +449,7 @@ class Door:
         bases: tuple[Any, ...],
         set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None],
         at_end: Callable[[], None],
+        adopt: Callable[[int], None],
         /,
     ) -> None: ...
     def enter(self, grad: bool, in_task: bool, /) -> bool: ...

@@ -410,7 +410,8 @@ def _check_module(module: Any) -> None:
     name = type(module).__name__
     if isinstance(module, FSDPModule):
         raise ValueError(f"{name} is sharded already: fully_shard was called twice")
-    if type(module).forward is nn.Module.forward or isinstance(
+    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    if not own or isinstance(
         module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     ):
         raise ValueError(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _core
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
 
@@ -85,7 +84,7 @@ def summon_full_params(
         if writeback:
             for s in states:
                 for i in range(len(s.pieces)):
-                    s.unit.write(i, _core.from_dlpack(fulls[id(s), i].detach().contiguous()))
+                    s.write(i, fulls[id(s), i])
     finally:
         _show(states, _pieces(states))
 
@@ -147,7 +146,7 @@ def module_load_state_dict(
     for s in states:
         for i, p in enumerate(s.pieces):
             if pieces[id(p)] not in missing:
-                s.unit.write(i, _core.from_dlpack(news[id(s), i].detach().contiguous()))
+                s.write(i, news[id(s), i])
     return result
 
 
