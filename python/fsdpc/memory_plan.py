@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ class MemoryPlan:
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
-        levels = ceil(log2(n)) - 1 if n > 2 else 0
+        levels = max(0, (n + 1).bit_length() - 2)  # as many as a counter to n has ones, less one
         return replace(self, grad=self.grad + levels * self.micro_sum)
 
     @property

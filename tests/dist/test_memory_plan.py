@@ -103,7 +103,7 @@ def _peak_of_micro_steps(n: int) -> tuple[int, int]:
     return plan.grad, fsdpc.memory_stats()["grad_peak_bytes"]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8])
 def test_plan_of_micro_steps(n: int) -> None:
     for planned, peak in fsdpc.launch(_peak_of_micro_steps, 2, n):
         assert planned == peak
