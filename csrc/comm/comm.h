@@ -13,7 +13,8 @@
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
- * fill again.
+ * fill again.  What was filled at once may be posted in several operations, for instance one of
+ * each dtype; all but the first say `same_filling`.
  *
  * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
  * allocated by a post.  Every rank of the group posts the same operations in the same order; each
@@ -28,9 +29,8 @@
  *
  * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
- * Threads: one thread drives a communicator, and all that were split off it but those set apart.
- * Reductions run on the stream of the operation: in test/wait on an inline stream, by themselves on
- * an asynchronous one.
+ * Threads: one thread drives a communicator.  Reductions run on the stream of the operation: in
+ * test/wait on an inline stream, by themselves on an asynchronous one.
  */
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
@@ -94,9 +94,10 @@ typedef struct fsdpc_coll {
     fsdpc_wire *wire;     /* GATHER */
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, full at byte `offset` */
     size_t offset;        /* bytes into the wire or buffer where the full begins */
+    bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;
-    float scale;             /* applied once, in fp32, to the sum */
+    double scale;            /* applied once to the sum, in fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype; /* through which the scaled sum is rounded; see fsdpc_reduce_args */
     bool accumulate;         /* add to the shard instead of overwriting it */
 
@@ -180,8 +181,7 @@ struct fsdpc_comm {
     int rank, size;
     int world_rank; /* in messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
-    bool spin;  /* waits may spin before they sleep */
-    bool apart; /* see fsdpc_comm_set_apart */
+    bool spin; /* waits may spin before they sleep */
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
@@ -264,18 +264,6 @@ fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
 fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
-
-/* Leaves a communicator that was split off to a thread other than the one that drives the rest: it
- * is not carried on by waits in them, nor they by its own, and asks, tells and traces nothing of
- * what belongs to that other thread.  On all its ranks, before its first operation. */
-static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
-{
-    comm->apart = true;
-    comm->interrupt = (fsdpc_interrupt){0};
-    comm->notice = NULL;
-    comm->log.level = FSDPC_LOG_SILENT;
-    comm->trace = NULL;
-}
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 

@@ -113,8 +113,9 @@ static fsdpc_status reduce_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
     FSDPC_TRY(agreed(self, work->sequence, late));
     FSDPC_TRY(fsdpc_coll_reduce_slices(&work->op, self->base.rank, self->base.size, buffer->datas,
                                        stream));
-    /* release: our reads of the peers' buffers come before; acquire in buffer_idle. */
-    atomic_store_explicit(&buffer->mine->read, work->turn, memory_order_release);
+    /* A count, as operations of one filling may complete in any order.  release: our reads of the
+     * peers' buffers come before; acquire in buffer_idle. */
+    atomic_fetch_add_explicit(&buffer->mine->read, 1, memory_order_release);
     fsdpc_shm_wake(self->bell);
     return FSDPC_OK;
 }
@@ -303,9 +304,8 @@ static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
  * fails there is found there. */
 static fsdpc_status carry_on(fsdpc_shm_comm *self)
 {
-    fsdpc_shm_comm *group = self->base.apart ? NULL : self->world->groups;
-    for (; group; group = group->next_group) {
-        if (group != self && group->pending && !group->base.apart)
+    for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group) {
+        if (group != self && group->pending)
             carry_on_group(group);
     }
     return carry_on_group(self);
@@ -344,9 +344,9 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     FSDPC_TRY(fsdpc_shm_health(self));
     if (fsdpc_coll_reduces(op->kind)) {
         fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)op->buffer;
-        if (op->offset == 0) /* later flat groups of the same fill follow at once */
+        if (!op->same_filling)
             FSDPC_TRY(buffer_post_check(self, buffer));
-        work->turn = ++buffer->posts;
+        buffer->posts++;
     } else if (is_staged(op->kind)) {
         work->turn = self->turns_given++;
     }

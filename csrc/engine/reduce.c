@@ -53,7 +53,7 @@ static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group,
 {
     op->shard = sums->base ? sums->base + group->grad_offset : group->grad;
     op->shard_dtype = group->grad_dtype;
-    op->scale = (float)(1.0 / unit->divide_factor);
+    op->scale = 1.0 / unit->divide_factor;
     op->round_dtype = unit->deterministic ? group->grad_dtype : group->reduce_dtype;
     op->accumulate = sums->accumulate;
 }
@@ -87,7 +87,8 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
                          .slices = group->plan->bands,
                          .n_slices = group->plan->n_bands,
                          .buffer = buffer,
-                         .offset = group->reduce_offset};
+                         .offset = group->reduce_offset,
+                         .same_filling = g > 0};
         if (unit->partial)
             make_partial(unit, group, &op);
         else
@@ -119,7 +120,8 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .slices = &group->whole,
                          .n_slices = 1,
                          .buffer = unit->partial,
-                         .offset = group->grad_offset};
+                         .offset = group->grad_offset,
+                         .same_filling = g > 0};
         make_final(unit, group, &sums, &op);
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
     }
