@@ -159,19 +159,10 @@ static PyObject *visit(walk *w, PyObject *object)
     return Py_NewRef(object);
 }
 
-static int input_dtype(const fsdpc_py_unit *self)
-{
-    const fsdpc_unit *unit = self->ref->unit;
-    if (!self->cast_inputs || unit->layout->n_groups == 0)
-        return -1;
-    const fsdpc_unit_group *group = &unit->groups[0];
-    return group->wire_dtype == group->plan->dtype ? -1 : (int)group->wire_dtype;
-}
-
 static PyObject *call_forward(walk *w, PyObject *forward, PyObject *args, PyObject *kwargs)
 {
     w->inputs = true;
-    w->cast_to = input_dtype(w->self);
+    w->cast_to = w->self->input_dtype;
     PyObject *result = NULL, *new_kwargs = NULL, *new_args = visit(w, args);
     if (new_args)
         new_kwargs = PyDict_GET_SIZE(kwargs) ? visit(w, kwargs) : Py_NewRef(kwargs);
@@ -225,8 +216,8 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     fsdpc_unit *unit = self->ref->unit;
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < self->n_params; i++)
-        unit->trainable[i] = self->params[i]->requires_grad;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->params); i++)
+        unit->trainable[i] = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i))->requires_grad;
     bool grad = runtime->tape->grad_enabled;
     walk w = {.module = module, .tape = runtime->tape, .self = self};
     bool recomputed = grad && runtime->tape->backward_depth > 0;

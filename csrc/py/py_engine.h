@@ -51,22 +51,19 @@ typedef struct fsdpc_py_comm {
 typedef struct fsdpc_py_unit {
     PyObject_HEAD PyObject *weakrefs;
     fsdpc_unit_ref *ref;
-    fsdpc_tensor **params; /* acquired; not their objects, which refer to this one */
-    Py_ssize_t n_params;
+    PyObject *params;      /* list of Tensor */
     bool explicit_reshard; /* reshard_after_forward was given */
     int n_modules;         /* that make up the unit */
     int runs;              /* of them, in the forward of epoch `run_epoch` */
     uint64_t run_epoch;
-    bool cast_inputs;
-    int output_dtype;         /* -1: left as it is */
-    uint64_t seen_generation; /* of the weights, by the last forward outside backward */
+    int input_dtype, output_dtype; /* what tensors are cast to; -1: left as they are */
+    uint64_t seen_generation;      /* of the weights, by the last forward outside backward */
 } fsdpc_py_unit;
 
 int fsdpc_py_engine_setup(PyObject *module);
 int fsdpc_py_comm_setup(PyObject *module);
 int fsdpc_py_unit_setup(PyObject *module);
 int fsdpc_py_optim_setup(PyObject *module);
-int fsdpc_py_dry_run_setup(PyObject *module);
 int fsdpc_py_clip_setup(PyObject *module);
 
 /* The open communicator of a Comm object, or NULL with an exception. */
