@@ -78,7 +78,7 @@ template <typename Out, typename T, int SOURCES> struct tree_op {
     enum { WIDTH = 8 };
     tree_sources<SOURCES> sources;
     Out *out;
-    float scale;
+    double scale;
     fsdpc_dtype round_dtype;
     bool accumulate;
 

@@ -42,8 +42,11 @@ static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
         hash = mix_text(hash, op->what);
     if (op->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(op->kind))
         return hash;
-    if (fsdpc_coll_reduces(op->kind))
-        hash = mix(hash, (uint64_t)op->shard_dtype << 32 | fsdpc_f32_bits(op->scale));
+    if (fsdpc_coll_reduces(op->kind)) {
+        uint64_t scale;
+        memcpy(&scale, &op->scale, sizeof scale);
+        hash = mix(mix(hash, (uint64_t)op->shard_dtype), scale);
+    }
     hash = mix(hash, op->offset);
     for (size_t i = 0; i < op->n_slices; i++) {
         hash = mix(hash, op->slices[i].full_offset);

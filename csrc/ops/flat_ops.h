@@ -27,7 +27,7 @@ typedef struct fsdpc_reduce_args {
     int n_srcs;              /* >= 1 */
     fsdpc_dtype dtype;
     size_t numel;
-    float scale;
+    double scale; /* rounded to fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype;
     void *out;
     fsdpc_dtype out_dtype;

@@ -33,7 +33,7 @@ FSDPC_INLINE fsdpc_vf group_sum(const void *const *srcs, int n, size_t i, fsdpc_
 FSDPC_INLINE fsdpc_vf reduce_value(const fsdpc_reduce_args *a, size_t i, fsdpc_vf sum,
                                    fsdpc_dtype out_dtype, size_t tail)
 {
-    fsdpc_vf value = sum * fsdpc_vf_splat(a->scale);
+    fsdpc_vf value = sum * fsdpc_vf_splat((float)a->scale);
     if (a->round_dtype == FSDPC_BF16)
         value = fsdpc_vf_from_bf16(fsdpc_vf_to_bf16(value));
     else if (a->round_dtype == FSDPC_F16)
@@ -186,8 +186,9 @@ static double round_as(double x, fsdpc_dtype dtype)
 
 static void reduce_f64(const fsdpc_reduce_args *a, size_t begin, size_t end)
 {
+    const double scale = a->dtype == FSDPC_F64 ? a->scale : (double)(float)a->scale;
     for (size_t i = begin; i < end; i++) {
-        double value = tree_element(a, i) * (double)a->scale;
+        double value = tree_element(a, i) * scale;
         if (a->dtype != FSDPC_F64)
             value = (double)(float)value;
         value = round_as(value, a->round_dtype);

@@ -24,7 +24,7 @@ static double expected(const fsdpc_reduce_args *a, size_t i, double before)
         values[k] = element(a->srcs[k], i, a->dtype);
     double sum = tree(values, a->n_srcs, a->dtype), scaled = sum * (double)a->scale;
     if (a->dtype != FSDPC_F64)
-        scaled = (double)((float)sum * a->scale);
+        scaled = (double)((float)sum * (float)a->scale);
     double value = round_as(round_as(scaled, a->round_dtype), a->out_dtype);
     if (!a->accumulate)
         return value;
@@ -66,7 +66,7 @@ static void test_case(rig *r, const sources *s, int n, fsdpc_dtype dtype, fsdpc_
                               .n_srcs = n,
                               .dtype = dtype,
                               .numel = numel,
-                              .scale = 1.0f / (float)n,
+                              .scale = 1.0 / n,
                               .round_dtype = numel % 3 ? dtype
                                              : n % 2   ? FSDPC_BF16
                                                        : wide,
