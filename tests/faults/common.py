@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.random  # noqa: F401  when it is first imported Cython's set-up swallows a Ctrl-C
 
 import fsdpc
 from fsdpc import nn
