@@ -77,27 +77,34 @@ def run_fsdpc(preset: str, dtype: str) -> dict[str, Any]:
     return {"seconds": measure(step)}
 
 
-def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
-    """One turn of torch on this rank."""
-    import torch
-    import torch.distributed as dist
+def torch_llama(preset: str) -> tuple[Any, int]:
+    """transformers' model of a preset, and its vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from fsdpc.models.config import preset as config_of
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
     c = config_of(preset)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
-        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(LlamaConfig(
+    model = LlamaForCausalLM(LlamaConfig(
         vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.inner,
         num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
         max_position_embeddings=c.max_seq, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied,
         use_cache=False,
     ))  # fmt: skip
+    return model, c.vocab_size
+
+
+def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of torch on this rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    model, vocab = torch_llama(preset)
     if engine == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,7 +118,7 @@ def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
     elif engine == "ddp":
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-    ids, labels = (torch.from_numpy(a) for a in batch(preset, c.vocab_size))
+    ids, labels = (torch.from_numpy(a) for a in batch(preset, vocab))
     autocast = dtype == "bf16" and engine != "fsdp2"
 
     def step() -> None:

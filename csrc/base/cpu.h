@@ -1,7 +1,7 @@
 /* What this processor can do, found at run time.
  *
  * Kernels come in paths, each a superset of the one before.  The path is chosen once per context:
- * the best this processor has, or the one FSDPC_ISA names (an error if the processor lacks it).
+ * the fastest this processor has, or the one FSDPC_ISA names (an error if the processor lacks it).
  */
 #ifndef FSDPC_BASE_CPU_H
 #define FSDPC_BASE_CPU_H
@@ -23,9 +23,9 @@ typedef enum fsdpc_isa {
         FSDPC_ISA_COUNT
 } fsdpc_isa;
 
-fsdpc_isa fsdpc_isa_best(void);
+fsdpc_isa fsdpc_isa_best(void); /* the last in the table that runs here */
 const char *fsdpc_isa_name(fsdpc_isa isa);
-fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto" gives the best */
+fsdpc_status fsdpc_isa_parse(const char *name, fsdpc_isa *out); /* "auto": the fastest */
 
 /* Cores this process may run on (affinity and cgroup quota respected), at least 1. */
 int fsdpc_usable_cores(void);

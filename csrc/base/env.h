@@ -19,7 +19,7 @@
     X(notice_s, real, "FSDPC_NOTICE_S", 10, 0.01, 1e9,                                             \
       "a rank that waits says for whom after this many seconds")                                   \
     X(no_alias, flag, "FSDPC_NO_ALIAS", 0, 0, 1,                                                   \
-      "private, NaN-filled memory for every unit (finds reads after reshard)")                     \
+      "private, protected memory for fulls (finds reads after reshard)")                           \
     X(threads, integer, "FSDPC_THREADS", 0, 0, 4096,                                               \
       "threads of a rank; 0 means OMP_NUM_THREADS, else cores / ranks")                            \
     X(isa, text, "FSDPC_ISA", "auto", 0, 0,                                                        \

@@ -219,6 +219,11 @@ int fsdpc_team_threads(const fsdpc_team *team)
     return team ? team->threads : 1;
 }
 
+int fsdpc_team_workers(const fsdpc_team *team)
+{
+    return team && team->workers_pid == getpid() ? team->started : 0;
+}
+
 void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg)
 {
     bool shared = team && team->threads > 1 && parts > 1 &&

@@ -18,7 +18,8 @@ typedef void (*fsdpc_team_fn)(void *arg, size_t part);
 
 fsdpc_status fsdpc_team_create(int threads, fsdpc_team **out);
 void fsdpc_team_destroy(fsdpc_team *team);
-int fsdpc_team_threads(const fsdpc_team *team);                                   /* 1 for NULL */
+int fsdpc_team_threads(const fsdpc_team *team); /* 1 for NULL */
+int fsdpc_team_workers(const fsdpc_team *team); /* that it has started in this process */
 void fsdpc_team_run(fsdpc_team *team, size_t parts, fsdpc_team_fn fn, void *arg); /* NULL: inline */
 
 #endif

@@ -176,12 +176,14 @@ static fsdpc_status timed_out(const waiting *w)
     return fsdpc_comm_poison(w->comm, FSDPC_ERR_TIMEOUT);
 }
 
-/* A peer is gone: says also what this rank was waiting in. */
+/* A peer is gone: says also what this rank was waiting in.  A Ctrl-C that ended all ranks counts
+ * first: that the peer was quicker is no news. */
 static fsdpc_status given_up(const waiting *w, fsdpc_status status)
 {
     char text[LATE_BYTES];
     bool named = w->unit && w->unit[0];
     snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    FSDPC_TRY(fsdpc_interrupt_check(&w->comm->interrupt));
     fsdpc_fail(status, "%s; rank %d was waiting in %s%s%s%s", text, w->comm->world_rank, w->what,
                named ? " of '" : "", named ? w->unit : "", named ? "'" : "");
     return fsdpc_comm_poison(w->comm, status);

@@ -29,8 +29,9 @@
  *
  * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
- * Threads: one thread drives a communicator.  Reductions run on the stream of the operation: in
- * test/wait on an inline stream, by themselves on an asynchronous one.
+ * Threads: one thread drives a communicator, and all that were split off it but those set apart.
+ * Reductions run on the stream of the operation: in test/wait on an inline stream, by themselves on
+ * an asynchronous one.
  */
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
@@ -181,7 +182,8 @@ struct fsdpc_comm {
     int rank, size;
     int world_rank; /* in messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
-    bool spin; /* waits may spin before they sleep */
+    bool spin;  /* waits may spin before they sleep */
+    bool apart; /* see fsdpc_comm_set_apart */
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
@@ -264,6 +266,18 @@ fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
 fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
+
+/* Leaves a communicator that was split off to a thread other than the one that drives the rest: it
+ * is not carried on by waits in them, nor they by its own, and asks, tells and traces nothing of
+ * what belongs to that other thread.  On all its ranks, before its first operation. */
+static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
+{
+    comm->apart = true;
+    comm->interrupt = (fsdpc_interrupt){0};
+    comm->notice = NULL;
+    comm->log.level = FSDPC_LOG_SILENT;
+    comm->trace = NULL;
+}
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);
 

@@ -173,12 +173,14 @@ static void shm_describe(fsdpc_comm *comm, char *text, size_t bytes)
 
 static void shm_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 {
-    fsdpc_shm_world_locate(fsdpc_shm_of(comm)->world, phase, unit);
+    if (!comm->apart)
+        fsdpc_shm_world_locate(fsdpc_shm_of(comm)->world, phase, unit);
 }
 
 static void shm_waits(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_shm_world_waits(fsdpc_shm_of(comm)->world, what);
+    if (!comm->apart)
+        fsdpc_shm_world_waits(fsdpc_shm_of(comm)->world, what);
 }
 
 /* ---- Creating together ---- */

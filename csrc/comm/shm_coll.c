@@ -304,8 +304,9 @@ static fsdpc_status carry_on_group(fsdpc_shm_comm *self)
  * fails there is found there. */
 static fsdpc_status carry_on(fsdpc_shm_comm *self)
 {
-    for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group) {
-        if (group != self && group->pending)
+    fsdpc_shm_comm *group = self->base.apart ? NULL : self->world->groups;
+    for (; group; group = group->next_group) {
+        if (group != self && group->pending && !group->base.apart)
             carry_on_group(group);
     }
     return carry_on_group(self);

@@ -40,6 +40,9 @@ typedef struct fsdpc_event fsdpc_event;
 /* Work for a stream.  `arg` must stay valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
 
+/* What may be done to memory; everything else ends the process. */
+typedef enum fsdpc_access { FSDPC_ACCESS_NONE, FSDPC_ACCESS_READ, FSDPC_ACCESS_WRITE } fsdpc_access;
+
 typedef struct fsdpc_device_ops {
     const char *name; /* "cpu", "null", "cuda" */
     void (*destroy)(fsdpc_device *device);
@@ -65,6 +68,8 @@ typedef struct fsdpc_device_ops {
                          fsdpc_stream *stream);
     fsdpc_status (*fill)(fsdpc_device *device, void *to, int byte, size_t bytes,
                          fsdpc_stream *stream);
+    /* Optional; NULL: memory can always be read and written. */
+    fsdpc_status (*protect)(fsdpc_device *device, void *pages, size_t bytes, fsdpc_access access);
 } fsdpc_device_ops;
 
 struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
@@ -94,6 +99,9 @@ struct fsdpc_event {
  * worker streams; 0 makes every stream inline. */
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,
                                      int spare_cores, fsdpc_device **out);
+
+/* Threads that its streams have in this process. */
+int fsdpc_device_cpu_workers(const fsdpc_device *device);
 
 /* What the null device was asked to do, in order; borrowed until the next call on the device. */
 typedef struct fsdpc_null_record {
@@ -182,6 +190,13 @@ static inline fsdpc_status fsdpc_device_fill(fsdpc_device *device, void *to, int
                                              fsdpc_stream *stream)
 {
     return device->ops->fill(device, to, byte, bytes, stream);
+}
+
+/* Whole pages; ACCESS_WRITE again before they are freed.  At once, on no stream. */
+static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *pages, size_t bytes,
+                                                fsdpc_access access)
+{
+    return device->ops->protect ? device->ops->protect(device, pages, bytes, access) : FSDPC_OK;
 }
 
 #endif

@@ -22,6 +22,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/size.h"
@@ -82,6 +83,8 @@ typedef struct cpu_event {
 typedef struct cpu_device {
     fsdpc_device head; /* first */
     int spare_cores;
+    _Atomic int workers; /* streams that have a thread */
+    pid_t workers_pid;   /* in this process */
 } cpu_device;
 
 static cpu_stream *stream_of(fsdpc_stream *stream)
@@ -281,6 +284,21 @@ static void free_stream(cpu_stream *stream)
     free(stream);
 }
 
+/* A forked child has none of its parent's. */
+static void count_worker(cpu_device *device, int change)
+{
+    if (device->workers_pid != getpid())
+        atomic_store(&device->workers, 0);
+    device->workers_pid = getpid();
+    atomic_fetch_add(&device->workers, change);
+}
+
+int fsdpc_device_cpu_workers(const fsdpc_device *device)
+{
+    const cpu_device *self = (const cpu_device *)device;
+    return self->workers_pid == getpid() ? atomic_load(&self->workers) : 0;
+}
+
 static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bool want_async,
                                       fsdpc_stream **out)
 {
@@ -300,6 +318,8 @@ static fsdpc_status cpu_stream_create(fsdpc_device *device, const char *name, bo
         free_stream(stream);
         return status;
     }
+    if (stream->is_worker)
+        count_worker((cpu_device *)device, 1);
     *out = &stream->head;
     return FSDPC_OK;
 }
@@ -314,6 +334,7 @@ static void cpu_stream_destroy(fsdpc_stream *base)
         pthread_mutex_unlock(&stream->lock);
         announce(stream);
         pthread_join(stream->thread, NULL);
+        count_worker((cpu_device *)base->device, -1);
     }
     free_stream(stream);
 }
@@ -462,6 +483,20 @@ static fsdpc_status cpu_fill(fsdpc_device *device, void *to, int byte, size_t by
     return FSDPC_OK;
 }
 
+static fsdpc_status cpu_protect(fsdpc_device *device, void *pages, size_t bytes,
+                                fsdpc_access access)
+{
+    (void)device;
+    static const int flags[] = {[FSDPC_ACCESS_NONE] = PROT_NONE,
+                                [FSDPC_ACCESS_READ] = PROT_READ,
+                                [FSDPC_ACCESS_WRITE] = PROT_READ | PROT_WRITE};
+    if (mprotect(pages, bytes, flags[access]))
+        return fsdpc_fail_errno("%zu bytes of memory could not be protected; FSDPC_NO_ALIAS needs "
+                                "a few mappings a unit (see vm.max_map_count)",
+                                bytes);
+    return FSDPC_OK;
+}
+
 static void cpu_destroy(fsdpc_device *device)
 {
     free(device);
@@ -483,6 +518,7 @@ static const fsdpc_device_ops cpu_ops = {
     .free = cpu_free,
     .copy = cpu_copy,
     .fill = cpu_fill,
+    .protect = cpu_protect,
 };
 
 fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa,

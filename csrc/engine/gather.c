@@ -2,8 +2,8 @@
  *
  * Over shared memory a gather copies nothing: the wire holds every full all the time, and the
  * operation only lets the ranks check that they agree on what they do.  In no-alias mode the unit
- * has memory of its own instead, filled with NaN whenever the unit is sharded, and a gather copies:
- * slower, but whoever reads a full too early or too late reads NaN.
+ * has memory of its own instead (full.c), out of reach whenever the unit is sharded, and a gather
+ * copies: slower, but whoever reads a full too early or too late dies at that place.
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
  * only between the arrival of all ranks in an epoch and the own publication of it (root.c).
@@ -12,12 +12,8 @@
 
 #include <string.h>
 
+#include "engine/full.h"
 #include "ops/flat_ops.h"
-
-static size_t full_bytes(const fsdpc_unit_group *group)
-{
-    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
-}
 
 static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
@@ -51,7 +47,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
         size_t bytes = 0;
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
-            bytes += full_bytes(&unit->groups[g]);
+            bytes += fsdpc_full_bytes(&unit->groups[g]);
         }
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER, unit->id, bytes, unit->root->wire->epoch,
                         in_backward);
@@ -66,12 +62,9 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
     fsdpc_root *root = unit->root;
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        FSDPC_TRY(fsdpc_comm_wait(&group->gather));
-        if (unit->no_alias)
-            memcpy(group->full, root->wire->read + group->wire_offset, full_bytes(group));
-    }
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].gather));
+    FSDPC_TRY(fsdpc_full_reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER_DONE, unit->id, 0, root->wire->epoch,
                         in_backward);
@@ -86,10 +79,7 @@ void fsdpc_gather_drop(fsdpc_unit *unit)
     unit->state = FSDPC_UNIT_SHARDED;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_RESHARD, unit->id, 0, unit->root->wire->epoch,
                     unit->root->in_backward);
-    if (unit->no_alias) { /* all bits set is a NaN in every float dtype */
-        for (int g = 0; g < unit->layout->n_groups; g++)
-            memset(unit->groups[g].full, 0xff, full_bytes(&unit->groups[g]));
-    }
+    fsdpc_full_hide(unit);
 }
 
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)

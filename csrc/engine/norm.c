@@ -6,7 +6,7 @@
  * Scaling afterwards is what lets a gradient keep a factor pending, unread: a power of two moves
  * the exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements
  * that the factor would push below the smallest normal number would round; the shifted sum does
- * not.)  Other powers are left out: libm's pow does not promise that a scaled argument gives the
+ * not.)  Others are left out: libm's pow does not promise that a scaled argument gives the
  * scaled result to the last bit.
  */
 #include "engine/norm.h"

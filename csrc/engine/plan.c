@@ -45,7 +45,8 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         sum.master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
         sum.grad_bytes += fsdpc_round_up(plan.grad_bytes, COUNT_ALIGN);
         sum.partial_bytes += plan.partial_bytes;
-        sum.state_bytes += fsdpc_round_up(group->shard_numel * sizeof(float), COUNT_ALIGN);
+        /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
+        sum.state_bytes += fsdpc_round_up(plan.grad_bytes, COUNT_ALIGN);
     }
     fsdpc_layout_destroy(layout);
     if (status == FSDPC_OK)

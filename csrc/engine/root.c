@@ -24,6 +24,7 @@
 
 #include "base/size.h"
 #include "engine/fill.h"
+#include "engine/full.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
 
@@ -35,23 +36,6 @@ static const char *epoch_kind_text(uint32_t kind)
 #undef X
     };
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
-}
-
-static fsdpc_status place_full(fsdpc_root *root, fsdpc_unit *unit)
-{
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        size_t bytes = group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
-        if (unit->no_alias) {
-            void *memory;
-            FSDPC_TRY(fsdpc_device_alloc(root->device, FSDPC_MEM_OTHER, bytes, &memory));
-            group->full = memory;
-            FSDPC_TRY(fsdpc_device_fill(root->device, group->full, 0xff, bytes, NULL));
-        } else {
-            group->full = (unsigned char *)root->wire->read + group->wire_offset;
-        }
-    }
-    return FSDPC_OK;
 }
 
 static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size_t *wire_bytes_out)
@@ -109,7 +93,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
     root->wire->kind_text = epoch_kind_text;
     for (int i = 0; i < n_units; i++)
-        FSDPC_TRY_GOTO(status, place_full(root, units[i]), destroy);
+        FSDPC_TRY_GOTO(status, fsdpc_full_place(root, units[i]), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
                    destroy);
@@ -123,14 +107,9 @@ destroy:
     return status;
 }
 
-static void disown_unit(fsdpc_root *root, fsdpc_unit *unit)
+static void disown_unit(fsdpc_unit *unit)
 {
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        if (unit->no_alias)
-            fsdpc_device_free(root->device, group->full);
-        group->full = NULL;
-    }
+    fsdpc_full_remove(unit);
     fsdpc_buffer_destroy(unit->own_buffer);
     fsdpc_buffer_destroy(unit->own_partial);
     unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;
@@ -174,7 +153,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
     fsdpc_stream_destroy(root->reduce_stream);
     for (int i = 0; root->units && i < root->n_units; i++) {
         if (root->units[i])
-            disown_unit(root, root->units[i]);
+            disown_unit(root->units[i]);
     }
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
         fsdpc_buffer_destroy(root->pool[i]);

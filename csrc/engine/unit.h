@@ -42,7 +42,7 @@ typedef struct fsdpc_unit_options {
     fsdpc_dtype reduce_dtype;
     bool reshard_after_forward;
     int first_owner;
-    bool no_alias; /* private, NaN-filled memory for fulls */
+    bool no_alias; /* private memory for fulls, out of reach while sharded */
 } fsdpc_unit_options;
 
 typedef enum fsdpc_unit_state {
@@ -69,6 +69,7 @@ typedef struct fsdpc_unit_group {
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
     unsigned char *full; /* what modules read: the wire, or private memory in no-alias mode */
+    void *own_block;     /* the block that holds it in that mode; see full.h */
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 

@@ -6,8 +6,8 @@
  * 2^-126 they vanish.
  *
  * Zen 4 and 5 run this at twice the rate of fp32 FMA.  Intel's cores with AMX run vdpbf16ps at a
- * quarter of FMA's rate, half its flops: where tiles are not usable there, the path named avx512
- * (bf16 widened to fp32 by packing) is the faster one.
+ * quarter of FMA's rate, half its flops: where tiles are not usable there, "auto" is the path named
+ * avx512 (bf16 widened to fp32 by packing; see base/cpu.c).
  */
 #include "base/cpu.h"
 #if defined(__x86_64__)

@@ -216,8 +216,8 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     fsdpc_unit *unit = self->ref->unit;
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->params); i++)
-        unit->trainable[i] = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i))->requires_grad;
+    for (Py_ssize_t i = 0; i < self->n_params; i++)
+        unit->trainable[i] = self->params[i]->requires_grad;
     bool grad = runtime->tape->grad_enabled;
     walk w = {.module = module, .tape = runtime->tape, .self = self};
     bool recomputed = grad && runtime->tape->backward_depth > 0;

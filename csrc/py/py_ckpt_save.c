@@ -282,9 +282,7 @@ static PyObject *save_start(PyObject *object, PyObject *unused)
     fsdpc_comm *comm = fsdpc_py_comm_of(self->comm);
     if (!comm)
         return NULL;
-    comm->interrupt = (fsdpc_interrupt){0};
-    comm->notice = NULL;
-    comm->trace = NULL;
+    fsdpc_comm_set_apart(comm);
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     /* A rank that cannot stage tells the others on the thread, as any other failure. */

@@ -78,8 +78,26 @@ static int hide(fsdpc_py_door *door)
     return door->held ? 0 : show(door, false);
 }
 
-/* Follows requires_grad of the pieces, which the user may change between steps. */
-static int sync_trainable(fsdpc_py_door *door)
+/* A piece whose `.data` was replaced stands on other memory now. */
+static int follow_memory(fsdpc_py_door *door, int index)
+{
+    const fsdpc_door_param *p = &door->params[index];
+    if (!p->master)
+        return 0;
+    PyObject *number = PyObject_CallMethodNoArgs(p->piece, door->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (data == p->master)
+        return 0;
+    PyObject *done = PyObject_CallFunction(door->adopt, "i", index);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Follows what the user may change between steps: requires_grad of the pieces, their memory. */
+static int sync_pieces(fsdpc_py_door *door)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
     for (int i = 0; i < door->n_params; i++) {
@@ -90,6 +108,8 @@ static int sync_trainable(fsdpc_py_door *door)
         bool trainable = flag == Py_True;
         Py_DECREF(flag);
         unit->trainable[i] = trainable;
+        if (follow_memory(door, i) < 0)
+            return -1;
         if (trainable == p->trainable)
             continue;
         if (PyObject_SetAttr(p->full, door->names.requires_grad, trainable ? Py_True : Py_False) <
@@ -187,7 +207,7 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (recomputed && !unit->root->in_backward &&
         fsdpc_door_begin_backward(door, door->unit->seen_generation) < 0)
         return NULL;
-    if (!unit->root->in_backward && sync_trainable(door) < 0)
+    if (!unit->root->in_backward && sync_pieces(door) < 0)
         return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -195,6 +215,7 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
+    door->depth++;
     if (!recomputed)
         door->unit->seen_generation = fsdpc_unit_generation(unit);
     if (show(door, true) < 0)
@@ -206,10 +227,14 @@ static PyObject *door_leave(PyObject *object, PyObject *arg)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_unit *unit = fsdpc_door_unit(door);
+    bool stays = unit->stays, inner = door->depth > 1;
+    door->depth -= door->depth > 0;
+    unit->stays |= inner; /* a method of the unit called its forward */
     fsdpc_status status = fsdpc_post_forward(unit, arg == Py_True);
+    unit->stays = stays;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (!unit->root->in_backward && hide(door) < 0)
+    if (!inner && !unit->root->in_backward && hide(door) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -282,6 +307,7 @@ static PyObject *door_hide(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
+    door->depth = 0;
     for (int i = 0; i < door->n_params; i++)
         door->params[i].used = false;
     return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
@@ -296,7 +322,7 @@ static PyObject *door_hold(PyObject *object, PyObject *arg)
     door->held = arg == Py_True;
     if (!door->held)
         return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
-    if (!root_of(door)->in_backward && sync_trainable(door) < 0)
+    if (!root_of(door)->in_backward && sync_pieces(door) < 0)
         return NULL;
     return show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -329,11 +355,14 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
     fsdpc_unit *unit = fsdpc_door_unit(door);
     for (int i = 0; i < door->n_params; i++) {
         fsdpc_door_param *p = &door->params[i];
+        const fsdpc_place *place = &unit->layout->params[i];
         fsdpc_piece piece;
+        void *master = fsdpc_unit_master(unit, i, &piece);
+        p->master = piece.numel ? master : NULL;
+        p->narrow = place->dtype != unit->groups[place->group].grad_dtype;
         p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
         p->grad = Py_NewRef(PyList_GET_ITEM(grads, i));
         p->given = Py_NewRef(p->grad);
-        p->master = fsdpc_unit_master(unit, i, &piece);
         if (!(p->hook = fsdpc_door_hook_new(door, i)))
             return -1;
     }
@@ -385,22 +414,28 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* bind(fulls, bases, set_version, at_end) */
+/* bind(fulls, bases, set_version, at_end, adopt) */
 static PyObject *door_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
-    PyObject *fulls, *bases, *set, *at_end;
-    if (!PyArg_ParseTuple(args, "O!O!OO", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
-                          &at_end))
+    PyObject *fulls, *bases, *set, *at_end, *adopt;
+    if (!PyArg_ParseTuple(args, "O!O!OOO", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
+                          &at_end, &adopt))
         return NULL;
     if (PyList_GET_SIZE(fulls) != door->n_params)
         return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
                             door->n_params);
-    for (int i = 0; i < door->n_params; i++)
-        Py_XSETREF(door->params[i].full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
+    for (int i = 0; i < door->n_params; i++) {
+        fsdpc_door_param *p = &door->params[i];
+        Py_XSETREF(p->full, Py_NewRef(PyList_GET_ITEM(fulls, i)));
+        Py_XSETREF(p->dtype, PyObject_GetAttr(p->full, door->names.dtype));
+        if (!p->dtype)
+            return NULL;
+    }
     Py_XSETREF(door->bases, Py_NewRef(bases));
     Py_XSETREF(door->set_version, Py_NewRef(set));
     Py_XSETREF(door->at_end, Py_NewRef(at_end));
+    Py_XSETREF(door->adopt, Py_NewRef(adopt));
     door->bound = true;
     Py_RETURN_NONE;
 }
@@ -421,6 +456,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(door->bases);
     Py_VISIT(door->set_version);
     Py_VISIT(door->at_end);
+    Py_VISIT(door->adopt);
     Py_VISIT(Py_TYPE(object));
     return 0;
 }
@@ -440,6 +476,7 @@ static int door_clear(PyObject *object)
         Py_CLEAR(p->grad);
         Py_CLEAR(p->given);
         Py_CLEAR(p->hook);
+        Py_CLEAR(p->dtype);
     }
     for (int s = 0; s < n_slots; s++) {
         Py_CLEAR(door->slots[s].dict);
@@ -448,6 +485,7 @@ static int door_clear(PyObject *object)
     Py_CLEAR(door->bases);
     Py_CLEAR(door->set_version);
     Py_CLEAR(door->at_end);
+    Py_CLEAR(door->adopt);
     return 0;
 }
 
@@ -468,7 +506,8 @@ static void door_dealloc(PyObject *object)
 }
 
 static PyMethodDef door_methods[] = {
-    {"bind", door_bind, METH_VARARGS, "bind(fulls, bases, set_version, at_end): the root is made."},
+    {"bind", door_bind, METH_VARARGS,
+     "bind(fulls, bases, set_version, at_end, adopt): the root is made."},
     {"enter", (PyCFunction)(void (*)(void))door_enter, METH_FASTCALL,
      "enter(grad, in_task): a module's forward begins."},
     {"leave", door_leave, METH_O, "leave(grad): it has ended."},

@@ -23,7 +23,9 @@ typedef struct fsdpc_door_param {
     PyObject *grad;         /* over the rows of the gradient shard */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
     PyObject *hook;         /* GradHook, registered on the full once it is trainable */
-    void *master;           /* where the piece's memory is */
+    PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
+    void *master;           /* where the piece's memory is; NULL: it has none */
+    bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
     bool trainable, listening;
     bool used; /* a contribution came that is not handed out yet */
@@ -63,7 +65,9 @@ struct fsdpc_py_door {
     fsdpc_door_slot *slots;
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
+    PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
     PyObject *at_end;      /* at_end(): asks to be called when the running backward ends */
+    int depth;             /* forwards of this unit that are running, one inside the other */
     bool shown;            /* dictionaries hold fulls */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */

@@ -28,14 +28,13 @@ static void free_hook_self(PyObject *capsule)
 /* The gradient as a dense tensor of the full's dtype: itself nearly always. */
 static PyObject *dense(const fsdpc_py_door *door, const fsdpc_door_param *param, PyObject *grad)
 {
-    PyObject *mine = PyObject_GetAttr(param->full, door->names.dtype);
-    PyObject *its = mine ? PyObject_GetAttr(grad, door->names.dtype) : NULL;
-    PyObject *result = NULL;
-    if (its)
-        result =
-            its == mine ? Py_NewRef(grad) : PyObject_CallMethodOneArg(grad, door->names.to, mine);
-    Py_XDECREF(mine);
-    Py_XDECREF(its);
+    PyObject *its = PyObject_GetAttr(grad, door->names.dtype);
+    if (!its)
+        return NULL;
+    PyObject *result = its == param->dtype
+                           ? Py_NewRef(grad)
+                           : PyObject_CallMethodOneArg(grad, door->names.to, param->dtype);
+    Py_DECREF(its);
     if (!result)
         return NULL;
     PyObject *yes = PyObject_CallMethodNoArgs(result, door->names.is_contiguous);
@@ -82,9 +81,9 @@ static int accept(fsdpc_py_door *door, int index, PyObject *grad)
     void *data = data_of(door, plain);
     fsdpc_status status = FSDPC_OK;
     if (!PyErr_Occurred()) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = add_grad(unit, index, data);
-        Py_END_ALLOW_THREADS;
+        fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(door->unit_object)->runtime;
+        FSDPC_PY_RUN(runtime, unit->layout->params[index].numel, status,
+                     add_grad(unit, index, data));
     }
     Py_DECREF(plain);
     if (status != FSDPC_OK)
@@ -219,15 +218,12 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
 /* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
 static PyObject *grad_for(const fsdpc_py_door *door, const fsdpc_door_param *p)
 {
-    PyObject *mine = PyObject_GetAttr(p->grad, door->names.dtype);
-    PyObject *its = mine ? PyObject_GetAttr(p->piece, door->names.dtype) : NULL;
-    PyObject *result = NULL;
-    if (its)
-        result = its == mine ? Py_NewRef(p->grad)
-                             : PyObject_CallMethodOneArg(p->grad, door->names.to, its);
-    Py_XDECREF(mine);
-    Py_XDECREF(its);
-    return result;
+    if (!p->narrow)
+        return Py_NewRef(p->grad);
+    PyObject *dtype = PyObject_GetAttr(p->piece, door->names.dtype);
+    PyObject *grad = dtype ? PyObject_CallMethodOneArg(p->grad, door->names.to, dtype) : NULL;
+    Py_XDECREF(dtype);
+    return grad;
 }
 
 int fsdpc_door_give_grads(fsdpc_py_door *door)

@@ -51,7 +51,8 @@ typedef struct fsdpc_py_comm {
 typedef struct fsdpc_py_unit {
     PyObject_HEAD PyObject *weakrefs;
     fsdpc_unit_ref *ref;
-    PyObject *params;      /* list of Tensor */
+    fsdpc_tensor **params; /* acquired; not their objects, which refer to this one */
+    Py_ssize_t n_params;
     bool explicit_reshard; /* reshard_after_forward was given */
     int n_modules;         /* that make up the unit */
     int runs;              /* of them, in the forward of epoch `run_epoch` */
@@ -64,6 +65,7 @@ int fsdpc_py_engine_setup(PyObject *module);
 int fsdpc_py_comm_setup(PyObject *module);
 int fsdpc_py_unit_setup(PyObject *module);
 int fsdpc_py_optim_setup(PyObject *module);
+int fsdpc_py_dry_run_setup(PyObject *module);
 int fsdpc_py_clip_setup(PyObject *module);
 
 /* The open communicator of a Comm object, or NULL with an exception. */

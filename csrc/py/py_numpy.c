@@ -77,13 +77,15 @@ static PyObject *numpy_call(const char *function, PyObject *argument)
     return result;
 }
 
-/* ml_dtypes.bfloat16, or NULL without an exception. */
+/* ml_dtypes.bfloat16, or NULL, without an exception if there is none. */
 static PyObject *ml_bfloat16(void)
 {
     PyObject *module = PyImport_ImportModule("ml_dtypes");
     PyObject *type = module ? PyObject_GetAttrString(module, "bfloat16") : NULL;
     Py_XDECREF(module);
-    PyErr_Clear();
+    if (!type &&
+        (PyErr_ExceptionMatches(PyExc_ImportError) || PyErr_ExceptionMatches(PyExc_AttributeError)))
+        PyErr_Clear();
     return type;
 }
 
@@ -96,6 +98,8 @@ PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
     if (!array || fsdpc_py_self(object)->tensor->dtype != FSDPC_BF16)
         return array;
     PyObject *type = ml_bfloat16();
+    if (!type && PyErr_Occurred())
+        Py_CLEAR(array);
     if (!type)
         return array;
     PyObject *viewed = PyObject_CallMethod(array, "view", "O", type);
@@ -227,19 +231,28 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     return t;
 }
 
-static bool is_bfloat16(PyObject *array)
+/* That an attribute is missing is an answer; Ctrl-C, which NumPy's own Python code (dtype.name) may
+ * be interrupted by, is not: it stays set.  Returns whether there is such an error. */
+static bool clear_missing(void)
+{
+    if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_AttributeError))
+        PyErr_Clear();
+    return PyErr_Occurred() != NULL;
+}
+
+/* -1 with an exception. */
+static int is_bfloat16(PyObject *array)
 {
     PyObject *dtype = PyObject_GetAttrString(array, "dtype");
     PyObject *name = dtype ? PyObject_GetAttrString(dtype, "name") : NULL;
-    bool result =
+    int result =
         name && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
     Py_XDECREF(dtype);
     Py_XDECREF(name);
-    PyErr_Clear();
-    return result;
+    return clear_missing() ? -1 : result;
 }
 
-/* One character of array.dtype.kind, 0 if there is none. */
+/* One character of array.dtype.kind, 0 if there is none, perhaps with an exception. */
 static char dtype_kind(PyObject *array)
 {
     PyObject *dtype = PyObject_GetAttrString(array, "dtype");
@@ -248,13 +261,14 @@ static char dtype_kind(PyObject *array)
     char result = text ? *text : 0;
     Py_XDECREF(dtype);
     Py_XDECREF(kind);
-    PyErr_Clear();
-    return result;
+    return clear_missing() ? 0 : result;
 }
 
 static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
 {
-    bool bf16 = is_bfloat16(array);
+    int bf16 = is_bfloat16(array);
+    if (bf16 < 0)
+        return NULL;
     PyObject *plain = bf16 ? PyObject_CallMethod(array, "view", "s", "uint16") : Py_NewRef(array);
     if (!plain)
         return NULL;
@@ -277,8 +291,10 @@ static PyObject *from_numpy(PyObject *module, PyObject *array)
     if (!runtime)
         return NULL;
     if (!dtype_kind(array))
-        return PyErr_Format(PyExc_TypeError, "from_numpy: a NumPy array is needed, not %s",
-                            Py_TYPE(array)->tp_name);
+        return PyErr_Occurred()
+                   ? NULL
+                   : PyErr_Format(PyExc_TypeError, "from_numpy: a NumPy array is needed, not %s",
+                                  Py_TYPE(array)->tp_name);
     fsdpc_tensor *t = from_array(runtime, array);
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
@@ -304,9 +320,12 @@ static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dty
 static PyObject *as_array(PyObject *data, bool *python_io)
 {
     *python_io = !dtype_kind(data);
-    PyObject *array = numpy_call("asarray", data);
+    PyObject *array = PyErr_Occurred() ? NULL : numpy_call("asarray", data);
     char kind = array ? dtype_kind(array) : 0;
-    if (!array || kind == 'f' || kind == 'b' || is_bfloat16(array))
+    bool known = array && (kind == 'f' || kind == 'b' || is_bfloat16(array) > 0);
+    if (PyErr_Occurred())
+        Py_CLEAR(array);
+    if (!array || known)
         return array;
     if (kind != 'i' && kind != 'u') {
         PyErr_Format(PyExc_TypeError, "a tensor cannot hold %.80R (NumPy's kind '%c')", data, kind);

@@ -6,6 +6,7 @@
  */
 #include "py/py_state.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "ops/flat_ops.h"
@@ -53,7 +54,11 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
     fsdpc_isa isa;
     int spare;
     FSDPC_TRY(fsdpc_env_read(&r->env));
-    FSDPC_TRY(fsdpc_isa_parse(r->env.isa, &isa));
+    if (fsdpc_isa_parse(r->env.isa, &isa) != FSDPC_OK) {
+        char why[256];
+        snprintf(why, sizeof why, "%s", fsdpc_last_error());
+        return fsdpc_fail(FSDPC_ERR_VALUE, "FSDPC_ISA='%s': %s", r->env.isa, why);
+    }
     choose_threads(r, &spare);
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
@@ -135,6 +140,15 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
+/* Does not make the runtime: asking must start nothing. */
+static PyObject *engine_threads(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
+    return PyLong_FromLong(
+        r->ready ? fsdpc_team_workers(r->team) + fsdpc_device_cpu_workers(r->device) : 0);
+}
+
 static int put(PyObject *dict, const char *key, const char *suffix, size_t value)
 {
     PyObject *number = PyLong_FromSize_t(value), *name = PyUnicode_FromFormat("%s%s", key, suffix);
@@ -195,6 +209,8 @@ static PyMethodDef functions[] = {
     {"num_threads", num_threads, METH_NOARGS, "Threads of this rank's kernels."},
     {"set_num_threads", set_num_threads, METH_O,
      "Set the threads of this rank's kernels; results do not depend on it."},
+    {"engine_threads", engine_threads, METH_NOARGS,
+     "Threads that kernels and streams of the engine have in this process now."},
     {"memory_stats", memory_stats, METH_NOARGS,
      "Bytes held now and at most, by category, and times the system was asked for memory."},
     {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,

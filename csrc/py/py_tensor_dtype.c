@@ -127,6 +127,8 @@ int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out)
         return parse_name(object, out);
     /* np.dtype has .name; np.float32, float, ml_dtypes.bfloat16 are types */
     PyObject *name = PyObject_GetAttrString(object, PyType_Check(object) ? "__name__" : "name");
+    if (!name && !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return -1;
     if (!name || !PyUnicode_Check(name)) {
         PyErr_Clear();
         Py_XDECREF(name);

@@ -132,12 +132,12 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     return status;
 }
 
-static int read_specs(PyObject *names, PyObject *params, fsdpc_param_spec *specs)
+static int read_specs(PyObject *names, const fsdpc_py_unit *self, fsdpc_param_spec *specs)
 {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
-        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, i));
+    for (Py_ssize_t i = 0; i < self->n_params; i++) {
+        const fsdpc_tensor *t = self->params[i];
         const char *name = PyUnicode_AsUTF8(PyList_GET_ITEM(names, i));
-        if (!t || !name)
+        if (!name)
             return -1;
         specs[i] = (fsdpc_param_spec){.name = name, .dtype = t->dtype, .ndim = t->ndim};
         memcpy(specs[i].shape, t->shape, sizeof t->shape);
@@ -155,7 +155,7 @@ static fsdpc_status take_values(fsdpc_py_unit *self)
 {
     fsdpc_unit *unit = self->ref->unit;
     for (int i = 0; i < unit->layout->n_params; i++) {
-        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, i));
+        fsdpc_tensor *t = self->params[i];
         unit->trainable[i] = t->requires_grad;
         if (t->data)
             FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
@@ -195,7 +195,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
         return -1;
-    Py_ssize_t n = PyList_GET_SIZE(self->params);
+    Py_ssize_t n = self->n_params;
     fsdpc_unit_options options = {.name = name,
                                   .device = runtime->device,
                                   .trace = runtime->trace,
@@ -213,7 +213,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
         PyErr_NoMemory();
         return -1;
     }
-    int result = read_specs(names, self->params, specs);
+    int result = read_specs(names, self, specs);
     fsdpc_status status = FSDPC_OK;
     if (result == 0)
         status = make_ref(self, specs, (int)n, &options);
@@ -229,6 +229,23 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
         status = take_values(self);
     }
     return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+static int take_params(fsdpc_py_unit *self, PyObject *params)
+{
+    Py_ssize_t n = PyList_GET_SIZE(params);
+    self->params = PyMem_Calloc((size_t)n + 1, sizeof(fsdpc_tensor *));
+    if (!self->params) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; self->n_params < n; self->n_params++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, self->n_params));
+        if (!t)
+            return -1;
+        self->params[self->n_params] = fsdpc_tensor_acquire(t);
+    }
+    return 0;
 }
 
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -266,10 +283,10 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     bool input_given, output_given;
     fsdpc_dtype input = FSDPC_F32, output = FSDPC_F32;
     PyObject *comms[2] = {shard, replicate == Py_None ? NULL : replicate};
-    self->params = PyList_GetSlice(params, 0, PyList_GET_SIZE(params));
     self->explicit_reshard = reshard != Py_None;
     self->n_modules = n_modules;
-    if (!self->params || parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
+    if (take_params(self, params) < 0 ||
+        parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
         init_unit(self, name, names, comms, param_dtype, reduce_dtype) < 0) {
         Py_DECREF(self);
@@ -286,14 +303,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static int unit_traverse(PyObject *object, visitproc visit, void *arg)
 {
-    Py_VISIT(((fsdpc_py_unit *)object)->params);
     Py_VISIT(Py_TYPE(object));
-    return 0;
-}
-
-static int unit_clear(PyObject *object)
-{
-    Py_CLEAR(((fsdpc_py_unit *)object)->params);
     return 0;
 }
 
@@ -304,7 +314,9 @@ static void unit_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
-    unit_clear(object);
+    for (Py_ssize_t i = 0; i < self->n_params; i++)
+        fsdpc_tensor_release(self->params[i]);
+    PyMem_Free(self->params);
     fsdpc_unit_ref_release(self->ref);
     type->tp_free(object);
     Py_DECREF(type);
@@ -316,9 +328,8 @@ static fsdpc_status bind_units(PyObject *units)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
         fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(units, i);
-        for (Py_ssize_t p = 0; p < PyList_GET_SIZE(unit->params); p++)
-            FSDPC_TRY(fsdpc_py_unit_bind_param(
-                unit->ref, (int)p, fsdpc_py_tensor_of(PyList_GET_ITEM(unit->params, p))));
+        for (Py_ssize_t p = 0; p < unit->n_params; p++)
+            FSDPC_TRY(fsdpc_py_unit_bind_param(unit->ref, (int)p, unit->params[p]));
     }
     return FSDPC_OK;
 }
@@ -391,7 +402,6 @@ static PyType_Slot unit_slots[] = {
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_traverse, unit_traverse},
-    {Py_tp_clear, unit_clear},
     {Py_tp_methods, fsdpc_py_unit_methods},
     {Py_tp_getset, fsdpc_py_unit_getset},
     {Py_tp_members, unit_members},

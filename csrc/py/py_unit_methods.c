@@ -173,7 +173,7 @@ static PyObject *unit_bind(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "iO", &param, &value) || check_index(unit_of(object), param) < 0)
         return NULL;
     fsdpc_py_unit *self = (fsdpc_py_unit *)object;
-    fsdpc_tensor *own = fsdpc_py_tensor_of(PyList_GET_ITEM(self->params, param));
+    fsdpc_tensor *own = self->params[param];
     fsdpc_status status;
     if (value == Py_None) {
         status = fsdpc_py_unit_bind_param(self->ref, param, own);

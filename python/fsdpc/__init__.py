@@ -31,7 +31,6 @@ from fsdpc._core import (
     Tensor,
     bfloat16,
     bool_,
-    checkpoint,
     dtype,
     float16,
     float32,
@@ -76,13 +75,14 @@ from fsdpc.sharding import fully_shard
 from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
-    from fsdpc import amp, data, functional, lr_scheduler, models, wrap
+    from fsdpc import amp, checkpoint, data, functional, lr_scheduler, models, wrap
     from fsdpc.launcher import launch
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "amp": "fsdpc.amp",
+    "checkpoint": "fsdpc.checkpoint",
     "data": "fsdpc.data",
     "functional": "fsdpc.functional",
     "launcher": "fsdpc.launcher",

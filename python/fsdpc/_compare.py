@@ -334,7 +334,7 @@ class _Native(_Model):
 
     def state(self, name: str, state: str) -> _Value:
         p = self.parameters[name]
-        own = self.optimizer.state(p)[state]
+        own = self.optimizer.state(p).get(state)
         if own is None:
             return _MISSING
         if not isinstance(own, _core.Tensor):

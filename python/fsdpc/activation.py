@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._core import checkpoint
 from fsdpc.nn.module import Module
+
+__all__ = ["checkpoint", "checkpoint_activations"]
 
 
 def checkpoint_activations(

@@ -21,6 +21,7 @@ from fsdpc._launch.forked import (
     error_report,
     refuse_unsafe_fork,
     run_forked,
+    use_no_torch_threads,
 )
 from fsdpc._launch.supervisor import Supervisor
 
@@ -89,6 +90,9 @@ def launch(
     What ranks print appears at once in this process's ``sys.stdout`` (the cell, in a notebook) with
     the rank in front.  Ctrl-C ends all ranks.  When one rank fails the others have 5 s to report.
 
+    If this process has imported torch, its operations run on one thread in the ranks: a pool of
+    threads does not survive a fork.  Use ``fsdpc run`` where that is too slow.
+
     Examples
     --------
     >>> import os
@@ -99,6 +103,7 @@ def launch(
     refuse_unsafe_fork()
 
     def call() -> Report:
+        use_no_torch_threads()
         try:
             return Report("ok", fn(*args))
         except (Exception, KeyboardInterrupt) as error:

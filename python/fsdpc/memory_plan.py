@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, log2
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from fsdpc import _core, distributed
 from fsdpc.fsdp_module import FSDPModule
@@ -13,8 +15,8 @@ from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy, as_strategy
 from fsdpc.wrap import WrapPolicy, by_name, units_by
 
-#: fp32 states that an optimizer keeps for each parameter.
-STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 1}
+#: States that an optimizer keeps for each parameter by default (SGD: none without momentum).
+STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 POOLED_BUFFERS = 2
 
 
@@ -23,7 +25,8 @@ class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
 
     ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
-    shard group; the others are each rank's own.
+    shard group; the others are each rank's own. ``activation`` is what forward and backward hold at
+    once, where a batch was given.
     """
 
     wire: int
@@ -31,15 +34,25 @@ class MemoryPlan:
     grad: int
     state: int
     reduce: int
+    activation: int | None = None
+    micro_sum: int = 0
+
+    def for_micro_steps(self, n: int) -> MemoryPlan:
+        """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
+        levels = max(0, (n + 1).bit_length() - 2)  # as many as a counter to n has ones, less one
+        return replace(self, grad=self.grad + levels * self.micro_sum)
 
     @property
     def total(self) -> int:
         """All of them together, on the rank that the wire is counted on."""
-        return self.wire + self.master + self.grad + self.state + self.reduce
+        engine = self.wire + self.master + self.grad + self.state + self.reduce
+        return engine + (self.activation or 0)
 
     def __str__(self) -> str:
-        names = ("wire", "master", "grad", "state", "reduce", "total")
-        return "\n".join(f"{name:8}{getattr(self, name) / 1e6:14.3f} MB" for name in names)
+        names = ["wire", "master", "grad", "state", "reduce", "activation", "total"]
+        if self.activation is None:
+            names.remove("activation")
+        return "\n".join(f"{name:11}{getattr(self, name) / 1e6:14.3f} MB" for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +66,12 @@ class _UnitShape:
 def memory_plan(
     model: Any,
     mesh: DeviceMesh | tuple[int, int] | int | None = None,
+    batch_shape: Sequence[int] | None = None,
     *,
     strategy: ShardingStrategy | str | None = None,
     plan: WrapPolicy | dict[str, dict[str, Any]] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str | int = "adamw",
-    micro_steps: int = 1,
 ) -> MemoryPlan:
     """Compute what the engine will hold on each rank while a model trains.
 
@@ -69,14 +82,15 @@ def memory_plan(
         ``mp_policy`` say what :func:`fully_shard` would be given.
     mesh : DeviceMesh, (replicate, shard) or int, optional
         Of any size; a number shards over that many ranks. This run's world where not given.
+    batch_shape : sequence of int, optional
+        Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
+        floats. Forward and backward then run on a device that computes nothing.
     strategy : ShardingStrategy or str, optional
         NO_SHARD turns a number of ranks into replicas; SHARD_OPTIM keeps full gradients.
     plan, mp_policy
         As :func:`fully_shard` takes them, for a model that is not sharded.
     optimizer : str or int, default "adamw"
-        Its name, or the fp32 states that it keeps for each parameter.
-    micro_steps : int, default 1
-        Of an optimizer step, in deterministic mode, which keeps partial sums of them.
+        Its name, or how many states it keeps for each parameter.
 
     Returns
     -------
@@ -89,17 +103,15 @@ def memory_plan(
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
     units = units or _planned_units(model, plan, mp_policy or MixedPrecisionPolicy())
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    levels = 0
-    if distributed.is_deterministic() and micro_steps > 2:
-        levels = ceil(log2(micro_steps)) - 1
-    sums = dict.fromkeys(("wire", "master", "grad", "state", "reduce"), 0)
+    sums = dict.fromkeys(("wire", "master", "grad", "state", "reduce", "micro_sum"), 0)
     pooled: list[dict[str, int]] = []
     two_stages = replicate > 1 and shard > 1
     for unit in units:
         one = _core.plan_unit(unit.specs, shard, unit.param_dtype, unit.reduce_dtype)
         sums["wire"] += one["wire"]
         sums["master"] += one["master"]
-        sums["grad"] += one["grad"] + levels * one["partial"]
+        sums["grad"] += one["grad"]
+        sums["micro_sum"] += one["partial"]
         sums["state"] += n_states * one["state"]
         if unit.own_buffer or keeps:
             sums["reduce"] += one["reduce"] + (one["partial"] if two_stages else 0)
@@ -109,7 +121,10 @@ def memory_plan(
         each = max(u["reduce"] for u in pooled)
         each += max(u["partial"] for u in pooled) if two_stages else 0
         sums["reduce"] += each * min(POOLED_BUFFERS, len(pooled))
-    return MemoryPlan(**sums)
+    activation = None
+    if batch_shape is not None:
+        activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
+    return MemoryPlan(**sums, activation=activation)
 
 
 def _grid(mesh: Any, strategy: Any) -> tuple[int, int]:
@@ -164,3 +179,29 @@ def _planned_units(model: Any, plan: Any, policy: MixedPrecisionPolicy) -> list[
             )
         )
     return units
+
+
+def _activation_bytes(
+    model: Any, shape: tuple[int, ...], policy: MixedPrecisionPolicy | None
+) -> int:
+    """Peak of a forward and backward, from a dry run."""
+    words = hasattr(getattr(model, "config", None), "vocab_size")
+    params = list(model.parameters())
+    dtypes = [_compute_dtype(p, policy) for p in params]
+
+    def step() -> None:
+        forward = type(model).forward
+        if words:
+            ids = np.zeros(shape, np.int64)
+            forward(model, ids, ids).backward()
+            return
+        x = _core.empty(shape, dtype=dtypes[0] if dtypes else _core.float32)
+        forward(model, x).sum().backward()
+
+    return _core.dry_run(params, dtypes, step)
+
+
+def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:
+    if p._unit is not None or policy is None or policy.param_dtype is None:
+        return p.dtype  # a sharded parameter's is that of its full
+    return policy.param_dtype

@@ -8,13 +8,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpc import _core, distributed, models
+from fsdpc._train_checkpoint import TrainCheckpoints, add_options, check_options
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
@@ -30,7 +32,7 @@ from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
-from fsdpc.optim import AdamW
+from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
 from fsdpc.strategies import ShardingStrategy
@@ -135,6 +137,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_sharding_options(p)
     _add_optimizer_options(p)
+    add_options(p)
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
 
@@ -188,10 +191,32 @@ def _true_false_number(text: str) -> bool | int:
     return known.get(text.lower(), int(text) if text.isdigit() else 0)
 
 
+class Choice(NamedTuple):
+    """What an optimizer is made by, and its usual learning rate."""
+
+    make: Callable[..., Optimizer]
+    lr: float
+
+
+OPTIMIZERS = {
+    "adamw": Choice(partial(AdamW, betas=(0.9, 0.95)), 3e-3),
+    "adam": Choice(partial(Adam, betas=(0.9, 0.95)), 3e-3),
+    "sgd": Choice(partial(SGD, momentum=0.9), 0.1),
+    "lion": Choice(Lion, 3e-4),
+}
+
+
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
     optim.add_argument(
-        "--lr", type=float, default=3e-3, metavar="X", help="peak learning rate (default: 3e-3)"
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)"
+    )
+    optim.add_argument(
+        "--lr",
+        type=float,
+        metavar="X",
+        help="peak learning rate (default: "
+        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
     )
     optim.add_argument(
         "--weight-decay",
@@ -250,6 +275,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("steps", "sample"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name} must be at least 0, got {getattr(options, name)}")
+    if options.lr is None:
+        options.lr = OPTIMIZERS[options.optimizer].lr
     for name in ("lr", "clip"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
@@ -257,6 +284,7 @@ def _check(options: argparse.Namespace) -> None:
         from fsdpc._launch.environment import check_ranks
 
         check_ranks(options.ranks)
+    check_options(options)
     if options.checkpoint_activations:
         _checkpoint_choice(options.checkpoint_activations)
     if options.metrics:
@@ -314,7 +342,11 @@ class Trainer:
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops = self._measure_peak() * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
-        self.metrics = open(options.metrics, "w") if options.metrics and self.rank == 0 else None
+        state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
+                 "scaler": self.scaler, "data": self.loader}  # fmt: skip
+        self.checkpoints = TrainCheckpoints(options, state)
+        mode = "a" if options.resume else "w"
+        self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
 
     def _sampler(self) -> DistributedSampler:
         o, length, place = self.options, len(self.train_data), (self.rank, self.world)
@@ -322,7 +354,7 @@ class Trainer:
             return GlobalBatchSampler(length, *place, o.batch, o.accumulate, seed=o.seed)
         return DistributedSampler(length, *place, shuffle=True, seed=o.seed, drop_last=True)
 
-    def _build(self) -> tuple[Any, AdamW]:
+    def _build(self) -> tuple[Any, Optimizer]:
         o = self.options
         config = models.preset(o.preset)
         config = config.with_(max_seq=max(config.max_seq, o.seq))
@@ -351,7 +383,7 @@ class Trainer:
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        return model, AdamW(groups, lr=o.lr, betas=(0.9, 0.95))
+        return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr)
 
     def _measure_peak(self) -> float:
         """FLOP/s of this rank's matrix products: what MFU is a share of."""
@@ -373,10 +405,17 @@ class Trainer:
         begin = time.perf_counter()
         line = LiveLine(self, begin)
         try:
+            step = self.checkpoints.begin()
             with self.loader:
-                for step in range(1, o.steps + 1):
+                while step < o.steps:
+                    step += 1
                     line.show(step, self._step())
+                    if self.checkpoints.after(step):
+                        break
             line.end()
+            self.checkpoints.end(step)
+            if self.checkpoints.stopped:
+                return
             val_loss, val_tokens = self.validate()
             seconds = time.perf_counter() - begin
             crc = self._params_crc()

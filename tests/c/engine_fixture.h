@@ -9,6 +9,7 @@
 #define FSDPC_TESTS_ENGINE_FIXTURE_H
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include "base/mem.h"
 #include "check.h"
@@ -36,6 +37,26 @@ typedef struct rig {
     fsdpc_status status;
     char message[512];
 } rig;
+
+/* Whether a byte may be read: the kernel says so without the process dying of it. */
+static inline bool rig_can_read(const void *at)
+{
+    int ends[2];
+    bool can = pipe(ends) == 0 && write(ends[1], at, 1) == 1;
+    close(ends[0]);
+    close(ends[1]);
+    return can;
+}
+
+/* The same of writing; what was there stays. */
+static inline bool rig_can_write(void *at)
+{
+    int ends[2];
+    bool can = pipe(ends) == 0 && write(ends[1], at, 1) == 1 && read(ends[0], at, 1) == 1;
+    close(ends[0]);
+    close(ends[1]);
+    return can;
+}
 
 /* A deterministic generator; the same numbers on every machine. */
 static inline uint64_t rig_random(uint64_t *state)

@@ -212,6 +212,41 @@ static void test_groups(void)
     rigs_close(rigs, 2);
 }
 
+/* A 2 x 2 mesh: replicas hold the same gradients, and count once. */
+static fsdpc_status on_a_mesh(rig *r)
+{
+    fsdpc_param_spec spec = rig_spec("w", FSDPC_F32, 2, 29, 128, 0);
+    fsdpc_unit_options options = rig_options(r, "u");
+    FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank / 2, r->rank, &options.mesh.shard));
+    FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank % 2, r->rank, &options.mesh.replicate));
+    FSDPC_TRY(rig_add(r, &options, &spec, 1));
+    fsdpc_piece piece;
+    void *grad;
+    r->units[0]->grad_live = true;
+    FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, &piece, &grad));
+    for (size_t i = 0; i < piece.numel; i++)
+        ((float *)grad)[i] = -3;
+    FSDPC_TRY(fsdpc_clip_norm(r->units, 1, &r->result[0]));
+    if (r->rank % 2 == 0) /* on both replicas, as an all-reduce would have left it */
+        ((float *)grad)[7] = INFINITY;
+    fsdpc_norm largest = {{{0}, 0, 0}};
+    FSDPC_TRY(fsdpc_clip_norms(r->units, 1, INFINITY, &largest, NULL));
+    r->result[1] = fsdpc_norm_value(&largest, INFINITY);
+    rig_close_units(r);
+    fsdpc_comm_destroy(options.mesh.replicate);
+    fsdpc_comm_destroy(options.mesh.shard);
+    return FSDPC_OK;
+}
+
+static void test_replicas(void)
+{
+    rig rigs[RIG_RANKS];
+    rigs_run(rigs, 4, on_a_mesh, NULL);
+    for (int rank = 0; rank < 4; rank++)
+        CHECK(rigs[rank].result[0] == sqrt(9.0 * 29 * 128) && isinf(rigs[rank].result[1]));
+    rigs_close(rigs, 4);
+}
+
 static void test_refused(void)
 {
     fsdpc_norm total = {{{0}, 0, 0}};
@@ -303,6 +338,7 @@ int main(void)
     test_scale();
     test_powers();
     test_groups();
+    test_replicas();
     test_refused();
     return check_report("test_clip");
 }

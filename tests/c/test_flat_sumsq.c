@@ -2,13 +2,23 @@
  * for any cut at leaves, number of threads and instruction set. */
 #include "test_flat_common.h"
 
+static double term(double value, double p)
+{
+    double power = fabs(value), result = 1;
+    if (p != rint(p))
+        return pow(power, p);
+    for (unsigned rest = (unsigned)p; rest; rest /= 2, power *= power)
+        result *= rest % 2 ? power : 1;
+    return result;
+}
+
 /* A leaf in the order the kernels promise, element by element. */
 static double leaf_reference(const void *x, size_t begin, size_t numel, fsdpc_dtype dtype, double p)
 {
     double partial[16] = {0};
     for (size_t i = 0; i < numel; i++) {
         double value = element(x, begin + i, dtype);
-        partial[i % 16] += p == 2 ? value * value : p == 1 ? fabs(value) : pow(fabs(value), p);
+        partial[i % 16] += term(value, p);
     }
     for (int half = 8; half; half /= 2)
         for (int j = 0; j < half; j++)
@@ -39,8 +49,10 @@ static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf, doub
         fsdpc_exact_sum_add(
             &reference, leaf_reference(x, at, leaf < numel - at ? leaf : numel - at, dtype, power));
     for (size_t i = 0; i < numel; i++) {
-        long double value = fabsl((long double)element(x, i, dtype));
-        total += power == 1 ? value : power == 2 ? value * value : powl(value, (long double)power);
+        long double value = fabsl((long double)element(x, i, dtype)), total_term = 1;
+        for (double rest = power; rest >= 1; rest--)
+            total_term *= value;
+        total += power == rint(power) ? total_term : total_term * sqrtl(value); /* 2.5 */
     }
     fsdpc_exact_sum_normalize(&reference);
     CHECK_NOTE(memcmp(&whole, &reference, sizeof whole) == 0, "%s, %zu elements, leaf %zu, p %g",
@@ -53,8 +65,7 @@ static void test_case(rig *r, fsdpc_dtype dtype, size_t numel, size_t leaf, doub
     for (size_t at = 0, take; at < numel; at += take) {
         take = leaf * (1 + random_bits(&state) % (numel / leaf / 3 + 2));
         take = take > numel - at ? numel - at : take;
-        fsdpc_exact_sum part = {{0}, 0, 0};
-        part = sum_of(r, at_element(x, at, dtype), dtype, take, leaf, p);
+        fsdpc_exact_sum part = sum_of(r, at_element(x, at, dtype), dtype, take, leaf, p);
         fsdpc_exact_sum_merge(&cut, &part);
     }
     fsdpc_exact_sum_normalize(&cut);
@@ -114,6 +125,8 @@ int main(void)
                     if (some_sizes[s] != LARGE_NUMEL || leaves[l] == 50 || leaves[l] == 64) {
                         test_case(&r, all_floats[d], some_sizes[s], leaves[l], 2);
                         test_case(&r, all_floats[d], some_sizes[s], leaves[l], 2.5);
+                        test_case(&r, all_floats[d], some_sizes[s], leaves[l], 3);
+                        test_case(&r, all_floats[d], some_sizes[s], leaves[l], 6);
                     }
                 }
         test_not_numbers(&r);

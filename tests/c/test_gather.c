@@ -56,7 +56,7 @@ static fsdpc_status gather_values(rig *r)
         r->result[step] = wrong_values(r);
         FSDPC_TRY(fsdpc_post_forward(r->units[1], false));
         const uint16_t *full = fsdpc_unit_full(r->units[1], 0);
-        r->result[3] += full[0] == 0xffff; /* NaN: given up */
+        r->result[3] += !rig_can_read(full); /* given up */
         FSDPC_TRY(fsdpc_post_forward(r->units[0], false));
     }
     return FSDPC_OK;

@@ -10,12 +10,13 @@ static const size_t shapes[N_PARAMS][2] = {{7, 9}, {70, 9}, {5, 0}, {130, 0}, {3
 typedef struct scene {
     fsdpc_dtype master, wire;
     fsdpc_optim_kind kind;
+    fsdpc_dtype state;
 } scene;
 
 static float start_of(int param, size_t i)
 {
     uint64_t seed = (uint64_t)param * 7919 + i;
-    return (float)((int)(rig_random(&seed) % 512) - 256) / 128.0f; /* exact in bf16 */
+    return (float)((int)(rig_random(&seed) % 512) - 256) / 128.0f; /* exact in 16 bits */
 }
 
 static fsdpc_status add_unit(rig *r, const scene *s)
@@ -44,15 +45,26 @@ typedef struct element {
     int64_t steps;
 } element;
 
-static void plain_step(element *e, double g, const fsdpc_hyper *h, bool decoupled)
+static void plain_step(element *e, double g, const fsdpc_hyper *h, fsdpc_optim_kind kind)
 {
     e->steps++;
     if (h->maximize)
         g = -g;
-    if (decoupled)
+    if (kind == FSDPC_OPTIM_ADAMW || kind == FSDPC_OPTIM_LION)
         e->p -= h->lr * h->weight_decay * e->p;
     else
         g += h->weight_decay * e->p;
+    if (kind == FSDPC_OPTIM_SGD) {
+        e->m = e->steps == 1 ? g : h->momentum * e->m + (1 - h->dampening) * g;
+        e->p -= h->lr * e->m;
+        return;
+    }
+    if (kind == FSDPC_OPTIM_LION) {
+        double ahead = h->beta1 * e->m + (1 - h->beta1) * g;
+        e->p -= h->lr * (double)((ahead > 0) - (ahead < 0));
+        e->m = h->beta2 * e->m + (1 - h->beta2) * g;
+        return;
+    }
     e->m = h->beta1 * e->m + (1 - h->beta1) * g;
     e->v = h->beta2 * e->v + (1 - h->beta2) * g * g;
     double bias1 = 1 - pow(h->beta1, (double)e->steps), bias2 = 1 - pow(h->beta2, (double)e->steps);
@@ -60,8 +72,20 @@ static void plain_step(element *e, double g, const fsdpc_hyper *h, bool decouple
 }
 
 static const fsdpc_hyper hypers[2] = {
-    {.lr = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.0971},
-    {.lr = 3e-3, .beta1 = 0.8, .beta2 = 0.99, .eps = 1e-6, .weight_decay = 0.0, .maximize = true},
+    {.lr = 1e-2,
+     .beta1 = 0.9,
+     .beta2 = 0.95,
+     .eps = 1e-8,
+     .weight_decay = 0.0971,
+     .momentum = 0.9,
+     .dampening = 0.25},
+    {.lr = 3e-3,
+     .beta1 = 0.8,
+     .beta2 = 0.99,
+     .eps = 1e-6,
+     .weight_decay = 0.0,
+     .momentum = 0.5,
+     .maximize = true},
 };
 static const int groups[N_PARAMS] = {0, 0, 1, 0, 1, 0};
 
@@ -74,6 +98,7 @@ static bool steps_in(int param, int step)
 static fsdpc_status make_optim(rig *r, const scene *s, fsdpc_optim **out)
 {
     FSDPC_TRY(fsdpc_optim_create(s->kind, r->device, r->trace, out));
+    FSDPC_TRY(fsdpc_optim_set_state_dtype(*out, s->state, 3));
     for (int p = 0; p < N_PARAMS; p++) {
         if (p != 4)
             FSDPC_TRY(fsdpc_optim_add(*out, r->units[0], p, groups[p]));
@@ -82,10 +107,40 @@ static fsdpc_status make_optim(rig *r, const scene *s, fsdpc_optim **out)
     return fsdpc_optim_set_hyper(*out, 0, &hypers[0]);
 }
 
-static float read_as(const void *data, fsdpc_dtype dtype, size_t i)
+static double read_as(const void *data, fsdpc_dtype dtype, size_t i)
 {
-    return dtype == FSDPC_F32 ? ((const float *)data)[i]
-                              : fsdpc_bf16_to_f32(((const uint16_t *)data)[i]);
+    switch (dtype) {
+    case FSDPC_F32:
+        return (double)((const float *)data)[i];
+    case FSDPC_F64:
+        return ((const double *)data)[i];
+    case FSDPC_F16:
+        return (double)fsdpc_f16_to_f32(((const uint16_t *)data)[i]);
+    default:
+        return (double)fsdpc_bf16_to_f32(((const uint16_t *)data)[i]);
+    }
+}
+
+/* x as a number of the dtype; nothing here is subnormal or large. */
+static double rounded(double x, fsdpc_dtype dtype)
+{
+    if (dtype == FSDPC_F16)
+        return (double)fsdpc_f16_to_f32(fsdpc_f32_to_f16((float)x));
+    if (dtype == FSDPC_BF16)
+        return (double)fsdpc_bf16_to_f32(fsdpc_f32_to_bf16((float)x));
+    return dtype == FSDPC_F32 ? (double)(float)x : x;
+}
+
+/* How near a master is to the plain way's, which is in double. */
+static double tolerance(const scene *s)
+{
+    if (s->state == FSDPC_BF16)
+        return 0x1p-6; /* a second moment off by 2^-8 moves a step of 1e-2 by less */
+    if (s->master == FSDPC_BF16 || s->master == FSDPC_F16)
+        return s->master == FSDPC_BF16 ? 0x1p-7 : 0x1p-10; /* rounded to a neighbour */
+    /* Adam's decayed gradient cancels here and there, never to zero with this decay; gradients of
+     * fp64 masters are reduced in fp32 here */
+    return s->kind == FSDPC_OPTIM_ADAM ? 5e-5 : 2e-6;
 }
 
 static double average(int world, int step, int param, size_t i)
@@ -102,16 +157,16 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
     fsdpc_unit *unit = r->units[0];
     for (int p = 0; p < N_PARAMS; p++) {
         fsdpc_piece piece;
-        fsdpc_optim_view view;
-        const float *m = NULL, *v = NULL;
         int64_t count = 0, expect = 0;
+        fsdpc_optim_view views[2] = {{.data = NULL}, {.data = NULL}};
         const void *master = fsdpc_unit_master(unit, p, &piece);
         const void *full = fsdpc_unit_full(unit, p);
+        int n_states = p == 4 ? 0 : fsdpc_optim_states(s->kind, &hypers[groups[p]]);
         if (p != 4) {
-            FSDPC_TRY(fsdpc_optim_state(optim, unit, p, 0, &view));
-            m = view.data;
-            FSDPC_TRY(fsdpc_optim_state(optim, unit, p, 1, &view));
-            v = view.data;
+            for (int k = 0; k < 2; k++) {
+                FSDPC_TRY(fsdpc_optim_state(optim, unit, p, k, &views[k]));
+                r->result[2] += (views[k].data != NULL) != (k < n_states);
+            }
             FSDPC_TRY(fsdpc_optim_step_count(optim, unit, p, &count));
             for (int step = 0; step < steps; step++)
                 expect += steps_in(p, step);
@@ -123,23 +178,22 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
                 if (!steps_in(p, step))
                     continue;
                 plain_step(&e, average(r->world, step, p, piece.first + i) * 0.5,
-                           &hypers[groups[p]], s->kind == FSDPC_OPTIM_ADAMW);
-                if (s->master == FSDPC_BF16)
-                    e.p = fsdpc_bf16_to_f32(fsdpc_f32_to_bf16((float)e.p));
+                           &hypers[groups[p]], s->kind);
+                e.p = s->master == FSDPC_F32 ? e.p : rounded(e.p, s->master);
             }
-            float now = read_as(master, s->master, i);
-            /* fp32 against double; Adam's decayed gradient cancels here and there, never to zero
-             * with this decay; a bf16 master may round to the neighbour */
-            double near = s->kind == FSDPC_OPTIM_ADAM ? 5e-5 : 2e-6;
-            near = s->master == FSDPC_F32 ? near : 0x1p-7;
-            r->result[0] += !(fabs(now - e.p) <= near * (1 + fabs(e.p)));
+            double now = read_as(master, s->master, i);
+            r->result[0] += !(fabs(now - e.p) <= tolerance(s) * (1 + fabs(e.p)));
             if (p == 4)
                 r->result[0] += now != start_of(p, piece.first + i);
-            float wire = s->wire == FSDPC_F32 ? now : fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(now));
-            r->result[1] += read_as(full, s->wire, piece.first + i) != wire;
-            if (m)
-                r->result[2] += !(fabs(m[i] - e.m) <= 1e-2 * (1e-3 + fabs(e.m))) ||
-                                !(fabs(v[i] - e.v) <= 1e-2 * (1e-3 + fabs(e.v)));
+            r->result[1] += read_as(full, s->wire, piece.first + i) != rounded(now, s->wire);
+            const double plain[2] = {e.m, e.v};
+            for (int k = 0; k < n_states; k++) {
+                double state = read_as(views[k].data, views[k].dtype, i);
+                double near = 1e-2 * (1e-3 + fabs(plain[k]));
+                if (s->state == FSDPC_BF16) /* four roundings, of numbers that may cancel later */
+                    near = 0x1p-6 * (0.25 + fabs(plain[k]));
+                r->result[2] += !(fabs(state - plain[k]) <= near);
+            }
             r->result[4] += 1;
         }
     }
@@ -171,11 +225,18 @@ static fsdpc_status run_steps(rig *r)
 
 static void test_steps(void)
 {
-    scene scenes[] = {{FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW},
-                      {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_ADAMW},
-                      {FSDPC_BF16, FSDPC_BF16, FSDPC_OPTIM_ADAMW},
-                      {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAM}};
-    for (int c = 0; c < 4; c++) {
+    scene scenes[] = {{FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW, FSDPC_F32},
+                      {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_ADAMW, FSDPC_F32},
+                      {FSDPC_BF16, FSDPC_BF16, FSDPC_OPTIM_ADAMW, FSDPC_F32},
+                      {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAM, FSDPC_F32},
+                      {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_SGD, FSDPC_F32},
+                      {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_LION, FSDPC_F32},
+                      {FSDPC_F16, FSDPC_F16, FSDPC_OPTIM_ADAMW, FSDPC_F32},
+                      {FSDPC_F64, FSDPC_F32, FSDPC_OPTIM_SGD, FSDPC_F32},
+                      {FSDPC_F64, FSDPC_F64, FSDPC_OPTIM_ADAMW, FSDPC_BF16},
+                      {FSDPC_F32, FSDPC_BF16, FSDPC_OPTIM_ADAMW, FSDPC_BF16},
+                      {FSDPC_F16, FSDPC_BF16, FSDPC_OPTIM_SGD, FSDPC_BF16}};
+    for (size_t c = 0; c < sizeof scenes / sizeof scenes[0]; c++) {
         for (int world = 1; world <= RIG_RANKS; world++) {
             rig rigs[RIG_RANKS];
             double elements = 0;
@@ -183,8 +244,8 @@ static void test_steps(void)
             for (int p = 0; p < world; p++) {
                 static const char *const what[] = {"parameters", "wire", "states", "step counts"};
                 for (int k = 0; k < 4; k++)
-                    CHECK_NOTE(rigs[p].result[k] == 0, "scene %d, rank %d of %d: %g wrong %s", c, p,
-                               world, rigs[p].result[k], what[k]);
+                    CHECK_NOTE(rigs[p].result[k] == 0, "scene %zu, rank %d of %d: %g wrong %s", c,
+                               p, world, rigs[p].result[k], what[k]);
                 elements += rigs[p].result[4] / 2;
             }
             CHECK(elements == 7 * 9 + 70 * 9 + 5 + 130 + 3 * 9);
@@ -197,7 +258,7 @@ static void test_refused(void)
 {
     rig r;
     CHECK_OK(rig_open(&r, 1, false));
-    scene s = {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW};
+    scene s = {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW, FSDPC_F32};
     CHECK_OK(add_unit(&r, &s));
     fsdpc_optim *optim;
     CHECK_OK(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, r.device, NULL, &optim));
@@ -220,6 +281,59 @@ static void test_refused(void)
     CHECK(r.root->stage == FSDPC_STAGE_IDLE);
     fsdpc_optim_destroy(optim);
     rig_close(&r);
+}
+
+/* Every rank's rows meet in the full state, and a full state goes back to rows. */
+static fsdpc_status carry_states(rig *r)
+{
+    const scene *s = r->arg;
+    fsdpc_optim *optim = NULL, *other = NULL;
+    FSDPC_TRY(add_unit(r, s));
+    FSDPC_TRY(make_optim(r, s, &optim));
+    FSDPC_TRY(make_optim(r, s, &other));
+    FSDPC_TRY(rig_step(r));
+    FSDPC_TRY(fsdpc_optim_step(optim));
+    for (int p = 0; p < N_PARAMS; p++) {
+        for (int k = 0; p != 4 && k < 2; k++) {
+            float full[NUMEL];
+            fsdpc_optim_view from, to;
+            FSDPC_TRY(fsdpc_optim_collect(optim, r->units[0], p, k, full));
+            FSDPC_TRY(fsdpc_optim_write(other, r->units[0], p, k, full, FSDPC_F32));
+            FSDPC_TRY(fsdpc_optim_state(optim, r->units[0], p, k, &from));
+            FSDPC_TRY(fsdpc_optim_state(other, r->units[0], p, k, &to));
+            size_t bytes = from.piece.numel * sizeof(float);
+            r->result[0] += from.data == to.data || memcmp(from.data, to.data, bytes) != 0;
+            r->result[1] += bytes > 0 && memcmp(full + from.piece.first, to.data, bytes) != 0;
+            for (size_t i = 0; i < r->units[0]->layout->params[p].numel; i++) {
+                element e = {.p = start_of(p, i)};
+                plain_step(&e, average(r->world, 0, p, i), &hypers[groups[p]], s->kind);
+                double plain = k ? e.v : e.m;
+                r->result[2] += !(fabs((double)full[i] - plain) <= 1e-2 * (1e-3 + fabs(plain)));
+            }
+        }
+    }
+    FSDPC_TRY(fsdpc_optim_set_step_count(other, r->units[0], 1, 0));
+    fsdpc_optim_view view;
+    FSDPC_TRY(fsdpc_optim_state(other, r->units[0], 1, 0, &view));
+    for (size_t i = 0; i < view.piece.numel; i++)
+        r->result[3] += ((const float *)view.data)[i] != 0;
+    fsdpc_optim_destroy(optim);
+    fsdpc_optim_destroy(other);
+    return FSDPC_OK;
+}
+
+static void test_carried(void)
+{
+    scene s = {FSDPC_F32, FSDPC_F32, FSDPC_OPTIM_ADAMW, FSDPC_F32};
+    for (int world = 1; world <= RIG_RANKS; world++) {
+        rig rigs[RIG_RANKS];
+        rigs_run(rigs, world, carry_states, &s);
+        for (int p = 0; p < world; p++)
+            for (int k = 0; k < 4; k++)
+                CHECK_NOTE(rigs[p].result[k] == 0, "rank %d of %d: %g wrong (%d)", p, world,
+                           rigs[p].result[k], k);
+        rigs_close(rigs, world);
+    }
 }
 
 /* Before the first forward there is no wire: masters step, the first epoch publishes them. */
@@ -250,6 +364,7 @@ static void test_rootless(void)
 int main(void)
 {
     test_steps();
+    test_carried();
     test_refused();
     test_rootless();
     return check_report("test_optim");

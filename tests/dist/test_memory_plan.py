@@ -92,6 +92,23 @@ def test_estimate_has_the_published_figures() -> None:
     assert "held" in str(full) and "published 14 GB" in str(full)
 
 
+def _peak_of_micro_steps(n: int) -> tuple[int, int]:
+    fsdpc.init(deterministic=True)
+    model = build(True)
+    fsdpc.reset_peak_memory_stats()
+    for micro in range(n):
+        model(*batch(0, fsdpc.rank(), micro)).backward()
+    plan = fsdpc.memory_plan(model).for_micro_steps(n)
+    fsdpc.shutdown()
+    return plan.grad, fsdpc.memory_stats()["grad_peak_bytes"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 7, 8])
+def test_plan_of_micro_steps(n: int) -> None:
+    for planned, peak in fsdpc.launch(_peak_of_micro_steps, 2, n):
+        assert planned == peak
+
+
 @pytest.mark.ranks(2)
 def test_schedule_is_data() -> None:
     model = build(sharded=True)
@@ -115,3 +132,41 @@ def test_schedule_is_data() -> None:
     assert second is not None and first.diff(second) == "prefetch 1 and 2"
     assert len(second.ahead(1)) == 2
     assert first.diff(first) == ""
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("precision", ["f32", "bf16-f32"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_are_the_peak(precision: str, recompute: bool) -> None:
+    """A dry run of a sharded model holds what the run holds; unsharded, casts are not known."""
+    param, reduce = PRECISIONS[precision]
+    policy = fsdpc.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+    with fsdpc.deferred_init():
+        model = Llama(CONFIG)
+    if recompute:
+        fsdpc.checkpoint_activations(model.blocks(), "all")
+    x, y = batch(0, fsdpc.rank())
+    early = fsdpc.memory_plan(model, 8, x.shape, mp_policy=policy).activation
+    assert all(p.is_deferred for p in model.parameters())
+    for block in model.blocks():
+        fsdpc.fully_shard(block, mp_policy=policy)
+    fsdpc.fully_shard(model, mp_policy=policy)
+    for _ in range(2):
+        before = fsdpc.memory_stats()["activation_bytes"]
+        fsdpc.reset_peak_memory_stats()
+        model(x, y).backward()
+    peak = fsdpc.memory_stats()["activation_peak_bytes"] - before
+    assert fsdpc.memory_plan(model, None, x.shape).activation == peak
+    assert early == pytest.approx(peak, rel=0.05)
+    other = model(x, y)  # nothing of the dry run is left behind
+    other.backward()
+
+
+def test_activations_of_other_modules() -> None:
+    layers = fsdpc.nn.Sequential(fsdpc.nn.Linear(64, 256), fsdpc.nn.Linear(256, 8))
+    plan = fsdpc.memory_plan(layers, 4, (32, 64))
+    assert plan.activation is not None
+    assert 32 * (256 + 8) * 4 <= plan.activation <= 32 * (64 + 2 * 256 + 8) * 4 + 4096
+    assert layers(fsdpc.tensor([[1.0] * 64])).shape == (1, 8)
+    with pytest.raises(ValueError):
+        fsdpc.memory_plan(layers, 4, (32, 63))

@@ -147,11 +147,22 @@ def test_replicas_hold_the_same() -> None:
             assert (everyones == everyones[0]).all(), name
 
 
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: fsdpc.optim.AdamW(p, lr=LR),
+    "Adam": lambda p: fsdpc.optim.Adam(p, lr=LR, amsgrad=True),
+    "SGD": lambda p: fsdpc.optim.SGD(p, lr=LR, momentum=0.9, nesterov=True),
+    "Lion": lambda p: fsdpc.optim.Lion(p, lr=LR / 10),
+    "bf16 states": lambda p: fsdpc.optim.AdamW(p, lr=LR, state_dtype=fsdpc.bfloat16),
+}
+
+
 def deterministic_run(options: dict[str, Any], total: int, precision: str) -> Any:
     """Two steps over the same `total` micro-batches a step, however ranks share them."""
     param, reduce = PRECISIONS[precision]
+    options = dict(options)
+    make = OPTIMIZERS[options.pop("optimizer", "AdamW")]
     model = build(True, param, reduce, **options)
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=LR)
+    optimizer = make(model.parameters())
     ranks = fsdpc.world_size()
     norms = []
     for step in range(2):
@@ -165,7 +176,7 @@ def deterministic_run(options: dict[str, Any], total: int, precision: str) -> An
     crc = 0
     for value in parameters(model).values():
         crc = _core.crc32c(crc, value)
-    return norms, crc
+    return tuple(norms), crc
 
 
 def _run_all(precision: str) -> dict[str, Any]:
@@ -179,6 +190,7 @@ def _run_all(precision: str) -> dict[str, Any]:
     if fsdpc.world_size() > 1:
         mesh = fsdpc.init_device_mesh("cpu", (fsdpc.world_size() // 2, 2))
         options["HYBRID_SHARD"] = {"mesh": mesh}
+    options |= {name: {"optimizer": name} for name in OPTIMIZERS}
     results = {name: deterministic_run(o, 8, precision) for name, o in options.items()}
     fsdpc.shutdown()
     return results
@@ -188,10 +200,12 @@ def _run_all(precision: str) -> dict[str, Any]:
 def test_deterministic_mode_does_not_see_the_split(precision: str) -> None:
     """1 rank x 8 micro-steps = 2 x 4 = 4 x 2, bitwise, for every strategy."""
     results = [r for n in (1, 2, 4) for r in fsdpc.launch(_run_all, n, precision)]
-    expected = results[0]["FULL_SHARD"]
+    first = results[0]
     for per_rank in results:
         for name, result in per_rank.items():
-            assert result == expected, name
+            wanted = first[name] if name in OPTIMIZERS else first["FULL_SHARD"]
+            assert result == wanted, name
+    assert len({first[name] for name in OPTIMIZERS}) == len(OPTIMIZERS)
 
 
 @pytest.mark.ranks(2)

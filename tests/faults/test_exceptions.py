@@ -149,7 +149,7 @@ def checkpointed_gradients(how: str) -> bytes:
     step(model, optimizer)
     x = batch()
     x.requires_grad = "leaf" in how
-    y = fsdpc.checkpoint(unit, x) if how.startswith("checkpoint") else unit(x)
+    y = fsdpc.activation.checkpoint(unit, x) if how.startswith("checkpoint") else unit(x)
     (y * y).sum().backward()
     grads = [fsdpc.full_grad(p) for p in unit.parameters()]
     optimizer.step()
@@ -168,7 +168,7 @@ def test_weights_that_changed_before_a_recomputation_are_refused() -> None:
     model = build()
     optimizer = fsdpc.optim.AdamW(model.parameters())
     step(model, optimizer)
-    old = fsdpc.checkpoint(model, batch())
+    old = fsdpc.activation.checkpoint(model, batch())
     model(batch()).backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="changed between forward and backward"):

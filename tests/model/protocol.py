@@ -331,6 +331,11 @@ def leave(m: Machine, world: World, r: int, op: Op) -> Next:
     yield Event("leave", op.root), m.with_mine(world, r, op, stage="idle")
 
 
+def end(m: Machine, world: World, r: int, op: Op) -> Next:
+    """Nothing is left to do after the epoch, whatever became of it."""
+    yield Event("leave", op.root), world
+
+
 # ---- reading
 
 
@@ -478,7 +483,7 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "reshard": (read_held,),
     "hold": (*EPOCH, read),
     "use": (read_inside_hold,),
-    "release": (read_held, post),
+    "release": (read_held, *EPOCH, end),
     "backward": (read_again, post, await_posted, drop_graph),
     "recompute": (read_again,),
     "drop": (drop_graph,),

@@ -293,6 +293,16 @@ static fsdpc_status say(recorder *rec, char word)
     case 'F':
     case 'E':
         return forward(rec, m, toupper((unsigned char)word) == 'F');
+    case 'V':
+    case 'G':
+        return forward(rec, m, word == 'G');
+    case 'H':
+        FSDPC_TRY(fsdpc_hold_begin(m->root));
+        look(rec, m->units[0]);
+        return FSDPC_OK;
+    case 'X':
+        look(rec, m->units[1]);
+        return fsdpc_hold_end(m->root);
     case 'C':
         return child_forward(rec, m);
     case 'B':
@@ -308,7 +318,8 @@ static fsdpc_status say(recorder *rec, char word)
         note(rec, "write", begin);
         return FSDPC_OK;
     case 'U':
-        FSDPC_TRY(fsdpc_unshard(m->units[0]));
+        FSDPC_TRY(fsdpc_unshard_begin(m->units[0]));
+        FSDPC_TRY(fsdpc_unshard_wait(m->units[0]));
         look(rec, m->units[0]);
         return FSDPC_OK;
     case 'S':

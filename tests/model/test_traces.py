@@ -16,7 +16,7 @@ from .traces import Seen, Trace, is_run, parse
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
-SPOKEN = set("FEBNWOCDUS|feboOw ")  # what record_traces.c can do
+SPOKEN = set("FEBNWOCDUSHXVG|feboOw ")  # what record_traces.c can do
 CHOICES = "FFEBBNWOCfeb|"
 
 
@@ -83,6 +83,8 @@ def random_texts(rng: random.Random, length: int) -> list[str]:
     graphs = {"f": 0, "F": 0}
     while len(words) < length:
         word = rng.choice(CHOICES)
+        if rng.random() < 0.05:
+            words += ["H", *rng.choices("VV|", k=rng.randrange(4)), "X"]
         forward = "f" if word.islower() else "F"
         if word in "BNb":
             if not graphs[forward]:

@@ -25,6 +25,8 @@ ERRORS = {
     "abandoned_it": "operation abandoned",
     "ranks_disagree_in_operation": "operations disagree",
     "holds_a_unit_by_unshard": "weights changed while a unit is held",
+    "a_forward_with_gradients_of": "a forward with gradients inside hold",
+    "an_optimizer_stepped_inside": "an optimizer stepped inside hold",
     "changed_between_forward_and_backward": "weights changed between forward and backward",
 }
 

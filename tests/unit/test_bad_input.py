@@ -235,7 +235,12 @@ def test_calls_after_shutdown() -> None:
         ({"FSDPC_TIMEOUT_S": "0"}, ValueError, "FSDPC_TIMEOUT_S='0': need a number from 0.01"),
         ({"FSDPC_THREADS": "1.5"}, ValueError, "FSDPC_THREADS='1.5': need a whole number"),
         ({"FSDPC_NO_ALIAS": "yes"}, ValueError, "FSDPC_NO_ALIAS='yes': need 0 or 1"),
-        ({"FSDPC_ISA": "mmx"}, ValueError, "mmx"),
+        (
+            {"FSDPC_ISA": "mmx"},
+            ValueError,
+            "FSDPC_ISA='mmx': unknown instruction set 'mmx'; use auto, portable, avx2, avx512, "
+            "avx512bf16 or amx",
+        ),
         ({"FSDPC_TRACE": "-1"}, ValueError, "FSDPC_TRACE='-1'"),
     ],
 )

@@ -8,12 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import fsdpc as fsdpc_package
+from fsdpc._core import engine_threads
 from fsdpc._launch import forked
 from fsdpc.launcher import LaunchError, launch, run
+
+
+@pytest.fixture(autouse=True)
+def no_engine_threads() -> Iterator[None]:
+    """Other tests of this process have used kernels; launch() refuses beside their threads."""
+    threads = fsdpc_package.num_threads()
+    fsdpc_package.set_num_threads(1)
+    yield
+    fsdpc_package.set_num_threads(threads)
+
 
 PACKAGE_PARENT = str(Path(forked.__file__).parents[2])
 
@@ -188,15 +202,60 @@ def test_numbers_of_ranks_that_are_none(ranks: object) -> None:
         launch(print, ranks)  # type: ignore[arg-type]
 
 
-def test_a_fork_beside_engine_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Core:
-        @staticmethod
-        def engine_threads() -> int:
-            return 3
+def use_kernels() -> None:
+    a = fsdpc_package.tensor(np.ones((256, 256), np.float32), requires_grad=True)
+    (a @ a).sum().backward()
 
-    monkeypatch.setitem(sys.modules, "fsdpc._core", Core)
-    with pytest.raises(RuntimeError, match="3 engine threads"):
-        launch(print, 1)
+
+@pytest.mark.ranks(1, init=False)
+def test_a_fork_beside_engine_threads_is_refused() -> None:
+    assert engine_threads() == 0  # and asking starts nothing
+    fsdpc_package.set_num_threads(3)
+    use_kernels()
+    assert engine_threads() == 2
+    with pytest.raises(RuntimeError, match=r"2 engine threads run.*set_num_threads\(1\)"):
+        launch(int, 1)
+    fsdpc_package.set_num_threads(1)
+    assert engine_threads() == 0
+    use_kernels()
+    assert launch(lambda: (use_kernels(), engine_threads())[1], 2) == [0, 0]
+
+
+@pytest.mark.ranks(1, init=False)
+def test_ranks_can_be_launched_beside_a_world_of_one() -> None:
+    os.environ["FSDPC_THREADS"] = "1"
+    fsdpc_package.init()
+    use_kernels()
+    assert fsdpc_package.all_reduce(2.0) == 2.0
+    assert launch(lambda: os.environ["RANK"], 2) == ["0", "1"]
+
+
+@pytest.mark.ranks(1, init=False)
+def test_a_child_counts_none_of_its_parents_threads() -> None:
+    fsdpc_package.set_num_threads(3)
+    use_kernels()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(engine_threads()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 8) == b"0" and engine_threads() == 2
+
+
+def test_torchs_pool_is_not_needed_in_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "pool.py"
+    script.write_text(
+        "import torch\n"
+        "from fsdpc.launcher import launch\n"
+        "torch.set_num_threads(4)\n"
+        "def total():\n"
+        "    return float(torch.ones(1 << 20).exp().max())\n"
+        "here = total()\n"
+        "assert launch(total, 2, timeout=30) == [here, here]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
+    assert subprocess.run([sys.executable, script], env=environment, timeout=60).returncode == 0
 
 
 def test_a_fork_beside_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

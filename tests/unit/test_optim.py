@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -302,3 +308,262 @@ def test_momentum_that_is_switched_on_later_begins_with_the_gradient() -> None:
             named[name].grad = torch.from_numpy(g)
         theirs.step()
     assert_equal(values(model), named)
+
+
+# ---- states
+
+
+class Nested(nn.Module):
+    """Two units, so that full names are not those inside of the units."""
+
+    def __init__(self, sharded: bool) -> None:
+        super().__init__()
+        fsdpc.manual_seed(3)
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7))
+        self.outer = nn.Linear(7, 3)
+        if sharded:
+            fsdpc.fully_shard(self.inner)
+            fsdpc.fully_shard(self)
+
+    def forward(self, x: Any) -> Any:
+        return self.outer(self.inner(x))
+
+
+NAMES = {"inner.0.weight", "inner.0.bias", "inner.1.weight", "inner.1.bias", "outer.weight",
+         "outer.bias"}  # fmt: skip
+KINDS: dict[str, Callable[..., Any]] = {
+    "AdamW": partial(optim.AdamW, lr=1e-2, amsgrad=True),
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.2),
+    "Lion": partial(optim.Lion, lr=1e-2),
+}
+
+
+def train(model: Any, optimizer: Any, steps: range) -> None:
+    """All ranks see the same batch, of numbers whose mean over four or fewer ranks is exact."""
+    for step in steps:
+        x = np.random.default_rng(step).integers(-4, 5, (4, 6)).astype(np.float32)
+        model(fsdpc.tensor(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Everything as arrays, to be compared."""
+    found = optim.get_optimizer_state_dict(model, optimizer)
+    states = {
+        name: {k: v if k == "step" else as_numpy(v) for k, v in entry.items()}
+        for name, entry in found["state"].items()
+    }
+    return {**found, "state": states, "values": values(model)}
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["param_groups"] == b["param_groups"]
+    assert_equal(a["values"], {n: torch.from_numpy(v) for n, v in b["values"].items()})
+    assert a["state"].keys() == b["state"].keys()
+    for name, entry in a["state"].items():
+        assert entry.keys() == b["state"][name].keys()
+        for key, value in entry.items():
+            assert np.array_equal(value, b["state"][name][key]), (name, key)
+
+
+@pytest.mark.parametrize("dtype", [fsdpc.float32, fsdpc.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.ranks([1, 2, 3])
+def test_sharded_is_plain_to_the_bit(dtype: Any) -> None:
+    """So any number of ranks is any other; bf16 states are rounded by seed, not by rank."""
+    for kind in (optim.AdamW, optim.Lion, partial(optim.SGD, momentum=0.9)):
+        found = []
+        for sharded in (True, False):
+            model = holder(sharded)
+            optimizer = kind(model.parameters(), lr=1e-2, state_dtype=dtype, seed=5)
+            run(model, optimizer, range(4))
+            for entry in optim.get_optimizer_state_dict(model, optimizer)["state"].values():
+                assert all(v.dtype is dtype for k, v in entry.items() if k != "step")
+            found.append(state_of(model, optimizer))
+        assert_same(*found)
+        if dtype is fsdpc.bfloat16:
+            model = holder(True)
+            other = kind(model.parameters(), lr=1e-2, state_dtype=dtype, seed=6)
+            run(model, other, range(4))
+            states = state_of(model, other)["state"]["wide"], found[0]["state"]["wide"]
+            assert any(not np.array_equal(states[0][k], states[1][k]) for k in states[0])
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_states_go_from_one_run_to_the_next() -> None:
+    """Saved by one kind of model, loaded by the other, and trained on as if nothing happened."""
+    for kind in KINDS.values():
+        for saved, loaded in ((True, False), (False, True), (True, True)):
+            first = Nested(saved)
+            optimizer = kind(first.parameters())
+            train(first, optimizer, range(3))
+            optimizer.param_groups[0]["lr"] = 0.02
+            state = optim.get_optimizer_state_dict(first, optimizer)
+            assert state["state"].keys() == NAMES
+            assert set(state["param_groups"][0]["params"]) == NAMES
+            second = Nested(loaded)
+            fresh = kind(second.parameters(), lr=0.7)
+            train(second, fresh, range(7, 8))  # what it had is forgotten
+            second.load_state_dict(first.state_dict())
+            optim.set_optimizer_state_dict(second, fresh, state)
+            assert_same(state_of(first, optimizer), state_of(second, fresh))
+            train(first, optimizer, range(3, 5))
+            train(second, fresh, range(3, 5))
+            if fsdpc.world_size() != 3:  # the mean of three equal gradients is not exact
+                assert_same(state_of(first, optimizer), state_of(second, fresh))
+
+
+@pytest.mark.ranks(2)
+def test_names_that_were_given() -> None:
+    model = Nested(True)
+    optimizer = optim.AdamW(model.named_parameters())
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    assert state["state"].keys() == NAMES
+    again = Nested(True)
+    other = optim.AdamW(again.named_parameters())
+    other.load_state_dict(state)
+    assert other.step_count(again.outer.weight) == 2
+    full = state["state"]["outer.weight"]["exp_avg"]
+    assert full.shape == (3, 7) and np.any(full.numpy())
+    nameless = optim.AdamW(again.parameters())
+    with pytest.raises(ValueError, match="6 parameters of group 0 have no name"):
+        nameless.state_dict()
+    with pytest.raises(ValueError, match="4 parameters of group 0 have no name"):
+        optim.get_optimizer_state_dict(again.outer, nameless)
+
+
+@pytest.mark.ranks(2)
+def test_states_that_do_not_fit() -> None:
+    """Every difference is named, and nothing is changed."""
+    model = Nested(True)
+    optimizer = optim.AdamW(model.named_parameters(), lr=0.5)
+    train(model, optimizer, range(1))
+    before = state_of(model, optimizer)
+    good = optimizer.state_dict()
+
+    def refused(error: type[Exception], match: str, **changes: Any) -> None:
+        with pytest.raises(error, match=match):
+            optimizer.load_state_dict({**good, **changes})
+
+    def one(**changes: Any) -> dict[str, Any]:
+        entry = {**good["state"]["outer.bias"], **changes}
+        return {**good["state"], "outer.bias": {k: v for k, v in entry.items() if v is not None}}
+
+    group = {**good["param_groups"][0], "lr": 0.1}
+    with pytest.raises(KeyError, match="missing {'param_groups'}"):
+        optimizer.load_state_dict({"state": {}})
+    refused(ValueError, "is of 2 parameter groups, the optimizer has 1", param_groups=[group] * 2)
+    refused(ValueError, r"unknown options \['speed'\]", param_groups=[{**group, "speed": 1}])
+    refused(ValueError, "lr is out of range: -1", param_groups=[{**group, "lr": -1}])
+    refused(KeyError, r"missing \['outer.bias'\], unexpected \['b'\]",
+            param_groups=[{**group, "params": [*(NAMES - {"outer.bias"}), "b"]}])  # fmt: skip
+    refused(KeyError, r"has not: \['ghost'\]", state={"ghost": {}}, param_groups=[group])
+    refused(KeyError, r"'outer.bias' does not fit AdamW: missing \['exp_avg_sq'\]",
+            state=one(exp_avg_sq=None), param_groups=[group])  # fmt: skip
+    refused(KeyError, r"unexpected \['momentum_buffer'\]",
+            state=one(momentum_buffer=np.zeros(3)), param_groups=[group])  # fmt: skip
+    refused(ValueError, r"exp_avg of 'outer.bias': \(4,\) given, \(3,\) wanted",
+            state=one(exp_avg=np.zeros(4)), param_groups=[group])  # fmt: skip
+    assert_same(before, state_of(model, optimizer))
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_views_of_states() -> None:
+    """Rows in the shape of p.local, writable, and alive after the optimizer."""
+    model, twin = holder(True), holder(True)
+    for kind in KINDS.values():
+        optimizer, other = kind(model.parameters()), kind(twin.parameters())
+        run(model, optimizer, range(3))
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            views = other.state_views(q)
+            assert list(views) == [key for key in optimizer.state(p) if key != "step"]
+            for key, view in views.items():
+                assert view.shape == p.local.shape == optimizer.state(p)[key].shape
+                assert not view.numpy().any(), name
+                view.copy_(optimizer.state_views(p)[key])
+            other.set_step_count(q, optimizer.step_count(p))
+            with fsdpc.no_grad():
+                q.local.copy_(p.local)
+        run(model, optimizer, range(3, 5))
+        run(twin, other, range(3, 5))
+        assert_same(state_of(model, optimizer), state_of(twin, other))
+        view = other.state_views(twin.wide)
+        expect = {key: each.numpy().copy() for key, each in view.items()}
+        other.set_step_count(twin.bias, 0)
+        assert not any(v.numpy().any() for v in other.state_views(twin.bias).values())
+        with pytest.raises(ValueError, match="'bias' cannot have made -1 steps"):
+            other.set_step_count(twin.bias, -1)
+        del other
+        gc.collect()
+        for key, each in view.items():
+            assert np.array_equal(each.numpy(), expect[key])
+
+
+@pytest.mark.ranks(1)
+def test_stochastic_rounding_keeps_small_changes() -> None:
+    """A moment that nearest rounding would freeze follows its gradient, on average."""
+    p = nn.Parameter(np.zeros(20000, np.float32))
+    optimizer = optim.Lion([p], lr=0.0, betas=(0.9, 0.999), state_dtype="bfloat16")
+    expect = 0.0
+    for _ in range(300):
+        p.grad = fsdpc.tensor(np.ones(20000, np.float32))
+        optimizer.step()
+        expect = 0.999 * expect + 0.001
+    mean = optimizer.state(p)["exp_avg"].to(fsdpc.float32).numpy().mean()
+    # 300 roundings of at most 2^-10 each, 20000 times: a standard error below 1e-4
+    assert abs(mean - expect) < 5e-4
+
+
+# ---- options
+
+BAD = [
+    ("AdamW", dict(lr=-1.0), ValueError, "lr is out of range: -1.0"),
+    ("AdamW", dict(lr=float("nan")), ValueError, "lr is out of range: nan"),
+    ("AdamW", dict(lr="fast"), TypeError, "lr must be a number, got 'fast'"),
+    ("Adam", dict(betas=(0.9, 1.0)), ValueError, r"betas is out of range: \(0.9, 1.0\)"),
+    ("Adam", dict(betas=0.9), TypeError, "betas must be two numbers, got 0.9"),
+    ("Adam", dict(eps=-1e-8), ValueError, "eps is out of range: -1e-08"),
+    ("SGD", dict(momentum=-0.1), ValueError, "momentum is out of range: -0.1"),
+    ("SGD", dict(weight_decay=-1), ValueError, "weight_decay is out of range: -1"),
+    ("SGD", dict(nesterov=True), ValueError, "nesterov needs momentum and no dampening, got mom"),
+    ("SGD", dict(nesterov=True, momentum=0.9, dampening=0.5), ValueError, "and dampening 0.5"),
+    ("Lion", dict(betas=(-0.1, 0.9)), ValueError, r"betas is out of range: \(-0.1, 0.9\)"),
+    ("Lion", dict(state_dtype="float16"), TypeError, "float32 or bfloat16, not float16"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "text"), BAD)
+def test_bad_options(kind: str, options: dict[str, Any], error: type, text: str) -> None:
+    with pytest.raises(error, match=text):
+        getattr(optim, kind)([nn.Parameter(np.zeros(3))], **options)
+
+
+def test_bad_options_of_groups() -> None:
+    p = nn.Parameter(np.zeros(3, np.float32))
+    with pytest.raises(ValueError, match=r"group 0 has unknown options \['momentum'\]"):
+        optim.AdamW([{"params": [p], "momentum": 0.9}])
+    optimizer = optim.SGD([p], lr=0.1)
+    optimizer.param_groups[0]["momentum"] = -1
+    p.grad = fsdpc.tensor(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="momentum is out of range: -1"):
+        optimizer.step()
+    assert not p.detach().numpy().any()
+    with pytest.raises(ValueError, match=r"number 0 of group 1 \(3,\) float32 was given before"):
+        optimizer.add_param_group({"params": [p]})
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
+def test_fsdpc_train_learns_by_each(name: str, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be, that is the question; " * 400)
+    options = ["--ranks", "1", "--steps", "20", "--batch", "4", "--seq", "32", "--sample", "0"]
+    command = [sys.executable, "-m", "fsdpc", "train", *options, "--optimizer", name]
+    done = subprocess.run([*command, "--data", str(text), "--metrics", str(metrics)],
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()][:20]
+    rates = {"adamw": 3e-3, "adam": 3e-3, "sgd": 0.1, "lion": 3e-4}
+    assert max(step["lr"] for step in steps) == pytest.approx(rates[name])
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]

@@ -56,14 +56,16 @@ def refuse_unsafe_fork() -> None:
     """Raise RuntimeError where a forked child could not work, naming the reason.
 
     Threads of the engine do not exist in a child although its memory says so, and a CUDA context
-    cannot be used there.  NumPy's BLAS threads are safe: OpenBLAS restarts them.
+    cannot be used there.  NumPy's BLAS threads are safe: OpenBLAS restarts them.  Torch's pool is
+    not and cannot be seen, so :func:`use_no_torch_threads` keeps ranks from needing it.
     """
     core = sys.modules.get("fsdpc._core")
     count = core.engine_threads() if hasattr(core, "engine_threads") else 0
     if count:
         raise RuntimeError(
-            f"cannot fork ranks: {count} engine threads run in this process; launch before using "
-            "fsdpc here, or call fsdpc.shutdown() first (in a notebook: restart the kernel)"
+            f"cannot fork ranks: {count} engine threads run in this process; call "
+            "fsdpc.set_num_threads(1) first and drop sharded models (in a notebook: restart the "
+            "kernel and set FSDPC_THREADS=1), or launch before using fsdpc here"
         )
     torch = sys.modules.get("torch")
     if getattr(torch, "cuda", None) is not None and torch.cuda.is_initialized():
@@ -71,6 +73,17 @@ def refuse_unsafe_fork() -> None:
             "cannot fork ranks: CUDA is initialised in this process; launch before the first use "
             "of a GPU, or use `fsdpc run --ranks N script.py`"
         )
+
+
+def use_no_torch_threads() -> None:
+    """In a forked rank: let torch compute without its OpenMP pool.
+
+    A child that enters a parallel region of a pool that its parent has started waits for threads
+    that are not there, for ever.  With one thread torch enters none (its DataLoader does the same).
+    """
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "set_num_threads"):
+        torch.set_num_threads(1)
 
 
 def run_forked(

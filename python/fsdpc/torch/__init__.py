@@ -14,7 +14,7 @@ Importing this module imports torch; nothing else of fsdpc does.
 
 from __future__ import annotations
 
-from fsdpc.torch import optim
+from fsdpc.torch import optim, wrap
 from fsdpc.torch._module import (
     FSDPModule,
     UnshardHandle,
@@ -22,9 +22,30 @@ from fsdpc.torch._module import (
     register_fsdp_forward_method,
 )
 from fsdpc.torch.clip import clip_grad_norm_
+from fsdpc.torch.fsdp1 import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdpc.torch.state_dict import (
+    full_grad,
+    get_model_state_dict,
+    set_model_state_dict,
+    summon_full_params,
+)
 
 __all__ = [
-    "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
-    "clip_grad_norm_", "fully_shard", "optim", "register_fsdp_forward_method",
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullStateDictConfig",
+    "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
+    "ShardedStateDictConfig", "ShardingStrategy", "StateDictType", "UnshardHandle",
+    "clip_grad_norm_", "full_grad", "fully_shard", "get_model_state_dict",
+    "get_optimizer_state_dict", "optim", "register_fsdp_forward_method", "set_model_state_dict",
+    "set_optimizer_state_dict", "summon_full_params", "wrap",
 ]  # fmt: skip

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc import _core, distributed, fsdp_module
 from fsdpc.sharding import _agreement_comms, _check_agreement, _check_reshard
+from fsdpc.strategies import ShardingStrategy, apply_strategy, as_strategy
 from fsdpc.torch import _forward
 from fsdpc.torch._unit import Root, UnitState, comms_of, make_root, states_of, unit_dtypes
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy, core_dtype
+from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict
 
 
 class UnshardHandle:
@@ -175,6 +179,25 @@ class FSDPModule(fsdp_module.FSDPModule):
     ) -> None:
         """Accept anything: gathers and reductions never wait for each other here."""
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return full tensors under the plain model's names; collective."""
+        method = super(fsdp_module.FSDPModule, self).state_dict
+        return module_state_dict(self, method, args, kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Take full tensors by name; every rank keeps its own rows.
+
+        Parameters
+        ----------
+        state_dict : mapping of str to Tensor
+            The same on every rank.
+        strict : bool, default True
+            Raise if names differ.
+        assign : bool, default False
+            Take over the tensors' dtypes: refused by the copy if they differ.
+        """
+        return module_load_state_dict(self, state_dict, strict, assign)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         before = [(s, i, p, p.data_ptr()) for s in states_of(self) for i, p in enumerate(s.pieces)]
         result = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -211,6 +234,8 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     sync_module_states: bool = False,
+    strategy: Any = None,
+    plan: Any = None,
 ) -> Any:
     """Shard a torch module's parameters over ranks, in place; collective; FSDP2's signature.
 
@@ -235,6 +260,11 @@ def fully_shard(
         Refused: give a mesh of the dimensions to shard over.
     sync_module_states : bool, default False
         Take rank 0's initial values on every rank; else a difference is an error.
+    strategy : fsdpc.strategies.ShardingStrategy or str, optional
+        A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
+    plan : mapping of str to dict, or callable, optional
+        Which submodules to shard first: patterns of dotted names (``{"model.layers.*": {}}``, as
+        transformers' FSDP plans have them) with options of their own.
 
     Returns
     -------
@@ -262,7 +292,26 @@ def fully_shard(
     policy = mp_policy or MixedPrecisionPolicy()
     for m in modules:
         _check_module(m)
-    ignored = {id(p) for p in ignored_params or ()}
+    keep_grads = False
+    if strategy is not None:
+        mesh, reshard_after_forward = apply_strategy(strategy, mesh, reshard_after_forward)
+        keep_grads = as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
+    ignored_params = list(ignored_params or ())
+    if plan is not None:
+        _shard_by_plan(
+            modules,
+            plan,
+            {
+                "mesh": mesh,
+                "reshard_after_forward": reshard_after_forward,
+                "mp_policy": mp_policy,
+                "ignored_params": ignored_params,
+                "sync_module_states": sync_module_states,
+                "shard_placement_fn": shard_placement_fn,
+                "offload_policy": offload_policy,
+            },
+        )
+    ignored = {id(p) for p in ignored_params}
     found = _collect(modules, ignored, shard_placement_fn)
     comms = comms_of(mesh)
     _agree(
@@ -279,6 +328,7 @@ def fully_shard(
         comms[0],
         comms[1] if len(comms) > 1 else None,
         reshard_after_forward=_check_reshard(reshard_after_forward, comms[0].size),
+        keep_grads=keep_grads,
         deterministic=distributed.is_deterministic(),
         modules=len(modules),
         **unit_dtypes(policy),
@@ -295,6 +345,50 @@ def fully_shard(
         m.__dict__["_fsdpc_unit"] = unit
         m.__class__ = _sharded_class(type(m))
     return module
+
+
+def _refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer steps: one that was made before fully_shard holds what nobody reads."""
+    if getattr(optimizer, "_fsdpc_checked", 0) == len(optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            where = getattr(p, "_fsdpc_sharded", None)
+            if where is not None:
+                raise RuntimeError(
+                    f"this optimizer was made before fully_shard: it holds the old parameter "
+                    f"{where}, which nothing reads any more; make it after"
+                )
+    optimizer._fsdpc_checked = len(optimizer.param_groups)  # type: ignore[attr-defined]
+
+
+register_optimizer_step_pre_hook(_refuse_stale)
+
+
+def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any]) -> None:
+    policy = plan if callable(plan) else _by_name(plan)
+    for outer in modules:
+        for name, child in reversed(list(outer.named_modules())):
+            own = policy(name, child) if name else None
+            if own is not None and not isinstance(child, FSDPModule):
+                fully_shard(child, **{**options, **own})
+
+
+def _by_name(plan: Mapping[str, Any]) -> Callable[[str, nn.Module], dict[str, Any] | None]:
+    """A plan's options for a module; transformers' values, which name strategies, give none."""
+
+    def policy(name: str, module: nn.Module) -> dict[str, Any] | None:
+        for pattern, options in plan.items():
+            if _fits(name.split("."), pattern.split(".")):
+                return dict(options) if isinstance(options, Mapping) else {}
+        return None
+
+    return policy
+
+
+def _fits(path: list[str], pattern: list[str]) -> bool:
+    """A star stands for one part of a name, as in transformers' plans."""
+    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
 
 
 _classes: dict[type, type] = {}
@@ -316,7 +410,8 @@ def _check_module(module: Any) -> None:
     name = type(module).__name__
     if isinstance(module, FSDPModule):
         raise ValueError(f"{name} is sharded already: fully_shard was called twice")
-    if type(module).forward is nn.Module.forward or isinstance(
+    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+    if not own or isinstance(
         module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     ):
         raise ValueError(

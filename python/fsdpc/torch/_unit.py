@@ -28,11 +28,16 @@ class PieceInfo:
     """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end)."""
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
-        self._state, self._index = state, index
-        self.name, self.shape = name, shape
+        self._state, self._index, self._name = state, index, name
+        self.shape = shape
         _, _, first, numel, _ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
+
+    @property
+    def name(self) -> str:
+        """Dotted, from the unit's name on, which the outermost module's first call completes."""
+        return f"{self._state.unit.name}.{self._name}"
 
     @property
     def unit(self) -> _core.Unit:
@@ -65,6 +70,7 @@ class UnitState:
         self.names = [name for name, _, _ in params]
         self.shapes = [p.shape for _, p, _ in params]
         self.dtypes = [p.dtype for _, p, _ in params]
+        self.missing = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
         self.attributes = [dict(p.__dict__) for _, p, _ in params]
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
@@ -93,10 +99,14 @@ class UnitState:
 
     def _describe(self, i: int, piece: nn.Parameter) -> None:
         piece.__dict__.update(self.attributes[i])
-        name = f"{self.unit.name}.{self.names[i]}"
-        piece.fsdpc = PieceInfo(self, i, name, self.shapes[i])  # type: ignore[attr-defined]
+        piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
+
+    def write(self, i: int, full: torch.Tensor) -> None:
+        """Take this rank's rows of a full value."""
+        self.unit.write(i, _core.from_dlpack(full.detach().contiguous()))
+        self.missing.discard(i)
 
     def adopt(self, i: int) -> None:
         """Take over what a piece's ``.data`` was replaced by."""
@@ -115,7 +125,7 @@ class UnitState:
                 full = nn.Parameter(values, requires_grad=False)
                 full.__dict__.update(self.attributes[i])
                 self.fulls.append(full)
-        self.door.bind(self.fulls, bases, _set_version, root.at_end)
+        self.door.bind(self.fulls, bases, _set_version, root.at_end, self.adopt)
 
 
 def _piece_shape(shape: torch.Size, first: int, numel: int) -> tuple[int, ...]:
@@ -134,8 +144,6 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
-    if state.root is None:
-        make_root(state.modules[0])
     return torch.from_dlpack(state.unit.collect(index, False))
 
 
@@ -208,6 +216,13 @@ def make_root(module: nn.Module) -> Root:
             state.unit.name = name
         states[id(state)] = state
     ordered = list(states.values())
+    for state in ordered:
+        for i in state.missing:
+            raise RuntimeError(
+                f"parameter '{state.names[i]}' of unit '{state.unit.name}' was on the meta device "
+                "and has no values yet: load_state_dict(), or initialise it inside "
+                "summon_full_params()"
+            )
     _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
     root = Root(ordered)
     for state in ordered:
@@ -245,7 +260,21 @@ def comms_of(mesh: Any) -> list[_core.Comm]:
     return [shard] if len(rows) == 1 else [shard, _group_of(columns, world)]
 
 
+_groups: list[tuple[_core.Comm, list[list[int]], _core.Comm]] = []
+
+
 def _group_of(groups: list[list[int]], world: _core.Comm) -> _core.Comm:
+    """One communicator for one grouping of ranks, made once: units of a model share it."""
+    for of, known, comm in _groups:
+        if of is world and known == groups:
+            return comm
+    _groups[:] = [each for each in _groups if each[0] is world]
+    comm = _split(groups, world)
+    _groups.append((world, groups, comm))
+    return comm
+
+
+def _split(groups: list[list[int]], world: _core.Comm) -> _core.Comm:
     mine = next((g for g in groups if world.rank in g), None)
     if mine is not None and len(mine) == world.size:
         return world

@@ -1,7 +1,12 @@
-"""Optimizers that step whole flat shards in C, as subclasses of ``torch.optim.Optimizer``."""
+"""Optimizers that step whole flat shards in C, as subclasses of ``torch.optim.Optimizer``.
+
+Schedulers, GradScaler and ``state_dict`` work on them as on torch's own. States live in the engine;
+``state_dict()`` and ``piece_state`` show this rank's rows of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +15,106 @@ from fsdpc import _core
 from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
 
-class AdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` over the pieces of sharded modules: one pass over memory a step.
+class FlatOptimizer(torch.optim.Optimizer):
+    """What the optimizers of this module share: one pass over memory a step."""
+
+    _kind = "AdamW"
+    _hypers: tuple[str, ...] = ()  # options that the engine reads
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._core = _core.Optimizer(self._kind)
+        self._units: dict[int, UnitState] = {}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own."""
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        group = self.param_groups[index]
+        _check(group)
+        for p in group["params"]:
+            info = getattr(p, "fsdpc", None)
+            if not isinstance(info, PieceInfo):
+                raise ValueError(
+                    f"a parameter {tuple(p.shape)} belongs to no sharded module: call fully_shard "
+                    "before making the optimizer; give ignored parameters to one of torch.optim"
+                )
+            self._units[id(info._state)] = info._state
+            self._core.add(info.unit, info._index, index)
+        self._pass_hypers()
+
+    def _pass_hypers(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            options = {key: _plain(group[key]) for key in self._hypers}
+            self._core.set_hyper(i, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update parameters by their gradients; collective.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._pass_hypers()
+        take_grads(list(self._units.values()))
+        self._core.step()
+        return loss
+
+    def _names(self, p: torch.Tensor) -> tuple[str, ...]:
+        for i, group in enumerate(self.param_groups):
+            if any(q is p for q in group["params"]):
+                return self._core.state_names(i)
+        raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
+
+    def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
+        """Return the states of a piece, this rank's rows, and its ``step``; empty before one."""
+        info = p.fsdpc
+        steps = self._core.step_count(info.unit, info._index)
+        if steps == 0:
+            return {}
+        result = {"step": torch.tensor(float(steps))}
+        for which, name in enumerate(self._names(p)):
+            rows = self._core.state(info.unit, info._index, which)
+            if rows is not None:
+                result[name] = torch.from_dlpack(rows).reshape(p.shape)
+        return result
+
+    def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
+        """Load the states of a piece: this rank's rows, and ``step``."""
+        info = p.fsdpc
+        self._core.set_step_count(info.unit, info._index, int(values.get("step", 0)))
+        if not values:
+            return
+        self._core.make_states(info.unit, info._index)
+        for which, name in enumerate(self._names(p)):
+            if name in values:
+                rows = self._core.state(info.unit, info._index, which)
+                torch.from_dlpack(rows).reshape(-1).copy_(values[name].reshape(-1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return options and this rank's rows of the states, as torch's optimizers do."""
+        result = super().state_dict()
+        order = [p for group in self.param_groups for p in group["params"]]
+        states = ((i, self.piece_state(p)) for i, p in enumerate(order))
+        result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
+        return result
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take what :meth:`state_dict` returned on this rank of as many."""
+        super().load_state_dict({**state_dict, "state": {}})
+        order = [p for group in self.param_groups for p in group["params"]]
+        for i, p in enumerate(order):
+            self.set_piece_state(p, state_dict["state"].get(i, {}))
+
+
+class AdamW(FlatOptimizer):
+    """``torch.optim.AdamW`` over the pieces of sharded modules.
 
     Parameters
     ----------
@@ -21,9 +124,7 @@ class AdamW(torch.optim.Optimizer):
     betas : (float, float), default (0.9, 0.999)
     eps : float, default 1e-8
     weight_decay : float, default 0.01
-    amsgrad : bool
-        False; the maximum of second moments is not kept.
-    maximize : bool, default False
+    amsgrad, maximize : bool, default False
     foreach, capturable, differentiable, fused : optional
         Accepted where they mean nothing here; the step is fused always.
 
@@ -33,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
         An option is out of range, or a parameter belongs to no sharded module.
     """
 
-    _kind = "AdamW"
+    _hypers = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
     def __init__(
         self,
@@ -50,54 +151,13 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        if amsgrad or differentiable:
-            raise NotImplementedError("amsgrad and differentiable steps: use torch.optim on pieces")
-        self._core = _core.Optimizer(self._kind)
-        self._states: dict[int, UnitState] = {}
-        defaults = {
+        if differentiable:
+            raise NotImplementedError("differentiable steps: use torch.optim on the pieces")
+        super().__init__(params, {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "maximize": maximize, "amsgrad": False, "foreach": foreach, "capturable": capturable,
-            "differentiable": False, "fused": fused,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, with options of their own."""
-        super().add_param_group(param_group)
-        group = len(self.param_groups) - 1
-        _check(self.param_groups[group])
-        for p in self.param_groups[group]["params"]:
-            info = getattr(p, "fsdpc", None)
-            if not isinstance(info, PieceInfo):
-                raise ValueError(
-                    f"a parameter {tuple(p.shape)} belongs to no sharded module: call fully_shard "
-                    "before making the optimizer; give ignored parameters to one of torch.optim"
-                )
-            self._states[id(info._state)] = info._state
-            self._core.add(info.unit, info._index, group)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Update parameters by their gradients; collective.
-
-        Parameters
-        ----------
-        closure : callable, optional
-            Evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for i, g in enumerate(self.param_groups):
-            b1, b2 = g["betas"]
-            self._core.set_hyper(
-                i, lr=float(g["lr"]), betas=(float(b1), float(b2)), eps=float(g["eps"]),
-                weight_decay=float(g["weight_decay"]), maximize=bool(g["maximize"]),
-            )  # fmt: skip
-        take_grads(list(self._states.values()))
-        self._core.step()
-        return loss
+            "amsgrad": amsgrad, "maximize": maximize, "foreach": foreach,
+            "capturable": capturable, "differentiable": False, "fused": fused,
+        })  # fmt: skip
 
 
 class Adam(AdamW):
@@ -126,14 +186,52 @@ class Adam(AdamW):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 
 
+class SGD(FlatOptimizer):
+    """``torch.optim.SGD`` over the pieces of sharded modules.
+
+    Parameters
+    ----------
+    params : iterable
+    lr : float or Tensor, default 1e-3
+    momentum, dampening, weight_decay : float, default 0
+    nesterov : bool, default False
+    options
+        ``maximize``; ``foreach``, ``differentiable`` and ``fused`` as of :class:`AdamW`.
+    """
+
+    _kind = "SGD"
+    _hypers = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        **options: Any,
+    ) -> None:
+        unknown = set(options) - {"maximize", "foreach", "differentiable", "fused"}
+        if unknown:
+            raise TypeError(f"SGD has no options {sorted(unknown)}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("nesterov needs a momentum and zero dampening")
+        super().__init__(params, {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "maximize": False, **options,
+        })  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(float, value)) if isinstance(value, (tuple, list)) else value
+
+
 def _check(group: dict[str, Any]) -> None:
-    b1, b2 = group["betas"]
-    bounds = {
-        "lr": float(group["lr"]) >= 0,
-        "eps": group["eps"] >= 0,
-        "weight_decay": group["weight_decay"] >= 0,
-        "betas": 0 <= b1 < 1 and 0 <= b2 < 1,
-    }
+    bounds = {name: float(group.get(name, 0)) >= 0 for name in ("lr", "eps", "weight_decay")}
+    bounds["betas"] = all(0 <= b < 1 for b in group.get("betas", ()))
     for name, fine in bounds.items():
         if not fine:
             raise ValueError(f"{name} is out of range: {group[name]}")

@@ -1,0 +1,171 @@
+"""Every strategy on one LLaMA, beside torch FSDP2 and DDP, DeepSpeed ZeRO and JAX.
+
+    python benchmarks/bench_strategies.py [--presets 10M 41M] [--dtypes fp32 bf16] [--rounds 5]
+
+The step, the ranks and the turns are those of bench_llama.py. "Over local" is what a step takes
+beyond torch's without any communication; fsdpc also says how long its ranks waited for each other.
+DeepSpeed and JAX take part where they are installed (``pip install deepspeed jax``). JAX runs one
+process with two devices, parameters and states sharded over them, one thread pool of both cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import bench_llama
+import common
+from bench_llama import BATCHES, batch, measure
+
+OURS = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "deterministic")
+TORCH = ("fsdp2", "ddp", "local")
+ZERO = ("zero1", "zero2", "zero3")
+
+
+def run_ours(name: str, preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of a strategy on this rank."""
+    import fsdpc
+    from fsdpc import distributed, models, strategies
+
+    config = models.preset(preset)
+    fsdpc.init(deterministic=name == "deterministic")
+    fsdpc.manual_seed(0)
+    with fsdpc.deferred_init():
+        model = models.Llama(config)
+    policy = fsdpc.MixedPrecisionPolicy(
+        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None, reduce_dtype=fsdpc.float32
+    )
+    strategy = "FULL_SHARD" if name == "deterministic" else name
+    for block in model.blocks():
+        fsdpc.fully_shard(block, mp_policy=policy, strategy=strategy)
+    fsdpc.fully_shard(model, mp_policy=policy, strategy=strategy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
+    x, y = batch(preset, config.vocab_size)
+    comms = [distributed.world()]
+    if strategy == "NO_SHARD":
+        comms.append(strategies.replicated_mesh().comm("replicate"))
+    waited = [0]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        fsdpc.barrier()
+        begin = sum(c.waited_ns for c in comms)
+        model(x, y).backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        waited.append(sum(c.waited_ns for c in comms) - begin)
+
+    seconds = measure(step)
+    return {"seconds": seconds, "waited_ms": statistics.median(waited[-len(seconds) :]) / 1e6}
+
+
+def run_deepspeed(stage: int, preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of ZeRO on this rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29511")
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model, vocab = bench_llama.torch_llama(preset)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCHES[preset][0],
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == "bf16"},
+        "wall_clock_breakdown": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    ids, labels = (torch.from_numpy(a) for a in batch(preset, vocab))
+
+    def step() -> None:
+        torch.distributed.barrier()
+        logits = engine(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        engine.backward(loss)
+        engine.step()
+
+    return {"seconds": measure(step)}
+
+
+def engines_here() -> tuple[str, ...]:
+    """Those that can run on this machine."""
+    found = OURS + TORCH
+    if find_spec("deepspeed"):
+        found += ZERO
+    return found + (("jax",) if find_spec("jax") else ())
+
+
+def turn(engine: str, preset: str, dtype: str) -> None:
+    """Run one turn on this rank and leave its result."""
+    if engine in OURS:
+        result = run_ours(engine, preset, dtype)
+    elif engine in ZERO:
+        result = run_deepspeed(int(engine[-1]), preset, dtype)
+    elif engine == "jax":
+        import jax_llama
+
+        result = jax_llama.run(preset, dtype)
+    else:
+        result = bench_llama.run_torch(engine, preset, dtype)
+    common.leave_result(result)
+
+
+def main() -> None:
+    """Run all turns and print the rows."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--presets", nargs="+", default=["10M", "41M"], choices=list(BATCHES))
+    p.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    p.add_argument("--engines", nargs="+", default=list(engines_here()))
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--turn", nargs=3, metavar=("ENGINE", "PRESET", "DTYPE"), help=argparse.SUPPRESS)
+    o = p.parse_args()
+    if o.turn:
+        turn(*o.turn)
+        return
+    common.header()
+    rows = []
+    for preset in o.presets:
+        for dtype in o.dtypes:
+            tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
+            turns: dict[str, list[dict[str, Any]]] = {e: [] for e in o.engines}
+            for _ in range(o.rounds):
+                for engine in o.engines:
+                    ranks, threads = (1, 2) if engine == "jax" else (2, 1)
+                    turns[engine].append(
+                        common.run_ranks(
+                            __file__, ["--turn", engine, preset, dtype], ranks, threads=threads
+                        )
+                    )
+            ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
+            local = statistics.median(ms.get("local", [float("nan")]))
+            for e in o.engines:
+                median = statistics.median(ms[e])
+                waited = [t["waited_ms"] for t in turns[e] if "waited_ms" in t]
+                rows.append([
+                    f"Llama {preset} {dtype}", e, common.spread(ms[e]),
+                    f"{tokens / median * 1e3:,.0f}", f"{median - local:.0f}",
+                    f"{statistics.median(waited):.1f}" if waited else "",
+                    f"{statistics.median(t['peak_pss_bytes'] for t in turns[e]) / 2**20:,.0f}",
+                ])  # fmt: skip
+    common.table(
+        ["model", "engine", "ms a step (range)", "tokens/s", "over local ms", "waited ms",
+         "peak PSS MiB"], rows,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

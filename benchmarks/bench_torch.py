@@ -1,0 +1,298 @@
+"""The torch front door against torch alone, DDP, FSDP2 and (where installed) DeepSpeed ZeRO-3.
+
+    python benchmarks/bench_torch.py host                  # host cost per unit and step
+    python benchmarks/bench_torch.py steps [--models mlp-128 llama-10M-fp32 ...] [--rounds 5]
+
+``steps``: 2 ranks with one thread each; a step is forward, backward, clipping at 1.0 and AdamW
+(fused), timed after a barrier. Engines take turns; each turn is a fresh set of processes whose
+median step counts. "local" communicates nothing: what the computation costs. bf16 is autocast for
+local and DDP, param bf16 and reduce fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
+
+``host``: rank 0 of a world of 8 whose peers pretend (FSDP2: a fake process group); units of n tiny
+parameters; the time of forward and backward less that of the same model unsharded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+
+ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
+MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
+LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
+MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
+WARM, STEPS = 4, 12
+UNITS = 8
+
+
+def mlp(blocks: int, dim: int) -> Any:
+    """A stack of x + gelu(linear(layer_norm(x)))."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(dim), nn.Linear(dim, dim)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + nn.functional.gelu(self.linear(self.norm(x)))
+
+    return nn.Sequential(*[Block() for _ in range(blocks)])
+
+
+def llama(preset: str) -> Any:
+    """transformers' LLaMA in the shape of a preset."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from fsdpc.models.config import preset as config_of
+
+    c = config_of(preset)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=c.vocab_size, hidden_size=c.dim, intermediate_size=c.inner,
+        num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        max_position_embeddings=c.max_seq, rms_norm_eps=c.norm_eps, tie_word_embeddings=c.tied,
+        use_cache=False,
+    ))  # fmt: skip
+
+
+def workload(name: str) -> tuple[Any, list[Any], Callable[[Any], Any], str]:
+    """A model, its units but the root, a function from model to loss, and its dtype."""
+    import torch
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    if name in MLPS:
+        blocks, dim = MLPS[name]
+        model = mlp(blocks, dim)
+        x = torch.randn(512, dim, generator=generator)
+        return model, list(model), lambda m: m(x).square().mean(), "fp32"
+    _, preset, dtype = name.split("-")
+    model = llama(preset)
+    rows, words = LLAMAS[preset]
+    ids = torch.randint(0, model.config.vocab_size, (rows, words + 1), generator=generator)
+
+    def loss(m: Any) -> Any:
+        logits = m(input_ids=ids[:, :-1]).logits.flatten(0, 1).float()
+        return torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+
+    return model, list(model.model.layers), loss, dtype
+
+
+def shard(engine: str, model: Any, units: list[Any], dtype: str) -> Any:
+    """Hand the model to an engine."""
+    import torch
+
+    low = torch.bfloat16 if dtype == "bf16" else None
+    options: dict[str, Any] = {}
+    if engine == "fsdpc":
+        from fsdpc.torch import MixedPrecisionPolicy, fully_shard
+    elif engine == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options["mesh"] = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    elif engine == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        return model
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+    for unit in units:
+        fully_shard(unit, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+def turn(engine: str, name: str) -> dict[str, Any]:
+    """One turn on this rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    model, units, loss_of, dtype = workload(name)
+    if engine == "deepspeed":
+        return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
+    model = shard(engine, model, units, dtype)
+    if engine == "fsdpc":
+        from fsdpc.torch import clip_grad_norm_, optim
+
+        optimizer: Any = optim.AdamW(model.parameters(), lr=3e-4)
+        clip: Any = clip_grad_norm_
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        clip = torch.nn.utils.clip_grad_norm_
+    autocast = dtype == "bf16" and engine in ("local", "ddp")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_of(model)
+        loss.backward()
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+
+    return {"seconds": measure(step)}
+
+
+def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
+    """ZeRO-3 on the CPU accelerator."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": dtype == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def step() -> None:
+        engine.backward(loss_of(engine))
+        engine.step()
+
+    return step
+
+
+def measure(step: Callable[[], None]) -> list[float]:
+    """Seconds of each step after the warm ones, from a barrier on."""
+    import torch.distributed as dist
+
+    times = []
+    for i in range(WARM + STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        if i >= WARM:
+            times.append(time.perf_counter() - begin)
+    return times
+
+
+def run_steps(models: list[str], engines: list[str], rounds: int) -> None:
+    """All turns, and the table."""
+    rows = []
+    for name in models:
+        turns: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
+        for _ in range(rounds):
+            for engine in engines:
+                turns[engine].append(
+                    common.run_ranks(__file__, ["turn", "--turn", engine, name], 2)
+                )
+        ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
+        ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
+        for e in engines:
+            pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
+            over = f"{statistics.median(ms[e]) / ours:.2f}"
+            rows.append([name, e, common.spread(ms[e]), over, f"{pss:,.0f}"])
+    common.table(["model", "engine", "ms a step (range)", "over fsdpc's", "peak PSS MiB"], rows)
+
+
+# ---- host cost ----
+
+
+def tiny(params: int) -> Any:
+    """Units of n parameters that compute next to nothing."""
+    import torch
+    from torch import nn
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ps = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(params)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.stack(list(self.ps)).sum(0)
+
+    return nn.Sequential(*[Unit() for _ in range(UNITS)])
+
+
+def host_turn(engine: str, params: int) -> dict[str, Any]:
+    """Milliseconds of forward and backward of UNITS units."""
+    import torch
+
+    torch.set_num_threads(1)
+    model = tiny(params)
+    if engine == "fsdpc":
+        import fsdpc
+
+        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, "null")
+    elif engine == "fsdp2":
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        os.environ["WORLD_SIZE"] = "8"
+    if engine != "local":
+        shard(engine, model, list(model), "fp32")
+    x = torch.ones(8)
+
+    def step() -> float:
+        begin = time.perf_counter()
+        model(x).sum().backward()
+        end = time.perf_counter()
+        for p in model.parameters():
+            p.grad = None
+        return end - begin
+
+    times = [step() for _ in range(60)][20:]
+    return {"ms": statistics.median(times) * 1e3}
+
+
+def run_host(rounds: int) -> None:
+    """Host cost per unit and step, and FSDP2's over ours."""
+    rows = []
+    for params in (2, 9, 40, 200):
+        engines = ("local", "fsdpc", "fsdp2")
+        turns: dict[str, list[float]] = {e: [] for e in engines}
+        for _ in range(rounds):
+            for e in engines:
+                found = common.run_ranks(__file__, ["turn", "--host", e, str(params)], 1)
+                turns[e].append(found["ms"])
+        base = statistics.median(turns["local"])
+        cost = {e: (statistics.median(turns[e]) - base) / (UNITS + 1) for e in engines[1:]}
+        rows.append([
+            params, f"{cost['fsdpc'] * 1e3:.1f}", f"{cost['fsdp2'] * 1e3:.0f}",
+            f"{cost['fsdp2'] / cost['fsdpc']:.1f}",
+        ])  # fmt: skip
+    common.table(["parameters a unit", "fsdpc us", "FSDP2 us", "FSDP2's over fsdpc's"], rows)
+
+
+def main() -> None:
+    """Run what is asked for."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("what", choices=("host", "steps", "turn"))
+    p.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    p.add_argument("--engines", nargs="+", default=None)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)
+    p.add_argument("--host", nargs=2, help=argparse.SUPPRESS)
+    o = p.parse_args()
+    if o.what == "turn":
+        common.leave_result(turn(*o.turn) if o.turn else host_turn(o.host[0], int(o.host[1])))
+        return
+    common.header()
+    print(f"load average before: {os.getloadavg()[0]:.1f}\n")
+    installed = ("deepspeed",) if importlib.util.find_spec("deepspeed") else ()
+    if o.what == "host":
+        run_host(o.rounds)
+    else:
+        run_steps(o.models, list(o.engines or (*ENGINES, *installed)), o.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+/* The table of named ranges and the handler that looks a fault up in it.
+ *
+ * A handler gets no argument of ours, so the table is one of the documented globals.  It is fixed
+ * and has no lock: a slot is claimed by its `taken`, and valid while its `begin` is not 0.  The
+ * handler loads and calls write(2), nothing else; the line is put together by hand.
+ *
+ * Note [chain].  Python's faulthandler prints its stacks, puts back the handler that was there
+ * before it and raises the signal again.  If that is ours the address is no longer in the siginfo
+ * (the signal was raised, it did not fault), but the kernel still shows the thread's last fault in
+ * the machine context.  If ours came later, it is called first and faulthandler after it.  Where
+ * nothing was installed the default action is put back: returning then repeats the fault, which
+ * ends the process by the signal that its parent ought to see.
+ */
+#include "base/fault.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+typedef struct slot {
+    _Atomic int taken;
+    _Atomic uintptr_t begin; /* release after the fields below, acquire in the handler */
+    fsdpc_fault_range range;
+} slot;
+
+typedef enum deed { DEED_UNKNOWN, DEED_READ, DEED_WRITE } deed;
+
+typedef struct line {
+    char text[1024];
+    size_t used;
+} line;
+
+static slot slots[FSDPC_FAULT_RANGES];
+static _Atomic int slots_used; /* slots from here on were never taken */
+static struct sigaction previous_segv, previous_bus;
+static pthread_once_t installed = PTHREAD_ONCE_INIT;
+
+static void add_text(line *out, const char *text)
+{
+    while (text && *text && out->used < sizeof out->text - 1)
+        out->text[out->used++] = *text++;
+}
+
+static void add_number(line *out, int number)
+{
+    char digits[12];
+    size_t at = sizeof digits - 1;
+    unsigned rest = number < 0 ? 0u - (unsigned)number : (unsigned)number;
+    digits[at] = 0;
+    do {
+        digits[--at] = (char)('0' + rest % 10);
+        rest /= 10;
+    } while (rest);
+    if (number < 0)
+        digits[--at] = '-';
+    add_text(out, digits + at);
+}
+
+/* Where this thread faulted last, and how; see Note [chain]. */
+static uintptr_t fault_of(const siginfo_t *info, const void *context, deed *deed_out)
+{
+    uintptr_t address = info->si_code > 0 ? (uintptr_t)info->si_addr : 0;
+    *deed_out = DEED_UNKNOWN;
+#if defined(__x86_64__)
+    const greg_t *registers = ((const ucontext_t *)context)->uc_mcontext.gregs;
+    *deed_out = registers[REG_ERR] & 2 ? DEED_WRITE : DEED_READ;
+    if (info->si_code <= 0)
+        address = (uintptr_t)registers[REG_CR2];
+#elif defined(__aarch64__)
+    if (info->si_code <= 0)
+        address = (uintptr_t)((const ucontext_t *)context)->uc_mcontext.fault_address;
+#else
+    (void)context;
+#endif
+    return address;
+}
+
+static const slot *find(uintptr_t address)
+{
+    int used = atomic_load_explicit(&slots_used, memory_order_acquire);
+    for (int i = 0; i < used; i++) {
+        uintptr_t begin = atomic_load_explicit(&slots[i].begin, memory_order_acquire);
+        if (begin && address >= begin && address - begin < slots[i].range.bytes)
+            return &slots[i];
+    }
+    return NULL;
+}
+
+static void describe(const slot *found, uintptr_t address, int signum, deed how)
+{
+    static const char *const verbs[] = {
+        [DEED_UNKNOWN] = "read or wrote", [DEED_READ] = "read", [DEED_WRITE] = "wrote to"};
+    static const char *const advice[] = {
+        [DEED_UNKNOWN] = "fulls are read-only, and exist between unshard and reshard only",
+        [DEED_READ] = "which is sharded: its full exists only inside the unit's forward and "
+                      "backward, or between unshard() and reshard()",
+        [DEED_WRITE] = "whose full is read-only: change its own rows (.local), or a copy"};
+    const fsdpc_fault_range *range = &found->range;
+    const char *name = range->name ? range->name(range->owner, (const void *)address) : NULL;
+    line out = {.used = 0};
+    add_text(&out, "fsdpc: rank ");
+    add_number(&out, range->rank);
+    add_text(&out, ": something ");
+    add_text(&out, verbs[how]);
+    add_text(&out, name ? " parameter '" : " the padding");
+    add_text(&out, name);
+    add_text(&out, name ? "' of unit '" : " of unit '");
+    add_text(&out, range->unit);
+    add_text(&out, "', ");
+    add_text(&out, signum == SIGBUS ? "and the host has no memory left behind it" : advice[how]);
+    out.text[out.used++] = '\n';
+    ssize_t written = write(STDERR_FILENO, out.text, out.used);
+    (void)written; /* nobody is left to tell */
+}
+
+static void hand_on(int signum, siginfo_t *info, void *context)
+{
+    const struct sigaction *before = signum == SIGBUS ? &previous_bus : &previous_segv;
+    if (before->sa_flags & SA_SIGINFO) {
+        before->sa_sigaction(signum, info, context);
+    } else if (before->sa_handler == SIG_IGN && info->si_code <= 0) {
+        return; /* one that was sent; a fault cannot be ignored */
+    } else if (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN) {
+        signal(signum, SIG_DFL);
+        if (info->si_code <= 0)
+            raise(signum); /* comes when we return, it is blocked in here */
+    } else {
+        before->sa_handler(signum);
+    }
+}
+
+static void handle(int signum, siginfo_t *info, void *context)
+{
+    deed how;
+    uintptr_t address = fault_of(info, context, &how);
+    const slot *found = address ? find(address) : NULL;
+    if (found)
+        describe(found, address, signum, how);
+    hand_on(signum, info, context);
+}
+
+static void install(void)
+{
+    struct sigaction ours = {.sa_sigaction = handle, .sa_flags = SA_SIGINFO | SA_ONSTACK};
+    sigemptyset(&ours.sa_mask);
+    sigaction(SIGSEGV, &ours, &previous_segv);
+    sigaction(SIGBUS, &ours, &previous_bus);
+}
+
+void fsdpc_fault_watch(const fsdpc_fault_range *range)
+{
+    if (!range->begin || range->bytes == 0)
+        return;
+    pthread_once(&installed, install);
+    for (int i = 0; i < FSDPC_FAULT_RANGES; i++) {
+        int no = 0;
+        if (!atomic_compare_exchange_strong(&slots[i].taken, &no, 1))
+            continue;
+        slots[i].range = *range;
+        atomic_store_explicit(&slots[i].begin, (uintptr_t)range->begin, memory_order_release);
+        int used = atomic_load(&slots_used);
+        while (used <= i && !atomic_compare_exchange_weak(&slots_used, &used, i + 1)) {
+        }
+        return;
+    }
+}
+
+void fsdpc_fault_unwatch(const void *begin, const void *owner)
+{
+    int used = atomic_load_explicit(&slots_used, memory_order_acquire);
+    for (int i = 0; begin && i < used; i++) {
+        /* the fields are ours to read while `begin` says that the range is ours */
+        if (atomic_load_explicit(&slots[i].begin, memory_order_acquire) != (uintptr_t)begin ||
+            slots[i].range.owner != owner)
+            continue;
+        atomic_store_explicit(&slots[i].begin, 0, memory_order_release);
+        atomic_store_explicit(&slots[i].taken, 0, memory_order_release);
+        return;
+    }
+}

@@ -1,0 +1,108 @@
+/* Fulls: shared memory mapped read-only, or private pages in no-alias mode.
+ *
+ * Private memory is whole pages of an ordinary block that is two pages larger, so that its bytes
+ * are counted and nothing else lies on a page that is protected.  A device that cannot protect
+ * memory fills it with NaN all the same: there a read too early or too late is a NaN, not a death.
+ */
+#include "engine/full.h"
+
+#include <string.h>
+#include <unistd.h>
+
+#include "base/fault.h"
+#include "base/size.h"
+
+size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
+{
+    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
+}
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static fsdpc_status protect(fsdpc_unit *unit, fsdpc_unit_group *group, fsdpc_access access)
+{
+    return fsdpc_device_protect(unit->device, group->full,
+                                fsdpc_round_up(fsdpc_full_bytes(group), page_bytes()), access);
+}
+
+/* Runs in the handler of a fault: only reads. */
+static const char *name_at(const void *owner, const void *address)
+{
+    const fsdpc_unit *unit = owner;
+    uintptr_t at = (uintptr_t)address;
+    for (int p = 0; p < unit->layout->n_params; p++) {
+        const fsdpc_place *place = &unit->layout->params[p];
+        const fsdpc_unit_group *group = &unit->groups[place->group];
+        size_t element = fsdpc_dtype_bytes(group->wire_dtype);
+        uintptr_t begin = (uintptr_t)group->full + place->full_offset * element;
+        if (at >= begin && at - begin < place->numel * element)
+            return place->name;
+    }
+    return NULL; /* padding */
+}
+
+static fsdpc_status place_privately(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    size_t page = page_bytes(), bytes = fsdpc_round_up(fsdpc_full_bytes(group), page);
+    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, bytes + page, &group->own_block));
+    group->full = (unsigned char *)fsdpc_round_up((size_t)group->own_block, page);
+    FSDPC_TRY(fsdpc_device_fill(unit->device, group->full, 0xff, bytes, NULL));
+    return protect(unit, group, FSDPC_ACCESS_NONE);
+}
+
+fsdpc_status fsdpc_full_place(fsdpc_root *root, fsdpc_unit *unit)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (unit->no_alias)
+            FSDPC_TRY(place_privately(unit, group));
+        else
+            group->full = (unsigned char *)root->wire->read + group->wire_offset;
+        fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
+                                               .bytes = fsdpc_full_bytes(group),
+                                               .rank = root->comm->world_rank,
+                                               .unit = unit->name,
+                                               .owner = unit,
+                                               .name = name_at});
+    }
+    return FSDPC_OK;
+}
+
+void fsdpc_full_remove(fsdpc_unit *unit)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        fsdpc_fault_unwatch(group->full, unit);
+        if (group->own_block && protect(unit, group, FSDPC_ACCESS_WRITE) == FSDPC_OK)
+            fsdpc_device_free(unit->device, group->own_block);
+        group->full = NULL;
+        group->own_block = NULL;
+    }
+}
+
+fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
+{
+    for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
+        memcpy(group->full, unit->root->wire->read + group->wire_offset, fsdpc_full_bytes(group));
+        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
+    }
+    return FSDPC_OK;
+}
+
+/* Giving up cannot fail; where the kernel has no memory for a split mapping the full stays as it
+ * is, readable. */
+void fsdpc_full_hide(fsdpc_unit *unit)
+{
+    for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (protect(unit, group, FSDPC_ACCESS_WRITE) != FSDPC_OK)
+            continue;
+        memset(group->full, 0xff, fsdpc_full_bytes(group)); /* a NaN in every float dtype */
+        protect(unit, group, FSDPC_ACCESS_NONE);
+    }
+}

@@ -1,0 +1,108 @@
+"""What ``fsdpc train`` does with checkpoints: going on from one, saving, leaving on SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdpc import distributed
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``fsdpc train`` that are about checkpoints."""
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save there at the end, and when SIGTERM asks the run to stop",
+    )
+    group.add_argument(
+        "--save-every", type=int, metavar="N", help="save after every N steps as well"
+    )
+    group.add_argument(
+        "--keep", type=int, metavar="N", help="keep the newest N checkpoints (default: all)"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest valid checkpoint in DIR, if there is one",
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse options that make no sense together."""
+    for name in ("save_every", "keep"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.checkpoint is None and (options.resume or options.save_every or options.keep):
+        raise ValueError("--resume, --save-every and --keep need --checkpoint DIR")
+
+
+class TrainCheckpoints:
+    """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+    state : dict
+        As :func:`fsdpc.checkpoint.save` takes it.
+    """
+
+    def __init__(self, options: argparse.Namespace, state: dict[str, Any]) -> None:
+        self.options, self.state = options, state
+        self.stopped = False
+        self._asked = False
+        self._saved: int | None = None
+        self._manager: Any = None
+
+    def begin(self) -> int:
+        """Load what is to be resumed; return the steps taken already."""
+        o = self.options
+        if o.checkpoint is None:
+            return 0
+        from fsdpc.checkpoint import CheckpointManager
+
+        self._manager = CheckpointManager(
+            o.checkpoint, max_to_keep=o.keep, every_steps=o.save_every
+        )
+        self._before = signal.signal(signal.SIGTERM, self._ask)
+        latest = self._manager.latest()
+        if latest is not None and not o.resume:
+            raise ValueError(
+                f"{latest} is there already: add --resume to go on from it, or name another "
+                "--checkpoint folder"
+            )
+        step = self._manager.restore(self.state)
+        if distributed.rank() == 0 and o.resume:
+            found = "nothing to resume" if step is None else f"resumed after step {step}"
+            print(f"{found} in {o.checkpoint}")
+        self._saved = step
+        return step or 0
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def after(self, step: int) -> bool:
+        """Save if it is time to; return whether the run is to stop. Collective."""
+        if self._manager is None:
+            return False
+        self.stopped = bool(distributed.all_reduce(int(self._asked), "max"))
+        if self._manager.step(step, self.state):
+            self._saved = step
+        return self.stopped
+
+    def end(self, step: int) -> None:
+        """Save the state after the last step, whichever that was. Collective."""
+        if self._manager is None:
+            return
+        if self._saved != step:
+            self._manager.save(step, self.state)
+        signal.signal(signal.SIGTERM, self._before)
+        if distributed.rank() == 0:
+            text = "stopped by SIGTERM" if self.stopped else "saved"
+            print(f"{text} after step {step}: {self._manager.path(step)}")

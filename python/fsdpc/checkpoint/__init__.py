@@ -1,0 +1,21 @@
+"""Checkpoints: plain safetensors, the same bytes at any number of ranks, committed or not there.
+
+    from fsdpc import checkpoint
+
+    state = {"model": model, "optimizer": optimizer, "scheduler": schedule, "data": loader}
+    checkpoint.save("run/step-100", {**state, "extra": {"step": 100}})
+    report = checkpoint.load("run/step-100", state)
+
+A checkpoint is a folder of safetensors files, which transformers and others read as they are, and
+``manifest.json``, which is written last and says that all is there. :class:`CheckpointManager`
+keeps a folder of them. All calls are collective.
+"""
+
+from __future__ import annotations
+
+from fsdpc.checkpoint.loading import LoadReport, load
+from fsdpc.checkpoint.manager import CheckpointManager
+from fsdpc.checkpoint.manifest import CheckpointError
+from fsdpc.checkpoint.saving import SaveHandle, save
+
+__all__ = ["CheckpointError", "CheckpointManager", "LoadReport", "SaveHandle", "load", "save"]

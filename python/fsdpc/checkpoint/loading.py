@@ -1,0 +1,266 @@
+"""Loading: every rank reads its own elements, and all together check what was read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+from fsdpc.checkpoint import saving
+from fsdpc.checkpoint.agree import agree
+from fsdpc.checkpoint.manifest import CheckpointError
+from fsdpc.checkpoint.pieces import FLOATS, Piece, pieces_of, states_of
+from fsdpc.checkpoint.source import Source, SourceTensor, open_source
+
+Names = str | Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass
+class LoadReport:
+    """What a load found.
+
+    Parameters
+    ----------
+    extra : JSON
+        What was saved as ``"extra"``.
+    missing : list of str
+        Names that the model or optimizer has and the checkpoint has not.
+    unexpected : list of str
+        The reverse.
+    """
+
+    extra: Any = None
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    names: Names | None = None,
+) -> LoadReport:
+    """Read a checkpoint into what is given; collective.
+
+    Parameters
+    ----------
+    path : path
+        A folder of :func:`fsdpc.checkpoint.save`, at any number of ranks; or of Hugging Face's
+        safetensors (single or sharded), or one such file: then the model alone is there to load.
+    state : mapping
+        The kinds that :func:`save` takes; each is changed in place. ``"extra"`` need not be given.
+    strict : bool, default True
+        Refuse names that are missing or unexpected. Shapes must fit either way.
+    names : "llama", "gpt2", mapping or callable, optional
+        Name in the file for a name of the model, where they differ: those of a family of Hugging
+        Face's, or your own. ``"gpt2"`` also transposes what that family stores transposed.
+
+    Returns
+    -------
+    LoadReport
+
+    Raises
+    ------
+    CheckpointError
+        Something is damaged, missing or does not fit; all of it is listed, on every rank.
+    OSError
+        A file cannot be read; raised on every rank.
+
+    Notes
+    -----
+    Each rank reads its own elements straight into their place, one chunk at a time where dtypes
+    differ, and its checksums join those of the others to the whole tensors'. They are known when
+    everything was read, so after an error the model's values are undefined. Random numbers go on
+    where they were if there is an optimizer to load: then it is a run that goes on.
+    """
+    saving.finish()
+    job: _Load | None = None
+    error: BaseException | None = None
+    try:
+        job = _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names)
+    except Exception as caught:
+        error = caught
+    agree(error, 0)
+    assert job is not None
+    crcs: list[int] = []
+    try:
+        crcs = job.read()
+    except Exception as caught:
+        error = caught
+    agree(error, 0)
+    try:
+        job.verify(crcs)
+        job.apply()
+    except Exception as caught:
+        error = caught
+    agree(error, 0)
+    return job.report
+
+
+class _Load:
+    """One load on this rank: what is read from where into what."""
+
+    def __init__(
+        self, folder: Path, state: Mapping[str, Any], strict: bool, names: Names | None
+    ) -> None:
+        unknown = set(state) - set(saving.KINDS)
+        if unknown:
+            raise ValueError(f"a checkpoint holds {', '.join(saving.KINDS)}, not {sorted(unknown)}")
+        self.state = {kind: value for kind, value in state.items() if value is not None}
+        if "optimizer" in self.state and "model" not in self.state:
+            raise ValueError("loading an optimizer takes the model too: it names the parameters")
+        self.source: Source = open_source(folder)
+        self.report = LoadReport(self.source.content.get("extra"))
+        self.strict = strict
+        self.reads: list[tuple[Piece, SourceTensor]] = []
+        self.wrong: list[str] = []
+        for kind in ("optimizer", "scheduler", "scaler", "data"):
+            if kind in self.state and kind not in self.source.content:
+                self.wrong.append(f"it has no {kind}")
+        if "model" in self.state:
+            self._match_model(names)
+        if "optimizer" in self.state and not self.wrong:
+            self._match_optimizer()
+        if strict and self.report.missing:
+            self.wrong.append(f"missing {self.report.missing}")
+        if strict and self.report.unexpected:
+            self.wrong.append(f"unexpected {self.report.unexpected}")
+        if self.wrong:
+            raise CheckpointError(f"{folder} does not fit: {'; '.join(self.wrong)}")
+
+    def _match_model(self, names: Names | None) -> None:
+        from fsdpc.checkpoint.names import file_names
+
+        held = pieces_of(self.state["model"], True)
+        given = dict(self.source.model)
+        mapped = file_names(names, [p.name for p in held.pieces], given)
+        used: set[str] = set()
+        for piece in held.pieces:
+            candidates = [mapped[piece.name][0]]
+            aliases = [alias for alias, first in held.aliases.items() if first == piece.name]
+            candidates += [file_names(names, [a], given)[a][0] for a in aliases]
+            found = next((name for name in candidates if name in given), None)
+            used.update(candidates)
+            if found is None:
+                self.report.missing.append(piece.name)
+                continue
+            self._match(piece, given[found].transposed() if mapped[piece.name][1] else given[found])
+        self.report.unexpected += sorted(set(given) - used)
+
+    def _match_optimizer(self) -> None:
+        content = self.source.content["optimizer"]
+        steps = {name: int(count) for name, count in content["steps"].items()}
+        own = states_of(self.state["optimizer"], self.state["model"], steps)
+        self.steps = {name: steps.get(name, 0) for name in own.steps}
+        if content["class"] != own.kind:
+            self.wrong.append(f"its optimizer is {content['class']}, this one {own.kind}")
+            return
+        if len(content["param_groups"]) != len(own.groups):
+            self.wrong.append(
+                f"its optimizer has {len(content['param_groups'])} parameter groups, this one "
+                f"{len(own.groups)}"
+            )
+            return
+        for i, (theirs, ours) in enumerate(zip(content["param_groups"], own.groups, strict=True)):
+            if set(theirs["params"]) != set(ours["params"]):
+                missing = sorted(set(ours["params"]) - set(theirs["params"]))
+                unexpected = sorted(set(theirs["params"]) - set(ours["params"]))
+                self.wrong.append(
+                    f"parameter group {i} of its optimizer: missing {missing}, unexpected "
+                    f"{unexpected}"
+                )
+        given = self.source.optimizer
+        for piece in own.pieces:
+            if piece.name in given:
+                self._match(piece, given[piece.name])
+            else:
+                self.report.missing.append(piece.name)
+        self.report.unexpected += sorted(set(given) - {p.name for p in own.pieces})
+
+    def _match(self, piece: Piece, source: SourceTensor) -> None:
+        if tuple(source.shape) != piece.shape:
+            self.wrong.append(f"'{piece.name}' is {tuple(source.shape)} there, {piece.shape} here")
+        elif source.dtype != piece.dtype and not {source.dtype, piece.dtype} <= FLOATS:
+            self.wrong.append(f"'{piece.name}' is {source.dtype} there, {piece.dtype} here")
+        else:
+            self.reads.append((piece, source))
+
+    def read(self) -> list[int]:
+        """Read this rank's pieces; return its part of every checksum."""
+        entries: list[Any] = []
+        self.parts: list[tuple[Piece, SourceTensor, int]] = []  # per number: whose checksum
+        paths = self.source.paths()
+        number_of = {name: i for i, name in enumerate(paths)}
+        for piece, source in self.reads:
+            for k, part in enumerate(source.parts):
+                number = len(self.parts)
+                self.parts.append((piece, source, k))
+                place = source.overlap(k, piece.first, piece.numel)
+                if place is None:
+                    continue
+                begin, numel, offset, behind, columns = place
+                memory = piece.memory.reshape(-1)
+                if numel != piece.numel:
+                    memory = memory[begin : begin + numel]
+                entries.append(
+                    (number_of[part.file], number, memory, numel, source.dtype, offset, behind,
+                     *columns)
+                )  # fmt: skip
+        folder = self.source.folder
+        return _core.read_pieces(
+            [str(folder / name) for name in paths],
+            entries,
+            len(self.parts),
+            any(s.parts[k].crc is not None for _, s, k in self.parts),
+            saving._hook,
+        )
+
+    def verify(self, crcs: list[int]) -> None:
+        """Compare the whole tensors' checksums with the manifest's; collective."""
+        replicas = [piece.replica for piece, _, _ in self.parts]
+        mine = np.array([crcs, replicas], np.int64).reshape(2, -1)
+        every = distributed.world().all_gather(_core.tensor(mine)).numpy()
+        wrong = []
+        for i, (piece, source, k) in enumerate(self.parts):
+            want = source.parts[k].crc
+            if want is None:
+                continue
+            for replica in np.unique(every[:, 1, i]):
+                pieces = every[every[:, 1, i] == replica, 0, i]
+                got = int(np.bitwise_xor.reduce(pieces))
+                if got != want:
+                    file = self.source.folder / source.parts[k].file
+                    wrong.append(f"'{piece.name}' in {file}: checksum {got:08x}, not {want:08x}")
+                    break
+        if wrong:
+            raise CheckpointError(
+                f"damaged: {'; '.join(wrong)}; the model now holds these values, load another "
+                "checkpoint before it is used"
+            )
+
+    def apply(self) -> None:
+        """Set all that is no tensor."""
+        content = self.source.content
+        if "optimizer" in self.state:
+            self._apply_optimizer(content["optimizer"])
+            rng = content["rng"]
+            _core.set_rng_state(rng["seed"], rng["next_stream"])
+        for kind in ("scheduler", "scaler", "data"):
+            if kind in self.state:
+                self.state[kind].load_state_dict(content[kind])
+
+    def _apply_optimizer(self, content: Mapping[str, Any]) -> None:
+        optimizer = self.state["optimizer"]
+        by_name = {name: p for name, p in self.state["model"].named_parameters()}
+        for group, given in zip(optimizer.param_groups, content["param_groups"], strict=True):
+            for key, value in given.items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(value, list) else value
+        for name, steps in self.steps.items():
+            optimizer.set_step_count(by_name[name], steps)

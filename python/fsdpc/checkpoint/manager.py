@@ -1,0 +1,282 @@
+"""A folder of checkpoints: which to make, which to keep, which to go on from."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdpc import distributed
+from fsdpc.checkpoint import manifest
+from fsdpc.checkpoint.agree import agree
+from fsdpc.checkpoint.loading import LoadReport, load
+from fsdpc.checkpoint.manifest import CheckpointError
+from fsdpc.checkpoint.saving import SaveHandle, save
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT_OVER = re.compile(r"\.step-\d{8,}\.(saving|removing)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One checkpoint of a folder.
+
+    Parameters
+    ----------
+    step : int
+    path : Path
+    problem : str, optional
+        Why it cannot be used; None where its manifest, sizes and headers are right.
+    """
+
+    step: int
+    path: Path
+    problem: str | None = None
+
+
+class CheckpointManager:
+    """Checkpoints of one run in one folder, ``step-00000100`` and so on.
+
+    Parameters
+    ----------
+    folder : path
+        Made where it is not there.
+    max_to_keep : int, optional
+        Older ones are deleted once a newer one is committed; all are kept where not given.
+    every_steps : int, optional
+        :meth:`step` saves at multiples of it.
+    every_seconds : float, optional
+        :meth:`step` also saves when so much time has gone by since the last one (rank 0's clock).
+    keep_every : int, optional
+        Those at multiples of it are never deleted.
+    async_ : bool, default False
+        Write on a thread; see :func:`fsdpc.checkpoint.save`.
+    layout : "full" or "per_rank", default "full"
+
+    Notes
+    -----
+    All methods are collective but :meth:`list`.
+
+    Examples
+    --------
+    >>> manager = CheckpointManager("run", max_to_keep=3, every_steps=100)   # doctest: +SKIP
+    >>> begin = manager.restore(state) or 0                                  # doctest: +SKIP
+    >>> for step in range(begin + 1, 1001):                                  # doctest: +SKIP
+    ...     train_one_step()
+    ...     manager.step(step, state)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        max_to_keep: int | None = None,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep_every: int | None = None,
+        *,
+        async_: bool = False,
+        layout: str = "full",
+    ) -> None:
+        for name, value in (
+            ("max_to_keep", max_to_keep),
+            ("every_steps", every_steps),
+            ("keep_every", keep_every),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"every_seconds must be above 0, got {every_seconds}")
+        self.folder = Path(os.path.abspath(os.fspath(folder)))
+        self.max_to_keep, self.keep_every = max_to_keep, keep_every
+        self.every_steps, self.every_seconds = every_steps, every_seconds
+        self.async_, self.layout = async_, layout
+        self._saved_at = time.monotonic()
+        self._handle: SaveHandle | None = None
+        self._on_rank_0(self._prepare)
+
+    def _on_rank_0(self, work: Any) -> None:
+        error: BaseException | None = None
+        if distributed.rank() == 0:
+            try:
+                work()
+            except OSError as caught:
+                error = caught
+        agree(error)
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for entry in self.folder.iterdir():
+            if _LEFT_OVER.fullmatch(entry.name):
+                shutil.rmtree(entry)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is, or would be."""
+        return self.folder / f"step-{step:08}"
+
+    # ---- saving ----
+
+    def step(self, step: int, state: Mapping[str, Any]) -> bool:
+        """Save if it is time to; call it after every optimizer step.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer steps taken.
+        state : mapping
+            As :func:`fsdpc.checkpoint.save` takes it.
+
+        Returns
+        -------
+        bool
+            Whether it saved.
+        """
+        due = self.every_steps is not None and step % self.every_steps == 0
+        if self.every_seconds is not None and not due:
+            late = time.monotonic() - self._saved_at >= self.every_seconds
+            due = bool(distributed.broadcast(float(late)))
+        if due:
+            self.save(step, state)
+        return due
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Save now, and delete what need not be kept any more.
+
+        Parameters
+        ----------
+        step : int
+        state : mapping
+            As :func:`fsdpc.checkpoint.save` takes it; the step is added to its ``"extra"`` if that
+            is a dict or not given.
+
+        Raises
+        ------
+        OSError
+            Among others, if a valid checkpoint of this step is there already.
+        """
+        self.wait()
+        self._on_rank_0(lambda: self._clear_broken(step))
+        extra = state.get("extra")
+        if extra is None or isinstance(extra, dict):
+            state = {**state, "extra": {**(extra or {}), "step": step}}
+        self._handle = save(self.path(step), state, layout=self.layout, async_=self.async_)
+        self._saved_at = time.monotonic()
+        if self._handle is None:
+            self._on_rank_0(self._delete_old)
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; raises what went wrong with it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+            self._on_rank_0(self._delete_old)
+
+    def _clear_broken(self, step: int) -> None:
+        """A damaged checkpoint does not keep its step from being saved again."""
+        found = _look_at(self.path(step))
+        if found is not None and found.problem is not None:
+            _remove(found.path)
+
+    def _delete_old(self) -> None:
+        if self.max_to_keep is None:
+            return
+        valid = [found for found in self.list() if found.problem is None]
+        for found in valid[: -self.max_to_keep]:
+            if not self.keep_every or found.step % self.keep_every:
+                _remove(found.path)
+
+    # ---- finding ----
+
+    def list(self) -> list[Found]:
+        """Return the checkpoints of the folder by ascending step, broken ones with the reason."""
+        found = [_look_at(path) for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted((each for each in found if each), key=lambda each: each.step)
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint whose manifest, sizes and headers are right, or None.
+
+        Broken ones that are newer are named on stderr, on rank 0.
+        """
+        step = self._newest(None)
+        return None if step is None else self.path(step)
+
+    def _newest(self, below: int | None) -> int | None:
+        """The step of the newest usable checkpoint below another; what rank 0 sees counts."""
+        step = -1
+        error: BaseException | None = None
+        if distributed.rank() == 0:
+            try:
+                for found in reversed(self.list()):
+                    if below is not None and found.step >= below:
+                        continue
+                    if found.problem is None:
+                        step = found.step
+                        break
+                    _say(f"skipping {found.path}: {found.problem}")
+            except OSError as caught:
+                error = caught
+        agree(error)
+        step = int(distributed.broadcast(step))
+        return None if step < 0 else step
+
+    def restore(self, state: Mapping[str, Any], **options: Any) -> int | None:
+        """Load the newest valid checkpoint; return its step, or None where there is none.
+
+        Parameters
+        ----------
+        state : mapping
+            As :func:`fsdpc.checkpoint.load` takes it.
+        **options
+            Of the same.
+
+        Raises
+        ------
+        CheckpointError
+            There are checkpoints and none is usable, or one does not fit the model.
+        """
+        self.wait()
+        below: int | None = None
+        last: CheckpointError | None = None
+        while (step := self._newest(below)) is not None:
+            try:
+                self.report: LoadReport = load(self.path(step), state, **options)
+                return step
+            except CheckpointError as error:
+                if not str(error).partition("damaged: ")[1]:
+                    raise
+                if distributed.rank() == 0:
+                    _say(f"skipping {self.path(step)}: {error}")
+                below, last = step, error
+        if last is not None:
+            raise last
+        return None
+
+
+def _look_at(path: Path) -> Found | None:
+    match = _NAME.fullmatch(path.name)
+    if match is None or not path.is_dir():
+        return None
+    step = int(match.group(1))
+    try:
+        manifest.check_files(path, manifest.read(path))
+    except (CheckpointError, OSError) as error:
+        return Found(step, path, str(error))
+    return Found(step, path)
+
+
+def _remove(path: Path) -> None:
+    """The name goes first, so that an interrupted removal leaves no half of a checkpoint."""
+    hidden = path.with_name(f".{path.name}.removing")
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"fsdpc: {text}\n")

@@ -1,0 +1,187 @@
+"""``manifest.json``: what a checkpoint holds, and the mark that it is complete.
+
+The text is made with places for the checksums, which are known last: C fills them in. The last key
+is the checksum of all text before its own digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fsdpc import _core
+
+NAME = "manifest.json"
+VERSION = 1
+MAX_BYTES = 1 << 30
+_UNKNOWN = "????????"
+_CHECKSUM = '"checksum":"'
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, incomplete, or does not fit; the message names what and where."""
+
+
+def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
+    """Return the text, the places of its ``crcs`` checksums in order, and that of its own.
+
+    Parameters
+    ----------
+    content : dict
+        JSON, with ``"????????"`` wherever a checksum belongs, and nowhere else as a value.
+    crcs : int
+        How many there are.
+
+    Raises
+    ------
+    ValueError
+        Something is not JSON: the message names it.
+    """
+    for key, value in content.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"'{key}' of a checkpoint must be JSON (numbers that are finite, text, lists, "
+                f"dicts with text as keys): {error}"
+            ) from None
+    tensors = json.dumps(content["tensors"], separators=(",", ":"))
+    rest = {key: value for key, value in content.items() if key != "tensors"}
+    head = json.dumps(rest, indent=1, sort_keys=True).rstrip("}\n ")
+    text = f'{head},\n "tensors":{tensors},\n {_CHECKSUM}{_UNKNOWN}"\n}}\n'.encode()
+    begin = len(head.encode())
+    places, at = [], begin
+    for _ in range(crcs):
+        at = text.index(f'"crc32c":"{_UNKNOWN}"'.encode(), at) + len('"crc32c":"')
+        places.append(at)
+    own = text.rindex(_CHECKSUM.encode()) + len(_CHECKSUM)
+    return text, places, own
+
+
+def strict_json(text: bytes, what: str) -> Any:
+    """Parse JSON and refuse what JSON leaves open: duplicate keys, NaN, infinities, bad UTF-8.
+
+    Parameters
+    ----------
+    text : bytes
+    what : str
+        For messages.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))
+            raise CheckpointError(f"{what}: the key '{twice}' stands twice")
+        return found
+
+    def constant(name: str) -> Any:
+        raise CheckpointError(f"{what}: {name} is no JSON number")
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+    except CheckpointError:
+        raise
+    except RecursionError:
+        raise CheckpointError(f"{what}: nested too deep") from None
+    except ValueError as error:
+        raise CheckpointError(f"{what}: not valid JSON: {error}") from None
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read and check a folder's manifest.
+
+    Parameters
+    ----------
+    folder : Path
+
+    Raises
+    ------
+    CheckpointError
+        There is none, it is damaged, or it is of a version that this one does not know.
+    """
+    path = folder / NAME
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many")
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{folder} has no {NAME}: it is no checkpoint, or was never committed"
+        ) from None
+    mark = _CHECKSUM.encode()
+    at = text.rfind(mark)
+    own = text[at + len(mark) :]
+    if at < 0 or own[8:] != b'"\n}\n':
+        raise CheckpointError(f"{path}: cut short or changed: its checksum is not at its end")
+    want = f"{_core.crc32c(0, text[: at + len(mark)]):08x}".encode()
+    if own[:8] != want:
+        raise CheckpointError(
+            f"{path}: damaged: its checksum is {want.decode()}, it says "
+            f"{own[:8].decode('latin-1')}"
+        )
+    content = strict_json(text, str(path))
+    if content.get("format") != "fsdpc" or not isinstance(content.get("version"), int):
+        raise CheckpointError(f"{path}: not a manifest of fsdpc")
+    if content["version"] > VERSION:
+        raise CheckpointError(
+            f"{path}: version {content['version']}; this fsdpc reads up to {VERSION}: upgrade it"
+        )
+    return content
+
+
+def plain_name(name: str, what: str) -> str:
+    """Return the name of a file in a folder; refuse one that leads elsewhere.
+
+    Parameters
+    ----------
+    name : str
+    what : str
+        Where it stands, for messages.
+    """
+    if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
+        raise CheckpointError(f"{what}: {name!r} is not the name of a file beside it")
+    return name
+
+
+def check_files(folder: Path, content: dict[str, Any], names: Iterable[str] | None = None) -> None:
+    """Compare a folder's files with its manifest: sizes, headers, indices; no tensor data.
+
+    Parameters
+    ----------
+    folder : Path
+    content : dict
+        The manifest.
+    names : iterable of str, optional
+        Only these files.
+
+    Raises
+    ------
+    CheckpointError
+        Files are missing or differ; all of them are listed.
+    """
+    wrong = []
+    for name in sorted(content["files"] if names is None else names):
+        problem = _file_problem(folder / plain_name(name, NAME), content["files"][name])
+        if problem:
+            wrong.append(problem)
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
+
+
+def _file_problem(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return f"{path}: {size} bytes, {entry['bytes']} were written"
+        with path.open("rb") as file:
+            head = file.read(entry["header_bytes"])
+    except FileNotFoundError:
+        return f"{path} is missing"
+    if _core.crc32c(0, head) != int(entry["header_crc32c"], 16):
+        whole = entry["header_bytes"] == entry["bytes"]
+        return f"{path}: {'' if whole else 'its header is '}damaged, or the file of another one"
+    return None

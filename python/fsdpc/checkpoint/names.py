@@ -1,0 +1,64 @@
+"""Names of tensors in checkpoints of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# GPT-2 stores the matrices of its blocks as input x output.
+_GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight",
+                    "mlp.c_proj.weight")  # fmt: skip
+
+# Buffers of old checkpoints that are computed and not stored today.
+_GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+
+def file_names(
+    names: str | Mapping[str, str] | Callable[[str], str] | None,
+    wanted: Iterable[str],
+    given: dict[str, Any],
+) -> dict[str, tuple[str, bool]]:
+    """Return for each name of the model its name in the file, and whether it is transposed there.
+
+    Parameters
+    ----------
+    names : "llama", "gpt2", mapping, callable or None
+        As :func:`fsdpc.checkpoint.load` takes it.
+    wanted : iterable of str
+        Names of the model.
+    given : dict
+        Tensors of the checkpoint by name; those that a family's files have and no model wants are
+        taken out of it.
+    """
+    if names is None:
+        return {name: (name, False) for name in wanted}
+    if isinstance(names, Mapping):
+        return {name: (names.get(name, name), False) for name in wanted}
+    if callable(names):
+        return {name: (names(name), False) for name in wanted}
+    if names == "llama":
+        _drop(given, (".rotary_emb.inv_freq",))
+        return {name: (_with_or_without("model.", name, given), False) for name in wanted}
+    if names == "gpt2":
+        _drop(given, _GPT2_BUFFERS)
+        if "transformer.wte.weight" in given or "wte.weight" in given:
+            given.pop("lm_head.weight", None)  # tied, stored by some
+        return {
+            name: (
+                _with_or_without("transformer.", name, given),
+                name.endswith(_GPT2_TRANSPOSED),
+            )
+            for name in wanted
+        }
+    raise ValueError(f"names must be 'llama', 'gpt2', a mapping or a function, got {names!r}")
+
+
+def _with_or_without(prefix: str, name: str, given: Mapping[str, Any]) -> str:
+    """Base models are stored without the prefix that models with a head have."""
+    short = name.removeprefix(prefix)
+    return short if name not in given and short in given else name
+
+
+def _drop(given: dict[str, Any], endings: tuple[str, ...]) -> None:
+    for name in [name for name in given if name.endswith(endings)]:
+        del given[name]

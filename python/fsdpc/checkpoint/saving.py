@@ -1,0 +1,440 @@
+"""Saving: every rank lays out all files alone and writes its own byte ranges."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+from fsdpc.checkpoint import manifest
+from fsdpc.checkpoint.agree import agree
+from fsdpc.checkpoint.pieces import FLOATS, Piece, States, pieces_of, states_of
+
+KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
+_UNKNOWN = "????????"
+
+# For tests: sees every call to the file system, and may raise or end the process.
+_hook: Callable[[str, str], Any] | None = None
+
+
+class SaveHandle:
+    """A save under way on a thread; see ``async_`` of :func:`save`."""
+
+    def __init__(self, running: _core.Save, path: str) -> None:
+        self._running: _core.Save | None = running
+        self.path = path
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part has come to its end."""
+        return self._running is None or self._running.done
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is committed; raises what went wrong, once."""
+        running, self._running = self._running, None
+        if running is not None:
+            _forget(self)
+            running.wait()
+
+
+@dataclass
+class _Flight:
+    """The save under way, and the communicator that saves on a thread have to themselves."""
+
+    handle: SaveHandle | None = None
+    world: _core.Comm | None = None
+    apart: _core.Comm | None = None
+
+
+_flight = _Flight()
+
+
+def _forget(handle: SaveHandle) -> None:
+    if _flight.handle is handle:
+        _flight.handle = None
+
+
+@atexit.register
+def finish() -> None:
+    """Wait for a save under way, if there is one; raises what went wrong with it."""
+    if _flight.handle is not None:
+        _flight.handle.wait()
+
+
+@dataclass
+class _File:
+    name: str
+    tensors: list[int] = field(default_factory=list)  # numbers of tensors
+    header: bytes = b""
+    bytes: int = 0
+    creator: int = 0
+
+
+@dataclass
+class _Tensor:
+    """One tensor, or one rank's piece of it, in a file."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int = 0
+    file: int = 0
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    layout: str = "full",
+    dtype: Any = None,
+    max_shard_bytes: float = 5e9,
+    async_: bool = False,
+) -> SaveHandle | None:
+    """Write a checkpoint; collective.
+
+    Parameters
+    ----------
+    path : path
+        The folder to make. It appears, whole, when everything is on the disk, or not at all.
+    state : mapping
+        ``"model"``: a module. ``"optimizer"``: an optimizer over its parameters. ``"scheduler"``,
+        ``"scaler"``, ``"data"``: anything with a ``state_dict()`` that is JSON. ``"extra"``: JSON
+        of your own. Any of them may be left out.
+    layout : "full" or "per_rank", default "full"
+        Full tensors in files that all ranks write, readable by others; or a file for each rank,
+        for file systems that dislike shared writers (``fsdpc ckpt convert`` converts).
+    dtype : dtype, optional
+        Of the model's floating point tensors in the file; their own where not given.
+    max_shard_bytes : float, default 5e9
+        Largest file, as far as no single tensor is larger.
+    async_ : bool, default False
+        Copy this rank's pieces, return, and write on a thread.
+
+    Returns
+    -------
+    SaveHandle or None
+        With ``async_``, what to wait for. One save is under way at a time; the next one waits.
+
+    Raises
+    ------
+    OSError, ValueError, TypeError
+        On every rank, if it went wrong on any; then there is no checkpoint of this name, and
+        training can go on. With ``async_`` by the handle, the next save, or at exit.
+    MismatchError
+        Ranks have different models.
+
+    Notes
+    -----
+    The files' bytes do not depend on the number of ranks, the mesh or the strategy. Memory: one
+    chunk of 1 MiB; with ``async_`` a copy of this rank's pieces.
+    """
+    finish()
+    folder = os.path.abspath(os.fspath(path))
+    try:
+        plan: _Plan | None = _Plan(folder, state, layout, dtype, max_shard_bytes)
+        error: BaseException | None = None
+    except Exception as caught:
+        plan, error = None, caught
+    agree(error, plan.mark() if plan else 0, "what to save")
+    assert plan is not None
+    if layout == "per_rank":
+        plan.divide()
+    plan.lay_out()
+    if not async_:
+        plan.make_save(distributed.world()).run()
+        return None
+    running = plan.make_save(_apart())
+    running.start()
+    _flight.handle = SaveHandle(running, folder)
+    return _flight.handle
+
+
+def _apart() -> _core.Comm:
+    """A communicator for the writing threads of all ranks."""
+    world = distributed.world()
+    if _flight.world is not world or _flight.apart is None:
+        _flight.world, _flight.apart = world, world.split(0, world.rank)
+    return _flight.apart
+
+
+class _Plan:
+    """What is written where: the same on every rank, and this rank's pieces of it."""
+
+    def __init__(
+        self,
+        folder: str,
+        state: Mapping[str, Any],
+        layout: str,
+        dtype: Any,
+        max_shard_bytes: float,
+    ) -> None:
+        unknown = set(state) - set(KINDS)
+        if unknown:
+            raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
+        if layout not in ("full", "per_rank"):
+            raise ValueError(f"layout must be 'full' or 'per_rank', got {layout!r}")
+        if not max_shard_bytes >= 1:
+            raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+        if state.get("optimizer") is not None and state.get("model") is None:
+            raise ValueError("saving an optimizer takes the model too: it names the parameters")
+        self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
+        self.files: list[_File] = []
+        self.tensors: list[_Tensor] = []
+        self.pieces: list[Piece] = []
+        self.aliases: dict[str, str] = {}
+        self.states: States | None = None
+        if state.get("model") is not None:
+            held = pieces_of(state["model"], False)
+            self.aliases = held.aliases
+            self._add("model", held.pieces, _float_dtype(dtype))
+        if state.get("optimizer") is not None:
+            self.states = states_of(state["optimizer"], state["model"])
+            self._add("optimizer", self.states.pieces, None)
+        self.content = self._content(state)
+        manifest.render({**self.content, "tensors": {}}, 0)  # what is no JSON is said before
+        self.description = _describe(state.get("model"))
+
+    def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
+        for piece in pieces:
+            if kind == "model" and "\0" in piece.name:
+                raise ValueError(f"the name {piece.name!r} has a NUL in it")
+            own = dtype if dtype and piece.dtype in FLOATS else piece.dtype
+            self.tensors.append(_Tensor(kind, piece.name, own, piece.shape))
+        self.pieces += pieces
+
+    def _content(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        seed, stream = _core.rng_state()
+        content: dict[str, Any] = {
+            "format": "fsdpc",
+            "version": manifest.VERSION,
+            "layout": self.layout,
+            "aliases": self.aliases,
+            "rng": {"seed": seed, "next_stream": stream},
+            "extra": state.get("extra"),
+        }
+        for kind in ("scheduler", "scaler", "data"):
+            if state.get(kind) is not None:
+                content[kind] = _state_dict(kind, state[kind])
+        if self.states is not None:
+            content["optimizer"] = {
+                "schema": 1,
+                "class": self.states.kind,
+                "param_groups": self.states.groups,
+                "steps": self.states.steps,
+            }
+        return content
+
+    def mark(self) -> int:
+        """A checksum of what all ranks must have alike."""
+        lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
+        lines += [self.folder, self.layout, str(self.max_shard_bytes)]
+        return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
+
+    # ---- files ----
+
+    def divide(self) -> None:
+        """Make every rank's pieces tensors of their own, in a file of that rank; collective."""
+        world = distributed.world()
+        own = np.array([(p.first, p.numel * (p.replica == 0)) for p in self.pieces], np.int64)
+        every = world.all_gather(_core.tensor(own.reshape(-1, 2))).numpy()
+        whole, pieces = self.tensors, self.pieces
+        self.tensors, self.pieces = [], []
+        for rank in range(world.size):
+            for i, t in enumerate(whole):
+                first, numel = every[rank, i].tolist()
+                if numel == 0 and prod(t.shape) > 0 or (numel == 0 and rank > 0):
+                    continue
+                self.tensors.append(_Tensor(t.kind, t.name, t.dtype, (numel,), first, rank))
+                mine = pieces[i]
+                empty = mine.memory.reshape(-1)[:0]
+                self.pieces.append(
+                    mine if rank == world.rank else Piece(t.name, (0,), 0, 0, empty, 1)
+                )
+        self.whole = whole
+
+    def lay_out(self) -> None:
+        """Decide on files, and where each tensor lies in them."""
+        if self.layout == "per_rank":
+            self._files_per_rank()
+        else:
+            self._files_in_full()
+        for number, file in enumerate(self.files):
+            entries = [
+                (self._key(self.tensors[i]), self.tensors[i].dtype, self.tensors[i].shape)
+                for i in file.tensors
+            ]
+            file.header, places = _core.safetensors_layout(entries, {"format": "pt"})
+            file.bytes = max([len(file.header), *(end for _, end in places)])
+            for i, (begin, end) in zip(file.tensors, places, strict=True):
+                t = self.tensors[i]
+                t.file, t.begin, t.end = number, begin, end
+        if self.layout == "full":
+            self._add_indices()
+
+    def _key(self, t: _Tensor) -> str:
+        return t.name if self.layout == "full" else f"{t.kind}/{t.name}"
+
+    def _files_per_rank(self) -> None:
+        world = distributed.world_size()
+        self.files = [
+            _File(f"rank-{r + 1:05}-of-{world:05}.safetensors", creator=r) for r in range(world)
+        ]
+        for i, t in enumerate(self.tensors):
+            self.files[t.file].tensors.append(i)
+
+    def _files_in_full(self) -> None:
+        for kind in ("model", "optimizer"):
+            numbers = [i for i, t in enumerate(self.tensors) if t.kind == kind]
+            shards = self._shards(numbers)
+            if kind == "model" and not self.content_has_model():
+                continue
+            if kind == "optimizer" and not numbers:
+                continue
+            for k, shard in enumerate(shards):
+                number = f"-{k + 1:05}-of-{len(shards):05}"
+                name = kind + ("" if kind == "model" and len(shards) == 1 else number)
+                self.files.append(_File(f"{name}.safetensors", shard))
+
+    def content_has_model(self) -> bool:
+        """Whether there are tensors of a model."""
+        return any(t.kind == "model" for t in self.tensors)
+
+    def _shards(self, numbers: list[int]) -> list[list[int]]:
+        shards: list[list[int]] = [[]]
+        filled = 0
+        for i in numbers:
+            own = self.tensors[i].bytes
+            if shards[-1] and filled + own > self.max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(i)
+            filled += own
+        return shards
+
+    def _add_indices(self) -> None:
+        shards = [f for f in self.files if f.name.startswith("model-")]
+        if not shards:
+            return
+        weights = {self.tensors[i].name: f.name for f in shards for i in f.tensors}
+        total = sum(self.tensors[i].bytes for f in shards for i in f.tensors)
+        text = json.dumps(
+            {"metadata": {"total_size": total}, "weight_map": weights}, indent=2, sort_keys=True
+        )
+        header = (text + "\n").encode()
+        index = _File("model.safetensors.index.json", [], header, len(header))
+        self.files.append(index)
+
+    # ---- the save ----
+
+    def make_save(self, comm: _core.Comm) -> _core.Save:
+        """The plan as the C engine runs it."""
+        content = {**self.content, **self.description, "world": comm.size}
+        content["files"] = {
+            f.name: {
+                "bytes": f.bytes,
+                "header_bytes": len(f.header),
+                "header_crc32c": f"{_core.crc32c(0, f.header):08x}",
+            }
+            for f in self.files
+        }
+        order, content["tensors"] = self._table()
+        text, places, own = manifest.render(content, len(order))
+        crc_at = [0] * len(order)
+        for place, i in zip(places, order, strict=True):
+            crc_at[i] = place
+        parent, name = os.path.split(self.folder)
+        temp = os.path.join(parent, f".{name}.saving")
+        return _core.Save(
+            comm,
+            (parent, temp, self.folder),
+            [(os.path.join(temp, f.name), f.bytes, f.header, f.creator) for f in self.files],
+            list(self._own_pieces()),
+            os.path.join(temp, manifest.NAME),
+            text,
+            crc_at,
+            own,
+            _hook,
+        )
+
+    def _own_pieces(self) -> Any:
+        for i, (piece, t) in enumerate(zip(self.pieces, self.tensors, strict=True)):
+            if piece.replica != 0 or piece.numel == 0:
+                continue
+            item = _ITEM_BYTES[t.dtype]
+            first = piece.first - t.first
+            behind = t.end - t.begin - (first + piece.numel) * item
+            yield t.file, i, piece.memory, t.dtype, t.begin + first * item, behind
+
+    def _table(self) -> tuple[list[int], dict[str, Any]]:
+        """The manifest's tensors, and their numbers in the order in which they stand there."""
+        order: list[int] = []
+        table: dict[str, Any] = {"model": {}, "optimizer": {}}
+        if self.layout == "full":
+            for i, t in enumerate(self.tensors):
+                entry = {"dtype": t.dtype, "shape": t.shape, **self._place(t)}
+                table[t.kind][t.name] = entry
+                order.append(i)
+            return order, table
+        parts: dict[tuple[str, str], list[int]] = {}
+        for i, t in enumerate(self.tensors):
+            parts.setdefault((t.kind, t.name), []).append(i)
+        for t in self.whole:
+            numbers = parts[(t.kind, t.name)]
+            table[t.kind][t.name] = {
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "pieces": [
+                    {"first": self.tensors[i].first, "numel": prod(self.tensors[i].shape),
+                     **self._place(self.tensors[i])}
+                    for i in numbers
+                ],
+            }  # fmt: skip
+            order += numbers
+        return order, table
+
+    def _place(self, t: _Tensor) -> dict[str, Any]:
+        return {
+            "file": self.files[t.file].name,
+            "offsets": [t.begin, t.end],
+            "crc32c": _UNKNOWN,
+        }
+
+
+def _float_dtype(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    known = _core.as_dtype(dtype)
+    if not known.is_floating_point:
+        raise TypeError(f"dtype must be a floating point one, got {known.name}")
+    from fsdpc.checkpoint.pieces import FILE_DTYPES
+
+    return FILE_DTYPES[known.name]
+
+
+def _state_dict(kind: str, holder: Any) -> Any:
+    if not hasattr(holder, "state_dict"):
+        raise TypeError(f"'{kind}' must have a state_dict(), got {type(holder).__name__}")
+    return holder.state_dict()
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    """What the manifest says for people alone."""
+    if model is None:
+        return {}
+    units: Sequence[Any] = [m for m in model.modules() if hasattr(m, "_fsdpc_unit")]
+    return {"model_class": type(model).__name__, "units": len(units)}

@@ -1,0 +1,143 @@
+"""Whatever was changed in a checkpoint is found, and named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fsdpc
+from fsdpc import checkpoint
+from fsdpc.checkpoint import CheckpointError, CheckpointManager
+
+from .common import llama, values
+
+
+def made(folder: Path) -> tuple[dict[str, object], Path]:
+    model = llama()
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    for p in model.parameters():
+        optimizer.set_step_count(p, 1)
+    checkpoint.save(folder / "c", state, max_shard_bytes=60_000)
+    return state, folder / "c"
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.parametrize("where", ["header", "data", "manifest.json", "index"])
+def test_one_flipped_bit(where: str, tmp_path: Path) -> None:
+    state, folder = made(tmp_path)
+    rng = random.Random(f"{where}")
+    files = sorted(folder.glob("*.safetensors"))
+    for _ in range(12):
+        path = {"manifest.json": folder / where,
+                "index": folder / "model.safetensors.index.json"}.get(where, rng.choice(files))
+        bits = 8 * path.stat().st_size
+        begin = 8 * (8 + int.from_bytes(path.read_bytes()[:8], "little"))
+        bit = {"header": lambda b=begin: rng.randrange(b),
+               "data": lambda b=begin, e=bits: rng.randrange(b, e)}.get(
+                   where, lambda e=bits: rng.randrange(e))()  # fmt: skip
+        fsdpc.barrier()
+        if fsdpc.rank() == 0:
+            flip(path, bit)
+        fsdpc.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(folder, state)
+        assert path.name in str(caught.value), (path, bit)
+        if where == "data":
+            assert "damaged" in str(caught.value) and "checksum" in str(caught.value)
+        fsdpc.barrier()
+        if fsdpc.rank() == 0:
+            flip(path, bit)
+        fsdpc.barrier()
+    checkpoint.load(folder, state)
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("change", ["cut", "longer", "missing", "swapped", "no manifest"])
+def test_other_damage(change: str, tmp_path: Path) -> None:
+    state, folder = made(tmp_path)
+    files = sorted(folder.glob("*.safetensors"))
+    fsdpc.barrier()
+    if fsdpc.rank() == 0:
+        if change == "cut":
+            files[0].write_bytes(files[0].read_bytes()[:-1])
+        elif change == "longer":
+            files[0].write_bytes(files[0].read_bytes() + b"x")
+        elif change == "missing":
+            files[0].unlink()
+        elif change == "swapped":
+            files[0].rename(folder / "x")
+            files[1].rename(files[0])
+            (folder / "x").rename(files[1])
+        else:
+            (folder / "manifest.json").unlink()
+    fsdpc.barrier()
+    if change == "no manifest":
+        with pytest.raises(CheckpointError, match="it has no optimizer"):
+            checkpoint.load(folder, state)  # a Hugging Face folder as it stands
+        return
+    with pytest.raises(CheckpointError, match=files[0].name):
+        checkpoint.load(folder, state)
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_swapped_tensor_of_the_same_shape(tmp_path: Path) -> None:
+    """Two checkpoints' files have the same header; the data tell them apart."""
+    checkpoint.save(tmp_path / "a", {"model": llama(seed=1)})
+    checkpoint.save(tmp_path / "b", {"model": llama(seed=2)})
+    if fsdpc.rank() == 0:
+        shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "b" / "model.safetensors")
+    fsdpc.barrier()
+    with pytest.raises(CheckpointError, match="'lm_head.weight' in .*b/model.safetensors"):
+        checkpoint.load(tmp_path / "b", {"model": llama()})
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_manager_names_and_skips_the_broken(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    for step in (1, 2, 3, 4):
+        manager.save(step, {"model": llama(seed=step)})
+    if fsdpc.rank() == 0:
+        flip(manager.path(4) / "manifest.json", 99)
+        flip(manager.path(3) / "model.safetensors", 8 * 20_000)
+    fsdpc.barrier()
+    assert [f.step for f in manager.list() if f.problem] == [4]
+    model = llama(seed=9)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        assert manager.restore({"model": model}) == 2
+    if fsdpc.rank() == 0:
+        assert f"skipping {manager.path(4)}" in said.getvalue()
+        assert f"skipping {manager.path(3)}: damaged: " in said.getvalue()
+    assert manager.report.extra == {"step": 2}
+    assert values(model) == values(llama(seed=2))
+    manager.save(4, {"model": model})  # in the place of the broken one
+    assert manager.latest() == manager.path(4)
+    with pytest.raises(OSError, match="not written over"):
+        manager.save(4, {"model": model})
+
+
+@pytest.mark.ranks([1, 2])
+def test_what_the_manager_keeps(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", max_to_keep=2, every_steps=2, keep_every=6)
+    state = {"model": fsdpc.nn.Linear(3, 3)}
+    saved = [step for step in range(1, 13) if manager.step(step, state)]
+    assert saved == [2, 4, 6, 8, 10, 12]
+    assert [found.step for found in manager.list()] == [6, 10, 12]
+    timed = CheckpointManager(tmp_path / "timed", every_seconds=0.001, async_=True)
+    while not timed.step(1, state):
+        pass
+    timed.wait()
+    assert [found.step for found in timed.list()] == [1]
+    assert CheckpointManager(tmp_path / "none").restore(state) is None

@@ -1,0 +1,269 @@
+"""What a save writes: the bytes that the reference library would, whoever saves, read by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy as stn
+import safetensors.torch as st
+import torch
+import transformers
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+import fsdpc
+from fsdpc import checkpoint
+from fsdpc.checkpoint import CheckpointError
+from fsdpc.models import GPT2
+
+from .common import CONFIG, STRATEGIES, Odd, by_blocks, llama, sharded, values
+
+ALL = [1, 2, 3, 4]
+
+
+@pytest.mark.ranks(ALL)
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_the_file_is_what_the_reference_library_writes(how: str, tmp_path: Path) -> None:
+    model = llama(how)
+    checkpoint.save(tmp_path / "c", {"model": model})
+    full = {name: torch.from_numpy(t.numpy().copy()) for name, t in model.state_dict().items()}
+    fsdpc.barrier()
+    want = st.save(full, {"format": "pt"})
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == want
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
+        "manifest.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.ranks(ALL)
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_odd_parameters(how: str, async_: bool, tmp_path: Path) -> None:
+    model = sharded(Odd(), how)
+    handle = checkpoint.save(tmp_path / "c", {"model": model}, async_=async_)
+    if handle is not None:
+        handle.wait()
+        assert handle.done
+    found = st.load_file(tmp_path / "c" / "model.safetensors")
+    full = values(model)
+    assert set(found) == set(full) - {"tied.weight"}  # it is wide.weight
+    for name, tensor in found.items():
+        own = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        assert own.numpy().tobytes() == full[name], name
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes.items() <= {name: tuple(t.shape) for name, t in found.items()}.items()
+
+
+@pytest.mark.ranks([1, 3])
+def test_async_copies_what_it_saves(tmp_path: Path) -> None:
+    model = llama()
+    before = values(model)
+    handle = checkpoint.save(tmp_path / "c", {"model": model}, async_=True)
+    for p in model.parameters():
+        p.local.fill_(5.0)
+    handle.wait()
+    checkpoint.load(tmp_path / "c", {"model": model})
+    assert values(model) == before
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    model = llama()
+    checkpoint.save(tmp_path / "c", {"model": model}, max_shard_bytes=60_000)
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "c").glob("model-*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    full = {name: t.numpy() for name, t in model.state_dict().items()}
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in full.values())
+    assert set(index["weight_map"]) == set(full)
+    for file in files:
+        for name, array in stn.load_file(tmp_path / "c" / file).items():
+            assert index["weight_map"][name] == file
+            assert (array == full[name]).all()
+    fresh = fsdpc.fully_shard(llama("plain", seed=1))
+    checkpoint.load(tmp_path / "c", {"model": fresh})
+    assert values(fresh) == values(model)
+
+
+@pytest.mark.ranks([1, 2])
+def test_another_dtype(tmp_path: Path) -> None:
+    model = llama()
+    checkpoint.save(tmp_path / "c", {"model": model}, dtype="bfloat16")
+    found = st.load_file(tmp_path / "c" / "model.safetensors")
+    for name, t in model.state_dict().items():
+        want = t.to(fsdpc.bfloat16).float().numpy()
+        assert (found[name].float().numpy() == want).all(), name
+    fresh = fsdpc.fully_shard(llama("plain", seed=1))
+    checkpoint.load(tmp_path / "c", {"model": fresh})
+    for name, t in fresh.state_dict().items():
+        assert (t.numpy() == found[name].float().numpy()).all(), name
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_a_file_for_each_rank(tmp_path: Path) -> None:
+    for maker in (Odd, lambda: llama("plain")):
+        kind = maker.__name__
+        model = fsdpc.fully_shard(maker())
+        checkpoint.save(tmp_path / kind, {"model": model}, layout="per_rank")
+        files = sorted(p.name for p in (tmp_path / kind).iterdir())
+        assert len(files) == 1 + fsdpc.world_size() and files[1].startswith("rank-00001-of-")
+        before = values(model)
+        for p in model.parameters():
+            p.local.fill_(3.0)
+        assert values(model) != before
+        checkpoint.load(tmp_path / kind, {"model": model})
+        assert values(model) == before
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("files", ["one", "several"])
+def test_transformers_reads_it(files: str, tmp_path: Path) -> None:
+    model = llama()
+    size = 60_000 if files == "several" else 5e9
+    checkpoint.save(tmp_path / "c", {"model": model}, max_shard_bytes=size)
+    full = model.state_dict()
+    if fsdpc.rank() != 0:
+        return
+    config = _hf_config()
+    config.save_pretrained(tmp_path / "c")
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    assert set(found.state_dict()) == set(full)
+    for name, t in found.state_dict().items():
+        assert (t.numpy() == full[name].numpy()).all(), name
+
+
+def _hf_config() -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=CONFIG.vocab_size,
+        hidden_size=CONFIG.dim,
+        num_hidden_layers=CONFIG.layers,
+        num_attention_heads=CONFIG.heads,
+        intermediate_size=CONFIG.inner,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.mark.ranks([1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("size", ["5GB", "60KB"])
+def test_it_reads_transformers(dtype: str, size: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(_hf_config()).to(getattr(torch, dtype))
+    if fsdpc.rank() == 0:
+        theirs.save_pretrained(tmp_path / "c", max_shard_size=size)
+    fsdpc.barrier()
+    with fsdpc.deferred_init():
+        model = fsdpc.models.Llama(CONFIG)
+    by_blocks(model)
+    report = checkpoint.load(tmp_path / "c", {"model": model}, names="llama")
+    assert not report.missing and not report.unexpected
+    for name, t in model.state_dict().items():
+        assert (t.numpy() == theirs.state_dict()[name].float().numpy()).all(), name
+
+
+@pytest.mark.ranks([1, 2])
+def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    theirs = GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=CONFIG.vocab_size,
+            n_positions=32,
+            n_embd=CONFIG.dim,
+            n_layer=CONFIG.layers,
+            n_head=CONFIG.heads,
+            n_inner=4 * CONFIG.dim,
+        )
+    )
+    if fsdpc.rank() == 0:
+        theirs.save_pretrained(tmp_path / "c")
+    fsdpc.barrier()
+    model = by_blocks(GPT2(CONFIG.with_(max_seq=32, inner=4 * CONFIG.dim)))
+    checkpoint.load(tmp_path / "c", {"model": model}, names="gpt2")
+    theirs.eval()
+    model.eval()
+    ids = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
+    with fsdpc.no_grad():
+        ours = model(ids)
+    want = theirs(torch.from_numpy(ids)).logits.detach().numpy()
+    np.testing.assert_allclose(ours.numpy().reshape(want.shape), want, atol=2e-5)
+
+
+# ---- what does not fit is listed in full
+
+
+@pytest.mark.ranks([1, 2])
+def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+    fsdpc.manual_seed(0)
+    checkpoint.save(tmp_path / "c", {"model": Odd()})
+    with pytest.raises(CheckpointError, match="does not fit") as caught:
+        checkpoint.load(tmp_path / "c", {"model": llama()})
+    text = str(caught.value)
+    for name in ("lm_head.weight", "model.norm.weight", "wide.weight", "half", "table"):
+        assert f"'{name}'" in text, name
+    fsdpc.manual_seed(0)
+    model = fsdpc.fully_shard(fsdpc.nn.Linear(5, 8))
+    checkpoint.save(tmp_path / "d", {"model": fsdpc.nn.Linear(5, 7)})
+    with pytest.raises(CheckpointError, match=r"'weight' is \(7, 5\) there, \(8, 5\) here"):
+        checkpoint.load(tmp_path / "d", {"model": model})
+
+
+@pytest.mark.ranks([1, 2])
+def test_not_strict_loads_what_is_there(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"model": fsdpc.nn.Linear(5, 7)})
+    before = fsdpc.nn.Linear(5, 7, bias=False)
+    fsdpc.fully_shard(before)
+    report = checkpoint.load(tmp_path / "c", {"model": before}, strict=False)
+    assert (report.missing, report.unexpected) == ([], ["bias"])
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_tied_parameter_by_its_other_name(tmp_path: Path) -> None:
+    model = Odd()
+    full = {name: t.numpy() for name, t in model.state_dict().items() if name != "half"}
+    want = full.pop("wide.weight") + 1
+    if fsdpc.rank() == 0:
+        stn.save_file({**full, "tied.weight": want}, tmp_path / "f.safetensors")
+    fsdpc.barrier()
+    fsdpc.fully_shard(model)
+    report = checkpoint.load(tmp_path / "f.safetensors", {"model": model}, strict=False)
+    assert (report.missing, report.unexpected) == (["half"], [])
+    assert (fsdpc.full_tensor(model.wide.weight).numpy() == want).all()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_other_models_are_told(tmp_path: Path) -> None:
+    model = fsdpc.nn.Linear(5, 7 + fsdpc.rank())
+    with pytest.raises(fsdpc.MismatchError, match="ranks disagree on what to save"):
+        checkpoint.save(tmp_path / "c", {"model": model})
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.ranks([1, 2])
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    model = {"model": fsdpc.nn.Linear(2, 2)}
+    for arguments, kind, text in (
+        (dict(layout="x"), ValueError, "layout"),
+        (dict(dtype="int32"), TypeError, "floating"),
+        (dict(max_shard_bytes=0), ValueError, "max_shard_bytes"),
+    ):
+        with pytest.raises(kind, match=text):
+            checkpoint.save(tmp_path / "c", model, **arguments)
+    for state, kind, text in (
+        ({"modle": 1}, ValueError, "modle"),
+        ({"optimizer": 1}, ValueError, "takes the model too"),
+        ({"model": 1}, TypeError, "must be a module"),
+        ({**model, "data": 1}, TypeError, "state_dict"),
+        ({**model, "extra": {"x": float("nan")}}, ValueError, "'extra' of a checkpoint"),
+        ({**model, "extra": object()}, ValueError, "'extra' of a checkpoint"),
+    ):
+        with pytest.raises(kind, match=text):
+            checkpoint.save(tmp_path / "c", state)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="does not exist"):
+        checkpoint.load(tmp_path / "c", model)
+    with pytest.raises(CheckpointError, match="never committed"):
+        checkpoint.load(tmp_path, model)

@@ -1,0 +1,87 @@
+"""SIGKILL before every call that a save makes: a resume finds the newest committed, always."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdpc
+from fsdpc.checkpoint import CheckpointManager
+from tests.faults.common import die, run
+
+from .common import hooked, llama, values
+
+RANKS = 2
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"model": llama(seed=step)}
+
+
+def record(folder: Path) -> list[int]:
+    """How many calls each rank makes in a save."""
+
+    def count(rank: int) -> int:
+        fsdpc.init()
+        manager = CheckpointManager(folder)
+        seen: list[str] = []
+        with hooked(lambda call, where: seen.append(call)):
+            manager.save(1, state_of(1))
+        fsdpc.barrier()
+        return len(seen)
+
+    return run(count, RANKS)
+
+
+@pytest.mark.parametrize("async_", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "next"])
+@pytest.mark.parametrize("who", ["0", "1", "all"])
+@pytest.mark.ranks(1, init=False, timeout=600)
+def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Path) -> None:
+    counts = record(tmp_path / "count")
+    victims = range(RANKS) if who == "all" else [int(who)]
+    committed = 0
+    for k in range(max(counts[v] for v in victims) + 1):
+        folder = tmp_path / str(k)
+
+        def save(rank: int, folder: Path = folder, k: int = k) -> None:
+            fsdpc.init()
+            manager = CheckpointManager(folder, async_=async_)
+            if not first:
+                manager.save(1, state_of(1))
+                manager.wait()
+            left = k
+
+            def kill(call: str, where: str) -> None:
+                nonlocal left
+                left -= 1
+                if left == -1 and rank in victims:
+                    die()
+
+            with hooked(kill), contextlib.suppress(fsdpc.PeerError):  # of the survivor
+                manager.save(2, state_of(2))
+                manager.wait()
+
+        run(save, RANKS)
+
+        def resume(rank: int, folder: Path = folder) -> tuple[int | None, bool]:
+            fsdpc.init()
+            manager = CheckpointManager(folder)
+            state = state_of(9)
+            step = manager.restore(state)
+            same = step is None or values(state["model"]) == values(llama(seed=step))
+            manager.save(3, state)  # what was left behind is in nobody's way
+            fsdpc.barrier()
+            return step, same
+
+        is_there = (folder / "step-00000002").exists()
+        want = 2 if is_there else None if first else 1
+        assert run(resume, RANKS) == [(want, True)] * RANKS, k
+        names = sorted(os.listdir(folder))
+        assert names == [f"step-{s:08}" for s in (1, 2, 3) if (folder / f"step-{s:08}").exists()]
+        committed += is_there
+    assert committed >= 1  # the last turn kills nobody

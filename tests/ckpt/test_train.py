@@ -1,0 +1,83 @@
+"""``fsdpc train --checkpoint``: resumed runs end as whole ones do; SIGTERM saves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--batch", "2", "--seq", "32", "--sample", "0", "--data", str(ROOT / "docs")]
+
+
+def command(*options: object) -> list[str]:
+    return [sys.executable, "-m", "fsdpc", "train", *SMALL, *map(str, options)]
+
+
+def train(*options: object) -> str:
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def crc(output: str) -> str:
+    return re.search(r"parameters crc32c (\w+)", output).group(1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_ends_as_a_whole_one(ranks: int, tmp_path: Path) -> None:
+    options = ("--ranks", ranks, "--steps", 6)
+    whole = train(*options)
+    folder = tmp_path / "run"
+    first = train(*options, "--checkpoint", folder, "--save-every", 2, "--keep", 2)
+    assert names(folder) == ["step-00000004", "step-00000006"]
+    (folder / "step-00000006" / "manifest.json").unlink()  # as if the last one was not committed
+    again = train(*options, "--checkpoint", folder, "--save-every", 2, "--resume")
+    assert "resumed after step 4" in again
+    assert crc(whole) == crc(first) == crc(again)
+    assert names(folder) == ["step-00000004", "step-00000006"]
+
+
+def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
+    train("--steps", 0, "--checkpoint", tmp_path / "run")
+    assert names(tmp_path / "run") == ["step-00000000"]
+    done = subprocess.run(
+        command("--steps", 1, "--checkpoint", tmp_path / "run"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "add --resume" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves(ranks: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("--ranks", ranks, "--steps", 5000, "--checkpoint", folder, "--save-every", 1000)
+    with subprocess.Popen(
+        command(*options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "step 1/5000" in line:
+                os.kill(process.pid, signal.SIGTERM)
+        code = process.wait(60)
+    text = "".join(lines)
+    assert re.search(r"stopped by SIGTERM after step (\d+)", text), text
+    assert code in (0, 128 + signal.SIGTERM), text
+    assert len(names(folder)) == 1 and "step-" in names(folder)[0], text
+
+
+def test_options_that_need_each_other() -> None:
+    done = subprocess.run(command("--resume"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "need --checkpoint" in done.stderr

@@ -1,0 +1,173 @@
+"""Optimizers on sharded torch models: their states, schedules, scaling; bad input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import (
+    fully_shard,
+    get_optimizer_state_dict,
+    optim,
+    set_optimizer_state_dict,
+)
+
+from .common import (
+    assert_same_parameters,
+    average_grads,
+    batch,
+    build,
+    full_parameters,
+    loss_of,
+    shard,
+    train_twins,
+    twin,
+)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "amsgrad"])
+def test_ten_steps_as_torch(kind: str) -> None:
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    if kind == "SGD":
+        options.update(momentum=0.9, nesterov=True)
+    if kind == "amsgrad":
+        options.update(amsgrad=True)
+    name = "AdamW" if kind == "amsgrad" else kind
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    mine = getattr(optim, name)(ours.parameters(), **options)
+    train_twins(ours, plain, (mine, getattr(torch.optim, name)(plain.parameters(), **options)), 10)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["torch", "ours"])
+def test_states_by_name_resume_to_the_bit(kind: str) -> None:
+    make: Any = torch.optim.AdamW if kind == "torch" else optim.AdamW
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, batch(step, fsdpc.rank())).backward()
+            optimizer.step()
+
+    first = shard(build())
+    optimizer = make(first.parameters(), lr=1e-2)
+    train(first, optimizer, range(3))
+    weights = {k: v.clone() for k, v in first.state_dict().items()}
+    states = get_optimizer_state_dict(first, optimizer)
+    assert states["state"]["first.weight"]["exp_avg"].shape == (20, 7)
+    own = copy.deepcopy(optimizer.state_dict())
+    train(first, optimizer, range(3, 6))
+    expected = full_parameters(first)
+    for by_name in (True, False):
+        second = shard(build(seed=9))
+        resumed = make(second.parameters(), lr=1.0)
+        second.load_state_dict(weights)
+        if by_name:
+            set_optimizer_state_dict(second, resumed, states)
+        else:
+            resumed.load_state_dict(own)
+        train(second, resumed, range(3, 6))
+        for name, value in full_parameters(second).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.ranks(2)
+def test_schedules_groups_and_scaler() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    found = []
+    for m, make in ((ours, optim.AdamW), (plain, torch.optim.AdamW)):
+        groups = [
+            {"params": [p for p in m.parameters() if p.dim() >= 2], "weight_decay": 0.3},
+            {"params": [p for p in m.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = make(groups, lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(m, batch(step, fsdpc.rank()))
+            if step == 2 and fsdpc.rank() == 0:
+                loss = loss * float("inf")  # one rank overflows: all skip
+            scaler.scale(loss).backward()
+            if m is plain:
+                average_grads(plain)
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+        found.append(scaler.get_scale())
+    assert found == [512.0, 512.0]
+    assert_same_parameters(ours, plain)
+
+
+@pytest.mark.ranks(2)
+def test_bf16_masters() -> None:
+    model = build().to(torch.bfloat16)
+    plain = twin(model)
+    ours = shard(model)
+    for kind in (torch.optim.SGD, optim.SGD):
+        optimizer = kind(ours.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        x = batch(0, fsdpc.rank()).bfloat16()
+        for m in (ours, plain):
+            m.zero_grad()
+            loss_of(m, x).backward()
+        average_grads(plain)
+        assert ours.first.weight.grad.dtype is torch.bfloat16
+        torch.nn.utils.clip_grad_norm_(ours.parameters(), 1e9)
+        optimizer.step()
+        theirs.step()
+        # One bf16 rounding of a gradient, and of the sum over ranks.
+        assert_same_parameters(ours, plain, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.ranks(2)
+def test_bad_input() -> None:
+    net = nn.Sequential(nn.Linear(4, 4))
+    early = list(net.parameters())
+    fully_shard(net)
+    with pytest.raises(ValueError, match="belongs to no sharded module"):
+        optim.AdamW(early)
+    stale = torch.optim.SGD(early, lr=0.1)
+    net(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"made before fully_shard.*'0.weight'"):
+        stale.step()
+    for bad, match in (
+        (nn.ModuleList([nn.Linear(2, 2)]), "no forward of its own"),
+        (nn.Embedding(4, 4, max_norm=1.0), "max_norm"),
+        (net, "sharded already"),
+    ):
+        with pytest.raises((ValueError, NotImplementedError), match=match):
+            fully_shard(bad)
+    scalar = nn.Linear(2, 2)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="'scale' is a scalar"):
+        fully_shard(scalar)
+    strided = nn.Linear(3, 2)
+    strided.weight = nn.Parameter(torch.zeros(3, 2).t())
+    with pytest.raises(ValueError, match=r"'weight' \(2, 3\) is not contiguous"):
+        fully_shard(strided)
+    with pytest.raises(TypeError, match="fully_shard takes a torch"):
+        fully_shard(3)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        twin(net)
+    with pytest.raises(ValueError, match="out of range"):
+        optim.AdamW(net.parameters(), lr=-1)
+    with pytest.raises(NotImplementedError, match="set_all_reduce_hook"):
+        net.set_all_reduce_hook(lambda t: None)
+    from torch.distributed.tensor import Shard
+
+    with pytest.raises(NotImplementedError, match="dimension 0"):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(0))
