@@ -211,7 +211,7 @@ static void meeting_describe(fsdpc_comm *comm, char *text, size_t bytes)
         if (m->here[p])
             continue;
         int n = snprintf(text + used, bytes - used, "%srank %d%s", used ? ", " : "", p,
-                         m->sockets[p] < 0 ? " (not started yet?)" : " (connected, silent)");
+                         m->sockets[p] < 0 ? " (not started yet?)" : " (started, has not joined)");
         used += n > 0 ? (size_t)n : 0;
     }
 }

@@ -9,6 +9,7 @@
 #include "py/py_engine.h"
 
 #include "base/size.h"
+#include "comm/rendezvous.h"
 
 static fsdpc_status check_signals(void *arg)
 {
@@ -83,6 +84,17 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return fsdpc_py_raise(status);
     }
     return (PyObject *)self;
+}
+
+static PyObject *listen_for_rank(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *address;
+    int rank, fd;
+    if (!PyArg_ParseTuple(args, "si:listen_for_rank", &address, &rank))
+        return NULL;
+    fsdpc_status status = fsdpc_rendezvous_listen(address, rank, &fd);
+    return status == FSDPC_OK ? PyLong_FromLong(fd) : fsdpc_py_raise(status);
 }
 
 static PyObject *comm_close(PyObject *object, PyObject *unused)
@@ -317,8 +329,16 @@ static PyType_Spec comm_spec = {
     .slots = comm_slots,
 };
 
+static PyMethodDef functions[] = {
+    {"listen_for_rank", listen_for_rank, METH_VARARGS,
+     "listen_for_rank(address, rank): the socket that a launcher hands to the rank it starts."},
+    {NULL, NULL, 0, NULL},
+};
+
 int fsdpc_py_comm_setup(PyObject *module)
 {
+    if (PyModule_AddFunctions(module, functions))
+        return -1;
     PyObject *type = PyType_FromModuleAndSpec(module, &comm_spec, NULL);
     if (!type)
         return -1;

@@ -299,6 +299,8 @@ def runtime_config() -> dict[str, Any]:
 
 # ---- the engine ----
 
+def listen_for_rank(address: str, rank: int) -> int: ...
+
 class Comm:
     """A group of ranks."""
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
+from fsdpc._launch.environment import inherited_socket, run_address
 
 V = TypeVar("V")
 
@@ -79,17 +80,12 @@ def init(
             "supported yet"
         )
     _local_rank = _environment_int("LOCAL_RANK", rank)
-    address = ":".join(
-        os.environ.get(name, default)
-        for name, default in (
-            ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", "0"),
-            ("FSDPC_RUN_ID", os.environ.get("TORCHELASTIC_RUN_ID", "")),
-            ("TORCHELASTIC_RESTART_COUNT", "0"),
-        )
-    )
+    address = run_address(os.environ)
+    listening = inherited_socket(address, rank)
+    if world_size == 1 and listening >= 0:
+        os.close(listening)  # there is nobody to meet
     news = _environment_int("FSDPC_NEWS_FD", -1)
-    _world = _core.Comm(rank, world_size, address, news_fd=news)
+    _world = _core.Comm(rank, world_size, address, socket_fd=listening, news_fd=news)
     _deterministic = bool(deterministic)
 
 

@@ -21,13 +21,14 @@ PACKAGE_PARENT = str(Path(fsdpc.__file__).parents[1])
 
 
 def descriptors() -> dict[int, str]:
-    """What every open descriptor of this process refers to."""
+    """What every open descriptor of this process refers to, but the launcher's for init()."""
     seen = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             seen[int(name)] = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:
             pass  # the folder itself
+    seen.pop(int(os.environ.get("FSDPC_RANK_SOCKET", -1)), None)
     return seen
 
 

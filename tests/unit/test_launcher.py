@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -200,6 +201,49 @@ def test_impossible_numbers_of_ranks(ranks: int) -> None:
 def test_numbers_of_ranks_that_are_none(ranks: object) -> None:
     with pytest.raises(TypeError, match="must be an integer"):
         launch(print, ranks)  # type: ignore[arg-type]
+
+
+def meet_by_inherited_socket() -> tuple[str, bool, bool, float]:
+    """Our socket's name, whether init() took the variable and the descriptor, and a sum."""
+    fd = int(os.environ["FSDPC_RANK_SOCKET"])
+    with socket.socket(fileno=os.dup(fd)) as listening:
+        name = listening.getsockname().decode()
+    fsdpc_package.init()
+    taken = "FSDPC_RANK_SOCKET" not in os.environ
+    total = fsdpc_package.all_reduce(1.0 + fsdpc_package.rank())
+    fsdpc_package.shutdown()
+    return name, taken, os.path.exists(f"/proc/self/fd/{fd}"), total
+
+
+def test_ranks_inherit_the_socket_that_listens_for_them() -> None:
+    # A rank that did not use it would find its name taken, by the launcher's socket.
+    for rank, (name, taken, is_open, total) in enumerate(launch(meet_by_inherited_socket, 3)):
+        assert name.startswith(f"\0fsdpc-{os.geteuid()}-127.0.0.1:29500:")
+        assert name.endswith(f"-{rank}")
+        assert taken and not is_open and total == 6.0
+
+
+def test_a_socket_of_another_name_is_not_used() -> None:
+    def meet() -> float:
+        os.environ["MASTER_PORT"] = "29501"  # a program that knows better
+        fsdpc_package.init()
+        return fsdpc_package.all_reduce(1.0)
+
+    assert launch(meet, 2) == [2.0, 2.0]
+
+
+def test_who_waits_for_a_rank_that_ends_before_it_joined_learns_it() -> None:
+    def leave_or_wait() -> None:
+        if os.environ["RANK"] == "0":
+            select.select([int(os.environ["FSDPC_RANK_SOCKET"])], [], [])
+            raise OSError("never joins")
+        fsdpc_package.init()
+
+    with pytest.raises(LaunchError) as caught:
+        launch(leave_or_wait, 2, timeout=30)
+    assert caught.value.rank == 0 and "never joins" in caught.value.tracebacks[0]
+    assert "PeerError" in caught.value.tracebacks[1]
+    assert "listens as rank 0" in caught.value.tracebacks[1]
 
 
 def use_kernels() -> None:

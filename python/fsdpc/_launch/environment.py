@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
+from collections.abc import Mapping
 
 RANKS_PER_CORE = 64
 RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, before any model
@@ -58,6 +60,8 @@ def check_ranks(ranks: int) -> int:
 def rank_environments(ranks: int) -> list[dict[str, str]]:
     """Return the variables of each rank, those torchrun would set and two of ours.
 
+    Two more are a descriptor each, so they are set when a rank is forked (supervisor.py).
+
     MASTER_PORT is a number in a name and no TCP port: ranks of one host meet at a socket whose name
     holds it beside the run's id, so that two runs at once never meet each other.
     """
@@ -70,3 +74,34 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
         "FSDPC_LAUNCHER_PID": str(os.getpid()),
     }
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
+
+
+def run_address(environment: Mapping[str, str]) -> str:
+    """Return what the names of a run's sockets are made from, the same on all its ranks."""
+    return ":".join(
+        environment.get(name, default)
+        for name, default in (
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "0"),
+            ("FSDPC_RUN_ID", environment.get("TORCHELASTIC_RUN_ID", "")),
+            ("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    )
+
+
+def inherited_socket(address: str, rank: int) -> int:
+    """Return the listening socket that the launcher opened for this rank, once; else -1.
+
+    The number in FSDPC_RANK_SOCKET is believed only if that descriptor has the name of this rank in
+    this run: the program may have changed the address, or be a child of the rank that inherited
+    its variables and not its descriptors.
+    """
+    text = os.environ.pop("FSDPC_RANK_SOCKET", "")
+    try:
+        fd = int(text)
+        with socket.socket(fileno=os.dup(fd)) as listening:
+            name = listening.getsockname()
+    except (OSError, ValueError):
+        return -1
+    ours = f"\0fsdpc-{os.geteuid()}-{address}-{rank}".encode()
+    return fd if name == ours else -1

@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fsdpc._core import listen_for_rank
+from fsdpc._launch.environment import run_address
 from fsdpc._launch.process import Body, Started, fork_rank
 
 TAIL_LINES = 200
@@ -97,10 +99,20 @@ class Supervisor:
 
         def informed(result: int) -> None:
             os.set_inheritable(self._news, True)  # a rank may run exec
+            os.set_inheritable(listening, True)
             body(result)
 
-        env = {**env, "FSDPC_NEWS_FD": str(self._news)}
-        started = fork_rank(env, informed, [*inherited, self._selector.fileno()])
+        # Bound before the rank exists and closed here before the next is forked: nobody can take
+        # its place, and with the rank its last holder is gone.
+        address = run_address({**os.environ, **env})
+        listening = listen_for_rank(address, int(env["RANK"]))
+        try:
+            sockets = {"FSDPC_NEWS_FD": str(self._news), "FSDPC_RANK_SOCKET": str(listening)}
+            started = fork_rank(
+                {**env, **sockets}, informed, [*inherited, self._selector.fileno()]
+            )
+        finally:
+            os.close(listening)
         rank = Rank(len(self.ranks), started)
         self.ranks.append(rank)
         self._selector.register(started.pidfd, selectors.EVENT_READ, (rank, self._reap))
