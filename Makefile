@@ -82,7 +82,8 @@ bench: venv ## the benchmarks, C ones first
 soak: venv ## long random runs of the engine
 	$(PY) -m pytest tests -m soak $(ARGS)
 
-fuzz: venv ## long property tests
+fuzz: venv ## the fuzzer on hostile checkpoints (10 minutes), long property tests
+	$(PY) tools/fuzz.py
 	$(PY) -m pytest tests --ignore=tests/lint --hypothesis-profile=long $(ARGS)
 
 clean: ## remove all that the build made, .venv too

@@ -309,7 +309,19 @@ free_arrays:
     return result;
 }
 
+static PyObject *crc32c_combine(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long a, b;
+    unsigned long long bytes;
+    if (!PyArg_ParseTuple(args, "kkK", &a, &b, &bytes))
+        return NULL;
+    return PyLong_FromUnsignedLong(fsdpc_crc32c_combine((uint32_t)a, (uint32_t)b, bytes));
+}
+
 static PyMethodDef functions[] = {
+    {"crc32c_combine", crc32c_combine, METH_VARARGS,
+     "crc32c_combine(crc_a, crc_b, bytes_b): of A followed by B."},
     {"safetensors_layout", safetensors_layout, METH_VARARGS,
      "safetensors_layout(tensors, metadata) -> (header, [(begin, end)])"},
     {"safetensors_header", safetensors_header, METH_O,

@@ -52,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
         "train", add_help=False, help="train a language model on text (fsdpc train --help)"
     )
     train.add_argument("arguments", nargs=argparse.REMAINDER)
+    ckpt = commands.add_parser(
+        "ckpt", add_help=False, help="look at checkpoints, check and convert them"
+    )
+    ckpt.add_argument("arguments", nargs=argparse.REMAINDER)
     commands.add_parser("info", help="show what fsdpc found and uses on this machine")
     return parser
 
@@ -69,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from fsdpc import train
 
         return train.main(arguments[1:]) or 0
+    if arguments[:1] == ["ckpt"]:
+        from fsdpc.checkpoint import command
+
+        return command.main(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "info":
         import fsdpc

@@ -164,6 +164,27 @@ def save(
     return _flight.handle
 
 
+def save_loose(
+    path: str | os.PathLike[str], model: Any, optimizer: Any, content: Mapping[str, Any], extra: Any
+) -> None:
+    """Write tensors that are in no module and no optimizer, with what else a manifest holds.
+
+    Parameters
+    ----------
+    path : path
+    model, optimizer : any
+        What :func:`fsdpc.checkpoint.pieces.pieces_of` takes; of the optimizer, its states.
+    content : mapping
+        Parts of another checkpoint's manifest to take over.
+    extra : JSON
+    """
+    plan = _Plan(os.path.abspath(path), {"model": model, "extra": extra}, "full", None, 5e9)
+    plan._add("optimizer", pieces_of(optimizer, False).pieces, None)
+    plan.content |= content
+    plan.lay_out()
+    plan.make_save(distributed.world()).run()
+
+
 def _apart() -> _core.Comm:
     """A communicator for the writing threads of all ranks."""
     world = distributed.world()
