@@ -30,6 +30,7 @@ class ShardingStrategy(Enum):
     FULL_SHARD = "FULL_SHARD"
     HYBRID_SHARD = "HYBRID_SHARD"
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
+    _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # PyTorch's name of it
 
 
 def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
@@ -39,7 +40,7 @@ def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
     try:
         return ShardingStrategy[str(value).upper()]
     except KeyError:
-        names = ", ".join(ShardingStrategy.__members__)
+        names = ", ".join(each.name for each in ShardingStrategy)
         raise ValueError(f"no strategy '{value}'; there are {names}") from None
 
 

@@ -20,9 +20,12 @@ from fsdpc.torch import (
 )
 from fsdpc.torch import FullyShardedDataParallel as FSDP
 from fsdpc.torch.wrap import (
+    CustomPolicy,
     ModuleWrapPolicy,
+    enable_wrap,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 
 from .common import Block, assert_same_parameters, batch, build, loss_of, train_twins, twin
@@ -100,8 +103,6 @@ def test_contexts_and_state_dicts() -> None:
     ):
         state = ours.state_dict()
         assert len(state) == (len(plain.state_dict()) if fsdpc.rank() == 0 else 0)
-        states = FSDP.optim_state_dict(ours, optimizer)
-        assert bool(states) == (fsdpc.rank() == 0)
     full = ours.state_dict()
     states = FSDP.optim_state_dict(ours, optimizer)
     assert states["state"]["last.weight"]["exp_avg"].shape == (5, 20)
@@ -122,11 +123,165 @@ def test_contexts_and_state_dicts() -> None:
     loss_of(fresh, batch(0, 0)).backward()
 
 
+@pytest.mark.ranks(2)
+def test_the_module_is_sharded_in_place() -> None:
+    model: Any = build()
+    for i in range(3):
+        model.blocks[i] = FSDP(model.blocks[i])
+    ours = FSDP(model)
+    assert ours is model and isinstance(ours, FSDP) and isinstance(ours, type(build()))
+    assert list(ours.state_dict()) == list(build().state_dict())
+    assert FSDP.fsdp_modules(ours, root_only=True) == [ours] and len(FSDP.fsdp_modules(ours)) == 4
+    inside = ours.module
+    assert not isinstance(inside, FSDP) and not hasattr(inside, "module")
+    x = batch(0, 0)
+    assert torch.equal(inside(x), ours(x)) and ours.check_is_root()
+    assert not ours.blocks[0].check_is_root()
+    with pytest.raises(TypeError, match="make a plain one"):
+        type(ours)(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="sharded already"):
+        FSDP(ours)
+
+    def ones(m: nn.Module) -> None:
+        if isinstance(m, nn.Linear):
+            assert m.weight.shape == (m.out_features, m.in_features)
+            nn.init.ones_(m.weight)
+
+    ours.apply(ones)
+    assert (ours.blocks[1].linear.weight.full_tensor() == 1).all()
+    assert (ours.first.weight.full_tensor() == 1).all()
+    with enable_wrap(wrapper_cls=FSDP):
+        assert isinstance(wrap(nn.Linear(2, 2)), FSDP)
+    assert type(wrap(nn.Linear(2, 2))) is nn.Linear
+
+
+class Normed(nn.Module):
+    """A batch norm between layers, and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 5)
+        self.register_buffer("shift", torch.full((5,), 1 / 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.shift.dtype is torch.bfloat16  # type: ignore[union-attr]
+        return self.last(self.norm(self.first(x))) + self.shift
+
+
+@pytest.mark.ranks(2)
+def test_batch_norms_keep_their_dtype() -> None:
+    torch.manual_seed(0)
+    low = torch.bfloat16
+    ours = FSDP(
+        Normed(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        mixed_precision=MixedPrecision(low, torch.float32, low),
+    )
+    y = ours(batch(0, 0))
+    assert y.dtype is low
+    assert isinstance(ours.norm, FSDP) and ours.norm.running_mean.dtype is torch.float32
+    assert ours.norm._fsdpc_state.policy.param_dtype is torch.float32
+    y.float().sum().backward()
+    state = ours.state_dict()
+    assert state["shift"].dtype is torch.float32 and ours.shift.dtype is low
+
+
+@pytest.mark.ranks(2)
+def test_custom_policies_choose_options() -> None:
+    def choose(m: nn.Module) -> Any:
+        if isinstance(m, Block):
+            return {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+        return isinstance(m, nn.Linear) and m.out_features == 5
+
+    from torch.distributed.fsdp.wrap import CustomPolicy as Theirs
+
+    for policy in (CustomPolicy(choose), Theirs(choose)):
+        ours = FSDP(build(), auto_wrap_policy=policy)
+        assert len(FSDP.fsdp_modules(ours)) == 5
+        assert ours.blocks[0]._fsdpc_state.policy.param_dtype is torch.bfloat16
+        assert ours.last._fsdpc_state.policy.param_dtype is None
+    wrong = CustomPolicy(lambda m: isinstance(m, Block) and {"forward_prefetch": True})
+    with pytest.raises(NotImplementedError, match=r"\['forward_prefetch'\] for Block"):
+        FSDP(build(), auto_wrap_policy=wrong)
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_alone_has_the_weights() -> None:
+    """As large models are loaded: meta elsewhere, memory unit by unit, values and buffers sent."""
+    if fsdpc.rank() == 0:
+        torch.manual_seed(3)
+        model = Normed()
+        model.norm.running_mean.fill_(0.25)  # type: ignore[union-attr]
+    else:
+        with torch.device("meta"):
+            model = Normed()
+    made = []
+
+    def empty(m: nn.Module) -> None:
+        m.to_empty(device="cpu", recurse=False)
+        made.append(type(m).__name__)
+
+    ours = FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        param_init_fn=empty,
+        sync_module_states=True,
+    )
+    assert len(made) == (0 if fsdpc.rank() == 0 else 4)
+    torch.manual_seed(3)
+    plain = Normed()
+    plain.norm.running_mean.fill_(0.25)  # type: ignore[union-attr]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+@pytest.mark.ranks(4)
+def test_groups_of_torch(tmp_path: Any) -> None:
+    import torch.distributed as dist
+
+    rank = fsdpc.rank()
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = build()
+    plain = twin(model)
+    ours = FSDP(
+        model,
+        process_group=(rows[rank // 2], columns[rank % 2]),
+        sharding_strategy=ShardingStrategy._HYBRID_SHARD_ZERO2,  # type: ignore[attr-defined]
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+    assert ours.first.weight.shape == (10, 7)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-1) for m in (ours, plain)]
+    train_twins(ours, plain, optimizers, 2)
+    alone = FSDP(build(), process_group=dist.group.WORLD, sharding_strategy="HYBRID_SHARD")
+    assert alone.first.weight.shape == (5, 7)
+    with pytest.raises(NotImplementedError, match=r"process_group of ranks \[\[\d, \d\]\]"):
+        FSDP(build(), process_group=rows[rank // 2])
+    dist.destroy_process_group()
+
+
 @pytest.mark.ranks(1)
 def test_refusals() -> None:
-    with pytest.raises(NotImplementedError, match="process_group"):
-        FSDP(build(), process_group=object())
-    with pytest.raises(NotImplementedError, match="only the CPU"):
-        FSDP(build(), device_id="cuda:0")
+    with pytest.raises(ValueError, match="not both"):
+        FSDP(build(), process_group=object(), device_mesh=object())
+    for device in ("cuda:0", 0):
+        with pytest.raises(NotImplementedError, match="only the CPU"):
+            FSDP(build(), device_id=device)
     with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
         FSDP(build(), mixed_precision=MixedPrecision(keep_low_precision_grads=True))
+    ours = FSDP(build())
+    with pytest.raises(NotImplementedError, match="register_comm_hook: gradients are summed"):
+        ours.register_comm_hook(None, None)
+    with pytest.raises(NotImplementedError, match="flat parameters, which do not exist"):
+        FSDP.set_state_dict_type(ours, StateDictType.LOCAL_STATE_DICT)
+    with pytest.raises(ValueError, match="ShardedStateDictConfig does not go with FULL"):
+        FSDP.set_state_dict_type(ours, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+    with pytest.raises(ValueError, match="Normed has meta parameters and no reset"):
+        with torch.device("meta"):
+            meta = Normed()
+        meta.extra = nn.Parameter(torch.empty(3, device="meta"))
+        FSDP(meta)

@@ -22,14 +22,19 @@ from fsdpc.torch._module import (
     register_fsdp_forward_method,
 )
 from fsdpc.torch.clip import clip_grad_norm_
-from fsdpc.torch.fsdp1 import (
+from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
+from fsdpc.torch.fsdp1_options import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
@@ -40,12 +45,15 @@ from fsdpc.torch.state_dict import (
     set_model_state_dict,
     summon_full_params,
 )
+from fsdpc.torch.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 __all__ = [
-    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullStateDictConfig",
-    "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
-    "ShardedStateDictConfig", "ShardingStrategy", "StateDictType", "UnshardHandle",
-    "clip_grad_norm_", "full_grad", "fully_shard", "get_model_state_dict",
-    "get_optimizer_state_dict", "optim", "register_fsdp_forward_method", "set_model_state_dict",
-    "set_optimizer_state_dict", "summon_full_params", "wrap",
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullOptimStateDictConfig",
+    "FullStateDictConfig", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy",
+    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
+    "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
+    "get_model_state_dict", "get_optimizer_state_dict", "optim", "register_fsdp_forward_method",
+    "set_model_state_dict", "set_optimizer_state_dict", "size_based_auto_wrap_policy",
+    "summon_full_params", "transformer_auto_wrap_policy", "wrap",
 ]  # fmt: skip

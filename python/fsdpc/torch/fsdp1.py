@@ -1,142 +1,88 @@
-"""``FullyShardedDataParallel``: FSDP1's class over the same units.
+"""``FullyShardedDataParallel``: FSDP1's call over the same units.
 
-The wrapped module is sharded in place by :func:`fsdpc.torch.fully_shard`; the wrapper keeps
-FSDP1's methods, and names as the plain module has them.
+``FullyShardedDataParallel(module, ...)`` shards the module in place and returns it: its class is
+then a subclass of ``FullyShardedDataParallel``, of :class:`fsdpc.torch.FSDPModule` and of what it
+was. So names are the plain module's everywhere, and nested calls need nothing special.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdpc import _core
+from fsdpc.mesh import init_device_mesh
+from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import optim_state, state_dict
-from fsdpc.torch._module import FSDPModule, fully_shard
-from fsdpc.torch._unit import Root
+from fsdpc.torch._module import FSDPModule, _outside_units, _sharded_class, fully_shard
+from fsdpc.torch._unit import join
 from fsdpc.torch.clip import clip_grad_norm_
+from fsdpc.torch.fsdp1_options import (
+    BackwardPrefetch,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdpc.torch.policies import MixedPrecisionPolicy
 from fsdpc.torch.wrap import apply_policy
 
 
-class ShardingStrategy(Enum):
-    """What ranks share out; see :class:`fsdpc.strategies.ShardingStrategy`."""
-
-    FULL_SHARD = auto()
-    SHARD_GRAD_OP = auto()
-    NO_SHARD = auto()
-    HYBRID_SHARD = auto()
-    _HYBRID_SHARD_ZERO2 = auto()
-
-
-class BackwardPrefetch(Enum):
-    """When FSDP1 gathers ahead; the engine replays the recorded order."""
-
-    BACKWARD_PRE = auto()
-    BACKWARD_POST = auto()
-
-
-class StateDictType(Enum):
-    """What ``state_dict()`` returns: full tensors, or this rank's pieces."""
-
-    FULL_STATE_DICT = auto()
-    LOCAL_STATE_DICT = auto()
-    SHARDED_STATE_DICT = auto()
-
-
-@dataclass
-class MixedPrecision:
-    """FSDP1's dtypes; ``buffer_dtype`` is what floating buffers are cast to.
-
-    Parameters
-    ----------
-    param_dtype, reduce_dtype, buffer_dtype : torch.dtype, optional
-    keep_low_precision_grads : bool, default False
-        Refused: gradients of pieces have the pieces' dtype.
-    cast_forward_inputs : bool, default False
-    cast_root_forward_inputs : bool, default True
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-
-
-@dataclass
-class CPUOffload:
-    """Masters in host memory, where they are on CPUs anyway.
-
-    Parameters
-    ----------
-    offload_params : bool, default False
-    """
-
-    offload_params: bool = False
-
-
-@dataclass
-class FullStateDictConfig:
-    """Full tensors, on all ranks or on rank 0.
-
-    Parameters
-    ----------
-    offload_to_cpu : bool, default False
-    rank0_only : bool, default False
-    """
-
-    offload_to_cpu: bool = False
-    rank0_only: bool = False
-
-
-@dataclass
-class ShardedStateDictConfig:
-    """This rank's pieces.
-
-    Parameters
-    ----------
-    offload_to_cpu : bool, default False
-    """
-
-    offload_to_cpu: bool = False
-
-
-class FullyShardedDataParallel(nn.Module):
-    """Shard a module as FSDP1 does; its arguments, in its order.
+class FullyShardedDataParallel(FSDPModule):
+    """Shard a module as FSDP1 does; its arguments, in its order; collective.
 
     Parameters
     ----------
     module : nn.Module
-    process_group : optional
-        None: all ranks. Others are refused: give ``device_mesh``.
+        Is changed in place and returned.
+    process_group : ProcessGroup or (shard group, replicate group), optional
+        All ranks where not given. The groups together must cover all ranks.
     sharding_strategy : ShardingStrategy, default FULL_SHARD
-        torch's own enum is taken too.
+        HYBRID_SHARD without groups or mesh shards over the ranks of the host, which are all.
     cpu_offload : CPUOffload, optional
         Is what happens anyway on CPUs.
     auto_wrap_policy : callable or policy, optional
-        Of :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``.
-    backward_prefetch, forward_prefetch, limit_all_gathers, use_orig_params
-        Accepted: gathers follow the recorded order, parameters are the original ones always.
+        Of :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``: which submodules are units.
+    backward_prefetch, forward_prefetch, limit_all_gathers
+        Accepted: gathers follow the recorded order, one unit ahead, in both directions.
     mixed_precision : MixedPrecision, optional
     ignored_modules, ignored_states : iterable, optional
         Modules, or parameters, that are left alone.
     param_init_fn : callable, optional
-        Called on every module with meta parameters before sharding.
-    device_id : optional
-        None or the CPU.
+        Called on every module with meta parameters, unit by unit, before it is sharded; where not
+        given, ``to_empty`` and ``reset_parameters``.
+    device_id : torch.device or str, optional
+        The CPU.
     sync_module_states : bool, default False
-        Take rank 0's values.
+        Take rank 0's parameters and buffers; else different initial values are an error.
+    use_orig_params : bool, default False
+        Accepted: parameters are the original ones, by their names, in any case.
     device_mesh : DeviceMesh, optional
+
+    Returns
+    -------
+    the same module
+
+    Raises
+    ------
+    NotImplementedError
+        An option that cannot work here, with the reason.
+
+    Notes
+    -----
+    ``model.module`` is the same module without this class. Source: PyTorch FSDP (Zhao et al. 2023).
     """
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         module: nn.Module,
         process_group: Any = None,
         sharding_strategy: Any = None,
@@ -153,79 +99,96 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = False,
         ignored_states: Any = None,
         device_mesh: Any = None,
-    ) -> None:
-        super().__init__()
-        if process_group is not None:
-            raise NotImplementedError("process_group: give device_mesh, or none for all ranks")
-        if device_id is not None and torch.device(device_id).type != "cpu":
-            raise NotImplementedError(f"device_id={device_id}: only the CPU is supported")
-        if isinstance(module, FSDPModule):
-            raise ValueError(f"{type(module).__name__} is sharded already")
+    ) -> Any:
+        if cls is not FullyShardedDataParallel:
+            raise TypeError(f"{cls.__name__} is what sharding made of a module: make a plain one")
+        _check_device(device_id)
         ignored = _ignored(ignored_modules, ignored_states)
-        if param_init_fn is not None:
-            _materialize(module, param_init_fn)
-        precision = mixed_precision or MixedPrecision()
-        if getattr(precision, "keep_low_precision_grads", False):
-            raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
-        name = getattr(sharding_strategy, "name", "FULL_SHARD").lstrip("_")
-        options: dict[str, Any] = {
-            "mesh": device_mesh,
-            "strategy": name,
+        options = {
+            "sharding_strategy": sharding_strategy,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
             "sync_module_states": sync_module_states,
-            "ignored_params": ignored,
+            "process_group": process_group,
+            "device_mesh": device_mesh,
+            "ignored": ignored,
         }
         if auto_wrap_policy is not None:
-            inner = {**options, "mp_policy": _policy(precision, precision.cast_forward_inputs)}
-            apply_policy(
-                module, auto_wrap_policy, set(map(id, ignored)),
-                lambda m: fully_shard(m, **inner),
-            )  # fmt: skip
-        root = precision.cast_forward_inputs or precision.cast_root_forward_inputs
-        fully_shard(module, mp_policy=_policy(precision, root), **options)
-        if precision.buffer_dtype is not None:
-            _cast_buffers(module, precision.buffer_dtype)
-        self.module = module
-        self._kind, self._config = StateDictType.FULL_STATE_DICT, FullStateDictConfig()
+            _shard_inside(module, auto_wrap_policy, options)
+        _shard(module, outer=True, **options)
+        return module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the module was made before."""
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]  # type: ignore[index]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names as the plain module has them."""
-        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names as the plain module has them."""
-        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+            if name in ("module", "_fsdp_wrapped_module"):
+                return _without_class(self)
+            raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip by the global norm; collective."""
-        return clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+        """Clip by the global norm and return it; collective."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Keep gradients local inside."""
-        return self.module.no_sync()  # type: ignore[operator]
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Call ``fn`` on every module inside, with full parameters; each rank keeps its rows."""
+        with state_dict.summon_full_params(self, recurse=False):  # type: ignore[arg-type]
+            return super().apply(fn)  # type: ignore[misc]
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Refuse: reductions happen in the engine, with no tensor between to hook."""
+        raise NotImplementedError(
+            "register_comm_hook: gradients are summed inside the engine; read .grad after backward"
+        )
+
+    def check_is_root(self) -> bool:
+        """Return whether no other unit encloses this one; known from the first forward on."""
+        root = self._fsdpc_state.root
+        return root is not None and root.head is self._fsdpc_state.door
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """Return the sharded modules inside, itself included, outermost first."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if root_only:
+            inner = {id(c) for m in found for c in m.modules() if c is not m}
+            found = [m for m in found if id(m) not in inner]
+        return found
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Let parameters be private full copies; see :func:`fsdpc.torch.summon_full_params`."""
+        return state_dict.summon_full_params(
+            module, recurse=recurse, writeback=writeback, rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu, with_grads=with_grads,
+        )  # fmt: skip
+
+    # ---- state dicts ----
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what :meth:`state_dict_type` says; full tensors at first; collective."""
-        if self._kind is not StateDictType.FULL_STATE_DICT:
-            return state_dict.local_state_dict(self.module, *args, **kwargs)
-        if getattr(self._config, "rank0_only", False):
-            return state_dict.get_model_state_dict(self.module, rank0_only=True)
-        return self.module.state_dict(*args, **kwargs)
+        settings: StateDictSettings = self.__dict__["_fsdp1_settings"]
+        if state_dict._Option.depth:
+            return super().state_dict(*args, **kwargs)
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return state_dict.local_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
+        if getattr(settings.state_dict_config, "rank0_only", False):
+            full = state_dict.get_model_state_dict(self, rank0_only=True)  # type: ignore[arg-type]
+            found = kwargs.get("destination")
+            found = {} if found is None else found
+            found.update({kwargs.get("prefix", "") + name: t for name, t in full.items()})
+            return found
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Take what :meth:`state_dict` returned: full tensors, or this rank's pieces.
@@ -233,17 +196,13 @@ class FullyShardedDataParallel(nn.Module):
         Parameters
         ----------
         state_dict : mapping of str to Tensor
+            Full tensors are given on every rank.
         strict : bool, default True
         assign : bool, default False
         """
-        if self._kind is not StateDictType.FULL_STATE_DICT:
-            return nn.Module.load_state_dict(self.module, state_dict, strict=strict)
-        return self.module.load_state_dict(state_dict, strict, assign)
-
-    @staticmethod
-    def summon_full_params(module: nn.Module, **options: Any) -> AbstractContextManager[None]:
-        """Let parameters be private full copies; see :func:`fsdpc.torch.summon_full_params`."""
-        return state_dict.summon_full_params(module, **options)
+        if self.__dict__["_fsdp1_settings"].state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return nn.Module.load_state_dict(self, state_dict, strict)  # type: ignore[arg-type]
+        return super().load_state_dict(state_dict, strict, assign)
 
     @staticmethod
     def set_state_dict_type(
@@ -251,14 +210,35 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_type: Any,
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
-    ) -> tuple[Any, Any]:
+    ) -> StateDictSettings:
         """Say what ``state_dict()`` returns from now on; returns what was said before."""
-        before = (getattr(module, "_kind", None), getattr(module, "_config", None))
-        for m in module.modules():
-            if isinstance(m, FullyShardedDataParallel):
-                m._kind = StateDictType[state_dict_type.name]
-                m._config = state_dict_config or FullStateDictConfig()
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        kind = StateDictType[state_dict_type.name]
+        if kind is StateDictType.LOCAL_STATE_DICT:
+            raise NotImplementedError(
+                "LOCAL_STATE_DICT holds FSDP1's flat parameters, which do not exist here: "
+                "SHARDED_STATE_DICT has this rank's pieces by name"
+            )
+        full = kind is StateDictType.FULL_STATE_DICT
+        own = FullStateDictConfig() if full else ShardedStateDictConfig()
+        optim = FullOptimStateDictConfig() if full else ShardedOptimStateDictConfig()
+        for config in (state_dict_config, optim_state_dict_config):
+            if config is not None and type(config).__name__.startswith("Full") != full:
+                raise ValueError(f"{type(config).__name__} does not go with {kind.name}")
+            if getattr(config, "_use_dtensor", False):
+                raise NotImplementedError("_use_dtensor: pieces are plain tensors")
+        settings = StateDictSettings(
+            kind, state_dict_config or own, optim_state_dict_config or optim
+        )
+        for m in FullyShardedDataParallel.fsdp_modules(module):
+            m.__dict__["_fsdp1_settings"] = settings
         return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """Return what ``state_dict()`` returns now."""
+        found = FullyShardedDataParallel.fsdp_modules(module)
+        return found[0].__dict__["_fsdp1_settings"] if found else StateDictSettings()
 
     @staticmethod
     @contextmanager
@@ -269,61 +249,246 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
         """Say what ``state_dict()`` returns inside."""
-        kind, config = FullyShardedDataParallel.set_state_dict_type(
+        cls = FullyShardedDataParallel
+        before = cls.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
         try:
             yield
         finally:
-            if kind is not None:
-                FullyShardedDataParallel.set_state_dict_type(module, kind, config)
+            for m in cls.fsdp_modules(module):
+                m.__dict__["_fsdp1_settings"] = before
+
+    # ---- states of optimizers ----
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: Any = None
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: Any = None,
+        group: Any = None,
     ) -> dict[str, Any]:
-        """Return full optimizer states by parameter name; collective."""
-        rank0 = getattr(getattr(model, "_config", None), "rank0_only", False)
-        return optim_state.get_optimizer_state_dict(model, optim, rank0_only=rank0)
+        """Return states by parameter name, as :meth:`state_dict_type` says; collective."""
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        source = optim if optim_state_dict is None else optim_state.Saved(optim, optim_state_dict)
+        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            return optim_state.local_optimizer_state_dict(model, source)
+        rank0 = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        return optim_state.get_optimizer_state_dict(model, source, rank0_only=rank0)
 
     @staticmethod
     def optim_state_dict_to_load(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any]
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
     ) -> dict[str, Any]:
-        """Return this rank's part of full states, for ``optim.load_state_dict``."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        order = [p for g in optim.param_groups for p in g["params"]]
-        at = {names[id(p)]: (i, p) for i, p in enumerate(order)}
-        states: dict[int, Any] = {}
-        for name, values in optim_state_dict["state"].items():
-            i, p = at[name]
-            info = p.fsdpc
-            states[i] = {
-                key: optim_state.own_rows(info, p, v)
-                if isinstance(v, torch.Tensor) and v.dim() and v.shape == info.shape
-                else v
-                for key, v in values.items()
-            }
-        groups = [
-            {**g, "params": [at[n][0] for n in g["params"]]}
-            for g in optim_state_dict["param_groups"]
-        ]
-        return {"state": states, "param_groups": groups}
+        """Return this rank's part of states by name, for ``optim.load_state_dict``.
+
+        Parameters
+        ----------
+        model, optim
+        optim_state_dict : dict
+            What :meth:`optim_state_dict` returned; where the configuration says ``rank0_only``,
+            rank 0's is taken.
+        is_named_optimizer : bool, default False
+            Refused.
+        load_directly : bool, default False
+            Load it, too.
+        group : optional
+            Means nothing: all ranks take part.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError("is_named_optimizer: pass a torch.optim.Optimizer")
+        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
+        rank0 = getattr(config, "rank0_only", False)
+        result = optim_state.to_load(model, optim, optim_state_dict, rank0_only=rank0)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
-        """Return the sharded modules inside."""
-        found = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        return found[:1] if root_only else found
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return full states by parameter name; collective; the older name."""
+        return optim_state.get_optimizer_state_dict(model, optim, rank0_only=rank0_only)
 
-    def check_is_root(self) -> bool:
-        """Return whether this module began the units' root."""
-        root: Root | None = self.module._fsdpc_state.root  # type: ignore[union-attr,assignment]
-        return root is not None and root.head is self.module._fsdpc_state.door  # type: ignore[union-attr]
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: Any = None
+    ) -> dict[str, Any]:
+        """Return this rank's rows of the states by parameter name."""
+        return optim_state.local_optimizer_state_dict(model, optim)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return this rank's part of full states that every rank has."""
+        return optim_state.to_load(model, _given(optim), full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+    ) -> dict[str, Any]:
+        """Return what ``optim.load_state_dict`` takes, from :meth:`sharded_optim_state_dict`."""
+        return optim_state.to_load(model, optim, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return this rank's part of full states that rank 0 has; collective."""
+        return optim_state.to_load(model, _given(optim), full_optim_state_dict, rank0_only=True)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: Any,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return the states by parameter name instead of number, or the other way round.
+
+        Parameters
+        ----------
+        optim_state_dict : dict
+        optim_state_key_type : OptimStateKeyType
+            What the result is keyed by.
+        model : nn.Module
+            Sharded or plain.
+        optim_input : optional
+            Means nothing.
+        optim : Optimizer, optional
+            Whose order of parameters the numbers are; the model's where not given.
+        """
+        by_name = optim_state_key_type.name == OptimStateKeyType.PARAM_NAME.name
+        return optim_state.rekey(optim_state_dict, model, optim, by_name)
 
 
-def _policy(precision: Any, cast_inputs: bool) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, cast_inputs)
+def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    if optim is None:
+        raise ValueError("optim: pass the optimizer that the states are for")
+    return optim
+
+
+def _without_class(module: Any) -> Any:
+    """The same module, without FSDP1's class: loops that unwrap ``.module`` come to an end."""
+    face = object.__new__(_sharded_class(module.__dict__["_fsdp1_plain"]))
+    face.__dict__ = module.__dict__
+    return face
+
+
+# ---- sharding ----
+
+_classes: dict[type, type] = {}
+
+
+def _fsdp1_class(cls: type) -> type:
+    if cls not in _classes:
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        bases = (FullyShardedDataParallel, cls)
+        _classes[cls] = type(f"FullyShardedDataParallel{cls.__name__}", bases, names)
+    return _classes[cls]
+
+
+def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
+    """Make units of the submodules that a policy names; batch norms keep their dtype."""
+    ignored = options["ignored"]
+    precision = options["mixed_precision"]
+    if precision is not None and (precision.param_dtype or precision.reduce_dtype):
+        classes = tuple(getattr(precision, "_module_classes_to_ignore", ()))
+        for m in module.modules():
+            own = [p for p in m.parameters() if not any(p is q for q in ignored)]
+            if isinstance(m, classes) and own and m is not module and not _is_sharded(m):
+                keep = MixedPrecisionPolicy(own[0].dtype, None, precision.param_dtype)
+                _shard(m, **{**options, "mixed_precision": None}, policy=keep)
+
+    def shard(m: nn.Module, **own: Any) -> None:
+        known = {k: v for k, v in own.items() if k in options}
+        if len(known) != len(own):
+            raise NotImplementedError(
+                f"the policy gives {sorted(set(own) - set(known))} for {type(m).__name__}: units "
+                f"can differ in {sorted(set(options) - {'ignored'})}"
+            )
+        _shard(m, **{**options, **known})
+
+    apply_policy(module, policy, {id(p) for p in ignored}, shard)
+
+
+def _shard(
+    module: nn.Module,
+    *,
+    sharding_strategy: Any,
+    mixed_precision: Any,
+    param_init_fn: Any,
+    sync_module_states: bool,
+    process_group: Any,
+    device_mesh: Any,
+    ignored: list[nn.Parameter],
+    outer: bool = False,
+    policy: MixedPrecisionPolicy | None = None,
+) -> None:
+    precision = mixed_precision or MixedPrecision()
+    if getattr(precision, "keep_low_precision_grads", False):
+        raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
+    mesh, strategy = _mesh(sharding_strategy, process_group, device_mesh)
+    own = [] if _is_sharded(module) else [m for _, m in _outside_units(module, "", set())]
+    for m in own:
+        _materialize(m, param_init_fn)
+    if precision.buffer_dtype is not None:
+        outside = {id(p) for p in ignored}
+        for m in own:
+            if not any(id(p) in outside for p in m.parameters(recurse=False)):
+                _cast_buffers(m, precision.buffer_dtype)
+    if policy is None:
+        cast = precision.cast_forward_inputs or (outer and precision.cast_root_forward_inputs)
+        policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, cast)
+    plain = type(module)
+    fully_shard(
+        module, mesh=mesh, strategy=strategy, mp_policy=policy, ignored_params=ignored,
+        sync_module_states=sync_module_states,
+    )  # fmt: skip
+    module.__dict__["_fsdp1_plain"] = plain
+    module.__dict__["_fsdp1_settings"] = StateDictSettings()
+    module.__class__ = _fsdp1_class(plain)
+    if sync_module_states:
+        for m in own:
+            for buffer in m._buffers.values():
+                if buffer is not None and buffer.numel():
+                    for comm in reversed(module._fsdpc_state.comms):  # type: ignore[union-attr]
+                        _take_rank_0(buffer, comm)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _check_device(device_id: Any) -> None:
+    if isinstance(device_id, int) or (
+        device_id is not None and torch.device(device_id).type != "cpu"
+    ):
+        raise NotImplementedError(
+            f"device_id={device_id!r}: only the CPU is supported; leave it out, or give "
+            "torch.device('cpu')"
+        )
 
 
 def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
@@ -333,15 +498,90 @@ def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
     return params
 
 
-def _materialize(module: nn.Module, init: Callable[[nn.Module], None]) -> None:
-    for m in module.modules():
-        own = [*m.parameters(recurse=False), *m.buffers(recurse=False)]
-        if any(t.is_meta for t in own):
-            init(m)
+def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
+    """The mesh and the engine's strategy of FSDP1's arguments."""
+    world = join()
+    name = getattr(strategy or ShardingStrategy.FULL_SHARD, "name", strategy).lstrip("_")
+    if group is not None and mesh is not None:
+        raise ValueError("give process_group or device_mesh, not both")
+    if group is not None:
+        mesh = _mesh_of_groups(group, world)
+    if name.startswith("HYBRID") and mesh is None:  # over the ranks of the host, which are all
+        name = {"HYBRID_SHARD": "FULL_SHARD"}.get(name, "SHARD_GRAD_OP")
+    if name == "NO_SHARD":
+        mesh = None
+    return mesh, ShardingStrategy[name]
+
+
+_grids: list[tuple[Any, tuple[int, int], Any]] = []
+
+
+def _mesh_of_groups(group: Any, world: _core.Comm) -> Any:
+    """The mesh of torch's groups: all ranks, or (of a row, of a column) of the grid."""
+    import torch.distributed as dist
+
+    ranks = [dist.get_process_group_ranks(g) for g in (group if _pair(group) else (group,))]
+    if len(ranks) == 1 and ranks[0] == list(range(world.size)):
+        return None
+    if len(ranks) == 2:
+        row, column = ranks
+        first = world.rank - world.rank % len(row)
+        at = world.rank % len(row)
+        regular = row == list(range(first, first + len(row)))
+        if regular and column == list(range(at, world.size, len(row))):
+            shape = (len(column), len(row))
+            for known, grid, mesh in _grids:
+                if known is world and grid == shape:
+                    return mesh
+            _grids.append((world, shape, init_device_mesh("cpu", shape)))
+            return _grids[-1][2]
+    raise NotImplementedError(
+        f"process_group of ranks {ranks} of {world.size}: units are sharded over all ranks, or "
+        "over rows of consecutive ones with replicas in columns"
+    )
+
+
+def _pair(group: Any) -> bool:
+    return isinstance(group, (tuple, list))
+
+
+def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    """Give a module with meta parameters or buffers of its own memory and values."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not any(t.is_meta for t in own):
+        return
+    if init is not None:
+        init(module)
+        return
+    module.to_empty(device="cpu", recurse=False)
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise ValueError(
+            f"{type(module).__name__} has meta parameters and no reset_parameters(): give "
+            "param_init_fn"
+        )
+    module.reset_parameters()  # type: ignore[operator]
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    for m in module.modules():
-        for name, buffer in m._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                m._buffers[name] = buffer.to(dtype)
+    """Cast floating buffers; state dicts hold them in their original dtype."""
+    originals = {}
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
+            originals[name] = buffer.dtype
+            module._buffers[name] = buffer.to(dtype)
+
+    def restore(_: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
+        for name, original in originals.items():
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + name].to(original)
+
+    if originals:
+        module.register_state_dict_post_hook(restore)
+
+
+def _take_rank_0(buffer: torch.Tensor, comm: _core.Comm) -> None:
+    if comm.size > 1:
+        values = buffer.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+        comm.broadcast(_core.from_dlpack(values), 0)
+        with torch.no_grad():
+            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))

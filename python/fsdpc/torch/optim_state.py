@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdpc import _core
+from fsdpc import _core, distributed
 from fsdpc.torch._unit import PieceInfo
 
 
@@ -122,6 +123,176 @@ def set_optimizer_state_dict(
                 elif isinstance(value, torch.Tensor):
                     values[key] = value.clone()
             _set_state(optimizer, p, values)
+
+
+class Saved:
+    """What ``optimizer.state_dict()`` returned, read as an optimizer is.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Whose parameters, in order, the numbers in it stand for.
+    state_dict : mapping
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        params = [p for g in optimizer.param_groups for p in g["params"]]
+        self._states = {id(p): state_dict["state"].get(i, {}) for i, p in enumerate(params)}
+        self.param_groups = [
+            {**saved, "params": group["params"]}
+            for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+        ]
+
+    def piece_state(self, p: torch.Tensor) -> dict[str, Any]:
+        """Return the states of one parameter."""
+        return self._states[id(p)]
+
+
+def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return this rank's rows of the states by parameter name.
+
+    Parameters
+    ----------
+    model : nn.Module
+    optimizer : torch.optim.Optimizer
+    """
+    names = _names(model)
+    states = {
+        _name_of(names, p): {
+            k: v.clone() if isinstance(v, torch.Tensor) else v
+            for k, v in _state_of(optimizer, p).items()
+        }
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
+    groups = [
+        {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
+    ]
+    return {"state": {n: s for n, s in states.items() if s}, "param_groups": groups}
+
+
+def to_load(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    rank0_only: bool = False,
+) -> dict[str, Any]:
+    """Return this rank's part of states by name, as ``optimizer.load_state_dict`` takes it.
+
+    Parameters
+    ----------
+    model : nn.Module
+    optimizer : torch.optim.Optimizer
+    state_dict : mapping
+        Full states, or this rank's rows of them.
+    rank0_only : bool, default False
+        Take rank 0's, which goes to the others tensor by tensor; collective then.
+
+    Raises
+    ------
+    KeyError
+        The optimizer has no parameter of a name that was saved.
+    """
+    names = _names(model)
+    order = [p for g in optimizer.param_groups for p in g["params"]]
+    at = {_name_of(names, p): (i, p) for i, p in enumerate(order)}
+
+    def index(name: str) -> int:
+        if name not in at:
+            raise KeyError(f"the optimizer has no parameter '{name}' for the state that was saved")
+        return at[name][0]
+
+    if rank0_only and distributed.world().size > 1:
+        groups, values = _from_rank_0(state_dict)
+    elif state_dict is None:
+        raise ValueError("no states: only rank 0 may have none, with rank0_only")
+    else:
+        groups = state_dict["param_groups"]
+        values = ((n, k, v) for n, s in state_dict["state"].items() for k, v in s.items())
+    states: dict[int, dict[str, Any]] = {}
+    for name, key, value in values:
+        i = index(name)
+        info = getattr(order[i], "fsdpc", None)
+        if isinstance(value, torch.Tensor):
+            whole = info is not None and value.dim() and value.shape == info.shape
+            value = own_rows(info, order[i], value) if whole else value.clone()
+        states.setdefault(i, {})[key] = value
+    numbered = [{**g, "params": [index(name) for name in g["params"]]} for g in groups]
+    return {"state": states, "param_groups": numbered}
+
+
+def _from_rank_0(
+    state_dict: Mapping[str, Any] | None,
+) -> tuple[list[dict[str, Any]], Iterator[tuple[str, str, Any]]]:
+    """Rank 0's groups, and its values one after the other."""
+    world = distributed.world()
+    text = b""
+    if world.rank == 0:
+        if not state_dict:
+            raise ValueError("no states on rank 0, whose states are to be loaded")
+        shapes = [
+            (name, key, [str(v.dtype)[6:], list(v.shape)] if isinstance(v, torch.Tensor) else v)
+            for name, values in state_dict["state"].items()
+            for key, v in values.items()
+        ]
+        text = json.dumps([state_dict["param_groups"], shapes], default=float).encode()
+    length = torch.tensor([len(text)])
+    world.broadcast(_core.from_dlpack(length), 0)
+    data = torch.zeros(int(length), dtype=torch.uint8)
+    if text:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    world.broadcast(_core.from_dlpack(data), 0)
+    groups, shapes = json.loads(data.numpy().tobytes())
+    for group in groups:
+        for key, value in group.items():
+            if isinstance(value, list) and key != "params":
+                group[key] = tuple(value)
+
+    def values() -> Iterator[tuple[str, str, Any]]:
+        for name, key, what in shapes:
+            if not isinstance(what, list):
+                yield name, key, what
+                continue
+            value = torch.empty(what[1], dtype=getattr(torch, what[0]))
+            if world.rank == 0 and state_dict is not None:
+                value.copy_(state_dict["state"][name][key])
+            if value.numel():
+                world.broadcast(_core.from_dlpack(value.reshape(-1).view(torch.uint8)), 0)
+            yield name, key, value
+
+    return groups, values()
+
+
+def rekey(
+    state_dict: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    by_name: bool,
+) -> dict[str, Any]:
+    """Return states by parameter name instead of number, or the other way round.
+
+    Parameters
+    ----------
+    state_dict : mapping
+    model : nn.Module
+    optimizer : torch.optim.Optimizer, optional
+        Whose order of parameters the numbers are; the model's where not given.
+    by_name : bool
+    """
+    names = list(_names(model).values())
+    if optimizer is not None:
+        known = _names(model)
+        names = [_name_of(known, p) for g in optimizer.param_groups for p in g["params"]]
+    to: dict[Any, Any] = (
+        dict(enumerate(names)) if by_name else {name: i for i, name in enumerate(names)}
+    )
+    return {
+        "state": {to[key]: values for key, values in state_dict["state"].items()},
+        "param_groups": [
+            {**g, "params": [to[key] for key in g["params"]]} for g in state_dict["param_groups"]
+        ],
+    }
 
 
 def _name_of(names: dict[int, str], p: torch.Tensor) -> str:

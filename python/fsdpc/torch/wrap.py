@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -73,6 +74,62 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, leaves if recurse else excluded)
 
 
+class CustomPolicy:
+    """Let a function say what is a unit: True, False, or a dict of options that differ.
+
+    Parameters
+    ----------
+    lambda_fn : callable
+        Of a module; a dict holds arguments of :class:`fsdpc.torch.FullyShardedDataParallel`.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(self, root: nn.Module, ignored: Any, options: dict[str, Any]) -> Any:
+        answers = {m: self._lambda_fn(m) for m in root.modules()}
+        return {m: a if isinstance(a, dict) else {} for m, a in answers.items() if a or a == {}}
+
+
+class _Wrapping:
+    """What ``wrap`` does inside ``enable_wrap``."""
+
+    stack: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., Any], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Let :func:`wrap` make units inside.
+
+    Parameters
+    ----------
+    wrapper_cls : callable
+        :class:`fsdpc.torch.FullyShardedDataParallel`.
+    wrapper_kwargs
+        Options of all of them.
+    """
+    _Wrapping.stack.append((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _Wrapping.stack.pop()
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Make a module a unit inside :func:`enable_wrap`; elsewhere leave it as it is.
+
+    Parameters
+    ----------
+    module : nn.Module
+    wrap_overrides
+        Options that differ.
+    """
+    if not _Wrapping.stack:
+        return module
+    cls, options = _Wrapping.stack[-1]
+    return cls(module, **{**options, **wrap_overrides})
+
+
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     """Make every module a unit that can be one."""
     return True
@@ -96,7 +153,7 @@ def apply_policy(
         chosen = policy._run_policy(root, set(), {})
         for module in reversed(list(root.modules())):
             if module in chosen and module is not root and not isinstance(module, FSDPModule):
-                shard(module)
+                shard(module, **chosen[module])
         return
     _wrap(root, policy, ignored, shard, True)
 

@@ -1,0 +1,1 @@
+"""Scripts as FSDP1's tutorials write them: test_tutorials.py changes their import and no more."""
