@@ -24,6 +24,8 @@
 
 enum { CHECK_EVERY_NS = 20000000, LONGEST_NAP_NS = 100000000 };
 
+enum { FIRST_GROUP = 0x66736470 };
+
 static const fsdpc_comm_ops shm_ops;
 
 /* ---- Failure ---- */
@@ -341,14 +343,21 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
     return status;
 }
 
+/* Who leaves the first group has left them all: those split from it may outlive the call, and the
+ * end of the process would be taken for a death by peers that have nothing more to do with it. */
 static void shm_leave(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
-    if (self->control && self->world->fork_count == fsdpc_fork_count()) {
-        /* release: everything we did comes before; acquire in peers_check. */
-        atomic_store_explicit(&self->mine->left, 1, memory_order_release);
-        fsdpc_shm_ring_bell(self->bell);
+    if (!self->control || self->world->fork_count != fsdpc_fork_count())
+        return;
+    /* release: everything we did comes before; acquire in peers_check. */
+    atomic_store_explicit(&self->mine->left, 1, memory_order_release);
+    if (self->id == FIRST_GROUP) {
+        for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
+            atomic_store_explicit(&group->mine->left, 1, memory_order_release);
+        fsdpc_shm_world_leave(self->world);
     }
+    fsdpc_shm_ring_bell(self->bell);
 }
 
 static void shm_destroy(fsdpc_comm *comm)
@@ -455,8 +464,6 @@ static const fsdpc_comm_ops shm_ops = {
     .locate = shm_locate,
     .waits = shm_waits,
 };
-
-enum { FIRST_GROUP = 0x66736470 };
 
 fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out)
 {

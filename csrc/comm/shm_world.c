@@ -300,6 +300,13 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     return state == 'Z' || state == 'X' || (flags & EXITING);
 }
 
+void fsdpc_shm_world_leave(fsdpc_shm_world *world)
+{
+    /* release: with the acquire in world_dead, whatever else it sees of the process. */
+    if (!world->threads && world->life)
+        atomic_store_explicit(&world->life[world->rank].left, true, memory_order_release);
+}
+
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank)
 {
     if (world->threads || rank == world->rank)

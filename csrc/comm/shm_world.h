@@ -53,6 +53,8 @@ fsdpc_status fsdpc_shm_world_create_threads(int size, fsdpc_shm_world **outs);
 fsdpc_shm_world *fsdpc_shm_world_retain(fsdpc_shm_world *world);
 void fsdpc_shm_world_release(fsdpc_shm_world *world);
 
+/* This rank takes part no more: what becomes of its process is no death. */
+void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);

@@ -222,3 +222,20 @@ def test_bad_strategies_are_refused() -> None:
     mesh = fsdpc.init_device_mesh("cpu", (2, 1))
     with pytest.raises(ValueError, match="has replicas: use HYBRID_SHARD"):
         fsdpc.fully_shard(layer, strategy="FULL_SHARD", mesh=mesh)
+
+
+def _leave_early() -> float:
+    """Rows of a 2 x 2 mesh part at different times; the split groups outlive shutdown()."""
+    fsdpc.init()
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2))
+    model = build(True, mesh=mesh)
+    total = float(model(*batch(0, fsdpc.rank())))
+    if fsdpc.rank() < 2:  # the other row ends meanwhile
+        for _ in range(200):
+            parameters(model)
+    fsdpc.shutdown()
+    return total
+
+
+def test_a_rank_that_left_in_order_is_no_death() -> None:
+    assert len(fsdpc.launch(_leave_early, 4)) == 4
