@@ -10,6 +10,7 @@
  *
  * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
  * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
+ * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
  *
  * An exception on any rank makes the next epoch a reset for all: half-filled gradients and the
  * record are dropped everywhere, so that all ranks go on from the same state.
@@ -19,6 +20,7 @@
  */
 #include "engine/root.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -285,6 +287,21 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
     return complete(root, called);
 }
 
+/* The others take the step that this rank announced, and its rows would stay one behind for good:
+ * nobody goes on. */
+static void close_half_step(fsdpc_root *root)
+{
+    char text[160];
+    snprintf(
+        text, sizeof text,
+        "rank %d was interrupted in an optimizer's step that others may have taken; go on from "
+        "the last checkpoint",
+        root->comm->world_rank);
+    fsdpc_comm_abort(root->comm, text);
+    if (root->replicate)
+        fsdpc_comm_abort(root->replicate, text);
+}
+
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
 {
     const char *inside = root->holds           ? "hold()"
@@ -297,15 +314,20 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
                           inside, root->units[0]->name);
     FSDPC_TRY(complete_interrupted(root));
     FSDPC_TRY(begin_sharded(root));
+    fsdpc_comm_locate(root->comm, "an optimizer's step", root->units[0]->name);
     root->steps++;
     FSDPC_TRY(
         announce(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP));
-    FSDPC_TRY(decide(root, root->units[0]));
+    fsdpc_status status = decide(root, root->units[0]);
+    if (status == FSDPC_ERR_INTERRUPT)
+        close_half_step(root);
+    FSDPC_TRY(status);
     return publish_dirty(root);
 }
 
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
 {
+    fsdpc_comm_locate(root->comm, "user code", "");
     if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;

@@ -134,6 +134,8 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
                     root->in_backward);
     if (unit->reshard_after_forward && !unit->stays && !root->in_backward)
         fsdpc_gather_drop(unit);
+    if (root->forward_depth == 0 && !root->in_backward)
+        fsdpc_comm_locate(root->comm, "user code", "");
     return FSDPC_OK;
 }
 
