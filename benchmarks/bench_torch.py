@@ -182,8 +182,8 @@ def measure(step: Callable[[], None]) -> list[float]:
 
 
 def run_steps(models: list[str], engines: list[str], rounds: int) -> None:
-    """All turns, and the table."""
-    rows = []
+    """All turns, and the table, a model at a time."""
+    common.table(["model", "engine", "ms a step (range)", "over fsdpc's", "peak PSS MiB"], [])
     for name in models:
         turns: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
         for _ in range(rounds):
@@ -196,8 +196,8 @@ def run_steps(models: list[str], engines: list[str], rounds: int) -> None:
         for e in engines:
             pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
             over = f"{statistics.median(ms[e]) / ours:.2f}"
-            rows.append([name, e, common.spread(ms[e]), over, f"{pss:,.0f}"])
-    common.table(["model", "engine", "ms a step (range)", "over fsdpc's", "peak PSS MiB"], rows)
+            cells = [name, e, common.spread(ms[e]), over, f"{pss:,.0f}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 # ---- host cost ----

@@ -1,0 +1,64 @@
+"""Every script of examples/torch runs on two ranks and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.unit.test_examples import EXAMPLES, losses, run
+
+
+def test_every_example_is_tested_here() -> None:
+    names = {path.name for path in (EXAMPLES / "torch").glob("*.py")}
+    assert names == set(re.findall(r'"torch/(\d\d_\w+\.py)"', Path(__file__).read_text()))
+
+
+def test_fsdp2_loop() -> None:
+    output = run("torch/01_fsdp2_loop.py", "11")
+    seen = losses(output)
+    assert len(seen) == 2 and seen[1] < seen[0]
+    assert output.count("38 tensors, 101,456 elements") == 2
+
+
+def test_fsdp1() -> None:
+    output = run("torch/02_fsdp1.py", "11")
+    seen = losses(output)
+    assert len(seen) == 2 and seen[1] < seen[0]
+    assert "[0] 38 tensors, 38 optimizer states" in output
+    assert "[1] 0 tensors, 0 optimizer states" in output
+
+
+def test_strategies_keep_less_and_less() -> None:
+    output = run("torch/03_no_shard.py", "3")
+    found = re.findall(
+        r"^\[0\] (\w+): loss ([\d.]+); .* master ([\d.]+).* state ([\d.]+)", output, re.M
+    )
+    assert [name for name, *_ in found] == [
+        "NO_SHARD",
+        "SHARD_OPTIM",
+        "SHARD_GRAD_OP",
+        "FULL_SHARD",
+    ]
+    assert len({loss for _, loss, _, _ in found}) == 1
+    masters = [float(master) for *_, master, _ in found]
+    assert masters[1] < 0.6 * masters[0] and masters[3] == masters[1]
+
+
+def test_llama_finetune() -> None:
+    output = run("torch/04_llama_finetune.py", "21")
+    seen = losses(output)
+    assert len(seen) == 3 and seen[-1] < 0.9 * seen[0]
+    assert "[0] 21 tensors to save" in output and "[1] 0 tensors to save" in output
+
+
+def test_lora() -> None:
+    seen = losses(run("torch/05_lora.py", "31"))
+    assert len(seen) == 4 and seen[-1] < seen[0]
+
+
+def test_accumulation_in_fp16() -> None:
+    output = run("torch/06_accumulate_fp16.py", "31")
+    seen = losses(output)
+    assert seen[-1] < seen[0]
+    scales = [float(scale) for scale in re.findall(r"^\[0\] .* scale (\S+)", output, re.M)]
+    assert scales[-1] < 2**24
