@@ -343,7 +343,7 @@ PyMethodDef fsdpc_py_unit_methods[] = {
     {"hold", fsdpc_py_unit_hold, METH_O, "hold(begin): fix the root's weights, or end that."},
     {"set_flag", fsdpc_py_unit_set_flag, METH_VARARGS,
      "set_flag(name, value): requires_sync, requires_all_reduce, reshard_after_backward or "
-     "is_last_backward."},
+     "is_last_backward; returns what it was."},
     {"set_ahead", fsdpc_py_unit_set_ahead, METH_VARARGS,
      "set_ahead(backward, units): what to gather ahead when this unit runs; None: as recorded."},
     {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O, "How many units ahead the root gathers."},

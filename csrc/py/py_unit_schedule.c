@@ -96,13 +96,16 @@ PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args)
         fsdpc_root *root = root_of(object);
         if (!root)
             return NULL;
+        bool before = root->is_last_backward;
         root->is_last_backward = value != 0;
-        Py_RETURN_NONE;
+        return PyBool_FromLong(before);
     }
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         if (strcmp(name, flags[i].name) == 0) {
-            *(bool *)((char *)unit_of(object) + flags[i].offset) = value != 0;
-            Py_RETURN_NONE;
+            bool *flag = (bool *)((char *)unit_of(object) + flags[i].offset);
+            bool before = *flag;
+            *flag = value != 0;
+            return PyBool_FromLong(before);
         }
     }
     return PyErr_Format(PyExc_ValueError, "units have no flag '%s'", name);

@@ -83,14 +83,12 @@ class FSDPModule:
     @contextmanager
     def no_sync(self, recurse: bool = True) -> Iterator[None]:
         """Keep gradients local inside: backward adds them up in the reduce dtype, unreduced."""
-        units = self._units(recurse)
-        for unit in units:
-            unit.set_flag("requires_sync", False)
+        before = [(unit, unit.set_flag("requires_sync", False)) for unit in self._units(recurse)]
         try:
             yield
         finally:
-            for unit in units:
-                unit.set_flag("requires_sync", True)
+            for unit, flag in before:
+                unit.set_flag("requires_sync", flag)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
