@@ -254,12 +254,13 @@ class Run:
 
     def accumulate(self, a: int, b: int) -> None:
         """Micro-steps under no_sync and one outside."""
+        before = self.sync
         with self.model.no_sync():
             self.sync = False
             for _ in range(1 + a % 2):
                 self.forward(0, 0)
                 self.backward(0, 0)
-        self.sync = True
+        self.sync = before
         self.forward(0, 0)
         self.backward(0, 0)
 
