@@ -149,6 +149,12 @@ static PyObject *engine_threads(PyObject *module, PyObject *unused)
         r->ready ? fsdpc_team_workers(r->team) + fsdpc_device_cpu_workers(r->device) : 0);
 }
 
+static PyObject *usable_cores(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromLong(fsdpc_usable_cores());
+}
+
 static int put(PyObject *dict, const char *key, const char *suffix, size_t value)
 {
     PyObject *number = PyLong_FromSize_t(value), *name = PyUnicode_FromFormat("%s%s", key, suffix);
@@ -211,6 +217,8 @@ static PyMethodDef functions[] = {
      "Set the threads of this rank's kernels; results do not depend on it."},
     {"engine_threads", engine_threads, METH_NOARGS,
      "Threads that kernels and streams of the engine have in this process now."},
+    {"usable_cores", usable_cores, METH_NOARGS,
+     "Cores that this process may use, by affinity and quota; starts nothing."},
     {"memory_stats", memory_stats, METH_NOARGS,
      "Bytes held now and at most, by category, and times the system was asked for memory."},
     {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from fsdpc import _core
 from fsdpc._launch.environment import check_ranks, rank_environments
 from fsdpc._launch.forked import (
     SHOWN_LINES,
@@ -166,6 +167,11 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     previous = {which: signal.signal(which, forward) for which in (signal.SIGINT, signal.SIGTERM)}
     # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if not os.environ.get("OMP_NUM_THREADS"):
+        # As many as the engine takes by itself. OpenMP (torch) takes all cores on every rank, and
+        # its threads spin: steps of small models on two ranks and two cores took 100 times as long.
+        threads = max(1, _core.usable_cores() // ranks)
+        extra["OMP_NUM_THREADS"] = str(threads)
     try:
         for variables in rank_environments(ranks):
             supervisor.start({**variables, **extra}, body)

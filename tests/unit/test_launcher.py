@@ -100,6 +100,16 @@ def test_environment_is_torchruns() -> None:
     assert launch(lambda: os.environ["ADDED"], 1, env={"ADDED": "x"}) == ["x"]
 
 
+@pytest.mark.parametrize("given", ["", "3"])
+def test_openmp_gets_a_ranks_share_of_the_cores(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    text = "sys.exit(os.environ['OMP_NUM_THREADS'] != sys.argv[1])"
+    share = given or str(max(1, fsdpc_package._core.usable_cores() // 2))
+    assert finish(fsdpc("run", "--ranks", "2", script(tmp_path, text), share))[0] == 0
+
+
 def test_output_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     def speak() -> None:
         print("one\ntwo")

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from fsdpc import _core
+from fsdpc.torch import _profile
 from fsdpc.torch._unit import UnitState, make_root
 
 _task_id = torch._C._current_graph_task_id
@@ -47,25 +49,35 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     in_task = _task_id() != -1
     if not in_task and door.in_backward:
         root.reset()  # a backward was abandoned by an exception
-    first = door.enter(grad, in_task)
+    span: Any = None
+    marks: Any = door
+    if profiler._is_profiler_enabled:
+        span, first = _profile.enter(state, grad, in_task)
+        marks = _profile.Marks(state)
+    else:
+        first = door.enter(grad, in_task)
     try:
         if state.cast_to is not None:
             args = _cast(args, state.cast_to)
             kwargs = _cast(kwargs, state.cast_to)
         if grad and first:
-            args, kwargs = _mark_inputs(door, args, kwargs)
+            args, kwargs = _mark_inputs(marks, args, kwargs)
         result = call(*args, **kwargs)
         if state.policy.output_dtype is not None:
             result = _cast_output(result, state.policy.output_dtype)
         if grad:
-            _mark_outputs(door, result)
+            _mark_outputs(marks, result)
     except BaseException:
         if in_task and door.in_backward:
             door.leave(grad)
         else:
             root.reset()
+        if span is not None:
+            _profile.leave(span)
         raise
     door.leave(grad)
+    if span is not None:
+        _profile.leave(span)
     return result
 
 
@@ -128,7 +140,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 _cast_output = _cast
 
 
-def _mark_inputs(door: _core.Door, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _mark_inputs(door: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     inputs = [t for t in _tensors(args) if t.requires_grad]
     n_positional = len(inputs)
     if kwargs:
@@ -147,7 +159,7 @@ def _mark_inputs(door: _core.Door, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _mark_outputs(door: _core.Door, result: Any) -> None:
+def _mark_outputs(door: Any, result: Any) -> None:
     mark = None
     for t in _tensors(result):
         if not t.requires_grad:

@@ -157,6 +157,7 @@ class Root:
         self.ranks = max(comm.size for comm in states[0].comms)
         self.backwards = 0
         self.norms: tuple[Any, dict[tuple[int, int], torch.Tensor]] | None = None
+        self.spans: list[Any] = []  # ranges of a profiler that backward has open
 
     def at_end(self) -> None:
         """Ask autograd to call :meth:`finish` when the running backward ends."""
@@ -167,7 +168,12 @@ class Root:
         self.backwards += 1
         self.norms = None
         try:
-            self.head.finish()
+            if self.spans:
+                from fsdpc.torch import _profile
+
+                _profile.finish(self)
+            else:
+                self.head.finish()
         except BaseException:
             for door in self.doors:
                 door.hide()

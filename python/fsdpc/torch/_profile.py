@@ -1,0 +1,71 @@
+"""Ranges in torch.profiler's traces, named by what a unit does: nothing unless a profiler runs.
+
+    FSDP::forward (layers.0)    the whole forward; in it FSDP::unshard, the wait for parameters
+    FSDP::backward (layers.0)   from the first gradient of its outputs to the last of its inputs
+    FSDP::reduce (Net)          the wait for reductions at the end of backward
+
+A unit whose inputs need no gradients ends with the whole backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from fsdpc.torch._unit import Root, UnitState
+
+
+def enter(state: UnitState, grad: bool, in_task: bool) -> tuple[Any, bool]:
+    """Begin a forward: its range, and what ``door.enter`` says."""
+    span = _begin(state, "forward")
+    with record_function(f"FSDP::unshard ({state.unit.name})"):
+        return span, state.door.enter(grad, in_task)
+
+
+def _begin(state: UnitState, what: str) -> Any:
+    span = record_function(f"FSDP::{what} ({state.unit.name})")
+    span.__enter__()
+    return span
+
+
+def leave(span: Any) -> None:
+    """End a range."""
+    span.__exit__(None, None, None)
+
+
+class Marks:
+    """A unit's door for one forward: its marks open and close the range of the backward."""
+
+    def __init__(self, state: UnitState) -> None:
+        assert state.root is not None
+        self._state, self._root = state, state.root
+        self._span: Any = None
+
+    def mark(self) -> Any:
+        """Return the mark for outputs."""
+        mark = self._state.door.mark()
+
+        def begin(grads: Any) -> None:
+            if self._span is None:
+                self._span = _begin(self._state, "backward")
+                self._root.spans.append(self._span)
+            mark(grads)
+
+        return begin
+
+    def end_backward(self) -> None:
+        """Say that the gradients of all inputs are there."""
+        self._state.door.end_backward()
+        if self._span in self._root.spans:
+            self._root.spans.remove(self._span)
+            leave(self._span)
+        self._span = None
+
+
+def finish(root: Root) -> None:
+    """Wait for reductions inside a range, after those that are open still have ended."""
+    while root.spans:
+        leave(root.spans.pop())
+    with record_function(f"FSDP::reduce ({root.states[0].unit.name})"):
+        root.head.finish()
