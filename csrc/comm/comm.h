@@ -95,6 +95,7 @@ typedef struct fsdpc_coll {
     fsdpc_wire *wire;     /* GATHER */
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, full at byte `offset` */
     size_t offset;        /* bytes into the wire or buffer where the full begins */
+    uint32_t trains;      /* REDUCE_*: hash of what the caller trains; only compared */
     bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
     fsdpc_dtype shard_dtype;

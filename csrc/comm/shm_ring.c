@@ -45,7 +45,7 @@ static uint64_t detail_of(const fsdpc_coll *op, uint64_t object)
     if (fsdpc_coll_reduces(op->kind)) {
         uint64_t scale;
         memcpy(&scale, &op->scale, sizeof scale);
-        hash = mix(mix(hash, (uint64_t)op->shard_dtype), scale);
+        hash = mix(mix(hash, (uint64_t)op->shard_dtype << 32 | op->trains), scale);
     }
     hash = mix(hash, op->offset);
     for (size_t i = 0; i < op->n_slices; i++) {
@@ -138,5 +138,5 @@ fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
                       "ranks disagree in operation %llu: %s, %s%s; every rank must run the same "
                       "units in the same order",
                       (unsigned long long)first, ours, theirs,
-                      same_words ? " (names, slices, scale or root differ)" : "");
+                      same_words ? " (names, slices, scale, root or requires_grad differ)" : "");
 }

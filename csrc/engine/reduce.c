@@ -19,6 +19,7 @@
 
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "engine/fill.h"
 #include "engine/micro.h"
 
@@ -66,6 +67,13 @@ static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, 
     op->accumulate = unit->partial_live;
 }
 
+/* requires_grad may change between steps, but alike on all ranks. */
+static uint32_t hash_trainable(const fsdpc_unit *unit)
+{
+    return fsdpc_crc32c(0, unit->trainable,
+                        (size_t)unit->layout->n_params * sizeof *unit->trainable);
+}
+
 static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
 {
     fsdpc_root *root = unit->root;
@@ -76,6 +84,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     if (!unit->partial)
         FSDPC_TRY(final_of(unit, &sums));
     size_t bytes = 0;
+    uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = replicas_alone ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER,
@@ -88,6 +97,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
                          .n_slices = group->plan->n_bands,
                          .buffer = buffer,
                          .offset = group->reduce_offset,
+                         .trains = trains,
                          .same_filling = g > 0};
         if (unit->partial)
             make_partial(unit, group, &op);
@@ -109,6 +119,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     FSDPC_TRY(final_of(unit, &sums));
     unit->reduction = FSDPC_REDUCTION_REPLICATE;
     unit->partial_live = false;
+    uint32_t trains = hash_trainable(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_ALL,
@@ -121,6 +132,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .n_slices = 1,
                          .buffer = unit->partial,
                          .offset = group->grad_offset,
+                         .trains = trains,
                          .same_filling = g > 0};
         make_final(unit, group, &sums, &op);
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));

@@ -410,3 +410,14 @@ def test_traces_agree_over_ranks() -> None:
     events = [(k, u) for k, u, *_ in _core.trace_events() if k in kinds]
     crc = _core.crc32c(0, repr(events).encode())
     assert (fsdpc.all_gather(crc) == crc).all() and events
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.ranks(2, timeout=20)
+def test_requires_grad_that_differs_between_ranks(strategy: str) -> None:
+    model, _ = pair(strategy)
+    in_order((0, 1, 2))(model, fsdpc.rank())
+    if fsdpc.rank() == 1:
+        model.blocks[1].inner.bias.requires_grad = False
+    with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match="requires_grad differ"):
+        in_order((0, 1, 2))(model, fsdpc.rank())
