@@ -107,8 +107,9 @@ FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t
                    .k_count = fsdpc_min_size(k_count - k, BLOCK_K)};
 }
 
-/* Whole tiles to bf16, most there are, are rounded by the instruction: as the kernels that made the
- * sums, it takes subnormals for zero. */
+/* Whole tiles to bf16, most there are, are rounded by the instruction.  It takes subnormals for
+ * zero, but vdpbf16ps and TDPBF16PS leave none in the sums: on what is left it gives the bits of
+ * base/dtype.h, as finish_f32 does.  Bias and C, which may bring subnormals, go there. */
 FSDPC_INLINE void finish_pairs(const fsdpc_gemm_target *t, const float *sums, size_t nr)
 {
     enum { WIDTH = 32 };
