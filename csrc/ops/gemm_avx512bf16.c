@@ -14,44 +14,29 @@
 #include "ops/gemm_pack_pairs.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 14, NR = 32 };
+enum { MR = 14, NR = 32, K_STEP = 2 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 
-static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
+typedef int32_t tile_element; /* a pair */
+typedef __m512bh tile_vec;
+
+FSDPC_INLINE tile_vec tile_load(const tile_element *p)
 {
-    (void)beside;
-    float *c = sums;
-    const int32_t *pa = a, *pb = b; /* pairs */
-#define X(i) __m512 low##i = _mm512_setzero_ps(), top##i = _mm512_setzero_ps();
-    ROWS
-#undef X
-        if (resume)
-    {
-#define X(i)                                                                                       \
-    low##i = _mm512_load_ps(c + (i)*NR);                                                           \
-    top##i = _mm512_load_ps(c + (i)*NR + 16);
-        ROWS
-#undef X
-    }
-    for (size_t k = 0; k < k_count; k += 2, pa += MR, pb += NR) {
-        __m512bh b0 = (__m512bh)_mm512_load_si512(pb), b1 = (__m512bh)_mm512_load_si512(pb + 16);
-#define X(i)                                                                                       \
-    {                                                                                              \
-        __m512bh x = (__m512bh)_mm512_set1_epi32(pa[i]);                                           \
-        low##i = _mm512_dpbf16_ps(low##i, x, b0);                                                  \
-        top##i = _mm512_dpbf16_ps(top##i, x, b1);                                                  \
-    }
-        ROWS
-#undef X
-    }
-#define X(i)                                                                                       \
-    _mm512_store_ps(c + (i)*NR, low##i);                                                           \
-    _mm512_store_ps(c + (i)*NR + 16, top##i);
-    ROWS
-#undef X
+    return (__m512bh)_mm512_load_si512(p);
 }
+
+FSDPC_INLINE tile_vec tile_splat(tile_element x)
+{
+    return (__m512bh)_mm512_set1_epi32(x);
+}
+
+FSDPC_INLINE fsdpc_vf tile_fma(tile_vec x, tile_vec b, fsdpc_vf sum)
+{
+    return (fsdpc_vf)_mm512_dpbf16_ps((__m512)sum, x, b);
+}
+
+#include "ops/gemm_tile_body.h"
 
 static void pack(void *panel, size_t width, const fsdpc_gemm_operand *from, size_t first,
                  size_t count, size_t k_first, size_t k_count)

@@ -9,44 +9,16 @@
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 6, NR = 16 };
+enum { MR = 6, NR = 16, K_STEP = 1 };
 
 #define ROWS X(0) X(1) X(2) X(3) X(4) X(5)
 
-static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
-{
-    (void)beside;
-    float *c = sums;
-    const float *pa = a, *pb = b;
-#define X(i) __m256 low##i = _mm256_setzero_ps(), top##i = _mm256_setzero_ps();
-    ROWS
-#undef X
-        if (resume)
-    {
-#define X(i)                                                                                       \
-    low##i = _mm256_load_ps(c + (i)*NR);                                                           \
-    top##i = _mm256_load_ps(c + (i)*NR + 8);
-        ROWS
-#undef X
-    }
-    for (size_t k = 0; k < k_count; k++, pa += MR, pb += NR) {
-        __m256 b0 = _mm256_load_ps(pb), b1 = _mm256_load_ps(pb + 8);
-#define X(i)                                                                                       \
-    {                                                                                              \
-        __m256 x = _mm256_broadcast_ss(pa + (i));                                                  \
-        low##i = _mm256_fmadd_ps(x, b0, low##i);                                                   \
-        top##i = _mm256_fmadd_ps(x, b1, top##i);                                                   \
-    }
-        ROWS
-#undef X
-    }
-#define X(i)                                                                                       \
-    _mm256_store_ps(c + (i)*NR, low##i);                                                           \
-    _mm256_store_ps(c + (i)*NR + 8, top##i);
-    ROWS
-#undef X
-}
+typedef float tile_element;
+typedef fsdpc_vf tile_vec;
+#define tile_load fsdpc_vf_load
+#define tile_splat fsdpc_vf_splat
+#define tile_fma fsdpc_vf_fma
+#include "ops/gemm_tile_body.h"
 
 static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
                    size_t k_first, size_t k_count)

@@ -7,30 +7,16 @@
 #include "ops/gemm_pack.h"
 #include "ops/gemm_skinny.h"
 
-enum { MR = 4, NR = 8 };
+enum { MR = 4, NR = 8, K_STEP = 1 };
 
-typedef float f32x4 __attribute__((vector_size(16)));
+#define ROWS X(0) X(1) X(2) X(3)
 
-static void tile(void *sums, void *a, const void *b, size_t k_count, bool resume,
-                 fsdpc_gemm_beside *beside)
-{
-    (void)beside;
-    f32x4 sum[MR][2] = {{{0}}};
-    if (resume)
-        memcpy(sum, sums, sizeof sum);
-    const float *pa = a, *pb = b;
-    for (size_t k = 0; k < k_count; k++, pa += MR, pb += NR) {
-        f32x4 b0, b1;
-        memcpy(&b0, pb, sizeof b0);
-        memcpy(&b1, pb + 4, sizeof b1);
-        for (int i = 0; i < MR; i++) {
-            f32x4 x = {pa[i], pa[i], pa[i], pa[i]};
-            sum[i][0] += x * b0;
-            sum[i][1] += x * b1;
-        }
-    }
-    memcpy(sums, sum, sizeof sum);
-}
+typedef float tile_element;
+typedef fsdpc_vf tile_vec;
+#define tile_load fsdpc_vf_load
+#define tile_splat fsdpc_vf_splat
+#define tile_fma fsdpc_vf_fma
+#include "ops/gemm_tile_body.h"
 
 static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
                    size_t k_first, size_t k_count)
