@@ -206,6 +206,30 @@ int fsdpc_py_unit_count_run(fsdpc_py_unit *self, bool recomputed)
     return before;
 }
 
+/* Deterministic mode: dropout draws by contribution = forward * ranks + rank, not by rank, so that
+ * masks do not see how ranks and accumulation split a batch.  A step's streams begin at the next
+ * multiple of 2^40, the same however many were taken; a contribution has 2^20 of them.  Forwards
+ * with gradients are counted, so there is to be one a micro-step. */
+static void key_streams(fsdpc_py_unit *self, fsdpc_tape *tape)
+{
+    const fsdpc_unit *unit = self->ref->unit;
+    fsdpc_root_ref *ref = self->ref->root;
+    if (!unit->deterministic || unit->root->forward_depth != 1 || unit->root->in_backward)
+        return;
+    uint64_t step = unit->root->steps + 1;
+    if (ref->streams_step != step) {
+        ref->streams_step = step;
+        ref->step_streams = ((tape->next_stream >> 40) + 1) << 40;
+        ref->step_forwards = 0;
+    }
+    const fsdpc_mesh *mesh = &unit->mesh;
+    uint64_t rank = (uint64_t)mesh->shard->rank;
+    if (mesh->replicate)
+        rank += (uint64_t)mesh->replicate->rank * (uint64_t)mesh->shard->size;
+    uint64_t contribution = ref->step_forwards++ * (uint64_t)fsdpc_mesh_ranks(mesh) + rank;
+    tape->next_stream = ref->step_streams + (contribution << 20);
+}
+
 PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
                              PyObject *kwargs)
 {
@@ -230,6 +254,8 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
+    if (grad && !recomputed)
+        key_streams(self, runtime->tape);
     if (!recomputed)
         self->seen_generation = fsdpc_unit_generation(unit);
     w.no_marks = fsdpc_py_unit_count_run(self, recomputed) > 0;

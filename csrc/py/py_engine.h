@@ -30,6 +30,8 @@ typedef struct fsdpc_root_ref {
     fsdpc_unit_ref **units;
     int n_units;
     bool end_asked; /* backward_end stands on the running tape */
+    /* deterministic mode: random streams of this step begin here; see py_call.c */
+    uint64_t step_streams, streams_step, step_forwards;
 } fsdpc_root_ref;
 
 struct fsdpc_unit_ref {

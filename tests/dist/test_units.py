@@ -421,3 +421,41 @@ def test_requires_grad_that_differs_between_ranks(strategy: str) -> None:
         model.blocks[1].inner.bias.requires_grad = False
     with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match="requires_grad differ"):
         in_order((0, 1, 2))(model, fsdpc.rank())
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any) -> Any:
+        dropout = fsdpc.functional.dropout
+        return dropout(self.second(dropout(self.first(x), 0.4).tanh()), 0.3)
+
+
+def run_with_dropout() -> int:
+    """Three steps over the same four micro-batches each, however ranks share them."""
+    fsdpc.init(deterministic=True)
+    fsdpc.manual_seed(4)
+    model = Dropped()
+    fsdpc.fully_shard(model.first)
+    fsdpc.fully_shard(model)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=0.1)
+    ranks = fsdpc.world_size()
+    for step in range(3):
+        for micro in range(4 // ranks):
+            x = batch(0, 100 * step + micro * ranks + fsdpc.rank())
+            (loss_of(model(x)) / (4 // ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    crc = 0
+    for p in model.parameters():
+        crc = _core.crc32c(crc, fsdpc.full_tensor(p).numpy())
+    fsdpc.shutdown()
+    return crc
+
+
+def test_dropout_does_not_see_the_split_in_deterministic_mode() -> None:
+    """1 rank x 4 micro-steps = 2 x 2 = 4 x 1, to the bit."""
+    results = [fsdpc.launch(run_with_dropout, n) for n in (1, 2, 4)]
+    assert len({crc for per_rank in results for crc in per_rank}) == 1, results
