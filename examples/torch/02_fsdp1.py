@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from fsdpc.torch import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdpc.torch import FullyShardedDataParallel as FSDP
 from fsdpc.torch.wrap import transformer_auto_wrap_policy
 
@@ -39,7 +45,10 @@ for step in range(STEPS):
         print(f"step {step}: loss {loss.item():.4f}")
 
 with FSDP.state_dict_type(
-    model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    model,
+    StateDictType.FULL_STATE_DICT,
+    FullStateDictConfig(rank0_only=True),
+    FullOptimStateDictConfig(rank0_only=True),
 ):
     state = model.state_dict()
     states = FSDP.optim_state_dict(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -62,3 +63,31 @@ def test_accumulation_in_fp16() -> None:
     assert seen[-1] < seen[0]
     scales = [float(scale) for scale in re.findall(r"^\[0\] .* scale (\S+)", output, re.M)]
     assert scales[-1] < 2**24
+
+
+def test_profiler(tmp_path: Path) -> None:
+    output = run("torch/07_profiler.py", str(tmp_path))
+    found = set(re.findall(r"^\[0\] (FSDP::\w+ \([\w.]+\)): 3 times", output, re.M))
+    units = ["Model", "layers.0", "layers.1", "layers.2"]
+    kinds = ("forward", "unshard", "backward")
+    expected = {f"FSDP::{kind} ({unit})" for unit in units for kind in kinds}
+    assert found == expected | {"FSDP::reduce (Model)"}
+    spans = {
+        event["name"]: event
+        for event in json.loads((tmp_path / "trace_rank0.json").read_text())["traceEvents"]
+        if event.get("name") in expected and event.get("cat") == "user_annotation"
+    }  # of each name the last
+    for unit in units[1:]:  # inside the root's, and the last layer's backward comes first
+        for kind in ("forward", "backward"):
+            inner, outer = spans[f"FSDP::{kind} ({unit})"], spans[f"FSDP::{kind} (Model)"]
+            assert outer["ts"] <= inner["ts"]
+            assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    starts = [spans[f"FSDP::backward (layers.{i})"]["ts"] for i in range(3)]
+    assert starts == sorted(starts, reverse=True)
+
+
+def test_prepare_by_hand() -> None:
+    output = run("torch/08_prepare_by_hand.py", "31")
+    seen = losses(output)
+    assert len(seen) == 4 and seen[-1] < 0.7 * seen[0]
+    assert "[0] weight decay of the groups: [0.1, 0.0]" in output

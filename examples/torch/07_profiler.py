@@ -1,6 +1,6 @@
 """A torch.profiler trace in which every unit has its name: what waited, what computed.
 
-    fsdpc run --ranks 2 examples/07_torch_profiler.py [FOLDER]
+    fsdpc run --ranks 2 examples/torch/07_profiler.py [FOLDER]
 
 Open FOLDER/trace_rank0.json at https://ui.perfetto.dev or in chrome://tracing.
 """
