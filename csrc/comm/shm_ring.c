@@ -138,5 +138,5 @@ fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
                       "ranks disagree in operation %llu: %s, %s%s; every rank must run the same "
                       "units in the same order",
                       (unsigned long long)first, ours, theirs,
-                      same_words ? " (names, slices, scale, root or requires_grad differ)" : "");
+                      same_words ? " (names, slices, requires_grad, scale or root differ)" : "");
 }
