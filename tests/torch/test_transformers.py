@@ -131,3 +131,104 @@ def test_strategies_and_checkpointing_agree_to_the_bit() -> None:
     for other in results[1:]:
         for name, value in results[0].items():
             assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("kind", ["Llama", "SmolLM3", "Mixtral"])
+def test_plans_of_transformers(kind: str) -> None:
+    """SmolLM3 ties its head to its embedding: they are one unit."""
+    plain = make(kind)
+    ours = twin(plain)
+    fully_shard(ours, plan=ours.fsdp_plan)
+    units = {id(m._fsdpc_unit) for m in ours.modules() if hasattr(m, "_fsdpc_unit")}
+    tied = kind == "SmolLM3"
+    assert len(units) == (5 if tied else 6)  # two layers, norm, embedding, head, and the model
+    assert (ours.lm_head._fsdpc_unit is ours.model.embed_tokens._fsdpc_unit) == tied
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-3) for m in (ours, plain)]
+    for step in range(4):
+        words = ids(step)
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(input_ids=words, labels=words).loss.backward()
+            if model is plain:
+                average_grads(plain)
+            optimizer.step()
+    assert_same_parameters(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(1)
+def test_what_plans_can_say() -> None:
+    model: Any = make("Llama")
+    fully_shard(model, plan={("model.norm", "lm_head"): "keep_full_weight"})
+    assert model.model.norm._fsdpc_unit is model.lm_head._fsdpc_unit
+    assert not hasattr(model.model.layers[0], "_fsdpc_unit")
+    loss = model(input_ids=ids(0), labels=ids(0)).loss
+    loss.backward()
+    alone: Any = make("SmolLM3")
+    fully_shard(alone, plan={"model.embed_tokens": {}, "model.layers.0": {}})
+    assert not hasattr(alone.model.embed_tokens, "_fsdpc_unit")  # tied to what is not in the plan
+    assert hasattr(alone.model.layers[0], "_fsdpc_unit")
+    with pytest.raises(ValueError, match=r"'whole' for 'lm_head': give a dict"):
+        fully_shard(make("Llama"), plan={"lm_head": "whole"})
+    with pytest.raises(ValueError, match="fits no module of GPT2LMHeadModel"):
+        gpt2: Any = make("GPT2")
+        fully_shard(gpt2, plan=gpt2.fsdp_plan)  # transformers gives it LLaMA's names
+
+
+def trained(model: Any, optimizer: Any, steps: range) -> list[float]:
+    """Losses and norms; drops out by the default generator, as a script does."""
+    seen = []
+    for step in steps:
+        words = ids(step)
+        optimizer.zero_grad()
+        loss = model(input_ids=words, labels=words).loss
+        loss.backward()
+        if not hasattr(model, "_fsdpc_unit"):
+            average_grads(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen += [float(loss.detach()), float(norm)]
+    return seen
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_resumed_as_if_never_stopped() -> None:
+    """20 Adam steps with a generator that is scrambled at step 10 and restored."""
+
+    def start(seed: int) -> tuple[Any, Any]:
+        model = make("Llama", attention_dropout=0.1)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 0.01 * seed)
+        model.train()
+        fully_shard(model, plan=model.fsdp_plan)
+        return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    model, optimizer = start(0)
+    torch.manual_seed(7 + fsdpc.rank())
+    whole = trained(model, optimizer, range(20))
+    expected = full_parameters(model)
+
+    plain = make("Llama", attention_dropout=0.1).train()
+    torch.manual_seed(7 + fsdpc.rank())
+    theirs = trained(plain, torch.optim.Adam(plain.parameters(), lr=1e-3), range(20))
+    assert whole == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+    model, optimizer = start(0)
+    torch.manual_seed(7 + fsdpc.rank())
+    first = trained(model, optimizer, range(10))
+    saved = fsdpc.torch.get_model_state_dict(model)
+    states = fsdpc.torch.get_optimizer_state_dict(model, optimizer)
+    generator = torch.get_rng_state()
+
+    torch.manual_seed(999)
+    torch.rand(100)
+    model, optimizer = start(3)
+    model.load_state_dict(saved)
+    fsdpc.torch.set_optimizer_state_dict(model, optimizer, states)
+    torch.set_rng_state(generator)
+    second = trained(model, optimizer, range(10, 20))
+    assert first + second == pytest.approx(whole, rel=1e-5, abs=1e-5)
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fsdpc import _core, distributed, fsdp_module
 from fsdpc.sharding import _agreement_comms, _check_agreement, _check_reshard
 from fsdpc.strategies import ShardingStrategy, apply_strategy, as_strategy
 from fsdpc.torch import _forward
+from fsdpc.torch._plan import groups_of
 from fsdpc.torch._unit import Root, UnitState, comms_of, make_root, states_of, unit_dtypes
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy, core_dtype
 from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict
@@ -264,7 +264,8 @@ def fully_shard(
         A name for a mesh and ``reshard_after_forward`` (NO_SHARD is DDP).
     plan : mapping of str to dict, or callable, optional
         Which submodules to shard first: patterns of dotted names (``{"model.layers.*": {}}``, as
-        transformers' FSDP plans have them) with options of their own.
+        transformers' FSDP plans have them) with options of their own, or those plans' own values
+        (``plan=model.fsdp_plan``).
 
     Returns
     -------
@@ -366,29 +367,10 @@ register_optimizer_step_pre_hook(_refuse_stale)
 
 
 def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any]) -> None:
-    policy = plan if callable(plan) else _by_name(plan)
     for outer in modules:
-        for name, child in reversed(list(outer.named_modules())):
-            own = policy(name, child) if name else None
-            if own is not None and not isinstance(child, FSDPModule):
-                fully_shard(child, **{**options, **own})
-
-
-def _by_name(plan: Mapping[str, Any]) -> Callable[[str, nn.Module], dict[str, Any] | None]:
-    """A plan's options for a module; transformers' values, which name strategies, give none."""
-
-    def policy(name: str, module: nn.Module) -> dict[str, Any] | None:
-        for pattern, options in plan.items():
-            if _fits(name.split("."), pattern.split(".")):
-                return dict(options) if isinstance(options, Mapping) else {}
-        return None
-
-    return policy
-
-
-def _fits(path: list[str], pattern: list[str]) -> bool:
-    """A star stands for one part of a name, as in transformers' plans."""
-    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+        for inner, own in groups_of(outer, plan):
+            if not any(isinstance(m, FSDPModule) for m in inner):
+                fully_shard(inner if len(inner) > 1 else inner[0], **{**options, **own})
 
 
 _classes: dict[type, type] = {}

@@ -1,0 +1,124 @@
+"""Which submodules a plan makes units, and with which options.
+
+A plan is a function of (dotted name, module) that returns options or None, or maps patterns of
+names to options; a star stands for one part of a name. transformers' plans are taken as they are:
+a tuple of patterns is one unit, ``"free_full_weight"`` and ``"keep_full_weight"`` say what happens
+after forward. Modules of a plan that share a parameter become one unit; one that shares its own
+with what no pattern names is left to the module around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+STYLES: dict[str, dict[str, Any]] = {
+    "free_full_weight": {"reshard_after_forward": True},
+    "keep_full_weight": {"reshard_after_forward": False},
+}
+
+Group = tuple[list[nn.Module], dict[str, Any]]
+
+
+def groups_of(module: nn.Module, plan: Any) -> list[Group]:
+    """Return (modules of a unit, its options), inner units first.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Itself not part of it.
+    plan : callable or mapping
+
+    Raises
+    ------
+    ValueError
+        A value is no option, or no pattern fits any module.
+    """
+    if callable(plan):
+        return _by_function(module, plan)
+    return _tied_together(module, _by_patterns(module, plan))
+
+
+def _inner_first(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, m) for name, m in reversed(list(module.named_modules())) if name]
+
+
+def _by_function(
+    module: nn.Module, plan: Callable[[str, nn.Module], dict[str, Any] | None]
+) -> list[Group]:
+    answers = ((m, plan(name, m)) for name, m in _inner_first(module))
+    return [([m], own) for m, own in answers if own is not None]
+
+
+def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
+    found: list[Group] = []
+    units: dict[tuple[str, ...], Group] = {}
+    for name, m in _inner_first(module):
+        for key, value in plan.items():
+            patterns = key if isinstance(key, tuple) else (key,)
+            if not any(_fits(name.split("."), pattern.split(".")) for pattern in patterns):
+                continue
+            if isinstance(key, tuple) and key in units:
+                units[key][0].insert(0, m)
+            else:
+                found.append(([m], _options(key, value)))
+                if isinstance(key, tuple):
+                    units[key] = found[-1]
+            break
+    if plan and not found:
+        raise ValueError(
+            f"the plan fits no module of {type(module).__name__}: patterns {list(plan)}, modules "
+            f"{[name for name, _ in module.named_modules() if name][:8]} ..."
+        )
+    return found
+
+
+def _fits(path: list[str], pattern: list[str]) -> bool:
+    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+
+
+def _options(key: Any, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if value not in STYLES:
+        raise ValueError(
+            f"the plan says {value!r} for {key!r}: give a dict of fully_shard's options, or one of "
+            f"{sorted(STYLES)}"
+        )
+    return dict(STYLES[value])
+
+
+def _tied_together(root: nn.Module, groups: list[Group]) -> list[Group]:
+    """Join groups that share a parameter; drop those that share it with no group."""
+    owners: dict[int, set[int]] = {}  # of parameters: the modules that have them as their own
+    for m in root.modules():
+        for p in m._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), set()).add(id(m))
+    tied = {p: own for p, own in owners.items() if len(own) > 1}
+    inside = [{id(m) for top in tops for m in top.modules()} for tops, _ in groups]
+    planned: set[int] = set().union(*inside) if inside else set()
+    result: list[Group] = []
+    at: dict[int, Group] = {}  # of tied parameters: the group that has them
+    for (tops, options), modules in zip(groups, inside, strict=True):
+        shared = [p for p, own in tied.items() if own & modules and own - modules]
+        if any(not tied[p] <= planned for p in shared):
+            continue
+        other = next((at[p] for p in shared if p in at), None)
+        if other is None:
+            other = (list(tops), dict(options))
+            result.append(other)
+        else:
+            keeps = False in (
+                options.get("reshard_after_forward"),
+                other[1].get("reshard_after_forward"),
+            )
+            other[0][:0] = tops
+            other[1].update(options)
+            if keeps:
+                other[1]["reshard_after_forward"] = False
+        at.update((p, other) for p in shared)
+    return result
