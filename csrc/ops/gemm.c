@@ -12,10 +12,10 @@
  * and reading A once each through L3, which at 30 GB/s took a quarter of a bf16 product at 1024.
  *
  * With one block of k a tile's sums go straight to C.  With several in one pass, a row of tiles
- * keeps its sums in fp32 in between; with several passes (k above 2048 for AMX, the path's kc for
- * others) at most ROWS rows do, in a private area.  So partial sums are never rounded to bf16 and C
- * is read and written once.  A sum is one chain over ascending k, therefore equal for every cut of
- * m, n, k.
+ * keeps its sums in fp32 in between; with several passes (k above 2048 for AMX, 3072 for
+ * AVX-512, the path's kc for others) at most ROWS rows do, in a private area.  So partial sums are
+ * never rounded to bf16 and C is read and written once.  A sum is one chain over ascending k,
+ * therefore equal for every cut of m, n, k.
  *
  * Threads take panels of A to pack, then blocks of C to compute, from a counter; each has its own
  * place for B's block and the sums.  C is cut over columns first, since cuts over rows make threads
