@@ -28,7 +28,16 @@ from fsdpc.torch.wrap import (
     wrap,
 )
 
-from .common import Block, assert_same_parameters, batch, build, loss_of, train_twins, twin
+from .common import (
+    Block,
+    assert_same_parameters,
+    average_grads,
+    batch,
+    build,
+    loss_of,
+    train_twins,
+    twin,
+)
 
 POLICIES: dict[str, Any] = {
     "transformer": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
@@ -235,6 +244,59 @@ def test_rank_0_alone_has_the_weights() -> None:
     plain.norm.running_mean.fill_(0.25)  # type: ignore[union-attr]
     for name, value in plain.state_dict().items():
         assert torch.equal(ours.state_dict()[name], value), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_wrappers(before: bool) -> None:
+    """As tutorials apply them, around the units or inside; states go by the plain names."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+
+    def checkpointed(model: nn.Module) -> None:
+        wrapper.apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=functools.partial(
+                wrapper.checkpoint_wrapper, checkpoint_impl=wrapper.CheckpointImpl.NO_REENTRANT
+            ),
+            check_fn=lambda m: isinstance(m, Block),
+        )
+
+    model = build()
+    plain = twin(model)
+    if before:
+        checkpointed(model)
+    ours = FSDP(model, auto_wrap_policy=POLICIES["modules"])
+    if not before:
+        checkpointed(ours)
+    assert len(FSDP.fsdp_modules(ours)) == 4
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2)
+    for step in range(2):
+        x = batch(step, fsdpc.rank())
+        for m, o in ((ours, optimizer), (plain, theirs)):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            if m is plain:
+                average_grads(plain)
+            o.step()
+    state = ours.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+    states = FSDP.optim_state_dict(ours, optimizer)["state"]
+    assert list(states) == [n for n, _ in plain.named_parameters()]
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(states[name]["exp_avg"], theirs.state[p]["exp_avg"])
+    ours.load_state_dict(state)
+    fresh = FSDP(build(seed=4), auto_wrap_policy=POLICIES["modules"])
+    fresh.load_state_dict(state)
+    assert_same_parameters(fresh, plain)
+    resumed = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+    full = FSDP.optim_state_dict(ours, optimizer)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(fresh, resumed, full))
+    for p, q in zip(fresh.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(resumed.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
 
 
 @pytest.mark.ranks(4)

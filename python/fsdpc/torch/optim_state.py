@@ -36,8 +36,11 @@ def own_rows(info: PieceInfo, piece: torch.Tensor, full: torch.Tensor) -> torch.
     return full.detach().reshape(-1)[first : first + numel].clone().view(piece.shape)
 
 
+_WRAPPER = "_checkpoint_wrapped_module."  # torch's, which leaves it out of state dicts too
+
+
 def _names(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
+    return {id(p): name.replace(_WRAPPER, "") for name, p in model.named_parameters()}
 
 
 def get_optimizer_state_dict(
