@@ -6,12 +6,6 @@
  */
 #include "ops/flat_cpu.h"
 
-const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
-{
-    static const char *const names[FSDPC_OPTIM_KINDS] = {"AdamW", "Adam", "SGD", "Lion"};
-    return names[kind];
-}
-
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
 {
     if (kind == FSDPC_OPTIM_SGD)

@@ -63,7 +63,11 @@ typedef struct fsdpc_step_args {
 } fsdpc_step_args;
 
 /* "AdamW" */
-const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind);
+static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)
+{
+    static const char *const names[FSDPC_OPTIM_KINDS] = {"AdamW", "Adam", "SGD", "Lion"};
+    return names[kind];
+}
 
 /* How many states a step uses: 0 to FSDPC_OPTIM_MAX_STATES. */
 int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper);

@@ -147,10 +147,10 @@ def _add_sharding_options(p: argparse.ArgumentParser) -> None:
     sharding.add_argument(
         "--strategy",
         type=str.upper,
-        choices=tuple(ShardingStrategy.__members__),
+        choices=tuple(s.name for s in ShardingStrategy),
         default="FULL_SHARD",
         metavar="NAME",
-        help=f"{', '.join(ShardingStrategy.__members__)} (default: FULL_SHARD)",
+        help=f"{', '.join(s.name for s in ShardingStrategy)} (default: FULL_SHARD)",
     )
     sharding.add_argument(
         "--mesh",

@@ -33,7 +33,7 @@ class Odd(nn.Module):
         return self.single(self.wide(x) + self.tied(x)).mean() + self.half.float().mean()
 
 
-STRATEGIES = ["plain", *fsdpc.ShardingStrategy.__members__]
+STRATEGIES = ["plain", *(s.name for s in fsdpc.ShardingStrategy)]
 
 
 def options_of(how: str) -> dict[str, Any]:
