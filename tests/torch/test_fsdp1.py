@@ -164,6 +164,32 @@ def test_the_module_is_sharded_in_place() -> None:
     assert type(wrap(nn.Linear(2, 2))) is nn.Linear
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["theirs", "ours"])
+def test_summoned_gradients(kind: str) -> None:
+    """Full ones inside; what is written to them counts in the next step."""
+    model = build()
+    plain = twin(model)
+    ours = FSDP(model, auto_wrap_policy=POLICIES["modules"])
+    maker: Any = torch.optim.SGD if kind == "theirs" else fsdpc.torch.optim.SGD
+    optimizers = (maker(ours.parameters(), lr=0.5), torch.optim.SGD(plain.parameters(), lr=0.5))
+    x = batch(0, fsdpc.rank())
+    for m in (ours, plain):
+        loss_of(m, x).backward()
+    average_grads(plain)
+    with FSDP.summon_full_params(ours, with_grads=True):
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1.3e-6, atol=1e-6)
+            p.grad.mul_(3)
+            q.grad.mul_(3)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(ours, plain)
+    ours.zero_grad()
+    with FSDP.summon_full_params(ours, writeback=False, with_grads=True):
+        assert all(p.grad is None for p in ours.parameters())
+
+
 class Normed(nn.Module):
     """A batch norm between layers, and a buffer of its own."""
 

@@ -58,14 +58,12 @@ def summon_full_params(
     offload_to_cpu : bool, default False
         Copies are in host memory in any case.
     with_grads : bool, default False
-        Refused.
+        The copies have full gradients, and ``writeback`` keeps the own rows of these too.
 
     Notes
     -----
     The modules cannot be called inside.
     """
-    if with_grads:
-        raise NotImplementedError("with_grads: read gradients of pieces, or full_grad")
     if rank0_only and writeback:
         raise ValueError("rank0_only with writeback=True: other ranks would keep the old rows")
     states = states_of(module) if recurse else [module._fsdpc_state]  # type: ignore[list-item]
@@ -77,7 +75,10 @@ def summon_full_params(
     for s in states:
         for i, p in enumerate(s.pieces):
             value = full_value(s, i)
+            grad = full_grad(p) if with_grads else None
             fulls[id(s), i] = nn.Parameter(value, p.requires_grad) if mine else p
+            if mine:
+                fulls[id(s), i].grad = grad
     _show(states, fulls)
     try:
         yield
@@ -85,8 +86,21 @@ def summon_full_params(
             for s in states:
                 for i in range(len(s.pieces)):
                     s.write(i, fulls[id(s), i])
+                    if with_grads:
+                        _write_grad(s, i, fulls[id(s), i].grad)
     finally:
         _show(states, _pieces(states))
+
+
+def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
+    """Keep the own rows of a full gradient; None is none."""
+    grad = state.pieces[index].grad
+    if full is None or grad is None:
+        state.pieces[index].grad = None
+        return
+    _, _, first, numel, _ = state.places[index]
+    with torch.no_grad():
+        grad.copy_(full.reshape(-1)[first : first + numel].view(grad.shape))
 
 
 def _rank(states: list[UnitState]) -> int:
