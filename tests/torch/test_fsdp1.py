@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -188,6 +189,36 @@ def test_summoned_gradients(kind: str) -> None:
     ours.zero_grad()
     with FSDP.summon_full_params(ours, writeback=False, with_grads=True):
         assert all(p.grad is None for p in ours.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_scaled_losses() -> None:
+    """What overflows on one rank is skipped on all, and the scale is halved on all."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Theirs
+
+    from fsdpc.torch.sharded_grad_scaler import ShardedGradScaler
+
+    expected = inspect.signature(Theirs.__init__).parameters
+    assert list(inspect.signature(ShardedGradScaler.__init__).parameters) == list(expected)
+    ours = FSDP(build(), auto_wrap_policy=POLICIES["modules"])
+    plain = build()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)
+    scaler = ShardedGradScaler(init_scale=2.0**10)
+    for overflow in (True, False):
+        x = batch(0, fsdpc.rank())
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ours, x)).backward()
+        if overflow and fsdpc.rank() == 1:
+            ours.last.weight.grad[0, 0] = float("inf")  # in rows that rank 0 does not have
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**9
+        if overflow:
+            assert_same_parameters(ours, plain, rtol=0, atol=0)
+    loss_of(plain, batch(0, fsdpc.rank())).backward()
+    average_grads(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    assert_same_parameters(ours, plain)
 
 
 class Normed(nn.Module):

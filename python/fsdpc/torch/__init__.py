@@ -14,7 +14,7 @@ Importing this module imports torch; nothing else of fsdpc does.
 
 from __future__ import annotations
 
-from fsdpc.torch import optim, wrap
+from fsdpc.torch import optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import (
     FSDPModule,
     UnshardHandle,
@@ -54,6 +54,6 @@ __all__ = [
     "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "get_model_state_dict", "get_optimizer_state_dict", "optim", "register_fsdp_forward_method",
-    "set_model_state_dict", "set_optimizer_state_dict", "size_based_auto_wrap_policy",
-    "summon_full_params", "transformer_auto_wrap_policy", "wrap",
+    "set_model_state_dict", "set_optimizer_state_dict", "sharded_grad_scaler",
+    "size_based_auto_wrap_policy", "summon_full_params", "transformer_auto_wrap_policy", "wrap",
 ]  # fmt: skip

@@ -1,0 +1,45 @@
+"""``ShardedGradScaler``, where FSDP1's scripts import it from.
+
+``torch.amp.GradScaler`` itself works on sharded gradients: infinities on one rank count on all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` with FSDP1's signature.
+
+    Parameters
+    ----------
+    device : str, default "cpu"
+    init_scale : float, default 65536
+    backoff_factor : float, default 0.5
+    growth_factor : float, default 2
+    growth_interval : int, default 2000
+    enabled : bool, default True
+    process_group : optional
+        Means nothing: the ranks of the gradients agree.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
