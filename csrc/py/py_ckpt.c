@@ -76,7 +76,7 @@ static PyObject *layout_result(const char *header, size_t header_bytes,
     for (Py_ssize_t i = 0; places && i < n; i++) {
         unsigned long long begin = header_bytes + tensors[i].begin;
         PyObject *place =
-            Py_BuildValue("KK", begin, (unsigned long long)(header_bytes + tensors[i].end));
+            Py_BuildValue("KK", begin, (unsigned long long)header_bytes + tensors[i].end);
         if (!place)
             Py_CLEAR(places);
         else
@@ -165,8 +165,8 @@ static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tens
             PyTuple_SET_ITEM(shape, d, extent);
     }
     return shape ? Py_BuildValue("ssNKK", t->name, t->dtype->name, shape,
-                                 (unsigned long long)(header->data_begin + t->begin),
-                                 (unsigned long long)(header->data_begin + t->end))
+                                 (unsigned long long)header->data_begin + t->begin,
+                                 (unsigned long long)header->data_begin + t->end)
                  : NULL;
 }
 
