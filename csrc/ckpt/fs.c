@@ -115,7 +115,7 @@ fsdpc_status fsdpc_fs_pread(const fsdpc_fs *fs, int fd, const char *path, void *
         else if (n == 0)
             return fsdpc_fail(FSDPC_ERR_OS, "'%s' ends at byte %llu, %llu are wanted", path,
                               (unsigned long long)offset + done,
-                              (unsigned long long)(offset + bytes));
+                              (unsigned long long)offset + bytes);
         else if (errno != EINTR)
             return fsdpc_fail_errno("cannot read %zu bytes at %llu of '%s'", bytes,
                                     (unsigned long long)offset, path);
