@@ -50,7 +50,8 @@ def fully_shard(
     reshard_after_forward : bool or int, optional
         Give parameters up after forward and gather them again for backward. None: yes, except for
         the outermost module. An int n, a divisor of the shard group's size: give up all but what a
-        group of n ranks needs to gather again, which is the same as True where ranks share memory.
+        group of n ranks needs to gather again: 1 keeps them (False), and more is the same as True
+        where ranks share memory.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication; the original ones where not given.
     ignored_params : iterable of Parameter, optional
@@ -168,7 +169,7 @@ def _check_reshard(value: bool | int | None, ranks: int) -> bool | None:
             f"reshard_after_forward={value!r}: True, False, None, or a number of ranks that "
             f"divides the shard group's {ranks}"
         )
-    return value != ranks if value > 1 else True
+    return value > 1  # as PyTorch: a group of one keeps all, of all ranks is True
 
 
 def _agreement_comms(

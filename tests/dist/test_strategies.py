@@ -66,6 +66,8 @@ def test_counts_of_communication() -> None:
         "FULL_SHARD": ({"strategy": "FULL_SHARD"}, (UNITS, UNITS - 1, UNITS, 0)),
         "True": ({"reshard_after_forward": True}, (UNITS, UNITS, UNITS, 0)),
         "int": ({"reshard_after_forward": 2}, (UNITS, UNITS, UNITS, 0)),
+        "all": ({"reshard_after_forward": 4}, (UNITS, UNITS, UNITS, 0)),
+        "one": ({"reshard_after_forward": 1}, (UNITS, 0, UNITS, 0)),
         "SHARD_GRAD_OP": ({"strategy": "SHARD_GRAD_OP"}, (UNITS, 0, UNITS, 0)),
         "SHARD_OPTIM": ({"strategy": "SHARD_OPTIM"}, (UNITS, 0, UNITS, 0)),
         "NO_SHARD": ({"strategy": "NO_SHARD"}, (0, 0, UNITS, UNITS)),

@@ -494,3 +494,10 @@ def test_parameters_replaced_later_are_named() -> None:
     ours.first.weight = nn.Parameter(torch.zeros(20, 7))
     with pytest.raises(RuntimeError, match=r"'first.weight' of unit 'Net' was replaced"):
         ours(batch(0, 0))
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_hands_the_strategy_on() -> None:
+    model = fully_shard(build(), plan={"blocks.*": {}}, strategy="SHARD_OPTIM")
+    assert model._fsdpc_unit.keep_grads
+    assert all(block._fsdpc_unit.keep_grads for block in model.blocks)

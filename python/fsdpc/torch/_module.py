@@ -247,7 +247,8 @@ def fully_shard(
         (shard) or (replicate, shard); all ranks where not given.
     reshard_after_forward : bool or int, optional
         Give parameters up after forward and gather them again for backward. None: yes, except for
-        the outermost module. A number means yes: ranks of a host share the gathered memory anyway.
+        the outermost module. A number above 1 means yes, as ranks of a host share the gathered
+        memory anyway; 1 means no.
     shard_placement_fn : callable, optional
         May return None or dimension 0, which is how parameters are cut.
     mp_policy : MixedPrecisionPolicy, optional
@@ -307,6 +308,7 @@ def fully_shard(
                 "reshard_after_forward": reshard_after_forward,
                 "mp_policy": mp_policy,
                 "ignored_params": ignored_params,
+                "strategy": strategy,
                 "sync_module_states": sync_module_states,
                 "shard_placement_fn": shard_placement_fn,
                 "offload_policy": offload_policy,
