@@ -27,9 +27,11 @@ $(VENV)/stamp-package: $(VENV)/stamp-base pyproject.toml setup.py
 	touch $@
 
 # The pinned torch alone first: its CPU build is then found where an index with one is configured.
+# Where nvcc is, the plugin's tests open NCCL, which needs no GPU.
 $(VENV)/stamp-test: $(VENV)/stamp-package pyproject.toml
 	$(PY) -m pip install --quiet torch==2.13.0
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[test]"
+	if command -v nvcc >/dev/null; then $(PY) -m pip install --quiet nvidia-nccl-cu13; fi
 	touch $@
 
 $(VENV)/stamp-lint: $(VENV)/stamp-package pyproject.toml
@@ -87,4 +89,4 @@ fuzz: venv ## the fuzzer on hostile checkpoints (10 minutes), long property test
 	$(PY) -m pytest tests --ignore=tests/lint --hypothesis-profile=long $(ARGS)
 
 clean: ## remove all that the build made, .venv too
-	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so
+	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so python/fsdpc/libfsdpc_*

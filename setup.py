@@ -3,6 +3,8 @@
 setuptools would compile one file after the other, all with the same flags, and all of them again
 whenever one changed.  The kernels need flags of their own for each instruction set, so the
 compiling is done by tools/native.py and only the placing of the result is left to setuptools.
+
+Beside the extension goes the plugin for GPUs, by tools/cuda_build.py, where there is a toolkit.
 """
 
 import sys
@@ -15,11 +17,24 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import cuda_build  # noqa: E402
 import native  # noqa: E402
 
 
 class BuildCore(build_ext):
-    """Compile in parallel, each file with its own flags, what changed only."""
+    """Compile in parallel, each file with its own flags, what changed only; then the plugin."""
+
+    def run(self):
+        """Build the extension, and the plugin beside where it ends up."""
+        super().run()
+        if self.inplace:
+            folder = Path(self.get_finalized_command("build_py").get_package_dir("fsdpc"))
+        else:
+            folder = Path(self.build_lib) / "fsdpc"
+        try:
+            cuda_build.install(folder, in_place=bool(self.inplace))
+        except RuntimeError as error:
+            sys.exit(f"fsdpc: {cuda_build.PLUGIN} could not be built\n{error}")
 
     def build_extension(self, ext):
         """Compile csrc and link it to where setuptools wants the extension."""

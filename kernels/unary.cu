@@ -7,101 +7,14 @@
  */
 #include "map.cuh"
 
-template <typename W> __device__ __forceinline__ W sigmoid(W x)
-{
-    return (W)1 / ((W)1 + exp(-x));
-}
-
-template <typename W> __device__ __forceinline__ W gelu_inner(W x)
-{
-    return tanh((W)0.79788456080286535588 * (x + (W)0.044715 * x * x * x));
-}
-
-template <fsdpc_unary KIND, typename W> __device__ __forceinline__ W unary_value(W x, W s)
-{
-    switch (KIND) {
-    case FSDPC_UNARY_NEG:
-        return -x;
-    case FSDPC_UNARY_ABS:
-        return fabs(x);
-    case FSDPC_UNARY_EXP:
-        return exp(x);
-    case FSDPC_UNARY_LOG:
-        return log(x);
-    case FSDPC_UNARY_SQRT:
-        return sqrt(x);
-    case FSDPC_UNARY_TANH:
-        return tanh(x);
-    case FSDPC_UNARY_SIGMOID:
-        return sigmoid(x);
-    case FSDPC_UNARY_GELU_TANH:
-        return (W)0.5 * x * ((W)1 + gelu_inner(x));
-    case FSDPC_UNARY_GELU_ERF:
-        return (W)0.5 * x * ((W)1 + erf(x * (W)0.70710678118654752440));
-    case FSDPC_UNARY_SILU:
-        return x * sigmoid(x);
-    case FSDPC_UNARY_RELU:
-        return x < 0 ? (W)0 : x; /* NaN stays */
-    case FSDPC_UNARY_ADD_SCALAR:
-        return x + s;
-    case FSDPC_UNARY_MUL_SCALAR:
-        return x * s;
-    case FSDPC_UNARY_RSUB_SCALAR:
-        return s - x;
-    case FSDPC_UNARY_RDIV_SCALAR:
-        return s / x;
-    case FSDPC_UNARY_POW_SCALAR:
-        return pow(x, s);
-    }
-    return x;
-}
-
-/* dy * f'(x).  y = f(x). */
-template <fsdpc_unary KIND, typename W>
-__device__ __forceinline__ W unary_slope(W x, W y, W dy, W s)
-{
-    switch (KIND) {
-    case FSDPC_UNARY_NEG:
-    case FSDPC_UNARY_RSUB_SCALAR:
-        return -dy;
-    case FSDPC_UNARY_ABS:
-        return x == 0 ? (W)0 : x < 0 ? -dy : x > 0 ? dy : x;
-    case FSDPC_UNARY_EXP:
-        return dy * y;
-    case FSDPC_UNARY_LOG:
-        return dy / x;
-    case FSDPC_UNARY_SQRT:
-        return (W)0.5 * dy / y;
-    case FSDPC_UNARY_TANH:
-        return dy * ((W)1 - y * y);
-    case FSDPC_UNARY_SIGMOID:
-        return dy * y * ((W)1 - y);
-    case FSDPC_UNARY_GELU_TANH: {
-        W t = gelu_inner(x);
-        W slope = (W)0.79788456080286535588 * ((W)1 + (W)(3 * 0.044715) * x * x);
-        return dy * ((W)0.5 * ((W)1 + t) + (W)0.5 * x * ((W)1 - t * t) * slope);
-    }
-    case FSDPC_UNARY_GELU_ERF: {
-        W below = (W)0.5 * ((W)1 + erf(x * (W)0.70710678118654752440));
-        return dy * (below + x * ((W)0.39894228040143267794 * exp((W)-0.5 * x * x)));
-    }
-    case FSDPC_UNARY_SILU: {
-        W g = sigmoid(x);
-        return dy * g * ((W)1 + x * ((W)1 - g));
-    }
-    case FSDPC_UNARY_RELU:
-        return y > 0 ? dy : (W)0;
-    case FSDPC_UNARY_ADD_SCALAR:
-        return dy;
-    case FSDPC_UNARY_MUL_SCALAR:
-        return dy * s;
-    case FSDPC_UNARY_RDIV_SCALAR:
-        return -dy * s / (x * x);
-    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
-        return s == 0 ? (W)0 : dy * s * pow(x, s - (W)1);
-    }
-    return dy;
-}
+#define RULE __device__ __forceinline__
+#define RULE_T float
+#include "ops/nn_unary_rules_body.h"
+#undef RULE_T
+#define RULE_T double
+#include "ops/nn_unary_rules_body.h"
+#undef RULE_T
+#undef RULE
 
 __host__ __device__ constexpr bool reads_y(fsdpc_unary kind)
 {
@@ -126,7 +39,7 @@ template <fsdpc_unary KIND, typename T> struct unary_op {
         vec<wide<T>, N> v = load_wide<N, wide<T>>(x + i);
 #pragma unroll
         for (int k = 0; k < N; k++)
-            v.at[k] = unary_value<KIND>(v.at[k], scalar);
+            v.at[k] = unary_value(KIND, v.at[k], scalar);
         store_narrow<N>(out + i, v);
     }
 };
@@ -146,7 +59,7 @@ template <fsdpc_unary KIND, typename T> struct unary_backward_op {
             vy = load_wide<N, wide<T>>(y + i);
 #pragma unroll
         for (int k = 0; k < N; k++)
-            v.at[k] = unary_slope<KIND>(vx.at[k], vy.at[k], v.at[k], scalar);
+            v.at[k] = unary_slope(KIND, vx.at[k], vy.at[k], v.at[k], scalar);
         store_narrow<N>(out + i, v);
     }
 };

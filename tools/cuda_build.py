@@ -3,8 +3,13 @@
     python tools/cuda_build.py [--out build/libfsdpc_cuda.so] [--archs 80,90,100] [--emulate]
 
 The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  Headers
-of cuBLASLt come from the same places; without them products go to the plain kernel.  CUDA's runtime
-is linked statically and everything else is opened at run time, so that the library loads anywhere.
+of cuBLASLt and NCCL come from the same places; without the first, products go to the plain kernel,
+without the other NCCL is not opened.  CUDA's runtime is linked statically and everything else is
+opened at run time, so that the library loads anywhere; pip's nvidia packages, beside which pip
+installs it, are where it looks first.
+
+setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it leaves the plugin out,
+writes the reason into a file that stands in the library's place.
 
 With --emulate it builds the tests of tests/gpu for this processor instead (tests/emu, by clang) and
 prints their paths; with --tests, for the GPU.
@@ -14,10 +19,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,18 +35,29 @@ import native
 KERNELS = native.ROOT / "kernels"
 TESTS = native.ROOT / "tests" / "gpu"
 EMULATION = native.ROOT / "tests" / "emu"
-DEFAULT_OUT = native.ROOT / "build" / "libfsdpc_cuda.so"
+PLUGIN = "libfsdpc_cuda.so"
+REASON = "libfsdpc_cuda.txt"  # why there is no plugin beside it
+DEFAULT_OUT = native.ROOT / "build" / PLUGIN
 ARCHS = ("80", "90", "100")
+
+# A toolkit of pip's packages; the build asks for them where FSDPC_CUDA=1 finds no other.  The last
+# two are there for their headers.
+TOOLKIT_PACKAGES = ("nvidia-cuda-nvcc>=13,<14", "nvidia-cuda-runtime>=13,<14",
+                    "nvidia-cuda-cccl>=13,<14", "nvidia-cublas>=13,<14", "nvidia-nccl-cu13>=2.28")
+NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
 # written.  The others may be contracted, as nvcc does by default.
-EXACT = {"adamw", "cast", "init", "scale", "sumsq", "tree", "gate", "binary", "embedding"}
+EXACT = {"binary", "cast", "embedding", "gate", "init", "magnitude", "scale", "step", "step_f64",
+         "sumpow", "tree"}
 
 HOST_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", *native.WARNINGS, "-fvisibility=hidden",
               "-fPIC", f"-I{native.CSRC}")
 KERNEL_FLAGS = ("-std=c++17", "-O3", f"-I{native.CSRC}", f"-I{KERNELS}")
+# From the plugin's folder, site-packages/fsdpc, to what it opens by name.
+RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib" for package in ("nccl", "cu13", "cublas")]
 # Of the core, the plugin compiles in what needs nothing else.
-SHARED_WITH_CORE = ("base/dtype.c",)
+SHARED_WITH_CORE = ("base/dtype.c", "ops/flat_check.c")
 
 
 @dataclass(frozen=True)
@@ -48,12 +67,18 @@ class Toolkit:
     nvcc: Path
     includes: tuple[Path, ...]
     cublaslt: bool
+    nccl: bool
 
 
 def pip_folders() -> list[Path]:
-    """Folders of pip's nvidia packages, whatever their version calls them."""
+    """Folders of pip's nvidia packages, whatever their version calls them.
+
+    sys.path comes first: in an isolated build it names the packages that the build asked for, and
+    sysconfig those of the environment around it.
+    """
+    sites = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     folders = []
-    for site in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+    for site in dict.fromkeys(site for site in sites if site):
         folders += sorted(Path(site).glob("nvidia/*"), reverse=True)
     return [folder for folder in folders if folder.is_dir()]
 
@@ -66,18 +91,16 @@ def find_toolkit() -> Toolkit | None:
     if on_path:
         homes.append(Path(on_path).resolve().parent.parent)
         homes.append(Path("/usr/local/cuda"))
-    compilers = [home / "bin" / "nvcc" for home in homes]
-    found = next((path for path in compilers if os.access(path, os.X_OK)), None)
-    if found is None:
+    home = next((home for home in homes if os.access(home / "bin" / "nvcc", os.X_OK)), None)
+    if home is None:
         return None
-    includes = tuple(home / "include" for home in homes if (home / "include").is_dir())
-    cublaslt = any((folder / "cublasLt.h").is_file() for folder in includes)
-    return Toolkit(found, includes, cublaslt)
-
-
-def newest(paths: Iterable[Path]) -> int:
-    """The latest change of these files, in nanoseconds."""
-    return max(path.stat().st_mtime_ns for path in paths)
+    # The compiler's own headers first: pip's may be of another version.
+    folders = dict.fromkeys(each / "include" for each in (home, *homes))
+    includes = tuple(folder for folder in folders if folder.is_dir())
+    searched = (*includes, Path("/usr/include"))
+    cublaslt, nccl = (any((folder / header).is_file() for folder in searched)
+                      for header in ("cublasLt.h", "nccl.h"))
+    return Toolkit(home / "bin" / "nvcc", includes, cublaslt, nccl)
 
 
 class Builder:
@@ -85,20 +108,20 @@ class Builder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        headers = [*native.CSRC.rglob("*.h"), *KERNELS.glob("*.cuh"), *EMULATION.glob("*.h")]
-        self.headers = newest([*headers, *TESTS.glob("*.h"), Path(__file__)])
 
     def compile(self, source: Path, command: Sequence[str]) -> Path:
-        """Run `command` on a source if it, or any header, is newer than its object."""
+        """Run `command` on a source if that, or anything it includes, is newer than its object."""
         target = self.folder / (source.relative_to(native.ROOT).as_posix().replace("/", "_") + ".o")
-        stamp = target.with_suffix(".cmd")
-        line = " ".join(command)
-        fresh = target.exists() and stamp.exists() and stamp.read_text() == line
-        if fresh and target.stat().st_mtime_ns >= max(self.headers, source.stat().st_mtime_ns):
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        native.run_command([*command, "-c", str(source), "-o", str(target)])
-        stamp.write_text(line)
+        depfile = target.with_suffix(".d")
+        whole = [*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
+        line = shlex.join(whole)
+        if not native.up_to_date(target, line, depfile):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            started = time.time_ns()
+            native.run_command(whole)
+            # Dated back, so that a source saved while the compiler ran counts as newer.
+            os.utime(target, ns=(started, started))
+            target.with_suffix(".cmd").write_text(line)
         return target
 
     def compile_all(self, work: Sequence[tuple[Path, Sequence[str]]]) -> list[Path]:
@@ -117,7 +140,7 @@ def kernel_commands(toolkit: Toolkit, archs: Sequence[str]) -> list[tuple[Path, 
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
     base = [str(toolkit.nvcc), *KERNEL_FLAGS, *targets,
-            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
+            "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-ffp-contract=off"]
     return [(path, [*base, "-fmad=false"] if path.stem in EXACT else base)
             for path in sorted(KERNELS.glob("*.cu"))]
 
@@ -127,18 +150,30 @@ def host_command(toolkit: Toolkit) -> list[str]:
     command = [*native.default_compiler(), *HOST_FLAGS]
     for folder in toolkit.includes:
         command += ["-isystem", str(folder)]
-    return [*command, "-DFSDPC_CUBLASLT"] if toolkit.cublaslt else command
+    command += ["-DFSDPC_CUBLASLT"] * toolkit.cublaslt
+    return [*command, *["-DFSDPC_NCCL"] * toolkit.nccl]
 
 
-def build_plugin(out: Path, archs: Sequence[str] = ARCHS) -> Path:
+def default_archs(toolkit: Toolkit) -> list[str]:
+    """The archs of $FSDPC_CUDA_ARCHS, else those of :data:`ARCHS` that this nvcc knows."""
+    asked = os.environ.get("FSDPC_CUDA_ARCHS")
+    if asked:
+        return asked.split(",")
+    listed = subprocess.run([toolkit.nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    known = listed.stdout.split()
+    return [arch for arch in ARCHS if f"compute_{arch}" in known] or list(ARCHS[:1])
+
+
+def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
     """Build the plugin.
 
     Parameters
     ----------
     out : Path
         The library to write.
-    archs : sequence of str
+    archs : sequence of str, optional
         Compute capabilities without the dot, ascending; PTX of the last serves later ones.
+        Default: :func:`default_archs`.
 
     Returns
     -------
@@ -154,18 +189,78 @@ def build_plugin(out: Path, archs: Sequence[str] = ARCHS) -> Path:
     """
     toolkit = find_toolkit()
     if toolkit is None:
-        raise RuntimeError("no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH: install"
-                           " a CUDA toolkit (12.4 or newer), or build without FSDPC_CUDA=1")
-    builder = Builder(native.ROOT / "build" / "cuda" / "-".join(archs))
+        raise RuntimeError(f"{NO_TOOLKIT}: install a CUDA toolkit (12.4 or newer), or its packages"
+                           f" ({' '.join(TOOLKIT_PACKAGES)}), or build without FSDPC_CUDA=1")
+    archs = archs or default_archs(toolkit)
+    folder = native.ROOT / "build" / "cuda" / "-".join(archs)
+    builder = Builder(folder)
     command = host_command(toolkit)
     sources = [*cuda_sources(), *(native.CSRC / name for name in SHARED_WITH_CORE)]
     objects = builder.compile_all([*kernel_commands(toolkit, archs),
                                    *((path, command) for path in sources)])
+    built = folder / PLUGIN
+    if not built.exists() or any(path.stat().st_mtime_ns > built.stat().st_mtime_ns
+                                 for path in objects):
+        native.run_command([str(toolkit.nvcc), "-shared", "-cudart=static", "-o", str(built),
+                            *map(str, objects), "-Xlinker=--no-undefined,--exclude-libs=ALL",
+                            f"-Xlinker=-rpath,{':'.join(RUN_PATH)}", "-ldl", "-lpthread", "-lrt"])
     out.parent.mkdir(parents=True, exist_ok=True)
-    native.run_command([str(toolkit.nvcc), "-shared", "-cudart=static", "-o", str(out),
-                        *map(str, objects), "-Xlinker=--no-undefined,--exclude-libs=ALL",
-                        "-ldl", "-lpthread", "-lrt"])
+    fresh = out.with_suffix(".new")  # put in place whole: a process may have the old one loaded
+    shutil.copy2(built, fresh)
+    fresh.replace(out)
     return out
+
+
+def wanted() -> str:
+    """What $FSDPC_CUDA says: "auto", "0" or "1"."""
+    value = os.environ.get("FSDPC_CUDA") or "auto"
+    if value not in ("auto", "0", "1"):
+        raise RuntimeError(f"FSDPC_CUDA={value} is none of auto, 0 and 1")
+    return value
+
+
+def packages_needed() -> list[str]:
+    """Packages that the build has to ask for, so that there is a toolkit where one is demanded."""
+    return list(TOOLKIT_PACKAGES) if wanted() == "1" and find_toolkit() is None else []
+
+
+def install(folder: Path, in_place: bool) -> None:
+    """Put the plugin into `folder`, or the reason why it is left out.
+
+    Parameters
+    ----------
+    folder : Path
+        The package's folder, where the extension goes too.
+    in_place : bool
+        Whether that is in the source tree.  There a plugin is made only if FSDPC_CUDA=1, or if
+        there is one already: those who edit C should not wait for nvcc.
+
+    Raises
+    ------
+    RuntimeError
+        If FSDPC_CUDA=1 and the plugin cannot be built.  Otherwise a failure is reported on stderr
+        and the package is built without it.
+    """
+    plugin, note, choice, reason = folder / PLUGIN, folder / REASON, wanted(), ""
+    if choice == "0":
+        reason = "FSDPC_CUDA was 0"
+    elif choice == "auto" and in_place and not plugin.exists():
+        reason = "a build in place leaves it out; build with FSDPC_CUDA=1"
+    elif choice == "auto" and find_toolkit() is None:
+        reason = NO_TOOLKIT
+    else:
+        try:
+            build_plugin(plugin)
+        except RuntimeError as error:
+            if choice == "1":
+                raise
+            print(f"fsdpc: building without {PLUGIN}\n{error}", file=sys.stderr)
+            reason = "it did not compile; build with FSDPC_CUDA=1 to see why"
+    if reason:
+        plugin.unlink(missing_ok=True)
+        note.write_text(reason + "\n")
+    else:
+        note.unlink(missing_ok=True)
 
 
 def core_objects(folder: Path) -> list[Path]:
@@ -187,7 +282,8 @@ def build_tests(archs: Sequence[str]) -> list[Path]:
     """Build the tests of tests/gpu for the GPU."""
     toolkit = find_toolkit()
     if toolkit is None:
-        raise RuntimeError("no nvcc: the GPU's tests need a CUDA toolkit")
+        raise RuntimeError(f"{NO_TOOLKIT}: the GPU's tests need a CUDA toolkit")
+    archs = archs or default_archs(toolkit)
     folder = native.ROOT / "build" / "cuda" / "tests"
     builder = Builder(folder)
     command = [*host_command(toolkit), f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"]
@@ -235,18 +331,19 @@ def main() -> int:
     """Build what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--archs", default=",".join(ARCHS), help="e.g. 90 or 80,90")
+    parser.add_argument("--archs", default="", help="e.g. 90 or 80,90; default 80,90,100")
     parser.add_argument("--tests", action="store_true", help="build the GPU's tests")
     parser.add_argument("--emulate", action="store_true", help="build them for this processor")
     parser.add_argument("--sanitizer", default="", help="with --emulate: address or thread")
     args = parser.parse_args()
+    archs = args.archs.split(",") if args.archs else []
     try:
         if args.emulate:
             built = build_emulated(args.sanitizer)
         elif args.tests:
-            built = build_tests(args.archs.split(","))
+            built = build_tests(archs)
         else:
-            built = [build_plugin(args.out, args.archs.split(","))]
+            built = [build_plugin(args.out, archs)]
     except RuntimeError as error:
         sys.exit(f"cuda_build: {error}")
     print("\n".join(map(str, built)))

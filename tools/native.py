@@ -32,7 +32,7 @@ FLAGS = (
     "-std=c11",
     "-D_GNU_SOURCE",
     "-O3",
-    "-g",
+    "-g1",  # lines for stack traces; all of -g would be most of what is installed
     *WARNINGS,
     "-fvisibility=hidden",
     "-ffp-contract=off",
@@ -107,7 +107,8 @@ def _dependencies(depfile: Path) -> list[str]:
     return text.split(":", 1)[1].split()
 
 
-def _up_to_date(target: Path, command_line: str, depfile: Path) -> bool:
+def up_to_date(target: Path, command_line: str, depfile: Path) -> bool:
+    """Whether a target was made by this command and is as new as all that it was made of."""
     stamp = target.with_suffix(".cmd")
     try:
         if stamp.read_text() != command_line:
@@ -150,7 +151,7 @@ class Builder:
         command = [*self.compiler, *base_flags(), *self.extra, *per_file, *flags]
         command += ["-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
         line = shlex.join(command)
-        if not _up_to_date(target, line, depfile):
+        if not up_to_date(target, line, depfile):
             target.parent.mkdir(parents=True, exist_ok=True)
             started = time.time_ns()
             run_command(command)

@@ -28,11 +28,19 @@ fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void
                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
                               fsdpc_stream *stream);
 
-/* kernels/tree.cu, sumsq.cu, adamw.cu, init.cu */
+/* kernels/tree.cu, sumpow.cu, magnitude.cu, step.cu, step_f64.cu, init.cu */
 fsdpc_status fsdpc_cuda_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                               fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
-fsdpc_status fsdpc_cuda_adamw(const fsdpc_step_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_sumpow(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
+                               double p, fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_absmax(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
+                               fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
+                              fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
+                                 fsdpc_stream *stream); /* F64 masters */
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
 /* kernels/unary.cu, gate.cu, binary.cu, sum.cu, copy.cu */

@@ -1,6 +1,7 @@
 /* libfsdpc_cuda.so: the table that the core gets, and the one symbol that the library exports.
  *
- * Opening it touches no driver.  Its transports are none yet, so GPUs are used one to a process.
+ * Opening it touches no driver.  It finds NCCL, but has no transport over it yet, so
+ * GPUs are used one to a process.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
@@ -8,6 +9,7 @@
 #include "cuda/cuda_driver.h"
 #include "cuda/device_cuda.h"
 #include "cuda/guest.h"
+#include "cuda/nccl_load.h"
 
 static void describe(char *text, size_t bytes)
 {
@@ -46,6 +48,7 @@ static const fsdpc_plugin plugin = {
     .device_count = fsdpc_cuda_driver_open,
     .device_create = device_create,
     .device_select = fsdpc_device_cuda_select,
+    .comm_library = fsdpc_nccl_describe,
     .transports = transports,
 };
 

@@ -52,22 +52,3 @@ void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_fla
     split s = {fn, arg, numel, fsdpc_round_up(fsdpc_ceil_div(numel, parts), unit)};
     fsdpc_team_run(team, fsdpc_ceil_div(numel, s.part_numel), split_part, &s);
 }
-
-fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype)
-{
-    if (fsdpc_dtype_is_float(dtype))
-        return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_DTYPE,
-                      "%s takes float32, bfloat16, float16 or float64, not %s; convert it first",
-                      operation, fsdpc_dtype_name(dtype));
-}
-
-fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                                       fsdpc_dtype src_dtype)
-{
-    if (dst != src || fsdpc_dtype_bytes(dst_dtype) == fsdpc_dtype_bytes(src_dtype))
-        return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_VALUE,
-                      "cannot cast %s to %s in place, their sizes differ; give another buffer",
-                      fsdpc_dtype_name(src_dtype), fsdpc_dtype_name(dst_dtype));
-}

@@ -1,55 +1,10 @@
-/* Optimizers' steps: what they are called, what they accept, and the step of fp64 parameters.
+/* The step of fp64 parameters.
  *
  * Steps in fp32 are vectors' work, in flat_step_body.h.  Parameters in fp64 are rare, so theirs are
  * plain loops, one copy for all tables, with states in fp64 too.  They follow the same order of
  * operations without fused ones.
  */
 #include "ops/flat_cpu.h"
-
-int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
-{
-    if (kind == FSDPC_OPTIM_SGD)
-        return hyper->momentum != 0;
-    return kind == FSDPC_OPTIM_LION ? 1 : 2 + hyper->amsgrad;
-}
-
-const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
-{
-    static const char *const names[FSDPC_OPTIM_KINDS][FSDPC_OPTIM_MAX_STATES] = {
-        [FSDPC_OPTIM_ADAMW] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-        [FSDPC_OPTIM_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-        [FSDPC_OPTIM_SGD] = {"momentum_buffer"},
-        [FSDPC_OPTIM_LION] = {"exp_avg"},
-    };
-    return names[kind][state];
-}
-
-fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
-{
-    const char *name = fsdpc_optim_kind_name(a->kind);
-    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->param_dtype));
-    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->grad_dtype));
-    bool wide = a->param_dtype == FSDPC_F64;
-    if (a->grad_dtype == FSDPC_F64 && !wide)
-        return fsdpc_fail(FSDPC_ERR_DTYPE,
-                          "%s: a %s parameter with a float64 gradient; give both one dtype", name,
-                          fsdpc_dtype_name(a->param_dtype));
-    bool state_ok = wide ? a->state_dtype == FSDPC_F64
-                         : a->state_dtype == FSDPC_F32 || a->state_dtype == FSDPC_BF16;
-    if (!state_ok && fsdpc_optim_states(a->kind, &a->hyper) > 0)
-        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: states of a %s parameter are %s, not %s", name,
-                          fsdpc_dtype_name(a->param_dtype),
-                          wide ? "float64" : "float32 or bfloat16",
-                          fsdpc_dtype_name(a->state_dtype));
-    if (a->wire)
-        FSDPC_TRY(fsdpc_flat_check_dtype(name, a->wire_dtype));
-    if (a->step < 1)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "%s's step is %lld; the first is 1", name,
-                          (long long)a->step);
-    return FSDPC_OK;
-}
-
-/* -- fp64 -------------------------------------------------------------------------------------- */
 
 static double adam_f64(const fsdpc_step_args *a, double p, double g, size_t i)
 {

@@ -8,96 +8,9 @@
 
 #include <math.h>
 
-static const double gelu_scale = 0.79788456080286535588; /* sqrt(2 / pi) */
-
-static double sigmoid(double x)
-{
-    return 1 / (1 + exp(-x));
-}
-
-static double gelu_tanh_inner(double x)
-{
-    return tanh(gelu_scale * (x + 0.044715 * x * x * x));
-}
-
-static double unary_value(fsdpc_unary kind, double x, double s)
-{
-    switch (kind) {
-    case FSDPC_UNARY_NEG:
-        return -x;
-    case FSDPC_UNARY_ABS:
-        return fabs(x);
-    case FSDPC_UNARY_EXP:
-        return exp(x);
-    case FSDPC_UNARY_LOG:
-        return log(x);
-    case FSDPC_UNARY_SQRT:
-        return sqrt(x);
-    case FSDPC_UNARY_TANH:
-        return tanh(x);
-    case FSDPC_UNARY_SIGMOID:
-        return sigmoid(x);
-    case FSDPC_UNARY_GELU_TANH:
-        return 0.5 * x * (1 + gelu_tanh_inner(x));
-    case FSDPC_UNARY_GELU_ERF:
-        return 0.5 * x * (1 + erf(x * M_SQRT1_2));
-    case FSDPC_UNARY_SILU:
-        return x * sigmoid(x);
-    case FSDPC_UNARY_RELU:
-        return x < 0 ? 0 : x;
-    case FSDPC_UNARY_ADD_SCALAR:
-        return x + s;
-    case FSDPC_UNARY_MUL_SCALAR:
-        return x * s;
-    case FSDPC_UNARY_RSUB_SCALAR:
-        return s - x;
-    case FSDPC_UNARY_RDIV_SCALAR:
-        return s / x;
-    case FSDPC_UNARY_POW_SCALAR:
-        return pow(x, s);
-    }
-    return x;
-}
-
-static double unary_slope(fsdpc_unary kind, double x, double y, double dy, double s)
-{
-    switch (kind) {
-    case FSDPC_UNARY_NEG:
-    case FSDPC_UNARY_RSUB_SCALAR:
-        return -dy;
-    case FSDPC_UNARY_ABS:
-        return x == 0 ? 0 : signbit(x) ? -dy : dy;
-    case FSDPC_UNARY_EXP:
-        return dy * y;
-    case FSDPC_UNARY_LOG:
-        return dy / x;
-    case FSDPC_UNARY_SQRT:
-        return 0.5 * dy / y;
-    case FSDPC_UNARY_TANH:
-        return dy * (1 - y * y);
-    case FSDPC_UNARY_SIGMOID:
-        return dy * y * (1 - y);
-    case FSDPC_UNARY_GELU_TANH: {
-        double t = gelu_tanh_inner(x), inner = gelu_scale * (1 + 3 * 0.044715 * x * x);
-        return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner);
-    }
-    case FSDPC_UNARY_GELU_ERF:
-        return dy * (0.5 * (1 + erf(x * M_SQRT1_2)) + x * (0.5 * gelu_scale) * exp(-0.5 * x * x));
-    case FSDPC_UNARY_SILU:
-        return dy * sigmoid(x) * (1 + x * (1 - sigmoid(x)));
-    case FSDPC_UNARY_RELU:
-        return y > 0 ? dy : 0;
-    case FSDPC_UNARY_ADD_SCALAR:
-        return dy;
-    case FSDPC_UNARY_MUL_SCALAR:
-        return dy * s;
-    case FSDPC_UNARY_RDIV_SCALAR:
-        return -dy * s / (x * x);
-    case FSDPC_UNARY_POW_SCALAR:
-        return s == 0 ? 0 : dy * s * pow(x, s - 1);
-    }
-    return dy;
-}
+#define RULE static
+#define RULE_T double
+#include "ops/nn_unary_rules_body.h"
 
 void fsdpc_nn_unary_f64(const void *arg, size_t first, size_t last)
 {

@@ -21,7 +21,7 @@
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 1 };
+enum { FSDPC_PLUGIN_ABI = 2 };
 
 /* Sizes of what crosses the border; grows at the end only. */
 typedef struct fsdpc_plugin_layout {
@@ -57,6 +57,11 @@ typedef struct fsdpc_plugin {
     fsdpc_status (*device_create)(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
     fsdpc_status (*device_select)(
         const fsdpc_device *device); /* once in every thread that uses it */
+
+    /* Opens the library that its transports stand on and names it, "NCCL 2.28.9 at /usr/lib/...".
+     * `path`, which may be NULL, comes after a copy that the process has and before the usual
+     * places.  Optional: needs none. */
+    fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
     /* Transports by name, NULL-terminated.  Optional: has none. */
     const char *const *transports;

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed
+from fsdpc import _core, cuda, distributed
 
 
 def show_config(print_: bool = True) -> dict[str, Any]:
@@ -21,7 +21,12 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     Returns
     -------
     dict
-        By name; bitwise claims hold for equal ``isa``.
+        By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
+        of GPUs, or why there is nothing.
+
+    Notes
+    -----
+    Starts NVIDIA's driver and opens NCCL where they are (:mod:`fsdpc.cuda`).
     """
     import fsdpc
 
@@ -31,6 +36,8 @@ def show_config(print_: bool = True) -> dict[str, Any]:
         "numpy": np.__version__,
         "machine": platform.machine(),
         **_core.runtime_config(),
+        "cuda": cuda.describe(),
+        "nccl": cuda.describe_nccl(),
         "initialized": distributed.is_initialized(),
     }
     if distributed.is_initialized():

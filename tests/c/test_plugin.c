@@ -32,6 +32,10 @@ static void test_cuda(const char *path)
         CHECK(status == FSDPC_ERR_UNSUPPORTED && strlen(fsdpc_last_error()) > 20);
         CHECK(strstr(text, "no GPU: ") && strstr(text, fsdpc_last_error()));
     }
+    const char *const nowhere = "/nowhere/libnccl.so.2";
+    CHECK(plugin->comm_library(nowhere, text, sizeof text) == FSDPC_ERR_UNSUPPORTED);
+    CHECK_NOTE(strstr(fsdpc_last_error(), nowhere) || strstr(fsdpc_last_error(), "nccl.h"), "%s",
+               fsdpc_last_error());
     fsdpc_mem *mem;
     fsdpc_device *device = NULL;
     CHECK_OK(fsdpc_mem_create(&mem));

@@ -25,9 +25,10 @@ def programs() -> dict[str, Path]:
     return {path.name: path for path in paths}
 
 
-@pytest.mark.parametrize("name", ["test_flat_kernels", "test_nn_kernels", "test_attention_kernels",
-                                  "test_device_cuda"])
-def test_kernels_agree_with_the_cpu(programs: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("name", ["test_flat_kernels", "test_step_kernels", "test_nn_kernels",
+                                  "test_attention_kernels", "test_device_cuda",
+                                  "test_nccl_load"])
+def test_it_agrees_with_the_cpu(programs: dict[str, Path], name: str) -> None:
     done = subprocess.run([programs[name]], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 failed" in done.stdout, done.stdout

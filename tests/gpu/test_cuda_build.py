@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.skipif(cuda_build.find_toolkit() is None, reason="there
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """libfsdpc_cuda.so for one architecture."""
-    return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / "libfsdpc_cuda.so", ("90",))
+    return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / cuda_build.PLUGIN, ("90",))
 
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="nm is not installed")
@@ -45,3 +48,43 @@ def test_it_loads_and_says_what_it_found(plugin: Path, tmp_path: Path) -> None:
     done = subprocess.run([program, plugin], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CUDA " in done.stdout
+
+
+# In a process that has the wheel's package and nothing else of ours.
+LOOK = """
+import json
+import fsdpc
+
+opened = lambda: "libfsdpc_cuda" in open("/proc/self/maps").read()
+before = opened()
+config = fsdpc.show_config(print_=False)
+print(json.dumps([before, opened(), config["cuda"], fsdpc.cuda.device_count(), fsdpc.__file__]))
+"""
+
+
+def test_a_wheel_has_it_beside_the_extension_and_opens_it_when_asked(
+    plugin: Path, tmp_path: Path
+) -> None:
+    env = {**os.environ, "FSDPC_CUDA": "1", "FSDPC_CUDA_ARCHS": "90"}
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
+             "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(wheel, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        archive.extractall(tmp_path / "site")
+    package = tmp_path / "site" / "fsdpc"
+    assert (package / cuda_build.PLUGIN).exists() and not (package / cuda_build.REASON).exists()
+    assert [path.parent for path in package.rglob("_core*.so")] == [package]
+
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", LOOK], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    before, after, described, devices, where = json.loads(done.stdout)
+    assert Path(where).parent == package
+    assert not before and after
+    assert described.startswith("CUDA ")
+    if devices == 0:
+        assert ", no GPU: " in described and len(described.split("no GPU: ")[1]) > 20, described
+    else:
+        assert f"{devices} GPU(s)" in described

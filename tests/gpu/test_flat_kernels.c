@@ -1,8 +1,8 @@
 /* The flat kernels of the GPU against the CPU's, to the bit.
  *
- * Sizes around the width of a vector and long enough for several rounds of the grid; buffers at
- * their alignment, off it together, and off it apart, so that every path of the elementwise loop
- * runs.
+ * Steps of optimizers have a file of their own.  Sizes around the width of a vector and long enough
+ * for several rounds of the grid; buffers at their alignment, off it together, and off it apart, so
+ * that every path of the elementwise loop runs.
  */
 #include "gpu_rig.h"
 
@@ -26,6 +26,13 @@ static void make_hard(buffer *b)
             ((double *)b->on_cpu)[i] = ldexp(rig_value(), (int)(rig_bits() % 300) - 150);
     }
     buffer_send(b);
+}
+
+/* The sign of every third element, so that the largest is not always positive. */
+static void make_signed(buffer *b)
+{
+    for (size_t i = 0; i < b->numel; i += 3)
+        element_set(b->on_cpu, i, b->dtype, -fabs(element_of(b->on_cpu, i, b->dtype)));
 }
 
 static void test_cast(void)
@@ -107,8 +114,8 @@ static void test_reduce(void)
                                           .n_srcs = counts[c],
                                           .dtype = floats[s],
                                           .numel = numel,
-                                          .scale = 1.0f / 3,
-                                          .round_dtype = floats[c % 2 ? s : FLOATS - 1],
+                                          .scale = 1.0 / 3, /* no number of fp32 */
+                                          .round_dtype = floats[(c + (size_t)s) % FLOATS],
                                           .out = out.on_cpu,
                                           .out_dtype = floats[d],
                                           .accumulate = (c + (size_t)d) % 2};
@@ -182,54 +189,85 @@ static void test_sumsq(void)
     buffer_fini(&x);
 }
 
-static void check_adamw(fsdpc_dtype param, fsdpc_dtype grad, int wire, size_t numel, size_t shift)
+/* Powers that are not whole are CUDA's pow, 2 ulp at most, and the C library's, 1. */
+static void check_sumpow(fsdpc_dtype dtype, size_t numel, size_t leaf, size_t shift, double p)
 {
-    buffer p = buffer_random(param, numel, shift), g = buffer_random(grad, numel, shift);
-    buffer m = buffer_random(FSDPC_F32, numel, shift), v = buffer_random(FSDPC_F32, numel, shift);
-    for (size_t i = 0; i < numel; i++)
-        ((float *)v.on_cpu)[i] = fabsf(((float *)v.on_cpu)[i]);
-    buffer_send(&v);
-    buffer w = buffer_poison(wire < 0 ? FSDPC_F32 : (fsdpc_dtype)wire, numel, shift);
-    for (int step = 1; step <= 2; step++) {
-        fsdpc_step_args args = {.param = p.on_cpu,
-                                .param_dtype = param,
-                                .grad = g.on_cpu,
-                                .grad_dtype = grad,
-                                .states = {m.on_cpu, v.on_cpu},
-                                .wire = wire < 0 ? NULL : w.on_cpu,
-                                .wire_dtype = w.dtype,
-                                .numel = numel,
-                                .grad_scale = 0.7f,
-                                .hyper = {.lr = 1e-3,
-                                          .beta1 = step == 1 ? 0.9 : 0.3,
-                                          .beta2 = 0.95,
-                                          .eps = 1e-8,
-                                          .weight_decay = 0.1,
-                                          .maximize = step == 2},
-                                .step = step,
-                                .kind = step == 1 ? FSDPC_OPTIM_ADAMW : FSDPC_OPTIM_ADAM};
-        CHECK_OK(fsdpc_flat_step(&args, cpu_stream));
-        args.param = p.on_gpu, args.grad = g.on_gpu;
-        args.states[0] = m.on_gpu, args.states[1] = v.on_gpu;
-        args.wire = wire < 0 ? NULL : w.on_gpu;
-        CHECK_OK(fsdpc_flat_step(&args, gpu_stream));
-        check_same_bits(&p, "adamw, param");
-        check_same_bits(&m, "adamw, exp_avg");
-        check_same_bits(&v, "adamw, exp_avg_sq");
-        check_same_bits(&w, "adamw, wire");
-    }
-    buffer *all[] = {&p, &g, &m, &v, &w};
-    for (int b = 0; b < 5; b++)
-        buffer_fini(all[b]);
+    buffer x = buffer_random(dtype, numel, shift);
+    fsdpc_exact_sum on_cpu = {{0}, 0, 0}, on_gpu = on_cpu;
+    CHECK_OK(fsdpc_flat_sumpow(x.on_cpu, dtype, numel, leaf, p, &on_cpu, cpu_stream));
+    CHECK_OK(fsdpc_flat_sumpow(x.on_gpu, dtype, numel, leaf, p, &on_gpu, gpu_stream));
+    fsdpc_exact_sum_normalize(&on_cpu);
+    fsdpc_exact_sum_normalize(&on_gpu);
+    double want = fsdpc_exact_sum_value(&on_cpu), got = fsdpc_exact_sum_value(&on_gpu);
+    bool same = memcmp(&on_cpu, &on_gpu, sizeof on_cpu) == 0;
+    bool whole = p == rint(p) && p <= 64;
+    CHECK_NOTE(whole ? same : fabs(got - want) <= 3 * 0x1p-52 * want,
+               "sum of powers %g, %s %zu leaf %zu: %.17g, %.17g", p, fsdpc_dtype_name(dtype), numel,
+               leaf, want, got);
+    buffer_fini(&x);
 }
 
-static void test_adamw(void)
+static void test_sumpow(void)
 {
-    for (int p = 0; p < 2; p++)
-        for (int g = 0; g < 2; g++)
-            for (int wire = -1; wire < FLOATS; wire++)
-                for (size_t n = 0; n < SIZES; n += 2)
-                    check_adamw(floats[p], floats[g], wire, sizes[n], n / 2 % 2);
+    static const double powers[] = {1, 2, 3, 5, 64, 65, 0.5, 2.5};
+    static const size_t leaves[] = {64, 7, 1000};
+    for (int d = 0; d < FLOATS; d++)
+        for (size_t n = 0; n < SIZES; n++)
+            for (size_t p = 0; p < 8; p++)
+                check_sumpow(floats[d], sizes[n], leaves[(n + p) % 3], (n + p) % 2, powers[p]);
+    buffer x = buffer_random(FSDPC_BF16, 1000, 0);
+    element_set(x.on_cpu, 100, FSDPC_BF16, -NAN);
+    element_set(x.on_cpu, 700, FSDPC_BF16, -INFINITY);
+    buffer_send(&x);
+    for (size_t p = 0; p < 8; p++) {
+        fsdpc_exact_sum sum = {{0}, 0, 0};
+        CHECK_OK(fsdpc_flat_sumpow(x.on_gpu, FSDPC_BF16, 1000, 64, powers[p], &sum, gpu_stream));
+        CHECK_NOTE(sum.nans == 1 && sum.infinities == 1, "powers %g", powers[p]);
+    }
+    buffer_fini(&x);
+}
+
+/* `special` goes to the last element, which is an edge's. */
+static void check_absmax(fsdpc_dtype dtype, size_t numel, size_t shift, double special, double from)
+{
+    buffer x = buffer_random(dtype, numel, shift);
+    make_signed(&x);
+    if (numel && special != 0)
+        element_set(x.on_cpu, numel - 1, dtype, special);
+    buffer_send(&x);
+    double on_cpu = from, on_gpu = from;
+    CHECK_OK(fsdpc_flat_absmax(x.on_cpu, dtype, numel, &on_cpu, cpu_stream));
+    CHECK_OK(fsdpc_flat_absmax(x.on_gpu, dtype, numel, &on_gpu, gpu_stream));
+    CHECK_NOTE(on_cpu == on_gpu || (isnan(on_cpu) && isnan(on_gpu)),
+               "largest of %zu %s from %g: %.17g, %.17g", numel, fsdpc_dtype_name(dtype), from,
+               on_cpu, on_gpu);
+    buffer_fini(&x);
+}
+
+static void test_absmax(void)
+{
+    static const double specials[] = {0, -2, NAN, -INFINITY};
+    static const double froms[] = {0, 0.5, 3, INFINITY, NAN};
+    for (int d = 0; d < FLOATS; d++)
+        for (size_t n = 0; n < SIZES; n++)
+            for (size_t k = 0; k < 20; k++)
+                check_absmax(floats[d], sizes[n], k % 3, specials[k % 4], froms[k % 5]);
+}
+
+static void test_clamp(void)
+{
+    /* of the last two, one is rounded up to bf16, one to fp16, but down if by way of fp32 */
+    static const double limits[] = {0, 0.1, 1e-40, INFINITY, 0x1.0100000001p0, 0x1.0020000001p0};
+    for (int d = 0; d < FLOATS; d++)
+        for (size_t n = 0; n < SIZES; n++)
+            for (size_t l = 0; l < 6; l++) {
+                buffer x = buffer_random(floats[d], sizes[n], l % 2);
+                make_hard(&x);
+                CHECK_OK(fsdpc_flat_clamp(x.on_cpu, floats[d], sizes[n], limits[l], cpu_stream));
+                CHECK_OK(fsdpc_flat_clamp(x.on_gpu, floats[d], sizes[n], limits[l], gpu_stream));
+                check_same_bits(&x, "clamp");
+                buffer_fini(&x);
+            }
 }
 
 static void test_init(void)
@@ -272,6 +310,9 @@ static void test_refusals(void)
                 "convert it first");
     CHECK_FAILS(fsdpc_flat_cast(&x, FSDPC_BF16, &x, FSDPC_F32, 1, gpu_stream), FSDPC_ERR_VALUE,
                 "in place");
+    CHECK_FAILS(fsdpc_flat_sumpow(&x, FSDPC_F32, 1, 64, 0, &sum, gpu_stream), FSDPC_ERR_VALUE,
+                "above 0");
+    CHECK_FAILS(fsdpc_flat_clamp(&x, FSDPC_F32, 1, -1, gpu_stream), FSDPC_ERR_VALUE, "at least 0");
     CHECK_FAILS(fsdpc_flat_sumsq(&x, FSDPC_F32, 1, 0, &sum, gpu_stream), FSDPC_ERR_VALUE, "leaf");
     CHECK_FAILS(fsdpc_flat_reduce(&reduce, gpu_stream), FSDPC_ERR_VALUE, "source");
 }
@@ -280,6 +321,7 @@ int main(void)
 {
     static const rig_test_fn tests[] = {test_cast,   test_accumulate, test_equal_sees_one_bit,
                                         test_reduce, test_scale,      test_sumsq,
-                                        test_adamw,  test_init,       test_refusals};
+                                        test_sumpow, test_absmax,     test_clamp,
+                                        test_init,   test_refusals};
     return rig_main("test_flat_kernels", tests, sizeof tests / sizeof tests[0]);
 }

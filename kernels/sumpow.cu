@@ -1,4 +1,5 @@
-/* Sums of squares of whole leaves into an exact accumulator; twin of csrc/ops/flat_sumsq_body.h.
+/* Sums of squares, and of powers of magnitudes, of whole leaves into an exact accumulator; twin of
+ * csrc/ops/flat_sumsq_body.h.
  *
  * A leaf's order of summation is part of the result: sixteen fp64 partial sums, element i into
  * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, V being the
@@ -11,6 +12,9 @@
  * leaves there, and writes the window out when a leaf falls outside it and at the end.  A block
  * collects its threads' windows in shared memory, carries, and adds to the result: one addition of
  * a normalised sum, as the accumulator's rule counts.
+ *
+ * Squares and whole powers are the CPU's to the bit.  Other powers are CUDA's pow, which is at most
+ * 2 ulp from the true one where the C library's is at most 1.
  */
 #include "dtype.cuh"
 #include "reduce.cuh"
@@ -78,34 +82,58 @@ struct digit_window {
     }
 };
 
-/* CPU and GPU alike may fuse here, since squares of at most 24 bits are exact; those of F64 are
- * not, and this file is compiled without fusing. */
-template <typename T, int V>
-__device__ __forceinline__ void add_squares(double (&partial)[V], const vec<T, V> &x)
+/* The CPU may fuse the addition, since squares of at most 24 bits are exact; those of F64 are not,
+ * and this file is compiled without fusing. */
+struct square_term {
+    __device__ __forceinline__ double of(double value) const
+    {
+        return value * value;
+    }
+};
+
+enum { WHOLE_POWER_MAX = 64 };
+
+struct power_term {
+    double p;
+    unsigned whole; /* p, where it is whole and at most WHOLE_POWER_MAX; else 0 */
+
+    __device__ __forceinline__ double of(double value) const
+    {
+        value = fabs(value);
+        if (whole == 0)
+            return pow(value, p);
+        double power = value, result = 1;
+        for (unsigned rest = whole; rest; rest >>= 1, power *= power)
+            result = rest & 1 ? result * power : result;
+        return result;
+    }
+};
+
+template <typename T, int V, typename Term>
+__device__ __forceinline__ void add_terms(double (&partial)[V], const vec<T, V> &values,
+                                          const Term &term)
 {
 #pragma unroll
-    for (int c = 0; c < V; c++) {
-        double value = widen<double>(x.at[c]);
-        partial[c] += value * value;
-    }
+    for (int c = 0; c < V; c++)
+        partial[c] += term.of(widen<double>(values.at[c]));
 }
 
 /* Lane q's part of a leaf's numel elements at x. */
-template <typename T, int V, bool VECTORS>
-__device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, size_t numel, int q)
+template <typename T, int V, bool VECTORS, typename Term>
+__device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, size_t numel, int q,
+                                              const Term &term)
 {
     size_t i = 0;
     if (VECTORS) {
 #pragma unroll 4
         for (; i + PARTIALS <= numel; i += PARTIALS)
-            add_squares<T, V>(partial, load<V>(x + i + q * V));
+            add_terms<T, V>(partial, load<V>(x + i + q * V), term);
     }
     for (; i < numel; i += PARTIALS) {
 #pragma unroll
         for (int c = 0; c < V; c++) {
             size_t at = i + q * V + c;
-            double value = at < numel ? widen<double>(x[at]) : 0.0;
-            partial[c] += value * value;
+            partial[c] += term.of(at < numel ? widen<double>(x[at]) : 0.0);
         }
     }
 }
@@ -128,6 +156,10 @@ template <int V> __device__ __forceinline__ double fold_partials(double (&partia
     return partial[0];
 }
 
+struct leaf_plan {
+    size_t numel, leaf, leaves, rounds;
+};
+
 __device__ __forceinline__ void carry(int64_t *digits)
 {
     for (int d = 0; d + 1 < DIGITS; d++) {
@@ -136,9 +168,9 @@ __device__ __forceinline__ void carry(int64_t *digits)
     }
 }
 
-template <typename T, bool VECTORS>
+template <typename T, bool VECTORS, typename Term>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
-    sumsq_kernel(const T *x, size_t numel, size_t leaf, size_t leaves, size_t rounds, int64_t *sum)
+    sum_terms_kernel(const T *x, Term term, leaf_plan p, int64_t *sum)
 {
     const int V = 16 / sizeof(T), LANES = PARTIALS / V;
     __shared__ int64_t words[WORDS];
@@ -150,16 +182,17 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     int q = threadIdx.x % LANES;
     size_t team = grid_thread() / LANES, step = grid_threads();
     digit_window window = {0, {0, 0, 0, 0}};
-    for (size_t round = 0; round < rounds; round++) { /* all lanes, for the shuffles */
+    for (size_t round = 0; round < p.rounds; round++) { /* all lanes, for the shuffles */
         size_t first = round * step + team * LANES;
         double mine = 0;
 #pragma unroll
         for (int k = 0; k < LANES; k++) {
-            size_t begin = (first + k) * leaf;
+            size_t begin = (first + k) * p.leaf;
             double partial[V] = {};
-            if (first + k < leaves)
-                leaf_partials<T, V, VECTORS>(partial, x + begin,
-                                             leaf < numel - begin ? leaf : numel - begin, q);
+            if (first + k < p.leaves)
+                leaf_partials<T, V, VECTORS>(
+                    partial, x + begin, p.leaf < p.numel - begin ? p.leaf : p.numel - begin, q,
+                    term);
             double total = fold_partials<V>(partial);
             mine = k == q ? total : mine;
         }
@@ -174,27 +207,47 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         add_word(sum + w, words[w]);
 }
 
+template <typename Term>
+static fsdpc_status sum_terms(const char *what, const void *x, fsdpc_dtype dtype, leaf_plan plan,
+                              Term term, fsdpc_exact_sum *sum_io, const fsdpc_stream *stream)
+{
+    if (plan.numel == 0)
+        return FSDPC_OK;
+    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    plan.leaf = fsdpc_min_size(plan.leaf, plan.numel);
+    plan.leaves = fsdpc_ceil_div(plan.numel, plan.leaf);
+    size_t bytes = fsdpc_dtype_bytes(dtype);
+    bool vectors = (uintptr_t)x % 16 == 0 && (plan.leaf * bytes % 16 == 0 || plan.leaves == 1);
+    int64_t *sum = sum_io->digits; /* nans and infinities follow, as words DIGITS and DIGITS + 1 */
+    /* Fewer blocks than elsewhere: each ends in a carry and some atomics. */
+    size_t blocks = fsdpc_ceil_div(plan.leaves, BLOCK_THREADS);
+    size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
+    plan.rounds = fsdpc_ceil_div(plan.leaves, grid * BLOCK_THREADS);
+    FSDPC_FOR_FLOAT(dtype, T, {
+        if (vectors)
+            FSDPC_LAUNCH((sum_terms_kernel<T, true, Term>), grid, BLOCK_THREADS, 0, queue,
+                         (const T *)x, term, plan, sum);
+        else
+            FSDPC_LAUNCH((sum_terms_kernel<T, false, Term>), grid, BLOCK_THREADS, 0, queue,
+                         (const T *)x, term, plan, sum);
+    })
+    return launched(what);
+}
+
 extern "C" fsdpc_status fsdpc_cuda_sumsq(const void *x, fsdpc_dtype dtype, size_t numel,
                                          size_t leaf, fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
 {
-    if (numel == 0)
-        return FSDPC_OK;
-    const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
-    leaf = fsdpc_min_size(leaf, numel);
-    size_t bytes = fsdpc_dtype_bytes(dtype), leaves = fsdpc_ceil_div(numel, leaf);
-    bool vectors = (uintptr_t)x % 16 == 0 && (leaf * bytes % 16 == 0 || leaves == 1);
-    int64_t *sum = sum_io->digits; /* nans and infinities follow, as words DIGITS and DIGITS + 1 */
-    /* Fewer blocks than elsewhere: each ends in a carry and some atomics. */
-    size_t blocks = fsdpc_ceil_div(leaves, BLOCK_THREADS);
-    size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
-    size_t rounds = fsdpc_ceil_div(leaves, grid * BLOCK_THREADS);
-    FSDPC_FOR_FLOAT(dtype, T, {
-        if (vectors)
-            FSDPC_LAUNCH((sumsq_kernel<T, true>), grid, BLOCK_THREADS, 0, queue, (const T *)x,
-                         numel, leaf, leaves, rounds, sum);
-        else
-            FSDPC_LAUNCH((sumsq_kernel<T, false>), grid, BLOCK_THREADS, 0, queue, (const T *)x,
-                         numel, leaf, leaves, rounds, sum);
-    })
-    return launched("sumsq");
+    leaf_plan plan = {numel, leaf, 0, 0};
+    return sum_terms("sumsq", x, dtype, plan, square_term{}, sum_io, stream);
+}
+
+extern "C" fsdpc_status fsdpc_cuda_sumpow(const void *x, fsdpc_dtype dtype, size_t numel,
+                                          size_t leaf, double p, fsdpc_exact_sum *sum_io,
+                                          fsdpc_stream *stream)
+{
+    if (p == 2)
+        return fsdpc_cuda_sumsq(x, dtype, numel, leaf, sum_io, stream);
+    leaf_plan plan = {numel, leaf, 0, 0};
+    power_term term = {p, p <= WHOLE_POWER_MAX && p == rint(p) ? (unsigned)p : 0};
+    return sum_terms("sumpow", x, dtype, plan, term, sum_io, stream);
 }

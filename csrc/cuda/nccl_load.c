@@ -1,0 +1,81 @@
+/* Which NCCL: see the header for the order and its reason.
+ *
+ * Every opening goes through the loader again, which counts and hands out the same library, so that
+ * there is no state to keep here.
+ */
+#include "cuda/nccl_load.h"
+
+#if !defined(FSDPC_NCCL)
+
+fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
+{
+    (void)path, (void)text, (void)bytes;
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                      "the plugin was built without nccl.h: pip install nvidia-nccl-cu13 and build "
+                      "it again");
+}
+
+#else
+
+#include <dlfcn.h>
+#include <stdbool.h>
+#include <stdio.h>
+
+static const char soname[] = "libnccl.so.2";
+
+static fsdpc_status open_library(const char *path, void **out)
+{
+    void *library = dlopen(soname, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (!library && path) {
+        library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        if (!library) /* whoever names one does not want another */
+            return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "cannot load NCCL: %s", dlerror());
+    }
+    if (!library)
+        library = dlopen(soname, RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "no NCCL: %s; pip install nvidia-nccl-cu13, or name one in "
+                          "FSDPC_NCCL_LIB",
+                          dlerror());
+    *out = library;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out)
+{
+    void *library = NULL;
+    FSDPC_TRY(open_library(path, &library));
+    fsdpc_nccl nccl = {0};
+#define X(name)                                                                                    \
+    *(void **)&nccl.name = dlsym(library, #name);                                                  \
+    if (!nccl.name)                                                                                \
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,                                                   \
+                          "this NCCL has no " #name ": install 2.28 or newer");
+    FSDPC_NCCL_SYMBOLS(X)
+#undef X
+    FSDPC_TRY(fsdpc_nccl_check(&nccl, nccl.ncclGetVersion(&nccl.version), "tell its version"));
+    *out = nccl;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, ncclResult_t result, const char *what)
+{
+    if (__builtin_expect(result == ncclSuccess, 1))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_INTERNAL, "NCCL failed to %s: %s", what,
+                      nccl->ncclGetErrorString(result));
+}
+
+fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
+{
+    fsdpc_nccl nccl;
+    FSDPC_TRY(fsdpc_nccl_open(path, &nccl));
+    Dl_info info;
+    bool placed = dladdr(*(void **)&nccl.ncclGetVersion, &info) != 0;
+    snprintf(text, bytes, "NCCL %d.%d.%d at %s", nccl.version / 10000, nccl.version / 100 % 100,
+             nccl.version % 100, placed ? info.dli_fname : "an unknown place");
+    return FSDPC_OK;
+}
+
+#endif

@@ -1,0 +1,127 @@
+/* Checks of arguments, and what an optimizer's states are called and how many it has.
+ *
+ * Plugins compile this file in, so it calls nothing but fsdpc_fail and the table of dtypes.
+ */
+#include "ops/flat_check.h"
+
+#include <math.h>
+
+fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype)
+{
+    if (fsdpc_dtype_is_float(dtype))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_DTYPE,
+                      "%s takes float32, bfloat16, float16 or float64, not %s; convert it first",
+                      operation, fsdpc_dtype_name(dtype));
+}
+
+fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
+                                       fsdpc_dtype src_dtype)
+{
+    if (dst != src || fsdpc_dtype_bytes(dst_dtype) == fsdpc_dtype_bytes(src_dtype))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE,
+                      "cannot cast %s to %s in place, their sizes differ; give another buffer",
+                      fsdpc_dtype_name(src_dtype), fsdpc_dtype_name(dst_dtype));
+}
+
+fsdpc_status fsdpc_flat_check_pair(const char *operation, const void *dst, fsdpc_dtype dst_dtype,
+                                   const void *src, fsdpc_dtype src_dtype)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype(operation, dst_dtype));
+    FSDPC_TRY(fsdpc_flat_check_dtype(operation, src_dtype));
+    return fsdpc_flat_check_in_place(dst, dst_dtype, src, src_dtype);
+}
+
+fsdpc_status fsdpc_flat_check_reduce(const fsdpc_reduce_args *args)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->dtype));
+    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->out_dtype));
+    if (args->n_srcs < 1)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "reduce needs at least one source, not %d; give one",
+                          args->n_srcs);
+    for (int src = 0; src < args->n_srcs; src++)
+        FSDPC_TRY(
+            fsdpc_flat_check_in_place(args->out, args->out_dtype, args->srcs[src], args->dtype));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_flat_check_leaf(const char *operation, fsdpc_dtype dtype, size_t leaf)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype(operation, dtype));
+    if (leaf > 0)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE, "%s: a leaf has at least 1 element, not 0; give 64",
+                      operation);
+}
+
+fsdpc_status fsdpc_flat_check_power(double p)
+{
+    if (p > 0 && p < INFINITY)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE, "sumpow: the power must be above 0 and finite, got %g", p);
+}
+
+fsdpc_status fsdpc_flat_check_clamp(fsdpc_dtype dtype, double limit)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype("clamp", dtype));
+    if (limit >= 0)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE, "clamp: the limit must be at least 0, got %g", limit);
+}
+
+fsdpc_status fsdpc_flat_check_init(const fsdpc_init_args *args)
+{
+    FSDPC_TRY(fsdpc_flat_check_dtype("init", args->dtype));
+    if (args->kind == FSDPC_INIT_UNIFORM && !(args->a <= args->b))
+        return fsdpc_fail(FSDPC_ERR_VALUE, "uniform values in [%g, %g): give the lower bound first",
+                          args->a, args->b);
+    if (args->kind == FSDPC_INIT_NORMAL && !(args->b >= 0))
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a standard deviation of %g; give 0 or more", args->b);
+    return FSDPC_OK;
+}
+
+/* -- optimizers -------------------------------------------------------------------------------- */
+
+int fsdpc_optim_states(fsdpc_optim_kind kind, const fsdpc_hyper *hyper)
+{
+    if (kind == FSDPC_OPTIM_SGD)
+        return hyper->momentum != 0;
+    return kind == FSDPC_OPTIM_LION ? 1 : 2 + hyper->amsgrad;
+}
+
+const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
+{
+    static const char *const names[FSDPC_OPTIM_KINDS][FSDPC_OPTIM_MAX_STATES] = {
+        [FSDPC_OPTIM_ADAMW] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        [FSDPC_OPTIM_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+        [FSDPC_OPTIM_SGD] = {"momentum_buffer"},
+        [FSDPC_OPTIM_LION] = {"exp_avg"},
+    };
+    return names[kind][state];
+}
+
+fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
+{
+    const char *name = fsdpc_optim_kind_name(a->kind);
+    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->param_dtype));
+    FSDPC_TRY(fsdpc_flat_check_dtype(name, a->grad_dtype));
+    bool wide = a->param_dtype == FSDPC_F64;
+    if (a->grad_dtype == FSDPC_F64 && !wide)
+        return fsdpc_fail(FSDPC_ERR_DTYPE,
+                          "%s: a %s parameter with a float64 gradient; give both one dtype", name,
+                          fsdpc_dtype_name(a->param_dtype));
+    bool state_ok = wide ? a->state_dtype == FSDPC_F64
+                         : a->state_dtype == FSDPC_F32 || a->state_dtype == FSDPC_BF16;
+    if (!state_ok && fsdpc_optim_states(a->kind, &a->hyper) > 0)
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: states of a %s parameter are %s, not %s", name,
+                          fsdpc_dtype_name(a->param_dtype),
+                          wide ? "float64" : "float32 or bfloat16",
+                          fsdpc_dtype_name(a->state_dtype));
+    if (a->wire)
+        FSDPC_TRY(fsdpc_flat_check_dtype(name, a->wire_dtype));
+    if (a->step < 1)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s's step is %lld; the first is 1", name,
+                          (long long)a->step);
+    return FSDPC_OK;
+}

@@ -1,0 +1,102 @@
+/* Functions of one variable and their slopes, an element at a time, in one type.
+ *
+ * Included with RULE_T, the type, and RULE, what stands before a function: by nn_f64.c for double,
+ * and by kernels/unary.cu for float and double, where names are overloaded and `kind` is a constant
+ * that leaves one case.
+ */
+
+RULE RULE_T sigmoid(RULE_T x)
+{
+    return (RULE_T)1 / ((RULE_T)1 + exp(-x));
+}
+
+RULE RULE_T gelu_inner(RULE_T x)
+{
+    return tanh((RULE_T)0.79788456080286535588 * (x + (RULE_T)0.044715 * x * x * x));
+}
+
+RULE RULE_T unary_value(fsdpc_unary kind, RULE_T x, RULE_T s)
+{
+    switch (kind) {
+    case FSDPC_UNARY_NEG:
+        return -x;
+    case FSDPC_UNARY_ABS:
+        return fabs(x);
+    case FSDPC_UNARY_EXP:
+        return exp(x);
+    case FSDPC_UNARY_LOG:
+        return log(x);
+    case FSDPC_UNARY_SQRT:
+        return sqrt(x);
+    case FSDPC_UNARY_TANH:
+        return tanh(x);
+    case FSDPC_UNARY_SIGMOID:
+        return sigmoid(x);
+    case FSDPC_UNARY_GELU_TANH:
+        return (RULE_T)0.5 * x * ((RULE_T)1 + gelu_inner(x));
+    case FSDPC_UNARY_GELU_ERF:
+        return (RULE_T)0.5 * x * ((RULE_T)1 + erf(x * (RULE_T)0.70710678118654752440));
+    case FSDPC_UNARY_SILU:
+        return x * sigmoid(x);
+    case FSDPC_UNARY_RELU:
+        return x < 0 ? (RULE_T)0 : x; /* NaN stays */
+    case FSDPC_UNARY_ADD_SCALAR:
+        return x + s;
+    case FSDPC_UNARY_MUL_SCALAR:
+        return x * s;
+    case FSDPC_UNARY_RSUB_SCALAR:
+        return s - x;
+    case FSDPC_UNARY_RDIV_SCALAR:
+        return s / x;
+    case FSDPC_UNARY_POW_SCALAR:
+        return pow(x, s);
+    }
+    return x;
+}
+
+/* dy * f'(x).  y = f(x). */
+RULE RULE_T unary_slope(fsdpc_unary kind, RULE_T x, RULE_T y, RULE_T dy, RULE_T s)
+{
+    switch (kind) {
+    case FSDPC_UNARY_NEG:
+    case FSDPC_UNARY_RSUB_SCALAR:
+        return -dy;
+    case FSDPC_UNARY_ABS:
+        return x == 0 ? (RULE_T)0 : signbit(x) ? -dy : dy;
+    case FSDPC_UNARY_EXP:
+        return dy * y;
+    case FSDPC_UNARY_LOG:
+        return dy / x;
+    case FSDPC_UNARY_SQRT:
+        return (RULE_T)0.5 * dy / y;
+    case FSDPC_UNARY_TANH:
+        return dy * ((RULE_T)1 - y * y);
+    case FSDPC_UNARY_SIGMOID:
+        return dy * y * ((RULE_T)1 - y);
+    case FSDPC_UNARY_GELU_TANH: {
+        RULE_T t = gelu_inner(x);
+        RULE_T slope =
+            (RULE_T)0.79788456080286535588 * ((RULE_T)1 + (RULE_T)(3 * 0.044715) * x * x);
+        return dy * ((RULE_T)0.5 * ((RULE_T)1 + t) + (RULE_T)0.5 * x * ((RULE_T)1 - t * t) * slope);
+    }
+    case FSDPC_UNARY_GELU_ERF: {
+        RULE_T below = (RULE_T)0.5 * ((RULE_T)1 + erf(x * (RULE_T)0.70710678118654752440));
+        return dy * (below + x * ((RULE_T)0.39894228040143267794 * exp((RULE_T)-0.5 * x * x)));
+    }
+    case FSDPC_UNARY_SILU: {
+        RULE_T g = sigmoid(x);
+        return dy * g * ((RULE_T)1 + x * ((RULE_T)1 - g));
+    }
+    case FSDPC_UNARY_RELU:
+        return y > 0 ? dy : (RULE_T)0;
+    case FSDPC_UNARY_ADD_SCALAR:
+        return dy;
+    case FSDPC_UNARY_MUL_SCALAR:
+        return dy * s;
+    case FSDPC_UNARY_RDIV_SCALAR:
+        return -dy * s / (x * x);
+    case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
+        return s == 0 ? (RULE_T)0 : dy * s * pow(x, s - (RULE_T)1);
+    }
+    return dy;
+}

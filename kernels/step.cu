@@ -1,0 +1,219 @@
+/* Optimizers' steps in one pass, publishing the wire; twin of csrc/ops/flat_step_body.h.
+ *
+ * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has kernels of its own:
+ * 28 bytes an element with fp32 masters, bf16 gradients and wire.  Everything else is one kernel
+ * for each rule, whose dtypes are chosen as it runs.  The wire gets the cast of the parameter as
+ * stored.
+ *
+ * BF16 states are rounded stochastically, by the word of base/random.h for the element: its low
+ * half for the first state, its high half for the others, as the CPU has it.
+ */
+#include "array.cuh"
+#include "map.cuh"
+#include "random.cuh"
+#include "step.cuh"
+
+struct no_array { /* no wire */
+    __host__ __device__ no_array(const void *, fsdpc_dtype)
+    {
+    }
+    template <int N, typename W>
+    __device__ __forceinline__ void store(size_t, const vec<W, N> &) const
+    {
+    }
+};
+
+struct fp32_states {
+    float *at[FSDPC_OPTIM_MAX_STATES];
+
+    fp32_states(const fsdpc_step_args *a)
+    {
+        for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++)
+            at[s] = (float *)a->states[s];
+    }
+    template <int N> __device__ __forceinline__ vec<float, N> load(int s, size_t i) const
+    {
+        return ::load<N>(at[s] + i);
+    }
+    template <int STATES, int N>
+    __device__ __forceinline__ void store(size_t i,
+                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES])
+        const
+    {
+#pragma unroll
+        for (int s = 0; s < STATES; s++)
+            ::store<N>(at[s] + i, states[s]);
+    }
+};
+
+/* Up to the next number of bf16 as often as what is cut off is large; NaN and infinity stay. */
+__device__ __forceinline__ float round_stochastically(float x, uint32_t random)
+{
+    uint32_t bits = __float_as_uint(x);
+    return x != x ? x : __uint_as_float((bits + (random & 0xffffu)) & 0xffff0000u);
+}
+
+/* F32 as they are, BF16 rounded. */
+struct any_states {
+    void *at[FSDPC_OPTIM_MAX_STATES];
+    bool rounded;
+    uint64_t seed, stream, first;
+
+    any_states(const fsdpc_step_args *a)
+    {
+        for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++)
+            at[s] = a->states[s];
+        rounded = a->state_dtype == FSDPC_BF16;
+        seed = a->seed;
+        stream = (uint64_t)a->number << 32 | (uint32_t)a->step;
+        first = a->first;
+    }
+    template <int N> __device__ __forceinline__ vec<float, N> load(int s, size_t i) const
+    {
+        if (rounded)
+            return load_wide<N, float>((const bf16 *)at[s] + i);
+        return ::load<N>((const float *)at[s] + i);
+    }
+    template <int STATES, int N>
+    __device__ __forceinline__ void store(size_t i,
+                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES])
+        const
+    {
+        if (!rounded) {
+#pragma unroll
+            for (int s = 0; s < STATES; s++)
+                ::store<N>((float *)at[s] + i, states[s]);
+            return;
+        }
+        vec<uint32_t, N> random = words<N>(first + i);
+#pragma unroll
+        for (int s = 0; s < STATES; s++) {
+            vec<float, N> values;
+#pragma unroll
+            for (int k = 0; k < N; k++)
+                values.at[k] =
+                    round_stochastically(states[s].at[k], random.at[k] >> (s == 0 ? 0 : 16));
+            store_narrow<N>((bf16 *)at[s] + i, values);
+        }
+    }
+    /* Words of elements at .. at + N - 1 of the parameter. */
+    template <int N> __device__ __forceinline__ vec<uint32_t, N> words(uint64_t element) const
+    {
+        vec<uint32_t, N> random;
+        philox_words four = philox(seed, stream, element / 4);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            uint32_t place = (uint32_t)(element + k) % 4;
+            if (k > 0 && place == 0)
+                four = philox(seed, stream, (element + k) / 4);
+            /* not four.at[place], which would put the words into local memory */
+            random.at[k] = place < 2 ? (place == 0 ? four.at[0] : four.at[1])
+                                     : (place == 2 ? four.at[2] : four.at[3]);
+        }
+        return random;
+    }
+};
+
+template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
+struct step_op {
+    enum { WIDTH = 8 };
+    Param param;
+    Grad grad;
+    States states;
+    Wire wire;
+    step_scalars<float> k;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        const int STATES = rule_states(RULE);
+        vec<float, N> g = grad.template load<N, float>(i), p = param.template load<N, float>(i);
+        vec<float, N> s[FSDPC_OPTIM_MAX_STATES];
+#pragma unroll
+        for (int n = 0; n < STATES; n++)
+            s[n] = states.template load<N>(n, i);
+#pragma unroll
+        for (int e = 0; e < N; e++) {
+            float mine[FSDPC_OPTIM_MAX_STATES] = {};
+#pragma unroll
+            for (int n = 0; n < STATES; n++)
+                mine[n] = s[n].at[e];
+            p.at[e] = step_rule_apply<RULE>(k, p.at[e], g.at[e], mine);
+#pragma unroll
+            for (int n = 0; n < STATES; n++)
+                s[n].at[e] = mine[n];
+        }
+        states.template store<STATES, N>(i, s);
+        wire.template store<N>(i, param.template store<N>(i, p));
+    }
+};
+
+template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
+static fsdpc_status step_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    map_buffer buffers[3 + FSDPC_OPTIM_MAX_STATES] = {
+        {a->param, fsdpc_dtype_bytes(a->param_dtype)},
+        {a->grad, fsdpc_dtype_bytes(a->grad_dtype)},
+        {a->wire, a->wire ? fsdpc_dtype_bytes(a->wire_dtype) : 0}};
+    for (int s = 0; s < rule_states(RULE); s++)
+        buffers[3 + s] = map_buffer{a->states[s], fsdpc_dtype_bytes(a->state_dtype)};
+    step_op<RULE, Param, Grad, States, Wire> op = {
+        Param(a->param, a->param_dtype), Grad(a->grad, a->grad_dtype), States(a),
+        Wire(a->wire, a->wire_dtype), step_prepare<float>(a)};
+    return map_launch("a step", op, a->numel, buffers, stream);
+}
+
+template <step_rule RULE>
+static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    if (a->wire)
+        return step_launch<RULE, untyped, untyped, any_states, untyped>(a, stream);
+    return step_launch<RULE, untyped, untyped, any_states, no_array>(a, stream);
+}
+
+/* -- Adam's own -------------------------------------------------------------------------------- */
+
+static bool is_common(fsdpc_dtype dtype)
+{
+    return dtype == FSDPC_F32 || dtype == FSDPC_BF16;
+}
+
+template <typename P, typename G>
+static fsdpc_status adam_wire(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    if (!a->wire)
+        return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, no_array>(a, stream);
+    if (a->wire_dtype == FSDPC_BF16)
+        return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, typed<bf16>>(a, stream);
+    return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, typed<float>>(a, stream);
+}
+
+static fsdpc_status adam(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    bool common = is_common(a->param_dtype) && is_common(a->grad_dtype) &&
+                  a->state_dtype == FSDPC_F32 && (!a->wire || is_common(a->wire_dtype));
+    if (!common)
+        return step_any<RULE_ADAM>(a, stream);
+    bool half_grad = a->grad_dtype == FSDPC_BF16;
+    if (a->param_dtype == FSDPC_F32)
+        return half_grad ? adam_wire<float, bf16>(a, stream) : adam_wire<float, float>(a, stream);
+    return half_grad ? adam_wire<bf16, bf16>(a, stream) : adam_wire<bf16, float>(a, stream);
+}
+
+extern "C" fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *a, fsdpc_stream *stream)
+{
+    if (a->param_dtype == FSDPC_F64)
+        return fsdpc_cuda_step_f64(a, stream);
+    switch (rule_of(a)) {
+    case RULE_ADAM:
+        return adam(a, stream);
+    case RULE_AMSGRAD:
+        return step_any<RULE_AMSGRAD>(a, stream);
+    case RULE_SGD:
+        return step_any<RULE_SGD>(a, stream);
+    case RULE_MOMENTUM:
+        return step_any<RULE_MOMENTUM>(a, stream);
+    case RULE_LION:
+        return step_any<RULE_LION>(a, stream);
+    }
+    return FSDPC_ERR_VALUE;
+}

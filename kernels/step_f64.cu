@@ -1,0 +1,61 @@
+/* Optimizers' steps of fp64 parameters, whose states are fp64 too; twin of csrc/ops/flat_step.c.
+ *
+ * They are rare: one kernel for each rule, an element at a time.
+ */
+#include "array.cuh"
+#include "map.cuh"
+#include "step.cuh"
+
+template <step_rule RULE> struct step_f64_op {
+    enum { WIDTH = 1 };
+    double *param;
+    untyped grad, wire;
+    double *states[FSDPC_OPTIM_MAX_STATES];
+    step_scalars<double> k;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        double s[FSDPC_OPTIM_MAX_STATES] = {};
+#pragma unroll
+        for (int n = 0; n < rule_states(RULE); n++)
+            s[n] = states[n][i];
+        vec<double, 1> p;
+        double g = grad.load<1, double>(i).at[0];
+        p.at[0] = param[i] = step_rule_apply<RULE>(k, param[i], g, s);
+#pragma unroll
+        for (int n = 0; n < rule_states(RULE); n++)
+            states[n][i] = s[n];
+        if (wire.base)
+            wire.store<1>(i, p);
+    }
+};
+
+template <step_rule RULE>
+static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    map_buffer buffers[] = {{a->param, sizeof(double)}};
+    step_f64_op<RULE> op = {(double *)a->param,
+                            untyped(a->grad, a->grad_dtype),
+                            untyped(a->wire, a->wire_dtype),
+                            {(double *)a->states[0], (double *)a->states[1],
+                             (double *)a->states[2]},
+                            step_prepare<double>(a)};
+    return map_launch("a step in fp64", op, a->numel, buffers, stream);
+}
+
+extern "C" fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *a, fsdpc_stream *stream)
+{
+    switch (rule_of(a)) {
+    case RULE_ADAM:
+        return step_f64_launch<RULE_ADAM>(a, stream);
+    case RULE_AMSGRAD:
+        return step_f64_launch<RULE_AMSGRAD>(a, stream);
+    case RULE_SGD:
+        return step_f64_launch<RULE_SGD>(a, stream);
+    case RULE_MOMENTUM:
+        return step_f64_launch<RULE_MOMENTUM>(a, stream);
+    case RULE_LION:
+        return step_f64_launch<RULE_LION>(a, stream);
+    }
+    return FSDPC_ERR_VALUE;
+}

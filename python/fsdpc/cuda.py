@@ -1,0 +1,89 @@
+"""GPUs: whether this installation and this machine have any.
+
+The plugin ``libfsdpc_cuda.so`` stands beside the extension where a CUDA toolkit was at hand when
+fsdpc was built, and is opened by the first call here, never by ``import fsdpc``.  It brings a
+device and its kernels; the engine does not run on them yet.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from fsdpc import _core
+
+_PLUGIN = Path(_core.__file__).with_name("libfsdpc_cuda.so")
+
+
+@cache
+def _found() -> dict[str, Any]:
+    """What the plugin says of itself, or why there is none."""
+    if not _PLUGIN.exists():
+        note = _PLUGIN.with_suffix(".txt")
+        reason = note.read_text().strip() if note.exists() else "the build left no reason"
+        return {"description": f"not built: {reason}", "devices": 0}
+    try:
+        return _core.plugin_config(str(_PLUGIN))
+    except (OSError, RuntimeError, ValueError) as error:
+        return {"description": f"does not load: {error}", "devices": 0}
+
+
+def device_count() -> int:
+    """Return how many GPUs this process sees; 0 where :func:`describe` says why.
+
+    Returns
+    -------
+    int
+        The plugin's count, under ``CUDA_VISIBLE_DEVICES``.
+
+    Notes
+    -----
+    The first call starts NVIDIA's driver where there is one; ranks that are forked afterwards
+    cannot use it, so :func:`fsdpc.launch` refuses to fork them.
+    """
+    return _found()["devices"]
+
+
+def describe() -> str:
+    """Return one line: what the plugin was built with and found, or why there is no GPU.
+
+    Returns
+    -------
+    str
+        For example ``CUDA 13.0, driver for 13.0, 1 GPU(s), products by cuBLASLt``, or
+        ``not built: no nvcc ...``.
+
+    Notes
+    -----
+    Starts the driver as :func:`device_count` does.
+    """
+    return _found()["description"]
+
+
+def describe_nccl() -> str:
+    """Return one line: which NCCL there is, or why there is none.
+
+    Returns
+    -------
+    str
+        For example ``NCCL 2.28.9 at /usr/lib/libnccl.so.2``, or ``none: no NCCL: ...``.
+
+    Notes
+    -----
+    Opens the library, which needs no GPU.  It is the copy that the process already has (torch's),
+    else the one that ``FSDPC_NCCL_LIB`` names, else that of pip's ``nvidia-nccl-cu13`` or the
+    system's; a second copy is never opened.  No transport stands on it yet.
+    """
+    if not _PLUGIN.exists():
+        return "none: there is no plugin to open it"
+    try:
+        return _core.plugin_library(str(_PLUGIN), os.environ.get("FSDPC_NCCL_LIB") or None)
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"none: {error}"
+
+
+def _driver_runs() -> bool:
+    """Whether this process has started the driver through the plugin; starts nothing."""
+    return _found.cache_info().currsize > 0 and device_count() > 0

@@ -1,0 +1,131 @@
+"""What $FSDPC_CUDA chooses, with and without a toolkit; nothing is compiled here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+sys.path.insert(0, str(ROOT / "tools"))
+import build_backend  # noqa: E402
+import cuda_build  # noqa: E402
+import native  # noqa: E402
+
+TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), (), cublaslt=False, nccl=False)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine without a toolkit, where a plugin that is compiled is one line of text."""
+
+    def build(out: Path) -> None:
+        if cuda_build.find_toolkit() is None:
+            raise RuntimeError(cuda_build.NO_TOOLKIT)
+        out.write_text("compiled")
+
+    monkeypatch.delenv("FSDPC_CUDA", raising=False)
+    monkeypatch.setattr(cuda_build, "find_toolkit", lambda: None)
+    monkeypatch.setattr(cuda_build, "build_plugin", build)
+    return monkeypatch
+
+
+def installed(folder: Path, in_place: bool = False) -> tuple[bool, str]:
+    """Whether `install` left a plugin in a folder, and its reason if it left none."""
+    cuda_build.install(folder, in_place)
+    plugin, note = folder / cuda_build.PLUGIN, folder / cuda_build.REASON
+    assert plugin.exists() != note.exists()
+    return plugin.exists(), note.read_text().strip() if note.exists() else ""
+
+
+def test_without_a_toolkit_the_base_is_built_and_told_why(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert installed(tmp_path) == (False, cuda_build.NO_TOOLKIT)
+    machine.setenv("FSDPC_CUDA", "1")
+    with pytest.raises(RuntimeError, match="no nvcc"):
+        installed(tmp_path)
+
+
+def test_with_a_toolkit_it_is_built_unless_refused(
+    machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.setattr(cuda_build, "find_toolkit", lambda: TOOLKIT)
+    assert installed(tmp_path) == (True, "")
+    machine.setenv("FSDPC_CUDA", "0")
+    assert installed(tmp_path) == (False, "FSDPC_CUDA was 0")  # an older build's is gone
+
+
+def test_in_place_it_is_kept_new_but_not_begun(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.setattr(cuda_build, "find_toolkit", lambda: TOOLKIT)
+    left_out, reason = installed(tmp_path, in_place=True)
+    assert not left_out and "FSDPC_CUDA=1" in reason
+    machine.setenv("FSDPC_CUDA", "1")
+    assert installed(tmp_path, in_place=True) == (True, "")
+    machine.delenv("FSDPC_CUDA")
+    (tmp_path / cuda_build.PLUGIN).write_text("old")
+    assert installed(tmp_path, in_place=True) == (True, "")
+    assert (tmp_path / cuda_build.PLUGIN).read_text() == "compiled"
+
+
+def test_a_compiler_s_failure_ends_only_a_build_that_demanded_it(
+    machine: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(out: Path) -> None:
+        raise native.CompileError("nvcc: unsupported GNU version")
+
+    machine.setattr(cuda_build, "find_toolkit", lambda: TOOLKIT)
+    machine.setattr(cuda_build, "build_plugin", fail)
+    built, reason = installed(tmp_path)
+    assert not built and "did not compile" in reason
+    assert "unsupported GNU version" in capfd.readouterr().err
+    machine.setenv("FSDPC_CUDA", "1")
+    with pytest.raises(native.CompileError):
+        installed(tmp_path)
+
+
+def test_other_words_are_refused(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine.setenv("FSDPC_CUDA", "yes")
+    with pytest.raises(RuntimeError, match="FSDPC_CUDA=yes is none of auto, 0 and 1"):
+        installed(tmp_path)
+
+
+def test_the_build_asks_for_a_toolkit_where_one_is_demanded_and_missing(
+    machine: pytest.MonkeyPatch,
+) -> None:
+    assert cuda_build.packages_needed() == []
+    machine.setenv("FSDPC_CUDA", "1")
+    machine.setattr(build_backend.build_meta, "get_requires_for_build_wheel", lambda _: ["wheel"])
+    machine.setattr(build_backend.build_meta, "get_requires_for_build_editable", lambda _: [])
+    assert build_backend.get_requires_for_build_wheel() == ["wheel", *cuda_build.TOOLKIT_PACKAGES]
+    assert build_backend.get_requires_for_build_editable() == [*cuda_build.TOOLKIT_PACKAGES]
+    machine.setattr(cuda_build, "find_toolkit", lambda: TOOLKIT)
+    assert build_backend.get_requires_for_build_wheel() == ["wheel"]
+
+
+def test_the_toolkit_is_cuda_home_s_then_pip_s_then_the_path_s(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("home", "site/nvidia/cu13", "usr"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "include").mkdir()
+        (tmp_path / name / "bin" / "nvcc").write_text("#!/bin/sh\n")
+        (tmp_path / name / "bin" / "nvcc").chmod(0o755)
+    (tmp_path / "site/nvidia/cu13/include/cublasLt.h").write_text("")
+    (tmp_path / "site/nvidia/cu13/include/nccl.h").write_text("")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'usr/bin'}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    found = cuda_build.find_toolkit()
+    assert found and found.nvcc == tmp_path / "home/bin/nvcc" and found.cublaslt and found.nccl
+    assert found.includes[0] == tmp_path / "home/include"
+    monkeypatch.delenv("CUDA_HOME")
+    found = cuda_build.find_toolkit()
+    assert found and found.nvcc == tmp_path / "site/nvidia/cu13/bin/nvcc"
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(cuda_build.sysconfig, "get_path", lambda _: str(tmp_path / "nowhere"))
+    found = cuda_build.find_toolkit()
+    assert found and found.nvcc == tmp_path / "usr/bin/nvcc"

@@ -1,0 +1,110 @@
+"""NCCL through the plugin's loader, without a GPU: an identity for a group, never two copies.
+
+Needs nvcc and pip's nvidia-nccl-cu13, whose header the plugin is compiled with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdpc
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 900
+
+sys.path.insert(0, str(ROOT / "tools"))
+import cuda_build  # noqa: E402
+import native  # noqa: E402
+
+TOOLKIT = cuda_build.find_toolkit()
+LIBRARY = next((path for folder in cuda_build.pip_folders()
+                if (path := folder / "lib" / "libnccl.so.2").is_file()), None)
+
+pytestmark = [
+    pytest.mark.skipif(TOOLKIT is None, reason="there is no nvcc"),
+    pytest.mark.skipif(LIBRARY is None, reason="pip's nvidia-nccl-cu13 is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tests/gpu/test_nccl_load.c as a program."""
+    folder = tmp_path_factory.mktemp("nccl")
+    builder = native.Builder(folder)
+    flags = [f"-I{ROOT / 'tests' / 'c'}", *cuda_build.host_command(TOOLKIT)[1:]]
+    files = [ROOT / "csrc/cuda/nccl_load.c", ROOT / "tests/gpu/test_nccl_load.c"]
+    objects = builder.compile(files, flags) + builder.compile(native.sources(("base",)))
+    return builder.link(objects, folder / "test_nccl_load")
+
+
+def run(*command: str | Path, **more: str) -> str:
+    """What a command prints; it must succeed."""
+    done = subprocess.run([str(word) for word in command], env={**os.environ, **more},
+                          capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_identities_need_no_gpu(loader: Path) -> None:
+    assert " 0 failed" in run(loader)  # what is refused
+    printed = run(loader, LIBRARY)
+    assert " 0 failed" in printed and f" at {LIBRARY}\n" in printed
+
+
+def test_a_copy_that_the_process_has_is_taken_first(loader: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copy(LIBRARY, tmp_path))
+    assert f" at {theirs}\n" in run(loader, LIBRARY, theirs)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A site-packages with fsdpc, its plugin, and pip's NCCL."""
+    site = tmp_path_factory.mktemp("site")
+    shutil.copytree(Path(fsdpc.__file__).parent, site / "fsdpc")
+    cuda_build.build_plugin(site / "fsdpc" / cuda_build.PLUGIN, ("90",))
+    (site / "nvidia").mkdir()
+    (site / "nvidia" / "nccl").symlink_to(LIBRARY.parent.parent)
+    return site
+
+
+DESCRIBE = """
+import ctypes, sys
+import fsdpc
+if sys.argv[1:]:
+    ctypes.CDLL(sys.argv[1])
+print(fsdpc.show_config(print_=False)["nccl"])
+print(len({line.split()[-1] for line in open("/proc/self/maps") if "libnccl" in line}))
+"""
+
+
+def describe(site: Path, *first: str | Path, **more: str) -> list[str]:
+    """show_config()'s line, and how many copies of NCCL the process has then."""
+    printed = run(sys.executable, "-c", DESCRIBE, *first, PYTHONPATH=str(site), **more)
+    return printed.splitlines()
+
+
+def test_pip_s_library_is_found_beside_the_plugin(installed: Path) -> None:
+    line, copies = describe(installed)
+    assert line.startswith("NCCL 2.") and copies == "1"
+    assert Path(line.split(" at ")[1]).resolve() == LIBRARY.resolve()
+
+
+def test_no_second_copy_beside_torch_s(installed: Path, tmp_path: Path) -> None:
+    theirs = Path(shutil.copy(LIBRARY, tmp_path))  # torch brings its own by this name
+    for named in ({}, {"FSDPC_NCCL_LIB": str(LIBRARY)}):
+        line, copies = describe(installed, theirs, **named)
+        assert line.endswith(f" at {theirs}") and copies == "1"
+
+
+def test_the_environment_names_one(installed: Path, tmp_path: Path) -> None:
+    named = Path(shutil.copy(LIBRARY, tmp_path))
+    line, copies = describe(installed, FSDPC_NCCL_LIB=str(named))
+    assert line.endswith(f" at {named}") and copies == "1"
+    line, copies = describe(installed, FSDPC_NCCL_LIB="/nowhere/libnccl.so.2")
+    assert line.startswith("none: cannot load NCCL: /nowhere/libnccl.so.2") and copies == "0"

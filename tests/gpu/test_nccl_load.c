@@ -1,0 +1,71 @@
+/* NCCL through the loader: its version and an identity for a new group, neither of which needs a
+ * GPU.
+ *
+ * Arguments: the path of a libnccl.so.2, and, to show that a copy which the process has is taken
+ * before it, the path of another that is loaded first.  Without a path nothing but the refusals is
+ * tested.
+ */
+#include <dlfcn.h>
+
+#include "check.h"
+#include "cuda/nccl_load.h"
+
+#if defined(FSDPC_NCCL)
+
+static void test_refusals(void)
+{
+    fsdpc_nccl nccl;
+    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", &nccl), FSDPC_ERR_UNSUPPORTED,
+                "/nowhere/libnccl.so.2");
+}
+
+static void test_identities(const char *path)
+{
+    fsdpc_nccl nccl, again;
+    CHECK_OK(fsdpc_nccl_open(path, &nccl));
+    CHECK_OK(fsdpc_nccl_open(NULL, &again)); /* finds the one that is open */
+    CHECK(nccl.ncclGetUniqueId == again.ncclGetUniqueId);
+    CHECK_NOTE(nccl.version >= 22800 && nccl.version == again.version, "%d", nccl.version);
+    ncclUniqueId one = {{0}}, other = {{0}};
+    CHECK_OK(fsdpc_nccl_check(&nccl, nccl.ncclGetUniqueId(&one), "make an identity"));
+    CHECK_OK(fsdpc_nccl_check(&nccl, nccl.ncclGetUniqueId(&other), "make an identity"));
+    CHECK(memcmp(&one, &other, sizeof one) != 0);
+    CHECK_FAILS(fsdpc_nccl_check(&nccl, nccl.ncclGetUniqueId(NULL), "make an identity"),
+                FSDPC_ERR_INTERNAL, "NCCL failed to make an identity: ");
+}
+
+/* Says where the library is, for whoever knows where it ought to be. */
+static void test_description(const char *path)
+{
+    char text[512] = "";
+    CHECK_OK(fsdpc_nccl_describe(path, text, sizeof text));
+    CHECK_NOTE(strncmp(text, "NCCL 2.", 7) == 0 && strstr(text, " at /"), "%s", text);
+    printf("%s\n", text);
+}
+
+#else
+
+static void test_refusals(void)
+{
+    char text[64];
+    CHECK_FAILS(fsdpc_nccl_describe(NULL, text, sizeof text), FSDPC_ERR_UNSUPPORTED,
+                "built without nccl.h");
+}
+
+#endif
+
+int main(int argc, char **argv)
+{
+    (void)argv;
+    if (argc == 1)
+        test_refusals();
+#if defined(FSDPC_NCCL)
+    if (argc > 2)
+        CHECK(dlopen(argv[2], RTLD_NOW | RTLD_LOCAL));
+    if (argc > 1) {
+        test_identities(argv[1]);
+        test_description(argv[1]);
+    }
+#endif
+    return check_report("test_nccl_load");
+}
