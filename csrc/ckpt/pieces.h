@@ -17,6 +17,7 @@
 #include "base/dtype.h"
 #include "ckpt/fs.h"
 
+/* Small enough that what the kernel has just read is still in a core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };
 
 typedef struct fsdpc_ckpt_file {
@@ -24,7 +25,7 @@ typedef struct fsdpc_ckpt_file {
     uint64_t bytes;
     const void *header; /* what it begins with, written by its creator; may be all of it */
     size_t header_bytes;
-    int creator; /* rank */
+    int creator; /* rank; what rank 0 did not create only its creator writes */
 } fsdpc_ckpt_file;
 
 typedef struct fsdpc_ckpt_piece {

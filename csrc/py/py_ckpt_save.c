@@ -16,8 +16,8 @@
 #include <string.h>
 
 #include "base/thread.h"
-#include "ckpt/convert.h"
 #include "ckpt/save.h"
+#include "ckpt/stage.h"
 
 typedef struct py_save {
     PyObject_HEAD fsdpc_ckpt_plan plan;
@@ -229,9 +229,7 @@ static PyObject *save_run(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_ckpt_save(&self->plan);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static void *write_apart(void *arg)
@@ -249,25 +247,13 @@ static void *write_apart(void *arg)
     return NULL;
 }
 
-/* Pieces move to memory of the save, as they will stand in the file. */
 static fsdpc_status stage(py_save *self)
 {
     fsdpc_ckpt_plan *plan = &self->plan;
-    size_t bytes = 0;
-    for (size_t i = 0; i < plan->n_pieces; i++) {
-        const fsdpc_ckpt_piece *piece = &plan->pieces[i];
-        FSDPC_TRY(fsdpc_ckpt_convert_check(piece->file_dtype, piece->memory_dtype));
-        bytes += (piece->numel * fsdpc_dtype_bytes(piece->file_dtype) + 63) & ~(size_t)63;
-    }
+    size_t bytes;
+    FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->pieces, plan->n_pieces, &bytes));
     FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
-    unsigned char *at = self->staging;
-    for (size_t i = 0; i < plan->n_pieces; i++) {
-        fsdpc_ckpt_piece *piece = &plan->pieces[i];
-        fsdpc_ckpt_convert(at, piece->file_dtype, piece->data, piece->memory_dtype, piece->numel);
-        piece->data = at;
-        piece->memory_dtype = piece->file_dtype;
-        at += (piece->numel * fsdpc_dtype_bytes(piece->file_dtype) + 63) & ~(size_t)63;
-    }
+    fsdpc_ckpt_stage(plan->pieces, plan->n_pieces, self->staging);
     return FSDPC_OK;
 }
 

@@ -33,8 +33,10 @@ static void test_published(void)
 
 static void test_lengths(const unsigned char *data)
 {
-    /* around every switch of path: words, 3 x 256, slicing's 4096, 3 x 4096 and above */
-    const size_t around[] = {0, 8, 16, 768, 1536, 4096, 12288, 13056, 24576, 36864};
+    /* around every switch of path: words, 3 x 256, folding's 1024 and its steps of 256, slicing's
+     * 4096, 3 x 4096 and above */
+    const size_t around[] = {0,    8,    16,   768,   1008,  1024,  1270,
+                             1530, 1536, 4096, 12288, 13056, 24576, 36864};
     for (size_t a = 0; a < sizeof around / sizeof *around; a++) {
         for (size_t off = 0; off < 20; off++) {
             size_t bytes = around[a] + off, start = off * 7 % 9;

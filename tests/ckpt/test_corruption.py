@@ -7,7 +7,9 @@ import io
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import fsdpc
@@ -17,10 +19,10 @@ from fsdpc.checkpoint import CheckpointError, CheckpointManager
 from .common import llama, values
 
 
-def made(folder: Path) -> tuple[dict[str, object], Path]:
+def made(folder: Path) -> tuple[dict[str, Any], Path]:
     model = llama()
     optimizer = fsdpc.optim.AdamW(model.parameters())
-    state = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     for p in model.parameters():
         optimizer.set_step_count(p, 1)
     checkpoint.save(folder / "c", state, max_shard_bytes=60_000)
@@ -33,10 +35,19 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(data)
 
 
+def values_are_nan(state: dict[str, Any]) -> bool:
+    """Nothing of a damaged checkpoint is left to go on with, in parameters or states."""
+    model, optimizer = state["model"], state["optimizer"]
+    held = [view for p in model.parameters()
+            for view in (p.local.detach(), *optimizer.state_views(p).values())]  # fmt: skip
+    return all(np.isnan(view.numpy()).all() for view in held)
+
+
 @pytest.mark.ranks([1, 2], timeout=120)
 @pytest.mark.parametrize("where", ["header", "data", "manifest.json", "index"])
 def test_one_flipped_bit(where: str, tmp_path: Path) -> None:
     state, folder = made(tmp_path)
+    before = values(state["model"])
     rng = random.Random(f"{where}")
     files = sorted(folder.glob("*.safetensors"))
     for _ in range(12):
@@ -56,11 +67,13 @@ def test_one_flipped_bit(where: str, tmp_path: Path) -> None:
         assert path.name in str(caught.value), (path, bit)
         if where == "data":
             assert "damaged" in str(caught.value) and "checksum" in str(caught.value)
+        assert values_are_nan(state) if where == "data" else values(state["model"]) == before
         fsdpc.barrier()
         if fsdpc.rank() == 0:
             flip(path, bit)
         fsdpc.barrier()
     checkpoint.load(folder, state)
+    assert values(state["model"]) == before
 
 
 @pytest.mark.ranks([1, 2])

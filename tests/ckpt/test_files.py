@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_a_file_for_each_rank(tmp_path: Path) -> None:
         assert values(model) != before
         checkpoint.load(tmp_path / kind, {"model": model})
         assert values(model) == before
+
+
+@pytest.mark.ranks([1, 4])
+@pytest.mark.parametrize("how", ["plain", "FULL_SHARD", "HYBRID_SHARD"])
+def test_the_manifest_says_who_wrote_it(how: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"model": llama(how)})
+    content = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    world = fsdpc.world_size()
+    rows = 2 if how == "HYBRID_SHARD" and world == 4 else 1
+    sharded_ = [] if how == "plain" else [{"replicate": rows, "shard": world // rows}]
+    assert (content["world"], content["meshes"]) == (world, sharded_)
+    assert content["units"] == (0 if how == "plain" else 1 + CONFIG.layers)
+    assert content["model_class"].endswith("Llama") and len(content["rng"]["ranks"]) == world
 
 
 @pytest.mark.ranks([1, 2])
@@ -257,7 +271,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         ({"optimizer": 1}, ValueError, "takes the model too"),
         ({"model": 1}, TypeError, "must be a module"),
         ({**model, "data": 1}, TypeError, "state_dict"),
-        ({**model, "extra": {"x": float("nan")}}, ValueError, "'extra' of a checkpoint"),
+        ({**model, "extra": {"x": {1, 2}}}, ValueError, "'extra' of a checkpoint"),
         ({**model, "extra": object()}, ValueError, "'extra' of a checkpoint"),
     ):
         with pytest.raises(kind, match=text):
@@ -267,3 +281,30 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "c", model)
     with pytest.raises(CheckpointError, match="never committed"):
         checkpoint.load(tmp_path, model)
+
+
+def peak_beyond_now() -> Callable[[], int]:
+    """Bytes that this process came to hold, at most, since the call."""
+    def status(key: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition(f"{key}:")[2].split()[0]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    begin = status("VmRSS")
+    return lambda: status("VmHWM") - begin
+
+
+@pytest.mark.ranks([1, 2])
+def test_memory_is_a_chunk(tmp_path: Path) -> None:
+    """Of 48 MB neither saving nor loading holds a copy, converted or not."""
+    model = fsdpc.fully_shard(fsdpc.nn.Linear(4096, 3072, bias=False))
+    saves = {"own": None, "half": "bfloat16"}
+    checkpoint.save(tmp_path / "warm", {"model": model}, dtype="bfloat16")
+    checkpoint.load(tmp_path / "warm", {"model": model})
+    for name, dtype in saves.items():
+        peak = peak_beyond_now()
+        checkpoint.save(tmp_path / name, {"model": model}, dtype=dtype)
+        assert peak() < 8 << 20, (name, peak())
+        peak = peak_beyond_now()
+        checkpoint.load(tmp_path / name, {"model": model})
+        assert peak() < 8 << 20, (name, peak())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +49,63 @@ def test_load_refuses_all_of_them(folder: Path) -> None:
 def test_indices(name: str, folder: Path) -> None:
     with pytest.raises(CheckpointError, match=hostile.INDICES[name][1]):
         checkpoint.load(folder / f"index_{name}", {"model": fsdpc.nn.Linear(1, 1)})
+
+
+MANIFESTS: dict[str, tuple[tuple[Any, ...], Any, str]] = {  # where, what is put there, the reason
+    "no tensors": (("tensors",), None, "'tensors' must be there as a dict"),
+    "a tensor that is none": (("tensors", "model", "weight"), 3, "tensor 'weight': its entry"),
+    "unknown dtype": (("tensors", "model", "weight", "dtype"), "F12", "'F12', which is none of"),
+    "negative extent": (("tensors", "model", "weight", "shape"), [-2, -8], "whole number from 0"),
+    "float extent": (("tensors", "model", "weight", "shape"), [4.0, 4], "whole number"),
+    "overflow": (("tensors", "model", "weight", "shape"), [2**40, 2**40], "beyond memory"),
+    "offsets of others": (("tensors", "model", "weight", "offsets"), [0, 8], "are not those of"),
+    "three offsets": (("tensors", "model", "weight", "offsets"), [0, 64, 64], "are not two"),
+    "no file": (("tensors", "model", "weight", "file"), "../x", "none of model.safetensors"),
+    "no checksum": (("tensors", "model", "weight", "crc32c"), "0x00", "8 hexadecimal digits"),
+    "a hole": (("tensors", "model", "weight"), {
+        "dtype": "F32", "shape": [4, 4], "pieces": [
+            {"first": 1, "numel": 15, "file": "model.safetensors", "offsets": [0, 60],
+             "crc32c": "00000000"}]}, "leave a hole at element 0"),
+    "too few": (("tensors", "model", "weight"), {
+        "dtype": "F32", "shape": [4, 4], "pieces": [
+            {"first": 0, "numel": 15, "file": "model.safetensors", "offsets": [0, 60],
+             "crc32c": "00000000"}]}, "have 15 elements, its shape 16"),
+    "another shape": (("tensors", "model", "weight", "shape"), [2, 8], "holds other tensors"),
+    "a path": (("files",), {"../model.safetensors": {
+        "bytes": 1, "header_bytes": 1, "header_crc32c": "00000000"}}, "none of ../model"),
+    "header beyond": (("files", "model.safetensors", "header_bytes"), 2**60, "'header_bytes'"),
+    "layout": (("layout",), "striped", "'striped', which is none of full"),
+    "world": (("world",), 0, "'world' must be"),
+    "seed": (("rng", "seed"), 2**64, "'seed' must be"),
+    "of others": ((), None, "not a manifest of fsdpc"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks([1, 2])
+def test_manifests_whose_checksum_is_right(tmp_path: Path) -> None:
+    """A checksum proves no good will: each lie is refused for what it is, on every rank."""
+    model = {"model": fsdpc.nn.Linear(4, 4)}
+    for name, (where, what, reason) in MANIFESTS.items():
+        folder = tmp_path / name
+        checkpoint.save(folder, model)
+        content = json.loads((folder / "manifest.json").read_text())
+        del content["checksum"]
+        holder = content
+        for key in where[:-1]:
+            holder = holder[key]
+        if where:
+            holder[where[-1]] = what
+        else:
+            content = {"a": 1}
+        text = (json.dumps(content)[:-1] + ', "checksum":"').encode()
+        fsdpc.barrier()
+        if fsdpc.rank() == 0:
+            digits = f"{_core.crc32c(0, text):08x}"
+            (folder / "manifest.json").write_bytes(text + digits.encode() + b'"\n}\n')
+        fsdpc.barrier()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(folder, model)
+        assert reason in str(caught.value), name
 
 
 def test_a_good_one_is_read(folder: Path) -> None:

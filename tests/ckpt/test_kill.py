@@ -22,12 +22,12 @@ def state_of(step: int) -> dict[str, Any]:
     return {"model": llama(seed=step)}
 
 
-def record(folder: Path) -> list[int]:
+def record(folder: Path, layout: str) -> list[int]:
     """How many calls each rank makes in a save."""
 
     def count(rank: int) -> int:
         fsdpc.init()
-        manager = CheckpointManager(folder)
+        manager = CheckpointManager(folder, layout=layout)
         seen: list[str] = []
         with hooked(lambda call, where: seen.append(call)):
             manager.save(1, state_of(1))
@@ -39,10 +39,14 @@ def record(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("async_", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "next"])
-@pytest.mark.parametrize("who", ["0", "1", "all"])
+@pytest.mark.parametrize(
+    "who, layout", [("0", "full"), ("1", "full"), ("all", "full"), ("1", "per_rank")]
+)
 @pytest.mark.ranks(1, init=False, timeout=600)
-def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Path) -> None:
-    counts = record(tmp_path / "count")
+def test_killed_at_every_call(
+    who: str, layout: str, first: bool, async_: bool, tmp_path: Path
+) -> None:
+    counts = record(tmp_path / "count", layout)
     victims = range(RANKS) if who == "all" else [int(who)]
     committed = 0
     for k in range(max(counts[v] for v in victims) + 1):
@@ -50,7 +54,7 @@ def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Pat
 
         def save(rank: int, folder: Path = folder, k: int = k) -> None:
             fsdpc.init()
-            manager = CheckpointManager(folder, async_=async_)
+            manager = CheckpointManager(folder, async_=async_, layout=layout)
             if not first:
                 manager.save(1, state_of(1))
                 manager.wait()

@@ -47,6 +47,17 @@ def test_a_resumed_run_ends_as_a_whole_one(ranks: int, tmp_path: Path) -> None:
     assert names(folder) == ["step-00000004", "step-00000006"]
 
 
+def test_resumed_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """The run goes on with the step and the place in the data where it was."""
+    folder = tmp_path / "run"
+    train("--ranks", 1, "--steps", 2, "--checkpoint", folder)
+    text = train("--ranks", 2, "--steps", 4, "--checkpoint", folder, "--resume")
+    assert "resumed after step 2" in text
+    text = train("--ranks", 1, "--steps", 6, "--checkpoint", folder, "--resume")
+    assert "resumed after step 4" in text
+    assert names(folder) == [f"step-{step:08}" for step in (2, 4, 6)]
+
+
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
     train("--steps", 0, "--checkpoint", tmp_path / "run")
     assert names(tmp_path / "run") == ["step-00000000"]

@@ -130,7 +130,9 @@ def _ls(path: Path) -> int:
     print(f"{len(rows) - 1} tensors, {_size(total)}")
     if source.content:
         c = source.content
-        print(f"written by {c['world']} ranks, layout {c['layout']}, extra {c['extra']}")
+        meshes = [f"{m['replicate']} x {m['shard']}" for m in c.get("meshes", [])]
+        how = f" (replicas x shards {', '.join(meshes)})" if meshes else ""
+        print(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
     return 0
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint import saving
+from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.pieces import FLOATS, Piece, pieces_of, states_of
+from fsdpc.checkpoint.pieces import FLOATS, Piece, Saved, pieces_of, states_of
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
+from fsdpc.checkpoint.values import decode
 
 Names = str | Mapping[str, str] | Callable[[str], str]
 
@@ -26,7 +27,7 @@ class LoadReport:
 
     Parameters
     ----------
-    extra : JSON
+    extra : any
         What was saved as ``"extra"``.
     missing : list of str
         Names that the model or optimizer has and the checkpoint has not.
@@ -76,8 +77,12 @@ def load(
     -----
     Each rank reads its own elements straight into their place, one chunk at a time where dtypes
     differ, and its checksums join those of the others to the whole tensors'. They are known when
-    everything was read, so after an error the model's values are undefined. Random numbers go on
-    where they were if there is an optimizer to load: then it is a run that goes on.
+    everything was read. If they are wrong, or a file could not be read to its end, every floating
+    point value that was to be read is NaN afterwards, so that nobody goes on with it unawares.
+
+    Random numbers go on where they were if there is an optimizer to load: then it is a run that
+    goes on. Those of Python, NumPy and torch, which are each rank's own, do so at the number of
+    ranks that saved.
     """
     saving.finish()
     job: _Load | None = None
@@ -88,19 +93,29 @@ def load(
         error = caught
     agree(error, 0)
     assert job is not None
-    crcs: list[int] = []
     try:
-        crcs = job.read()
-    except Exception as caught:
-        error = caught
-    agree(error, 0)
+        _read(job)
+    except Exception:
+        job.spoil()
+        raise
     try:
-        job.verify(crcs)
         job.apply()
     except Exception as caught:
         error = caught
     agree(error, 0)
     return job.report
+
+
+def _read(job: _Load) -> None:
+    """Read all that is tensors; raises on every rank unless all of it is right."""
+    crcs: list[int] = []
+    error: BaseException | None = None
+    try:
+        crcs = job.read()
+    except Exception as caught:
+        error = caught
+    agree(error, 0)
+    job.verify(crcs)
 
 
 class _Load:
@@ -116,7 +131,7 @@ class _Load:
         if "optimizer" in self.state and "model" not in self.state:
             raise ValueError("loading an optimizer takes the model too: it names the parameters")
         self.source: Source = open_source(folder)
-        self.report = LoadReport(self.source.content.get("extra"))
+        self.report = LoadReport(decode(self.source.content.get("extra")))
         self.strict = strict
         self.reads: list[tuple[Piece, SourceTensor]] = []
         self.wrong: list[str] = []
@@ -137,10 +152,11 @@ class _Load:
     def _match_model(self, names: Names | None) -> None:
         from fsdpc.checkpoint.names import file_names
 
-        held = pieces_of(self.state["model"], True)
+        held = self.held = pieces_of(self.state["model"], True)
         given = dict(self.source.model)
         mapped = file_names(names, [p.name for p in held.pieces], given)
         used: set[str] = set()
+        self.filled: list[str] = []
         for piece in held.pieces:
             candidates = [mapped[piece.name][0]]
             aliases = [alias for alias, first in held.aliases.items() if first == piece.name]
@@ -150,16 +166,18 @@ class _Load:
             if found is None:
                 self.report.missing.append(piece.name)
                 continue
+            self.filled.append(piece.name)
             self._match(piece, given[found].transposed() if mapped[piece.name][1] else given[found])
         self.report.unexpected += sorted(set(given) - used)
 
     def _match_optimizer(self) -> None:
         content = self.source.content["optimizer"]
         steps = {name: int(count) for name, count in content["steps"].items()}
-        own = states_of(self.state["optimizer"], self.state["model"], steps)
-        self.steps = {name: steps.get(name, 0) for name in own.steps}
-        if content["class"] != own.kind:
-            self.wrong.append(f"its optimizer is {content['class']}, this one {own.kind}")
+        given = self.source.optimizer
+        own = states_of(self.state["optimizer"], self.state["model"], Saved(steps, given))
+        self.access, self.steps = own.access, own.steps
+        if content["class"] != own.access.kind:
+            self.wrong.append(f"its optimizer is {content['class']}, this one {own.access.kind}")
             return
         if len(content["param_groups"]) != len(own.groups):
             self.wrong.append(
@@ -175,7 +193,6 @@ class _Load:
                     f"parameter group {i} of its optimizer: missing {missing}, unexpected "
                     f"{unexpected}"
                 )
-        given = self.source.optimizer
         for piece in own.pieces:
             if piece.name in given:
                 self._match(piece, given[piece.name])
@@ -240,27 +257,26 @@ class _Load:
                     break
         if wrong:
             raise CheckpointError(
-                f"damaged: {'; '.join(wrong)}; the model now holds these values, load another "
-                "checkpoint before it is used"
+                f"damaged: {'; '.join(wrong)}; all values that were to be loaded are NaN now: "
+                "load another checkpoint before the model is used"
             )
+
+    def spoil(self) -> None:
+        """Leave no value that looks right and may not be."""
+        for piece, _ in self.reads:
+            if piece.dtype in FLOATS and piece.numel:
+                piece.memory.fill_(float("nan"))
 
     def apply(self) -> None:
         """Set all that is no tensor."""
         content = self.source.content
+        if "model" in self.state:
+            self.held.loaded(self.filled)
         if "optimizer" in self.state:
-            self._apply_optimizer(content["optimizer"])
+            self.access.apply(content["optimizer"]["param_groups"], self.steps)
             rng = content["rng"]
             _core.set_rng_state(rng["seed"], rng["next_stream"])
+            generators.restore(rng.get("ranks", []))
         for kind in ("scheduler", "scaler", "data"):
             if kind in self.state:
-                self.state[kind].load_state_dict(content[kind])
-
-    def _apply_optimizer(self, content: Mapping[str, Any]) -> None:
-        optimizer = self.state["optimizer"]
-        by_name = {name: p for name, p in self.state["model"].named_parameters()}
-        for group, given in zip(optimizer.param_groups, content["param_groups"], strict=True):
-            for key, value in given.items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(value, list) else value
-        for name, steps in self.steps.items():
-            optimizer.set_step_count(by_name[name], steps)
+                self.state[kind].load_state_dict(decode(content[kind]))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
+from fsdpc.checkpoint import schema
 
 NAME = "manifest.json"
 VERSION = 1
@@ -37,15 +38,15 @@ def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
     Raises
     ------
     ValueError
-        Something is not JSON: the message names it.
+        Something cannot be JSON: the message names it.
     """
     for key, value in content.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"'{key}' of a checkpoint must be JSON (numbers that are finite, text, lists, "
-                f"dicts with text as keys): {error}"
+                f"'{key}' of a checkpoint must be numbers, text, None, and lists, tuples and "
+                f"dicts of them: {error}"
             ) from None
     tensors = json.dumps(content["tensors"], separators=(",", ":"))
     rest = {key: value for key, value in content.items() if key != "tensors"}
@@ -124,12 +125,18 @@ def read(folder: Path) -> dict[str, Any]:
             f"{own[:8].decode('latin-1')}"
         )
     content = strict_json(text, str(path))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a manifest of fsdpc")
     if content.get("format") != "fsdpc" or not isinstance(content.get("version"), int):
         raise CheckpointError(f"{path}: not a manifest of fsdpc")
     if content["version"] > VERSION:
         raise CheckpointError(
             f"{path}: version {content['version']}; this fsdpc reads up to {VERSION}: upgrade it"
         )
+    try:
+        schema.check(content)
+    except schema.Unfit as error:
+        raise CheckpointError(f"{path}: not a manifest that fsdpc wrote: {error}") from None
     return content
 
 

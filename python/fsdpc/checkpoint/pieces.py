@@ -1,12 +1,12 @@
 """What a rank holds of a model and an optimizer, as pieces of named tensors.
 
 This is all that saving and loading know of front doors: another one registers its own functions
-with ``pieces_of.register`` and ``states_of.register``.
+with ``pieces_of.register`` and ``access_of.register``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 from math import prod
@@ -15,6 +15,7 @@ from typing import Any
 from fsdpc import _core, distributed
 from fsdpc._core import Tensor
 from fsdpc.nn.module import Module
+from fsdpc.optim.optimizer import Optimizer
 
 # Names of dtypes in files.
 FILE_DTYPES = {
@@ -67,12 +68,26 @@ class Piece:
         return prod(self.shape)
 
 
+def _nothing(names: Collection[str]) -> None:
+    """What most models do once their pieces were read."""
+
+
 @dataclass(frozen=True)
 class Held:
-    """The pieces of a model, and other names that its tied parameters go by."""
+    """The pieces of a model, and other names that its tied parameters go by.
+
+    Parameters
+    ----------
+    pieces : list of Piece
+    aliases : dict of str to str
+        Another name to the name of the piece.
+    loaded : callable
+        Told the names of the pieces that were read, when all of them were and are right.
+    """
 
     pieces: list[Piece]
     aliases: dict[str, str]
+    loaded: Callable[[Collection[str]], None] = _nothing
 
 
 @singledispatch
@@ -87,7 +102,8 @@ def pieces_of(model: Any, write: bool) -> Held:
         Whether the memory will be written.
     """
     raise TypeError(
-        f"'model' must be a module whose state a checkpoint can hold, got {type(model).__name__}"
+        f"'model' must be a module whose state a checkpoint can hold, got {type(model).__name__}; "
+        "torch modules can be held once fsdpc.torch is imported"
     )
 
 
@@ -132,9 +148,115 @@ def _plain(name: str, tensor: Tensor) -> Piece:
     return Piece(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
-def names_of(model: Any) -> dict[int, str]:
-    """Return the name of each parameter by the identity of its object."""
-    return {id(p): name for name, p in model.named_parameters()}
+class Saved:
+    """What a checkpoint has of an optimizer.
+
+    Parameters
+    ----------
+    steps : mapping of str to int
+        By parameter.
+    names : iterable of str
+        Of its tensors, "<parameter>.<state>".
+    """
+
+    def __init__(self, steps: Mapping[str, int], names: Iterable[str]) -> None:
+        self.steps = steps
+        self.states: dict[str, list[str]] = {}
+        for name in names:
+            parameter, _, state = name.rpartition(".")
+            self.states.setdefault(parameter, []).append(state)
+
+
+class StateAccess:
+    """How the states of one kind of optimizer are reached; the native one's, and others' base.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        Over parameters of ``model``.
+    model : Module
+        Names the parameters.
+    """
+
+    def __init__(self, optimizer: Any, model: Any) -> None:
+        self.optimizer = optimizer
+        self.names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class: one that loads must be of the same name."""
+        return type(self.optimizer).__name__
+
+    def steps(self, p: Any) -> int:
+        """Return how many steps a parameter has made; 0: it has no states."""
+        return self.optimizer.step_count(p)
+
+    def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, Tensor]:
+        """Return the memory of this rank's rows of the states, made where missing.
+
+        Parameters
+        ----------
+        p : Parameter
+        wanted : collection of str, optional
+            The states that a checkpoint has, when they are to be read.
+        """
+        return self.optimizer.state_views(p)
+
+    def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
+        """Return a parameter's whole shape, this rank's first element, and which copy it is."""
+        if p._unit is None:
+            return tuple(p.shape), 0, distributed.rank()
+        _, first, replica, _ = _core.master_piece(p._unit, p._index, False)
+        return tuple(p.shape), first, replica
+
+    def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a group as JSON."""
+        return {key: value for key, value in group.items() if key != "params"}
+
+    def apply(self, groups: list[dict[str, Any]], steps: Mapping[str, int]) -> None:
+        """Take over options and step counts, once the memory of the states was read.
+
+        Parameters
+        ----------
+        groups : list of dict
+            What :meth:`options` returned.
+        steps : mapping of str to int
+            By parameter.
+        """
+        for group, given in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in given.items():
+                if key != "params":
+                    self.set_option(group, key, tuple(value) if isinstance(value, list) else value)
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                self.set_steps(p, steps[self.names[id(p)]])
+
+    def set_option(self, group: dict[str, Any], key: str, value: Any) -> None:
+        """Take over one option."""
+        group[key] = value
+
+    def set_steps(self, p: Any, steps: int) -> None:
+        """Take over one step count."""
+        self.optimizer.set_step_count(p, steps)
+
+
+@singledispatch
+def access_of(optimizer: Any, model: Any) -> StateAccess:
+    """Return how to reach an optimizer's states.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    model : Module
+        Names the parameters.
+    """
+    raise TypeError(
+        "'optimizer' must be an optimizer whose states a checkpoint can hold, got "
+        f"{type(optimizer).__name__}; torch's can be held once fsdpc.torch is imported"
+    )
+
+
+access_of.register(Optimizer, StateAccess)
 
 
 @dataclass(frozen=True)
@@ -144,10 +266,10 @@ class States:
     pieces: list[Piece]  # named "<parameter>.<state>"
     steps: dict[str, int]
     groups: list[dict[str, Any]]
-    kind: str
+    access: StateAccess
 
 
-def states_of(optimizer: Any, model: Any, stepped: Mapping[str, int] | None = None) -> States:
+def states_of(optimizer: Any, model: Any, saved: Saved | None = None) -> States:
     """Return this rank's pieces of an optimizer's states.
 
     Parameters
@@ -156,34 +278,33 @@ def states_of(optimizer: Any, model: Any, stepped: Mapping[str, int] | None = No
         Over parameters of ``model``.
     model : Module
         Names the parameters.
-    stepped : mapping of str to int, optional
-        Parameters whose states are wanted; without it those that have stepped.
+    saved : Saved, optional
+        What is to be read; without it the states are there of the parameters that have stepped.
     """
-    names = names_of(model)
-    found = States([], {}, [], type(optimizer).__name__)
+    access = access_of(optimizer, model)
+    found = States([], {}, [], access)
     for index, group in enumerate(optimizer.param_groups):
         params = []
         for i, p in enumerate(group["params"]):
-            if id(p) not in names:
+            if id(p) not in access.names:
                 raise ValueError(
                     f"parameter number {i} of group {index} of the optimizer is none of the "
                     "model's: a checkpoint names states by the model's parameters"
                 )
-            params.append(names[id(p)])
-            steps = optimizer.step_count(p) if stepped is None else stepped.get(params[-1], 0)
-            found.steps[params[-1]] = steps
+            name = access.names[id(p)]
+            params.append(name)
+            steps = access.steps(p) if saved is None else saved.steps.get(name, 0)
+            found.steps[name] = steps
             if steps > 0:
-                found.pieces.extend(_states(optimizer, p, params[-1]))
-        options = {key: value for key, value in group.items() if key != "params"}
-        found.groups.append({**options, "params": params})
+                found.pieces.extend(_states(access, p, name, saved))
+        found.groups.append({**access.options(group), "params": params})
     return found
 
 
-def _states(optimizer: Any, p: Any, name: str) -> list[Piece]:
-    first, replica = 0, distributed.rank()
-    if p._unit is not None:
-        _, first, replica, _ = _core.master_piece(p._unit, p._index, False)
+def _states(access: StateAccess, p: Any, name: str, saved: Saved | None) -> list[Piece]:
+    wanted = None if saved is None else saved.states.get(name, [])
+    shape, first, replica = access.place(p)
     return [
-        Piece(f"{name}.{state}", tuple(p.shape), first, memory.numel(), memory, replica)
-        for state, memory in optimizer.state_views(p).items()
+        Piece(f"{name}.{state}", shape, first, memory.numel(), memory, replica)
+        for state, memory in access.views(p, wanted).items()
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint import manifest
+from fsdpc.checkpoint import generators, manifest
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.pieces import FLOATS, Piece, States, pieces_of, states_of
+from fsdpc.checkpoint.schema import ITEM_BYTES
+from fsdpc.checkpoint.values import encode
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
 _UNKNOWN = "????????"
 
 # For tests: sees every call to the file system, and may raise or end the process.
@@ -93,7 +94,7 @@ class _Tensor:
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 def save(
@@ -112,9 +113,10 @@ def save(
     path : path
         The folder to make. It appears, whole, when everything is on the disk, or not at all.
     state : mapping
-        ``"model"``: a module. ``"optimizer"``: an optimizer over its parameters. ``"scheduler"``,
-        ``"scaler"``, ``"data"``: anything with a ``state_dict()`` that is JSON. ``"extra"``: JSON
-        of your own. Any of them may be left out.
+        ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer
+        over its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a
+        ``state_dict()`` of numbers, text, lists, tuples and dicts. ``"extra"``: such values of
+        your own. Any of them may be left out.
     layout : "full" or "per_rank", default "full"
         Full tensors in files that all ranks write, readable by others; or a file for each rank,
         for file systems that dislike shared writers (``fsdpc ckpt convert`` converts).
@@ -140,8 +142,9 @@ def save(
 
     Notes
     -----
-    The files' bytes do not depend on the number of ranks, the mesh or the strategy. Memory: one
-    chunk of 1 MiB; with ``async_`` a copy of this rank's pieces.
+    The tensor files' bytes do not depend on the number of ranks, the mesh, the strategy or the
+    front door. The global random numbers of Python, NumPy and torch are saved of every rank.
+    Memory: one chunk; with ``async_`` a copy of this rank's pieces.
     """
     finish()
     folder = os.path.abspath(os.fspath(path))
@@ -152,6 +155,7 @@ def save(
         plan, error = None, caught
     agree(error, plan.mark() if plan else 0, "what to save")
     assert plan is not None
+    plan.content["rng"]["ranks"] = generators.gather()
     if layout == "per_rank":
         plan.divide()
     plan.lay_out()
@@ -246,15 +250,15 @@ class _Plan:
             "layout": self.layout,
             "aliases": self.aliases,
             "rng": {"seed": seed, "next_stream": stream},
-            "extra": state.get("extra"),
+            "extra": encode(state.get("extra")),
         }
         for kind in ("scheduler", "scaler", "data"):
             if state.get(kind) is not None:
-                content[kind] = _state_dict(kind, state[kind])
+                content[kind] = encode(_state_dict(kind, state[kind]))
         if self.states is not None:
             content["optimizer"] = {
                 "schema": 1,
-                "class": self.states.kind,
+                "class": self.states.access.kind,
                 "param_groups": self.states.groups,
                 "steps": self.states.steps,
             }
@@ -396,7 +400,7 @@ class _Plan:
         for i, (piece, t) in enumerate(zip(self.pieces, self.tensors, strict=True)):
             if piece.replica != 0 or piece.numel == 0:
                 continue
-            item = _ITEM_BYTES[t.dtype]
+            item = ITEM_BYTES[t.dtype]
             first = piece.first - t.first
             behind = t.end - t.begin - (first + piece.numel) * item
             yield t.file, i, piece.memory, t.dtype, t.begin + first * item, behind
@@ -457,5 +461,8 @@ def _describe(model: Any) -> dict[str, Any]:
     """What the manifest says for people alone."""
     if model is None:
         return {}
-    units: Sequence[Any] = [m for m in model.modules() if hasattr(m, "_fsdpc_unit")]
-    return {"model_class": type(model).__name__, "units": len(units)}
+    units = {id(m._fsdpc_unit): m._fsdpc_unit for m in model.modules() if hasattr(m, "_fsdpc_unit")}
+    world = distributed.world_size()
+    replicas = {_core.master_piece(unit, 0, False)[3] for unit in units.values() if unit.params}
+    meshes = [{"replicate": n, "shard": world // n} for n in sorted(replicas)]
+    return {"model_class": type(model).__name__, "units": len(units), "meshes": meshes}

@@ -202,16 +202,17 @@ def _table(content: dict[str, Any], kind: str) -> dict[str, SourceTensor]:
 def _check_against_headers(source: Source) -> None:
     """The manifest and the files' own headers say the same."""
     per_rank = source.content["layout"] == "per_rank"
-    told: dict[str, dict[str, tuple[str, int, int]]] = {}
+    told: dict[str, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
     for kind, table in (("model", source.model), ("optimizer", source.optimizer)):
         for name, t in table.items():
             key = f"{kind}/{name}" if per_rank else name
             for part in t.parts:
-                told.setdefault(part.file, {})[key] = (t.dtype, part.begin, part.end)
+                shape = (part.numel,) if per_rank else t.shape
+                told.setdefault(part.file, {})[key] = (t.dtype, shape, part.begin, part.end)
     for file, entries in told.items():
         plain_name(file, manifest.NAME)
         tensors, _, _, _ = _core.safetensors_header(source.folder / file)
-        there = {name: (dtype, begin, end) for name, dtype, _, begin, end in tensors}
+        there = {name: (dtype, shape, begin, end) for name, dtype, shape, begin, end in tensors}
         if there != entries:
             names = sorted(n for n in {*there, *entries} if there.get(n) != entries.get(n))
             raise CheckpointError(

@@ -1,0 +1,20 @@
+/* The copy that a save on a thread is made from.
+ *
+ * Pieces move to memory of the save, as they will stand in the file, and from then on name that
+ * memory; whoever owns the originals may write them as soon as the copy is done.  The copy is the
+ * only time that such a save takes from its caller, so it goes past the caches: nobody reads it
+ * soon, and a store that need not fetch its line first saves a third of the traffic.
+ */
+#ifndef FSDPC_CKPT_STAGE_H
+#define FSDPC_CKPT_STAGE_H
+
+#include "ckpt/pieces.h"
+
+/* What the copy needs; an error if a piece cannot be had in its file's dtype. */
+fsdpc_status fsdpc_ckpt_stage_bytes(const fsdpc_ckpt_piece *pieces, size_t n_pieces,
+                                    size_t *bytes_out);
+
+/* Copies to `memory`, which is 64-byte aligned, and changes the pieces to stand there. */
+void fsdpc_ckpt_stage(fsdpc_ckpt_piece *pieces, size_t n_pieces, void *memory);
+
+#endif

@@ -1,0 +1,118 @@
+"""Random numbers that are each rank's own: Python's, NumPy's, and those a front door registers.
+
+A checkpoint has them of every rank. They come back where as many ranks load as saved; at another
+number of ranks there is no telling whose they would be, and they stay as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+from fsdpc.checkpoint.manifest import CheckpointError
+
+_kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+
+def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    """Let checkpoints have one more generator.
+
+    Parameters
+    ----------
+    kind : str
+        Its name in the manifest.
+    get : callable
+        Returns its state as JSON, or None if it has not been used.
+    put : callable
+        Takes what ``get`` returned.
+    """
+    _kinds[kind] = (get, put)
+
+
+def words(array: Any) -> str:
+    """Return the bytes of an array as text.
+
+    Parameters
+    ----------
+    array : ndarray
+    """
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def from_words(text: str, dtype: Any) -> Any:
+    """Return the array that :func:`words` was given.
+
+    Parameters
+    ----------
+    text : str
+    dtype : dtype
+    """
+    return np.frombuffer(base64.b64decode(text), dtype).copy()
+
+
+def gather() -> list[dict[str, Any]]:
+    """Return the states of every rank's generators; collective."""
+    mine = {kind: get() for kind, (get, _) in _kinds.items()}
+    text = json.dumps({kind: state for kind, state in mine.items() if state is not None}).encode()
+    world = distributed.world()
+    if world.size == 1:
+        return [json.loads(text)]
+    longest = int(distributed.all_reduce(len(text), "max"))
+    row = np.frombuffer(text.ljust(longest), np.uint8)
+    return [json.loads(bytes(r)) for r in world.all_gather(_core.tensor(row)).numpy()]
+
+
+def restore(every: list[dict[str, Any]]) -> None:
+    """Put this rank's generators where they were, if as many ranks saved as there are.
+
+    Parameters
+    ----------
+    every : list of dict
+        What :func:`gather` returned.
+    """
+    world = distributed.world()
+    if len(every) != world.size:
+        return
+    for kind, state in every[world.rank].items():
+        if kind not in _kinds:
+            continue
+        try:
+            _kinds[kind][1](state)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise CheckpointError(f"random numbers of {kind} cannot be restored: {error}") from None
+
+
+def _python() -> Any:
+    version, state, gauss = random.getstate()
+    return [version, words(np.array(state, np.uint32)), gauss]
+
+
+def _set_python(state: Any) -> None:
+    version, text, gauss = state
+    random.setstate((version, tuple(from_words(text, np.uint32).tolist()), gauss))
+
+
+def _numpy() -> Any:
+    if "numpy.random" not in sys.modules:
+        return None
+    state = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":  # exchanged by set_bit_generator: its user's own
+        return None
+    inner = state["state"]
+    return [words(inner["key"]), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])]
+
+
+def _set_numpy(state: Any) -> None:
+    text, *rest = state
+    np.random.set_state(("MT19937", from_words(text, np.uint32), *rest))
+
+
+register("python", _python, _set_python)
+register("numpy", _numpy, _set_numpy)

@@ -1,0 +1,123 @@
+"""What a manifest must look like, whoever wrote it.
+
+Its checksum says that it is as it was written, not that fsdpc wrote it. Everything that loading
+goes by is looked at here once; state dicts of the user's own objects are for these to judge.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
+_CRC = re.compile(r"[0-9a-f]{8}")
+_U63, _U64 = (1 << 63) - 1, (1 << 64) - 1
+
+
+class Unfit(Exception):
+    """Where a manifest is not as it must be, and how."""
+
+
+def check(content: dict[str, Any]) -> None:
+    """Raise :class:`Unfit` unless all that loading goes by is there and fits together.
+
+    Parameters
+    ----------
+    content : dict
+        A manifest, parsed.
+    """
+    _one_of(content, "layout", ("full", "per_rank"))
+    _whole(content, "world", 1)
+    rng = _get(content, "rng", dict)
+    for key in ("seed", "next_stream"):
+        _whole(rng, key, 0, _U64)
+    _list_of(dict, rng.get("ranks", []), "rng.ranks")
+    aliases = content.get("aliases", {})
+    _list_of(str, [aliases] if not isinstance(aliases, dict) else [*aliases.values()], "aliases")
+    for mesh in _list_of(dict, content.get("meshes", []), "meshes"):
+        for key in ("replicate", "shard"):
+            _whole(mesh, key, 1)
+    for entry in _list_of(dict, list(_get(content, "files", dict).values()), "files"):
+        _whole(entry, "bytes")
+        _whole(entry, "header_bytes", 0, entry["bytes"])
+        _crc(entry, "header_crc32c")
+    tables = _get(content, "tensors", dict)
+    for kind in ("model", "optimizer"):
+        for name, entry in _get(tables, kind, dict).items():
+            try:
+                _tensor(entry, content["files"])
+            except Unfit as error:
+                raise Unfit(f"tensor '{name}': {error}") from None
+    if "optimizer" in content:
+        _optimizer(_get(content, "optimizer", dict))
+
+
+def _tensor(entry: Any, files: dict[str, Any]) -> None:
+    _list_of(dict, [entry], "its entry")
+    item = ITEM_BYTES[_one_of(entry, "dtype", tuple(ITEM_BYTES))]
+    shape = _get(entry, "shape", list)
+    for i in range(len(shape)):
+        _whole(dict(enumerate(shape)), i)
+    total = prod(shape)
+    if total * item > _U63:
+        raise Unfit(f"shape {shape} is beyond memory")
+    pieces = entry.get("pieces", [{**entry, "first": 0, "numel": total}])
+    _list_of(dict, pieces, "pieces")
+    for piece in pieces:
+        _whole(piece, "first")
+        _whole(piece, "numel")
+        _one_of(piece, "file", tuple(files))
+        _crc(piece, "crc32c")
+        offsets = _get(piece, "offsets", list)
+        if len(offsets) != 2:
+            raise Unfit(f"offsets {offsets} are not two")
+        begin, end = (_whole(dict(enumerate(offsets)), i) for i in range(2))
+        if end - begin != piece["numel"] * item:
+            raise Unfit(f"offsets {offsets} are not those of {piece['numel']} elements")
+    at = 0
+    for piece in sorted(pieces, key=lambda piece: (piece["first"], piece["numel"])):
+        if piece["first"] != at:
+            raise Unfit(f"its pieces overlap or leave a hole at element {at}")
+        at += piece["numel"]
+    if at != total:
+        raise Unfit(f"its pieces have {at} elements, its shape {total}")
+
+
+def _optimizer(entry: dict[str, Any]) -> None:
+    _get(entry, "class", str)
+    for group in _list_of(dict, _get(entry, "param_groups", list), "param_groups"):
+        _list_of(str, _get(group, "params", list), "params")
+    steps = _get(entry, "steps", dict)
+    for name in steps:
+        _whole(steps, name)
+
+
+def _get(holder: dict[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(holder.get(key), kind):
+        raise Unfit(f"'{key}' must be there as a {kind.__name__}, got {holder.get(key)!r:.60}")
+    return holder[key]
+
+
+def _one_of(holder: dict[str, Any], key: str, values: tuple[str, ...]) -> str:
+    if _get(holder, key, str) not in values:
+        raise Unfit(f"'{key}' is {holder[key]!r:.60}, which is none of {', '.join(values)[:200]}")
+    return holder[key]
+
+
+def _whole(holder: dict[Any, Any], key: Any, least: int = 0, most: int = _U63) -> int:
+    value = holder.get(key)
+    if type(value) is not int or not least <= value <= most:
+        raise Unfit(f"'{key}' must be a whole number from {least} on, got {value!r:.60}")
+    return value
+
+
+def _crc(holder: dict[str, Any], key: str) -> None:
+    if not _CRC.fullmatch(_get(holder, key, str)):
+        raise Unfit(f"'{key}' must be 8 hexadecimal digits, got {holder[key]!r:.60}")
+
+
+def _list_of(kind: type, values: Any, what: str) -> list[Any]:
+    if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
+        raise Unfit(f"{what} must be {kind.__name__}, got {values!r:.60}")
+    return values
