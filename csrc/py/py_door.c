@@ -1,13 +1,8 @@
-/* Door: driving the schedule, and what modules see.
+/* Door: driving the schedule.
  *
  * enter and leave stand around a module's forward, marks (callables for the foreign autograd's
- * nodes) begin a unit's backward, end_backward ends it.  While a unit is in use its modules'
- * dictionaries hold the fulls, else the pieces: only dictionaries are written, never the tensors,
- * which are made once.
- *
- * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
- * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
- * foreign autograd refuses a saved full that is no longer what forward saw.
+ * nodes) begin a unit's backward, end_backward ends it.  What modules see meanwhile is
+ * py_door_show.c's.
  *
  * A forward inside backward is a recomputation: fulls stay shown until the unit's backward ends.
  */
@@ -15,68 +10,12 @@
 
 #include <stddef.h>
 
-/* No generation reaches it. */
-static const long long RESHARDED = 1LL << 40;
-
 static fsdpc_root *root_of(const fsdpc_py_door *door)
 {
     return fsdpc_door_unit(door)->root;
 }
 
-/* ---- what modules see ---- */
-
-static int set_version(const fsdpc_py_door *door, long long version)
-{
-    Py_ssize_t n = PyTuple_GET_SIZE(door->bases);
-    PyObject *number = PyLong_FromLongLong(version), *versions = number ? PyTuple_New(n) : NULL;
-    for (Py_ssize_t i = 0; versions && i < n; i++)
-        PyTuple_SET_ITEM(versions, i, Py_NewRef(number));
-    PyObject *args[] = {door->bases, versions};
-    PyObject *done = versions ? PyObject_Vectorcall(door->set_version, args, 2, NULL) : NULL;
-    Py_XDECREF(number);
-    Py_XDECREF(versions);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-static int refuse_replaced(const fsdpc_py_door *door, const fsdpc_door_slot *slot)
-{
-    const fsdpc_unit *unit = fsdpc_door_unit(door);
-    PyErr_Format(PyExc_RuntimeError,
-                 "parameter '%s' of unit '%s' was replaced after fully_shard: copy into it under "
-                 "no_grad() instead (p.copy_(...), load_state_dict), or replace it before",
-                 unit->layout->params[slot->param].name, unit->name);
-    return -1;
-}
-
-static int show(fsdpc_py_door *door, bool full)
-{
-    if (full && set_version(door, (long long)root_of(door)->generation) < 0)
-        return -1;
-    if (door->shown == full)
-        return 0;
-    for (int s = 0; s < door->n_slots; s++) {
-        const fsdpc_door_slot *slot = &door->slots[s];
-        const fsdpc_door_param *param = &door->params[slot->param];
-        if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
-            return refuse_replaced(door, slot);
-        if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
-            return -1;
-    }
-    door->shown = full;
-    return 0;
-}
-
-/* After the schedule may have resharded. */
-static int hide(fsdpc_py_door *door)
-{
-    const fsdpc_unit *unit = fsdpc_door_unit(door);
-    if (!door->bound)
-        return 0;
-    if (unit->state == FSDPC_UNIT_SHARDED && set_version(door, RESHARDED) < 0)
-        return -1;
-    return door->held ? 0 : show(door, false);
-}
+/* ---- pieces ---- */
 
 /* A piece whose `.data` was replaced stands on other memory now. */
 static int follow_memory(fsdpc_py_door *door, int index)
@@ -139,6 +78,16 @@ static int check_usable(const fsdpc_py_door *door)
     return fsdpc_py_unit_check_open(door->unit);
 }
 
+/* What became of pieces' gradients since the last backward, once in a backward. */
+static int catch_up(fsdpc_py_door *door)
+{
+    /* What an earlier backward did not wait for may be there by now. */
+    if (!door->taken && (fsdpc_door_give_grads(door) < 0 || fsdpc_door_take_grads(door) < 0))
+        return -1;
+    door->taken = true;
+    return 0;
+}
+
 int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
@@ -154,17 +103,15 @@ int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
         Py_DECREF(asked);
         root->end_asked = true;
     }
-    /* What an earlier backward did not wait for may be there by now. */
-    if (!door->taken && (fsdpc_door_give_grads(door) < 0 || fsdpc_door_take_grads(door) < 0))
+    if (catch_up(door) < 0)
         return -1;
-    door->taken = true;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_pre_backward(unit, generation);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status), -1;
-    return show(door, true);
+    return fsdpc_door_show(door, true);
 }
 
 /* mark(): what a node calls with its gradients before it runs. */
@@ -218,7 +165,7 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
     door->depth++;
     if (!recomputed)
         door->unit->seen_generation = fsdpc_unit_generation(unit);
-    if (show(door, true) < 0)
+    if (fsdpc_door_show(door, true) < 0)
         return NULL;
     return PyBool_FromLong(fsdpc_py_unit_count_run(door->unit, recomputed) == 0);
 }
@@ -234,7 +181,7 @@ static PyObject *door_leave(PyObject *object, PyObject *arg)
     unit->stays = stays;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (!inner && !unit->root->in_backward && hide(door) < 0)
+    if (!inner && !unit->root->in_backward && fsdpc_door_hide(door) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -249,7 +196,7 @@ static PyObject *door_end_backward(PyObject *object, PyObject *unused)
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+    return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* finish(): of the root; every rank's reductions are done after it. */
@@ -265,9 +212,22 @@ static PyObject *door_finish(PyObject *object, PyObject *unused)
     if (status != FSDPC_OK)
         fsdpc_root_reset(root);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
+}
+
+/* catch_up(): before the reduction of a unit whose backward may not have run on this rank. */
+static PyObject *door_catch_up(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return catch_up((fsdpc_py_door *)object) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* follow(): before an outermost forward that may not run this unit on this rank. */
+static PyObject *door_follow(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    return check_usable(door) < 0 || sync_pieces(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *door_settle(PyObject *object, PyObject *unused)
@@ -275,7 +235,7 @@ static PyObject *door_settle(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
-    if (hide(door) < 0)
+    if (fsdpc_door_hide(door) < 0)
         return NULL;
     int waiting = fsdpc_door_give_grads(door);
     return waiting < 0 ? NULL : PyBool_FromLong(waiting);
@@ -310,7 +270,7 @@ static PyObject *door_hide(PyObject *object, PyObject *unused)
     door->depth = 0;
     for (int i = 0; i < door->n_params; i++)
         door->params[i].used = false;
-    return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+    return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* hold(begin): fulls stay shown once Unit.unshard has gathered them, until Unit.reshard. */
@@ -321,10 +281,26 @@ static PyObject *door_hold(PyObject *object, PyObject *arg)
         return NULL;
     door->held = arg == Py_True;
     if (!door->held)
-        return hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+        return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
     if (!root_of(door)->in_backward && sync_pieces(door) < 0)
         return NULL;
-    return show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
+    return fsdpc_door_show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* guard(modules): [(dict, refuse)] of modules that read parameters of the unit. */
+static PyObject *door_guard(PyObject *object, PyObject *modules)
+{
+    if (fsdpc_door_take_guards((fsdpc_py_door *)object, modules) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* lift(begin): guarded modules may be called, as their parameters are private copies. */
+static PyObject *door_lift(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    door->lifted = arg == Py_True;
+    return fsdpc_door_set_guards(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* apply_scale(): whoever reads gradients next sees them clipped. */
@@ -332,9 +308,7 @@ static PyObject *door_apply_scale(PyObject *object, PyObject *unused)
 {
     (void)unused;
     fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_door_unit((fsdpc_py_door *)object));
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 /* ---- life ---- */
@@ -452,6 +426,10 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     }
     for (int s = 0; s < door->n_slots; s++)
         Py_VISIT(door->slots[s].dict);
+    for (int i = 0; i < door->n_guards; i++) {
+        Py_VISIT(door->guards[i].dict);
+        Py_VISIT(door->guards[i].refuse);
+    }
     Py_VISIT(door->unit_object);
     Py_VISIT(door->bases);
     Py_VISIT(door->set_version);
@@ -482,6 +460,10 @@ static int door_clear(PyObject *object)
         Py_CLEAR(door->slots[s].dict);
         Py_CLEAR(door->slots[s].name);
     }
+    for (; door->n_guards > 0; door->n_guards--) {
+        Py_CLEAR(door->guards[door->n_guards - 1].dict);
+        Py_CLEAR(door->guards[door->n_guards - 1].refuse);
+    }
     Py_CLEAR(door->bases);
     Py_CLEAR(door->set_version);
     Py_CLEAR(door->at_end);
@@ -501,6 +483,7 @@ static void door_dealloc(PyObject *object)
     Py_CLEAR(door->unit_object);
     PyMem_Free(door->params);
     PyMem_Free(door->slots);
+    PyMem_Free(door->guards);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -514,12 +497,16 @@ static PyMethodDef door_methods[] = {
     {"mark", door_mark, METH_NOARGS, "A callable for nodes: the unit's backward begins."},
     {"end_backward", door_end_backward, METH_NOARGS, "The unit's backward has ended."},
     {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
+    {"catch_up", door_catch_up, METH_NOARGS, "Take gradients, unless this backward has."},
+    {"follow", door_follow, METH_NOARGS, "Follow what became of pieces between steps."},
     {"settle", door_settle, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
     {"take_grads", door_take_grads, METH_NOARGS, "Learn what became of the pieces' gradients."},
     {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
     {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
     {"hide", door_hide, METH_NOARGS, "Show pieces again, forget half a backward."},
     {"hold", door_hold, METH_O, "hold(begin): keep fulls shown, or no longer."},
+    {"guard", door_guard, METH_O, "guard([(dict, refuse)]): modules that read its parameters."},
+    {"lift", door_lift, METH_O, "lift(begin): guarded modules may be called, or no longer."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -37,7 +37,13 @@ typedef struct fsdpc_door_slot {
     int param;
 } fsdpc_door_slot;
 
-/* Attributes and methods of foreign tensors, interned. */
+/* A module that reads parameters of the unit: while it would see pieces its dictionary holds
+ * `refuse` as its forward, so that who calls it past the unit is told. */
+typedef struct fsdpc_door_guard {
+    PyObject *dict, *refuse;
+} fsdpc_door_guard;
+
+/* Attributes and methods of foreign tensors, and of modules, interned. */
 #define FSDPC_DOOR_NAMES(X)                                                                        \
     X(grad)                                                                                        \
     X(dtype)                                                                                       \
@@ -48,6 +54,7 @@ typedef struct fsdpc_door_slot {
     X(copy_)                                                                                       \
     X(to)                                                                                          \
     X(_version)                                                                                    \
+    X(forward)                                                                                     \
     X(_post_accumulate_grad_hooks)                                                                 \
     X(register_post_accumulate_grad_hook)
 
@@ -63,6 +70,8 @@ struct fsdpc_py_door {
     int n_params, n_slots;
     fsdpc_door_param *params;
     fsdpc_door_slot *slots;
+    fsdpc_door_guard *guards;
+    int n_guards;
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
@@ -71,6 +80,7 @@ struct fsdpc_py_door {
     bool shown;            /* dictionaries hold fulls */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */
+    bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
     fsdpc_door_names names;
 };
@@ -85,6 +95,15 @@ int fsdpc_door_take_grads(fsdpc_py_door *door);
 /* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
  * for that, 0, or -1. */
 int fsdpc_door_give_grads(fsdpc_py_door *door);
+
+/* Modules' dictionaries hold fulls, or pieces. */
+int fsdpc_door_show(fsdpc_py_door *door, bool full);
+/* After the schedule may have resharded. */
+int fsdpc_door_hide(fsdpc_py_door *door);
+/* [(dict, refuse)] of the modules that read parameters of the unit; once. */
+int fsdpc_door_take_guards(fsdpc_py_door *door, PyObject *modules);
+/* Puts refusals there or takes them away, as `shown` and `lifted` say. */
+int fsdpc_door_set_guards(const fsdpc_py_door *door);
 
 /* Backward of the unit begins, for weights of `generation`. */
 int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation);

@@ -308,9 +308,7 @@ static PyObject *agree_used(PyObject *module, PyObject *doors)
             door->params[i].used = flags[at++] != 0;
     }
     PyMem_Free(flags);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyMethodDef functions[] = {

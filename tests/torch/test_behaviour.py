@@ -44,12 +44,26 @@ def assert_same_grads(ours: nn.Module, plain: nn.Module, **tolerance: float) -> 
             )
 
 
+def end_step(ours: Any, plain: nn.Module) -> None:
+    """The gradients of both agree; the next step begins with none."""
+    assert_same_grads(ours, plain)
+    ours.zero_grad()
+    plain.zero_grad()
+
+
 def both(ours: Any, plain: nn.Module, step: int = 0) -> None:
     """One backward of each, the plain one on averaged gradients."""
     x = batch(step, fsdpc.rank())
     for model in (ours, plain):
         loss_of(model, x).backward()
     average_grads(plain)
+
+
+def assert_same_steps(ours: Any, plain: nn.Module) -> None:
+    """Three backwards of each end with the same gradients."""
+    for step in range(3):
+        both(ours, plain, step)
+        end_step(ours, plain)
 
 
 @pytest.mark.ranks([2, 4])
@@ -108,9 +122,7 @@ def test_activation_checkpointing(kind: str, reshard: bool) -> None:
         (y**2).mean().backward()
         loss_of(plain, x).backward()
         average_grads(plain)
-        assert_same_grads(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
+        end_step(ours, plain)
 
 
 @pytest.mark.ranks(2)
@@ -155,11 +167,7 @@ def test_one_module_twice() -> None:
     model.__class__ = Twice
     plain = twin(model)
     ours = shard(model)
-    for step in range(3):
-        both(ours, plain, step)
-        assert_same_grads(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
+    assert_same_steps(ours, plain)
 
 
 @pytest.mark.ranks(2)
@@ -194,9 +202,7 @@ def test_frozen_and_unfrozen_later() -> None:
                 for p in m.parameters():
                     p.requires_grad_(True)
         both(ours, plain, step)
-        assert_same_grads(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
+        end_step(ours, plain)
 
 
 class Tied(nn.Module):
@@ -240,11 +246,7 @@ def test_a_list_is_one_unit() -> None:
     fully_shard([model.first, model.last])
     ours: Any = fully_shard(model)
     assert ours.first._fsdpc_unit is ours.last._fsdpc_unit
-    for step in range(3):
-        both(ours, plain, step)
-        assert_same_grads(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
+    assert_same_steps(ours, plain)
 
 
 @pytest.mark.ranks(2)
@@ -305,11 +307,7 @@ def test_hybrid_two_by_two() -> None:
     model = build()
     plain = twin(model)
     ours = shard(model, mesh=fsdpc.init_device_mesh("cpu", (2, 2)))
-    for step in range(3):
-        both(ours, plain, step)
-        assert_same_grads(ours, plain)
-        ours.zero_grad()
-        plain.zero_grad()
+    assert_same_steps(ours, plain)
 
 
 @pytest.mark.ranks(2)

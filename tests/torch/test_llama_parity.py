@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 import fsdpc
 from fsdpc.models import Llama, ModelConfig, preset
@@ -18,21 +18,25 @@ def twins(config: ModelConfig, seed: int = 0) -> tuple[Any, Any]:
     """A transformers model and ours with its weights."""
     torch.set_num_threads(1)  # OpenMP's threads spin: two on a busy machine take ten times as long
     torch.manual_seed(seed)
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.inner,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.max_seq,
-            rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
-            tie_word_embeddings=config.tied,
-            use_cache=False,
-        )
+    options: dict[str, Any] = dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=config.inner,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        max_position_embeddings=config.max_seq,
+        rms_norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        tie_word_embeddings=config.tied,
+        use_cache=False,
     )
+    if config.no_rope_every:
+        options["no_rope_layer_interval"] = config.no_rope_every
+        options |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+        theirs = SmolLM3ForCausalLM(SmolLM3Config(**options))
+    else:
+        theirs = LlamaForCausalLM(LlamaConfig(**options))
     ours = Llama(config)
     ours.load_state_dict({n: p.detach().numpy() for n, p in theirs.state_dict().items()})
     return theirs, ours
@@ -49,6 +53,7 @@ def torch_loss(model: Any, x: Any, y: Any) -> Any:
 
 
 GQA = ModelConfig(vocab_size=96, dim=64, layers=2, heads=4, kv_heads=2, inner=96, tied=True)
+SMOL = GQA.with_(layers=5, no_rope_every=4, rope_theta=5e6)
 
 # fp32 sums of thousands of terms in another order: 1e-4 of a value, and 1e-5 of its tensor's scale
 # where terms cancel.
@@ -59,7 +64,7 @@ FP32 = {
 }
 
 
-@pytest.mark.parametrize("config", [preset("10M"), GQA], ids=["10M", "grouped-tied"])
+@pytest.mark.parametrize("config", [preset("10M"), GQA, SMOL], ids=["10M", "grouped-tied", "smol"])
 def test_loss_and_gradients_fp32(config: ModelConfig) -> None:
     theirs, ours = twins(config)
     reference = Side(model=theirs, loss=torch_loss)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -236,6 +238,7 @@ def test_prefetch_lists_and_flags() -> None:
     ours.set_modules_to_forward_prefetch([ours.blocks[0], ours.blocks[1]])
     ours.blocks[2].set_modules_to_backward_prefetch([ours.blocks[1], ours.blocks[0]])
     ours.set_reshard_after_backward(False)
+    ours.blocks[1].set_unshard_in_backward(False)  # a hint: right even where it is wrong
     for step in range(3):
         last = step == 2
         ours.set_is_last_backward(last)
@@ -299,3 +302,50 @@ def test_memory_of_a_step() -> None:
     assert stats[1]["system_allocs"] == stats[3]["system_allocs"]
     assert stats[1]["total_bytes"] == stats[3]["total_bytes"]
     assert isinstance(ours, FSDPModule)
+
+
+@pytest.mark.ranks(2)
+def test_full_parameters_go_when_they_are_cut_up() -> None:
+    model = build()
+    full = [weakref.ref(p) for p in model.parameters()]
+    ours = shard(model)
+    gc.collect()
+    assert [r for r in full if r() is not None] == []
+    assert len(list(ours.parameters())) == len(full)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("wide", [True, False])
+def test_memory_bounds(wide: bool) -> None:
+    """Forward: shards, and one copy of the fulls on the host. Backward: gradients and buffers."""
+    ranks = fsdpc.world_size()
+    model = build(dim=128, blocks=3)
+    numel = sum(p.numel() for p in model.parameters())
+    largest = sum(p.numel() for p in model.blocks[0].parameters())
+    outer = numel - 3 * largest
+    dtype = torch.float32 if wide else torch.bfloat16
+    ours = shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    for p in ours.parameters():
+        p.grad = None
+
+    def held(*kinds: str) -> float:
+        """Peaks of all ranks together, each kind by itself."""
+        stats = fsdpc.memory_stats()
+        return fsdpc.all_reduce(float(sum(stats[f"{kind}_peak_bytes"] for kind in kinds)))
+
+    page = 1.05 * 4096 * ranks * 8  # padding, and the ends of pages
+    for _ in range(3):
+        fsdpc.reset_peak_memory_stats()
+        loss = loss_of(ours, batch(0, fsdpc.rank()).to(dtype))
+        fulls = dtype.itemsize * numel
+        forward = held("master", "wire")
+        assert 4 * numel + fulls <= forward <= 1.05 * (4 * numel + fulls) + page
+        loss.backward()
+        buffers = dtype.itemsize * ranks * (2 * largest + outer)
+        backward = held("master", "wire", "grad", "reduce")
+        assert backward <= 1.05 * (8 * numel + fulls + buffers) + page
+        ours.zero_grad()
+        # FSDP2's bounds, where two units and the outer one are at most what the host shares.
+        two_units = dtype.itemsize * (2 * largest + outer)
+        assert forward / ranks <= 1.05 * (4 * numel / ranks + two_units) + page
+        assert backward / ranks <= 1.05 * (8 * numel / ranks + 2 * two_units) + page

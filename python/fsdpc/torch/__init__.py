@@ -14,6 +14,8 @@ Importing this module imports torch; nothing else of fsdpc does.
 
 from __future__ import annotations
 
+import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
+from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import (
     FSDPModule,

@@ -45,10 +45,18 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     """Run a forward (or another method) of a sharded module."""
     state: UnitState = module.__dict__["_fsdpc_state"]
     door, root = state.door, state.root or make_root(module)
+    if state.summoned:
+        raise RuntimeError(
+            f"{type(module).__name__} was called while its parameters stand on private copies, "
+            "inside summon_full_params() or apply(): call it after"
+        )
     grad = _is_grad_enabled()
     in_task = _task_id() != -1
     if not in_task and door.in_backward:
         root.reset()  # a backward was abandoned by an exception
+    if root.rank_dependent and not in_task and door.depth == 0:
+        for other in root.rank_dependent:
+            other.follow()
     span: Any = None
     marks: Any = door
     if profiler._is_profiler_enabled:

@@ -89,7 +89,7 @@ def _order(value: Any) -> float:
     return float(value)
 
 
-def _is_whole(dim: Any, grad: torch.Tensor) -> bool:
+def _is_over_all(dim: Any, grad: torch.Tensor) -> bool:
     return dim is None or (isinstance(dim, (tuple, list)) and len(dim) == grad.dim())
 
 
@@ -109,7 +109,10 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any, 
     grad = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(grad, PieceGrad):
         return _plain(func, args, kwargs)
-    if not _is_whole(dim, grad):
+    if not _is_over_all(dim, grad):
+        state, index = grad._fsdpc
+        if not state.pieces[index].fsdpc.is_cut:  # type: ignore[attr-defined]
+            return _plain(func, args, kwargs)
         raise NotImplementedError(
             f"the norm of a sharded gradient over dim={dim}: this rank has some of the rows only; "
             "use the gradient of full_tensor(), or the norm over all dimensions"

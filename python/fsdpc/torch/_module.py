@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdpc import _core, distributed, fsdp_module
-from fsdpc.sharding import _agreement_comms, _check_agreement, _check_reshard
-from fsdpc.strategies import ShardingStrategy, apply_strategy, as_strategy
-from fsdpc.torch import _forward
+from fsdpc import _core, fsdp_module
+from fsdpc.sharding import _check_reshard, check_agreement
+from fsdpc.strategies import apply_strategy
+from fsdpc.torch import _convert, _forward, _initialise
+from fsdpc.torch._checks import check_module, check_parameter, check_place
 from fsdpc.torch._plan import groups_of
-from fsdpc.torch._unit import Root, UnitState, comms_of, make_root, states_of, unit_dtypes
-from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy, core_dtype
+from fsdpc.torch._recipe import Found, Inside, Recipe, readers_of, values_of, widened
+from fsdpc.torch._unit import Root, UnitState, comms_of, make_root
+from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict
 
 
@@ -116,29 +117,30 @@ class FSDPModule(fsdp_module.FSDPModule):
         """Accept what is so already: reductions are sums, scaled once, in float32."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accept True; a unit whose backward needs no parameters costs no gather worth saving."""
-        if not unshard_in_backward:
-            raise NotImplementedError(
-                "set_unshard_in_backward(False): parameters are gathered wherever backward runs; "
-                "ranks of a host share them, so there is nothing to save"
-            )
+        """Accept either: the hint that backward needs no parameters saves nothing here.
+
+        Ranks of a host share the gathered memory, so a gather in backward is a look.
+        """
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accept what is so already within a unit that ran: unused parameters count as zero.
+        """Say whether units may run, forward or backward, on some ranks only: experts.
 
         Parameters
         ----------
         reduce_scatter_unused_params : bool
-            True or False.
+            Set before the first forward.
         recurse : bool, default True
             Units inside too.
 
         Notes
         -----
-        A parameter has a gradient afterwards if any rank used it. A unit must run on all ranks.
+        Such units are gathered with each outermost forward, have a reduce buffer of their own, and
+        are reduced at the end of backward, with zeros from ranks that did not run them. Parameters
+        have a gradient afterwards if any rank used them; within a unit that is so in any case.
         """
+        self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 
     def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
         """Refuse: sums over replicas happen in the engine, with no tensor between to hook."""
@@ -198,19 +200,22 @@ class FSDPModule(fsdp_module.FSDPModule):
         """
         return module_load_state_dict(self, state_dict, strict, assign)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Call ``fn`` on every module inside; it sees full parameters; collective.
+
+        Each rank keeps its own rows of what the parameters hold then. Inside forward and backward,
+        where full parameters are read-only, nothing is copied.
+
+        Parameters
+        ----------
+        fn : callable
+            Of a module, as for ``nn.Module.apply``; the same on every rank.
+        """
+        with _initialise.full_values([self._fsdpc_state]):
+            return super().apply(fn)  # type: ignore[misc]
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        before = [(s, i, p, p.data_ptr()) for s in states_of(self) for i, p in enumerate(s.pieces)]
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        for state, i, piece, _ in before:
-            if piece.dtype is not state.dtypes[i] or piece.device.type != "cpu":
-                raise NotImplementedError(
-                    f"'{piece.fsdpc}' became {piece.dtype} on {piece.device}: convert a model "
-                    "before fully_shard(), or give mp_policy a param_dtype"
-                )
-        for state, i, piece, pointer in before:
-            if piece.data_ptr() != pointer:
-                state.adopt(i)
-        return result
+        return _convert.convert(self, super()._apply, fn, recurse)  # type: ignore[misc]
 
 
 # torch.compile does not trace these: it compiles what runs inside them by itself.
@@ -236,6 +241,8 @@ def fully_shard(
     sync_module_states: bool = False,
     strategy: Any = None,
     plan: Any = None,
+    master_dtype: torch.dtype | None = None,
+    whole_params: Iterable[nn.Parameter] | None = None,
 ) -> Any:
     """Shard a torch module's parameters over ranks, in place; collective; FSDP2's signature.
 
@@ -267,6 +274,12 @@ def fully_shard(
         Which submodules to shard first: patterns of dotted names (``{"model.layers.*": {}}``, as
         transformers' FSDP plans have them) with options of their own, or those plans' own values
         (``plan=model.fsdp_plan``).
+    master_dtype : torch.dtype, optional
+        Parameters narrower than this have pieces, gradients and optimizer states in it and are
+        gathered in the dtype that they have: ``torch.float32`` for a model made in bfloat16.
+    whole_params : iterable of nn.Parameter, optional
+        Not cut: one rank has all rows and steps them, the others have none. For optimizers that
+        read whole matrices.
 
     Returns
     -------
@@ -288,17 +301,12 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")
-    if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError("fully_shard inside backward: shard before training")
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    policy = mp_policy or MixedPrecisionPolicy()
     for m in modules:
-        _check_module(m)
-    keep_grads = False
-    if strategy is not None:
-        mesh, reshard_after_forward = apply_strategy(strategy, mesh, reshard_after_forward)
-        keep_grads = as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
-    ignored_params = list(ignored_params or ())
+        check_module(m, FSDPModule)
+    check_place(modules)
+    mesh, reshard_after_forward, keep_grads = apply_strategy(strategy, mesh, reshard_after_forward)
+    ignored_params, whole_params = list(ignored_params or ()), list(whole_params or ())
     if plan is not None:
         _shard_by_plan(
             modules,
@@ -312,11 +320,15 @@ def fully_shard(
                 "sync_module_states": sync_module_states,
                 "shard_placement_fn": shard_placement_fn,
                 "offload_policy": offload_policy,
+                "master_dtype": master_dtype,
+                "whole_params": whole_params,
             },
         )
     ignored = {id(p) for p in ignored_params}
-    found = _collect(modules, ignored, shard_placement_fn)
+    inside = _inside_of(modules)
+    found = _collect(inside, ignored, shard_placement_fn)
     comms = comms_of(mesh)
+    dtypes, policy = widened(found, mp_policy or MixedPrecisionPolicy(), master_dtype)
     _agree(
         modules,
         found,
@@ -324,48 +336,32 @@ def fully_shard(
         f"{policy} mesh {[c.size for c in comms]} reshard_after_forward={reshard_after_forward}",
         sync_module_states,
     )
-    unit = _core.Unit(
-        "+".join(type(m).__name__ for m in modules),
-        [name for name, _, _ in found],
-        [_core.empty_deferred(tuple(p.shape), core_dtype(p.dtype)) for _, p, _ in found],
-        comms[0],
-        comms[1] if len(comms) > 1 else None,
+    whole = {id(p) for p in whole_params}
+    recipe = Recipe(
+        name="+".join(type(m).__name__ for m in modules),
+        modules=modules,
+        names=[name for name, _, _ in found],
+        shapes=[p.shape for _, p, _ in found],
+        comms=comms,
+        policy=policy,
+        whole=frozenset(i for i, (_, p, _) in enumerate(found) if id(p) in whole),
         reshard_after_forward=_check_reshard(reshard_after_forward, comms[0].size),
         keep_grads=keep_grads,
-        deterministic=distributed.is_deterministic(),
-        modules=len(modules),
-        **unit_dtypes(policy),
+        synced=sync_module_states,
     )
+    state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p, _) in enumerate(found):
         if not p.is_meta:
-            unit.write(i, _values(p, comms, sync_module_states))
-    state = UnitState(unit, modules, found, comms, policy)
+            state.unit.write(i, values_of(p, comms, sync_module_states))
     for i, (name, p, _) in enumerate(found):
-        p._fsdpc_sharded = f"'{name}' of unit '{unit.name}'"  # type: ignore[attr-defined]
+        p._fsdpc_sharded = f"'{name}' of unit '{state.unit.name}'"  # type: ignore[attr-defined]
         state.attributes[i].pop("_fsdpc_sharded", None)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
-        m.__dict__["_fsdpc_unit"] = unit
+        m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = _sharded_class(type(m))
+    _initialise.offer_reset(state, [m for _, m in inside])
     return module
-
-
-def _refuse_stale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer steps: one that was made before fully_shard holds what nobody reads."""
-    if getattr(optimizer, "_fsdpc_checked", 0) == len(optimizer.param_groups):
-        return
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            where = getattr(p, "_fsdpc_sharded", None)
-            if where is not None:
-                raise RuntimeError(
-                    f"this optimizer was made before fully_shard: it holds the old parameter "
-                    f"{where}, which nothing reads any more; make it after"
-                )
-    optimizer._fsdpc_checked = len(optimizer.param_groups)  # type: ignore[attr-defined]
-
-
-register_optimizer_step_pre_hook(_refuse_stale)
 
 
 def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any]) -> None:
@@ -385,29 +381,15 @@ def _sharded_class(cls: type) -> type:
     return _classes[cls]
 
 
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"fully_shard takes a torch.nn.Module or a list of them, got {type(module).__name__}; "
-            "for fsdpc.nn modules use fsdpc.fully_shard"
-        )
-    name = type(module).__name__
-    if isinstance(module, FSDPModule):
-        raise ValueError(f"{name} is sharded already: fully_shard was called twice")
-    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    if not own or isinstance(
-        module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    ):
-        raise ValueError(
-            f"{name} has no forward of its own, so nothing would gather its parameters: shard the "
-            "modules in it (a list of them is one unit), or the module around it"
-        )
-    for inner in module.modules():
-        if isinstance(inner, nn.Embedding) and (inner.max_norm is not None or inner.sparse):
-            what = "max_norm writes weights in forward" if inner.max_norm else "sparse gradients"
-            raise NotImplementedError(
-                f"{name} holds an nn.Embedding whose {what}: make it without, or ignore its weight"
-            )
+def _inside_of(modules: list[nn.Module]) -> Inside:
+    """The modules of a unit that is to be; those of inner units are not among them."""
+    seen: set[int] = set()
+    many = len(modules) > 1
+    return [
+        each
+        for n, top in enumerate(modules)
+        for each in _outside_units(top, f"{n}." if many else "", seen)
+    ]
 
 
 def _outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -418,58 +400,19 @@ def _outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
             yield from _outside_units(child, f"{path}{name}.", seen)
 
 
-Found = list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]]
-
-
 def _collect(
-    modules: list[nn.Module], ignored: set[int], placement: Callable[[nn.Parameter], Any] | None
+    inside: Inside, ignored: set[int], placement: Callable[[nn.Parameter], Any] | None
 ) -> Found:
     found: dict[int, tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]] = {}
-    seen: set[int] = set()
-    for n, top in enumerate(modules):
-        prefix = f"{n}." if len(modules) > 1 else ""
-        for path, owner in _outside_units(top, prefix, seen):
-            for name, p in owner._parameters.items():
-                if p is None or id(p) in ignored:
-                    continue
-                if id(p) not in found:
-                    _check_parameter(path + name, p, placement)
-                    found[id(p)] = (path + name, p, [])
-                found[id(p)][2].append((owner._parameters, name))
+    for path, owner in inside:
+        for name, p in owner._parameters.items():
+            if p is None or id(p) in ignored:
+                continue
+            if id(p) not in found:
+                check_parameter(path + name, p, placement)
+                found[id(p)] = (path + name, p, [])
+            found[id(p)][2].append((owner._parameters, name))
     return list(found.values())
-
-
-def _check_parameter(
-    name: str, p: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None
-) -> None:
-    holder = getattr(p, "_fsdpc_sharded", None) or getattr(p, "fsdpc", None)
-    if holder is not None:
-        raise ValueError(
-            f"parameter '{name}' is sharded already, as {holder}: modules that share (tie) a "
-            "parameter belong into one unit; shard a module around them all, or give "
-            "fully_shard a list of them"
-        )
-    core_dtype(p.dtype)
-    if p.dim() == 0:
-        raise ValueError(
-            f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
-        )
-    if not p.is_contiguous():
-        raise ValueError(
-            f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}): make "
-            "it so before fully_shard()"
-        )
-    if p.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f"parameter '{name}' is on {p.device}: only the CPU is supported; "
-            "model.to('cpu') before fully_shard()"
-        )
-    asked = placement(p) if placement else None
-    if asked is not None and getattr(asked, "dim", None) != 0:
-        raise NotImplementedError(
-            f"shard_placement_fn asks for {asked} of '{name}': parameters are cut along "
-            "dimension 0, into whole rows"
-        )
 
 
 def _bytes(p: nn.Parameter) -> Any:
@@ -488,17 +431,7 @@ def _agree(
             f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} {value}".rstrip()
         )
     replicate = comms[1] if len(comms) > 1 else None
-    for comm in _agreement_comms(comms[0], replicate, distributed.world()):
-        _check_agreement([*lines, options], comm)
-
-
-def _values(p: nn.Parameter, comms: list[_core.Comm], sync: bool) -> _core.Tensor:
-    if not sync:
-        return _core.from_dlpack(p.detach())
-    values = _core.from_dlpack(p.detach().clone())
-    for comm in reversed(comms):
-        comm.broadcast(values, 0)
-    return values
+    check_agreement([*lines, options], comms[0], replicate)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

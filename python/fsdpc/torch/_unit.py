@@ -7,7 +7,8 @@ gradients come with the unit, fulls when the root is known. What happens in a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +17,32 @@ from torch import nn
 
 from fsdpc import _core, distributed
 from fsdpc.torch._grads import as_piece_grad
-from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+from fsdpc.torch._recipe import Found, Inside, Recipe
 
 Slot = tuple[dict[str, Any], str, int]
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+_set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
 _set_version = torch._C._autograd._unsafe_set_version_counter
+try:
+    _set_version((torch.empty(0),), (0,))
+except TypeError:  # of torch 2.6 and older, which take one tensor
+
+    def _set_version(bases: tuple[Any, ...], versions: tuple[int, ...]) -> None:
+        for base, version in zip(bases, versions, strict=True):
+            torch._C._autograd._unsafe_set_version_counter(base, version)
 
 
 class PieceInfo:
-    """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end)."""
+    """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end).
+
+    ``is_cut`` says whether ranks share its rows; else one rank has all of them.
+    """
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
         self._state, self._index, self._name = state, index, name
         self.shape = shape
+        self.is_cut = state.comms[0].size > 1 and index not in state.whole
         _, _, first, numel, _ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
@@ -56,41 +69,47 @@ class UnitState:
     """What a sharded module knows: its unit, door, tensors and options."""
 
     def __init__(
-        self,
-        unit: _core.Unit,
-        modules: list[nn.Module],
-        params: list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]],
-        comms: list[_core.Comm],
-        policy: MixedPrecisionPolicy,
+        self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
     ) -> None:
-        self.unit, self.modules, self.policy = unit, modules, policy
-        self.comms = comms
+        self.recipe, self.modules = recipe, recipe.modules
+        self.policy, self.comms, self.whole = recipe.policy, recipe.comms, recipe.whole
         self.root: Root | None = None
-        self.places = _core.unit_places(unit)
-        self.names = [name for name, _, _ in params]
-        self.shapes = [p.shape for _, p, _ in params]
-        self.dtypes = [p.dtype for _, p, _ in params]
+        self.summoned = False  # parameters stand on private full copies
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step the unit itself
+        self.names, self.shapes = recipe.names, recipe.shapes
         self.missing = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
         self.attributes = [dict(p.__dict__) for _, p, _ in params]
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
         ]
-        masters = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "master")]
-        shards = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "grad")]
-        self.rows = [self._rows(masters, i) for i in range(len(params))]
-        self.pieces = [
-            nn.Parameter(rows, requires_grad=p.requires_grad)
-            for rows, (_, p, _) in zip(self.rows, params, strict=True)
+        self.pieces = [nn.Parameter(torch.empty(0), p.requires_grad) for _, p, _ in params]
+        self.guards = [
+            (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
+            for path, m in readers
+            if type(m).forward is not nn.Module.forward
         ]
-        self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(len(params))]
-        for i, piece in enumerate(self.pieces):
-            self._describe(i, piece)
-        self.door = _core.Door(unit, self.slots, self.pieces, self.grads)
         self.fulls: list[nn.Parameter] = []
         self.when_rooted: list[Callable[[], None]] = []
-        self.cast_to = policy.param_dtype if policy.cast_forward_inputs else None
+        self.cast_to = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        self.stand_on(recipe.make(dtypes), dtypes)
         for owner, key, i in self.slots:
             owner[key] = self.pieces[i]
+
+    def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
+        """Let pieces be the masters of this unit, and make its door."""
+        self.unit, self.dtypes = unit, dtypes
+        self.places = _core.unit_places(unit)
+        masters = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "master")]
+        shards = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "grad")]
+        n = len(self.pieces)
+        self.rows = [self._rows(masters, i) for i in range(n)]
+        self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(n)]
+        for i, piece in enumerate(self.pieces):
+            piece.grad = None
+            piece.data = self.rows[i]
+            self._describe(i, piece)
+        self.door = _core.Door(unit, self.slots, self.pieces, self.grads)
+        self.door.guard(self.guards)
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
         group, _, first, numel, offset = self.places[i]
@@ -108,11 +127,24 @@ class UnitState:
         self.unit.write(i, _core.from_dlpack(full.detach().contiguous()))
         self.missing.discard(i)
 
+    def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
+        """Let modules see private full copies and be called, or pieces again."""
+        for owner, key, i in self.slots:
+            owner[key] = (fulls or self.pieces)[i]
+        self.summoned = fulls is not None
+        self.door.lift(self.summoned)
+
     def adopt(self, i: int) -> None:
         """Take over what a piece's ``.data`` was replaced by."""
         with torch.no_grad():
             self.rows[i].copy_(self.pieces[i].data)
             self.pieces[i].data = self.rows[i]
+
+    def adopt_replaced(self) -> None:
+        """Take over what any piece's ``.data`` was replaced by since the engine looked."""
+        for i, (piece, rows) in enumerate(zip(self.pieces, self.rows, strict=True)):
+            if piece.numel() and piece.data_ptr() != rows.data_ptr():
+                self.adopt(i)
 
     def bind(self, root: Root) -> None:
         """Make the fulls, now that the wire is there."""
@@ -138,6 +170,15 @@ def _piece_shape(shape: torch.Size, first: int, numel: int) -> tuple[int, ...]:
     return (*([1] * (len(shape) - 1)), numel)
 
 
+def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        f"'{state.unit.name}.{path}' was called outside of the forward of its unit, where its "
+        "parameters are this rank's rows: call the sharded module around it, make the calling "
+        "method one with register_fsdp_forward_method(), or call unshard() before and reshard() "
+        "after"
+    )
+
+
 def _local(piece: nn.Parameter) -> nn.Parameter:
     return piece
 
@@ -153,6 +194,7 @@ class Root:
     def __init__(self, states: list[UnitState]) -> None:
         self.states = states
         self.doors = [s.door for s in states]
+        self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
         self.head = states[0].door
         self.ranks = max(comm.size for comm in states[0].comms)
         self.backwards = 0
@@ -167,6 +209,8 @@ class Root:
         """Wait for reductions and hand gradients to the pieces."""
         self.backwards += 1
         self.norms = None
+        for door in self.rank_dependent:
+            door.catch_up()
         try:
             if self.spans:
                 from fsdpc.torch import _profile
@@ -327,11 +371,3 @@ def take_grads(states: list[UnitState]) -> None:
         if state.door.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()
         state.door.take_grads()
-
-
-def unit_dtypes(policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    """Return the policy as Unit's arguments."""
-    return {
-        "param_dtype": core_dtype(policy.param_dtype),
-        "reduce_dtype": core_dtype(policy.reduce_dtype),
-    }

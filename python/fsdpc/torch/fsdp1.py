@@ -133,11 +133,6 @@ class FullyShardedDataParallel(FSDPModule):
         """Clip by the global norm and return it; collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """Call ``fn`` on every module inside, with full parameters; each rank keeps its rows."""
-        with state_dict.summon_full_params(self, recurse=False):  # type: ignore[arg-type]
-            return super().apply(fn)  # type: ignore[misc]
-
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Refuse: reductions happen in the engine, with no tensor between to hook."""
         raise NotImplementedError(

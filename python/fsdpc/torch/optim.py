@@ -40,6 +40,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     "before making the optimizer; give ignored parameters to one of torch.optim"
                 )
             self._units[id(info._state)] = info._state
+            info._state.optimizers.add(self)
             self._core.add(info.unit, info._index, index)
         self._pass_hypers()
 

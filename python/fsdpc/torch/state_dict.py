@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc import _core
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
 
@@ -20,16 +21,6 @@ class _Option:
     """How many summon contexts are open, so that inner calls do not gather again."""
 
     depth = 0
-
-
-def _show(states: list[UnitState], values: dict[tuple[int, int], Any]) -> None:
-    for state in states:
-        for owner, key, i in state.slots:
-            owner[key] = values[id(state), i]
-
-
-def _pieces(states: list[UnitState]) -> dict[tuple[int, int], Any]:
-    return {(id(s), i): p for s in states for i, p in enumerate(s.pieces)}
 
 
 @contextmanager
@@ -71,25 +62,29 @@ def summon_full_params(
         if state.door.depth or state.door.in_backward:
             raise RuntimeError(f"summon_full_params inside forward or backward: {state.unit.name}")
     mine = not rank0_only or not states or _rank(states) == 0
-    fulls: dict[tuple[int, int], Any] = {}
+    states = [s for s in states if not s.summoned]
+    fulls: dict[int, list[nn.Parameter]] = {}
     for s in states:
+        own = fulls[id(s)] = []
         for i, p in enumerate(s.pieces):
             value = full_value(s, i)
             grad = full_grad(p) if with_grads else None
-            fulls[id(s), i] = nn.Parameter(value, p.requires_grad) if mine else p
             if mine:
-                fulls[id(s), i].grad = grad
-    _show(states, fulls)
+                own.append(nn.Parameter(value, p.requires_grad))
+                own[-1].grad = grad
     try:
+        for s in states:
+            s.show(fulls[id(s)] if mine else s.pieces)
         yield
         if writeback:
             for s in states:
-                for i in range(len(s.pieces)):
-                    s.write(i, fulls[id(s), i])
+                for i, full in enumerate(fulls[id(s)]):
+                    s.write(i, full)
                     if with_grads:
-                        _write_grad(s, i, fulls[id(s), i].grad)
+                        _write_grad(s, i, full.grad)
     finally:
-        _show(states, _pieces(states))
+        for s in states:
+            s.show(None)
 
 
 def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
@@ -142,25 +137,29 @@ def module_load_state_dict(
 ) -> Any:
     """``load_state_dict`` of a sharded module: each rank keeps its rows of full tensors."""
     states = states_of(module)
-    news: dict[tuple[int, int], Any] = {}
-    for s in states:
-        for i, p in enumerate(s.pieces):
-            empty = torch.full(s.shapes[i], float("nan"), dtype=p.dtype)
-            news[id(s), i] = nn.Parameter(empty, p.requires_grad)
-    _show(states, news)
+    news: dict[int, list[Any]] = {
+        id(s): [
+            nn.Parameter(torch.full(shape, float("nan"), dtype=p.dtype), p.requires_grad)
+            for shape, p in zip(s.shapes, s.pieces, strict=True)
+        ]
+        for s in states
+    }
     try:
+        for s in states:
+            s.show(news[id(s)])
         result = nn.Module.load_state_dict(module, state_dict, strict=strict, assign=assign)
         for s in states:
             for owner, key, i in s.slots:
-                news[id(s), i] = owner[key]
+                news[id(s)][i] = owner[key]
     finally:
-        _show(states, _pieces(states))
+        for s in states:
+            s.show(None)
     missing = set(result.missing_keys)
     pieces = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     for s in states:
         for i, p in enumerate(s.pieces):
             if pieces[id(p)] not in missing:
-                s.write(i, news[id(s), i])
+                s.write(i, news[id(s)][i])
     return result
 
 
@@ -196,7 +195,11 @@ def get_model_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[
 
 
 def set_model_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True
+    model: nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    rank0_only: bool = False,
 ) -> Any:
     """Load full tensors by name; each rank keeps its rows.
 
@@ -207,5 +210,72 @@ def set_model_state_dict(
         The same on every rank.
     strict : bool, default True
         Raise if names differ.
+    rank0_only : bool, default False
+        Rank 0's is taken, broadcast one tensor at a time; what other ranks give is not read.
+        Collective.
     """
-    return model.load_state_dict(state_dict, strict=strict)
+    if not rank0_only:
+        return model.load_state_dict(state_dict, strict=strict)
+    units = states_of(model)
+    if not units:
+        raise ValueError(f"rank0_only: {type(model).__name__} is not sharded")
+    own = local_state_dict(model, keep_vars=True)
+    places = {id(p): (s, i) for s in units for i, p in enumerate(s.pieces)}
+    shapes = [
+        places[id(t)][0].shapes[places[id(t)][1]] if id(t) in places else t.shape
+        for t in own.values()
+    ]
+    found = _check_names(units, own, shapes, state_dict, strict)
+    for k, (name, here) in enumerate(own.items()):
+        if not found[k]:
+            continue
+        value = torch.empty(shapes[k], dtype=here.dtype)
+        if _rank(units) == 0:
+            value.copy_(state_dict[name])
+        _broadcast(units[0], value)
+        if id(here) in places:
+            state, index = places[id(here)]
+            state.write(index, value)
+        else:
+            with torch.no_grad():
+                here.copy_(value)
+    return None
+
+
+def _broadcast(state: UnitState, value: torch.Tensor) -> None:
+    """Give every rank rank 0's values, as bytes."""
+    if value.numel():
+        flat = _core.from_dlpack(value.detach().reshape(-1).view(torch.uint8))
+        for comm in reversed(state.comms):
+            comm.broadcast(flat, 0)
+
+
+_FITS, _MISSING, _OTHER_SHAPE = 1, 0, 2
+
+
+def _check_names(
+    units: list[UnitState],
+    own: dict[str, Any],
+    shapes: list[torch.Size],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+) -> list[bool]:
+    """Return which of the model's tensors rank 0 has; every rank raises alike."""
+    marks = torch.zeros(len(own) + 1, dtype=torch.uint8)
+    if _rank(units) == 0:
+        for k, (name, shape) in enumerate(zip(own, shapes, strict=True)):
+            if name in state_dict:
+                marks[k] = _FITS if state_dict[name].shape == shape else _OTHER_SHAPE
+        marks[-1] = bool(set(state_dict) - set(own))
+    _broadcast(units[0], marks)
+    *found, extra = marks.tolist()
+    names = list(own)
+    other = [names[k] for k, mark in enumerate(found) if mark == _OTHER_SHAPE]
+    missing = [names[k] for k, mark in enumerate(found) if mark == _MISSING]
+    if other or (strict and (missing or extra)):
+        unexpected = sorted(set(state_dict) - set(own))[:5] if _rank(units) == 0 else "on rank 0"
+        raise RuntimeError(
+            f"rank 0's state dict does not fit: missing {missing[:5]}, of other shapes "
+            f"{other[:5]}, unexpected {unexpected if extra else []}"
+        )
+    return [mark == _FITS for mark in found]

@@ -1,0 +1,111 @@
+/* Door: what modules see.
+ *
+ * While a unit is in use its modules' dictionaries hold the fulls, else the pieces: only
+ * dictionaries are written, never the tensors, which are made once.
+ *
+ * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
+ * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
+ * foreign autograd refuses a saved full that is no longer what forward saw.
+ *
+ * Pieces read as weights would be other weights: a submodule that is called past its unit (a head
+ * from a loss function) would compute with this rank's rows.  So modules that read parameters hold
+ * a forward that refuses while pieces are shown.  A forward that the user put there is left alone.
+ */
+#include "py/py_door.h"
+
+#include <stddef.h>
+
+/* No generation reaches it. */
+static const long long RESHARDED = 1LL << 40;
+
+static int set_version(const fsdpc_py_door *door, long long version)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(door->bases);
+    PyObject *number = PyLong_FromLongLong(version), *versions = number ? PyTuple_New(n) : NULL;
+    for (Py_ssize_t i = 0; versions && i < n; i++)
+        PyTuple_SET_ITEM(versions, i, Py_NewRef(number));
+    PyObject *args[] = {door->bases, versions};
+    PyObject *done = versions ? PyObject_Vectorcall(door->set_version, args, 2, NULL) : NULL;
+    Py_XDECREF(number);
+    Py_XDECREF(versions);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int refuse_replaced(const fsdpc_py_door *door, const fsdpc_door_slot *slot)
+{
+    const fsdpc_unit *unit = fsdpc_door_unit(door);
+    PyErr_Format(PyExc_RuntimeError,
+                 "parameter '%s' of unit '%s' was replaced after fully_shard: copy into it under "
+                 "no_grad() instead (p.copy_(...), load_state_dict), or replace it before",
+                 unit->layout->params[slot->param].name, unit->name);
+    return -1;
+}
+
+/* ---- guards ---- */
+
+int fsdpc_door_set_guards(const fsdpc_py_door *door)
+{
+    bool open = door->shown || door->lifted;
+    for (int i = 0; i < door->n_guards; i++) {
+        const fsdpc_door_guard *guard = &door->guards[i];
+        PyObject *forward = PyDict_GetItem(guard->dict, door->names.forward);
+        if (open && forward == guard->refuse) {
+            if (PyDict_DelItem(guard->dict, door->names.forward) < 0)
+                return -1;
+        } else if (!open && !forward) { /* one of the user's own stays */
+            if (PyDict_SetItem(guard->dict, door->names.forward, guard->refuse) < 0)
+                return -1;
+        }
+    }
+    return 0;
+}
+
+int fsdpc_door_take_guards(fsdpc_py_door *door, PyObject *modules)
+{
+    if (!PyList_Check(modules) || door->guards)
+        return PyErr_SetString(PyExc_TypeError, "guard takes a list, once"), -1;
+    door->guards = PyMem_Calloc((size_t)PyList_GET_SIZE(modules) + 1, sizeof *door->guards);
+    if (!door->guards)
+        return PyErr_NoMemory(), -1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); i++) {
+        fsdpc_door_guard *guard = &door->guards[i];
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(modules, i), "O!O", &PyDict_Type, &guard->dict,
+                              &guard->refuse))
+            return -1;
+        Py_INCREF(guard->dict);
+        Py_INCREF(guard->refuse);
+        door->n_guards++;
+    }
+    return fsdpc_door_set_guards(door);
+}
+
+/* ---- fulls and pieces ---- */
+
+int fsdpc_door_show(fsdpc_py_door *door, bool full)
+{
+    if (full && set_version(door, (long long)fsdpc_door_unit(door)->root->generation) < 0)
+        return -1;
+    if (door->shown == full)
+        return 0;
+    for (int s = 0; s < door->n_slots; s++) {
+        const fsdpc_door_slot *slot = &door->slots[s];
+        const fsdpc_door_param *param = &door->params[slot->param];
+        if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
+            return refuse_replaced(door, slot);
+        if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
+            return -1;
+    }
+    door->shown = full;
+    return fsdpc_door_set_guards(door);
+}
+
+int fsdpc_door_hide(fsdpc_py_door *door)
+{
+    const fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (!door->bound)
+        return 0;
+    if (unit->state == FSDPC_UNIT_SHARDED && set_version(door, RESHARDED) < 0)
+        return -1;
+    return door->held ? 0 : fsdpc_door_show(door, false);
+}

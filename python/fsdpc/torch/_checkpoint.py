@@ -1,0 +1,216 @@
+"""What ``fsdpc.checkpoint`` reads and writes of torch: modules, optimizers, random numbers.
+
+Parameters of units are pieces over the engine's masters, which are read and written as those of
+native modules are. Every other parameter, and every buffer, stands whole on every rank. Options
+that say how a step is computed (``foreach``, ``fused``) are not part of a checkpoint, so that one
+of either front door loads into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fsdpc import _core, distributed
+from fsdpc.checkpoint import generators
+from fsdpc.checkpoint.pieces import Held, Piece, StateAccess, access_of, pieces_of
+from fsdpc.torch._unit import PieceInfo, UnitState, states_of
+from fsdpc.torch.optim import FlatOptimizer
+from fsdpc.torch.state_dict import local_state_dict
+
+_HOW = {
+    "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "param_names",
+}  # fmt: skip
+
+
+def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
+    """Where a parameter is, by the identity of its piece or of the full that stands for it."""
+    found: dict[int, tuple[UnitState, int]] = {}
+    for state in states_of(model):
+        if state.summoned:
+            raise RuntimeError(
+                f"a checkpoint inside summon_full_params() of '{state.unit.name}': leave it first, "
+                "so that what was written there counts"
+            )
+        state.adopt_replaced()
+        for i, piece in enumerate(state.pieces):
+            found[id(piece)] = state, i
+        for i, full in enumerate(state.fulls):
+            found[id(full)] = state, i
+    return found
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by the names of ``state_dict()``, tied ones under each."""
+    named = local_state_dict(model, keep_vars=True)
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for name, value in named.items():
+        if id(value) not in known:
+            raise TypeError(
+                f"'{name}' of state_dict() is neither a parameter nor a buffer but a "
+                f"{type(value).__name__}: a checkpoint has no place for it"
+            )
+    return named
+
+
+@pieces_of.register
+def _(model: nn.Module, write: bool) -> Held:
+    units = _units(model)
+    named = _tensors(model)
+    first_names: dict[int, str] = {}
+    pieces: list[Piece] = []
+    aliases: dict[str, str] = {}
+    for name, t in named.items():
+        if id(t) in first_names:
+            aliases[name] = first_names[id(t)]
+            continue
+        first_names[id(t)] = name
+        pieces.append(_piece(name, *units[id(t)], write) if id(t) in units else _whole(name, t))
+
+    def loaded(names: Collection[str]) -> None:
+        for name in names:
+            torch.autograd.graph.increment_version(named[name])
+            if id(named[name]) in units:
+                state, i = units[id(named[name])]
+                state.missing.discard(i)
+
+    return Held(pieces, aliases, loaded)
+
+
+def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:
+    if i in state.missing and not write:
+        raise RuntimeError(
+            f"parameter '{name}' was on the meta device and has no values to save yet: load "
+            "them, or initialise them inside summon_full_params()"
+        )
+    memory, first, replica, _ = _core.master_piece(state.unit, i, write)
+    return Piece(name, tuple(state.shapes[i]), first, memory.numel(), memory, replica)
+
+
+def _whole(name: str, t: torch.Tensor) -> Piece:
+    return Piece(name, tuple(t.shape), 0, t.numel(), _memory(name, t), distributed.rank())
+
+
+def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
+    """A tensor as the engine sees it, over the same memory."""
+    if t.device.type != "cpu":
+        raise TypeError(f"'{name}' is on {t.device}: checkpoints hold tensors of the CPU")
+    if not t.is_contiguous():
+        raise TypeError(f"'{name}' is not contiguous: make it so with contiguous() first")
+    try:
+        return _core.from_dlpack(t.detach())
+    except (TypeError, ValueError, NotImplementedError, BufferError) as error:
+        raise TypeError(f"'{name}' is {t.dtype}: {error}") from None
+
+
+class _Access(StateAccess):
+    """What the states of both kinds of torch optimizers share."""
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        units = _units(model)
+        self.names = {}
+        for name, t in _tensors(model).items():
+            self.names.setdefault(id(t), name)
+            if id(t) in units:  # optimizers have the piece, whatever stands in its place now
+                state, i = units[id(t)]
+                self.names.setdefault(id(state.pieces[i]), name)
+
+    def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
+        info = getattr(p, "fsdpc", None)
+        if not isinstance(info, PieceInfo):
+            return tuple(p.shape), 0, distributed.rank()
+        _, first, replica, _ = _core.master_piece(info.unit, info._index, False)
+        return tuple(info.shape), first, replica
+
+    def options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: float(value) if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params" and key not in _HOW
+        }
+
+    def set_option(self, group: dict[str, Any], key: str, value: Any) -> None:
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+class _FlatAccess(_Access):
+    """The engine's optimizers."""
+
+    def steps(self, p: Any) -> int:
+        return self.optimizer._core.step_count(p.fsdpc.unit, p.fsdpc._index)
+
+    def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
+        core, unit, index = self.optimizer._core, p.fsdpc.unit, p.fsdpc._index
+        core.make_states(unit, index)
+        rows = {name: core.state(unit, index, k) for k, name in enumerate(self.optimizer._names(p))}
+        return {name: memory for name, memory in rows.items() if memory is not None}
+
+    def set_steps(self, p: Any, steps: int) -> None:
+        self.optimizer._core.set_step_count(p.fsdpc.unit, p.fsdpc._index, steps)
+
+
+class _TorchAccess(_Access):
+    """Torch's own optimizers over pieces or whole parameters, if element by element.
+
+    Those that count no steps (SGD) have one step in the checkpoint once they have states.
+    """
+
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
+        super().__init__(optimizer, model)
+        self.made: dict[int, dict[str, torch.Tensor]] = {}
+
+    def steps(self, p: Any) -> int:
+        state = self.optimizer.state.get(p, {})
+        return int(state["step"]) if "step" in state else int(bool(self._rows(p)))
+
+    def _rows(self, p: Any) -> dict[str, torch.Tensor]:
+        rows = {}
+        for key, value in self.optimizer.state.get(p, {}).items():
+            if key == "step" or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or value.shape != p.shape:
+                raise TypeError(
+                    f"{self.kind} keeps '{key}' of '{self.names[id(p)]}', which is not element by "
+                    "element of the parameter: a checkpoint has no place for it"
+                )
+            rows[key] = value
+        return rows
+
+    def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
+        rows = self._rows(p)
+        if wanted is not None:
+            rows = self.made[id(p)] = {key: torch.zeros_like(p).detach() for key in wanted}
+        name = self.names[id(p)]
+        return {key: _memory(f"{name}.{key}", value) for key, value in rows.items()}
+
+    def set_steps(self, p: Any, steps: int) -> None:
+        if steps == 0:
+            self.optimizer.state.pop(p, None)
+            return
+        state: dict[str, Any] = dict(self.made.get(id(p), {}))
+        if self.kind != "SGD":
+            state["step"] = torch.tensor(float(steps))
+        self.optimizer.state[p] = state
+
+
+access_of.register(torch.optim.Optimizer, _TorchAccess)
+access_of.register(FlatOptimizer, _FlatAccess)
+
+
+def _generator() -> str:
+    return generators.words(torch.get_rng_state().numpy())
+
+
+def _set_generator(text: str) -> None:
+    torch.set_rng_state(torch.from_numpy(generators.from_words(text, np.uint8)))
+
+
+generators.register("torch", _generator, _set_generator)

@@ -1,0 +1,91 @@
+"""What ``.to()``, ``.double()`` and other calls through ``nn.Module._apply`` do to pieces.
+
+A change of dtype makes the unit again: parameters of another dtype have another layout, so each
+goes over as a full tensor, converted. That ends with the first forward, when units share a wire,
+and with optimizers that step the unit's memory. Everything else writes pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdpc import _core
+from fsdpc.torch._unit import UnitState, full_value, states_of
+from fsdpc.torch.policies import core_dtype
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -> Any:
+    """Run ``nn.Module._apply`` and let units follow; collective if dtypes change.
+
+    Raises
+    ------
+    NotImplementedError, RuntimeError
+        A unit cannot follow; nothing has changed then.
+    """
+    states = states_of(module)
+    changing = [s for s in states if _changes(s, fn)]
+    for state in changing:
+        _check(state)
+    for state in states:
+        state.adopt_replaced()
+    result = apply(fn, recurse)
+    for state in changing:
+        if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
+            _make_again(state, fn)  # unless a unit inside did, on its way
+    for state in states:
+        state.adopt_replaced()
+    return result
+
+
+def _changes(state: UnitState, fn: Change) -> bool:
+    """Whether pieces would get another dtype."""
+    for dtype in set(state.dtypes):
+        after = fn(torch.empty(0, dtype=dtype))
+        if after.device.type != "cpu":
+            raise NotImplementedError(
+                f"unit '{state.unit.name}' would go to {after.device}: only the CPU is supported"
+            )
+        core_dtype(after.dtype)
+        if after.dtype is not dtype:
+            return True
+    return False
+
+
+def _check(state: UnitState) -> None:
+    name = state.unit.name
+    if state.root is not None:
+        raise RuntimeError(
+            f"the dtype of unit '{name}' cannot change after its first forward: convert the model "
+            "before, or give mp_policy a param_dtype"
+        )
+    for optimizer in state.optimizers:
+        raise RuntimeError(
+            f"the dtype of unit '{name}' cannot change under {type(optimizer).__name__}, which "
+            "steps its memory: make the optimizer after"
+        )
+
+
+def _make_again(state: UnitState, fn: Change) -> None:
+    old = state.unit
+    missing = set(state.missing)
+    fulls = [
+        torch.empty(shape, dtype=dtype) if i in missing else full_value(state, i)
+        for i, (shape, dtype) in enumerate(zip(state.shapes, state.dtypes, strict=True))
+    ]
+    fulls = [fn(full) for full in fulls]
+    dtypes = [full.dtype for full in fulls]
+    unit = state.recipe.make(dtypes)
+    unit.name = old.name
+    unit.take_options(old)
+    for i, full in enumerate(fulls):
+        if i not in missing:
+            unit.write(i, _core.from_dlpack(full.contiguous()))
+    with torch.no_grad():
+        state.stand_on(unit, dtypes)
+    for m in state.modules:
+        m.__dict__["_fsdpc_unit"] = unit

@@ -1,0 +1,90 @@
+"""Initialising sharded modules: what looks at shapes and draws numbers sees full parameters.
+
+``nn.init`` on pieces would give each rank the same numbers for other rows, and know the wrong
+fan-in. So inside ``reset_parameters()`` of any module of a unit, and inside ``apply(fn)``, the
+unit's parameters stand on private full copies; afterwards ranks compare them (or take rank 0's, as
+``sync_module_states`` said), and keep their rows. Equal generators give the values that the plain
+model would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _core
+from fsdpc.sharding import check_agreement
+from fsdpc.torch._recipe import values_of
+from fsdpc.torch._unit import UnitState, full_value, states_of
+
+
+def offer_reset(state: UnitState, modules: list[nn.Module]) -> None:
+    """Let ``reset_parameters()`` of a unit's modules initialise full parameters."""
+    for m in modules:
+        method = getattr(type(m), "reset_parameters", None)
+        if callable(method) and "reset_parameters" not in m.__dict__:
+            m.__dict__["reset_parameters"] = partial(_reset, state, m)
+
+
+def _reset(state: UnitState, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    units = list({id(s): s for s in (state, *states_of(module))}.values())
+    with full_values(units):
+        return type(module).reset_parameters(module, *args, **kwargs)  # type: ignore[operator]
+
+
+@contextmanager
+def full_values(states: list[UnitState]) -> Iterator[None]:
+    """Let parameters of units be private full copies, and take over what they hold; collective.
+
+    Does nothing for units that stand on copies already, and inside forward and backward.
+    """
+    states = [s for s in states if not (s.summoned or s.door.depth or s.door.in_backward)]
+    fulls = {id(s): [_full(s, i) for i in range(len(s.pieces))] for s in states}
+    for state in states:
+        state.show(fulls[id(state)])
+    try:
+        yield
+        for state in states:
+            _take(state, fulls[id(state)])
+    finally:
+        for state in states:
+            state.show(None)
+
+
+def _full(state: UnitState, index: int) -> nn.Parameter:
+    piece = state.pieces[index]
+    if index in state.missing:
+        value = torch.full(state.shapes[index], float("nan"), dtype=piece.dtype)
+    else:
+        value = full_value(state, index)
+    full = nn.Parameter(value, piece.requires_grad)
+    full.__dict__.update(state.attributes[index])
+    return full
+
+
+def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
+    found = [
+        (i, full)
+        for i, full in enumerate(fulls)
+        if i not in state.missing or not full.isnan().all()
+    ]
+    if not state.recipe.synced:
+        lines = [
+            f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {_checksum(full):08x}"
+            for i, full in found
+        ]
+        replicate = state.comms[1] if len(state.comms) > 1 else None
+        check_agreement([state.unit.name, *lines], state.comms[0], replicate)
+    for i, full in found:
+        values = values_of(full, state.comms, state.recipe.synced)
+        state.unit.write(i, values)
+        state.missing.discard(i)
+
+
+def _checksum(full: torch.Tensor) -> int:
+    return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).numpy())

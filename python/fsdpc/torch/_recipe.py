@@ -1,0 +1,118 @@
+"""What a unit is made from, so that it can be made again with other dtypes.
+
+It lives as long as the unit and so keeps no parameter: those are full, and have gone by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc import _core, distributed
+from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+
+#: Of every parameter: its name, itself, and (dictionary, key) of all places where it stands.
+Found = list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]]
+#: (path with a dot at its end, module) of those that belong to a unit.
+Inside = list[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A unit but for the dtypes and values of its parameters.
+
+    Parameters
+    ----------
+    name : str
+        Until the root knows a better one.
+    modules : list of nn.Module
+        What was handed to one ``fully_shard``.
+    names : list of str
+    shapes : list of torch.Size
+    comms : list of Comm
+        [shard] or [shard, replicate].
+    policy : MixedPrecisionPolicy
+    whole : frozenset of int
+        Parameters that are not cut.
+    reshard_after_forward : bool, optional
+    keep_grads : bool
+        A reduce buffer of its own.
+    synced : bool
+        Rank 0's initial values are taken.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    names: list[str]
+    shapes: list[torch.Size]
+    comms: list[_core.Comm]
+    policy: MixedPrecisionPolicy
+    whole: frozenset[int]
+    reshard_after_forward: bool | None
+    keep_grads: bool
+    synced: bool
+
+    def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
+        """Return a unit whose parameters have these dtypes, and no values yet."""
+        return _core.Unit(
+            self.name,
+            self.names,
+            [
+                _core.empty_deferred(tuple(shape), core_dtype(dtype))
+                for shape, dtype in zip(self.shapes, dtypes, strict=True)
+            ],
+            self.comms[0],
+            self.comms[1] if len(self.comms) > 1 else None,
+            param_dtype=core_dtype(self.policy.param_dtype),
+            reduce_dtype=core_dtype(self.policy.reduce_dtype),
+            reshard_after_forward=self.reshard_after_forward,
+            keep_grads=self.keep_grads,
+            deterministic=distributed.is_deterministic(),
+            modules=len(self.modules),
+            whole=sorted(self.whole),
+        )
+
+
+def widened(
+    params: Found, policy: MixedPrecisionPolicy, master_dtype: torch.dtype | None
+) -> tuple[list[torch.dtype], MixedPrecisionPolicy]:
+    """Return the dtypes of masters, and the policy under which modules compute as before.
+
+    Raises
+    ------
+    ValueError
+        Parameters have several dtypes and the policy names none to compute in.
+    """
+    dtypes = [p.dtype for _, p, _ in params]
+    if master_dtype is None:
+        return dtypes, policy
+    core_dtype(master_dtype)
+    narrow = {d for d in dtypes if d.itemsize < master_dtype.itemsize}
+    if narrow and policy.param_dtype is None:
+        if len(set(dtypes)) > 1:
+            raise ValueError(
+                f"master_dtype={master_dtype} of a unit with parameters in "
+                f"{sorted(map(str, set(dtypes)))}: give mp_policy a param_dtype to compute in"
+            )
+        policy = replace(policy, param_dtype=narrow.pop(), cast_forward_inputs=False)
+    wide = [master_dtype if d.itemsize < master_dtype.itemsize else d for d in dtypes]
+    return wide, policy
+
+
+def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
+    """Return a full value for the engine, rank 0's if ``synced``; collective then."""
+    if not synced:
+        return _core.from_dlpack(p.detach().contiguous())
+    values = _core.from_dlpack(p.detach().clone(memory_format=torch.contiguous_format))
+    for comm in reversed(comms):
+        comm.broadcast(values, 0)
+    return values
+
+
+def readers_of(params: Found, inside: Inside, modules: list[nn.Module]) -> Inside:
+    """Return (path, module) of the inner modules that have parameters of a unit as their own."""
+    dicts = {id(owner) for _, _, at in params for owner, _ in at}
+    return [(path, m) for path, m in inside if id(m._parameters) in dicts and m not in modules]

@@ -1,0 +1,30 @@
+"""Which versions of torch this front door runs on; the first module that it imports."""
+
+from __future__ import annotations
+
+import torch
+
+OLDEST = (2, 5)
+
+
+def torch_version() -> tuple[int, ...]:
+    """Return torch's major and minor version."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def check_torch() -> None:
+    """Raise if torch is older than what was tried.
+
+    Raises
+    ------
+    ImportError
+        Names both versions.
+    """
+    if torch_version() < OLDEST:
+        raise ImportError(
+            f"fsdpc.torch needs torch {'.'.join(map(str, OLDEST))} or newer, found "
+            f"{torch.__version__}: pip install -U torch; fsdpc itself runs without torch"
+        )
+
+
+check_torch()

@@ -1,0 +1,169 @@
+"""Models that are initialised after sharding, on meta or anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import fully_shard, set_model_state_dict
+
+from .common import Net, assert_same_parameters, batch, build, loss_of, shard
+
+
+class Scaled(nn.Module):
+    """A module that initialises itself and what is inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+        self.scale = nn.Parameter(torch.empty(7))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+        nn.init.normal_(self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale
+
+
+def make() -> Any:
+    return nn.Sequential(Scaled(), nn.BatchNorm1d(7), Net(dim=8, blocks=2))
+
+
+def reset(model: nn.Module) -> None:
+    """As scripts do after ``to_empty``."""
+    for m in model.modules():
+        if hasattr(m, "reset_parameters"):
+            m.reset_parameters()
+
+
+def init(m: nn.Module) -> None:
+    """As ``_init_weights`` of many models: shapes and random numbers."""
+    if isinstance(m, nn.Linear):
+        m.weight.data.normal_(0.0, m.weight.shape[0] ** -0.5)
+        if m.bias is not None:
+            m.bias.data.zero_()
+    elif isinstance(m, (nn.LayerNorm, nn.BatchNorm1d)):
+        nn.init.ones_(m.weight)
+        nn.init.zeros_(m.bias)
+    elif isinstance(m, Scaled):
+        nn.init.normal_(m.scale)
+
+
+def sharded(device: str) -> Any:
+    with torch.device(device):
+        model = make()
+    fully_shard(model[0].inner)
+    fully_shard(model[0])
+    shard(model[2])
+    return fully_shard(model)
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("how", ["reset", "apply"])
+def test_values_are_those_of_the_plain_model(device: str, how: str) -> None:
+    torch.manual_seed(0)
+    ours, plain = sharded(device), make()
+    if device == "meta":
+        with pytest.raises(RuntimeError, match="has no values yet"):
+            ours(batch(0, 0))
+        ours.to_empty(device="cpu")
+    for m in (ours, plain):
+        torch.manual_seed(5)
+        if how == "apply":
+            m.apply(init)
+            m[1].reset_running_stats()
+        else:
+            reset(m)
+    assert_same_parameters(ours, plain, rtol=0, atol=0)
+    torch.testing.assert_close(ours(batch(0, 0)), plain(batch(0, 0)), rtol=1.3e-6, atol=1e-5)
+    loss_of(ours, batch(0, 0)).backward()
+
+
+@pytest.mark.ranks(2)
+def test_different_generators_are_named() -> None:
+    ours = shard(build())
+    torch.manual_seed(fsdpc.rank())
+    with pytest.raises(fsdpc.MismatchError, match=r"ranks disagree.*last.weight \(5, 20\)"):
+        ours.last.reset_parameters()
+    with pytest.raises(fsdpc.MismatchError, match=r"ranks disagree.*linear.weight \(20, 20\)"):
+        ours.apply(init)
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_is_taken_on_request() -> None:
+    with torch.device("meta"):
+        model: Any = Net()
+    ours = shard(model, sync_module_states=True).to_empty(device="cpu")
+    torch.manual_seed(7 + fsdpc.rank())
+    reset(ours)
+    plain = Net()
+    torch.manual_seed(7)
+    reset(plain)
+    assert_same_parameters(ours, plain, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(2)
+def test_what_apply_leaves_out_still_has_no_values() -> None:
+    with torch.device("meta"):
+        model: Any = Net()
+    ours = shard(model)
+    ours.apply(lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None)
+    with pytest.raises(RuntimeError, match="'norm.weight' of unit 'blocks.0' .*no values yet"):
+        ours(batch(0, 0))
+    for block in ours.blocks:
+        block.norm.reset_parameters()
+    assert ours(batch(0, 0)).isfinite().all()
+
+
+@pytest.mark.ranks(2)
+def test_apply_inside_forward_copies_nothing() -> None:
+    seen: list[Any] = []
+
+    class Looks(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.blocks[0].apply(lambda m: seen.append(type(m).__name__))
+            return super().forward(x)
+
+    ours = shard(Looks())
+    with torch.no_grad():
+        ours(batch(0, 0))
+    assert seen == ["LayerNorm", "Linear", "FSDPBlock"]
+
+
+@pytest.mark.ranks([2, 4])
+def test_rank_0_alone_has_the_values() -> None:
+    torch.manual_seed(fsdpc.rank())
+    plain = make().double() if fsdpc.rank() else make()
+    with torch.device("meta"):
+        model: Any = make()
+    mesh = fsdpc.init_device_mesh("cpu", (fsdpc.world_size() // 2, 2))
+    for m in model:
+        fully_shard(m, mesh=mesh)
+    fully_shard(model, mesh=mesh).to_empty(device="cpu")
+    values = plain.state_dict() if fsdpc.rank() == 0 else {}
+    set_model_state_dict(model, values, rank0_only=True)
+    torch.manual_seed(0)
+    expected = make()
+    assert_same_parameters(model, expected, rtol=0, atol=0)
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    loss_of(model, batch(0, fsdpc.rank())).backward()
+    del expected[0].inner.bias
+    part = expected.state_dict() if fsdpc.rank() == 0 else {}
+    with pytest.raises(RuntimeError, match=r"rank 0's.*missing \['0.inner.bias'\]"):
+        set_model_state_dict(model, part, rank0_only=True)
+    set_model_state_dict(model, part, rank0_only=True, strict=False)
+    part["1.weight"] = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"of other shapes \['1.weight'\]"):
+        set_model_state_dict(model, part, rank0_only=True, strict=False)
+    part = {**plain.state_dict(), "more": torch.zeros(1)}
+    with pytest.raises(RuntimeError, match=r"unexpected (\['more'\]|on rank 0)"):
+        set_model_state_dict(model, part, rank0_only=True)

@@ -1,0 +1,175 @@
+"""What would go wrong silently is an error that names unit and parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import fully_shard, summon_full_params
+
+from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
+
+
+@pytest.mark.ranks([1, 2])
+def test_submodules_outside_of_their_unit() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    x = batch(0, 0)
+    named = "'Net.last' was called outside of the forward of its unit"
+    with pytest.raises(RuntimeError, match=named):
+        ours.last(torch.ones(2, 20))
+    loss_of(ours, x).backward()
+    for call in (lambda: ours.first(x), lambda: ours.blocks[1].linear(torch.ones(2, 20))):
+        with pytest.raises(RuntimeError, match="was called outside of the forward of its unit"):
+            call()
+    assert "forward" in ours.first.__dict__
+    ours.unshard()
+    assert torch.equal(ours.first(x), plain.first(x))
+    ours.reshard()
+    with summon_full_params(ours):
+        assert torch.equal(ours.first(x), plain.first(x))
+        with pytest.raises(RuntimeError, match=r"FSDPNet was called .* inside summon_full_params"):
+            ours(x)
+    with pytest.raises(RuntimeError, match="'Net.first' was called"):
+        ours.first(x)
+    assert ours.blocks[0](torch.ones(2, 20)).shape == (2, 20)  # a unit by itself
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_of_the_users_own_stays() -> None:
+    ours = shard(build())
+    calls = []
+    old = ours.first.forward
+
+    def mine(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return type(ours.first).forward(ours.first, x)
+
+    ours.first.forward = mine
+    loss_of(ours, batch(0, 0)).backward()
+    loss_of(ours, batch(0, 0)).backward()
+    assert len(calls) == 2 and ours.first.forward is mine and old is not mine
+
+
+@pytest.mark.ranks(2)
+def test_an_embedding_does_not_look_up_other_rows() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="no forward of its own"):
+        fully_shard(nn.ModuleList(model))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+    for p in model.parameters():
+        nn.init.ones_(p)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="'Sequential.0' was called outside"):
+        model[0](torch.tensor([1]))
+
+
+@pytest.mark.ranks(1)
+def test_fully_shard_inside_forward() -> None:
+    class Late(Net):
+        around = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            fully_shard(self if self.around else self.blocks[0])
+            return super().forward(x)
+
+    late = Late()
+    with pytest.raises(RuntimeError, match=r"fully_shard\(Block\) inside the forward of Late"):
+        late(batch(0, 0))
+    late.around = True
+    with pytest.raises(RuntimeError, match=r"fully_shard\(Late\) inside the forward of Late"):
+        late(batch(0, 0))
+    fully_shard(late.blocks[1])
+    late.around = False
+    with pytest.raises(RuntimeError, match=r"fully_shard\(Block\) inside the forward of FSDPLate"):
+        fully_shard(late)(batch(0, 0))
+
+    class Makes(nn.Module):
+        """Shards what is not part of it."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fully_shard(nn.Linear(7, 7))(x)
+
+    assert Makes()(batch(0, 0)).shape == (4, 7)
+
+
+@pytest.mark.ranks(1)
+def test_fully_shard_inside_backward() -> None:
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: fully_shard(nn.Linear(2, 2)) and None)
+    with pytest.raises(RuntimeError, match="fully_shard inside backward"):
+        x.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_that_read_whole_parameters() -> None:
+    ours = shard(build())
+    matrices = [p for p in ours.parameters() if p.fsdpc.shape[1:]]
+
+    class Adafactor(torch.optim.SGD):
+        """As transformers' is called."""
+
+    class Later(torch.optim.Muon):
+        """A subclass."""
+
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    before = {n: p.full_tensor() for n, p in ours.named_parameters()}
+    for make, name in (
+        (torch.optim.Muon, "Muon"),
+        (Later, "Muon"),
+        (torch.optim.Adafactor, "Adafactor"),
+        (lambda ps: Adafactor(ps, lr=0.1), "Adafactor"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} reads whole.*'Net.first.weight'"):
+            make(matrices).step()
+    with pytest.raises(NotImplementedError, match="LBFGS reads whole"):
+        torch.optim.LBFGS(ours.parameters()).step(lambda: torch.zeros(()))
+    for name, p in ours.named_parameters():
+        assert torch.equal(p.full_tensor(), before[name])
+
+
+@pytest.mark.ranks([1, 2, 4])
+@pytest.mark.parametrize("kind", ["Muon", "Adafactor"])
+def test_whole_parameters(kind: str) -> None:
+    """One rank has all rows of a matrix; what reads matrices steps them as the plain model's."""
+    model = build()
+    plain = twin(model)
+    matrices = {n for n, p in model.named_parameters() if p.dim() == 2}
+    whole = [p for p in model.parameters() if p.dim() == 2]
+    ours = shard(model, whole_params=whole)
+    counts = 0
+    for name, p in ours.named_parameters():
+        assert p.fsdpc.is_cut == (name not in matrices and fsdpc.world_size() > 1)
+        if name in matrices:
+            assert p.numel() in (0, p.fsdpc.shape.numel())
+            counts += p.numel() > 0
+    assert fsdpc.all_reduce(float(counts)) == len(matrices)
+    make = getattr(torch.optim, kind)
+    for step in range(4):
+        for m in (ours, plain):
+            named = dict(m.named_parameters())
+            own = [named[n] for n in sorted(matrices) if named[n].numel()]
+            loss_of(m, batch(step, fsdpc.rank())).backward()
+            if m is plain:
+                average_grads(plain)
+            for p in own:
+                state = p.__dict__.setdefault("_test_optimizer", make([p], lr=1e-2))
+                state.step()
+            m.zero_grad()
+    # Muon multiplies in bf16; gradients differ in the last fp32 bit.
+    assert_same_parameters(ours, plain, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.ranks(1)
+def test_a_model_elsewhere_is_named() -> None:
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda:0")  # type: ignore[assignment]
+
+    model = nn.Linear(2, 2)
+    model._parameters["weight"] = Elsewhere(torch.zeros(2, 2))
+    with pytest.raises(NotImplementedError, match="'weight' is on cuda:0: only the CPU"):
+        fully_shard(model)
