@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,41 @@ def run_torch(engine: str, preset: str, dtype: str) -> dict[str, Any]:
     return {"seconds": measure(step)}
 
 
-def main() -> None:
-    """Run all turns and print the rows."""
+def parse(description: str | None, engines: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a comparison of engines."""
     p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--presets", nargs="+", default=["10M", "41M"], choices=list(BATCHES))
     p.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    p.add_argument("--engines", nargs="+", default=list(engines), choices=engines)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--turn", nargs=3, metavar=("ENGINE", "PRESET", "DTYPE"), help=argparse.SUPPRESS)
-    o = p.parse_args()
+    return p.parse_args()
+
+
+Turns = dict[str, list[dict[str, Any]]]
+
+
+def take_turns(script: str, o: argparse.Namespace) -> Iterator[tuple[str, str, Turns]]:
+    """Yield (preset, dtype, results by engine); engines take turns, round after round."""
+    for preset in o.presets:
+        for dtype in o.dtypes:
+            turns: Turns = {e: [] for e in o.engines}
+            for _ in range(o.rounds):
+                for engine in o.engines:
+                    ranks, threads = (1, 2) if engine == "jax" else (2, 1)
+                    turns[engine].append(
+                        common.run_ranks(
+                            script, ["--turn", engine, preset, dtype], ranks, threads=threads
+                        )
+                    )
+            yield preset, dtype, turns
+
+
+def main() -> None:
+    """Run all turns and print the rows."""
+    o = parse(__doc__, ENGINES)
     if o.turn:
         engine, preset, dtype = o.turn
         run = run_fsdpc(preset, dtype) if engine == "fsdpc" else run_torch(engine, preset, dtype)
@@ -152,23 +177,16 @@ def main() -> None:
         return
     common.header()
     rows = []
-    for preset in o.presets:
-        for dtype in o.dtypes:
-            tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
-            turns: dict[str, list[dict[str, Any]]] = {e: [] for e in o.engines}
-            for _ in range(o.rounds):
-                for engine in o.engines:
-                    turns[engine].append(
-                        common.run_ranks(__file__, ["--turn", engine, preset, dtype], 2)
-                    )
-            ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
-            ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
-            for e in o.engines:
-                median = statistics.median(ms[e])
-                pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
-                rate = f"{tokens / median * 1e3:,.0f}"
-                cells = [common.spread(ms[e]), rate, f"{median / ours:.2f}", f"{pss:,.0f}"]
-                rows.append([f"Llama {preset} {dtype}", e, *cells])
+    for preset, dtype, turns in take_turns(__file__, o):
+        tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
+        ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
+        ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
+        for e in o.engines:
+            median = statistics.median(ms[e])
+            pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
+            rate = f"{tokens / median * 1e3:,.0f}"
+            cells = [common.spread(ms[e]), rate, f"{median / ours:.2f}", f"{pss:,.0f}"]
+            rows.append([f"Llama {preset} {dtype}", e, *cells])
     common.table(
         ["model", "engine", "ms a step (range)", "tokens/s", "time over fsdpc's", "peak PSS MiB"],
         rows,

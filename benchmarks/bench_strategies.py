@@ -10,7 +10,6 @@ process with two devices, parameters and states sharded over them, one thread po
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -124,43 +123,25 @@ def turn(engine: str, preset: str, dtype: str) -> None:
 
 def main() -> None:
     """Run all turns and print the rows."""
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("--presets", nargs="+", default=["10M", "41M"], choices=list(BATCHES))
-    p.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    p.add_argument("--engines", nargs="+", default=list(engines_here()))
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--turn", nargs=3, metavar=("ENGINE", "PRESET", "DTYPE"), help=argparse.SUPPRESS)
-    o = p.parse_args()
+    o = bench_llama.parse(__doc__, engines_here())
     if o.turn:
         turn(*o.turn)
         return
     common.header()
     rows = []
-    for preset in o.presets:
-        for dtype in o.dtypes:
-            tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
-            turns: dict[str, list[dict[str, Any]]] = {e: [] for e in o.engines}
-            for _ in range(o.rounds):
-                for engine in o.engines:
-                    ranks, threads = (1, 2) if engine == "jax" else (2, 1)
-                    turns[engine].append(
-                        common.run_ranks(
-                            __file__, ["--turn", engine, preset, dtype], ranks, threads=threads
-                        )
-                    )
-            ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
-            local = statistics.median(ms.get("local", [float("nan")]))
-            for e in o.engines:
-                median = statistics.median(ms[e])
-                waited = [t["waited_ms"] for t in turns[e] if "waited_ms" in t]
-                rows.append([
-                    f"Llama {preset} {dtype}", e, common.spread(ms[e]),
-                    f"{tokens / median * 1e3:,.0f}", f"{median - local:.0f}",
-                    f"{statistics.median(waited):.1f}" if waited else "",
-                    f"{statistics.median(t['peak_pss_bytes'] for t in turns[e]) / 2**20:,.0f}",
-                ])  # fmt: skip
+    for preset, dtype, turns in bench_llama.take_turns(__file__, o):
+        tokens = 2 * BATCHES[preset][0] * BATCHES[preset][1]
+        ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
+        local = statistics.median(ms.get("local", [float("nan")]))
+        for e in o.engines:
+            median = statistics.median(ms[e])
+            waited = [t["waited_ms"] for t in turns[e] if "waited_ms" in t]
+            rows.append([
+                f"Llama {preset} {dtype}", e, common.spread(ms[e]),
+                f"{tokens / median * 1e3:,.0f}", f"{median - local:.0f}",
+                f"{statistics.median(waited):.1f}" if waited else "",
+                f"{statistics.median(t['peak_pss_bytes'] for t in turns[e]) / 2**20:,.0f}",
+            ])  # fmt: skip
     common.table(
         ["model", "engine", "ms a step (range)", "tokens/s", "over local ms", "waited ms",
          "peak PSS MiB"], rows,

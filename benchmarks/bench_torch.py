@@ -2,6 +2,7 @@
 
     python benchmarks/bench_torch.py host                  # host cost per unit and step
     python benchmarks/bench_torch.py steps [--models mlp-128 llama-10M-fp32 ...] [--rounds 5]
+                                           [--png benchmarks/torch.png]
 
 ``steps``: 2 ranks with one thread each; a step is forward, backward, clipping at 1.0 and AdamW
 (fused), timed after a barrier. Engines take turns; each turn is a fresh set of processes whose
@@ -181,8 +182,9 @@ def measure(step: Callable[[], None]) -> list[float]:
     return times
 
 
-def run_steps(models: list[str], engines: list[str], rounds: int) -> None:
-    """All turns, and the table, a model at a time."""
+def run_steps(models: list[str], engines: list[str], rounds: int, png: Path | None) -> None:
+    """All turns, and the table, a model at a time; the figure in the end."""
+    medians: dict[str, dict[str, float]] = {}
     common.table(["model", "engine", "ms a step (range)", "over fsdpc's", "peak PSS MiB"], [])
     for name in models:
         turns: dict[str, list[dict[str, Any]]] = {e: [] for e in engines}
@@ -192,12 +194,37 @@ def run_steps(models: list[str], engines: list[str], rounds: int) -> None:
                     common.run_ranks(__file__, ["turn", "--turn", engine, name], 2)
                 )
         ms = {e: [statistics.median(t["seconds"]) * 1e3 for t in ts] for e, ts in turns.items()}
-        ours = statistics.median(ms["fsdpc"]) if "fsdpc" in ms else float("nan")
+        medians[name] = {e: statistics.median(values) for e, values in ms.items()}
+        ours = medians[name].get("fsdpc", float("nan"))
         for e in engines:
             pss = statistics.median(t["peak_pss_bytes"] for t in turns[e]) / 2**20
-            over = f"{statistics.median(ms[e]) / ours:.2f}"
+            over = f"{medians[name][e] / ours:.2f}"
             cells = [name, e, common.spread(ms[e]), over, f"{pss:,.0f}"]
             print("| " + " | ".join(cells) + " |", flush=True)
+    if png:
+        draw(medians, png)
+
+
+def draw(medians: dict[str, dict[str, float]], path: Path) -> None:
+    """Bars of each engine's time over that of torch without communication, a group a model."""
+    os.environ.setdefault("MPLBACKEND", "Agg")
+    import matplotlib.pyplot as plt
+
+    engines = [e for e in next(iter(medians.values())) if e != "local"]
+    figure, axis = plt.subplots(figsize=(10, 3.8))
+    width = 0.8 / len(engines)
+    for i, engine in enumerate(engines):
+        heights = [ms[engine] / ms["local"] for ms in medians.values()]
+        at = [g + (i - (len(engines) - 1) / 2) * width for g in range(len(medians))]
+        axis.bar(at, heights, width, label=engine)
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xticks(range(len(medians)), list(medians))
+    axis.set(ylabel="step's time over local torch's", title="2 ranks x 1 thread; less is better")
+    axis.legend()
+    axis.grid(axis="y", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
 
 
 # ---- host cost ----
@@ -279,6 +306,7 @@ def main() -> None:
     p.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     p.add_argument("--engines", nargs="+", default=None)
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--png", type=Path, help="draw the comparison of steps; needs local among them")
     p.add_argument("--turn", nargs=2, help=argparse.SUPPRESS)
     p.add_argument("--host", nargs=2, help=argparse.SUPPRESS)
     o = p.parse_args()
@@ -291,7 +319,10 @@ def main() -> None:
     if o.what == "host":
         run_host(o.rounds)
     else:
-        run_steps(o.models, list(o.engines or (*ENGINES, *installed)), o.rounds)
+        engines = list(o.engines or (*ENGINES, *installed))
+        if o.png and "local" not in engines:
+            p.error("--png shows times over local's: name local among --engines")
+        run_steps(o.models, engines, o.rounds, o.png)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+LAST_WORDS_S = 5.0  # how long the others may go on when a rank failed
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -81,7 +82,8 @@ def run_ranks(
     """Run a script on ranks as torchrun would; rank 0 leaves its result as JSON in
     ``$BENCH_RESULT``.
 
-    Peak PSS of all ranks together (``peak_pss_bytes``) is sampled every 50 ms.
+    Peak PSS of all ranks together (``peak_pss_bytes``) is sampled every 50 ms. A rank that fails
+    once the result is there counts as ended: DeepSpeed's threads at times abort the exit.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -103,11 +105,16 @@ def run_ranks(
         peak, deadline = 0, time.monotonic() + timeout
         while any(p.poll() is None for p in ranks_):
             peak = max(peak, sum(pss(p.pid) for p in ranks_))
-            if time.monotonic() > deadline or any(p.returncode for p in ranks_):
-                for p in ranks_:
-                    p.kill()
-                raise RuntimeError(f"{script} {' '.join(arguments)} on {ranks} ranks failed")
+            if any(p.returncode for p in ranks_) and not result.exists():
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
+        for p in ranks_:
+            p.kill()
+            p.wait()
+        if not result.exists():
+            raise RuntimeError(f"{script} {' '.join(arguments)} on {ranks} ranks failed")
         return {**json.loads(result.read_text()), "peak_pss_bytes": peak}
 
 
@@ -125,4 +132,7 @@ def pss(pid: int) -> int:
 def leave_result(result: dict[str, Any]) -> None:
     """On rank 0: hand the result to :func:`run_ranks`."""
     if os.environ.get("RANK", "0") == "0":
-        Path(os.environ["BENCH_RESULT"]).write_text(json.dumps(result))
+        whole = Path(os.environ["BENCH_RESULT"])
+        part = whole.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.rename(whole)
