@@ -54,17 +54,23 @@ static bool number_in_file(const char *path, const char *label, uint64_t *out)
     return found;
 }
 
-/* What could be reserved now: the machine's, or this control group's if that is less. */
+/* What could be reserved now: the machine's, or this control group's if that is less, where cached
+ * files count as used and can be had. */
 static uint64_t free_bytes(void)
 {
-    uint64_t available, swap = 0, limit, used;
+    uint64_t available, swap = 0, limit, used, active = 0, inactive = 0;
     if (!number_in_file("/proc/meminfo", "MemAvailable:", &available))
         return UINT64_MAX;
     number_in_file("/proc/meminfo", "SwapFree:", &swap);
     uint64_t bytes = (available + swap) * 1024;
     if (number_in_file("/sys/fs/cgroup/memory.max", "", &limit) &&
-        number_in_file("/sys/fs/cgroup/memory.current", "", &used) && limit > used)
-        bytes = limit - used < bytes ? limit - used : bytes;
+        number_in_file("/sys/fs/cgroup/memory.current", "", &used)) {
+        number_in_file("/sys/fs/cgroup/memory.stat", "active_file ", &active);
+        number_in_file("/sys/fs/cgroup/memory.stat", "inactive_file ", &inactive);
+        uint64_t left = limit + active + inactive;
+        left = left > used ? left - used : 0;
+        bytes = left < bytes ? left : bytes;
+    }
     return bytes;
 }
 
@@ -72,7 +78,7 @@ static fsdpc_status no_room(const char *name, size_t bytes)
 {
     return fsdpc_fail(FSDPC_ERR_NOMEM,
                       "%zu bytes (%.1f MiB) of shared memory for '%s' could not be had, about %.1f "
-                      "MiB are free; use more hosts, a smaller model or a smaller dtype",
+                      "MiB are free; end other work, or take a smaller model or dtype",
                       bytes, (double)bytes / 0x1p20, name, (double)free_bytes() / 0x1p20);
 }
 

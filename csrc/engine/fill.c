@@ -47,7 +47,7 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
         fsdpc_unit *unit = root->units[i];
         if (unit->reduce_bytes == 0)
             continue;
-        if (i == 0 || encloses[i] || unit->keep_grads) {
+        if (i == 0 || encloses[i] || unit->keep_grads || unit->rank_dependent) {
             FSDPC_TRY(create_own(unit));
         } else {
             largest = fsdpc_max_size(largest, unit->reduce_bytes);

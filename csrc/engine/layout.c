@@ -39,35 +39,35 @@ static size_t start_rows(size_t row)
     return FSDPC_LAYOUT_ALIGN / gcd(row, FSDPC_LAYOUT_ALIGN);
 }
 
-static size_t trailing_numel(const fsdpc_place *place, int first_dim)
+static size_t trailing_numel(int ndim, const size_t *shape, int first_dim)
 {
     size_t product = 1;
-    for (int d = first_dim; d < place->ndim; d++)
-        product *= place->shape[d];
+    for (int d = first_dim; d < ndim; d++)
+        product *= shape[d];
     return product;
 }
 
-static size_t row_of(const fsdpc_place *place)
+static size_t row_of(int ndim, const size_t *shape)
 {
-    if (place->ndim < 2 || place->numel == 0)
+    if (ndim < 2 || trailing_numel(ndim, shape, 0) == 0)
         return FSDPC_LAYOUT_ALIGN;
-    return trailing_numel(place, 1);
+    return trailing_numel(ndim, shape, 1);
 }
 
 static size_t finer_row_of(const fsdpc_place *place)
 {
-    size_t row = trailing_numel(place, 2);
+    size_t row = trailing_numel(place->ndim, place->shape, 2);
     return row % FSDPC_LAYOUT_ALIGN == 0 && row < place->row_numel ? row : FSDPC_LAYOUT_ALIGN;
 }
 
 /* By shape alone, as norms must not depend on the number of ranks: where rows may be refined at
  * some worlds and not at others, a leaf divides both the row and the chunk. */
-static size_t leaf_of(const fsdpc_place *place)
+size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
 {
-    size_t row = row_of(place);
+    size_t row = row_of(ndim, shape);
     if (row % FSDPC_LAYOUT_ALIGN == 0)
         return FSDPC_LAYOUT_ALIGN;
-    return place->ndim >= 3 ? gcd(row, FSDPC_LAYOUT_ALIGN) : row;
+    return ndim >= 3 ? gcd(row, FSDPC_LAYOUT_ALIGN) : row;
 }
 
 static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
@@ -88,7 +88,7 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
         place->shape[d] = spec->shape[d];
         FSDPC_TRY(fsdpc_mul_size(place->numel, spec->shape[d], &place->numel));
     }
-    place->row_numel = row_of(place);
+    place->row_numel = row_of(place->ndim, place->shape);
     place->band = spec->whole ? -2 : -1; /* -2: a band of its own, -1: not placed yet */
     place->name = strdup(spec->name);
     if (!place->name)
@@ -229,7 +229,7 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
         fsdpc_place *place = &layout->params[i];
         if (place->band < 0)
             place_band(layout, &layout->groups[place->group], i, &owner);
-        place->leaf_numel = leaf_of(place);
+        place->leaf_numel = fsdpc_layout_leaf(place->ndim, place->shape);
     }
     *out = layout;
     return FSDPC_OK;

@@ -71,6 +71,9 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
                                  int first_owner, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
+/* What a norm sums at a time of a tensor of this shape, sharded or not; see leaf_numel. */
+size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
+
 fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);
 
 /* Where element `shard_offset` of a rank's shard of band `band` lies in the full. */

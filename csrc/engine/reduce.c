@@ -67,9 +67,12 @@ static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, 
     op->accumulate = unit->partial_live;
 }
 
-/* requires_grad may change between steps, but alike on all ranks. */
+/* requires_grad may change between steps, but alike on all ranks; a rank that does not run a unit
+ * need not have seen it. */
 static uint32_t hash_trainable(const fsdpc_unit *unit)
 {
+    if (unit->rank_dependent)
+        return 0;
     return fsdpc_crc32c(0, unit->trainable,
                         (size_t)unit->layout->n_params * sizeof *unit->trainable);
 }

@@ -18,6 +18,10 @@
  * one, which adds.  What is still open at the end of backward is posted there, in the order of
  * units.
  *
+ * Rank-dependent units (experts that some ranks' data do not choose) take part without having run:
+ * all of them are gathered when an epoch begins and stay until the next, the record leaves them
+ * out, and their gradients, zeros where there are none, are reduced at the end of backward.
+ *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */
 #include "engine/sched.h"
@@ -60,6 +64,8 @@ static void begin_step(fsdpc_record *record)
 static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     fsdpc_record *record = &root->record;
+    if (unit->rank_dependent)
+        return FSDPC_OK;
     fsdpc_record_entry entry = {.unit = unit->id, .backward = backward};
     if (record->following) {
         if (record->position < record->length &&
@@ -78,6 +84,8 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_record *record = &root->record;
+    if (unit->rank_dependent)
+        return FSDPC_OK;
     if (unit->ahead[backward]) {
         for (int i = 0; i < unit->n_ahead[backward]; i++)
             FSDPC_TRY(fsdpc_gather_post(unit->ahead[backward][i], backward));
@@ -92,9 +100,29 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     return FSDPC_OK;
 }
 
+/* An epoch has begun: what may be needed on any rank is gathered on all. */
+static fsdpc_status gather_rank_dependent(fsdpc_root *root)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        if (root->units[i]->rank_dependent)
+            FSDPC_TRY(fsdpc_gather_wait(root->units[i], root->in_backward));
+    }
+    return FSDPC_OK;
+}
+
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit)
 {
     return unit->root ? unit->root->generation : 0;
+}
+
+fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation)
+{
+    if (generation == fsdpc_unit_generation(unit))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "the weights of unit '%s' changed between forward and backward: run backward "
+                      "before the optimizer steps, or forward again",
+                      unit->name);
 }
 
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
@@ -110,6 +138,7 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     fsdpc_comm_locate(root->comm, root->in_backward ? "backward" : "forward", unit->name);
     if (outermost && !root->holds) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
+        FSDPC_TRY(gather_rank_dependent(root));
         if (grad)
             begin_step(&root->record);
     }
@@ -132,7 +161,8 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
     root->forward_depth--;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD_END, unit->id, 0, root->wire->epoch,
                     root->in_backward);
-    if (unit->reshard_after_forward && !unit->stays && !root->in_backward)
+    bool stays = unit->stays || unit->rank_dependent;
+    if (unit->reshard_after_forward && !stays && !root->in_backward)
         fsdpc_gather_drop(unit);
     if (root->forward_depth == 0 && !root->in_backward)
         fsdpc_comm_locate(root->comm, "user code", "");
@@ -142,11 +172,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
 {
     fsdpc_root *root = unit->root;
-    if (generation != root->generation)
-        return fsdpc_fail(FSDPC_ERR_STATE,
-                          "the weights of unit '%s' changed between forward and backward: run "
-                          "backward before the optimizer steps, or forward again",
-                          unit->name);
+    FSDPC_TRY(fsdpc_unit_check_generation(unit, generation));
     if (root->stage != FSDPC_STAGE_IDLE)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "the backward of unit '%s' after a forward was interrupted while weights "
@@ -181,6 +207,8 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
         return FSDPC_OK;
     unit->in_backward = false;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD_END, unit->id, 0, root->wire->epoch, 1);
+    if (unit->rank_dependent)
+        return fsdpc_reduce_progress(root);
     if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
     if (unit->reshard_after_backward)
@@ -251,8 +279,11 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
     for (int i = root->n_units - 1; i >= 0; i--) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_post_backward(unit));
-        if (reduces_now(unit)) /* gradients that came after the unit's backward ended */
-            FSDPC_TRY(fsdpc_reduce_post(unit));
+        if (!reduces_now(unit))
+            continue;
+        if (unit->rank_dependent && unit->reduce_bytes > 0)
+            FSDPC_TRY(fsdpc_fill_open(unit)); /* of zeros if it did not run */
+        FSDPC_TRY(fsdpc_reduce_post(unit));   /* also what came after the unit's backward ended */
     }
     if (root->is_last_backward)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
@@ -268,8 +299,10 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 fsdpc_status fsdpc_unshard_begin(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    if (root->forward_depth == 0 && !root->in_backward && !root->holds)
+    if (root->forward_depth == 0 && !root->in_backward && !root->holds) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_UNSHARD, unit, 0));
+        FSDPC_TRY(gather_rank_dependent(root));
+    }
     FSDPC_TRY(fsdpc_gather_post(unit, root->in_backward));
     unit->held++;
     return FSDPC_OK;

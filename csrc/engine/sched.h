@@ -34,7 +34,11 @@ fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param);
 /* Closes units that are still open, waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
+/* What a backward or a recomputation must have been told by its forward: an error if the weights
+ * have changed since.  FSDPC_GENERATION_PAST is older than any. */
+#define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
+fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);
 
 /* Management. */
 /* Gathers and holds until fsdpc_reshard; wait makes it FULL. */

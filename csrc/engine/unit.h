@@ -86,13 +86,14 @@ struct fsdpc_unit {
 
     fsdpc_unit_state state;
     bool reshard_after_forward, reshard_after_backward, no_alias;
-    bool keep_grads;    /* a reduce buffer of its own (SHARD_OPTIM); set before there is a root */
-    bool deterministic; /* micro-steps are summed as a tree (micro.h); likewise */
-    bool stays;         /* more modules of it are to run in this forward */
-    int held;           /* unshard() calls not yet given back */
-    bool dirty;         /* masters are known to differ from the wire */
-    bool foreign;       /* masters may differ: somebody holds a writable piece */
-    bool requires_sync; /* gradients are reduced at the end of this backward */
+    bool keep_grads;     /* a reduce buffer of its own (SHARD_OPTIM); set before there is a root */
+    bool deterministic;  /* micro-steps are summed as a tree (micro.h); likewise */
+    bool rank_dependent; /* it runs on some ranks only (sched.c); set before there is a root */
+    bool stays;          /* more modules of it are to run in this forward */
+    int held;            /* unshard() calls not yet given back */
+    bool dirty;          /* masters are known to differ from the wire */
+    bool foreign;        /* masters may differ: somebody holds a writable piece */
+    bool requires_sync;  /* gradients are reduced at the end of this backward */
     bool requires_all_reduce; /* and summed over the replicas */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];

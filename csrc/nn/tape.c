@@ -29,6 +29,7 @@ fsdpc_status fsdpc_tape_create(fsdpc_device *device, fsdpc_stream *stream, fsdpc
     tape->device = device;
     tape->stream = stream;
     tape->grad_enabled = true;
+    tape->recomputing = FSDPC_NOT_RECOMPUTING;
     *out = tape;
     return FSDPC_OK;
 }

@@ -57,6 +57,8 @@ struct fsdpc_node {
 
 typedef fsdpc_status (*fsdpc_boundary_fn)(void *arg);
 
+#define FSDPC_NOT_RECOMPUTING UINT64_MAX
+
 struct fsdpc_tape {
     fsdpc_device *device;
     fsdpc_stream *stream; /* where compute runs */
@@ -64,6 +66,7 @@ struct fsdpc_tape {
     _Atomic uint64_t next_number; /* atomic: operations of several threads run outside the GIL */
     int backward_depth;           /* > 0 inside backward */
     uint64_t seed, next_stream;   /* of dropout and initialisation */
+    uint64_t recomputing; /* what is run again was run first when next_number had come so far */
 
     /* of the running backward */
     pthread_t backward_thread;

@@ -87,9 +87,7 @@ static void cast_part(void *arg, size_t begin, size_t end)
 static fsdpc_status flat_cast(void *dst, fsdpc_dtype dst_dtype, const void *src,
                               fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("cast", dst_dtype));
-    FSDPC_TRY(fsdpc_flat_check_dtype("cast", src_dtype));
-    FSDPC_TRY(fsdpc_flat_check_in_place(dst, dst_dtype, src, src_dtype));
+    FSDPC_TRY(fsdpc_flat_check_pair("cast", dst, dst_dtype, src, src_dtype));
     pair_args args = {dst, dst_dtype, src, src_dtype, can_stream(dst, numel), false};
     fsdpc_flat_split(stream, numel, 64, cast_part, &args);
     return FSDPC_OK;
@@ -146,9 +144,7 @@ static void accumulate_part(void *arg, size_t begin, size_t end)
 static fsdpc_status flat_accumulate(void *dst, fsdpc_dtype dst_dtype, const void *src,
                                     fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("accumulate", dst_dtype));
-    FSDPC_TRY(fsdpc_flat_check_dtype("accumulate", src_dtype));
-    FSDPC_TRY(fsdpc_flat_check_in_place(dst, dst_dtype, src, src_dtype));
+    FSDPC_TRY(fsdpc_flat_check_pair("accumulate", dst, dst_dtype, src, src_dtype));
     pair_args args = {dst, dst_dtype, src, src_dtype, false, false};
     fsdpc_flat_split(stream, numel, 64, accumulate_part, &args);
     return FSDPC_OK;

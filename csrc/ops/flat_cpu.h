@@ -9,6 +9,7 @@
 
 #include <math.h>
 
+#include "ops/flat_check.h"
 #include "ops/flat_ops.h"
 
 extern const fsdpc_flat_ops fsdpc_flat_ops_portable;
@@ -24,17 +25,6 @@ typedef void (*fsdpc_flat_range_fn)(void *arg, size_t begin, size_t end);
  * in one piece where it is short or there is one thread. */
 void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_flat_range_fn fn,
                       void *arg);
-
-/* FSDPC_ERR_DTYPE unless the dtype is F32, BF16, F16 or F64. */
-fsdpc_status fsdpc_flat_check_dtype(const char *operation, fsdpc_dtype dtype);
-
-/* FSDPC_ERR_VALUE for a cast in place between dtypes of unequal size: it would overwrite what it
- * has yet to read. */
-fsdpc_status fsdpc_flat_check_in_place(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                                       fsdpc_dtype src_dtype);
-
-/* Whether a step's arguments go together. */
-fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *args);
 
 /* The same on every path, by being the same code. */
 fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream);

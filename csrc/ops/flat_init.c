@@ -140,12 +140,7 @@ static void init_part(void *arg, size_t begin, size_t end)
 
 fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("init", args->dtype));
-    if (args->kind == FSDPC_INIT_UNIFORM && !(args->a <= args->b))
-        return fsdpc_fail(FSDPC_ERR_VALUE, "uniform values in [%g, %g): give the lower bound first",
-                          args->a, args->b);
-    if (args->kind == FSDPC_INIT_NORMAL && !(args->b >= 0))
-        return fsdpc_fail(FSDPC_ERR_VALUE, "a standard deviation of %g; give 0 or more", args->b);
+    FSDPC_TRY(fsdpc_flat_check_init(args));
     fsdpc_flat_split(stream, args->numel, 64, init_part, (void *)args);
     return FSDPC_OK;
 }

@@ -126,9 +126,7 @@ static void clamp_part(void *arg, size_t begin, size_t end)
 static fsdpc_status flat_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                                fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("clamp", dtype));
-    if (!(limit >= 0))
-        return fsdpc_fail(FSDPC_ERR_VALUE, "clamp: the limit must be at least 0, got %g", limit);
+    FSDPC_TRY(fsdpc_flat_check_clamp(dtype, limit));
     uint64_t rounded; /* as an element, so that what is cut off equals it */
     fsdpc_f64_store_as(&rounded, 0, dtype, limit);
     clamp_args args = {.x = x, .dtype = dtype, .limit = fsdpc_f64_load_as(&rounded, 0, dtype)};

@@ -226,14 +226,7 @@ static void reduce_part(void *arg, size_t begin, size_t end)
 
 static fsdpc_status flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->dtype));
-    FSDPC_TRY(fsdpc_flat_check_dtype("reduce", args->out_dtype));
-    if (args->n_srcs < 1)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "reduce needs at least one source, not %d; give one",
-                          args->n_srcs);
-    for (int src = 0; src < args->n_srcs; src++)
-        FSDPC_TRY(
-            fsdpc_flat_check_in_place(args->out, args->out_dtype, args->srcs[src], args->dtype));
+    FSDPC_TRY(fsdpc_flat_check_reduce(args));
     fsdpc_flat_split(stream, args->numel, REDUCE_BLOCK, reduce_part, (void *)args);
     return FSDPC_OK;
 }

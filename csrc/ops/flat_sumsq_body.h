@@ -181,10 +181,7 @@ static void sumpow_part(void *arg, size_t begin, size_t end)
 static fsdpc_status sum_terms(const char *operation, sumpow_args args, size_t numel,
                               fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_flat_check_dtype(operation, args.dtype));
-    if (args.leaf == 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "%s: a leaf has at least 1 element, not 0; give 64",
-                          operation);
+    FSDPC_TRY(fsdpc_flat_check_leaf(operation, args.dtype, args.leaf));
     fsdpc_flat_split(stream, numel, args.leaf, sumpow_part, &args);
     return FSDPC_OK;
 }
@@ -199,9 +196,7 @@ static fsdpc_status flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, s
 static fsdpc_status flat_sumpow(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
                                 double p, fsdpc_exact_sum *sum_io, fsdpc_stream *stream)
 {
-    if (!(p > 0 && p < INFINITY))
-        return fsdpc_fail(FSDPC_ERR_VALUE, "sumpow: the power must be above 0 and finite, got %g",
-                          p);
+    FSDPC_TRY(fsdpc_flat_check_power(p));
     term kind = p == 2                                 ? TERM_SQUARE
                 : p == 1                               ? TERM_MAGNITUDE
                 : p <= WHOLE_POWER_MAX && p == rint(p) ? TERM_WHOLE_POWER

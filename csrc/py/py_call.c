@@ -10,7 +10,8 @@
  *
  * A forward with gradients while the tape runs backward is a recomputation.  Where a checkpoint
  * stands around the outermost unit no boundary has been met by then, so the unit's backward begins
- * here.
+ * here; and no boundary carries the generation of its first run, so the tape's numbers say whether
+ * the weights have changed since.
  *
  * An exception in forward resets the root when it leaves the outermost unit, so that the next call
  * starts clean; the exception itself goes on unchanged.
@@ -230,6 +231,42 @@ static void key_streams(fsdpc_py_unit *self, fsdpc_tape *tape)
     tape->next_stream = ref->step_streams + (contribution << 20);
 }
 
+static void note_generation(fsdpc_py_unit *self, fsdpc_tape *tape)
+{
+    uint64_t now = fsdpc_unit_generation(self->ref->unit);
+    if (self->seen_generation != now)
+        self->seen_from = atomic_load_explicit(&tape->next_number, memory_order_relaxed);
+    self->seen_generation = now;
+}
+
+/* Of the weights that the forward saw which is being recomputed; without a checkpoint (a hook that
+ * calls a module) that of the last forward. */
+static uint64_t recomputed_generation(const fsdpc_py_unit *self, const fsdpc_tape *tape)
+{
+    return tape->recomputing < self->seen_from ? FSDPC_GENERATION_PAST : self->seen_generation;
+}
+
+static fsdpc_status begin_recomputation(const fsdpc_py_unit *self, const fsdpc_tape *tape)
+{
+    const fsdpc_unit *unit = self->ref->unit;
+    uint64_t generation = recomputed_generation(self, tape);
+    if (!unit->root->in_backward)
+        return begin_backward_of(&(mark){self->ref, generation});
+    if (tape->recomputing == FSDPC_NOT_RECOMPUTING)
+        return FSDPC_OK;
+    return fsdpc_unit_check_generation(unit, generation);
+}
+
+/* After pre_forward.  A forward without gradients inside a recomputation (a checkpoint inside a
+ * checkpoint, a teacher) is one like others, whose epoch may have brought newer weights. */
+static fsdpc_status note_or_check_generation(fsdpc_py_unit *self, fsdpc_tape *tape)
+{
+    if (tape->recomputing != FSDPC_NOT_RECOMPUTING)
+        return fsdpc_unit_check_generation(self->ref->unit, recomputed_generation(self, tape));
+    note_generation(self, tape);
+    return FSDPC_OK;
+}
+
 PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
                              PyObject *kwargs)
 {
@@ -242,22 +279,26 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
         return NULL;
     for (Py_ssize_t i = 0; i < self->n_params; i++)
         unit->trainable[i] = self->params[i]->requires_grad;
-    bool grad = runtime->tape->grad_enabled;
-    walk w = {.module = module, .tape = runtime->tape, .self = self};
-    bool recomputed = grad && runtime->tape->backward_depth > 0;
+    fsdpc_tape *tape = runtime->tape;
+    bool grad = tape->grad_enabled;
+    walk w = {.module = module, .tape = tape, .self = self};
+    bool recomputed = grad && tape->backward_depth > 0;
     fsdpc_status status = FSDPC_OK;
     Py_BEGIN_ALLOW_THREADS;
-    if (recomputed && !unit->root->in_backward)
-        status = begin_backward_of(&(mark){self->ref, self->seen_generation});
+    if (recomputed)
+        status = begin_recomputation(self, tape);
     if (status == FSDPC_OK)
         status = fsdpc_pre_forward(unit, grad);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (grad && !recomputed)
-        key_streams(self, runtime->tape);
-    if (!recomputed)
-        self->seen_generation = fsdpc_unit_generation(unit);
+        key_streams(self, tape);
+    if (!recomputed && (status = note_or_check_generation(self, tape)) != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        reset_after_exception(self);
+        return NULL;
+    }
     w.no_marks = fsdpc_py_unit_count_run(self, recomputed) > 0;
     PyObject *result = call_forward(&w, forward, args, kwargs);
     if (!result) {

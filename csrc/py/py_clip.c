@@ -71,25 +71,12 @@ failed:
     return -1;
 }
 
-/* The leaves that a layout would give the tensor: the same sums, so the same bits. */
-static size_t leaf_of(const fsdpc_tensor *t)
-{
-    size_t leaf = 64, row = 64;
-    if (t->ndim >= 2 && t->numel > 0)
-        row = t->numel / t->shape[0];
-    if (row % 64 == 0)
-        return 64;
-    if (t->ndim < 3)
-        return row;
-    while (row % leaf != 0) /* gcd(row, 64): 64 is a power of two */
-        leaf /= 2;
-    return leaf;
-}
-
+/* Over the leaves that a layout would give the tensor: the same sums, so the same bits. */
 static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm *norm)
 {
     const fsdpc_tensor *t = g->plain[i];
-    return fsdpc_norm_add(norm, p, t->data, t->dtype, t->numel, leaf_of(t), g->runtime->compute);
+    return fsdpc_norm_add(norm, p, t->data, t->dtype, t->numel,
+                          fsdpc_layout_leaf(t->ndim, t->shape), g->runtime->compute);
 }
 
 static PyObject *grad_norm(PyObject *module, PyObject *args)
@@ -207,9 +194,7 @@ static PyObject *scale_grads(PyObject *module, PyObject *args)
     fsdpc_clip_scale(g.units, g.n_units, norm, max_norm);
     fsdpc_status status = scale < 1 ? multiply_plain(&g, scale, &nonfinite) : FSDPC_OK;
     free_gradients(&g);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyObject *multiply_grads(PyObject *module, PyObject *args)
@@ -252,9 +237,7 @@ static PyObject *clamp(PyObject *module, PyObject *args)
     status = clamp_plain(&g, limit);
     Py_END_ALLOW_THREADS;
     free_gradients(&g);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyMethodDef functions[] = {

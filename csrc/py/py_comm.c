@@ -130,9 +130,7 @@ static PyObject *run_op(fsdpc_comm *comm, const fsdpc_coll *op)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_comm_run(comm, op);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static int parse_red(const char *name, fsdpc_red *out)

@@ -61,6 +61,7 @@ typedef struct fsdpc_py_unit {
     uint64_t run_epoch;
     int input_dtype, output_dtype; /* what tensors are cast to; -1: left as they are */
     uint64_t seen_generation;      /* of the weights, by the last forward outside backward */
+    uint64_t seen_from; /* the tape's next_number when it was first seen, in the native door */
 } fsdpc_py_unit;
 
 int fsdpc_py_engine_setup(PyObject *module);

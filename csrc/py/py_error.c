@@ -63,6 +63,13 @@ static int add_exception(PyObject *module, const char *name, const char *full, c
     return result;
 }
 
+PyObject *fsdpc_py_none(fsdpc_status status)
+{
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
 int fsdpc_py_error_setup(PyObject *module)
 {
     if (add_exception(module, "PeerError", "fsdpc.PeerError",

@@ -11,6 +11,9 @@
  * keeps the exception that the callback left. */
 PyObject *fsdpc_py_raise(fsdpc_status status);
 
+/* None, or NULL with the exception of a failure. */
+PyObject *fsdpc_py_none(fsdpc_status status);
+
 /* Adds PeerError and MismatchError to the module. */
 int fsdpc_py_error_setup(PyObject *module);
 

@@ -16,6 +16,7 @@ typedef struct checkpoint {
     fsdpc_py_state *state;
     PyObject *fn, *args, *kwargs; /* kwargs may be NULL */
     uint64_t seed, first_stream;
+    uint64_t ran_at; /* the tape's next_number when fn had run */
 } checkpoint;
 
 static void checkpoint_release(void *arg)
@@ -158,14 +159,16 @@ static fsdpc_status recompute(checkpoint *c, int n_out, fsdpc_tensor *const *dys
                               fsdpc_tensor **leaves, int *n_leaves)
 {
     fsdpc_tape *tape = c->state->runtime.tape;
-    uint64_t seed = tape->seed, stream = tape->next_stream;
+    uint64_t seed = tape->seed, stream = tape->next_stream, recomputing = tape->recomputing;
     bool enabled = tape->grad_enabled;
     tape->seed = c->seed;
     tape->next_stream = c->first_stream;
+    tape->recomputing = c->ran_at;
     tape->grad_enabled = true;
     PyObject *result = call_on_leaves(c, leaves, n_leaves);
     tape->seed = seed;
     tape->next_stream = stream;
+    tape->recomputing = recomputing;
     tape->grad_enabled = enabled;
     if (!result)
         return fsdpc_fail(FSDPC_ERR_CALLBACK, "a checkpointed function raised when recomputed");
@@ -294,8 +297,12 @@ PyObject *fsdpc_py_op_checkpoint(PyObject *module, PyObject *args, PyObject *kwa
         Py_DECREF(rest);
         return PyErr_NoMemory();
     }
-    *c =
-        (checkpoint){state, Py_NewRef(fn), rest, Py_XNewRef(kwargs), tape->seed, tape->next_stream};
+    *c = (checkpoint){.state = state,
+                      .fn = Py_NewRef(fn),
+                      .args = rest,
+                      .kwargs = Py_XNewRef(kwargs),
+                      .seed = tape->seed,
+                      .first_stream = tape->next_stream};
     tape->grad_enabled = false;
     PyObject *result = PyObject_Call(fn, rest, kwargs);
     tape->grad_enabled = true;
@@ -303,6 +310,7 @@ PyObject *fsdpc_py_op_checkpoint(PyObject *module, PyObject *args, PyObject *kwa
         checkpoint_release(c);
         return NULL;
     }
+    c->ran_at = atomic_load_explicit(&tape->next_number, memory_order_relaxed);
     PyObject *joined = join(c, result);
     Py_DECREF(result);
     return joined;

@@ -85,13 +85,6 @@ static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
     return unit;
 }
 
-static PyObject *none_or_raise(fsdpc_status status)
-{
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
-}
-
 static PyObject *optimizer_add(PyObject *object, PyObject *args)
 {
     py_optimizer *self = (py_optimizer *)object;
@@ -129,7 +122,7 @@ static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject 
                                      &h.dampening, &nesterov, &amsgrad, &maximize))
         return NULL;
     h.nesterov = nesterov != 0, h.amsgrad = amsgrad != 0, h.maximize = maximize != 0;
-    return none_or_raise(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &h));
+    return fsdpc_py_none(fsdpc_optim_set_hyper(((py_optimizer *)object)->optim, group, &h));
 }
 
 static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
@@ -165,9 +158,7 @@ static PyObject *optimizer_step(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_optim_step(((py_optimizer *)object)->optim);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 /* Parameters that stand in no unit. */
@@ -218,7 +209,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute);
     Py_END_ALLOW_THREADS;
-    return none_or_raise(status);
+    return fsdpc_py_none(status);
 }
 
 /* ---- states ---- */
@@ -279,7 +270,7 @@ static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
     fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
     if (!unit)
         return NULL;
-    return none_or_raise(
+    return fsdpc_py_none(
         fsdpc_optim_make_states(((py_optimizer *)object)->optim, unit->ref->unit, param));
 }
 
@@ -303,7 +294,7 @@ static PyObject *optimizer_write(PyObject *object, PyObject *args)
     if (status == FSDPC_OK)
         status = fsdpc_optim_write(((py_optimizer *)object)->optim, unit->ref->unit, param, which,
                                    t->data, t->dtype);
-    return none_or_raise(status);
+    return fsdpc_py_none(status);
 }
 
 static PyObject *optimizer_collect(PyObject *object, PyObject *args)
@@ -356,7 +347,7 @@ static PyObject *optimizer_set_step_count(PyObject *object, PyObject *args)
     fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
     if (!unit)
         return NULL;
-    return none_or_raise(
+    return fsdpc_py_none(
         fsdpc_optim_set_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, steps));
 }
 

@@ -73,6 +73,7 @@ int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 
 int fsdpc_py_state_setup(PyObject *module);
+int fsdpc_py_plugin_setup(PyObject *module);
 
 /* status = expression, without the GIL if there is `work` (elements touched) to do. */
 #define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \

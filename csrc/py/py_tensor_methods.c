@@ -103,9 +103,7 @@ static PyObject *method_backward(FASTCALL)
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
                  fsdpc_tape_backward(runtime->tape, TENSOR(object), gradient, retain));
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyObject *method_detach(PyObject *object, PyObject *unused)

@@ -132,7 +132,9 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     return status;
 }
 
-static int read_specs(PyObject *names, const fsdpc_py_unit *self, fsdpc_param_spec *specs)
+/* `whole`: NULL, or the numbers of the parameters that are not to be cut. */
+static int read_specs(PyObject *names, PyObject *whole, const fsdpc_py_unit *self,
+                      fsdpc_param_spec *specs)
 {
     for (Py_ssize_t i = 0; i < self->n_params; i++) {
         const fsdpc_tensor *t = self->params[i];
@@ -141,6 +143,15 @@ static int read_specs(PyObject *names, const fsdpc_py_unit *self, fsdpc_param_sp
             return -1;
         specs[i] = (fsdpc_param_spec){.name = name, .dtype = t->dtype, .ndim = t->ndim};
         memcpy(specs[i].shape, t->shape, sizeof t->shape);
+    }
+    for (Py_ssize_t k = 0; whole && k < PyList_GET_SIZE(whole); k++) {
+        Py_ssize_t i = PyLong_AsSsize_t(PyList_GET_ITEM(whole, k));
+        if (i < 0 || i >= self->n_params) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_IndexError, "whole: no parameter %zd of %zd", i, self->n_params);
+            return -1;
+        }
+        specs[i].whole = true;
     }
     return 0;
 }
@@ -189,8 +200,8 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
     return FSDPC_OK;
 }
 
-static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *comms[2],
-                     PyObject *param_dtype, PyObject *reduce_dtype)
+static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *whole,
+                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -213,7 +224,7 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
         PyErr_NoMemory();
         return -1;
     }
-    int result = read_specs(names, self, specs);
+    int result = read_specs(names, whole, self, specs);
     fsdpc_status status = FSDPC_OK;
     if (result == 0)
         status = make_ref(self, specs, (int)n, &options);
@@ -263,15 +274,16 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                "keep_grads",
                                "deterministic",
                                "modules",
+                               "whole",
                                NULL};
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
-    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None;
+    PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO!O!O|OOOOpOppi", keywords, &name, &PyList_Type, &names, &PyList_Type,
+            args, kwargs, "sO!O!O|OOOOpOppiO!", keywords, &name, &PyList_Type, &names, &PyList_Type,
             &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
-            &reshard, &keep_grads, &deterministic, &n_modules))
+            &reshard, &keep_grads, &deterministic, &n_modules, &PyList_Type, &whole))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params)) {
         PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -288,7 +300,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (take_params(self, params) < 0 ||
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
-        init_unit(self, name, names, comms, param_dtype, reduce_dtype) < 0) {
+        init_unit(self, name, names, whole, comms, param_dtype, reduce_dtype) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -376,9 +388,7 @@ static PyObject *make_root(PyObject *module, PyObject *args)
     PyMem_Free(plain);
     PyMem_Free(flags);
     status = bind_units(units);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 
 free:
     PyMem_RawFree(root);

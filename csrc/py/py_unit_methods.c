@@ -104,9 +104,7 @@ static PyObject *unit_write(PyObject *object, PyObject *args)
                             fsdpc_dtype_name(t->dtype));
     if (status == FSDPC_OK)
         status = fsdpc_unit_write(unit_of(object), param, t->data, t->dtype);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyObject *unit_init(PyObject *object, PyObject *args)
@@ -131,9 +129,7 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyObject *unit_collect(PyObject *object, PyObject *args)
@@ -188,15 +184,31 @@ static PyObject *unit_bind(PyObject *object, PyObject *args)
         own->guard = (fsdpc_guard){0};
         own->sink = (fsdpc_grad_sink){0};
     }
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 static PyObject *unit_set_reshard(PyObject *object, PyObject *arg)
 {
     unit_of(object)->reshard_after_forward = PyObject_IsTrue(arg) == 1;
     ((fsdpc_py_unit *)object)->explicit_reshard = true;
+    Py_RETURN_NONE;
+}
+
+/* take_options(other): what was set on a unit that this one replaces. */
+static PyObject *unit_take_options(PyObject *object, PyObject *other)
+{
+    if (!Py_IS_TYPE(other, Py_TYPE(object)))
+        return PyErr_Format(PyExc_TypeError, "take_options takes a Unit, got %.100s",
+                            Py_TYPE(other)->tp_name);
+    fsdpc_unit *unit = unit_of(object);
+    const fsdpc_unit *old = unit_of(other);
+    unit->reshard_after_forward = old->reshard_after_forward;
+    unit->reshard_after_backward = old->reshard_after_backward;
+    unit->requires_sync = old->requires_sync;
+    unit->requires_all_reduce = old->requires_all_reduce;
+    unit->rank_dependent = old->rank_dependent;
+    unit->divide_factor = old->divide_factor;
+    ((fsdpc_py_unit *)object)->explicit_reshard = ((fsdpc_py_unit *)other)->explicit_reshard;
     Py_RETURN_NONE;
 }
 
@@ -311,6 +323,12 @@ static PyObject *unit_get_reduce_dtype(PyObject *object, void *unused)
     return get_dtype(object, false, FSDPC_F32);
 }
 
+static PyObject *unit_get_rank_dependent(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(unit_of(object)->rank_dependent);
+}
+
 static PyObject *unit_get_keep_grads(PyObject *object, void *unused)
 {
     (void)unused;
@@ -342,14 +360,15 @@ PyMethodDef fsdpc_py_unit_methods[] = {
     {"reset", fsdpc_py_unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
     {"hold", fsdpc_py_unit_hold, METH_O, "hold(begin): fix the root's weights, or end that."},
     {"set_flag", fsdpc_py_unit_set_flag, METH_VARARGS,
-     "set_flag(name, value): requires_sync, requires_all_reduce, reshard_after_backward or "
-     "is_last_backward; returns what it was."},
+     "set_flag(name, value): requires_sync, requires_all_reduce, reshard_after_backward, "
+     "rank_dependent or is_last_backward; returns what it was."},
     {"set_ahead", fsdpc_py_unit_set_ahead, METH_VARARGS,
      "set_ahead(backward, units): what to gather ahead when this unit runs; None: as recorded."},
     {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O, "How many units ahead the root gathers."},
     {"schedule", fsdpc_py_unit_schedule, METH_NOARGS,
      "(uses, prefetch): recorded uses as (unit, backward), or None; distance."},
     {"set_reshard_after_forward", unit_set_reshard, METH_O, "Whether forward gives fulls up."},
+    {"take_options", unit_take_options, METH_O, "What was set on a unit that this one replaces."},
     {"set_divide_factor", unit_set_divide_factor, METH_O, "By what summed gradients are divided."},
     {"set_trainable", unit_set_trainable, METH_VARARGS, "set_trainable(i, flag)."},
     {NULL, NULL, 0, NULL},
@@ -361,6 +380,7 @@ PyGetSetDef fsdpc_py_unit_getset[] = {
     {"params", unit_get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
     {"param_dtype", unit_get_param_dtype, NULL, "Of fulls, or None: the original.", NULL},
     {"reduce_dtype", unit_get_reduce_dtype, NULL, "Of gradients, or None: that of fulls.", NULL},
+    {"rank_dependent", unit_get_rank_dependent, NULL, "Whether some ranks alone may run it.", NULL},
     {"keep_grads", unit_get_keep_grads, NULL, "Whether it has a reduce buffer for good.", NULL},
     {"state", unit_get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

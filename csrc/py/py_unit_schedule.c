@@ -11,11 +11,6 @@ static fsdpc_unit *unit_of(PyObject *object)
     return ((fsdpc_py_unit *)object)->ref->unit;
 }
 
-static PyObject *none_or_raise(fsdpc_status status)
-{
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
-}
-
 /* The unit's root, for calls that need one. */
 static fsdpc_root *root_of(PyObject *object)
 {
@@ -36,7 +31,7 @@ PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_unshard_begin(unit_of(object));
     Py_END_ALLOW_THREADS;
-    return none_or_raise(status);
+    return fsdpc_py_none(status);
 }
 
 PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused)
@@ -48,13 +43,13 @@ PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_unshard_wait(unit_of(object));
     Py_END_ALLOW_THREADS;
-    return none_or_raise(status);
+    return fsdpc_py_none(status);
 }
 
 PyObject *fsdpc_py_unit_reshard(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return none_or_raise(fsdpc_reshard(unit_of(object)));
+    return fsdpc_py_none(fsdpc_reshard(unit_of(object)));
 }
 
 PyObject *fsdpc_py_unit_reset(PyObject *object, PyObject *unused)
@@ -75,7 +70,7 @@ PyObject *fsdpc_py_unit_hold(PyObject *object, PyObject *begin)
     Py_BEGIN_ALLOW_THREADS;
     status = begins ? fsdpc_hold_begin(root) : fsdpc_hold_end(root);
     Py_END_ALLOW_THREADS;
-    return none_or_raise(status);
+    return fsdpc_py_none(status);
 }
 
 PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args)
@@ -87,6 +82,7 @@ PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args)
         {"requires_sync", offsetof(fsdpc_unit, requires_sync)},
         {"requires_all_reduce", offsetof(fsdpc_unit, requires_all_reduce)},
         {"reshard_after_backward", offsetof(fsdpc_unit, reshard_after_backward)},
+        {"rank_dependent", offsetof(fsdpc_unit, rank_dependent)},
     };
     const char *name;
     int value;
@@ -104,6 +100,12 @@ PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args)
         if (strcmp(name, flags[i].name) == 0) {
             bool *flag = (bool *)((char *)unit_of(object) + flags[i].offset);
             bool before = *flag;
+            if (flag == &unit_of(object)->rank_dependent && before != (value != 0) &&
+                unit_of(object)->root)
+                return PyErr_Format(PyExc_RuntimeError,
+                                    "whether unit '%s' may run on some ranks only is said before "
+                                    "its first forward",
+                                    unit_of(object)->name);
             *flag = value != 0;
             return PyBool_FromLong(before);
         }

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdpc import distributed, nn, optim
+from fsdpc import cuda, distributed, nn, optim
 from fsdpc._core import (
     MismatchError,
     PeerError,
@@ -104,6 +104,7 @@ __all__ = [
     "checkpoint_activations",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "cuda",
     "data",
     "deferred_init",
     "DeviceMesh",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -68,11 +70,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         The arguments without the program's name, default ``sys.argv[1:]``.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a closed pipe is answered
+        return code
+    except KeyboardInterrupt:
+        print("fsdpc: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # who read the output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its options are its own, argparse must not look at them
         from fsdpc import train
 
-        return train.main(arguments[1:]) or 0
+        return train.main(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 
@@ -89,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
     try:
         return launcher.run(command, options.ranks, timeout=options.timeout)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"fsdpc run: {error}", file=sys.stderr)
         return 2

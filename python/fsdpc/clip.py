@@ -10,6 +10,8 @@ from fsdpc import _core, _overflow
 from fsdpc._core import Tensor
 from fsdpc.nn.module import Module, Parameter
 
+NAMED = 5  # parameters in an error, of those that are to blame
+
 
 def clip_grad_norm_(
     module: Module | Iterable[Parameter],
@@ -61,7 +63,9 @@ def clip_grad_norm_(
         _overflow.report(units, not math.isfinite(norm))
     if error_if_nonfinite and not math.isfinite(norm):
         largest = grad_norms(module, math.inf)
-        bad = ", ".join(f"'{name}'" for name, x in largest.items() if not math.isfinite(x))
+        wrong = [f"'{name}'" for name, x in largest.items() if not math.isfinite(x)]
+        bad = ", ".join(wrong[:NAMED])
+        bad += f" and {len(wrong) - NAMED} more" if wrong[NAMED:] else ""
         raise FloatingPointError(
             f"the global gradient norm is {norm}: gradients hold NaN or infinity, in {bad}; drop "
             "them (zero_grad()) and go on, or set error_if_nonfinite=False"

@@ -24,6 +24,7 @@ from fsdpc._launch.forked import (
     run_forked,
     use_no_torch_threads,
 )
+from fsdpc._launch.process import STOPS
 from fsdpc._launch.supervisor import Supervisor
 
 __all__ = ["LaunchError", "launch", "run"]
@@ -155,6 +156,10 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
+        # Our own command asks for Ctrl-C when it can answer it, not in the middle of imports.
+        ours = list(command[:3]) == ["-m", "fsdpc", "train"]
+        answered = STOPS - {signal.SIGINT} if ours else STOPS
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)
         os.execv(sys.executable, program)
 
     supervisor = Supervisor(_print, timeout=timeout)

@@ -18,8 +18,8 @@ from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.strategies import ShardingStrategy, apply_strategy, as_strategy
-from fsdpc.wrap import WrapPolicy, by_name, units_by
+from fsdpc.strategies import ShardingStrategy, apply_strategy
+from fsdpc.wrap import WrapPolicy, by_name, check_names, units_by
 
 M = TypeVar("M", bound="Module | list[Module]")
 
@@ -82,10 +82,8 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for m in modules:
         _check_module(m)
-    keep_grads = False
-    if strategy is not None:
-        mesh, reshard_after_forward = apply_strategy(strategy, mesh, reshard_after_forward)
-        keep_grads = as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
+    _check_options(mesh, mp_policy, ignored_params)
+    mesh, reshard_after_forward, keep_grads = apply_strategy(strategy, mesh, reshard_after_forward)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
@@ -98,7 +96,23 @@ def fully_shard(
     return module
 
 
+def _check_options(mesh: Any, mp_policy: Any, ignored_params: Any) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh must be a DeviceMesh, got {mesh!r}: init_device_mesh('cpu', (replicate, shard))"
+        )
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(
+            f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}: "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+    if isinstance(ignored_params, _core.Tensor):
+        raise TypeError("ignored_params takes several parameters: put the one into a list")
+
+
 def _shard_by_plan(modules: list[Any], plan: Any, options: dict[str, Any]) -> None:
+    if not callable(plan):
+        check_names(plan, modules)
     policy = plan if callable(plan) else by_name(plan)
     known = {*options, "plan"}
     for outer in modules:
@@ -128,8 +142,7 @@ def _make_unit(
     )
     title = "+".join(type(m).__name__ for m in modules)
     lines = [title, *map(_describe, names, params), options]
-    for comm in _agreement_comms(shard, replicate, world):
-        _check_agreement(lines, comm)
+    check_agreement(lines, shard, replicate)
     unit = _core.Unit(
         title,
         names,
@@ -170,14 +183,6 @@ def _check_reshard(value: bool | int | None, ranks: int) -> bool | None:
             f"divides the shard group's {ranks}"
         )
     return value > 1  # as PyTorch: a group of one keeps all, of all ranks is True
-
-
-def _agreement_comms(
-    shard: _core.Comm, replicate: _core.Comm | None, world: _core.Comm
-) -> list[_core.Comm]:
-    """All ranks of the mesh at once where it covers the world, else its rows."""
-    ranks = shard.size * (replicate.size if replicate else 1)
-    return [world] if ranks == world.size else [shard]
 
 
 def _check_module(module: Any) -> None:
@@ -254,8 +259,14 @@ def _describe(name: str, p: Parameter) -> str:
     return f"{name} {p.shape} {p.dtype.name} requires_grad={p.requires_grad} {value}"
 
 
-def _check_agreement(lines: list[str], comm: _core.Comm) -> None:
-    """Compare what every rank is about to shard; a difference is named on all of them."""
+def check_agreement(lines: list[str], shard: _core.Comm, replicate: _core.Comm | None) -> None:
+    """Compare what every rank is about to shard; a difference is named on all of them.
+
+    All ranks at once where the mesh covers the world, else those of a row.
+    """
+    world = distributed.world()
+    ranks = shard.size * (replicate.size if replicate else 1)
+    comm = world if ranks == world.size else shard
     if comm.size == 1:
         return
     text = "\n".join(lines).encode()

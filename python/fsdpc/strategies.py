@@ -45,15 +45,17 @@ def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
 
 
 def apply_strategy(
-    value: ShardingStrategy | str, mesh: DeviceMesh | None, reshard_after_forward: Any
-) -> tuple[DeviceMesh | None, Any]:
-    """Return the mesh and ``reshard_after_forward`` that a strategy stands for.
+    value: ShardingStrategy | str | None, mesh: DeviceMesh | None, reshard_after_forward: Any
+) -> tuple[DeviceMesh | None, Any, bool]:
+    """Return mesh, ``reshard_after_forward`` and whether full gradients are kept; None is no wish.
 
     Raises
     ------
     ValueError
         The mesh or the flag that was given contradicts the strategy.
     """
+    if value is None:
+        return mesh, reshard_after_forward, False
     strategy = as_strategy(value)
     name = strategy.name
     hybrid = name.startswith("HYBRID")
@@ -71,7 +73,8 @@ def apply_strategy(
     keeps = name not in ("FULL_SHARD", "HYBRID_SHARD")
     if keeps and reshard_after_forward:
         raise ValueError(f"{name} keeps parameters after forward; reshard_after_forward is True")
-    return mesh, False if keeps else reshard_after_forward
+    reshard = False if keeps else reshard_after_forward
+    return mesh, reshard, strategy is ShardingStrategy.SHARD_OPTIM
 
 
 _replicated: list[tuple[Any, DeviceMesh]] = []

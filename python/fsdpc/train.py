@@ -6,17 +6,18 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from fsdpc import _core, distributed, models
-from fsdpc._train_checkpoint import TrainCheckpoints, add_options, check_options
+from fsdpc._launch.environment import available_bytes
+from fsdpc._train_checkpoint import TrainCheckpoints
+from fsdpc._train_options import DTYPES, OPTIMIZERS, check, checkpoint_choice, mesh_shape, parser
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
@@ -30,208 +31,16 @@ from fsdpc.data import (
 )
 from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
+from fsdpc.memory_plan import memory_plan
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
-from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
+from fsdpc.optim import Optimizer
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
-from fsdpc.strategies import ShardingStrategy
+from fsdpc.wrap import by_class
 
 HELD_OUT_BYTES = 500_000
-DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
-
-_EPILOG = """\
-examples:
-  fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
-  fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
-  fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
-
-The data are bytes of text; the last 500 kB (at most a tenth) are held out for the validation loss,
-which is printed at the end in nats per byte, with a sample of generated text.
-"""
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of ``fsdpc train``."""
-    p = argparse.ArgumentParser(
-        prog="fsdpc train",
-        description="Train a language model on text with fully sharded data parallelism.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    run = p.add_argument_group("run")
-    run.add_argument(
-        "--ranks",
-        type=int,
-        default=None,
-        metavar="N",
-        help="processes to train on (default: this one, or torchrun's)",
-    )
-    run.add_argument(
-        "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
-    )
-    run.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of weights, data order and dropout (default: 0)",
-    )
-    run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
-    run.add_argument(
-        "--sample",
-        type=int,
-        default=300,
-        metavar="N",
-        help="bytes of text to generate at the end (default: 300)",
-    )
-    model = p.add_argument_group("model")
-    model.add_argument(
-        "--model", choices=("llama", "gpt2"), default="llama", help="family (default: llama)"
-    )
-    model.add_argument(
-        "--preset",
-        choices=tuple(models.PRESETS),
-        default="2M",
-        metavar="SIZE",
-        help=f"{', '.join(models.PRESETS)} (default: 2M)",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="bf16",
-        help="of compute; masters, sums and states are fp32; fp16 scales the loss (default: bf16)",
-    )
-    model.add_argument(
-        "--checkpoint-activations",
-        nargs="?",
-        const="all",
-        metavar="WHICH",
-        help="recompute blocks in backward: all, every N-th, or a ratio like 0.5",
-    )
-    data = p.add_argument_group("data")
-    data.add_argument(
-        "--data",
-        nargs="+",
-        type=Path,
-        metavar="PATH",
-        help="files and folders (default: Python's own standard library)",
-    )
-    data.add_argument(
-        "--batch",
-        type=int,
-        default=16,
-        metavar="N",
-        help="sequences in a micro-step of one rank (default: 16)",
-    )
-    data.add_argument(
-        "--seq", type=int, default=256, metavar="N", help="bytes in a sequence (default: 256)"
-    )
-    data.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-steps in a step of the optimizer (default: 1)",
-    )
-    _add_sharding_options(p)
-    _add_optimizer_options(p)
-    add_options(p)
-    p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
-    return p
-
-
-def _add_sharding_options(p: argparse.ArgumentParser) -> None:
-    sharding = p.add_argument_group("sharding")
-    sharding.add_argument(
-        "--strategy",
-        type=str.upper,
-        choices=tuple(s.name for s in ShardingStrategy),
-        default="FULL_SHARD",
-        metavar="NAME",
-        help=f"{', '.join(s.name for s in ShardingStrategy)} (default: FULL_SHARD)",
-    )
-    sharding.add_argument(
-        "--mesh",
-        type=_mesh_shape,
-        metavar="RxS",
-        help="replicas x shards, for the hybrid strategies; R * S ranks",
-    )
-    sharding.add_argument(
-        "--reshard-after-forward",
-        type=_true_false_number,
-        metavar="WHEN",
-        help="true, false or a number of ranks (default: the strategy's)",
-    )
-    sharding.add_argument(
-        "--reduce-dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="in which gradients are written and sent (default: fp32)",
-    )
-    sharding.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="the same bits however --ranks and --accumulate split the global batch",
-    )
-
-
-def _mesh_shape(text: str) -> tuple[int, int]:
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"a mesh is written as 2x4, got '{text}'")
-    return int(parts[0]), int(parts[1])
-
-
-def _true_false_number(text: str) -> bool | int:
-    known = {"true": True, "false": False}
-    if text.lower() not in known and not text.isdigit():
-        raise argparse.ArgumentTypeError(f"true, false or a number of ranks, got '{text}'")
-    return known.get(text.lower(), int(text) if text.isdigit() else 0)
-
-
-class Choice(NamedTuple):
-    """What an optimizer is made by, and its usual learning rate."""
-
-    make: Callable[..., Optimizer]
-    lr: float
-
-
-OPTIMIZERS = {
-    "adamw": Choice(partial(AdamW, betas=(0.9, 0.95)), 3e-3),
-    "adam": Choice(partial(Adam, betas=(0.9, 0.95)), 3e-3),
-    "sgd": Choice(partial(SGD, momentum=0.9), 0.1),
-    "lion": Choice(Lion, 3e-4),
-}
-
-
-def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
-    optim = p.add_argument_group("optimizer")
-    optim.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)"
-    )
-    optim.add_argument(
-        "--lr",
-        type=float,
-        metavar="X",
-        help="peak learning rate (default: "
-        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
-    )
-    optim.add_argument(
-        "--weight-decay",
-        type=float,
-        default=0.1,
-        metavar="X",
-        help="for tensors of two or more dimensions (default: 0.1)",
-    )
-    optim.add_argument(
-        "--clip",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="largest global norm of gradients (default: 1.0)",
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,66 +54,77 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = parser().parse_args(arguments)
     try:
-        _check(options)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
+        check(options)
+        if "RANK" not in os.environ:  # what is wrong is said once, not by every rank
+            check_resources(options, options.ranks or 1)
         if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:
             from fsdpc import launcher
 
-            if options.data:
-                datasets(options)  # what is wrong with them is said once, not by every rank
             live = ["--live"] if sys.stdout.isatty() else []
             return launcher.run(["-m", "fsdpc", "train", *live, *arguments], options.ranks)
         if options.ranks == 1 and "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         Trainer(options).run()
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, MemoryError, FloatingPointError) as error:
         if isinstance(error, (TimeoutError, ConnectionError)):
             raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error
         print(f"fsdpc train: {text}", file=sys.stderr)
         return 2
+    except _core.PeerError as error:  # where it happened says the peer; the launcher reads the word
+        print(f"fsdpc train: PeerError: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("fsdpc train: interrupted", file=sys.stderr)
         return 130
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    for name in ("batch", "seq", "accumulate"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    for name in ("steps", "sample"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"--{name} must be at least 0, got {getattr(options, name)}")
-    if options.lr is None:
-        options.lr = OPTIMIZERS[options.optimizer].lr
-    for name in ("lr", "clip"):
-        if not getattr(options, name) > 0:
-            raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
-    if options.ranks is not None:
-        from fsdpc._launch.environment import check_ranks
-
-        check_ranks(options.ranks)
-    check_options(options)
-    if options.checkpoint_activations:
-        _checkpoint_choice(options.checkpoint_activations)
-    if options.metrics:
-        try:
-            options.metrics.open("a").close()
-        except OSError as error:
-            raise type(error)(
-                f"cannot write --metrics {options.metrics}: {error.strerror}"
-            ) from None
-
-
-def _checkpoint_choice(text: str) -> str | int | float:
-    if text == "all":
-        return text
-    try:
-        return int(text) if text.isdigit() else float(text)
-    except ValueError:
+def check_resources(options: argparse.Namespace, ranks: int) -> None:
+    """Refuse what this machine's memory, or the data that were named, cannot give."""
+    model = make_model(options)
+    replicas, shards = mesh_shape(options, ranks)
+    plan = memory_plan(
+        model,
+        (replicas, shards),
+        strategy=options.strategy,
+        plan=by_class(type(model.blocks()[0])),
+        mp_policy=make_policy(options),
+        optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
+    )
+    each = plan.master + plan.grad + plan.state + plan.reduce
+    needed, available = replicas * plan.wire + ranks * each, available_bytes()
+    if available is not None and needed > available:
         raise ValueError(
-            f"--checkpoint-activations takes all, a number of blocks or a ratio, got '{text}'"
-        ) from None
+            f"--preset {options.preset} on {ranks} rank{'s' if ranks > 1 else ''} needs "
+            f"{needed / 2**30:,.1f} GiB beside its activations, {available / 2**30:,.1f} GiB are "
+            "available: take a smaller preset, or a strategy that shards more"
+        )
+    if options.data:
+        length = len(datasets(options)[0])
+        whole = options.batch * (options.accumulate if options.deterministic else 1)
+        if length // ranks < whole:
+            raise ValueError(
+                f"the data have {length} sequences of {options.seq} to train on, {ranks} x {whole} "
+                "of them are a batch: take a smaller --batch or --seq, or more data"
+            )
+
+
+def make_model(options: argparse.Namespace) -> Any:
+    """Return the model without memory."""
+    config = models.preset(options.preset)
+    config = config.with_(max_seq=max(config.max_seq, options.seq))
+    with deferred_init():
+        return models.Llama(config) if options.model == "llama" else models.GPT2(config)
+
+
+def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
+    """Return the dtypes of compute and reduction."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if options.dtype == "fp32" else DTYPES[options.dtype],
+        reduce_dtype=DTYPES[options.reduce_dtype],
+    )
 
 
 def datasets(options: argparse.Namespace) -> tuple[SequenceDataset, SequenceDataset]:
@@ -356,23 +176,16 @@ class Trainer:
 
     def _build(self) -> tuple[Any, Optimizer]:
         o = self.options
-        config = models.preset(o.preset)
-        config = config.with_(max_seq=max(config.max_seq, o.seq))
         _core.manual_seed(o.seed)
-        with deferred_init():
-            model = models.Llama(config) if o.model == "llama" else models.GPT2(config)
+        model = make_model(o)
         if o.checkpoint_activations:
-            checkpoint_activations(model.blocks(), _checkpoint_choice(o.checkpoint_activations))
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if o.dtype == "fp32" else DTYPES[o.dtype],
-            reduce_dtype=DTYPES[o.reduce_dtype],
-        )
+            checkpoint_activations(model.blocks(), checkpoint_choice(o.checkpoint_activations))
         mesh = init_device_mesh("cpu", o.mesh) if o.mesh else None
         sharding: dict[str, Any] = {
             "mesh": mesh,
             "strategy": o.strategy,
             "reshard_after_forward": o.reshard_after_forward,
-            "mp_policy": policy,
+            "mp_policy": make_policy(o),
         }
         for block in model.blocks():
             fully_shard(block, **sharding)
@@ -450,7 +263,12 @@ class Trainer:
             self.scaler.step(self.optimizer)  # not where a gradient overflowed
             self.scaler.update()
         else:
-            norm = clip_grad_norm_(self.model, o.clip, error_if_nonfinite=True)
+            norm = clip_grad_norm_(self.model, o.clip)
+            if not math.isfinite(float(norm)):
+                raise FloatingPointError(
+                    f"training diverged: the norm of the gradients is {float(norm)}, after losses "
+                    f"of {losses}; take a lower --lr"
+                )
             self.optimizer.step()
         self.schedule.step()
         seconds = time.perf_counter() - begin
@@ -545,9 +363,10 @@ class LiveLine:
         if now - self.shown < (0.1 if self.live else 5.0) and not last and step > 1:
             return
         self.shown = now
+        speed, share = (f"{rate:,.0f}", f"{mfu:.1%}") if self.rated_steps else ("-", "-")
         text = (
-            f"step {step}/{t.options.steps}  loss {m['loss']:.4f}  {rate:,.0f} tokens/s  "
-            f"norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  MFU {mfu:.1%}  "
+            f"step {step}/{t.options.steps}  loss {m['loss']:.4f}  {speed} tokens/s  "
+            f"norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  MFU {share}  "
             f"memory {peak / 2**20:,.0f} MiB  {now - self.begin:.0f} s"
         )
         if self.live:

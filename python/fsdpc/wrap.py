@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -59,6 +59,15 @@ def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
         return None
 
     return policy
+
+
+def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
+    """Raise ValueError if a pattern of a plan fits no submodule: it was mistyped."""
+    names = [name for module in modules for name, _ in module.named_modules() if name]
+    for pattern in plan:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = ", ".join(names[:8]) + (", ..." if names[8:] else "") or "none"
+            raise ValueError(f"the plan's '{pattern}' fits no submodule; there are {known}")
 
 
 def units_by(policy: WrapPolicy, module: Module) -> list[tuple[Module, dict[str, Any]]]:

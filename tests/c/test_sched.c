@@ -171,6 +171,33 @@ static void test_departing(void)
     rig_close(&r);
 }
 
+/* A rank that does not run a rank-dependent unit posts what those post that do. */
+static void test_rank_dependent(void)
+{
+    const int orders[][2] = {{1, 2}, {1, 0}, {1, 2}, {1, 0}, {1, 0}};
+    rig r;
+    CHECK_OK(rig_open(&r, 4, true));
+    CHECK_OK(rig_add_units(&r, 3, false));
+    r.units[2]->rank_dependent = true;
+    CHECK_OK(rig_root(&r));
+    CHECK(r.units[2]->own_buffer && !r.units[1]->own_buffer);
+    for (size_t s = 0; s < sizeof orders / sizeof *orders; s++) {
+        int n = orders[s][1] == 2 ? 2 : 1;
+        fsdpc_trace_reset(r.trace);
+        CHECK_OK(step_of(&r, orders[s], n));
+        CHECK_NOTE(r.root->record.following == (s > 0), "step %zu", s);
+        CHECK(r.root->record.length == 4); /* unit 2 is not in it */
+        CHECK(rig_count(&r, FSDPC_TRACE_FORWARD, 2, 0) == n - 1);
+        CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 0) == 1);
+        CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 2, 1) == 0);
+        CHECK(rig_find(&r, FSDPC_TRACE_GATHER, 2, 0) < rig_find(&r, FSDPC_TRACE_GATHER, 1, 0));
+        CHECK(rig_count(&r, FSDPC_TRACE_REDUCE, 2, 1) == 1);
+        CHECK(rig_find(&r, FSDPC_TRACE_REDUCE, 2, 1) > rig_find(&r, FSDPC_TRACE_REDUCE, 1, 1));
+        CHECK(r.units[2]->state == FSDPC_UNIT_FULL && r.units[2]->grad_live);
+    }
+    rig_close(&r);
+}
+
 /* A step that ends before the record does leaves nothing to be gathered ahead for ever. */
 static void test_shortening(void)
 {
@@ -513,6 +540,7 @@ int main(void)
     test_counts(256);
     test_prefetch();
     test_departing();
+    test_rank_dependent();
     test_shortening();
     test_unit_twice();
     test_orders();

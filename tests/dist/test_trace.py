@@ -10,6 +10,7 @@ import pytest
 from fsdpc import _core
 
 from .common import CONFIG, batch, build
+from .test_strategies import variants
 
 UNITS = CONFIG.layers + 1
 
@@ -70,16 +71,17 @@ def test_a_world_of_one_communicates_nothing() -> None:
     assert seen["forward"] == seen["backward_end"] == UNITS
 
 
-@pytest.mark.ranks([1, 2])
+@pytest.mark.ranks([1, 2, 4])
 def test_steady_steps_ask_the_system_for_nothing() -> None:
-    model = build(sharded=True)
-    optimizer = fsdpc.optim.AdamW(model.parameters())
-    for _ in range(3):
-        one_step(model, optimizer)
-    before = fsdpc.memory_stats()["system_allocs"]
-    for _ in range(3):
-        one_step(model, optimizer)
-    assert fsdpc.memory_stats()["system_allocs"] == before
+    for name, options in variants().items():
+        model = build(sharded=True, **options)
+        optimizer = fsdpc.optim.AdamW(model.parameters())
+        for _ in range(3):
+            one_step(model, optimizer)
+        before = fsdpc.memory_stats()["system_allocs"]
+        for _ in range(3):
+            one_step(model, optimizer)
+        assert fsdpc.memory_stats()["system_allocs"] == before, name
 
 
 @pytest.mark.ranks(2)

@@ -174,3 +174,41 @@ def test_weights_that_changed_before_a_recomputation_are_refused() -> None:
     with pytest.raises(RuntimeError, match="changed between forward and backward"):
         old.backward()
     step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "how", ["alone", "beside a newer graph", "inside another checkpoint", "with a teacher"]
+)
+@pytest.mark.ranks([1, 2])
+def test_the_older_of_two_checkpointed_forwards_is_refused(how: str) -> None:
+    """The newer one has seen today's weights; that must not speak for the older one."""
+    model = build()
+    checkpoint = fsdpc.activation.checkpoint
+    run: Callable[[object], object] = model
+    if how == "inside another checkpoint":
+        run = lambda x: checkpoint(model, x)  # noqa: E731
+    if how == "with a teacher":
+
+        def run(x: object) -> object:
+            with fsdpc.no_grad():
+                wanted = model(x)
+            return model(x) - wanted.detach() * 0.5
+
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    old = checkpoint(run, batch())
+    model(batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    new = checkpoint(run, batch())
+    loss = old + model(batch()) if how == "beside a newer graph" else old
+    with pytest.raises(RuntimeError, match="weights of unit 'Net' changed between forward and"):
+        loss.backward()
+    model.zero_grad()  # what the newer graph gave before the older one's turn came
+    new.backward()
+    ours = [fsdpc.full_grad(p).numpy().copy() for p in model.parameters()]
+    model.zero_grad()
+    model(batch()).backward()
+    for got, p in zip(ours, model.parameters(), strict=True):
+        assert (got == fsdpc.full_grad(p).numpy()).all()
+    optimizer.step()

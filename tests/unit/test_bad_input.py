@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -281,6 +282,20 @@ def test_more_memory_than_there_is() -> None:
     with pytest.raises(MemoryError, match="562949953421312 bytes of category 'master'.*more ranks"):
         fsdpc.fully_shard(model)
     assert fsdpc.all_reduce(1) == 2
+
+
+@pytest.mark.ranks(2)
+def test_less_shared_memory_than_a_model_needs() -> None:
+    """All ranks hear of it, though one of them alone asks for the memory; and may go on."""
+    model = fsdpc.fully_shard(nn.Linear(2048, 2048, bias=False))
+    x = fsdpc.tensor(np.ones((1, 2048), np.float32))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # of shared memory, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, limits[1]))
+    with pytest.raises(MemoryError, match=r"16781312 bytes \(16.0 MiB\) of shared memory for 'fsd"):
+        model(x)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert fsdpc.all_reduce(1) == 2
+    model(x)
 
 
 # ---- fsdpc train

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -14,10 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.needs import need_torch
 
 import fsdpc as fsdpc_package
 from fsdpc._core import engine_threads
 from fsdpc._launch import forked
+from fsdpc._launch.environment import rank_environments
+from fsdpc._launch.process import STOPS
+from fsdpc._launch.supervisor import Supervisor
 from fsdpc.launcher import LaunchError, launch, run
 
 
@@ -253,7 +258,8 @@ def test_who_waits_for_a_rank_that_ends_before_it_joined_learns_it() -> None:
         launch(leave_or_wait, 2, timeout=30)
     assert caught.value.rank == 0 and "never joins" in caught.value.tracebacks[0]
     assert "PeerError" in caught.value.tracebacks[1]
-    assert "listens as rank 0" in caught.value.tracebacks[1]
+    # It hears of it by the closed connection or from the launcher, whichever comes first.
+    assert re.search("listens as rank 0|rank 0 ended .exit code 1", caught.value.tracebacks[1])
 
 
 def use_kernels() -> None:
@@ -297,7 +303,7 @@ def test_a_child_counts_none_of_its_parents_threads() -> None:
 
 
 def test_torchs_pool_is_not_needed_in_ranks(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    need_torch()
     script = tmp_path / "pool.py"
     script.write_text(
         "import torch\n"
@@ -320,6 +326,14 @@ def test_a_fork_beside_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 return True
 
     monkeypatch.setitem(sys.modules, "torch", Torch)
+    with pytest.raises(RuntimeError, match="CUDA is initialised"):
+        launch(print, 1)
+
+
+def test_a_fork_beside_a_driver_that_the_plugin_started_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fsdpc.cuda._driver_runs", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA is initialised"):
         launch(print, 1)
 
@@ -357,6 +371,27 @@ launch(wait, 2)
 
 
 # ---- fsdpc run
+
+
+@pytest.mark.parametrize("what", ["info", "run"])
+def test_a_reader_that_goes_away_is_no_error(what: str, tmp_path: Path) -> None:
+    """As `| head` does: no traceback, and no rank stays."""
+    path = script(tmp_path, "while True:\n    print('line ' * 1000)")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    arguments = ["run", "--ranks", "2", path] if what == "run" else [what]
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
+    environment.pop("PYTHONUNBUFFERED", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fsdpc", *arguments],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    os.close(theirs)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGPIPE and err == ""
 
 
 def test_run_passes_arguments_and_prefixes_lines(tmp_path: Path) -> None:
@@ -431,6 +466,62 @@ time.sleep(100)
     assert code == 128 + signum
     assert out.count(f"got {signum.name}") == 2
     assert f"ended by {signum.name}" in err
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["all end", "one stays"])
+def test_ranks_that_save_at_sigterm_have_the_time(ends: bool) -> None:
+    """The patience with those that stay begins when the first has ended."""
+    ours, theirs = os.pipe()
+
+    def save(signum: int, frame: object) -> None:
+        time.sleep(0.6)  # as long as it takes: several times the grace
+        while not ends and os.environ["RANK"] == "1":
+            signal.pause()
+        os._exit(0)
+
+    def body(result: int) -> None:
+        signal.signal(signal.SIGTERM, save)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        os.write(theirs, b"r")
+        while True:
+            signal.pause()
+
+    supervisor = Supervisor(lambda text: None, grace=0.1)
+    try:
+        for variables in rank_environments(2):
+            supervisor.start(variables, body)
+        ready = b""
+        while len(ready) < 2:
+            ready += os.read(ours, 2)
+        supervisor.stop(signal.SIGTERM)
+        supervisor.watch()
+        codes = [rank.code for rank in supervisor.ranks]
+    finally:
+        supervisor.close()
+        os.close(ours)
+        os.close(theirs)
+    assert codes == [0, 0 if ends else -signal.SIGKILL]
+    assert supervisor.killed == (set() if ends else {1})
+
+
+def test_a_second_ctrl_c_ends_ranks_that_ignored_the_first(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+signal.signal(signal.SIGINT, lambda signum, frame: print("no"))
+print("ready")
+while True:
+    signal.pause()
+""",
+    )
+    process = fsdpc("run", "--ranks", "2", path)
+    for text in ("ready", "no"):
+        assert all(process.stdout.readline().endswith(f"{text}\n") for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+    code, _, err = finish(process)
+    assert time.monotonic() - began < 3  # the launcher's patience alone would be 5 s
+    assert code == 128 + signal.SIGINT and "ended by SIGINT" in err
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.needs import need_torch
 
 import fsdpc
 from fsdpc import nn, optim
 
-torch = pytest.importorskip("torch")
+torch = need_torch()
 
 STEPS = 12
 # Whole vectors for torch, whose kernels round otherwise in what is left over; odd rows for ranks.

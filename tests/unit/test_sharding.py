@@ -296,3 +296,17 @@ def test_divide_factors() -> None:
     for factor in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="must be above 0"):
             model.set_gradient_divide_factor(factor)
+
+
+@pytest.mark.ranks([1, 2])
+def test_options_of_another_kind_are_named() -> None:
+    layer = nn.Sequential(nn.Linear(2, 2))
+    for options, error, text in (
+        ({"mesh": 4}, TypeError, "mesh must be a DeviceMesh, got 4"),
+        ({"mp_policy": "bf16"}, TypeError, "mp_policy must be a MixedPrecisionPolicy, got 'bf16'"),
+        ({"ignored_params": layer[0].weight}, TypeError, "put the one into a list"),
+        ({"plan": {"layers.*": {}}}, ValueError, r"plan's 'layers.\*' fits no submodule; .* are 0"),
+    ):
+        with pytest.raises(error, match=text):
+            fsdpc.fully_shard(layer, **options)
+    fsdpc.fully_shard(layer, plan={"0": {}})

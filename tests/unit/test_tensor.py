@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
 import pickle
 import sys
 import weakref
 
 import numpy as np
 import pytest
+from tests.needs import need_torch
 
 from fsdpc import _core
 from fsdpc._core import Tensor
@@ -273,10 +273,7 @@ def test_dlpack_lifetime_and_versions():
 
 
 def test_dlpack_with_torch():
-    if "CI" not in os.environ:  # there a missing torch is a failure
-        pytest.importorskip("torch.utils.dlpack", reason="needs torch")
-    import torch
-
+    torch = need_torch()
     for dtype in ("float32", "bfloat16", "float16", "int64", "bool"):
         t = _core.ones(2, 3, dtype=dtype)
         u = torch.from_dlpack(t)

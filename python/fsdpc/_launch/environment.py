@@ -8,18 +8,35 @@ import socket
 from collections.abc import Mapping
 
 RANKS_PER_CORE = 64
+KINDS = ("active", "inactive")  # of cached files
 RANK_BYTES = 24 << 20  # private memory of an interpreter with NumPy, before any model
 
 
-def _available_bytes() -> int | None:
+def _number(path: str, label: str = "") -> int | None:
+    """The number after a label in a file of the kernel's."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
+        with open(path, encoding="ascii") as lines:
             for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
+                if line.startswith(label):
+                    return int(line.removeprefix(label).split()[0])
+    except (OSError, ValueError, IndexError):
         pass
     return None
+
+
+def available_bytes() -> int | None:
+    """Return the memory that could be had now: the machine's, or this control group's if less.
+
+    A control group counts cached files as used, though they can be had.
+    """
+    available = _number("/proc/meminfo", "MemAvailable:")
+    limit = _number("/sys/fs/cgroup/memory.max")
+    used = _number("/sys/fs/cgroup/memory.current")
+    found = [] if available is None else [available * 1024]
+    if limit is not None and used is not None:
+        cached = (_number("/sys/fs/cgroup/memory.stat", f"{kind}_file ") for kind in KINDS)
+        found.append(max(0, limit - used + sum(filter(None, cached))))
+    return min(found, default=None)
 
 
 def check_ranks(ranks: int) -> int:
@@ -48,7 +65,7 @@ def check_ranks(ranks: int) -> int:
             f"{ranks} ranks are more than this machine can hold: it has {cores} usable cores, and "
             f"{RANKS_PER_CORE} ranks a core ({RANKS_PER_CORE * cores}) is the limit; ask for fewer"
         )
-    available = _available_bytes()
+    available = available_bytes()
     if available is not None and ranks * RANK_BYTES > available:
         raise ValueError(
             f"{ranks} ranks need at least {ranks * RANK_BYTES >> 20} MiB and {available >> 20} MiB "

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fsdpc._launch.environment import rank_environments
+from fsdpc._launch.process import STOPS
 from fsdpc._launch.supervisor import Rank, Supervisor
 
 SHOWN_LINES = 30
@@ -67,8 +68,9 @@ def refuse_unsafe_fork() -> None:
             "fsdpc.set_num_threads(1) first and drop sharded models (in a notebook: restart the "
             "kernel and set FSDPC_THREADS=1), or launch before using fsdpc here"
         )
-    torch = sys.modules.get("torch")
-    if getattr(torch, "cuda", None) is not None and torch.cuda.is_initialized():
+    torch, ours = sys.modules.get("torch"), sys.modules.get("fsdpc.cuda")
+    started = getattr(torch, "cuda", None) is not None and torch.cuda.is_initialized()
+    if started or (ours is not None and ours._driver_runs()):
         raise RuntimeError(
             "cannot fork ranks: CUDA is initialised in this process; launch before the first use "
             "of a GPU, or use `fsdpc run --ranks N script.py`"
@@ -97,6 +99,7 @@ def run_forked(
     """Fork `ranks` processes that each call ``fn()`` and send its report; wait for all of them."""
 
     def body(result: int) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         _send(result, fn())
 
     supervisor = Supervisor(write, timeout=timeout)
@@ -111,8 +114,6 @@ def run_forked(
 
 def _watch_until_interrupted(supervisor: Supervisor) -> None:
     """Pass Ctrl-C on and let the ranks end; a second one ends them at once."""
-
-
     try:
         supervisor.watch()
     except KeyboardInterrupt:

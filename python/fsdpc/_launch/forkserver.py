@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fsdpc._launch.forked import Outcome, Report, run_forked
-from fsdpc._launch.process import Started, fork_rank
+from fsdpc._launch.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
@@ -104,6 +104,7 @@ def _pickle_job(job: Job) -> bytes:
 
 def _serve(channel: socket.socket, call: Call) -> None:
     """Run jobs until the other end closes."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     while (request := _receive(channel)) is not None:
         job = pickle.loads(request)
         printed: list[str] = []

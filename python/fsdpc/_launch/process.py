@@ -27,6 +27,8 @@ from typing import NamedTuple, NoReturn
 
 Body = Callable[[int], object]
 
+STOPS = {signal.SIGINT, signal.SIGTERM}
+
 
 class Started(NamedTuple):
     """What the parent holds of a rank process it forked."""
@@ -47,11 +49,13 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
         Variables set on top of the parent's environment.
     body : callable
         Gets the descriptor for its result.  What it returns is ignored, an exception that leaves it
-        is printed and makes the exit code 1, SystemExit gives its own.
+        is printed and makes the exit code 1, SystemExit gives its own.  STOPS are blocked when it
+        begins: a child without handlers of its own would answer them as its launcher does.
     inherited : iterable of int
         The parent's descriptors for other ranks, closed in the child.
     """
     pipes: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         for _ in range(3):
             pipes += os.pipe()
@@ -65,6 +69,7 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
     except OSError:
         for fd in pipes:
             os.close(fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         raise
     output_read, output_write, result_read, result_write, leash_read, leash_write = pipes
     if pid == 0:
@@ -78,6 +83,7 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
             os.write(output_write, f"fsdpc: a rank could not start: {error!r}\n".encode())
             os._exit(1)
         _run_and_exit(body, result_write)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for fd in (output_write, result_write, leash_read):
         os.close(fd)
     try:

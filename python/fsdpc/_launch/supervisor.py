@@ -8,7 +8,10 @@ One loop in the calling thread waits for output, results and ends of all ranks. 
 - a rank that ends is written onto a page that all ranks can read, for those that still wait to meet
   it (afterwards they watch each other);
 - at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
-- a stop (Ctrl-C, SIGTERM) is passed on to all groups, and is followed by the kill after `grace`.
+- a stop (Ctrl-C, SIGTERM) is passed on to all groups, and is followed by the kill after `grace`; a
+  second Ctrl-C kills at once;
+- ranks that catch SIGTERM save their work, which takes as long as it takes: `grace` begins when the
+  first of them ends, or with a second SIGTERM.
 
 Which rank failed *first* is not who ended first: a rank that dies with gigabytes of memory is gone
 only after they are, and peers that noticed at once may end before it.  So a rank whose report says
@@ -89,6 +92,7 @@ class Supervisor:
         self.stopped: set[int] = set()  # of the killed: by SIGSTOP, so they were not waited for
         self._timeout_at = None if timeout is None else time.monotonic() + timeout
         self._kill_at: float | None = None
+        self._stopping: int | None = None  # the signal that asked for it
         self._selector = selectors.DefaultSelector()
         self._news = os.memfd_create("fsdpc news")
         os.write(self._news, NEWS)
@@ -118,6 +122,8 @@ class Supervisor:
         self._selector.register(started.pidfd, selectors.EVENT_READ, (rank, self._reap))
         self._selector.register(started.output, selectors.EVENT_READ, (rank, self._read_output))
         self._selector.register(started.result, selectors.EVENT_READ, (rank, self._read_result))
+        if self._stopping is not None:  # asked before this rank was known
+            os.killpg(started.pid, self._stopping)
 
     def watch(self) -> None:
         """Serve all ranks until every one has ended."""
@@ -128,10 +134,19 @@ class Supervisor:
             self._check_deadlines()
 
     def stop(self, signum: int) -> None:
-        """Pass a signal on to all ranks and kill after `grace` those that stay."""
+        """Pass a signal on to all ranks and kill those that stay, as the top of this file says."""
+        again, self._stopping = self._stopping is not None, signum
+        saving = signum == signal.SIGTERM and any(
+            rank.running and _catches(rank.started.pid, signum) for rank in self.ranks
+        )
         self._signal_groups(signum)
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + self.grace
+        if again or not saving:
+            patience = 0.0 if again and signum == signal.SIGINT else self.grace
+            self._kill_within(patience)
+
+    def _kill_within(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._kill_at = at if self._kill_at is None else min(at, self._kill_at)
 
     def close(self) -> None:
         """Kill whatever runs, reap it and close every descriptor."""
@@ -216,8 +231,8 @@ class Supervisor:
         rank.pending.clear()
         for fd in (rank.started.output, rank.started.result):
             self._forget(fd)
-        if rank.code != 0 and self._kill_at is None:
-            self._kill_at = rank.ended_at + self.grace
+        if rank.code != 0 or self._stopping is not None:
+            self._kill_within(self.grace)
 
     def _forget(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -269,3 +284,13 @@ def _is_stopped(pid: int) -> bool:
             return stat.read().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):
         return False
+
+
+def _catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler of its own for a signal."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
+            caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught, 16) >> (signum - 1) & 1)

@@ -21,6 +21,8 @@ class ModelConfig:
         Whether the output layer is the embedding.
     rope_theta, norm_eps : float
         Base of the rotary frequencies; epsilon of the norms.
+    no_rope_every : int, default 0
+        Every n-th block of a LLaMA knows no positions, as in SmolLM3; 0: all of them do.
     dropout : float, default 0
         Of GPT-2's residual branches and embeddings.
     """
@@ -35,6 +37,7 @@ class ModelConfig:
     tied: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    no_rope_every: int = 0
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class ModelConfig:
         for name in ("vocab_size", "dim", "layers", "heads", "inner", "kv_heads", "max_seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.no_rope_every < 0:
+            raise ValueError(f"no_rope_every must be at least 0, got {self.no_rope_every}")
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(
                 f"dim {self.dim} must divide by heads {self.heads} into an even head size"
@@ -94,6 +99,7 @@ PRESETS: dict[str, ModelConfig] = {
         max_seq=65536,
         tied=True,
         rope_theta=5e6,
+        no_rope_every=4,
     ),
 }
 

@@ -18,11 +18,12 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped queries."""
+    """Causal self-attention with rotary positions (or none) and grouped queries."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config
+        self.rotates = not config.no_rope_every or (layer + 1) % config.no_rope_every != 0
         dim, kv = config.dim, config.kv_heads * config.head_dim
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
         self.q_proj = nn.Linear(dim, dim, bias=False, std=INIT_STD)
@@ -37,7 +38,8 @@ class Attention(nn.Module):
         q = self.q_proj(x).view(batch, tokens, c.heads, c.head_dim)
         k = self.k_proj(x).view(batch, tokens, c.kv_heads, c.head_dim)
         v = self.v_proj(x).view(batch, tokens, c.kv_heads, c.head_dim)
-        q, k = _core.rotary(q, cos, sin), _core.rotary(k, cos, sin)
+        if self.rotates:
+            q, k = _core.rotary(q, cos, sin), _core.rotary(k, cos, sin)
         y = _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
         return self.o_proj(y.view(batch, tokens, dim))
 
@@ -60,9 +62,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer)
         self.mlp = FeedForward(config)
         self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
 
 
@@ -99,8 +101,8 @@ class Llama(nn.Module):
     >>> ids = np.zeros((1, 8), dtype=np.int64)
     >>> model(ids).shape
     (1, 8, 256)
-    >>> round(float(model(ids, ids)), 1)
-    5.5
+    >>> bool(5 < float(model(ids, ids)) < 6)  # about ln 256
+    True
     """
 
     def __init__(self, config: ModelConfig) -> None:

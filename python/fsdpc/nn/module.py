@@ -235,10 +235,12 @@ class Module:
                     yield (f"{path}.{name}" if path else name), b
 
     def get_submodule(self, path: str) -> Module:
-        """Return the module at a dotted path."""
-        module = self
+        """Return the module at a dotted path; AttributeError where there is none."""
+        module: Module | None = self
         for part in filter(None, path.split(".")):
-            module = module._modules[part]
+            module = module._modules.get(part) if module is not None else None
+        if module is None:
+            raise AttributeError(f"{type(self).__name__} has no submodule '{path}'")
         return module
 
     def apply(self: M, fn: Callable[[Module], Any]) -> M:

@@ -1,0 +1,284 @@
+"""The options of ``fsdpc train``: what can be chosen, and what cannot be together."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdpc import _core, models
+from fsdpc._launch.environment import check_ranks
+from fsdpc._train_checkpoint import add_options, check_options
+from fsdpc.mesh import DeviceMesh
+from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
+from fsdpc.sharding import _check_reshard
+from fsdpc.strategies import ShardingStrategy, apply_strategy
+
+DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
+
+_EPILOG = """\
+examples:
+  fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
+  fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
+  fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
+
+The data are bytes of text; the last 500 kB (at most a tenth) are held out for the validation loss,
+which is printed at the end in nats per byte, with a sample of generated text.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of ``fsdpc train``."""
+    p = argparse.ArgumentParser(
+        prog="fsdpc train",
+        usage="fsdpc train [--option value ...]",
+        description="Train a language model on text with fully sharded data parallelism.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = p.add_argument_group("run")
+    run.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        metavar="N",
+        help="processes to train on (default: this one, or torchrun's)",
+    )
+    run.add_argument(
+        "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
+    )
+    run.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of weights, data order and dropout (default: 0)",
+    )
+    run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
+    run.add_argument(
+        "--sample",
+        type=int,
+        default=300,
+        metavar="N",
+        help="bytes of text to generate at the end (default: 300)",
+    )
+    model = p.add_argument_group("model")
+    model.add_argument(
+        "--model", choices=("llama", "gpt2"), default="llama", help="family (default: llama)"
+    )
+    model.add_argument(
+        "--preset",
+        choices=tuple(models.PRESETS),
+        default="2M",
+        metavar="SIZE",
+        help=f"{', '.join(models.PRESETS)} (default: 2M)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="of compute; masters, sums and states are fp32; fp16 scales the loss (default: bf16)",
+    )
+    model.add_argument(
+        "--checkpoint-activations",
+        nargs="?",
+        const="all",
+        metavar="WHICH",
+        help="recompute blocks in backward: all, every N-th, or a ratio like 0.5",
+    )
+    data = p.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="files and folders (default: Python's own standard library)",
+    )
+    data.add_argument(
+        "--batch",
+        type=int,
+        default=16,
+        metavar="N",
+        help="sequences in a micro-step of one rank (default: 16)",
+    )
+    data.add_argument(
+        "--seq", type=int, default=256, metavar="N", help="bytes in a sequence (default: 256)"
+    )
+    data.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-steps in a step of the optimizer (default: 1)",
+    )
+    _add_sharding_options(p)
+    _add_optimizer_options(p)
+    add_options(p)
+    p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
+    return p
+
+
+def _add_sharding_options(p: argparse.ArgumentParser) -> None:
+    sharding = p.add_argument_group("sharding")
+    sharding.add_argument(
+        "--strategy",
+        type=str.upper,
+        choices=tuple(s.name for s in ShardingStrategy),
+        default="FULL_SHARD",
+        metavar="NAME",
+        help=f"{', '.join(s.name for s in ShardingStrategy)} (default: FULL_SHARD)",
+    )
+    sharding.add_argument(
+        "--mesh",
+        type=_mesh_shape,
+        metavar="RxS",
+        help="replicas x shards, for the hybrid strategies; R * S ranks",
+    )
+    sharding.add_argument(
+        "--reshard-after-forward",
+        type=_true_false_number,
+        metavar="WHEN",
+        help="true, false or a number of ranks (default: the strategy's)",
+    )
+    sharding.add_argument(
+        "--reduce-dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="in which gradients are written and sent (default: fp32)",
+    )
+    sharding.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="the same bits however --ranks and --accumulate split the global batch",
+    )
+
+
+def _mesh_shape(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"a mesh is written as 2x4, got '{text}'")
+    return int(parts[0]), int(parts[1])
+
+
+def _true_false_number(text: str) -> bool | int:
+    known = {"true": True, "false": False}
+    if text.lower() not in known and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"true, false or a number of ranks, got '{text}'")
+    return known.get(text.lower(), int(text) if text.isdigit() else 0)
+
+
+class Choice(NamedTuple):
+    """What an optimizer is made by, and its usual learning rate."""
+
+    make: Callable[..., Optimizer]
+    lr: float
+
+
+OPTIMIZERS = {
+    "adamw": Choice(partial(AdamW, betas=(0.9, 0.95)), 3e-3),
+    "adam": Choice(partial(Adam, betas=(0.9, 0.95)), 3e-3),
+    "sgd": Choice(partial(SGD, momentum=0.9), 0.1),
+    "lion": Choice(Lion, 3e-4),
+}
+
+
+def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
+    optim = p.add_argument_group("optimizer")
+    optim.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)"
+    )
+    optim.add_argument(
+        "--lr",
+        type=float,
+        metavar="X",
+        help="peak learning rate (default: "
+        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
+    )
+    optim.add_argument(
+        "--weight-decay",
+        type=float,
+        default=0.1,
+        metavar="X",
+        help="for tensors of two or more dimensions (default: 0.1)",
+    )
+    optim.add_argument(
+        "--clip",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="largest global norm of gradients (default: 1.0)",
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse values, and combinations of them, that cannot be."""
+    for name in ("batch", "seq", "accumulate"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name in ("steps", "sample", "seed"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name} must be at least 0, got {getattr(options, name)}")
+    if options.seed >= 2**63:
+        raise ValueError(f"--seed must be below 2^63, got {options.seed}")
+    if options.lr is None:
+        options.lr = OPTIMIZERS[options.optimizer].lr
+    for name in ("lr", "clip"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
+    if math.isinf(options.lr):
+        raise ValueError("--lr must be finite, got inf")
+    if not 0 <= options.weight_decay < math.inf:
+        raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
+    if options.ranks is not None:
+        check_ranks(options.ranks)
+    if options.ranks is not None or "RANK" not in os.environ:
+        _check_sharding(options, options.ranks or 1)
+    check_options(options)
+    if options.checkpoint_activations:
+        checkpoint_choice(options.checkpoint_activations)
+    if options.metrics:
+        try:
+            options.metrics.open("a").close()
+        except OSError as error:
+            raise type(error)(
+                f"cannot write --metrics {options.metrics}: {error.strerror}"
+            ) from None
+
+
+def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
+    """Return replicas and shards, as ``--mesh`` or the strategy says."""
+    if options.mesh is not None:
+        return options.mesh
+    return (ranks, 1) if options.strategy == "NO_SHARD" else (1, ranks)
+
+
+def _check_sharding(options: argparse.Namespace, ranks: int) -> None:
+    """Say once, before any rank starts, what each of them would say."""
+    if options.mesh is None and options.strategy.startswith("HYBRID"):
+        raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")
+    shape = mesh_shape(options, ranks)
+    if math.prod(shape) != ranks:
+        text = "x".join(map(str, shape))
+        raise ValueError(f"--mesh {text} is of {math.prod(shape)} ranks, not {ranks}")
+    _check_reshard(options.reshard_after_forward, shape[1])
+    mesh = DeviceMesh((), ("replicate", "shard"), shape)
+    apply_strategy(options.strategy, mesh, options.reshard_after_forward)
+
+
+def checkpoint_choice(text: str) -> str | int | float:
+    """Return what :func:`fsdpc.checkpoint_activations` is to be given."""
+    if text == "all":
+        return text
+    try:
+        choice = int(text) if text.isdigit() else float(text)
+        if choice >= 1 if isinstance(choice, int) else 0 < choice <= 1:
+            return choice
+    except ValueError:
+        pass
+    raise ValueError(
+        f"--checkpoint-activations takes all, a number of blocks or a ratio up to 1, got '{text}'"
+    )

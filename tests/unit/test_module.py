@@ -1,0 +1,151 @@
+"""``nn.Module``: the tree, its names, its modes and its state, as in PyTorch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fsdpc
+from fsdpc import nn
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(np.arange(6, dtype=np.float32).reshape(2, 3))
+        self.register_buffer("count", fsdpc.tensor([1.0]))
+        self.register_buffer("scratch", fsdpc.tensor([2.0]), persistent=False)
+        self.register_parameter("bias", None)
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        return x @ self.weight.transpose(0, 1)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Inner()
+        self.again = self.first
+        self.rest = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Dropout(0.5)])
+        self.tied = self.rest[0].weight
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        return self.rest[1](self.rest[0](self.first(x)))
+
+
+def test_names_are_dotted_and_each_thing_comes_once() -> None:
+    model = Outer()
+    names = ["", "first", "rest", "rest.0", "rest.1"]
+    assert [name for name, _ in model.named_modules()] == names
+    assert [m for _, m in model.named_modules()] == list(model.modules())
+    assert [name for name, _ in model.named_children()] == ["first", "again", "rest"]
+    assert list(model.children())[0] is model.first
+    assert [name for name, _ in model.named_parameters()] == ["tied", "first.weight"]
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert every == ["tied", "first.weight", "rest.0.weight"]
+    assert [name for name, _ in model.named_parameters("net")][0] == "net.tied"
+    assert [name for name, _ in model.named_buffers()] == ["first.count", "first.scratch"]
+    assert model.num_parameters() == 10
+
+
+def test_submodules_are_found_by_path() -> None:
+    model = Outer()
+    assert model.get_submodule("rest.0") is model.rest[0]
+    assert model.get_submodule("") is model
+    with pytest.raises(AttributeError, match="Outer has no submodule 'rest.7'"):
+        model.get_submodule("rest.7")
+
+
+def test_apply_goes_from_the_leaves_up() -> None:
+    model, seen = Outer(), []
+    assert model.apply(lambda m: seen.append(type(m).__name__)) is model
+    assert seen[-1] == "Outer" and seen.index("Linear") < seen.index("ModuleList")
+
+
+def test_train_and_eval_reach_every_module() -> None:
+    model = Outer()
+    x = fsdpc.tensor(np.ones((64, 3), np.float32))
+    assert all(m.training for m in model.modules())
+    assert (model(x).numpy() == 0).any()  # dropout
+    assert model.eval() is model and not any(m.training for m in model.modules())
+    assert (model(x).numpy() == model(x).numpy()).all()
+    assert model.train().rest[1].training
+
+
+def test_freezing_and_dropping_gradients() -> None:
+    model = Outer().eval()
+    model.requires_grad_(False)
+    assert not model(fsdpc.tensor(np.ones((1, 3), np.float32))).requires_grad
+    model.requires_grad_()
+    model(fsdpc.tensor(np.ones((1, 3), np.float32))).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_state_has_tied_names_and_persistent_buffers() -> None:
+    state = Outer().state_dict()
+    # a module under two names is walked once, under the first
+    assert sorted(state) == ["first.count", "first.weight", "rest.0.weight", "tied"]
+    assert (state["tied"].numpy() == state["rest.0.weight"].numpy()).all()
+
+
+def test_states_go_from_model_to_model() -> None:
+    model, other = Outer(), Outer()
+    state = {name: value.numpy() + 1 for name, value in model.state_dict().items()}
+    assert other.load_state_dict(state) == ([], [])
+    assert all((v.numpy() == state[n]).all() for n, v in other.state_dict().items())
+    wide = {name: value.astype(np.float64) for name, value in state.items()}
+    other.load_state_dict(wide)
+    assert other.first.weight.dtype is fsdpc.float32
+    assert (other.first.weight.detach().numpy() == state["first.weight"]).all()
+
+
+def test_states_that_do_not_fit_are_listed_whole() -> None:
+    model = Outer()
+    before = model.first.weight.detach().numpy().copy()
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    del state["tied"], state["first.count"]
+    state["more"] = np.zeros(1)
+    with pytest.raises(KeyError, match=r"missing \['tied', 'first.count'\], unexp.*\['more'\]"):
+        model.load_state_dict(state)
+    assert model.load_state_dict(state, strict=False) == (["tied", "first.count"], ["more"])
+    state["first.weight"] = np.zeros((3, 2), np.float32)
+    state["rest.0.weight"] = np.zeros((1, 1), np.float32)
+    with pytest.raises(ValueError, match=r"first.weight: \(3, 2\) given, \(2, 3\).*rest.0.weight"):
+        model.load_state_dict(state, strict=False)
+    assert (model.first.weight.detach().numpy() == before).all()
+
+
+def test_attributes_move_between_tables() -> None:
+    model = Outer()
+    model.first = nn.Linear(1, 1)
+    assert isinstance(model.get_submodule("first"), nn.Linear)
+    model.first = None
+    assert [name for name, _ in model.named_children()] == ["again", "rest"]
+    del model.again
+    with pytest.raises(AttributeError, match="'Outer' has no attribute 'again'"):
+        model.again  # noqa: B018
+    assert "rest" in dir(model)
+
+
+def test_an_early_assignment_says_what_is_missing() -> None:
+    class Hasty(nn.Module):
+        def __init__(self) -> None:
+            self.layer = nn.Linear(1, 1)
+
+    with pytest.raises(AttributeError, match=r"call super\(\).__init__\(\) before .* 'layer'"):
+        Hasty()
+
+
+def test_repr_shows_the_tree() -> None:
+    text = repr(Outer())
+    assert text.startswith("Outer(\n  (first): Inner()")
+    assert "    (1): Dropout(p=0.5)" in text
+
+
+def test_sequential_runs_in_order() -> None:
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    x = fsdpc.tensor(np.ones((1, 3), np.float32))
+    assert (layers(x).numpy() == layers[1](layers[0](x)).numpy()).all()
+    assert len(layers) == 2 and [type(m).__name__ for m in layers] == ["Linear", "Linear"]

@@ -1,0 +1,176 @@
+"""``fsdpc train`` as people run it: the metrics, the line in a terminal, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdpc
+from fsdpc import train
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--batch", "2", "--seq", "32", "--data", str(ROOT / "docs"))
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(fsdpc.__file__).parents[1])}
+
+EACH_STEP = {
+    "step", "loss", "tokens_per_second", "grad_norm", "lr", "mfu", "peak_bytes", "comm_ms",
+    "data_ms",
+}  # fmt: skip
+AT_THE_END = {"val_loss", "val_tokens", "seconds", "params_crc32c"}
+
+
+def command(*options: object) -> list[str]:
+    return [sys.executable, "-m", "fsdpc", "train", *SMALL, *map(str, options)]
+
+
+def run(*options: object) -> str:
+    done = subprocess.run(
+        command(*options), capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    output = run("--ranks", ranks, "--steps", 5, "--sample", 40, "--metrics", path)
+    *steps, last = map(json.loads, path.read_text().splitlines())
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert all(set(line) == EACH_STEP for line in steps)
+    assert all(math.isfinite(value) and value >= 0 for line in steps for value in line.values())
+    assert steps[0]["lr"] == pytest.approx(3e-3) and steps[-1]["lr"] < 3e-3
+    assert steps[0]["loss"] == pytest.approx(math.log(256), rel=0.1)
+    assert (max(line["comm_ms"] for line in steps) > 0) == (ranks > 1)
+    assert set(last) == AT_THE_END
+    assert 0 < last["val_loss"] < 7 and re.fullmatch("[0-9a-f]{8}", last["params_crc32c"])
+    held_out = train.datasets(train.parser().parse_args(command()[4:]))[1]
+    assert last["val_tokens"] == len(held_out) * 32
+    assert f"validation loss {last['val_loss']:.4f} nats per byte" in output
+    assert "---- sample ----" in output and "def " in output
+
+
+def test_a_file_of_metrics_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):
+        run("--steps", 1, "--sample", 0, "--metrics", path)
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_fp32_gpt2_that_accumulates_and_recomputes(tmp_path: Path) -> None:
+    """Options that change the work, not the result: the checksum of the parameters tells."""
+    common = ("--model", "gpt2", "--dtype", "fp32", "--steps", 2, "--sample", 0, "--accumulate", 2)
+    found = []
+    for i, more in enumerate(((), ("--checkpoint-activations",), ("--checkpoint-activations", 2))):
+        path = tmp_path / str(i)
+        run("--ranks", 2, *common, *more, "--metrics", path)
+        found.append(json.loads(path.read_text().splitlines()[-1])["params_crc32c"])
+    assert len(set(found)) == 1
+
+
+def terminal(*options: object) -> str:
+    """What the command writes where its output is a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(command(*options), stdout=theirs, stderr=theirs, env=ENVIRONMENT)
+    os.close(theirs)
+    seen = b""
+    try:
+        while select.select([ours], [], [], 60)[0]:
+            try:
+                chunk = os.read(ours, 1 << 16)
+            except OSError:  # how the end of a terminal reads
+                break
+            seen += chunk
+            if not chunk:
+                break
+    finally:
+        os.close(ours)
+    assert process.wait(60) == 0
+    return seen.decode()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_line_is_rewritten_in_a_terminal(ranks: int) -> None:
+    output = terminal("--ranks", ranks, "--steps", 30, "--sample", 0)
+    shown = [line for line in re.split(r"[\r\n]+", output) if re.search(r"step \d+/30 ", line)]
+    assert len(shown) >= 2 and "step 30/30" in shown[-1]
+    assert "  - tokens/s" in shown[0]  # the first steps are no measure
+    assert re.search(r"loss [\d.]+ +[\d,]+ tokens/s +norm .* lr .* MFU [\d.]+% +memory [\d,]+ MiB",
+                     shown[-1])  # fmt: skip
+    assert output.count("/30 ") > output.count("\n") - 6  # rewritten, not scrolled
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", 2)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--seed", -1), "--seed must be at least 0, got -1"),
+        (("--seed", 2**64), "--seed must be below 2^63"),
+        (("--lr", "inf"), "--lr must be finite, got inf"),
+        (("--batch", 10_000), "sequences of 32 to train on, "),
+        (("--preset", "70B"), "--preset 70B on "),
+        (("--weight-decay", -0.1), "--weight-decay must be at least 0, got -0.1"),
+        (("--weight-decay", "nan"), "--weight-decay must be at least 0, got nan"),
+        (("--checkpoint-activations", 0), "a ratio up to 1, got '0'"),
+        (("--checkpoint-activations", 1.5), "a ratio up to 1, got '1.5'"),
+        (("--strategy", "hybrid_shard"), "--strategy HYBRID_SHARD needs --mesh RxS"),
+        (("--strategy", "hybrid_shard", "--mesh", "2x2"), "--mesh 2x2 is of 4 ranks, not "),
+        (("--strategy", "no_shard", "--mesh", "3x1"), "--mesh 3x1 is of 3 ranks, not "),
+        (("--strategy", "shard_grad_op", "--reshard-after-forward", "true"), "SHARD_GRAD_OP keeps"),
+        (("--reshard-after-forward", 7), "reshard_after_forward=7: True, False, None, or a number"),
+    ],
+)
+def test_what_cannot_be_is_said_once(
+    arguments: tuple[object, ...], text: str, ranks: tuple[object, ...]
+) -> None:
+    done = subprocess.run(
+        command(*ranks, *arguments), capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and text in done.stderr
+
+
+def test_training_that_diverges_ends_in_a_sentence() -> None:
+    done = subprocess.run(
+        command("--lr", 1e30, "--steps", 50, "--dtype", "fp32"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(r"training diverged: .* is (nan|inf).*take a lower --lr", done.stderr)
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent it is."""
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_ctrl_c_while_ranks_start_is_answered_in_a_sentence() -> None:
+    """Whatever they are importing just then; twice, as the moment is chance's."""
+    for _ in range(2):
+        process = subprocess.Popen(
+            command("--ranks", 2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        while len(children(process.pid)) < 2:
+            assert process.poll() is None
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
+        assert "Traceback" not in out and out.count("fsdpc train: interrupted") == 2, out
