@@ -74,12 +74,12 @@ template <typename D, typename S> struct equal_op {
     }
 };
 
-extern "C" fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+extern "C" fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                                          int *nonfinite_io, fsdpc_stream *stream)
 {
     map_buffer buffers[] = {{x, fsdpc_dtype_bytes(dtype)}};
     FSDPC_FOR_FLOAT(dtype, T, {
-        scale_op<T> op = {(T *)x, scale, nonfinite_io};
+        scale_op<T> op = {(T *)x, (wide<T>)scale, nonfinite_io};
         return map_launch("scale", op, numel, buffers, stream);
     })
     return FSDPC_ERR_DTYPE;

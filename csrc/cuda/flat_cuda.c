@@ -24,7 +24,7 @@ static fsdpc_status flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *str
     return fsdpc_cuda_reduce(args, stream);
 }
 
-static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                                int *nonfinite_io, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));

@@ -22,7 +22,7 @@ fsdpc_status fsdpc_cuda_accumulate(void *dst, fsdpc_dtype dst_dtype, const void 
                                    fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
 
 /* kernels/scale.cu */
-fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                               int *nonfinite_io, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,

@@ -224,7 +224,7 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
         .state_dtype = state_dtype_of(optim, place->dtype),
         .wire_dtype = group->wire_dtype,
         .numel = part.end - part.begin,
-        .grad_scale = (float)unit->pending_scale,
+        .grad_scale = unit->pending_scale,
         .step = own->steps,
         .copy_gradient = !own->momentum,
         .number = own->number,

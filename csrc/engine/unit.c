@@ -132,7 +132,7 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
         fsdpc_unit_group *group = &unit->groups[g];
         int nonfinite = 0;
         FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
-                                   (float)unit->pending_scale, &nonfinite, &inline_stream));
+                                   unit->pending_scale, &nonfinite, &inline_stream));
     }
     unit->pending_scale = 1;
     return FSDPC_OK;

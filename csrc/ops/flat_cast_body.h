@@ -155,7 +155,7 @@ static fsdpc_status flat_accumulate(void *dst, fsdpc_dtype dst_dtype, const void
 typedef struct scale_args {
     void *x;
     fsdpc_dtype dtype;
-    float scale;
+    double scale;
     int nonfinite; /* stored to by any thread, read after all have ended */
 } scale_args;
 
@@ -203,18 +203,18 @@ static void scale_part(void *arg, size_t begin, size_t end)
     void *x = fsdpc_flat_at(a->x, begin, a->dtype);
     bool nonfinite = false;
     if (a->dtype == FSDPC_F32)
-        nonfinite = scale_run(x, FSDPC_F32, a->scale, end - begin);
+        nonfinite = scale_run(x, FSDPC_F32, (float)a->scale, end - begin);
     else if (a->dtype == FSDPC_BF16)
-        nonfinite = scale_run(x, FSDPC_BF16, a->scale, end - begin);
+        nonfinite = scale_run(x, FSDPC_BF16, (float)a->scale, end - begin);
     else if (a->dtype == FSDPC_F16)
-        nonfinite = scale_run(x, FSDPC_F16, a->scale, end - begin);
+        nonfinite = scale_run(x, FSDPC_F16, (float)a->scale, end - begin);
     else
         nonfinite = scale_run_f64(x, a->scale, end - begin);
     if (nonfinite) /* other parts store the same 1; the team's end orders it before the reader */
         __atomic_store_n(&a->nonfinite, 1, __ATOMIC_RELAXED);
 }
 
-static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                                int *nonfinite_io, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));

@@ -18,7 +18,7 @@ static fsdpc_status null_reduce(const fsdpc_reduce_args *args, fsdpc_stream *str
     return FSDPC_OK;
 }
 
-static fsdpc_status null_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+static fsdpc_status null_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                                int *nonfinite_io, fsdpc_stream *stream)
 {
     (void)x, (void)dtype, (void)numel, (void)scale, (void)nonfinite_io, (void)stream;

@@ -60,7 +60,7 @@ typedef struct fsdpc_flat_ops {
                                fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
     fsdpc_status (*reduce)(const fsdpc_reduce_args *args, fsdpc_stream *stream);
     /* x *= scale; *nonfinite_io is set to 1 if a NaN or infinity was read, else left alone */
-    fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, float scale, int *nonfinite_io,
+    fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale, int *nonfinite_io,
                           fsdpc_stream *stream);
     /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
      * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order.
@@ -116,7 +116,7 @@ static inline fsdpc_status fsdpc_flat_reduce(const fsdpc_reduce_args *args, fsdp
     return stream->device->flat->reduce(args, stream);
 }
 
-static inline fsdpc_status fsdpc_flat_scale(void *x, fsdpc_dtype dtype, size_t numel, float scale,
+static inline fsdpc_status fsdpc_flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                                             int *nonfinite_io, fsdpc_stream *stream)
 {
     return stream->device->flat->scale(x, dtype, numel, scale, nonfinite_io, stream);

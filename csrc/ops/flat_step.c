@@ -52,7 +52,7 @@ static double lion_f64(const fsdpc_step_args *a, double p, double g, size_t i)
 
 void fsdpc_flat_step_f64(const fsdpc_step_args *a, size_t begin, size_t end)
 {
-    double scale = (double)a->grad_scale * (a->hyper.maximize ? -1 : 1);
+    double scale = a->grad_scale * (a->hyper.maximize ? -1 : 1);
     double *param = a->param;
     for (size_t i = begin; i < end; i++) {
         double g = fsdpc_f64_load_as(a->grad, i, a->grad_dtype) * scale;

@@ -54,7 +54,7 @@ typedef struct fsdpc_step_args {
     void *wire; /* NULL: nothing to publish */
     fsdpc_dtype wire_dtype;
     size_t numel;
-    float grad_scale;
+    double grad_scale;  /* F64 parameters see all of it */
     int64_t step;       /* 1 for the first */
     bool copy_gradient; /* SGD: the first time with momentum */
     uint64_t seed;      /* of BF16 states, as the next two */

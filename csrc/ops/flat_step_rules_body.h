@@ -39,7 +39,7 @@ static step_scalars step_prepare(const fsdpc_step_args *a)
     const fsdpc_hyper *h = &a->hyper;
     bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
     step_scalars k = {
-        .grad_scale = h->maximize ? -a->grad_scale : a->grad_scale,
+        .grad_scale = (float)(h->maximize ? -a->grad_scale : a->grad_scale),
         .keep = decoupled ? (float)(1 - h->lr * h->weight_decay) : 1.0f,
         .decay = decoupled ? 0.0f : (float)h->weight_decay,
         .beta1 = (float)h->beta1,

@@ -174,7 +174,7 @@ static fsdpc_status multiply_plain(const gradients *g, double factor, int *nonfi
     for (size_t i = 0; i < g->n_plain; i++) {
         fsdpc_tensor *t = g->plain[i];
         FSDPC_TRY(fsdpc_tensor_check_write(t));
-        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, (float)factor, nonfinite_io,
+        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, factor, nonfinite_io,
                                    g->runtime->compute));
     }
     return FSDPC_OK;

@@ -39,7 +39,7 @@ static void reference_step(double *p, double *m, double *v, const fsdpc_step_arg
 {
     double bias1 = 1 - pow(a->hyper.beta1, (double)a->step),
            bias2 = 1 - pow(a->hyper.beta2, (double)a->step);
-    double g = (a->hyper.maximize ? -grad : grad) * (double)a->grad_scale;
+    double g = (a->hyper.maximize ? -grad : grad) * a->grad_scale;
     if (a->kind == FSDPC_OPTIM_ADAMW)
         *p -= a->hyper.lr * a->hyper.weight_decay * *p;
     else

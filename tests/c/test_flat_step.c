@@ -74,7 +74,7 @@ typedef struct reference {
 static void reference_step(reference *r, const fsdpc_step_args *a, double g)
 {
     const fsdpc_hyper *h = &a->hyper;
-    g *= h->maximize ? -(double)a->grad_scale : (double)a->grad_scale;
+    g *= h->maximize ? -a->grad_scale : a->grad_scale;
     if (a->kind == FSDPC_OPTIM_ADAM || a->kind == FSDPC_OPTIM_SGD)
         g += h->weight_decay * r->p;
     else

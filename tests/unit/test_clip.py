@@ -62,6 +62,28 @@ def test_norms_of_other_dtypes(dtype: str, p: float) -> None:
         assert each == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.ranks(1)
+def test_the_factor_is_as_wide_as_the_gradients(sharded: bool) -> None:
+    """Two equal layers: one is clipped, its gradients are read, and its step is taken."""
+    layers = [nn.Linear(5, 3, dtype=fsdpc.float64) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = fsdpc.tensor(RNG.normal(size=(4, 5)))
+    for layer in layers:
+        if sharded:
+            fsdpc.fully_shard(layer)
+        layer(x).sum().backward()
+    plain = values(list(layers[0].parameters()))
+    before = [p.numpy().copy() for p in layers[0].state_dict().values()]
+    norm = float(fsdpc.clip_grad_norm_(layers[1], 0.7))
+    fsdpc.optim.SGD(layers[1].parameters(), lr=1.0).step()
+    clipped = [g * (0.7 / (norm + 1e-6)) for g in plain]
+    for p, old, g in zip(layers[1].state_dict().values(), before, clipped, strict=True):
+        np.testing.assert_allclose(p.numpy(), old - g, rtol=1e-14, atol=1e-15)
+    for mine, g in zip(values(list(layers[1].parameters())), clipped, strict=True):
+        np.testing.assert_allclose(mine, g, rtol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("limit", [0.0, 0.1, 0.5, 6e4, math.inf])
 def test_values_are_torchs(dtype: str, limit: float) -> None:
