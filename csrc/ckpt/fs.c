@@ -45,7 +45,11 @@ static fsdpc_status reserve(const fsdpc_fs *fs, int fd, const char *path, uint64
     FSDPC_TRY(ask(fs, "fallocate", path));
     if (bytes == 0)
         return FSDPC_OK;
-    if (fallocate(fd, 0, 0, (off_t)bytes) == 0)
+    int result;
+    do
+        result = fallocate(fd, 0, 0, (off_t)bytes); /* what it reserved stays when a signal comes */
+    while (result != 0 && errno == EINTR);
+    if (result == 0)
         return FSDPC_OK;
     if ((errno == EOPNOTSUPP || errno == ENOSYS) && ftruncate(fd, (off_t)bytes) == 0)
         return FSDPC_OK;
@@ -143,7 +147,12 @@ fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path)
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
         return fsdpc_fail_errno("cannot open the folder '%s'", path);
-    fsdpc_status status = fsdpc_fs_sync(fs, fd, path);
+    fsdpc_status status = ask(fs, "fsync", path);
+    int result = 0;
+    while (status == FSDPC_OK && (result = fsync(fd)) != 0 && errno == EINTR)
+        continue;
+    if (result != 0 && errno != EINVAL) /* a file system that has nothing to do for folders */
+        status = fsdpc_fail_errno("cannot bring the folder '%s' to the disk", path);
     close(fd);
     return status;
 }
@@ -188,11 +197,15 @@ static fsdpc_status remove_entry(const fsdpc_fs *fs, int folder, const char *pat
 fsdpc_status fsdpc_fs_remove_tree(const fsdpc_fs *fs, const char *path)
 {
     FSDPC_TRY(ask(fs, "opendir", path));
-    DIR *folder = opendir(path);
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *folder = fd < 0 ? NULL : fdopendir(fd);
     if (!folder) {
         if (errno == ENOENT)
             return FSDPC_OK;
-        return fsdpc_fail_errno("cannot open the folder '%s' to remove it", path);
+        fsdpc_status failed = fsdpc_fail_errno("cannot open the folder '%s' to remove it", path);
+        if (fd >= 0)
+            close(fd);
+        return failed;
     }
     fsdpc_status status = FSDPC_OK;
     for (struct dirent *entry; status == FSDPC_OK && (entry = readdir(folder));) {

@@ -235,7 +235,9 @@ static PyObject *save_run(PyObject *object, PyObject *unused)
 static void *write_apart(void *arg)
 {
     py_save *self = arg;
-    fsdpc_status status = self->status; /* of staging */
+    fsdpc_status status = self->status; /* of staging, with its text, which is per thread */
+    if (status != FSDPC_OK)
+        fsdpc_fail(status, "%s", self->text);
     status = fsdpc_ckpt_agree(&self->plan, status);
     if (status == FSDPC_OK)
         status = fsdpc_ckpt_save(&self->plan);
@@ -269,17 +271,16 @@ static PyObject *save_start(PyObject *object, PyObject *unused)
     if (!comm)
         return NULL;
     fsdpc_comm_set_apart(comm);
-    fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     /* A rank that cannot stage tells the others on the thread, as any other failure. */
     self->status = stage(self);
-    status = fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread);
+    if (self->status != FSDPC_OK)
+        snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
+    if (fsdpc_thread_start("fsdpc-ckpt", write_apart, self, &self->thread) == FSDPC_OK)
+        self->started = true;
+    else
+        write_apart(self); /* the others' threads wait for this rank: it saves without one */
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK) {
-        self->done = 1;
-        return fsdpc_py_raise(status);
-    }
-    self->started = true;
     Py_RETURN_NONE;
 }
 

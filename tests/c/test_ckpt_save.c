@@ -71,7 +71,8 @@ static bool there(const char *path)
 
 static void make_place(place *p)
 {
-    snprintf(p->parent, sizeof p->parent, "/tmp/fsdpc-ckpt-XXXXXX");
+    const char *base = getenv("TMPDIR");
+    snprintf(p->parent, sizeof p->parent, "%.400s/fsdpc-ckpt-XXXXXX", base ? base : "/tmp");
     CHECK(mkdtemp(p->parent) != NULL);
     snprintf(p->temp, sizeof p->temp, "%.400s/.c.saving", p->parent);
     snprintf(p->folder, sizeof p->folder, "%.400s/c", p->parent);
@@ -385,11 +386,35 @@ static void test_a_peer_that_is_gone(void)
     free_values(values);
 }
 
+/* What a name leads to is not ours to remove: a link in the place of a left-over is refused. */
+static void test_links_are_not_followed(void)
+{
+    place p, other;
+    make_place(&p);
+    make_place(&other);
+    CHECK_OK(fsdpc_fs_mkdir(NULL, other.folder));
+    CHECK(symlink(other.parent, p.temp) == 0);
+    CHECK_FAILS(fsdpc_fs_remove_tree(NULL, p.temp), FSDPC_ERR_OS, "to remove it");
+    CHECK(there(other.folder));
+    CHECK_OK(fsdpc_fs_remove_tree(NULL, p.parent)); /* the link itself goes with its folder */
+    CHECK(!there(p.parent) && there(other.folder));
+    remove_place(&other);
+}
+
+/* Some file systems answer EINVAL to the fsync of a folder; proc is one that is always there. */
+static void test_folders_that_cannot_be_synced(void)
+{
+    CHECK_OK(fsdpc_fs_sync_folder(NULL, "/proc"));
+    CHECK_FAILS(fsdpc_fs_sync_folder(NULL, "/proc/none"), FSDPC_ERR_OS, "No such file");
+}
+
 int main(void)
 {
     test_written_is_read();
     test_any_call_may_fail();
     test_what_is_there_stays();
     test_a_peer_that_is_gone();
+    test_links_are_not_followed();
+    test_folders_that_cannot_be_synced();
     return check_report("test_ckpt_save");
 }

@@ -71,10 +71,10 @@ def values(model: Any) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def hooked(hook: Callable[[str, str], Any]) -> Iterator[None]:
+def hooked(hook: Callable[[str, str], Any] | None) -> Iterator[None]:
     """Let a function see every call to the file system of saves and loads."""
-    saving._hook = hook
+    before, saving._hook = saving._hook, hook
     try:
         yield
     finally:
-        saving._hook = None
+        saving._hook = before

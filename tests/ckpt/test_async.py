@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import resource
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +88,84 @@ def test_the_copy_is_exact(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / f"{name}-sync", state, dtype=dtype)
         a, b = ((tmp_path / n / "model.safetensors").read_bytes() for n in (name, f"{name}-sync"))
         assert a == b, name
+
+
+@contextlib.contextmanager
+def no_more_memory(room: int, here: bool) -> Iterator[None]:
+    """This process may map so many bytes more, if it is meant."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if here:
+        resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE") + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_rank_without_memory_for_the_copy(tmp_path: Path) -> None:
+    """Every rank raises what was missing where, and the next save works."""
+    last = fsdpc.world_size() - 1
+    with fsdpc.deferred_init():  # so that no memory of former values is there to be used again
+        state = {"model": nn.Linear(4096, 2048, bias=False)}
+    fsdpc.fully_shard(state["model"])
+    with no_more_memory(6 << 20, fsdpc.rank() == last):
+        handle = checkpoint.save(tmp_path / "c", state, async_=True)
+        with pytest.raises(MemoryError, match="no memory for .* bytes") as caught:
+            handle.wait()
+    assert last == 0 or f"rank {last}: " in str(caught.value)
+    fsdpc.barrier()
+    assert not list(tmp_path.iterdir())
+    fsdpc.barrier()
+    checkpoint.save(tmp_path / "c", state, async_=True).wait()
+
+
+@pytest.mark.ranks([1, 2])
+def test_a_rank_that_cannot_start_a_thread(tmp_path: Path) -> None:
+    """It saves on the calling thread: the others do not wait for one that never comes."""
+    state = {"model": fsdpc.fully_shard(nn.Linear(3, 3))}
+    last = fsdpc.rank() == fsdpc.world_size() - 1
+    checkpoint.save(tmp_path / "warm", state)
+    enough = threading.Event()
+    others = [threading.Thread(target=enough.wait) for _ in range(8)]
+    for thread in others:  # they take the stacks that the C library kept of ended threads
+        thread.start()
+    with no_more_memory(4 << 20, last):  # a stack takes 8 MiB
+        handle = checkpoint.save(tmp_path / "c", state, async_=True)
+        assert handle.done or not last
+        handle.wait()
+    enough.set()
+    for thread in others:
+        thread.join()
+    checkpoint.load(tmp_path / "c", state)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_at_exit_of_several_ranks(tmp_path: Path) -> None:
+    """Each waits for its part, so that the checkpoint is there; an error is said by all."""
+    script = tmp_path / "script.py"
+    script.write_text(AT_EXIT)
+    for call, there in (("none", True), ("fsync", False)):
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdpc", "run", "--ranks", "2", str(script), call,
+             str(tmp_path / call)], capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert (tmp_path / call / "manifest.json").exists() == there, done.stdout
+        assert done.stdout.count("rank 1: fsync") == (0 if there else 2), done.stdout
+
+
+AT_EXIT = """
+import fsdpc, sys
+from fsdpc import checkpoint
+from fsdpc.checkpoint import saving
+fsdpc.init()
+def fail(call, path):
+    if call == sys.argv[1] and fsdpc.rank() == 1:
+        raise OSError(28, "No space left on device")
+saving._hook = fail
+checkpoint.save(sys.argv[2], {"model": fsdpc.fully_shard(fsdpc.nn.Linear(3, 3))}, async_=True)
+"""
 
 
 def test_at_exit_it_is_waited_for_and_its_error_said(tmp_path: Path) -> None:

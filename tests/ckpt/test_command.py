@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from fsdpc import checkpoint
 from fsdpc.checkpoint.command import main
 from tests.faults.common import run
 
-from .common import Odd
+from .common import Odd, hooked
 from .test_resume import Run
 
 # One rank as a process of its own: nothing of fsdpc runs in pytest's, which forks.
@@ -61,6 +64,49 @@ def test_a_folder_of_checkpoints(tmp_path: Path) -> None:
     code, text = output("ls", tmp_path / "run")
     assert code == 0 and "valid" in text and "cut short or changed" in text
     assert output("verify", tmp_path / "run")[0] == 1
+
+
+@pytest.mark.ranks([1, 2])
+def test_looking_at_a_run_leaves_its_save_alone(tmp_path: Path) -> None:
+    """Tables, checks and other processes' managers, while a save is half written."""
+    manager = checkpoint.CheckpointManager(tmp_path)
+    state = {"model": fsdpc.nn.Linear(3, 3)}
+    manager.save(1, state)
+    (tmp_path / ".step-00000009.saving").mkdir(exist_ok=True)  # of a run that was killed
+    seen: list[int] = []
+
+    def look(call: str, where: str) -> None:
+        if call == "fsync" and fsdpc.rank() == 0 and not seen:
+            with hooked(None):
+                code, text = output("ls", tmp_path)
+                assert code == 0 and "step-" not in text, text
+                seen.append(output("verify", tmp_path)[0])
+
+    with hooked(look):
+        manager.save(2, state)
+    assert seen == ([0] if fsdpc.rank() == 0 else [])
+    (tmp_path / ".step-00000009.saving").mkdir(exist_ok=True)
+    assert checkpoint.CheckpointManager(tmp_path).restore(state) == 2
+    assert (tmp_path / ".step-00000009.saving").is_dir()
+    fsdpc.barrier()
+    manager.save(3, state)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{s:08}" for s in (1, 2, 3)]
+
+
+@alone
+def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
+    """``fsdpc ckpt ls PATH | head``: no error, whether it shows at a print or at the end."""
+    checkpoint.save(tmp_path / "c", {"model": fsdpc.nn.Linear(3, 3)})
+    command = [sys.executable, "-m", "fsdpc", "ckpt", "ls", str(tmp_path / "c")]
+    for buffered in ("", "1"):
+        ours, theirs = os.pipe()
+        os.close(ours)  # nobody reads
+        done = subprocess.run(
+            command, stdout=theirs, stderr=subprocess.PIPE, timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+        os.close(theirs)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 @alone

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdpc import _core
-from fsdpc.checkpoint.manager import CheckpointManager
+from fsdpc.checkpoint.manager import checkpoints_in
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 
@@ -66,22 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
-        if options.command == "ls":
-            return _ls(options.path)
-        if options.command == "verify":
-            return _verify(options.path)
-        if options.command == "diff":
-            return _diff(options.path, options.other)
-        from fsdpc.checkpoint.convert import convert
-
-        convert(options.path, options.to, options.layout)
+        code = _run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(f"fsdpc ckpt: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "ls":
+        return _ls(options.path)
+    if options.command == "verify":
+        return _verify(options.path)
+    if options.command == "diff":
+        return _diff(options.path, options.other)
+    from fsdpc.checkpoint.convert import convert
+
+    convert(options.path, options.to, options.layout)
+    return 0
 
 
 def _size(count: float) -> str:
@@ -112,7 +118,7 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 def _ls(path: Path) -> int:
     if path.is_dir() and any(path.glob("step-*")):
         rows = [("step", "state", "size")]
-        for found in CheckpointManager(path).list():
+        for found in checkpoints_in(path):
             size = sum(f.stat().st_size for f in found.path.iterdir())
             rows.append((str(found.step), found.problem or "valid", _size(size)))
         _table(rows)
@@ -162,8 +168,7 @@ def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
 
 def _verify(path: Path) -> int:
     if path.is_dir() and any(path.glob("step-*")):
-        steps = CheckpointManager(path).list()
-        return max([_verify_one(found.path) for found in steps], default=0)
+        return max([_verify_one(found.path) for found in checkpoints_in(path)], default=0)
     return _verify_one(path)
 
 

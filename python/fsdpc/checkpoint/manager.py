@@ -61,7 +61,8 @@ class CheckpointManager:
 
     Notes
     -----
-    All methods are collective but :meth:`list`.
+    All methods are collective but :meth:`list`. Nothing is removed before the first save, so that
+    other processes may list and load from the folder of a run that goes on.
 
     Examples
     --------
@@ -98,7 +99,7 @@ class CheckpointManager:
         self.async_, self.layout = async_, layout
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
-        self._on_rank_0(self._prepare)
+        self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
     def _on_rank_0(self, work: Any) -> None:
         error: BaseException | None = None
@@ -108,12 +109,6 @@ class CheckpointManager:
             except OSError as caught:
                 error = caught
         agree(error)
-
-    def _prepare(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for entry in self.folder.iterdir():
-            if _LEFT_OVER.fullmatch(entry.name):
-                shutil.rmtree(entry)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
@@ -160,7 +155,7 @@ class CheckpointManager:
             Among others, if a valid checkpoint of this step is there already.
         """
         self.wait()
-        self._on_rank_0(lambda: self._clear_broken(step))
+        self._on_rank_0(lambda: self._make_room(step))
         extra = state.get("extra")
         if extra is None or isinstance(extra, dict):
             state = {**state, "extra": {**(extra or {}), "step": step}}
@@ -176,8 +171,11 @@ class CheckpointManager:
             handle.wait()
             self._on_rank_0(self._delete_old)
 
-    def _clear_broken(self, step: int) -> None:
-        """A damaged checkpoint does not keep its step from being saved again."""
+    def _make_room(self, step: int) -> None:
+        """Remove what killed saves left; a damaged checkpoint does not keep its step taken."""
+        for entry in self.folder.iterdir():
+            if _LEFT_OVER.fullmatch(entry.name):
+                shutil.rmtree(entry)
         found = _look_at(self.path(step))
         if found is not None and found.problem is not None:
             _remove(found.path)
@@ -194,8 +192,7 @@ class CheckpointManager:
 
     def list(self) -> list[Found]:
         """Return the checkpoints of the folder by ascending step, broken ones with the reason."""
-        found = [_look_at(path) for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted((each for each in found if each), key=lambda each: each.step)
+        return checkpoints_in(self.folder)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint whose manifest, sizes and headers are right, or None.
@@ -255,6 +252,18 @@ class CheckpointManager:
         if last is not None:
             raise last
         return None
+
+
+def checkpoints_in(folder: Path) -> list[Found]:
+    """Return the checkpoints of a folder by ascending step, broken ones with the reason.
+
+    Parameters
+    ----------
+    folder : Path
+        Read and not touched: a run may be saving to it.
+    """
+    found = [_look_at(path) for path in folder.iterdir()]
+    return sorted((each for each in found if each), key=lambda each: each.step)
 
 
 def _look_at(path: Path) -> Found | None:

@@ -106,6 +106,8 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
+        if not path.is_file():  # what is there and no file may be one that never ends
+            raise FileNotFoundError
         if path.stat().st_size > MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many")
         text = path.read_bytes()

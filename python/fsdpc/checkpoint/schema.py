@@ -57,8 +57,8 @@ def _tensor(entry: Any, files: dict[str, Any]) -> None:
     _list_of(dict, [entry], "its entry")
     item = ITEM_BYTES[_one_of(entry, "dtype", tuple(ITEM_BYTES))]
     shape = _get(entry, "shape", list)
-    for i in range(len(shape)):
-        _whole(dict(enumerate(shape)), i)
+    for extent in shape:
+        _check_whole(extent, "shape")
     total = prod(shape)
     if total * item > _U63:
         raise Unfit(f"shape {shape} is beyond memory")
@@ -72,7 +72,7 @@ def _tensor(entry: Any, files: dict[str, Any]) -> None:
         offsets = _get(piece, "offsets", list)
         if len(offsets) != 2:
             raise Unfit(f"offsets {offsets} are not two")
-        begin, end = (_whole(dict(enumerate(offsets)), i) for i in range(2))
+        begin, end = (_check_whole(offset, "offsets") for offset in offsets)
         if end - begin != piece["numel"] * item:
             raise Unfit(f"offsets {offsets} are not those of {piece['numel']} elements")
     at = 0
@@ -106,9 +106,12 @@ def _one_of(holder: dict[str, Any], key: str, values: tuple[str, ...]) -> str:
 
 
 def _whole(holder: dict[Any, Any], key: Any, least: int = 0, most: int = _U63) -> int:
-    value = holder.get(key)
+    return _check_whole(holder.get(key), key, least, most)
+
+
+def _check_whole(value: Any, what: Any, least: int = 0, most: int = _U63) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise Unfit(f"'{key}' must be a whole number from {least} on, got {value!r:.60}")
+        raise Unfit(f"'{what}' must be a whole number from {least} on, got {value!r:.60}")
     return value
 
 

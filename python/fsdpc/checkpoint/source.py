@@ -101,11 +101,11 @@ def open_source(path: Path) -> Source:
         raise CheckpointError(f"{path} does not exist")
     if path.is_file():
         return Source(path.parent, {}, read_headers(path.parent, [path.name]), {})
-    if (path / manifest.NAME).exists():
+    if (path / manifest.NAME).is_file():
         return _open_ours(path)
-    if (path / INDEX).exists():
+    if (path / INDEX).is_file():
         return Source(path, {}, _open_sharded(path), {})
-    if (path / SINGLE).exists():
+    if (path / SINGLE).is_file():
         return Source(path, {}, read_headers(path, [SINGLE]), {})
     raise CheckpointError(
         f"{path} has no {manifest.NAME}, {INDEX} or {SINGLE}: it is no checkpoint, or was never "
