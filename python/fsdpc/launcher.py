@@ -92,8 +92,9 @@ def launch(
     What ranks print appears at once in this process's ``sys.stdout`` (the cell, in a notebook) with
     the rank in front.  Ctrl-C ends all ranks.  When one rank fails the others have 5 s to report.
 
-    If this process has imported torch, its operations run on one thread in the ranks: a pool of
-    threads does not survive a fork.  Use ``fsdpc run`` where that is too slow.
+    Every rank gets its share of the cores as OMP_NUM_THREADS unless that is set, for a torch that
+    it imports itself.  If this process has imported torch, its operations run on one thread in the
+    ranks: a pool of threads does not survive a fork.  Use ``fsdpc run`` where that is too slow.
 
     Examples
     --------
@@ -111,7 +112,8 @@ def launch(
         except (Exception, KeyboardInterrupt) as error:
             return error_report(error)
 
-    outcome = run_forked(call, n, _print, timeout=timeout, env=env)
+    variables = {**_share_of_cores(n), **(env or {})}
+    outcome = run_forked(call, n, _print, timeout=timeout, env=variables)
     if outcome.timed_out:
         raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
     if outcome.failures:
@@ -172,11 +174,7 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     previous = {which: signal.signal(which, forward) for which in (signal.SIGINT, signal.SIGTERM)}
     # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-    if not os.environ.get("OMP_NUM_THREADS"):
-        # As many as the engine takes by itself. OpenMP (torch) takes all cores on every rank, and
-        # its threads spin: steps of small models on two ranks and two cores took 100 times as long.
-        threads = max(1, _core.usable_cores() // ranks)
-        extra["OMP_NUM_THREADS"] = str(threads)
+    extra |= _share_of_cores(ranks)
     try:
         for variables in rank_environments(ranks):
             supervisor.start({**variables, **extra}, body)
@@ -186,6 +184,17 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
         for which, handler in previous.items():
             signal.signal(which, handler)
     return _exit_code(supervisor, received, timeout)
+
+
+def _share_of_cores(ranks: int) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for each of `ranks`, or nothing where this process has it set.
+
+    As many as the engine takes by itself.  OpenMP (torch) takes all cores on every rank, and its
+    threads spin: steps of small models on two ranks and two cores took 100 times as long.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, _core.usable_cores() // ranks))}
 
 
 def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:

@@ -113,6 +113,8 @@ def test_openmp_gets_a_ranks_share_of_the_cores(
     text = "sys.exit(os.environ['OMP_NUM_THREADS'] != sys.argv[1])"
     share = given or str(max(1, fsdpc_package._core.usable_cores() // 2))
     assert finish(fsdpc("run", "--ranks", "2", script(tmp_path, text), share))[0] == 0
+    assert launch(lambda: os.environ["OMP_NUM_THREADS"], 2) == [share, share]
+    assert launch(lambda: os.environ["OMP_NUM_THREADS"], 1, env={"OMP_NUM_THREADS": "7"}) == ["7"]
 
 
 def test_output_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
