@@ -1,8 +1,15 @@
 """What all tests share: the plugin that runs them on ranks, and how long hypothesis searches."""
 
+import signal
+
 from hypothesis import settings
 
 pytest_plugins = ["fsdpc.testing", "pytester"]
+
+# A shell starts what it puts into the background with Ctrl-C ignored, and programs pass that on:
+# those that tests interrupt would never notice.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a test's first example builds what later ones reuse, and machines are shared.
 settings.register_profile("default", deadline=None)
