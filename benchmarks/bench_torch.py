@@ -6,7 +6,8 @@
 
 ``steps``: 2 ranks with one thread each; a step is forward, backward, clipping at 1.0 and AdamW
 (fused), timed after a barrier. Engines take turns; each turn is a fresh set of processes whose
-median step counts. "local" communicates nothing: what the computation costs. bf16 is autocast for
+median step counts. "local" communicates nothing: what the computation costs. "fsdpc-kernels" is
+fsdpc after ``use_kernels(model)``: linear layers on the engine's products. bf16 is autocast for
 local and DDP, param bf16 and reduce fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
 
 ``host``: rank 0 of a world of 8 whose peers pretend (FSDP2: a fake process group); units of n tiny
@@ -28,10 +29,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
+ENGINES = ("fsdpc", "fsdpc-kernels", "fsdp2", "ddp", "local")
 MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
 LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
 MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
+OURS = ENGINES[:2]
 WARM, STEPS = 4, 12
 UNITS = 8
 
@@ -96,8 +98,11 @@ def shard(engine: str, model: Any, units: list[Any], dtype: str) -> Any:
 
     low = torch.bfloat16 if dtype == "bf16" else None
     options: dict[str, Any] = {}
-    if engine == "fsdpc":
-        from fsdpc.torch import MixedPrecisionPolicy, fully_shard
+    if engine in OURS:
+        from fsdpc.torch import MixedPrecisionPolicy, fully_shard, use_kernels
+
+        if engine == "fsdpc-kernels":
+            use_kernels(model)
     elif engine == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -127,7 +132,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
     if engine == "deepspeed":
         return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
     model = shard(engine, model, units, dtype)
-    if engine == "fsdpc":
+    if engine in OURS:
         from fsdpc.torch import clip_grad_norm_, optim
 
         optimizer: Any = optim.AdamW(model.parameters(), lr=3e-4)

@@ -501,6 +501,9 @@ static PyMethodDef door_methods[] = {
     {"follow", door_follow, METH_NOARGS, "Follow what became of pieces between steps."},
     {"settle", door_settle, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
     {"take_grads", door_take_grads, METH_NOARGS, "Learn what became of the pieces' gradients."},
+    {"add_product", fsdpc_door_add_product, METH_VARARGS,
+     "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
+     "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
     {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
     {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
     {"hide", door_hide, METH_NOARGS, "Show pieces again, forget half a backward."},
@@ -569,7 +572,8 @@ int fsdpc_py_door_setup(PyObject *module)
         return -1;
     int result = PyModule_AddObjectRef(module, "Door", type);
     Py_DECREF(type);
-    if (result < 0 || fsdpc_py_door_memory_setup(module) < 0)
+    if (result < 0 || fsdpc_py_door_memory_setup(module) < 0 ||
+        fsdpc_py_door_product_setup(module) < 0)
         return -1;
     return fsdpc_py_door_grads_setup(module);
 }

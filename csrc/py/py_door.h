@@ -113,8 +113,12 @@ PyObject *fsdpc_door_hook_new(fsdpc_py_door *door, int param);
 /* The door goes: the hook, which a graph may keep, no longer knows it. */
 void fsdpc_door_hook_part(PyObject *hook);
 
+/* Door.add_product; see py_door_product.c. */
+PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args);
+
 int fsdpc_py_door_setup(PyObject *module);
 int fsdpc_py_door_grads_setup(PyObject *module);
+int fsdpc_py_door_product_setup(PyObject *module);
 int fsdpc_py_door_memory_setup(PyObject *module);
 
 #endif

@@ -39,6 +39,7 @@ from fsdpc.torch.fsdp1_options import (
     StateDictSettings,
     StateDictType,
 )
+from fsdpc.torch.kernels import KernelLinear, use_kernels
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import (
@@ -51,11 +52,12 @@ from fsdpc.torch.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_
 
 __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullOptimStateDictConfig",
-    "FullStateDictConfig", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy",
-    "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
-    "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
-    "get_model_state_dict", "get_optimizer_state_dict", "optim", "register_fsdp_forward_method",
-    "set_model_state_dict", "set_optimizer_state_dict", "sharded_grad_scaler",
-    "size_based_auto_wrap_policy", "summon_full_params", "transformer_auto_wrap_policy", "wrap",
+    "FullStateDictConfig", "FullyShardedDataParallel", "KernelLinear", "MixedPrecision",
+    "MixedPrecisionPolicy", "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType",
+    "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
+    "StateDictSettings", "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad",
+    "fully_shard", "get_model_state_dict", "get_optimizer_state_dict", "optim",
+    "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
+    "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
+    "transformer_auto_wrap_policy", "use_kernels", "wrap",
 ]  # fmt: skip

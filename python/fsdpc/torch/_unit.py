@@ -18,6 +18,7 @@ from torch import nn
 from fsdpc import _core, distributed
 from fsdpc.torch._grads import as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
+from fsdpc.torch.kernels import target
 
 Slot = tuple[dict[str, Any], str, int]
 
@@ -156,6 +157,7 @@ class UnitState:
                 values = bases[group][offset : offset + shape.numel()].view(shape)
                 full = nn.Parameter(values, requires_grad=False)
                 full.__dict__.update(self.attributes[i])
+                target(full, self, i)
                 self.fulls.append(full)
         self.door.bind(self.fulls, bases, _set_version, root.at_end, self.adopt)
 

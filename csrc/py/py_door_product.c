@@ -1,0 +1,125 @@
+/* Matrix products of a foreign front door, on the engine's kernels.
+ *
+ * Operands are addresses of dense row-major memory of one dtype; who calls has looked at shapes and
+ * keeps the tensors alive.  The one product that needs more than numbers is the gradient of a
+ * unit's weight: it lands in the unit's reduce buffer, so it never exists anywhere else.
+ */
+#include "py/py_door.h"
+
+#include "ops/nn_ops.h"
+
+typedef struct product {
+    fsdpc_gemm_args args;
+    fsdpc_device *device;
+} product;
+
+static fsdpc_status run_product(const product *p)
+{
+    fsdpc_stream inline_stream = {.device = p->device, .name = "inline"};
+    return fsdpc_nn_ops_of(&inline_stream)->gemm(&p->args, &inline_stream);
+}
+
+/* The numbers of a product whose matrices are dense. */
+static fsdpc_gemm_args dense_args(Py_ssize_t m, Py_ssize_t n, Py_ssize_t k, bool trans_a,
+                                  bool trans_b, fsdpc_dtype dtype)
+{
+    return (fsdpc_gemm_args){.m = (size_t)m,
+                             .n = (size_t)n,
+                             .k = (size_t)k,
+                             .dtype = dtype,
+                             .c_dtype = dtype,
+                             .lda = (size_t)(trans_a ? m : k),
+                             .trans_a = trans_a,
+                             .ldb = (size_t)(trans_b ? k : n),
+                             .trans_b = trans_b,
+                             .ldc = (size_t)n};
+}
+
+static void *address(size_t number)
+{
+    return (void *)number; /* NOLINT(performance-no-int-to-ptr): it came from data_ptr() */
+}
+
+/* product(out, a, b, bias, m, n, k, trans_a, trans_b, dtype) */
+static PyObject *run(PyObject *module, PyObject *args)
+{
+    Py_ssize_t out, a, b, bias, m, n, k;
+    int trans_a, trans_b;
+    PyObject *dtype_object;
+    fsdpc_dtype dtype;
+    if (!PyArg_ParseTuple(args, "nnnnnnnppO", &out, &a, &b, &bias, &m, &n, &k, &trans_a, &trans_b,
+                          &dtype_object) ||
+        fsdpc_py_dtype_parse(dtype_object, &dtype) < 0)
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    product p = {dense_args(m, n, k, trans_a != 0, trans_b != 0, dtype), runtime->device};
+    p.args.c = address((size_t)out);
+    p.args.a = address((size_t)a);
+    p.args.b = address((size_t)b);
+    p.args.bias = address((size_t)bias);
+    fsdpc_status status;
+    FSDPC_PY_RUN(runtime, m * n, status, run_product(&p));
+    return fsdpc_py_none(status);
+}
+
+static fsdpc_status add_product(fsdpc_unit *unit, int param, product *p, void *target,
+                                fsdpc_dtype dtype, bool accumulate)
+{
+    p->args.c = target;
+    p->args.c_dtype = dtype;
+    p->args.accumulate = accumulate;
+    FSDPC_TRY(run_product(p));
+    return fsdpc_grad_ready(unit, param);
+}
+
+PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    Py_ssize_t dy, x, rows, n_out, n_in;
+    int param;
+    if (!PyArg_ParseTuple(args, "innnnn", &param, &dy, &x, &rows, &n_out, &n_in))
+        return NULL;
+    if (param < 0 || param >= door->n_params)
+        return PyErr_Format(PyExc_IndexError, "parameter %d of %d", param, door->n_params);
+    const fsdpc_place *place = &unit->layout->params[param];
+    if (n_out < 0 || n_in < 0 || (size_t)n_out * (size_t)n_in != place->numel)
+        return PyErr_Format(PyExc_ValueError, "a gradient of %zd x %zd for '%s' of %zu elements",
+                            n_out, n_in, place->name, place->numel);
+    fsdpc_dtype dtype = unit->groups[place->group].wire_dtype;
+    fsdpc_dtype to = unit->groups[place->group].reduce_dtype;
+    if (to != dtype && to != FSDPC_F32) /* gemm.h: nothing else can be written */
+        Py_RETURN_FALSE;
+    if (!unit->root->in_backward && /* the unit's outputs were by-passed */
+        fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
+        return NULL;
+    void *target;
+    bool accumulate;
+    fsdpc_status status = fsdpc_grad_target_of(unit, param, &target, &to, &accumulate);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    product p = {dense_args(n_out, n_in, rows, true, false, dtype), unit->device};
+    p.args.a = address((size_t)dy);
+    p.args.b = address((size_t)x);
+    fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(door->unit_object)->runtime;
+    FSDPC_PY_RUN(runtime, n_out * n_in, status,
+                 add_product(unit, param, &p, target, to, accumulate));
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    door->params[param].used = true;
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef functions[] = {
+    {"product", run, METH_VARARGS,
+     "product(out, a, b, bias, m, n, k, trans_a, trans_b, dtype): out (m x n) = A' B' + bias, of "
+     "dense memory at these addresses; no bias is 0."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_door_product_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

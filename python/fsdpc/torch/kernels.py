@@ -1,0 +1,158 @@
+"""Linear layers of torch modules on the engine's matrix products.
+
+torch's own products are most of a step on a CPU.  The engine's are faster in float32, and write the
+gradient of a weight into the unit's reduce buffer, so that it is never a tensor of its own.  They
+round as any order of summation does: results are not torch's to the bit, which is why a model asks
+for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fsdpc import _core
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+_is_compiling = torch.compiler.is_compiling
+_is_transforming = torch._C._are_functorch_transforms_active
+_will_run = torch._C._will_engine_execute_node
+
+
+def use_kernels(module: nn.Module) -> nn.Module:
+    """Let the linear layers of a module compute with the engine's matrix products.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Not sharded yet.  Every ``nn.Linear`` inside, itself included, changes its class to
+        :class:`KernelLinear`; subclasses of ``nn.Linear`` are left alone.
+
+    Returns
+    -------
+    nn.Module
+        The module.
+
+    Raises
+    ------
+    RuntimeError
+        A part of it is sharded: call this before ``fully_shard``.
+
+    Notes
+    -----
+    Used for dense float32 and bfloat16 tensors on the CPU; under autocast, ``torch.compile`` and
+    ``torch.func`` and for anything else the layers compute as before.  Threads are the engine's
+    (``fsdpc.set_num_threads``).  A backward cannot be differentiated again.
+
+    Examples
+    --------
+    >>> model = use_kernels(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    >>> type(model[0]).__name__
+    'KernelLinear'
+    """
+    layers = []
+    for name, m in module.named_modules():
+        if "_fsdpc_state" in m.__dict__:
+            raise RuntimeError(
+                f"use_kernels(): '{name or type(m).__name__}' is sharded already; call it before "
+                "fully_shard()"
+            )
+        if type(m) is nn.Linear:
+            layers.append(m)
+    for layer in layers:
+        layer.__class__ = KernelLinear
+    return module
+
+
+class KernelLinear(nn.Linear):
+    """An ``nn.Linear`` on the engine's matrix products; see :func:`use_kernels`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``."""
+        if _fits(input, self.weight, self.bias):
+            return _Product.apply(input, self.weight, self.bias)
+        return super().forward(input)
+
+
+def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    if _is_compiling() or _is_transforming() or torch.is_autocast_enabled("cpu"):
+        return False
+    return (
+        x.is_cpu
+        and weight.is_cpu
+        and weight.dtype in _DTYPES
+        and x.dtype is weight.dtype
+        and (bias is None or bias.dtype is weight.dtype)
+        and x.layout is torch.strided
+        and weight.is_contiguous()
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+    )
+
+
+def target(full: nn.Parameter, state: Any, index: int) -> None:
+    """Say where the gradient of a full goes: parameter ``index`` of a unit's state."""
+    full._fsdpc_target = (weakref.ref(state), index)  # type: ignore[attr-defined]
+
+
+class _Product(torch.autograd.Function):
+    """y = x W' + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight)
+        ctx.target = getattr(weight, "_fsdpc_target", None)  # a saved tensor may be another object
+        n_out, n_in = weight.shape
+        y = x.new_empty((*x.shape[:-1], n_out))
+        _core.product(
+            y.data_ptr(), x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            y.numel() // n_out if n_out else 0, n_out, n_in, False, True, _DTYPES[x.dtype],
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dy = dy.contiguous()
+        n_out, n_in = weight.shape
+        rows = dy.numel() // n_out if n_out else 0
+        dtype = _DTYPES[x.dtype]
+        dx = dweight = dbias = None
+        if needs_bias:
+            dbias = dy.reshape(-1, n_out).sum(0)
+        if needs_weight and not _takes(ctx, dy, x, rows, n_out, n_in):
+            dweight = torch.empty_like(weight)
+            _core.product(dweight.data_ptr(), dy.data_ptr(), x.data_ptr(), 0, n_out, n_in, rows,
+                          True, False, dtype)  # fmt: skip
+        if needs_x:
+            dx = torch.empty_like(x)
+            _core.product(dx.data_ptr(), dy.data_ptr(), weight.data_ptr(), 0, rows, n_in, n_out,
+                          False, False, dtype)  # fmt: skip
+        return dx, dweight, dbias
+
+
+def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n_in: int) -> bool:
+    """Whether the weight is a unit's, which took its gradient."""
+    reference, index = ctx.target or (_nobody, 0)
+    state = reference()
+    if state is None:
+        return False
+    try:
+        accumulates = _will_run(ctx.next_functions[1][0])
+    except RuntimeError:  # torch.autograd.grad(): gradients are returned
+        return False
+    return accumulates and state.door.add_product(
+        index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in
+    )
+
+
+def _nobody() -> None:
+    return None
