@@ -473,16 +473,31 @@ def test_structured_outputs_and_views() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_deleted_model_frees_everything() -> None:
+@pytest.mark.parametrize("after", ["zero_grad", "backward", "norm", "clip", "step"])
+def test_a_deleted_model_frees_everything(after: str) -> None:
     ours = shard(build())
     loss_of(ours, batch(0, 0)).backward()
-    ours.zero_grad()
+    grad = next(ours.parameters()).grad if after == "norm" else None
+    optimizer = fsdpc.torch.optim.AdamW(ours.parameters()) if after == "step" else None
+    if after == "zero_grad":
+        ours.zero_grad()
+    elif grad is not None:
+        grad.norm()
+    elif after != "backward":
+        fsdpc.torch.clip_grad_norm_(ours.parameters(), 1e-3)
+    if optimizer is not None:
+        optimizer.step()
     before = fsdpc.memory_stats()
     assert before["master_bytes"] > 0
     dead = weakref.ref(ours._fsdpc_state)
-    del ours
+    del ours, optimizer
     gc.collect()
     assert dead() is None
+    if grad is not None:
+        assert grad.clone().sum() == grad.sum()
+        with pytest.raises(RuntimeError, match="whose model was deleted"):
+            grad.norm()
+        del grad
     assert fsdpc.memory_stats()["master_bytes"] == 0
 
 

@@ -11,6 +11,7 @@ Clipping may have left a factor for the optimizer to apply; any operation here a
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,15 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Pending:
-    """Doors whose gradients clipping left to be scaled."""
+    """Units, while they live, whose gradients clipping left to be scaled."""
 
     def __init__(self) -> None:
-        self.doors: set[_core.Door] = set()
+        self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
 
     def settle(self) -> None:
-        for door in self.doors:
-            door.apply_scale()
-        self.doors.clear()
+        for state in self.states:
+            state.door.apply_scale()
+        self.states.clear()
 
 
 PENDING = _Pending()
@@ -42,13 +43,14 @@ PENDING = _Pending()
 class PieceGrad(torch.Tensor):
     """This rank's rows of a gradient, whose norms are those of the whole."""
 
-    _fsdpc: tuple[UnitState, int]
+    # Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
+    _fsdpc: tuple[weakref.ref[UnitState], int]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if PENDING.doors:
+        if PENDING.states:
             PENDING.settle()
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -62,10 +64,24 @@ class PieceGrad(torch.Tensor):
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
     """Return the rows as a gradient of parameter ``index``."""
+    return _at_home(rows, (weakref.ref(state), index))
+
+
+def _at_home(rows: torch.Tensor, home: tuple[weakref.ref[UnitState], int]) -> PieceGrad:
     with torch._C.DisableTorchFunctionSubclass():
         grad = rows.as_subclass(PieceGrad)
-    grad._fsdpc = (state, index)
+    grad._fsdpc = home
     return grad
+
+
+def _home(grad: PieceGrad) -> tuple[UnitState, int]:
+    """The unit's state and the parameter that a gradient is of."""
+    state = grad._fsdpc[0]()
+    if state is None:
+        raise RuntimeError(
+            "a norm of a sharded gradient whose model was deleted: the other rows are gone"
+        )
+    return state, grad._fsdpc[1]
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +94,7 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
-    return as_piece_grad(result, *args[0]._fsdpc)
+    return _at_home(result, args[0]._fsdpc)
 
 
 def _order(value: Any) -> float:
@@ -110,7 +126,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any, 
     if not isinstance(grad, PieceGrad):
         return _plain(func, args, kwargs)
     if not _is_over_all(dim, grad):
-        state, index = grad._fsdpc
+        state, index = _home(grad)
         if not state.pieces[index].fsdpc.is_cut:  # type: ignore[attr-defined]
             return _plain(func, args, kwargs)
         raise NotImplementedError(
@@ -137,7 +153,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = args[1]
     for grad in args[0]:
         if isinstance(grad, PieceGrad):
-            _reduce(grad._fsdpc[0], found, "max")
+            _reduce(_home(grad)[0], found, "max")
             break
 
 
@@ -170,7 +186,7 @@ def _local_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
 
 def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
     """Return the norm of the whole gradient; collective, batched over the model's parameters."""
-    state, index = grad._fsdpc
+    state, index = _home(grad)
     root = state.root
     piece = state.pieces[index]
     if root is None or piece.grad is not grad:

@@ -65,7 +65,7 @@ def clip_grad_norm_(
             "clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
         )
     _core.scale_grads(units, [], norm, float(max_norm))
-    PENDING.doors.update(s.door for s in states if s.door.pending_scale != 1)
+    PENDING.states.update(s for s in states if s.door.pending_scale != 1)
     return torch.tensor(norm, dtype=torch.float32)
 
 
