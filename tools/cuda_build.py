@@ -11,8 +11,8 @@ installs it, are where it looks first.
 setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it leaves the plugin out,
 writes the reason into a file that stands in the library's place.
 
-With --emulate it builds the tests of tests/gpu for this processor instead (tests/emu, by clang) and
-prints their paths; with --tests, for the GPU.
+With --emulate it builds the plugin and the tests of tests/gpu for this processor instead
+(tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.
 """
 
 from __future__ import annotations
@@ -301,30 +301,46 @@ def build_tests(archs: Sequence[str]) -> list[Path]:
 
 
 def build_emulated(sanitizer: str = "") -> list[Path]:
-    """Build the tests of tests/gpu for this processor, with -fsanitize=`sanitizer` if given."""
+    """Build the tests of tests/gpu for this processor, with -fsanitize=`sanitizer` if given.
+
+    The plugin comes last; not with a sanitizer, which the process that loads it would need too.
+    """
     if not shutil.which("clang++"):
         raise RuntimeError("the emulated tests are compiled by clang++, which is not installed")
     extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
     folder = native.ROOT / "build" / "emu" / (sanitizer.replace(",", "-") or "plain")
     builder = Builder(folder)
-    common = [*extra, "-g", "-O1", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
+    common = [*extra, "-g", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
               f"-I{EMULATION}", f"-I{native.CSRC}", f"-I{KERNELS}"]
     cpp = ["clang++", "-std=c++17", "-Wall", "-Wextra", "-fno-strict-aliasing", *common]
     c = ["clang", "-std=c11", "-D_GNU_SOURCE", *native.WARNINGS, *common,
          f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"]
     emulated = [path for path in without_border() if path.stem != "cuda_driver"]
-    objects = builder.compile_all(
+    shared = builder.compile_all(
         [*((path, [*cpp, "-x", "c++"]) for path in sorted(KERNELS.glob("*.cu"))),
          *((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
          *((path, c) for path in emulated)])
-    objects += core_objects(folder / "core")
+    objects = [*shared, *core_objects(folder / "core")]
     programs = []
     for path in sorted(TESTS.glob("test_*.c")):
         main, program = builder.compile(path, c), folder / path.stem
         native.run_command(["clang++", *extra, "-pthread", "-o", str(program), str(main),
                             *map(str, objects), "-lm", "-ldl"])
         programs.append(program)
-    return programs
+    return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
+
+
+def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Path]) -> Path:
+    """Link the emulated plugin from its border, compiled by `c`, and what the tests link too."""
+    border = [*(native.CSRC / "cuda" / f"{name}.c" for name in ("guest", "plugin_cuda")),
+              EMULATION / "emu_driver.c", *(native.CSRC / name for name in SHARED_WITH_CORE)]
+    objects = [*shared, *builder.compile_all([(path, c) for path in border])]
+    script = builder.folder / "plugin.map"
+    script.write_text("{ global: fsdpc_plugin_open; local: *; };\n")
+    plugin = builder.folder / PLUGIN
+    native.run_command(["clang++", "-shared", "-pthread", "-o", str(plugin), *map(str, objects),
+                        f"-Wl,--version-script={script},--no-undefined", "-lm", "-ldl"])
+    return plugin
 
 
 def main() -> int:
@@ -333,7 +349,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
     parser.add_argument("--archs", default="", help="e.g. 90 or 80,90; default 80,90,100")
     parser.add_argument("--tests", action="store_true", help="build the GPU's tests")
-    parser.add_argument("--emulate", action="store_true", help="build them for this processor")
+    parser.add_argument("--emulate", action="store_true", help="build them, and the plugin, here")
     parser.add_argument("--sanitizer", default="", help="with --emulate: address or thread")
     args = parser.parse_args()
     archs = args.archs.split(",") if args.archs else []

@@ -40,8 +40,8 @@ typedef struct fsdpc_env {
 
 /* Variables set by the launcher, Python or the build, known here so that they are not refused. */
 #define FSDPC_ENV_FOREIGN                                                                          \
-    "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_WERROR", "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET",       \
-        "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID", "FSDPC_NEWS_FD"
+    "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_WERROR", "FSDPC_NCCL_LIB",       \
+        "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID", "FSDPC_NEWS_FD"
 
 fsdpc_status fsdpc_env_read(fsdpc_env *out);
 

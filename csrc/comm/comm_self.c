@@ -7,10 +7,12 @@
  * Everything is done in post; only a reduction on an asynchronous stream is finished later, by the
  * stream.  Its outcome reaches the driving thread through work->state (released by the stream's
  * thread after everything it wrote, acquired by test) and work->status.
+ *
+ * On a remote device all of it is enqueued on the main stream, where whoever uses the outcome comes
+ * after it: a sum of one term leaves nothing to overlap.
  */
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "comm/coll_math.h"
 
@@ -50,12 +52,17 @@ static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
     if (!wire)
         return fsdpc_fail_errno("no memory for a wire");
     void *data;
-    fsdpc_status status = fsdpc_mem_alloc(comm->device->mem, FSDPC_MEM_WIRE, bytes, &data);
+    fsdpc_status status = fsdpc_device_alloc(comm->device, FSDPC_MEM_WIRE, bytes, &data);
     if (status != FSDPC_OK) {
         free(wire);
         return status;
     }
-    memset(data, 0, bytes);
+    status = fsdpc_device_fill(comm->device, data, 0, bytes, NULL);
+    if (status != FSDPC_OK) {
+        fsdpc_device_free(comm->device, data);
+        free(wire);
+        return status;
+    }
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
     *out = &wire->base;
     return FSDPC_OK;
@@ -63,7 +70,7 @@ static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
 
 static void self_wire_destroy(fsdpc_wire *wire)
 {
-    fsdpc_mem_free(wire->comm->device->mem, wire->write);
+    fsdpc_device_free(wire->comm->device, wire->write);
     free(wire);
 }
 
@@ -99,7 +106,7 @@ static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
     if (!buffer)
         return fsdpc_fail_errno("no memory for a buffer");
     void *data;
-    fsdpc_status status = fsdpc_mem_alloc(comm->device->mem, FSDPC_MEM_REDUCE, bytes, &data);
+    fsdpc_status status = fsdpc_device_alloc(comm->device, FSDPC_MEM_REDUCE, bytes, &data);
     if (status != FSDPC_OK) {
         free(buffer);
         return status;
@@ -111,7 +118,7 @@ static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
 
 static void self_buffer_destroy(fsdpc_buffer *buffer)
 {
-    fsdpc_mem_free(buffer->comm->device->mem, buffer->data);
+    fsdpc_device_free(buffer->comm->device, buffer->data);
     free(buffer);
 }
 
@@ -130,7 +137,8 @@ static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
     case FSDPC_COLL_ALL_REDUCE:
     case FSDPC_COLL_ALL_GATHER:
         if (op->numel && op->recv != op->send)
-            memmove(op->recv, op->send, op->numel * fsdpc_dtype_bytes(op->dtype));
+            return fsdpc_device_copy(stream->device, op->recv, op->send,
+                                     op->numel * fsdpc_dtype_bytes(op->dtype), stream);
         return FSDPC_OK;
     case FSDPC_COLL_GATHER:
     case FSDPC_COLL_BROADCAST:
@@ -152,12 +160,13 @@ static fsdpc_status perform_on_stream(void *arg, fsdpc_stream *stream)
 static fsdpc_status self_post(fsdpc_work *work)
 {
     const fsdpc_coll *op = &work->op;
-    if (op->stream && op->stream->async && op->kind != FSDPC_COLL_GATHER) {
+    fsdpc_device *device = work->comm->device;
+    if (op->stream && op->stream->async && !device->remote && op->kind != FSDPC_COLL_GATHER) {
         atomic_store_explicit(&work->state, 1, memory_order_relaxed);
         return fsdpc_stream_submit(op->stream, perform_on_stream, work);
     }
-    fsdpc_stream here = {.device = work->comm->device, .name = "comm"};
-    return perform(op, op->stream ? op->stream : &here);
+    fsdpc_stream here = {.device = device, .name = "comm"};
+    return perform(op, op->stream && !device->remote ? op->stream : &here);
 }
 
 static fsdpc_status self_test(fsdpc_work *work)

@@ -60,7 +60,6 @@ static void stream_free(fsdpc_cuda_stream *stream)
 static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, bool want_async,
                                        fsdpc_stream **out)
 {
-    (void)want_async; /* a GPU's work runs by itself either way */
     const fsdpc_cuda_device *device = (const fsdpc_cuda_device *)base;
     fsdpc_cuda_stream *stream = calloc(1, sizeof *stream);
     char *kept = strdup(name);
@@ -69,7 +68,11 @@ static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, boo
         free(stream);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for stream '%s'", name);
     }
-    stream->head = (fsdpc_stream){.device = base, .name = kept, .async = true};
+    stream->head = (fsdpc_stream){.device = base, .name = kept, .async = want_async};
+    if (!want_async) { /* the main stream by another name */
+        *out = &stream->head;
+        return FSDPC_OK;
+    }
     stream->queue.multiprocessors = device->multiprocessors;
     stream->queue.shared_bytes = device->shared_bytes;
     void *fault;
@@ -92,8 +95,10 @@ static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, boo
 static void cuda_stream_destroy(fsdpc_stream *base)
 {
     fsdpc_cuda_stream *stream = (fsdpc_cuda_stream *)base;
-    (void)cudaStreamSynchronize(stream->queue.raw); /* kernels may still write the fault */
-    (void)cudaStreamDestroy(stream->queue.raw);
+    if (base->async) {
+        (void)cudaStreamSynchronize(stream->queue.raw); /* kernels may still write the fault */
+        (void)cudaStreamDestroy(stream->queue.raw);
+    }
     stream_free(stream);
 }
 
@@ -283,8 +288,11 @@ fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device 
     fsdpc_cuda_device *device = calloc(1, sizeof *device);
     if (!device)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device");
-    device->head = (fsdpc_device){
-        .ops = &cuda_ops, .mem = mem, .flat = &fsdpc_flat_ops_cuda, .nn = &fsdpc_nn_ops_cuda};
+    device->head = (fsdpc_device){.ops = &cuda_ops,
+                                  .remote = true,
+                                  .mem = mem,
+                                  .flat = &fsdpc_flat_ops_cuda,
+                                  .nn = &fsdpc_nn_ops_cuda};
     device->ordinal = ordinal;
     fsdpc_status status = init(device);
     if (status != FSDPC_OK) {

@@ -10,6 +10,12 @@
  * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls
  * it.
  *
+ * A remote device (CUDA) has memory that the host cannot touch, and kernels that run behind the
+ * caller.  Whoever looks at its memory, or fills it from the host's, copies: with a stream in that
+ * stream's order (what was copied out is there after a sync, what was copied in may be changed at
+ * once), with no stream in the order of the main stream, and waited for.  All its streams that are
+ * not async are one, the main stream, so work on them needs no events.
+ *
  * Events order streams: record marks a point of a stream, stream_wait makes later work of another
  * stream wait for it.  An event that was never recorded counts as complete; recorded again, it
  * marks the new point alone, and waits asked for before keep the old one.
@@ -77,6 +83,7 @@ struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
 
 struct fsdpc_device {
     const fsdpc_device_ops *ops;
+    bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;

@@ -106,27 +106,27 @@ fsdpc_status fsdpc_fill_open(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static void zero_unfilled(fsdpc_unit *unit)
+static fsdpc_status zero_unfilled(fsdpc_unit *unit)
 {
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     for (int i = 0; i < unit->layout->n_params; i++) {
         if (unit->filled[i])
             continue;
         const fsdpc_place *place = &unit->layout->params[i];
         const fsdpc_unit_group *group = &unit->groups[place->group];
         size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
-        memset(unit->buffer->data + group->reduce_offset + place->full_offset * element, 0,
-               place->numel * element);
+        FSDPC_TRY(fsdpc_device_fill(
+            unit->device, unit->buffer->data + group->reduce_offset + place->full_offset * element,
+            0, place->numel * element, &inline_stream));
     }
+    return FSDPC_OK;
 }
 
-fsdpc_buffer *fsdpc_fill_close(fsdpc_unit *unit)
+fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_buffer *buffer = unit->buffer;
-    if (!buffer)
-        return NULL;
     if (unit->n_filled < unit->layout->n_params)
-        zero_unfilled(unit);
+        FSDPC_TRY(zero_unfilled(unit));
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
         if (root->pool_filling[i] != unit)
             continue;
@@ -134,8 +134,9 @@ fsdpc_buffer *fsdpc_fill_close(fsdpc_unit *unit)
         root->pool_reducing[i] = unit;
         root->pool_turn[i] = ++root->turns;
     }
+    *out = unit->buffer;
     unit->buffer = NULL;
-    return buffer;
+    return FSDPC_OK;
 }
 
 void fsdpc_fill_released(fsdpc_unit *unit)

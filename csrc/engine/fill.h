@@ -14,9 +14,10 @@
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 fsdpc_status fsdpc_fill_open(fsdpc_unit *unit); /* unit->buffer is set */
-/* What no kernel wrote is zeroed; from here on the buffer belongs to the reduction.  NULL if there
- * is nothing to reduce. */
-fsdpc_buffer *fsdpc_fill_close(fsdpc_unit *unit);
+/* What no kernel wrote is zeroed; from here on the buffer, which was open, belongs to the
+ * reduction.
+ */
+fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
 void fsdpc_fill_drop(fsdpc_unit *unit);     /* forgets what is half filled */
 

@@ -6,7 +6,6 @@
  */
 #include "engine/full.h"
 
-#include <string.h>
 #include <unistd.h>
 
 #include "base/fault.h"
@@ -85,24 +84,29 @@ void fsdpc_full_remove(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
 {
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
-        memcpy(group->full, unit->root->wire->read + group->wire_offset, fsdpc_full_bytes(group));
+        FSDPC_TRY(fsdpc_device_copy(unit->device, group->full,
+                                    unit->root->wire->read + group->wire_offset,
+                                    fsdpc_full_bytes(group), &inline_stream));
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
     }
     return FSDPC_OK;
 }
 
-/* Giving up cannot fail; where the kernel has no memory for a split mapping the full stays as it
- * is, readable. */
+/* Giving up cannot fail; where the kernel has no memory for a split mapping, or the device cannot
+ * take the fill, the full stays as it is, readable. */
 void fsdpc_full_hide(fsdpc_unit *unit)
 {
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (protect(unit, group, FSDPC_ACCESS_WRITE) != FSDPC_OK)
             continue;
-        memset(group->full, 0xff, fsdpc_full_bytes(group)); /* a NaN in every float dtype */
+        (void)fsdpc_device_fill(unit->device, group->full, 0xff, /* a NaN in every float dtype */
+                                fsdpc_full_bytes(group), &inline_stream);
         protect(unit, group, FSDPC_ACCESS_NONE);
     }
 }

@@ -444,8 +444,6 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
     FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
                                  (void **)&staging));
     unsigned char *send = staging + ranks * largest * element;
-    memset(send, 0, largest * element);
-    memcpy(send, mine.data, mine.piece.numel * element);
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
                      .unit = unit->id,
                      .what = layout->params[param].name,
@@ -453,11 +451,19 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
                      .send = send,
                      .recv = staging,
                      .numel = largest};
-    fsdpc_status status = fsdpc_comm_run(unit->mesh.shard, &op);
+    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
+    fsdpc_status status =
+        fsdpc_device_fill(optim->device, send, 0, largest * element, &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_copy(optim->device, send, mine.data, mine.piece.numel * element,
+                                   &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(unit->mesh.shard, &op);
     for (int rank = 0; status == FSDPC_OK && rank < layout->ranks; rank++) {
         fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        memcpy((char *)out + piece.first * element, staging + (size_t)rank * largest * element,
-               piece.numel * element);
+        status = fsdpc_device_copy(optim->device, (char *)out + piece.first * element,
+                                   staging + (size_t)rank * largest * element,
+                                   piece.numel * element, &inline_stream);
     }
     fsdpc_device_free(optim->device, staging);
     return status;

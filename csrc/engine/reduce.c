@@ -154,7 +154,8 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
     FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, unit->postpone || unit->partial_live));
-    fsdpc_buffer *buffer = fsdpc_fill_close(unit);
+    fsdpc_buffer *buffer;
+    FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
     unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
     unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
     unit->forget = false;

@@ -215,8 +215,6 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
     FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
                                  (void **)&staging));
     char *send = staging + ranks * largest * element;
-    memset(send, 0, largest * element);
-    memcpy(send, from, mine.numel * element);
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
                      .unit = unit->id,
                      .what = place->name,
@@ -224,11 +222,18 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
                      .send = send,
                      .recv = staging,
                      .numel = largest};
-    fsdpc_status status = fsdpc_comm_run(comm, &op);
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_status status =
+        fsdpc_device_fill(unit->device, send, 0, largest * element, &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_copy(unit->device, send, from, mine.numel * element, &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(comm, &op);
     for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
         fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, rank);
-        memcpy((char *)out + piece.first * element, staging + (size_t)rank * largest * element,
-               piece.numel * element);
+        status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
+                                   staging + (size_t)rank * largest * element,
+                                   piece.numel * element, &inline_stream);
     }
     fsdpc_device_free(unit->device, staging);
     return status;

@@ -311,14 +311,14 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
 
 static fsdpc_status scalar_tensor(fsdpc_tape *tape, fsdpc_dtype dtype, double s, fsdpc_tensor **out)
 {
+    int64_t wide = (int64_t)s;
+    int32_t narrow = dtype == FSDPC_I64 ? 0 : (int32_t)s;
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, 0, NULL, &t));
-    if (dtype == FSDPC_I64)
-        *(int64_t *)t->data = (int64_t)s;
-    else
-        *(int32_t *)t->data = (int32_t)s;
-    *out = t;
-    return FSDPC_OK;
+    const void *value = dtype == FSDPC_I64 ? (const void *)&wide : &narrow;
+    fsdpc_status st =
+        fsdpc_device_copy(tape->device, t->data, value, fsdpc_tensor_bytes(t), tape->stream);
+    return fsdpc_op_return(st, t, out);
 }
 
 static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,

@@ -38,9 +38,13 @@ static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_ten
     return FSDPC_OK;
 }
 
-static float read_scalar(const fsdpc_tensor *t)
+/* The gradient that arrives at a loss; a remote device is waited for. */
+static fsdpc_status read_scalar(const fsdpc_tensor *t, float *out)
 {
-    return *(const float *)t->data;
+    float value = 0;
+    FSDPC_TRY(fsdpc_device_copy(t->storage->device, &value, t->data, sizeof value, NULL));
+    *out = value;
+    return FSDPC_OK;
 }
 
 /* x *= s, in place. */
@@ -83,6 +87,8 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
 {
     cross_entropy_extra *extra = node->extra;
     fsdpc_tensor *logits = node->saved[SAVED_LOGITS], *dx;
+    float dloss;
+    FSDPC_TRY(read_scalar(dy, &dloss));
     /* The logits' own memory serves for their gradient if nobody will read them again. */
     if (!tape->retain_graph && fsdpc_tensor_is_exclusive(logits))
         dx = fsdpc_tensor_acquire(logits);
@@ -92,7 +98,7 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
     fsdpc_cross_entropy_args args =
         loss_args(logits, node->saved[SAVED_TARGETS], node->saved[SAVED_LSE], extra->ignore_index);
     args.count = &extra->count;
-    args.dloss = read_scalar(dy);
+    args.dloss = dloss;
     args.dlogits = dx->data;
     fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
     if (dx == logits) {
@@ -323,7 +329,9 @@ static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_te
 static fsdpc_status fused_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     size_t count = ((const fused_extra *)node->extra)->count;
-    double scale = count ? (double)read_scalar(dy) / (double)count : 0;
+    float dloss;
+    FSDPC_TRY(read_scalar(dy, &dloss));
+    double scale = count ? (double)dloss / (double)count : 0;
     if (node->saved[FUSED_DLOGITS])
         return fused_backward_products(tape, node, scale);
     FSDPC_TRY(give_kept(tape, &node->inputs[1], node->saved[FUSED_DW], scale));
@@ -382,7 +390,9 @@ fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fs
     fsdpc_tensor *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
     fsdpc_status st = all_chunks(&f);
-    *(float *)y->data = f.count ? (float)(f.loss / (double)f.count) : NAN;
+    float mean = f.count ? (float)(f.loss / (double)f.count) : NAN;
+    if (st == FSDPC_OK)
+        st = fsdpc_device_copy(tape->device, y->data, &mean, sizeof mean, tape->stream);
     if (st == FSDPC_OK && (f.want_dx || f.want_dw))
         st = fused_record(&f, y);
     fsdpc_tensor_release(f.dlogits);

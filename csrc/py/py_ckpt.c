@@ -248,6 +248,11 @@ static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_ten
     fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     if (!t)
         return -1;
+    fsdpc_status status = fsdpc_py_check_local(t->storage->device, "loading a checkpoint");
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
     if (known->dtype < 0 || t->numel != out->numel) {
         PyErr_Format(PyExc_TypeError, "%zd %s values do not fit a tensor of %zu %s", numel, dtype,
                      t->numel, fsdpc_dtype_name(t->dtype));

@@ -175,11 +175,16 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
             PyErr_SetString(PyExc_TypeError, "a save needs a Comm");
         return NULL;
     }
-    fsdpc_comm *open = fsdpc_py_comm_of(comm);
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    fsdpc_status status =
+        runtime ? fsdpc_py_check_local(runtime->device, "saving a checkpoint") : FSDPC_OK;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    fsdpc_comm *open = runtime ? fsdpc_py_comm_of(comm) : NULL;
     py_save *self = open ? (py_save *)type->tp_alloc(type, 0) : NULL;
     if (!self)
         return NULL;
-    self->runtime = fsdpc_py_state_runtime(state);
+    self->runtime = runtime;
     self->comm = Py_NewRef(comm);
     self->keep = Py_BuildValue("(OO)", files, pieces);
     self->hook = Py_NewRef(hook ? hook : Py_None);
@@ -188,7 +193,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->plan.gather = gather;
     self->plan.gather_arg = comm;
     self->plan.fs = fsdpc_py_fs(hook);
-    if (!self->runtime || !self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
+    if (!self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
         copy_text(folders[1], &self->plan.temp) < 0 ||
         copy_text(folders[2], &self->plan.folder) < 0 ||
         read_manifest(self, path, manifest, places, checksum_at) < 0 ||

@@ -54,6 +54,10 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime)
         return NULL;
+    fsdpc_status status =
+        size > 1 ? fsdpc_py_check_local(runtime->device, "a world of several ranks") : FSDPC_OK;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -71,7 +75,6 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
                                 .spin = fsdpc_usable_cores() >= size};
-    fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     if (strcmp(address, "null") == 0) /* peers that pretend: for measuring this rank alone */
         status = fsdpc_comm_null_create(&config, &self->comm);

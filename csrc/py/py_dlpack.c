@@ -126,6 +126,8 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssi
         return NULL;
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     fsdpc_status status = fsdpc_tensor_check(t);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_check_local(t->storage->device, "DLPack's __dlpack__");
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (t->requires_grad)
@@ -304,6 +306,9 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
+    fsdpc_status status = fsdpc_py_check_local(runtime->device, "from_dlpack");
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
     PyObject *capsule = PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(source);
     if (!capsule)
         return NULL;

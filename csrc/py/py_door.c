@@ -364,6 +364,9 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
         return NULL;
+    fsdpc_status status = fsdpc_py_check_local(inner->ref->unit->device, "the torch front door");
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
     int n = inner->ref->unit->layout->n_params;
     if (PyList_GET_SIZE(pieces) != n || PyList_GET_SIZE(grads) != n)
         return PyErr_Format(PyExc_ValueError, "a Door needs a piece and a gradient for each of %d",

@@ -4,6 +4,9 @@
  * headers are not needed: the extension runs with any NumPy, and `import fsdpc._core` does not
  * import it. bfloat16 has no format letter; it travels as uint16 ('H') and is viewed as ml_dtypes'
  * on our side of NumPy when that package is there.
+ *
+ * Memory of a remote device is copied both ways, and refused as a buffer: who asks for one wants
+ * the tensor's own memory.
  */
 #include "py/py_tensor.h"
 
@@ -28,6 +31,13 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
     fsdpc_status status = fsdpc_tensor_check(t);
     if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
+        return -1;
+    }
+    if (t->storage->device->remote) {
+        PyErr_Format(PyExc_BufferError,
+                     "the tensor's memory is on device '%s', out of the host's reach: numpy() "
+                     "copies it",
+                     t->storage->device->ops->name);
         return -1;
     }
     if ((flags & PyBUF_WRITABLE) && t->storage->readonly) {
@@ -89,12 +99,51 @@ static PyObject *ml_bfloat16(void)
     return type;
 }
 
-PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
+/* An array of the same shape, over a copy in host memory. */
+static PyObject *array_of_copy(const fsdpc_tensor *t)
 {
-    (void)unused;
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)fsdpc_tensor_bytes(t));
+    PyObject *shape = PyTuple_New(t->ndim), *view = NULL, *flat = NULL, *array = NULL;
+    for (int i = 0; shape && i < t->ndim; i++)
+        PyTuple_SET_ITEM(shape, i, PyLong_FromSize_t(t->shape[i]));
+    if (!bytes || !shape || PyErr_Occurred())
+        goto done;
+    char *to = PyByteArray_AS_STRING(bytes);
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_py_tensor_read(t, to);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        goto done;
+    }
+    view = numpy_call("asarray", bytes);
+    flat = view ? PyObject_CallMethod(view, "view", "s", format_of(t->dtype)) : NULL;
+    array = flat ? PyObject_CallMethod(flat, "reshape", "(O)", shape) : NULL;
+done:
+    Py_XDECREF(bytes);
+    Py_XDECREF(shape);
+    Py_XDECREF(view);
+    Py_XDECREF(flat);
+    return array;
+}
+
+static PyObject *array_of_memory(PyObject *object)
+{
     PyObject *view = PyMemoryView_FromObject(object);
     PyObject *array = view ? numpy_call("asarray", view) : NULL;
     Py_XDECREF(view);
+    return array;
+}
+
+PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    bool remote = t->storage && t->storage->device->remote;
+    PyObject *array = remote ? array_of_copy(t) : array_of_memory(object);
     if (!array || fsdpc_py_self(object)->tensor->dtype != FSDPC_BF16)
         return array;
     PyObject *type = ml_bfloat16();
@@ -195,6 +244,30 @@ static int dtype_of_format(const char *format, Py_ssize_t itemsize)
     }
 }
 
+/* A tensor over the buffer, which it owns then (*taken_out), or with a copy of it on a remote
+ * device.
+ */
+static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, const size_t *shape,
+                                     Py_buffer *view, bool *taken_out, fsdpc_tensor **out)
+{
+    if (!device->remote) {
+        FSDPC_TRY(fsdpc_tensor_wrap(device, dtype, view->ndim, shape, view->buf, release_buffer,
+                                    view, out));
+        *taken_out = true;
+        return FSDPC_OK;
+    }
+    fsdpc_tensor *t;
+    FSDPC_TRY(fsdpc_tensor_create(device, dtype, view->ndim, shape, &t));
+    fsdpc_status status =
+        fsdpc_device_copy(device, t->data, view->buf, fsdpc_tensor_bytes(t), NULL);
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return status;
+    }
+    *out = t;
+    return FSDPC_OK;
+}
+
 /* Wraps a C-contiguous, writable buffer; as_bf16: its uint16 are bfloat16. */
 static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool as_bf16)
 {
@@ -209,6 +282,7 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     const char *format = view->format ? view->format : "B";
     int dtype = as_bf16 ? FSDPC_BF16 : dtype_of_format(format, view->itemsize);
     fsdpc_tensor *t = NULL;
+    bool taken = false;
     if (dtype < 0) {
         PyErr_Format(PyExc_TypeError,
                      "elements of format '%s' and %zd bytes have no dtype here: convert with "
@@ -219,12 +293,12 @@ static fsdpc_tensor *wrap_buffer(fsdpc_runtime *runtime, PyObject *object, bool 
     } else {
         for (int i = 0; i < view->ndim; i++)
             shape[i] = (size_t)view->shape[i];
-        fsdpc_status status = fsdpc_tensor_wrap(runtime->device, (fsdpc_dtype)dtype, view->ndim,
-                                                shape, view->buf, release_buffer, view, &t);
+        fsdpc_status status =
+            tensor_of_buffer(runtime->device, (fsdpc_dtype)dtype, shape, view, &taken, &t);
         if (status != FSDPC_OK)
             fsdpc_py_raise(status);
     }
-    if (!t) {
+    if (!taken) {
         PyBuffer_Release(view);
         PyMem_Free(view);
     }
@@ -367,7 +441,8 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 
 static PyMethodDef functions[] = {
     {"from_numpy", from_numpy, METH_O,
-     "The array's memory as a tensor; a copy if it is read-only or not contiguous."},
+     "The array's memory as a tensor; a copy if it is read-only or not contiguous, or the device a "
+     "GPU."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@
 
 #include "py/py_tensor.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
@@ -487,6 +488,24 @@ static PyObject *op_stack(FASTCALL)
     return concat("stack", module, args, nargs, keywords, true);
 }
 
+static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, bool *equal_out)
+{
+    size_t bytes = fsdpc_tensor_bytes(x);
+    if (!x->storage->device->remote) {
+        *equal_out = memcmp(x->data, y->data, bytes) == 0;
+        return FSDPC_OK;
+    }
+    char *copies = malloc(2 * bytes + 1);
+    if (!copies)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to compare tensors of %zu bytes", bytes);
+    fsdpc_status status = fsdpc_py_tensor_read(x, copies);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_tensor_read(y, copies + bytes);
+    *equal_out = status == FSDPC_OK && memcmp(copies, copies + bytes, bytes) == 0;
+    free(copies);
+    return status;
+}
+
 static PyObject *op_array_equal(FASTCALL)
 {
     (void)module;
@@ -499,8 +518,11 @@ static PyObject *op_array_equal(FASTCALL)
         status = fsdpc_tensor_check(y);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return PyBool_FromLong(x->dtype == y->dtype && fsdpc_shape_equal(x, y) &&
-                           memcmp(x->data, y->data, fsdpc_tensor_bytes(x)) == 0);
+    if (x->dtype != y->dtype || !fsdpc_shape_equal(x, y))
+        Py_RETURN_FALSE;
+    bool equal = false;
+    status = same_bytes(x, y, &equal);
+    return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
 #define FAST(name, function, doc)                                                                  \

@@ -1,4 +1,5 @@
-/* Plugins, as far as Python sees them: opening one, what it was built with and what it finds. */
+/* Plugins, as far as Python sees them: opening one, what it was built with and what it finds, and
+ * choosing it as what brings the device of this process. */
 #include "py/py_state.h"
 
 #include "plugin/plugin.h"
@@ -47,11 +48,56 @@ static PyObject *plugin_library(PyObject *module, PyObject *args)
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }
 
+static fsdpc_status choose_device(fsdpc_runtime *runtime, const char *path)
+{
+    const fsdpc_plugin *plugin = NULL;
+    int devices;
+    if (path) {
+        FSDPC_TRY(fsdpc_plugin_load(path, &plugin));
+        if (!plugin->device_create)
+            return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "plugin '%s' brings no device", plugin->name);
+        FSDPC_TRY(plugin->device_count(&devices));
+    }
+    if (runtime->ready && runtime->plugin != plugin)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "tensors live on device '%s' already: choose the device before the first "
+                          "tensor is made",
+                          runtime->device->ops->name);
+    runtime->plugin = plugin;
+    return FSDPC_OK;
+}
+
+static PyObject *set_device(PyObject *module, PyObject *path)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    const char *text = NULL;
+    if (path != Py_None && !(text = PyUnicode_AsUTF8(path)))
+        return NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = choose_device(&state->runtime, text);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
+/* Does not make the runtime. */
+static PyObject *device_name(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
+    return PyUnicode_FromString(r->plugin ? r->plugin->name : "cpu");
+}
+
 static PyMethodDef functions[] = {
     {"plugin_config", plugin_config, METH_O,
      "Open the plugin at a path; what it was built with and found, and how many devices it has."},
     {"plugin_library", plugin_library, METH_VARARGS,
      "Open the library that a plugin's transports stand on, and say which it is."},
+    {"set_device", set_device, METH_O,
+     "Take the device of the plugin at a path, or the CPU (None), before the first tensor."},
+    {"device_name", device_name, METH_NOARGS, "'cpu', or the name of the plugin that was taken."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -3,6 +3,9 @@
  * Threads of a rank: FSDPC_THREADS, else OMP_NUM_THREADS, else usable cores / LOCAL_WORLD_SIZE, at
  * least 1.  Cores that the ranks of this host leave over may serve worker streams; else every
  * stream of the device runs inline.
+ *
+ * The device is the CPU unless one was chosen before the runtime was made (py_plugin.c).  All
+ * tensors live on it, and all operations run on its main stream in the order they are called.
  */
 #include "py/py_state.h"
 
@@ -10,6 +13,7 @@
 #include <stdlib.h>
 
 #include "ops/flat_ops.h"
+#include "plugin/plugin.h"
 
 fsdpc_py_state *fsdpc_py_state_of_type(PyTypeObject *type)
 {
@@ -49,6 +53,16 @@ static void choose_threads(fsdpc_runtime *runtime, int *spare_out)
     *spare_out = spare > 0 ? spare : 0;
 }
 
+static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
+{
+    if (r->plugin)
+        return r->plugin->device_create(r->mem, 0, &r->device);
+    FSDPC_TRY(fsdpc_device_cpu_create(r->mem, r->team, isa, spare, &r->device));
+    r->device->flat = fsdpc_flat_ops_cpu(isa);
+    r->device->nn = fsdpc_nn_ops_cpu(isa);
+    return FSDPC_OK;
+}
+
 static fsdpc_status runtime_create(fsdpc_runtime *r)
 {
     fsdpc_isa isa;
@@ -62,9 +76,7 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
     choose_threads(r, &spare);
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
-    FSDPC_TRY(fsdpc_device_cpu_create(r->mem, r->team, isa, spare, &r->device));
-    r->device->flat = fsdpc_flat_ops_cpu(isa);
-    r->device->nn = fsdpc_nn_ops_cpu(isa);
+    FSDPC_TRY(make_device(r, isa, spare));
     FSDPC_TRY(fsdpc_stream_create(r->device, "compute", false, &r->compute));
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
     FSDPC_TRY(fsdpc_trace_create((size_t)r->env.trace, &r->trace));
@@ -74,14 +86,14 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
 
 void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
 {
-    int threads = r->threads;
+    fsdpc_runtime chosen = {.threads = r->threads, .plugin = r->plugin};
     fsdpc_trace_destroy(r->trace);
     fsdpc_tape_destroy(r->tape);
     fsdpc_stream_destroy(r->compute);
     fsdpc_device_destroy(r->device);
     fsdpc_team_destroy(r->team);
     fsdpc_mem_destroy(r->mem);
-    *r = (fsdpc_runtime){.threads = threads};
+    *r = chosen;
 }
 
 fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
@@ -106,6 +118,20 @@ fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type)
 {
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     return state ? fsdpc_py_state_runtime(state) : NULL;
+}
+
+fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out)
+{
+    return fsdpc_device_copy(t->storage->device, out, t->data, fsdpc_tensor_bytes(t), NULL);
+}
+
+fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what)
+{
+    if (!device->remote)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                      "%s on device '%s' is not supported yet: run on device 'cpu'", what,
+                      device->ops->name);
 }
 
 /* ---- functions of the module ---- */
@@ -145,8 +171,10 @@ static PyObject *engine_threads(PyObject *module, PyObject *unused)
 {
     (void)unused;
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
-    return PyLong_FromLong(
-        r->ready ? fsdpc_team_workers(r->team) + fsdpc_device_cpu_workers(r->device) : 0);
+    int threads = r->ready ? fsdpc_team_workers(r->team) : 0;
+    if (r->ready && !r->plugin)
+        threads += fsdpc_device_cpu_workers(r->device);
+    return PyLong_FromLong(threads);
 }
 
 static PyObject *usable_cores(PyObject *module, PyObject *unused)

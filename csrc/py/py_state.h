@@ -18,8 +18,11 @@
 #include "base/trace.h"
 #include "nn/ops.h"
 
+struct fsdpc_plugin; /* plugin/plugin.h */
+
 typedef struct fsdpc_runtime {
     bool ready;
+    const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
     fsdpc_env env;
     int threads; /* of this rank */
     fsdpc_mem *mem;
@@ -71,6 +74,12 @@ PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 /* NULL and None leave *inout as it is. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
+
+/* A tensor's bytes in host memory; waits for what computes them. */
+fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
+/* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot touch; `what` begins the message.
+ */
+fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
 int fsdpc_py_state_setup(PyObject *module);
 int fsdpc_py_plugin_setup(PyObject *module);

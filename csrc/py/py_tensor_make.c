@@ -5,6 +5,7 @@
 #include "ops/flat_ops.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
@@ -81,21 +82,35 @@ static fsdpc_tensor *request_tensor(const request *r)
     return t;
 }
 
+/* t = what `exact` (fp64) holds, in t's dtype; a stride of 0 repeats its first element. */
+static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc_tensor *exact,
+                            size_t stride)
+{
+    fsdpc_copy_args args = {.ndim = 1,
+                            .shape = {t->numel},
+                            .stride_dst = {1},
+                            .stride_src = {stride},
+                            .dst_dtype = t->dtype,
+                            .src_dtype = FSDPC_F64,
+                            .dst = t->data,
+                            .src = exact->data};
+    return runtime->device->nn->copy(&args, runtime->compute);
+}
+
 /* Every element = value, in any dtype. */
 static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, double value)
 {
     if (value == 0)
         return fsdpc_device_fill(runtime->device, t->data, 0, fsdpc_tensor_bytes(t),
                                  runtime->compute);
-    fsdpc_copy_args args = {.ndim = 1,
-                            .shape = {t->numel},
-                            .stride_dst = {1},
-                            .stride_src = {0},
-                            .dst_dtype = t->dtype,
-                            .src_dtype = FSDPC_F64,
-                            .dst = t->data,
-                            .src = &value};
-    return runtime->device->nn->copy(&args, runtime->compute);
+    fsdpc_tensor *exact;
+    FSDPC_TRY(fsdpc_tensor_create(runtime->device, FSDPC_F64, 0, NULL, &exact));
+    fsdpc_status status =
+        fsdpc_device_copy(runtime->device, exact->data, &value, sizeof value, runtime->compute);
+    if (status == FSDPC_OK)
+        status = convert(runtime, t, exact, 0);
+    fsdpc_tensor_release(exact);
+    return status;
 }
 
 static PyObject *filled(const request *r, double value)
@@ -167,6 +182,27 @@ static PyObject *make_empty_deferred(FASTCALL)
     return fsdpc_py_tensor_new(r.state, t);
 }
 
+/* Values in fp64, where integers up to 2^53 are exact, then one cast. */
+static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step)
+{
+    fsdpc_tensor *exact;
+    double *values = malloc((t->numel + 1) * sizeof *values);
+    if (!values)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the %zu values of arange", t->numel);
+    for (size_t i = 0; i < t->numel; i++)
+        values[i] = start + step * (double)i;
+    fsdpc_status status = fsdpc_tensor_create(runtime->device, FSDPC_F64, 1, &t->numel, &exact);
+    if (status == FSDPC_OK) {
+        status = fsdpc_device_copy(runtime->device, exact->data, values, fsdpc_tensor_bytes(exact),
+                                   runtime->compute);
+        if (status == FSDPC_OK)
+            status = convert(runtime, t, exact, 1);
+        fsdpc_tensor_release(exact);
+    }
+    free(values);
+    return status;
+}
+
 static PyObject *make_arange(FASTCALL)
 {
     PARSE("arange", 1, "start", "stop", "step", "dtype");
@@ -188,25 +224,10 @@ static PyObject *make_arange(FASTCALL)
     double count = ceil((stop - start) / step);
     r.ndim = 1;
     r.shape[0] = count > 0 ? (size_t)count : 0;
-    fsdpc_tensor *t = request_tensor(&r), *exact = NULL;
+    fsdpc_tensor *t = request_tensor(&r);
     if (!t)
         return NULL;
-    /* Values in fp64, where integers up to 2^53 are exact, then one cast. */
-    fsdpc_status status = fsdpc_tensor_create(r.runtime->device, FSDPC_F64, 1, r.shape, &exact);
-    if (status == FSDPC_OK) {
-        for (size_t i = 0; i < t->numel; i++)
-            ((double *)exact->data)[i] = start + step * (double)i;
-        fsdpc_copy_args copy = {.ndim = 1,
-                                .shape = {t->numel},
-                                .stride_dst = {1},
-                                .stride_src = {1},
-                                .dst_dtype = t->dtype,
-                                .src_dtype = FSDPC_F64,
-                                .dst = t->data,
-                                .src = exact->data};
-        status = r.runtime->device->nn->copy(&copy, r.runtime->compute);
-        fsdpc_tensor_release(exact);
-    }
+    fsdpc_status status = count_up(r.runtime, t, start, step);
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return fsdpc_py_raise(status);

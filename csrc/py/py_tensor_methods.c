@@ -54,23 +54,34 @@ static PyObject *method_item(PyObject *object, PyObject *unused)
                             "a tensor of shape %s is not one number: index it, or use tolist()",
                             fsdpc_shape_text(t->ndim, t->shape, text));
     }
+    union {
+        float f32;
+        double f64;
+        uint16_t bits;
+        int32_t i32;
+        int64_t i64;
+        uint8_t u8;
+    } value;
+    status = fsdpc_py_tensor_read(t, &value);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
     switch (t->dtype) {
     case FSDPC_F32:
-        return PyFloat_FromDouble(*(const float *)t->data);
+        return PyFloat_FromDouble(value.f32);
     case FSDPC_BF16:
-        return PyFloat_FromDouble(fsdpc_bf16_to_f32(*(const uint16_t *)t->data));
+        return PyFloat_FromDouble(fsdpc_bf16_to_f32(value.bits));
     case FSDPC_F16:
-        return PyFloat_FromDouble(fsdpc_f16_to_f32(*(const uint16_t *)t->data));
+        return PyFloat_FromDouble(fsdpc_f16_to_f32(value.bits));
     case FSDPC_F64:
-        return PyFloat_FromDouble(*(const double *)t->data);
+        return PyFloat_FromDouble(value.f64);
     case FSDPC_I32:
-        return PyLong_FromLong(*(const int32_t *)t->data);
+        return PyLong_FromLong(value.i32);
     case FSDPC_I64:
-        return PyLong_FromLongLong(*(const int64_t *)t->data);
+        return PyLong_FromLongLong(value.i64);
     case FSDPC_U8:
-        return PyLong_FromLong(*(const uint8_t *)t->data);
+        return PyLong_FromLong(value.u8);
     default:
-        return PyBool_FromLong(*(const uint8_t *)t->data);
+        return PyBool_FromLong(value.u8);
     }
 }
 

@@ -49,6 +49,7 @@ from fsdpc._core import (
 from fsdpc.activation import checkpoint_activations
 from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
 from fsdpc.config import show_config
+from fsdpc.device import get_default_device, set_default_device
 from fsdpc.distributed import (
     all_gather,
     all_reduce,
@@ -122,6 +123,7 @@ __all__ = [
     "full_tensor",
     "fully_shard",
     "functional",
+    "get_default_device",
     "grad_norms",
     "init",
     "init_device_mesh",
@@ -149,6 +151,7 @@ __all__ = [
     "reset_peak_memory_stats",
     "Schedule",
     "schedule",
+    "set_default_device",
     "set_num_threads",
     "ShardingStrategy",
     "show_config",

@@ -304,6 +304,12 @@ def plugin_config(path: str, /) -> dict[str, Any]:
 def plugin_library(path: str, library: str | None, /) -> str:
     """Open the library that a plugin's transports stand on, and say which it is."""
 
+def set_device(path: str | None, /) -> None:
+    """Take the device of the plugin at a path, or the CPU, before the first tensor."""
+
+def device_name() -> str:
+    """Return "cpu", or the name of the plugin that was taken."""
+
 # ---- the engine ----
 
 def listen_for_rank(address: str, rank: int) -> int: ...

@@ -1,8 +1,9 @@
 """GPUs: whether this installation and this machine have any.
 
 The plugin ``libfsdpc_cuda.so`` stands beside the extension where a CUDA toolkit was at hand when
-fsdpc was built, and is opened by the first call here, never by ``import fsdpc``.  It brings a
-device and its kernels; the engine does not run on them yet.
+fsdpc was built, or where ``FSDPC_CUDA_PLUGIN`` says, and is opened by the first call here, never by
+``import fsdpc``.  It brings a device and its kernels; :func:`fsdpc.set_default_device` has the
+process run on them, as one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 from fsdpc import _core
 
-_PLUGIN = Path(_core.__file__).with_name("libfsdpc_cuda.so")
+_PLUGIN = Path(
+    os.environ.get("FSDPC_CUDA_PLUGIN") or Path(_core.__file__).with_name("libfsdpc_cuda.so")
+)
 
 
 @cache

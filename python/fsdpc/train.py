@@ -29,6 +29,7 @@ from fsdpc.data import (
     SequenceDataset,
     default_corpus,
 )
+from fsdpc.device import set_default_device
 from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.memory_plan import memory_plan
@@ -40,6 +41,9 @@ from fsdpc.sharding import fully_shard
 from fsdpc.wrap import by_class
 
 HELD_OUT_BYTES = 500_000
+# The peak is that of the first square product, of doubling sizes, that takes this long.
+PRODUCT_SECONDS = 2e-3
+PRODUCT_SIZES = (96, 4096)
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
         check(options)
+        choose_device(options)
         if "RANK" not in os.environ:  # what is wrong is said once, not by every rank
             check_resources(options, options.ranks or 1)
         if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:
@@ -81,6 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def choose_device(options: argparse.Namespace) -> None:
+    """Take ``--device`` before the first tensor is made."""
+    try:
+        set_default_device(options.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {options.device}: {error}") from None
+
+
 def check_resources(options: argparse.Namespace, ranks: int) -> None:
     """Refuse what this machine's memory, or the data that were named, cannot give."""
     model = make_model(options)
@@ -95,7 +108,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
     )
     each = plan.master + plan.grad + plan.state + plan.reduce
     needed, available = replicas * plan.wire + ranks * each, available_bytes()
-    if available is not None and needed > available:
+    if options.device == "cpu" and available is not None and needed > available:
         raise ValueError(
             f"--preset {options.preset} on {ranks} rank{'s' if ranks > 1 else ''} needs "
             f"{needed / 2**30:,.1f} GiB beside its activations, {available / 2**30:,.1f} GiB are "
@@ -201,14 +214,15 @@ class Trainer:
     def _measure_peak(self) -> float:
         """FLOP/s of this rank's matrix products: what MFU is a share of."""
         dtype = DTYPES[self.options.dtype]
-        n = 768
-        a, b = (_core.randn(n, n, seed=i).to(dtype) for i in (1, 2))
-        best = math.inf
+        n, best = PRODUCT_SIZES[0], 0.0
         previous = _core.set_grad_enabled(False)
-        for _ in range(4):
-            begin = time.perf_counter()
-            _core.matmul(a, b)
-            best = min(best, time.perf_counter() - begin)
+        while best < PRODUCT_SECONDS and n <= PRODUCT_SIZES[1]:
+            n, best = 2 * n, math.inf
+            a, b = (_core.randn(n, n, seed=i).to(dtype) for i in (1, 2))
+            for _ in range(4):
+                begin = time.perf_counter()
+                _core.matmul(a, b)[0, 0].item()  # a GPU is waited for
+                best = min(best, time.perf_counter() - begin)
         _core.set_grad_enabled(previous)
         return 2 * n**3 / best
 

@@ -2,12 +2,14 @@
  *
  * Found instead of CUDA's own header by -Itests/emu.  Names, types and meanings are CUDA's; codes
  * are the few that are looked at.  emu_runtime.cpp implements it: streams are threads, memory is
- * the heap.
+ * the heap or, behind the gate, pages that the host may not touch.
  */
 #ifndef FSDPC_TESTS_EMU_CUDA_RUNTIME_API_H
 #define FSDPC_TESTS_EMU_CUDA_RUNTIME_API_H
 
 #include <stddef.h>
+
+#define CUDART_VERSION 13000
 
 #ifdef __cplusplus
 extern "C" {
@@ -69,10 +71,12 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 
-/* Not CUDA's: the order in which a block's threads run, and random delays before work of a stream
- * (0: none). */
+/* Not CUDA's: the order in which a block's threads run, random delays before work of a stream (0:
+ * none), and device memory that the host may not touch, from the next allocation on and for good
+ * (emu_runtime.cpp). */
 void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
+void emu_gate_memory(void);
 
 #ifdef __cplusplus
 }

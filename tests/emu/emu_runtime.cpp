@@ -10,10 +10,18 @@
  * that others have not reached.  A warp runs as far ahead of the others as barriers let it, so that
  * what a barrier should have kept apart meets.  A round in which nobody got further is an error of
  * the kernel.
+ *
+ * Gate.  A GPU's memory is out of the host's reach, this processor's is not, and a host that reads
+ * a tensor by a pointer would work here and end the process there.  Once emu_gate_memory was
+ * called, device memory lies in pages that nobody may touch, but for the time that the host spends
+ * inside a call that waits for the device; and only then streams run what touches memory.  So the
+ * mistake ends the process here too, every time and at its place, and kernels run as late as a GPU
+ * may run them.
  */
 #include "cuda_runtime_api.h"
 
 #include <atomic>
+#include <condition_variable>
 #include <linux/futex.h>
 #include <map>
 #include <memory>
@@ -368,6 +376,82 @@ void emu_copies_wait(unsigned left)
     }
 }
 
+/* -- the gate ---------------------------------------------------------------------------------- */
+
+namespace
+{
+
+enum : size_t { ARENA_BYTES = (size_t)64 << 30 }; /* of addresses; they are not used again */
+
+struct memory_gate {
+    std::mutex lock;
+    std::condition_variable changed;
+    std::atomic<bool> closed{false}; /* false: there is no gate */
+    char *begin = nullptr;
+    size_t used = 0;
+    int inside = 0;  /* host threads in a call that waits */
+    int running = 0; /* streams that touch memory now */
+
+    void protect(int access)
+    {
+        if (used && mprotect(begin, used, access)) {
+            perror("emu: mprotect");
+            abort();
+        }
+    }
+    void host_enters()
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        if (closed && inside++ == 0)
+            protect(PROT_READ | PROT_WRITE);
+        changed.notify_all();
+    }
+    void host_leaves()
+    {
+        std::unique_lock<std::mutex> guard(lock);
+        if (!closed || --inside > 0)
+            return;
+        changed.wait(guard, [this] { return running == 0; });
+        if (inside == 0)
+            protect(PROT_NONE);
+    }
+    void work_begins()
+    {
+        if (!closed)
+            return;
+        std::unique_lock<std::mutex> guard(lock);
+        changed.wait(guard, [this] { return inside > 0; });
+        running++;
+    }
+    void work_ends()
+    {
+        if (!closed)
+            return;
+        std::lock_guard<std::mutex> guard(lock);
+        running--;
+        changed.notify_all();
+    }
+    void *take(size_t bytes)
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        if (bytes > ARENA_BYTES - used)
+            return nullptr;
+        char *taken = begin + used;
+        used += bytes;
+        return taken;
+    }
+};
+
+memory_gate &gate = *new memory_gate; /* streams may wait at it when the process ends */
+
+/* For as long as a host thread waits for the device. */
+struct host_inside {
+    host_inside() { gate.host_enters(); }
+    ~host_inside() { gate.host_leaves(); }
+};
+
+} // namespace
+
 /* -- streams ----------------------------------------------------------------------------------- */
 
 namespace
@@ -375,6 +459,7 @@ namespace
 
 struct work {
     std::function<void()> run;
+    bool touches_memory;
     std::atomic<work *> next{nullptr};
 };
 
@@ -401,10 +486,11 @@ struct emu_stream {
 
     emu_stream() : head(new work()), tail(head), thread([this] { loop(); }) {}
 
-    void post(std::function<void()> run)
+    void post(std::function<void()> run, bool touches_memory)
     {
         work *added = new work();
         added->run = std::move(run);
+        added->touches_memory = touches_memory;
         tail->next.store(added, std::memory_order_release);
         tail = added;
         posted.fetch_add(1, std::memory_order_release);
@@ -423,7 +509,11 @@ struct emu_stream {
             }
             if (delay_seed.load(std::memory_order_relaxed))
                 delay(&state);
+            if (next->touches_memory)
+                gate.work_begins();
             next->run();
+            if (next->touches_memory)
+                gate.work_ends();
             delete head;
             head = next;
         }
@@ -443,13 +533,21 @@ void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t share
                 shared);
         abort();
     }
-    stream->post([=] { run_grid(grid, block, thread); });
+    stream->post([=] { run_grid(grid, block, thread); }, true);
 }
 
+/* In a stream. */
 static void wait_for(const std::atomic<bool> &flag)
 {
     while (!flag.load(std::memory_order_acquire))
         std::this_thread::yield();
+}
+
+/* In the host, which lets the streams run meanwhile. */
+static void host_waits_for(const std::atomic<bool> &flag)
+{
+    host_inside here;
+    wait_for(flag);
 }
 
 /* -- the runtime ------------------------------------------------------------------------------- */
@@ -465,10 +563,15 @@ std::map<uintptr_t, region> regions;
 
 cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
 {
-    void *made = aligned_alloc(512, (bytes + 511) / 512 * 512 + 512);
+    size_t whole = (bytes + 511) / 512 * 512 + 512;
+    bool gated = gate.closed && type == cudaMemoryTypeDevice;
+    void *made = gated ? gate.take(whole) : aligned_alloc(512, whole);
     if (!made)
         return cudaErrorMemoryAllocation;
-    memset(made, 0xa5, bytes);
+    {
+        host_inside here;
+        memset(made, 0xa5, bytes);
+    }
     std::lock_guard<std::mutex> guard(regions_lock);
     regions[(uintptr_t)made] = {bytes, type};
     *pointer = made;
@@ -480,7 +583,8 @@ cudaError_t region_drop(void *pointer)
     std::lock_guard<std::mutex> guard(regions_lock);
     if (pointer && !regions.erase((uintptr_t)pointer))
         return cudaErrorInvalidValue;
-    free(pointer);
+    if ((char *)pointer < gate.begin || (char *)pointer >= gate.begin + gate.used)
+        free(pointer);
     return cudaSuccess;
 }
 } // namespace
@@ -495,6 +599,20 @@ void emu_set_descending(int yes)
 void emu_set_delays(unsigned seed)
 {
     delay_seed = seed;
+}
+
+void emu_gate_memory(void)
+{
+    if (gate.closed)
+        return;
+    void *made = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                      0);
+    if (made == MAP_FAILED) {
+        perror("emu: addresses for device memory");
+        abort();
+    }
+    gate.begin = static_cast<char *>(made);
+    gate.closed = true;
 }
 
 const char *cudaGetErrorString(cudaError_t error)
@@ -590,16 +708,16 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     if (source.type == cudaMemoryTypeUnregistered) {
         auto begin = static_cast<const unsigned char *>(from);
         auto kept = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
-        stream->post([=] { memmove(to, kept->data(), bytes); });
+        stream->post([=] { memmove(to, kept->data(), bytes); }, true);
     } else {
-        stream->post([=] { memmove(to, from, bytes); });
+        stream->post([=] { memmove(to, from, bytes); }, true);
     }
     return target.type == cudaMemoryTypeUnregistered ? cudaStreamSynchronize(stream) : cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
 {
-    stream->post([=] { memset(to, value, bytes); });
+    stream->post([=] { memset(to, value, bytes); }, true);
     return cudaSuccess;
 }
 
@@ -611,7 +729,8 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
-    stream->post([=] { stream->stop = true; });
+    stream->post([=] { stream->stop = true; }, false);
+    host_inside here;
     stream->thread.join();
     delete stream;
     return cudaSuccess;
@@ -620,8 +739,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
     auto reached = std::make_shared<std::atomic<bool>>(false);
-    stream->post([reached] { reached->store(true, std::memory_order_release); });
-    wait_for(*reached);
+    stream->post([reached] { reached->store(true, std::memory_order_release); }, false);
+    host_waits_for(*reached);
     return cudaSuccess;
 }
 
@@ -641,7 +760,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     auto reached = std::make_shared<std::atomic<bool>>(false);
     event->reached = reached;
-    stream->post([reached] { reached->store(true, std::memory_order_release); });
+    stream->post([reached] { reached->store(true, std::memory_order_release); }, false);
     return cudaSuccess;
 }
 
@@ -649,12 +768,14 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 {
     auto reached = event->reached;
     if (reached)
-        stream->post([reached] { wait_for(*reached); });
+        stream->post([reached] { wait_for(*reached); }, false);
     return cudaSuccess;
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
+    if (gate.closed && event->reached) /* else nothing would ever run */
+        host_waits_for(*event->reached);
     bool reached = !event->reached || event->reached->load(std::memory_order_acquire);
     return reached ? cudaSuccess : cudaErrorNotReady;
 }

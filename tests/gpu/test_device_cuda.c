@@ -121,13 +121,44 @@ static void test_plain_streams(void)
     buffer_fini(&y);
 }
 
+/* And so does one that is not to be async: turns of both keep their order without events. */
+static void test_streams_that_are_not_async_are_one(void)
+{
+    enum { NUMEL = 20000, TURNS = 8 };
+    fsdpc_stream plain = {.device = gpu, .name = "inline"}, *named;
+    CHECK_OK(fsdpc_stream_create(gpu, "compute", false, &named));
+    CHECK(!named->async);
+    buffer x = buffer_make(FSDPC_F32, NUMEL, 0), one = buffer_make(FSDPC_F32, NUMEL, 0);
+    for (size_t i = 0; i < NUMEL; i++) {
+        ((float *)x.on_cpu)[i] = (float)(i % 7);
+        ((float *)one.on_cpu)[i] = 1;
+    }
+    buffer_send(&x);
+    buffer_send(&one);
+    CHECK_OK(fsdpc_stream_sync(gpu_stream));
+    for (int turn = 0; turn < TURNS; turn++) {
+        CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, one.on_gpu, FSDPC_F32, NUMEL, named));
+        CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, x.on_gpu, FSDPC_F32, NUMEL, &plain));
+        for (size_t i = 0; i < NUMEL; i++)
+            ((float *)x.on_cpu)[i] = (((float *)x.on_cpu)[i] + 1) * 2;
+    }
+    CHECK_OK(fsdpc_stream_sync(named));
+    check_same_bits(&x, "turns of streams that are not async");
+    buffer_fini(&x);
+    buffer_fini(&one);
+    fsdpc_stream_destroy(named);
+}
+
 int main(void)
 {
 #if defined(FSDPC_EMU)
     emu_set_delays(12345);
 #endif
-    static const rig_test_fn tests[] = {test_memory, test_copies_without_a_stream_are_done,
-                                        test_events_order_streams, test_first_error_is_kept,
-                                        test_plain_streams};
+    static const rig_test_fn tests[] = {test_memory,
+                                        test_copies_without_a_stream_are_done,
+                                        test_events_order_streams,
+                                        test_first_error_is_kept,
+                                        test_plain_streams,
+                                        test_streams_that_are_not_async_are_one};
     return rig_main("test_device_cuda", tests, sizeof tests / sizeof tests[0]);
 }

@@ -1,0 +1,49 @@
+"""Which device this process computes on."""
+
+from __future__ import annotations
+
+from fsdpc import _core, cuda
+
+
+def set_default_device(device: str) -> None:
+    """Choose the device on which all tensors of this process live, before the first one is made.
+
+    Parameters
+    ----------
+    device : {"cpu", "cuda"}
+        ``"cuda"`` is the first GPU of ``CUDA_VISIBLE_DEVICES``. Without a call it is ``"cpu"``.
+
+    Raises
+    ------
+    ValueError
+        There is no device of that name.
+    RuntimeError
+        There is no GPU here (the message says why), or tensors live on another device already.
+
+    Notes
+    -----
+    On ``"cuda"`` there is one rank. NumPy arrays are copied to it, and ``numpy()``, ``item()`` and
+    printing copy back and wait for what was computed until then. Checkpoints, DLPack and the
+    torch front door are refused by name.
+
+    A call for the device that was chosen already does nothing.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"device must be 'cpu' or 'cuda', got {device!r}: CUDA_VISIBLE_DEVICES says which GPU "
+            "is the first"
+        )
+    if device == "cuda" and cuda.device_count() == 0:
+        raise RuntimeError(f"no device 'cuda': {cuda.describe()}")
+    _core.set_device(str(cuda._PLUGIN) if device == "cuda" else None)
+
+
+def get_default_device() -> str:
+    """Return the device on which tensors of this process live.
+
+    Returns
+    -------
+    str
+        ``"cpu"`` or ``"cuda"``.
+    """
+    return _core.device_name()

@@ -1,0 +1,116 @@
+"""Trains small models on the device that argv[1] names; prints what came of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import fsdpc
+from fsdpc import functional as F
+from fsdpc import nn
+from fsdpc.models import Llama
+from fsdpc.models.config import ModelConfig
+
+STEPS = 5
+MAX_NORM = 0.5  # below the norms of all first steps
+WORDS = 64
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+class Perceptron(nn.Module):
+    """Blocks of x + gelu(linear(layer_norm(x))), and the squared error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(24) for _ in range(3)])
+        self.linears = nn.ModuleList([nn.Linear(24, 24) for _ in range(3)])
+
+    def forward(self, x: Any, y: Any) -> Any:
+        h = fsdpc.tensor(x)
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            h = h.to(linear.weight.dtype)
+            h = h + F.gelu(linear(norm(h)))
+        error = h.float() - fsdpc.tensor(y)
+        return (error * error).mean()
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.linears)
+
+
+class Weighted(nn.Module):
+    """A sum of weights times given numbers: gradients have the same bits wherever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(fsdpc.tensor(np.linspace(-1, 1, 1000, dtype=np.float32)))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        return (self.w * fsdpc.tensor(x).to(self.w.dtype)).sum()
+
+    def blocks(self) -> list[nn.Module]:
+        return []
+
+
+def llama() -> Llama:
+    """Grouped queries, three units."""
+    return Llama(ModelConfig(vocab_size=WORDS, dim=32, layers=2, heads=4, kv_heads=2, inner=48,
+                             max_seq=16))
+
+
+def words(rng: np.random.Generator) -> Batch:
+    """Two sequences, and what follows each of their words."""
+    ids = rng.integers(0, WORDS, (2, 17))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def rows(rng: np.random.Generator) -> Batch:
+    """Rows of numbers to be mapped onto others."""
+    return tuple(rng.standard_normal((16, 24), dtype=np.float32) for _ in range(2))
+
+
+def numbers(rng: np.random.Generator) -> Batch:
+    """What each weight is multiplied by."""
+    return rng.standard_normal(1000, dtype=np.float32), np.empty(0, np.float32)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], Batch]]] = {
+    "llama": (llama, words), "perceptron": (Perceptron, rows), "weighted": (Weighted, numbers),
+}
+
+
+def train(name: str, dtype: str) -> dict[str, Any]:
+    """Train one model; return losses, norms and the parameters' bytes."""
+    make, batch_of = MODELS[name]
+    fsdpc.manual_seed(0)
+    model = make()
+    policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
+    for module in (*model.blocks(), model):
+        fsdpc.fully_shard(module, mp_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = batch_of(np.random.default_rng(0))
+    losses, norms = [], []
+    for _ in range(STEPS):
+        loss = model(*batch)
+        loss.backward()
+        norms.append(float(fsdpc.clip_grad_norm_(model, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    values = [fsdpc.full_tensor(p).numpy().ravel() for p in model.parameters()]
+    return {"losses": losses, "norms": norms, "values": np.concatenate(values).tolist()}
+
+
+def main() -> None:
+    """Train every model in both dtypes."""
+    fsdpc.set_default_device(sys.argv[1])
+    results = {f"{name} {dtype}": train(name, dtype) for name in MODELS for dtype in
+               ("fp32", "bf16")}
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
