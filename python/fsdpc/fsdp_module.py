@@ -26,6 +26,7 @@ class FSDPModule:
     """What :func:`fsdpc.fully_shard` adds to a module, with PyTorch FSDP2's names and meaning."""
 
     _fsdpc_unit: _core.Unit
+    _fsdpc_strategy: str
     _fsdpc_summoned = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.policies import MixedPrecisionPolicy
-from fsdpc.strategies import ShardingStrategy, apply_strategy
+from fsdpc.strategies import ShardingStrategy, apply_strategy, strategy_name
 from fsdpc.wrap import WrapPolicy, by_name, check_names, units_by
 
 M = TypeVar("M", bound="Module | list[Module]")
@@ -92,7 +92,7 @@ def fully_shard(
     }
     if plan is not None:
         _shard_by_plan(modules, plan, {**options, "strategy": strategy})
-    _make_unit(modules, keep_grads, **options)
+    _make_unit(modules, strategy, keep_grads, **options)
     return module
 
 
@@ -125,6 +125,7 @@ def _shard_by_plan(modules: list[Any], plan: Any, options: dict[str, Any]) -> No
 
 def _make_unit(
     modules: list[Any],
+    strategy: ShardingStrategy | str | None,
     keep_grads: bool,
     mesh: DeviceMesh | None,
     reshard_after_forward: bool | int | None,
@@ -166,8 +167,10 @@ def _make_unit(
         if recipe is not None:
             unit.init(i, *recipe)
             p._recipe = None
+    replicas = replicate.size if replicate is not None else 1
     for m in modules:
         m.__dict__["_fsdpc_unit"] = unit
+        m.__dict__["_fsdpc_strategy"] = strategy_name(strategy, replicas, shard.size, reshard)
         cls = type(m)
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         object.__setattr__(m, "__class__", sharded)

@@ -77,6 +77,19 @@ def apply_strategy(
     return mesh, reshard, strategy is ShardingStrategy.SHARD_OPTIM
 
 
+def strategy_name(
+    value: ShardingStrategy | str | None, replicas: int, shards: int, reshard: bool | None
+) -> str:
+    """Return the name of what a unit does, whether it was asked for by name or by mesh and flag."""
+    if value is not None:
+        return as_strategy(value).name
+    if shards == 1 and replicas > 1:
+        return "NO_SHARD"
+    if replicas > 1:
+        return "HYBRID_SHARD_ZERO2" if reshard is False else "HYBRID_SHARD"
+    return "SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
+
+
 _replicated: list[tuple[Any, DeviceMesh]] = []
 
 

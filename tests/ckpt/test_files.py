@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +18,10 @@ import transformers
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 import fsdpc
+import fsdpc.torch
 from fsdpc import checkpoint
 from fsdpc.checkpoint import CheckpointError
+from fsdpc.checkpoint.command import main
 from fsdpc.models import GPT2
 
 from .common import CONFIG, STRATEGIES, Odd, by_blocks, llama, sharded, values
@@ -121,16 +125,61 @@ def test_a_file_for_each_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks([1, 4])
-@pytest.mark.parametrize("how", ["plain", "FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("how", STRATEGIES)
 def test_the_manifest_says_who_wrote_it(how: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"model": llama(how)})
     content = json.loads((tmp_path / "c" / "manifest.json").read_text())
     world = fsdpc.world_size()
-    rows = 2 if how == "HYBRID_SHARD" and world == 4 else 1
+    rows = world if how == "NO_SHARD" else 2 if how.startswith("HYBRID") and world == 4 else 1
     sharded_ = [] if how == "plain" else [{"replicate": rows, "shard": world // rows}]
     assert (content["world"], content["meshes"]) == (world, sharded_)
+    assert content["strategies"] == ([] if how == "plain" else [how])
     assert content["units"] == (0 if how == "plain" else 1 + CONFIG.layers)
     assert content["model_class"].endswith("Llama") and len(content["rng"]["ranks"]) == world
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(["ls", str(tmp_path / "c")]) == 0
+    mesh = f" ({how}; replicas x shards {rows} x {world // rows})" if how != "plain" else ""
+    assert f"written by {world} ranks{mesh}, layout full" in text.getvalue()
+
+
+@pytest.mark.ranks([1, 4])
+def test_strategies_that_were_asked_for_by_mesh_and_flag(tmp_path: Path) -> None:
+    world = fsdpc.world_size()
+    grid = (2, world // 2) if world > 1 else (1, 1)
+    mesh = fsdpc.init_device_mesh("cpu", grid)
+    hybrid = world > 1
+    for i, (options, want) in enumerate([
+        ({}, "FULL_SHARD"), ({"reshard_after_forward": False}, "SHARD_GRAD_OP"),
+        ({"mesh": mesh}, "HYBRID_SHARD" if hybrid else "FULL_SHARD"),
+        ({"mesh": mesh, "reshard_after_forward": False},
+         "HYBRID_SHARD_ZERO2" if hybrid else "SHARD_GRAD_OP"),
+        ({"mesh": fsdpc.init_device_mesh("cpu", (world, 1))},
+         "NO_SHARD" if hybrid else "FULL_SHARD"),
+    ]):  # fmt: skip
+        native = by_blocks(llama("plain"), **options)
+        torches = fsdpc.torch.fully_shard(torch.nn.Linear(5, 5), **options)
+        for name, model in (("native", native), ("torch", torches)):
+            checkpoint.save(tmp_path / f"{name}-{i}", {"model": model})
+            content = json.loads((tmp_path / f"{name}-{i}" / "manifest.json").read_text())
+            assert content["strategies"] == [want], (name, options)
+            assert len(content["meshes"]) == 1 and content["units"] >= 1
+
+
+@pytest.mark.ranks(1)
+def test_older_manifests_say_less_and_are_read(tmp_path: Path) -> None:
+    model = {"model": llama()}
+    checkpoint.save(tmp_path / "c", model)
+    content = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    for key in ("checksum", "strategies", "meshes", "units", "model_class"):
+        del content[key]
+    text = (json.dumps(content)[:-1] + ', "checksum":"').encode()
+    digits = f"{fsdpc._core.crc32c(0, text):08x}".encode()
+    (tmp_path / "c" / "manifest.json").write_bytes(text + digits + b'"\n}\n')
+    checkpoint.load(tmp_path / "c", model)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["ls", str(tmp_path / "c")]) == 0
+    assert "written by 1 ranks, layout full" in said.getvalue()
 
 
 @pytest.mark.ranks([1, 2])

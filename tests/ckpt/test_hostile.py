@@ -77,6 +77,7 @@ MANIFESTS: dict[str, tuple[tuple[Any, ...], Any, str]] = {  # where, what is put
     "layout": (("layout",), "striped", "'striped', which is none of full"),
     "world": (("world",), 0, "'world' must be"),
     "seed": (("rng", "seed"), 2**64, "'seed' must be"),
+    "strategies": (("strategies",), [3], "strategies must be str"),
     "of others": ((), None, "not a manifest of fsdpc"),
 }  # fmt: skip
 

@@ -137,7 +137,8 @@ def _ls(path: Path) -> int:
     if source.content:
         c = source.content
         meshes = [f"{m['replicate']} x {m['shard']}" for m in c.get("meshes", [])]
-        how = f" (replicas x shards {', '.join(meshes)})" if meshes else ""
+        names = ", ".join(c.get("strategies", ["?"]))  # which older ones do not say
+        how = f" ({names}; replicas x shards {', '.join(meshes)})" if meshes else ""
         print(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
     return 0
 

@@ -41,6 +41,7 @@ def _(model: Loose, write: bool) -> Held:
             for name, t in model.tensors.items()
         ],
         {},
+        [],
     )
 
 

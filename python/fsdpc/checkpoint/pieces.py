@@ -81,12 +81,15 @@ class Held:
     pieces : list of Piece
     aliases : dict of str to str
         Another name to the name of the piece.
+    units : list of (Unit, str)
+        The units of a sharded model, each with its strategy's name: for people alone.
     loaded : callable
         Told the names of the pieces that were read, when all of them were and are right.
     """
 
     pieces: list[Piece]
     aliases: dict[str, str]
+    units: list[tuple[_core.Unit, str]]
     loaded: Callable[[Collection[str]], None] = _nothing
 
 
@@ -110,7 +113,8 @@ def pieces_of(model: Any, write: bool) -> Held:
 @pieces_of.register
 def _(model: Module, write: bool) -> Held:
     first_names: dict[int, str] = {}
-    held = Held([], {})
+    sharded = {id(m._fsdpc_unit): m for m in model.modules() if hasattr(m, "_fsdpc_unit")}
+    held = Held([], {}, [(m._fsdpc_unit, m._fsdpc_strategy) for m in sharded.values()])
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, p in module._parameters.items():

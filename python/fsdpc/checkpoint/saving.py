@@ -15,7 +15,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, manifest
 from fsdpc.checkpoint.agree import agree
-from fsdpc.checkpoint.pieces import FLOATS, Piece, States, pieces_of, states_of
+from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.values import encode
 
@@ -223,16 +223,17 @@ class _Plan:
         self.pieces: list[Piece] = []
         self.aliases: dict[str, str] = {}
         self.states: States | None = None
+        self.description: dict[str, Any] = {}
         if state.get("model") is not None:
             held = pieces_of(state["model"], False)
             self.aliases = held.aliases
+            self.description = _describe(state["model"], held)
             self._add("model", held.pieces, _float_dtype(dtype))
         if state.get("optimizer") is not None:
             self.states = states_of(state["optimizer"], state["model"])
             self._add("optimizer", self.states.pieces, None)
         self.content = self._content(state)
         manifest.render({**self.content, "tensors": {}}, 0)  # what is no JSON is said before
-        self.description = _describe(state.get("model"))
 
     def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
         for piece in pieces:
@@ -457,12 +458,13 @@ def _state_dict(kind: str, holder: Any) -> Any:
     return holder.state_dict()
 
 
-def _describe(model: Any) -> dict[str, Any]:
+def _describe(model: Any, held: Held) -> dict[str, Any]:
     """What the manifest says for people alone."""
-    if model is None:
-        return {}
-    units = {id(m._fsdpc_unit): m._fsdpc_unit for m in model.modules() if hasattr(m, "_fsdpc_unit")}
     world = distributed.world_size()
-    replicas = {_core.master_piece(unit, 0, False)[3] for unit in units.values() if unit.params}
-    meshes = [{"replicate": n, "shard": world // n} for n in sorted(replicas)]
-    return {"model_class": type(model).__name__, "units": len(units), "meshes": meshes}
+    replicas = {_core.master_piece(unit, 0, False)[3] for unit, _ in held.units if unit.params}
+    return {
+        "model_class": type(model).__name__,
+        "units": len(held.units),
+        "meshes": [{"replicate": n, "shard": world // n} for n in sorted(replicas)],
+        "strategies": sorted({strategy for _, strategy in held.units}),
+    }

@@ -38,6 +38,7 @@ def check(content: dict[str, Any]) -> None:
     for mesh in _list_of(dict, content.get("meshes", []), "meshes"):
         for key in ("replicate", "shard"):
             _whole(mesh, key, 1)
+    _list_of(str, content.get("strategies", []), "strategies")
     for entry in _list_of(dict, list(_get(content, "files", dict).values()), "files"):
         _whole(entry, "bytes")
         _whole(entry, "header_bytes", 0, entry["bytes"])

@@ -78,7 +78,8 @@ def _(model: nn.Module, write: bool) -> Held:
                 state, i = units[id(named[name])]
                 state.missing.discard(i)
 
-    return Held(pieces, aliases, loaded)
+    sharded = [(state.unit, state.recipe.strategy) for state in states_of(model)]
+    return Held(pieces, aliases, sharded, loaded)
 
 
 def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:

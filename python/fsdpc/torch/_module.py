@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdpc import _core, fsdp_module
 from fsdpc.sharding import _check_reshard, check_agreement
-from fsdpc.strategies import apply_strategy
+from fsdpc.strategies import apply_strategy, strategy_name
 from fsdpc.torch import _convert, _forward, _initialise
 from fsdpc.torch._checks import check_module, check_parameter, check_place
 from fsdpc.torch._plan import groups_of
@@ -337,6 +337,8 @@ def fully_shard(
         sync_module_states,
     )
     whole = {id(p) for p in whole_params}
+    reshard = _check_reshard(reshard_after_forward, comms[0].size)
+    replicas = comms[1].size if len(comms) > 1 else 1
     recipe = Recipe(
         name="+".join(type(m).__name__ for m in modules),
         modules=modules,
@@ -345,9 +347,10 @@ def fully_shard(
         comms=comms,
         policy=policy,
         whole=frozenset(i for i, (_, p, _) in enumerate(found) if id(p) in whole),
-        reshard_after_forward=_check_reshard(reshard_after_forward, comms[0].size),
+        reshard_after_forward=reshard,
         keep_grads=keep_grads,
         synced=sync_module_states,
+        strategy=strategy_name(strategy, replicas, comms[0].size, reshard),
     )
     state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p, _) in enumerate(found):

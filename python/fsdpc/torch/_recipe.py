@@ -42,6 +42,8 @@ class Recipe:
         A reduce buffer of its own.
     synced : bool
         Rank 0's initial values are taken.
+    strategy : str
+        Its name, for people alone.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Recipe:
     reshard_after_forward: bool | None
     keep_grads: bool
     synced: bool
+    strategy: str
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Return a unit whose parameters have these dtypes, and no values yet."""
