@@ -58,18 +58,17 @@ static fsdpc_status read_piece(pass *p, const fsdpc_ckpt_piece *piece)
 {
     size_t memory_bytes = fsdpc_dtype_bytes(piece->memory_dtype);
     size_t file_bytes = fsdpc_dtype_bytes(piece->file_dtype), step = chunk_numel(piece);
-    bool direct = piece->data && piece->memory_dtype == piece->file_dtype;
+    bool direct = piece->memory_dtype == piece->file_dtype;
     uint32_t crc = 0;
     for (size_t done = 0; done < piece->numel; done += step) {
         size_t n = piece->numel - done < step ? piece->numel - done : step;
-        unsigned char *memory =
-            piece->data ? (unsigned char *)piece->data + done * memory_bytes : NULL;
+        unsigned char *memory = (unsigned char *)piece->data + done * memory_bytes;
         unsigned char *target = direct ? memory : p->chunk;
         FSDPC_TRY(fsdpc_fs_pread(p->fs, p->fd, p->file->path, target, n * file_bytes,
                                  piece->offset + done * file_bytes));
         if (p->crcs)
             crc = fsdpc_crc32c(crc, target, n * file_bytes);
-        if (memory && !direct)
+        if (!direct)
             fsdpc_ckpt_convert(memory, piece->memory_dtype, target, piece->file_dtype, n);
     }
     if (p->crcs)

@@ -31,7 +31,7 @@ typedef struct fsdpc_ckpt_file {
 typedef struct fsdpc_ckpt_piece {
     int file, tensor;
     fsdpc_dtype memory_dtype, file_dtype;
-    void *data; /* NULL when reading: only for the checksum */
+    void *data;
     size_t numel;
     uint64_t offset;       /* bytes into the file */
     uint64_t bytes_behind; /* of this tensor in the file, after the piece */

@@ -9,7 +9,9 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "base/cpu.h"
 #include "ckpt/pieces.h"
+#include "ckpt/sums.h"
 
 static fsdpc_status call_hook(void *arg, const char *call, const char *path)
 {
@@ -217,7 +219,7 @@ static PyObject *safetensors_header(PyObject *module, PyObject *arg)
 
 /* ---- reading pieces ---- */
 
-/* (file, tensor, Tensor or None, numel, file dtype, offset, bytes behind, rows, columns, first) */
+/* (file, tensor, Tensor, numel, file dtype, offset, bytes behind, rows, columns, first) */
 static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_tensors,
                             fsdpc_ckpt_piece *out)
 {
@@ -240,11 +242,6 @@ static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_ten
     out->file_rows = (size_t)rows;
     out->file_columns = (size_t)columns;
     out->first_column = (size_t)first;
-    if (value == Py_None) { /* for the checksum alone: any dtype will do */
-        out->numel *= known->bytes;
-        out->file_dtype = out->memory_dtype = FSDPC_U8;
-        return 0;
-    }
     fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     if (!t)
         return -1;
@@ -314,6 +311,60 @@ free_arrays:
     return result;
 }
 
+/* ---- checksums alone ---- */
+
+/* (file, tensor, offset, bytes, bytes behind) */
+static int read_run_tuple(PyObject *item, PyObject *paths, Py_ssize_t n_tensors,
+                          fsdpc_ckpt_run *out)
+{
+    Py_ssize_t file;
+    unsigned long long offset, bytes, behind;
+    if (!PyArg_ParseTuple(item, "niKKK", &file, &out->tensor, &offset, &bytes, &behind))
+        return -1;
+    if (file < 0 || file >= PyList_GET_SIZE(paths) || out->tensor < 0 || out->tensor >= n_tensors) {
+        PyErr_SetString(PyExc_ValueError, "a run of no file or tensor");
+        return -1;
+    }
+    out->path = PyUnicode_AsUTF8(PyList_GET_ITEM(paths, file));
+    out->offset = offset;
+    out->bytes = bytes;
+    out->bytes_behind = behind;
+    return out->path ? 0 : -1;
+}
+
+static PyObject *sum_runs(PyObject *module, PyObject *args)
+{
+    (void)module;
+    enum { MAX_READERS = 8 }; /* beyond which it is the disk or the memory that limits */
+    PyObject *paths, *list, *hook = NULL, *result = NULL;
+    Py_ssize_t n_tensors;
+    if (!PyArg_ParseTuple(args, "O!O!n|O", &PyList_Type, &paths, &PyList_Type, &list, &n_tensors,
+                          &hook))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_ckpt_run *runs = PyMem_Calloc((size_t)n + 1, sizeof *runs);
+    uint32_t *crcs = PyMem_Calloc((size_t)n_tensors + 1, sizeof *crcs);
+    if (!runs || !crcs) {
+        PyErr_NoMemory();
+        goto free_arrays;
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (read_run_tuple(PyList_GET_ITEM(list, i), paths, n_tensors, &runs[i]) < 0)
+            goto free_arrays;
+    fsdpc_fs fs = fsdpc_py_fs(hook);
+    int cores = fsdpc_usable_cores();
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_ckpt_sum(&fs, runs, (size_t)n, cores < MAX_READERS ? cores : MAX_READERS, crcs);
+    Py_END_ALLOW_THREADS;
+    result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
+
+free_arrays:
+    PyMem_Free(runs);
+    PyMem_Free(crcs);
+    return result;
+}
+
 static PyObject *crc32c_combine(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -333,6 +384,8 @@ static PyMethodDef functions[] = {
      "safetensors_header(path) -> (tensors, metadata, data_begin, crc32c of the header)"},
     {"read_pieces", read_pieces, METH_VARARGS,
      "read_pieces(paths, pieces, n_tensors, check, hook=None) -> this rank's checksums"},
+    {"sum_runs", sum_runs, METH_VARARGS,
+     "sum_runs(paths, runs, n_tensors, hook=None) -> checksums of what files hold"},
     {NULL, NULL, 0, NULL},
 };
 

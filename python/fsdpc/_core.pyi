@@ -554,9 +554,16 @@ def safetensors_header(
 ) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]: ...
 def read_pieces(
     paths: list[str],
-    pieces: list[tuple[int, int, Tensor | None, int, str, int, int, int, int, int]],
+    pieces: list[tuple[int, int, Tensor, int, str, int, int, int, int, int]],
     n_tensors: int,
     check: bool,
+    hook: Hook | None = None,
+    /,
+) -> list[int]: ...
+def sum_runs(
+    paths: list[str],
+    runs: list[tuple[int, int, int, int, int]],
+    n_tensors: int,
     hook: Hook | None = None,
     /,
 ) -> list[int]: ...

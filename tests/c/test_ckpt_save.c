@@ -12,6 +12,7 @@
 #include "base/crc32c.h"
 #include "check.h"
 #include "ckpt/safetensors.h"
+#include "ckpt/sums.h"
 
 enum { RANKS = 3, TENSORS = 2, PATH_BYTES = 512, NEVER = -1 };
 
@@ -284,13 +285,14 @@ static void check_reading(const place *p, int world, float *const *values)
             pieces[t] = piece_of(t, rank, world, found[t], header_bytes[t]);
         CHECK_OK(fsdpc_ckpt_read(NULL, files, TENSORS, pieces, TENSORS, crcs));
     }
-    fsdpc_ckpt_piece wholes[TENSORS];
+    fsdpc_ckpt_run wholes[TENSORS];
     for (int t = 0; t < TENSORS; t++) {
-        wholes[t] = piece_of(t, 0, 1, found[t], header_bytes[t]);
-        wholes[t].data = NULL; /* for the checksum alone */
-        wholes[t].memory_dtype = wholes[t].file_dtype;
+        wholes[t] = (fsdpc_ckpt_run){.path = paths[t],
+                                     .tensor = t,
+                                     .offset = header_bytes[t],
+                                     .bytes = numels[t] * file_item(t)};
     }
-    CHECK_OK(fsdpc_ckpt_read(NULL, files, TENSORS, wholes, TENSORS, alone));
+    CHECK_OK(fsdpc_ckpt_sum(NULL, wholes, TENSORS, world, alone));
     for (int t = 0; t < TENSORS; t++) {
         size_t wrong = 0;
         for (size_t i = 0; i < numels[t]; i++) {

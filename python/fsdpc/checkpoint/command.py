@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdpc import _core
+from fsdpc.checkpoint import saving
 from fsdpc.checkpoint.manager import checkpoints_in
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
@@ -153,14 +154,13 @@ def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
     """
     paths = source.paths()
     number = {name: i for i, name in enumerate(paths)}
-    entries, keys = [], []
+    runs, keys = [], []
     for kind, name, t in _tensors(source):
         for part in t.parts:
-            entries.append((number[part.file], len(keys), None, part.numel, t.dtype, part.begin,
-                            0, 0, 0, 0))  # fmt: skip
+            runs.append((number[part.file], len(keys), part.begin, part.end - part.begin, 0))
             keys.append((kind, name))
     files = [str(source.folder / name) for name in paths]
-    crcs = _core.read_pieces(files, entries, len(keys), True)
+    crcs = _core.sum_runs(files, runs, len(keys), saving._hook)
     found: dict[tuple[str, str], tuple[int, ...]] = {}
     for key, crc in zip(keys, crcs, strict=True):
         found[key] = (*found.get(key, ()), crc)
