@@ -149,8 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return time.perf_counter() - begin
 
     def verify() -> None:
-        from fsdpc.checkpoint.command import checksums
-        from fsdpc.checkpoint.source import open_source
+        from fsdpc.checkpoint.source import checksums, open_source
 
         if rank == 0:  # one process, as `fsdpc ckpt verify`
             checksums(open_source(folder / "ours"))

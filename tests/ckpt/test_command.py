@@ -8,16 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint.command import main
-from tests.faults.common import run
 
 from .common import Odd, hooked
 from .test_resume import Run
@@ -123,63 +119,3 @@ def test_diff(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "d", {"model": fsdpc.nn.Linear(2, 2)})
     code, text = output("diff", tmp_path / "a", tmp_path / "d")
     assert code == 1 and "only in" in text
-
-
-@pytest.mark.ranks(1, init=False)
-def test_per_rank_to_full(tmp_path: Path) -> None:
-    def save(rank: int) -> None:
-        fsdpc.init()
-        made = Run("FULL_SHARD").train(2)
-        state = {**made.state, "extra": {"a": 1}}
-        checkpoint.save(tmp_path / "apart", state, layout="per_rank")
-        checkpoint.save(tmp_path / "full", state)
-        fsdpc.barrier()
-
-    def turn(rank: int) -> None:
-        fsdpc.init()
-        code, text = output("convert", tmp_path / "apart", tmp_path / "made")
-        assert code == 0, text
-        names = sorted(p.name for p in (tmp_path / "full").glob("*.safetensors"))
-        assert len(names) == 2
-        for name in names:
-            there = (tmp_path / "made" / name).read_bytes()
-            assert there == (tmp_path / "full" / name).read_bytes(), name
-        report = checkpoint.load(tmp_path / "made", {**Run("plain", seed=6).state, "data": None})
-        assert report.extra == {"a": 1}
-
-    run(save, 3)
-    run(turn, 1)
-
-
-@alone
-@pytest.mark.parametrize("form", ["dcp", "torch"])
-def test_to_torch_and_back(form: str, tmp_path: Path) -> None:
-    model = Odd()
-    checkpoint.save(tmp_path / "c", {"model": model})
-    code, text = output("convert", tmp_path / "c", tmp_path / "t", "--layout", form)
-    assert code == 0, text
-    full = model.state_dict()
-    if form == "torch":
-        found = torch.load(tmp_path / "t", weights_only=True)
-    else:
-        found = {"half": torch.empty(33, dtype=torch.bfloat16), "table": torch.empty(6).long()}
-        dcp.load(found, checkpoint_id=str(tmp_path / "t"), no_dist=True)
-    assert found["half"].tolist() == full["half"].float().numpy().tolist()
-    assert found["table"].tolist() == full["table"].numpy().tolist()
-    assert output("convert", tmp_path / "t", tmp_path / "back")[0] == 0
-    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in ("c", "back"))
-    assert a == b
-    code, text = output("convert", tmp_path / "t", tmp_path / "back")
-    assert code == 1 and "not written over" in text
-
-
-@alone
-def test_a_torch_file_that_is_code_is_refused(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (print, ("ran",))
-
-    torch.save({"a": Evil()}, tmp_path / "evil.pt")
-    code, text = output("convert", tmp_path / "evil.pt", tmp_path / "x")
-    assert code == 1 and "holds more than tensors" in text
-    assert not (tmp_path / "x").exists()

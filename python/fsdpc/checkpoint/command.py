@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdpc import _core
-from fsdpc.checkpoint import saving
 from fsdpc.checkpoint.manager import checkpoints_in
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.source import Source, SourceTensor, open_source
+from fsdpc.checkpoint.source import SourceTensor, checksums, damaged, open_source
 
 _EPILOG = """\
 examples:
@@ -21,6 +20,7 @@ examples:
   fsdpc ckpt verify run            all checkpoints of a folder
   fsdpc ckpt diff run/step-00000100 run/step-00000200
   fsdpc ckpt convert run/step-00000100 flat --layout full
+  fsdpc ckpt convert flat apart --layout per_rank --ranks 8
   fsdpc ckpt convert dcp-folder native      from PyTorch's distributed checkpoints
 """
 
@@ -50,10 +50,12 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("to", type=Path)
     convert.add_argument(
         "--layout",
-        choices=("full", "dcp", "torch"),
+        choices=("full", "per_rank", "dcp", "torch"),
         default="full",
-        help="full safetensors (the default), a DCP folder, or a torch.save file",
+        help="full safetensors (the default), a file for each rank, a DCP folder, or a torch.save "
+        "file",
     )
+    convert.add_argument("--ranks", type=int, metavar="N", help="of --layout per_rank")
     return p
 
 
@@ -87,7 +89,9 @@ def _run(options: argparse.Namespace) -> int:
         return _diff(options.path, options.other)
     from fsdpc.checkpoint.convert import convert
 
-    convert(options.path, options.to, options.layout)
+    left_out = convert(options.path, options.to, options.layout, options.ranks)
+    if left_out:
+        print(f"left out, as they are no tensors: {', '.join(left_out)}")
     return 0
 
 
@@ -97,13 +101,6 @@ def _size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def _tensors(source: Source) -> list[tuple[str, str, SourceTensor]]:
-    """(kind, name, tensor) of all."""
-    return [("model", n, t) for n, t in sorted(source.model.items())] + [
-        ("optimizer", n, t) for n, t in sorted(source.optimizer.items())
-    ]
 
 
 def _bytes(tensor: SourceTensor) -> int:
@@ -126,14 +123,14 @@ def _ls(path: Path) -> int:
         return 0
     source = open_source(path)
     rows = [("tensor", "dtype", "shape", "size", "crc32c", "file")]
-    for kind, name, t in _tensors(source)[:_ROWS]:
+    for kind, name, t in source.tensors()[:_ROWS]:
         crcs = ",".join("-" if p.crc is None else f"{p.crc:08x}" for p in t.parts)
         files = ",".join(p.file for p in t.parts)
         shown = name if kind == "model" else f"[optimizer] {name}"
         shape = " x ".join(map(str, t.shape)) or "scalar"
         rows.append((shown, t.dtype, shape, _size(_bytes(t)), crcs, files))
     _table(rows)
-    total = sum(_bytes(t) for _, _, t in _tensors(source))
+    total = sum(_bytes(t) for _, _, t in source.tensors())
     print(f"{len(rows) - 1} tensors, {_size(total)}")
     if source.content:
         c = source.content
@@ -142,29 +139,6 @@ def _ls(path: Path) -> int:
         how = f" ({names}; replicas x shards {', '.join(meshes)})" if meshes else ""
         print(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
     return 0
-
-
-def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Read all of a checkpoint and return the checksums of each tensor's parts.
-
-    Parameters
-    ----------
-    source : Source
-        As :func:`fsdpc.checkpoint.source.open_source` returns it.
-    """
-    paths = source.paths()
-    number = {name: i for i, name in enumerate(paths)}
-    runs, keys = [], []
-    for kind, name, t in _tensors(source):
-        for part in t.parts:
-            runs.append((number[part.file], len(keys), part.begin, part.end - part.begin, 0))
-            keys.append((kind, name))
-    files = [str(source.folder / name) for name in paths]
-    crcs = _core.sum_runs(files, runs, len(keys), saving._hook)
-    found: dict[tuple[str, str], tuple[int, ...]] = {}
-    for key, crc in zip(keys, crcs, strict=True):
-        found[key] = (*found.get(key, ()), crc)
-    return found
 
 
 def _verify(path: Path) -> int:
@@ -177,44 +151,41 @@ def _verify_one(path: Path) -> int:
     begin = time.perf_counter()
     try:
         source = open_source(path)
-        found = checksums(source)
+        wrong = damaged(source)
     except (CheckpointError, OSError) as error:
         print(f"{path}: {error}")
         return 1
-    wrong = []
-    for kind, name, t in _tensors(source):
-        want = tuple(part.crc for part in t.parts)
-        if None not in want and found[kind, name] != want:
-            wrong.append(f"{path}: '{name}' in {t.parts[0].file} is damaged")
-    for line in wrong:
-        print(line)
+    for words in wrong:
+        print(f"{path}: {words} is damaged")
     if wrong:
         return 1
     seconds = time.perf_counter() - begin
-    total = sum(_bytes(t) for _, _, t in _tensors(source))
+    tensors = source.tensors()
+    total = sum(_bytes(t) for _, _, t in tensors)
     what = "verified" if source.content else "readable, without checksums to compare"
-    print(f"{path}: {len(found)} tensors, {_size(total)} {what} in {seconds:.2f} s "
+    print(f"{path}: {len(tensors)} tensors, {_size(total)} {what} in {seconds:.2f} s "
           f"({total / max(seconds, 1e-9) / 1e9:.2f} GB/s)")  # fmt: skip
     return 0
 
 
 def _diff(path: Path, other: Path) -> int:
     a, b = open_source(path), open_source(other)
-    ours = {(kind, name): t for kind, name, t in _tensors(a)}
-    theirs = {(kind, name): t for kind, name, t in _tensors(b)}
+    ours = {(kind, name): t for kind, name, t in a.tensors()}
+    theirs = {(kind, name): t for kind, name, t in b.tensors()}
     sums_a, sums_b = checksums(a), checksums(b)
     lines = [f"only in {path}: {name}" for kind, name in sorted(set(ours) - set(theirs))]
     lines += [f"only in {other}: {name}" for kind, name in sorted(set(theirs) - set(ours))]
+    same = 0
     for key in sorted(set(ours) & set(theirs)):
         s, t = ours[key], theirs[key]
         if (s.dtype, s.shape) != (t.dtype, t.shape):
             lines.append(f"{key[1]}: {s.dtype} {s.shape} and {t.dtype} {t.shape}")
         elif _whole(s, sums_a[key]) != _whole(t, sums_b[key]):
             lines.append(f"{key[1]}: values differ")
+        else:
+            same += 1
     for line in lines:
         print(line)
-    same = len(set(ours) & set(theirs)) - sum(": " in line and "only in" not in line
-                                              for line in lines)  # fmt: skip
     print(f"{same} tensors are the same, {len(lines)} differ")
     return 1 if lines else 0
 

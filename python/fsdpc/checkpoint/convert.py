@@ -1,51 +1,52 @@
-"""Checkpoints from one format to another, in one process."""
+"""Checkpoints from one format to another, in one process, without holding them in memory.
+
+Files are mapped, not read: tensors are runs of bytes of them, which go from the page cache to where
+they belong. What PyTorch's formats do not let one map goes through a folder of scratch beside the
+target, on the same disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import mmap
+import os
 import pickle
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from fsdpc import _core, distributed
+import numpy as np
+
+from fsdpc import _core
 from fsdpc.checkpoint import saving
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.pieces import FILE_DTYPES, Held, Piece, pieces_of
-from fsdpc.checkpoint.source import Source, SourceTensor, open_source
+from fsdpc.checkpoint.pieces import FILE_DTYPES, Piece
+from fsdpc.checkpoint.schema import ITEM_BYTES
+from fsdpc.checkpoint.source import Source, damaged, open_source
 
+_KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world", "meshes",
+         "strategies", "units", "model_class")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
+_NORESERVE = 0x4000  # mmap knows it from Python 3.13 on: a mapping may be larger than the memory
 
 
-class Loose:
-    """Tensors by name that are no module's: what a conversion saves.
+@dataclass(frozen=True)
+class _Bytes:
+    """A tensor as its bytes, in parts that follow each other: first element, bytes."""
 
-    Parameters
-    ----------
-    tensors : dict of str to Tensor
-    """
-
-    def __init__(self, tensors: dict[str, _core.Tensor]) -> None:
-        self.tensors = tensors
-
-    def modules(self) -> list[Any]:
-        """Return nothing: there are none."""
-        return []
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[tuple[int, Any]]
 
 
-@pieces_of.register
-def _(model: Loose, write: bool) -> Held:
-    rank = distributed.rank()
-    return Held(
-        [
-            Piece(name, tuple(t.shape), 0, t.numel(), t, rank)
-            for name, t in model.tensors.items()
-        ],
-        {},
-        [],
-    )
+_Tensors = dict[str, _Bytes]
 
 
-def convert(path: Path, to: Path, layout: str = "full") -> None:
+def convert(path: Path, to: Path, layout: str = "full", ranks: int | None = None) -> list[str]:
     """Write a checkpoint in another format.
 
     Parameters
@@ -55,9 +56,16 @@ def convert(path: Path, to: Path, layout: str = "full") -> None:
         ``torch.save`` file of a flat dict of tensors.
     to : Path
         What to make; must not be there.
-    layout : "full", "dcp" or "torch"
-        Full safetensors with a manifest; a folder of PyTorch's distributed checkpoints; a
-        ``torch.save`` file.
+    layout : "full", "per_rank", "dcp" or "torch"
+        Full safetensors with a manifest; the same in a file for each of some ranks; a folder of
+        PyTorch's distributed checkpoints; a ``torch.save`` file.
+    ranks : int, optional
+        How many ranks ``"per_rank"`` is for.
+
+    Returns
+    -------
+    list of str
+        Entries of a DCP folder that are no tensors, and so were left out.
 
     Raises
     ------
@@ -65,101 +73,155 @@ def convert(path: Path, to: Path, layout: str = "full") -> None:
         The source is damaged or of no known format.
     ImportError
         torch is needed and not installed.
+
+    Notes
+    -----
+    Memory: none to speak of, whatever the sizes, for what is mapped: ours, safetensors and
+    ``torch.save`` files. Ours with checksums is read twice, first to compare them. A DCP folder is
+    read one of its pieces at a time into scratch as large as the checkpoint, and so is ours in
+    several pieces a tensor on the way to PyTorch's formats. Held in memory are ``torch.save`` files
+    of before PyTorch 1.6 and tensors in them that are not contiguous.
     """
     if to.exists():
         raise CheckpointError(f"{to} is there already and is not written over")
-    tensors, optimizer, content = _read(path)
-    if layout == "full":
-        _save_full(to, tensors, optimizer, content)
-        return
-    torch = importlib.import_module("torch")
-    state = {name: _to_torch(torch, t) for name, t in tensors.items()}
-    if optimizer:
-        state |= {f"optimizer.{name}": _to_torch(torch, t) for name, t in optimizer.items()}
-    if layout == "torch":
-        torch.save(state, to)
-    else:
-        dcp = importlib.import_module("torch.distributed.checkpoint")
-        dcp.save(state, checkpoint_id=str(to), no_dist=True)
+    if (layout == "per_rank") != (ranks is not None) or (ranks is not None and ranks < 1):
+        raise ValueError(f"layout 'per_rank', and it alone, takes a number of ranks; got {ranks}")
+    with contextlib.ExitStack() as stack:
+        model, optimizer, content, left_out = _read(path, to, stack)
+        if layout in ("dcp", "torch"):
+            if any(len(t.parts) != 1 for t in (*model.values(), *optimizer.values())):
+                full = stack.enter_context(_scratch(to)) / "full"
+                convert(path, full)
+                model, optimizer, _, _ = _read(full, to, stack)
+            _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
+        else:
+            pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
+            saving.save_pieces(to, pieces, content, ranks)
+    return left_out
 
 
-Tensors = dict[str, _core.Tensor]
+@contextlib.contextmanager
+def _scratch(to: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as folder:
+        yield Path(folder)
 
 
-def _read(path: Path) -> tuple[Tensors, Tensors, dict[str, Any]]:
+def _pieces(tensors: _Tensors) -> list[Piece]:
+    return [
+        Piece(name, t.shape, first, own.size // ITEM_BYTES[t.dtype], _core.from_dlpack(own), 0,
+              t.dtype)
+        for name, t in tensors.items() for first, own in t.parts
+    ]  # fmt: skip
+
+
+# ---- reading ----
+
+
+def _read(
+    path: Path, to: Path, stack: contextlib.ExitStack
+) -> tuple[_Tensors, _Tensors, dict[str, Any], list[str]]:
+    """Tensors of model and optimizer, what else a manifest takes over, and what is left out."""
     if path.is_dir() and (path / ".metadata").exists():
-        return (*_split(_read_dcp(path)), {})
+        tensors, left_out = _read_dcp(path, stack.enter_context(_scratch(to)))
+        return (*_split(tensors), {}, left_out)
     if path.is_file() and path.suffix != ".safetensors":
-        torch = importlib.import_module("torch")
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{path} holds more than tensors: {error}") from None
-        if not isinstance(state, dict) or not all(torch.is_tensor(t) for t in state.values()):
-            raise CheckpointError(f"{path} is not a flat dict of tensors")
-        return (*_split({name: _from_torch(t) for name, t in state.items()}), {})
+        return (*_split(_read_torch(path)), {}, [])
     source = open_source(path)
-    return _load_all(source, source.model), _load_all(source, source.optimizer), source.content
+    tables = _map(source)
+    if source.content:
+        wrong = damaged(source)
+        if wrong:
+            raise CheckpointError(f"{source.folder}: damaged: {', '.join(wrong)}")
+    content = {key: source.content[key] for key in _KEPT if key in source.content}
+    return tables["model"], tables["optimizer"], content, []
 
 
-def _split(tensors: Tensors) -> tuple[Tensors, Tensors]:
+def _split(tensors: _Tensors) -> tuple[_Tensors, _Tensors]:
     own = {n: t for n, t in tensors.items() if not n.startswith("optimizer.")}
     states = {n.removeprefix("optimizer."): t for n, t in tensors.items() if n not in own}
     return own, states
 
 
-def _load_all(source: Source, table: dict[str, SourceTensor]) -> Tensors:
-    paths = source.paths()
-    number = {name: i for i, name in enumerate(paths)}
-    tensors: Tensors = {}
-    entries, want = [], []
-    for name, t in table.items():
+def _map(source: Source) -> dict[str, _Tensors]:
+    tables: dict[str, _Tensors] = {"model": {}, "optimizer": {}}
+    files = {name: _mapped(source.folder / name) for name in source.paths()}
+    for kind, name, t in source.tensors():
         if t.dtype not in _BY_FILE:
             raise CheckpointError(f"'{name}' is {t.dtype}, which fsdpc has no tensors of")
-        tensors[name] = _core.empty(*t.shape, dtype=_BY_FILE[t.dtype])
-        flat = tensors[name].reshape(-1)
-        for part in t.parts:
-            rows = flat[part.first : part.first + part.numel]
-            entries.append((number[part.file], len(want), rows,
-                            part.numel, t.dtype, part.begin, 0, 0, 0, 0))  # fmt: skip
-            want.append((name, part))
-    files = [str(source.folder / name) for name in paths]
-    got = _core.read_pieces(files, entries, len(want), True)
-    wrong = [f"'{name}' in {part.file}" for (name, part), crc in zip(want, got, strict=True)
-             if part.crc is not None and part.crc != crc]  # fmt: skip
-    if wrong:
-        raise CheckpointError(f"{source.folder}: damaged: {', '.join(wrong)}")
-    return tensors
+        parts = [(part.first, files[part.file][part.begin : part.end]) for part in t.parts]
+        tables[kind][name] = _Bytes(t.dtype, t.shape, parts)
+    return tables
 
 
-def _save_full(to: Path, tensors: Tensors, optimizer: Tensors, content: dict[str, Any]) -> None:
-    kept = {key: content[key] for key in ("optimizer", "scheduler", "scaler", "data", "rng",
-                                          "aliases") if key in content}  # fmt: skip
-    saving.save_loose(to, Loose(tensors), Loose(optimizer), kept, content.get("extra"))
+def _mapped(path: Path) -> Any:
+    """All bytes of a file as an array; it can be written, which DLPack asks for, and is not."""
+    flags = mmap.MAP_PRIVATE | _NORESERVE
+    with path.open("rb") as file:
+        bytes_ = os.fstat(file.fileno()).st_size
+        held = mmap.mmap(file.fileno(), bytes_, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(held, np.uint8)
 
 
-def _to_torch(torch: Any, t: _core.Tensor) -> Any:
-    if t.dtype is _core.bfloat16:
-        return torch.from_numpy(t.float().numpy()).to(torch.bfloat16)  # exact, there and back
-    return torch.from_numpy(t.numpy().copy())
-
-
-def _from_torch(t: Any) -> _core.Tensor:
+def _read_torch(path: Path) -> _Tensors:
     torch = importlib.import_module("torch")
-    t = t.detach().contiguous()
-    if t.dtype == torch.bfloat16:
-        return _core.tensor(t.float().numpy()).to(_core.bfloat16)
-    return _core.tensor(t.numpy())
+    options = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            state = torch.load(path, mmap=True, **options)
+        except RuntimeError:  # of before PyTorch 1.6
+            state = torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than tensors: {error}") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} is no file of torch.save, or damaged: {error}") from None
+    if not isinstance(state, dict) or not all(torch.is_tensor(t) for t in state.values()):
+        raise CheckpointError(f"{path} is not a flat dict of tensors")
+    return {name: _from_torch(name, t) for name, t in state.items()}
 
 
-def _read_dcp(path: Path) -> Tensors:
+def _read_dcp(path: Path, scratch: Path) -> tuple[_Tensors, list[str]]:
     torch = importlib.import_module("torch")
     dcp = importlib.import_module("torch.distributed.checkpoint")
     metadata = dcp.FileSystemReader(str(path)).read_metadata()
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "size")
-    }
+    state, left_out = {}, []
+    for i, (name, entry) in enumerate(metadata.state_dict_metadata.items()):
+        if not hasattr(entry, "size"):
+            left_out.append(name)
+            continue
+        dtype, numel = entry.properties.dtype, prod(entry.size)
+        flat = torch.empty(0, dtype=dtype)
+        if numel:
+            flat = torch.from_file(str(scratch / str(i)), shared=True, size=numel, dtype=dtype)
+        state[name] = flat.reshape(entry.size)
     dcp.load(state, checkpoint_id=str(path), no_dist=True)
-    return {name: _from_torch(t) for name, t in state.items()}
+    return {name: _from_torch(name, t) for name, t in state.items()}, left_out
+
+
+def _from_torch(name: str, t: Any) -> _Bytes:
+    torch = importlib.import_module("torch")
+    dtype = FILE_DTYPES.get(str(t.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise CheckpointError(f"'{name}' is {t.dtype}, which fsdpc has no tensors of")
+    own = t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _Bytes(dtype, tuple(t.shape), [(0, own)])
+
+
+# ---- writing PyTorch's formats ----
+
+
+def _write_torch(to: Path, tensors: _Tensors, layout: str) -> None:
+    torch = importlib.import_module("torch")
+    states = {
+        name: torch.from_numpy(t.parts[0][1])
+        .view(getattr(torch, _BY_FILE[t.dtype]))
+        .reshape(t.shape)
+        for name, t in tensors.items()
+    }
+    with _scratch(to) as scratch:  # so that `to` is there whole or not at all
+        made = scratch / "made"
+        if layout == "torch":
+            torch.save(states, made)
+        else:
+            dcp = importlib.import_module("torch.distributed.checkpoint")
+            dcp.save(states, checkpoint_id=str(made), no_dist=True)
+        made.rename(to)

@@ -7,7 +7,7 @@ with ``pieces_of.register`` and ``access_of.register``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from math import prod
 from typing import Any
@@ -48,6 +48,9 @@ class Piece:
     replica : int
         Several ranks may hold the same elements: which of these copies this one is. Number 0 is
         written; the ranks with the same number hold one whole copy together.
+    raw : str, default ""
+        The dtype, as files name it, of elements whose bytes ``memory`` holds; "" where it has them
+        as what they are.
     """
 
     name: str
@@ -56,16 +59,28 @@ class Piece:
     numel: int
     memory: Tensor
     replica: int
+    raw: str = ""
 
     @property
     def dtype(self) -> str:
         """The dtype as files name it."""
-        return FILE_DTYPES[self.memory.dtype.name]
+        return self.raw or FILE_DTYPES[self.memory.dtype.name]
 
     @property
     def total(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
+
+    def within(self, first: int, numel: int) -> Piece | None:
+        """Return what it has of elements ``[first, first + numel)`` of the tensor, if anything."""
+        low, high = max(first, self.first), min(first + numel, self.first + self.numel)
+        if (low, high) == (self.first, self.first + self.numel):
+            return self
+        if low >= high:
+            return None
+        each = self.memory.numel() // self.numel  # entries of memory for an element
+        rows = self.memory.reshape(-1)[(low - self.first) * each : (high - self.first) * each]
+        return replace(self, first=low, numel=high - low, memory=rows)
 
 
 def _nothing(names: Collection[str]) -> None:

@@ -168,25 +168,41 @@ def save(
     return _flight.handle
 
 
-def save_loose(
-    path: str | os.PathLike[str], model: Any, optimizer: Any, content: Mapping[str, Any], extra: Any
+def save_pieces(
+    path: str | os.PathLike[str],
+    pieces: Mapping[str, list[Piece]],
+    content: Mapping[str, Any],
+    ranks: int | None = None,
 ) -> None:
     """Write tensors that are in no module and no optimizer, with what else a manifest holds.
 
     Parameters
     ----------
     path : path
-    model, optimizer : any
-        What :func:`fsdpc.checkpoint.pieces.pieces_of` takes; of the optimizer, its states.
+    pieces : mapping of "model" and "optimizer" to lists of Piece
+        A world of one has all of every tensor, in pieces that follow each other.
     content : mapping
         Parts of another checkpoint's manifest to take over.
-    extra : JSON
+    ranks : int, optional
+        Write a file for each of so many, with equal shares of rows; full tensors where not given.
     """
-    plan = _Plan(os.path.abspath(path), {"model": model, "extra": extra}, "full", None, 5e9)
-    plan._add("optimizer", pieces_of(optimizer, False).pieces, None)
+    layout = "full" if ranks is None else "per_rank"
+    plan = _Plan(os.path.abspath(path), {}, layout, None, 5e9)
+    for kind, own in pieces.items():
+        plan._add(kind, own, None)
     plan.content |= content
+    if ranks is not None:
+        plan.cut([[_share(t.shape, rank, ranks) for t in plan.tensors] for rank in range(ranks)])
     plan.lay_out()
     plan.make_save(distributed.world()).run()
+
+
+def _share(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
+    """First element and number of elements of a rank's rows."""
+    rows, row = (shape[0], prod(shape[1:])) if shape else (1, 1)
+    step = -(-rows // ranks)
+    first, end = min(rank * step, rows), min((rank + 1) * step, rows)
+    return first * row, (end - first) * row
 
 
 def _apart() -> _core.Comm:
@@ -220,7 +236,8 @@ class _Plan:
         self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
+        self.ranks = distributed.world_size()
         self.aliases: dict[str, str] = {}
         self.states: States | None = None
         self.description: dict[str, Any] = {}
@@ -239,9 +256,11 @@ class _Plan:
         for piece in pieces:
             if kind == "model" and "\0" in piece.name:
                 raise ValueError(f"the name {piece.name!r} has a NUL in it")
-            own = dtype if dtype and piece.dtype in FLOATS else piece.dtype
-            self.tensors.append(_Tensor(kind, piece.name, own, piece.shape))
-        self.pieces += pieces
+            last = self.tensors[-1] if self.tensors else None
+            if last is None or (last.kind, last.name) != (kind, piece.name):
+                own = dtype if dtype and piece.dtype in FLOATS else piece.dtype
+                self.tensors.append(_Tensor(kind, piece.name, own, piece.shape))
+            self.pieces.append((len(self.tensors) - 1, piece))
 
     def _content(self, state: Mapping[str, Any]) -> dict[str, Any]:
         seed, stream = _core.rng_state()
@@ -276,22 +295,24 @@ class _Plan:
     def divide(self) -> None:
         """Make every rank's pieces tensors of their own, in a file of that rank; collective."""
         world = distributed.world()
-        own = np.array([(p.first, p.numel * (p.replica == 0)) for p in self.pieces], np.int64)
-        every = world.all_gather(_core.tensor(own.reshape(-1, 2))).numpy()
-        whole, pieces = self.tensors, self.pieces
+        own = np.array([(p.first, p.numel * (p.replica == 0)) for _, p in self.pieces], np.int64)
+        self.cut(world.all_gather(_core.tensor(own.reshape(-1, 2))).numpy().tolist())
+
+    def cut(self, every: list[list[tuple[int, int]]]) -> None:
+        """Make what each rank is to have of each tensor, first and numel, a tensor of its own."""
+        self.whole, self.ranks, pieces = self.tensors, len(every), self.pieces
         self.tensors, self.pieces = [], []
-        for rank in range(world.size):
-            for i, t in enumerate(whole):
-                first, numel = every[rank, i].tolist()
-                if numel == 0 and prod(t.shape) > 0 or (numel == 0 and rank > 0):
+        of: dict[int, list[Piece]] = {}
+        for i, piece in pieces:
+            of.setdefault(i, []).append(piece)
+        for rank, shares in enumerate(every):
+            for i, (t, (first, numel)) in enumerate(zip(self.whole, shares, strict=True)):
+                if numel == 0 and (prod(t.shape) > 0 or rank > 0):
                     continue
+                number = len(self.tensors)
                 self.tensors.append(_Tensor(t.kind, t.name, t.dtype, (numel,), first, rank))
-                mine = pieces[i]
-                empty = mine.memory.reshape(-1)[:0]
-                self.pieces.append(
-                    mine if rank == world.rank else Piece(t.name, (0,), 0, 0, empty, 1)
-                )
-        self.whole = whole
+                found = [piece.within(first, numel) for piece in of[i] if piece.replica == 0]
+                self.pieces += [(number, piece) for piece in found if piece is not None]
 
     def lay_out(self) -> None:
         """Decide on files, and where each tensor lies in them."""
@@ -318,7 +339,8 @@ class _Plan:
     def _files_per_rank(self) -> None:
         world = distributed.world_size()
         self.files = [
-            _File(f"rank-{r + 1:05}-of-{world:05}.safetensors", creator=r) for r in range(world)
+            _File(f"rank-{r + 1:05}-of-{self.ranks:05}.safetensors", creator=min(r, world - 1))
+            for r in range(self.ranks)
         ]
         for i, t in enumerate(self.tensors):
             self.files[t.file].tensors.append(i)
@@ -369,7 +391,7 @@ class _Plan:
 
     def make_save(self, comm: _core.Comm) -> _core.Save:
         """The plan as the C engine runs it."""
-        content = {**self.content, **self.description, "world": comm.size}
+        content = {"world": comm.size, **self.content, **self.description}
         content["files"] = {
             f.name: {
                 "bytes": f.bytes,
@@ -398,13 +420,15 @@ class _Plan:
         )
 
     def _own_pieces(self) -> Any:
-        for i, (piece, t) in enumerate(zip(self.pieces, self.tensors, strict=True)):
+        for i, piece in self.pieces:
             if piece.replica != 0 or piece.numel == 0:
                 continue
+            t = self.tensors[i]
+            dtype = "U8" if piece.raw else t.dtype
             item = ITEM_BYTES[t.dtype]
             first = piece.first - t.first
             behind = t.end - t.begin - (first + piece.numel) * item
-            yield t.file, i, piece.memory, t.dtype, t.begin + first * item, behind
+            yield t.file, i, piece.memory, dtype, t.begin + first * item, behind
 
     def _table(self) -> tuple[list[int], dict[str, Any]]:
         """The manifest's tensors, and their numbers in the order in which they stand there."""

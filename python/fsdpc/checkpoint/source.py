@@ -81,8 +81,12 @@ class Source:
 
     def paths(self) -> list[str]:
         """Names of the files with tensors."""
-        tensors = [*self.model.values(), *self.optimizer.values()]
-        return list(dict.fromkeys(part.file for t in tensors for part in t.parts))
+        return list(dict.fromkeys(part.file for _, _, t in self.tensors() for part in t.parts))
+
+    def tensors(self) -> list[tuple[str, str, SourceTensor]]:
+        """Kind, name and tensor of all, by kind and name."""
+        tables = (("model", self.model), ("optimizer", self.optimizer))
+        return [(kind, name, t) for kind, table in tables for name, t in sorted(table.items())]
 
 
 def open_source(path: Path) -> Source:
@@ -111,6 +115,43 @@ def open_source(path: Path) -> Source:
         f"{path} has no {manifest.NAME}, {INDEX} or {SINGLE}: it is no checkpoint, or was never "
         "committed"
     )
+
+
+def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
+    """Read all of a checkpoint and return the checksums of each tensor's parts, by kind and name.
+
+    Parameters
+    ----------
+    source : Source
+    """
+    paths = source.paths()
+    number = {name: i for i, name in enumerate(paths)}
+    runs, keys = [], []
+    for kind, name, t in source.tensors():
+        for part in t.parts:
+            runs.append((number[part.file], len(keys), part.begin, part.end - part.begin, 0))
+            keys.append((kind, name))
+    files = [str(source.folder / name) for name in paths]
+    found: dict[tuple[str, str], tuple[int, ...]] = {}
+    for key, crc in zip(keys, _core.sum_runs(files, runs, len(keys)), strict=True):
+        found[key] = (*found.get(key, ()), crc)
+    return found
+
+
+def damaged(source: Source) -> list[str]:
+    """Read all of a checkpoint and return the tensors whose checksums are wrong, with their files.
+
+    Parameters
+    ----------
+    source : Source
+    """
+    found = checksums(source)
+    return [
+        f"'{name}' in {part.file}"
+        for kind, name, t in source.tensors()
+        for part, crc in zip(t.parts, found[kind, name], strict=True)
+        if part.crc not in (None, crc)
+    ]
 
 
 def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:

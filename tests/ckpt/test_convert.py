@@ -1,0 +1,225 @@
+"""``fsdpc ckpt convert``: every format to every other, byte for byte, without holding tensors."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import fsdpc
+from fsdpc import checkpoint
+from fsdpc.checkpoint.convert import convert
+from tests.faults.common import run
+
+from .common import Odd
+from .test_command import alone, output
+from .test_resume import Run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
+
+
+@pytest.mark.ranks(1, init=False)
+def test_full_and_per_rank_both_ways(tmp_path: Path) -> None:
+    """Whatever cut the files, the full ones are the same, and all else goes along."""
+    extra = {"a": (1, None), 3: float("inf")}
+
+    def save(rank: int) -> None:
+        fsdpc.init()
+        made = Run("FULL_SHARD").train(2)
+        state = {**made.state, "extra": extra}
+        checkpoint.save(tmp_path / "apart", state, layout="per_rank")
+        checkpoint.save(tmp_path / "full", state)
+        fsdpc.barrier()
+
+    def turn(rank: int) -> None:
+        fsdpc.init()
+        convert(tmp_path / "apart", tmp_path / "whole")
+        for ranks in (1, 2, 5, 100):
+            own = tmp_path / f"for-{ranks}"
+            convert(tmp_path / "full", own, "per_rank", ranks)
+            convert(tmp_path / "apart", tmp_path / f"recut-{ranks}", "per_rank", ranks)
+            assert files(own) == files(tmp_path / f"recut-{ranks}")
+            assert len(files(own)) == ranks
+            assert output("verify", own)[0] == 0
+            convert(own, tmp_path / f"back-{ranks}")
+        code, text = output("diff", tmp_path / "full", tmp_path / "for-5")
+        assert code == 0, text
+        want = files(tmp_path / "full")
+        assert len(want) == 2
+        manifest = json.loads((tmp_path / "full" / "manifest.json").read_text())
+        for name in ("whole", "back-1", "back-2", "back-5", "back-100"):
+            assert files(tmp_path / name) == want, name
+            made = json.loads((tmp_path / name / "manifest.json").read_text())
+            assert {**made, "checksum": 0} == {**manifest, "checksum": 0}, name
+        with pytest.raises(ValueError, match="takes a number of ranks"):
+            convert(tmp_path / "full", tmp_path / "x", "per_rank")
+
+    def load(rank: int, name: str) -> Any:
+        fsdpc.init()
+        made = Run("FULL_SHARD", seed=6)
+        report = checkpoint.load(tmp_path / name, {**made.state, "data": None})
+        assert report.extra == extra and type(report.extra["a"]) is tuple
+        return made.everything()[:3]
+
+    run(save, 3)
+    run(turn, 1)
+    want = run(lambda rank: load(rank, "full"), 2)
+    assert run(lambda rank: load(rank, "for-5"), 2) == want
+
+
+@alone
+@pytest.mark.parametrize("form", ["dcp", "torch"])
+@pytest.mark.parametrize("layout", ["full", "per_rank"])
+def test_to_torch_and_back(form: str, layout: str, tmp_path: Path) -> None:
+    model = Odd()
+    model.register_buffer("none", fsdpc.tensor(np.zeros((0, 3), np.float32)))
+    model.register_buffer("flags", fsdpc.tensor(np.array([True, False, True])))
+    model.register_buffer("scalar", fsdpc.tensor(np.array(2.5)))
+    checkpoint.save(tmp_path / "c", {"model": model})
+    source = tmp_path / "c"
+    if layout == "per_rank":
+        source = tmp_path / "apart"
+        convert(tmp_path / "c", source, layout, 3)
+    code, text = output("convert", source, tmp_path / "t", "--layout", form)
+    assert (code, text) == (0, "")
+    want = load_file(tmp_path / "c" / "model.safetensors")
+    if form == "torch":
+        found = torch.load(tmp_path / "t", weights_only=True)
+    else:
+        found = {name: torch.empty_like(t) for name, t in want.items()}
+        dcp.load(found, checkpoint_id=str(tmp_path / "t"), no_dist=True)
+    assert found.keys() == want.keys()
+    for name, t in want.items():
+        assert found[name].dtype == t.dtype and torch.equal(found[name], t), name
+    assert output("convert", tmp_path / "t", tmp_path / "back")[0] == 0
+    assert files(tmp_path / "c") == files(tmp_path / "back")
+    code, text = output("convert", tmp_path / "t", tmp_path / "back")
+    assert code == 1 and "not written over" in text
+    made = {"c", "t", "back", *(["apart"] if layout == "per_rank" else [])}
+    assert {p.name for p in tmp_path.iterdir()} == made  # no scratch is left
+
+
+@alone
+def test_what_a_dcp_folder_has_beside_tensors_is_named(tmp_path: Path) -> None:
+    state = {"a": torch.arange(6), "steps": 3, "optimizer.a.exp_avg": torch.ones(6)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    code, text = output("convert", tmp_path / "d", tmp_path / "c")
+    assert code == 0 and "left out, as they are no tensors: steps" in text
+    assert load_file(tmp_path / "c" / "model.safetensors")["a"].tolist() == list(range(6))
+    assert (tmp_path / "c" / "optimizer-00001-of-00001.safetensors").exists()
+
+
+@alone
+def test_files_that_are_not_what_they_say(tmp_path: Path) -> None:
+    """Each is refused by its reason, and nothing is made."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (print, ("ran",))
+
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    torch.save({"a": torch.ones(3), "b": 1}, tmp_path / "mixed.pt")
+    torch.save({"a": torch.ones(3, dtype=torch.complex64)}, tmp_path / "complex.pt")
+    torch.save({"a": torch.ones(3000)}, tmp_path / "cut.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "cut.pt").read_bytes()[:-2000])
+    save_file({"a": torch.ones(3, dtype=torch.int8)}, tmp_path / "int8.safetensors")
+    checkpoint.save(tmp_path / "flipped", {"model": Odd()})
+    data = bytearray((tmp_path / "flipped" / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "flipped" / "model.safetensors").write_bytes(data)
+    for name, words in (
+        ("evil.pt", "holds more than tensors"),
+        ("mixed.pt", "is not a flat dict of tensors"),
+        ("complex.pt", "'a' is torch.complex64, which fsdpc has no tensors of"),
+        ("cut.pt", "is no file of torch.save, or damaged"),
+        ("int8.safetensors", "'a' is I8, which fsdpc has no tensors of"),
+        ("flipped", "damaged: 'frozen' in model.safetensors|damaged: 'half' in"),
+    ):
+        code, text = output("convert", tmp_path / name, tmp_path / "x")
+        assert code == 1 and any(w in text for w in words.split("|")), (name, text)
+        assert not (tmp_path / "x").exists()
+
+
+@alone
+def test_torch_files_that_cannot_be_mapped(tmp_path: Path) -> None:
+    """Of before the zip format, and tensors that are not contiguous: held, and right."""
+    state = {"a": torch.arange(12.0).reshape(3, 4).t(), "b": torch.ones(2, dtype=torch.bfloat16)}
+    for name, new in (("old.pt", False), ("new.pt", True)):
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=new)
+        convert(tmp_path / name, tmp_path / name[:3])
+        found = load_file(tmp_path / name[:3] / "model.safetensors")
+        assert all(torch.equal(found[n], t) for n, t in state.items())
+
+
+@alone
+def test_data_at_odd_places(tmp_path: Path) -> None:
+    """Headers of others need not be a multiple of any element."""
+    data = np.arange(5, dtype=np.float32)
+    header = b'{"a":{"dtype":"F32","shape":[5],"data_offsets":[0,20]}}'
+    header += b" " * (-len(header) % 4 + 1)
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data.tobytes())
+    for form in ("full", "torch", "dcp"):
+        convert(path, tmp_path / form, form)
+    assert torch.load(tmp_path / "torch")["a"].tolist() == list(range(5))
+    assert load_file(tmp_path / "full" / "model.safetensors")["a"].tolist() == list(range(5))
+
+
+class Watch:
+    """The most memory of its own, not of files, that this process has while it is entered."""
+
+    def __enter__(self) -> Watch:
+        self.begin = self.most = self._now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @staticmethod
+    def _now() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) << 10
+
+    def _look(self) -> None:
+        while not self._over.wait(0.0005):
+            self.most = max(self.most, self._now())
+
+    @property
+    def grown(self) -> int:
+        return self.most - self.begin
+
+
+TURNS = [
+    ("safetensors", "full"), ("full", "per_rank"), ("full", "torch"), ("full", "dcp"),
+    ("per_rank", "full"), ("per_rank", "torch"), ("torch", "full"), ("dcp", "full"),
+]  # fmt: skip
+
+
+@alone
+def test_nothing_is_held(tmp_path: Path) -> None:
+    """64 MiB in 16 tensors go from format to format in a few tensors' memory."""
+    tensors = {f"{i:02}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    save_file(tensors, tmp_path / "large.safetensors")
+    save_file({"small": torch.ones(3)}, tmp_path / "small.safetensors")
+    del tensors
+    for size in ("small", "large"):  # the first imports and warms up everything
+        made = {"safetensors": tmp_path / f"{size}.safetensors"}
+        for source, form in TURNS:
+            to = tmp_path / f"{size}-{source}-{form}"
+            with Watch() as watch:
+                convert(made[source], to, form, 3 if form == "per_rank" else None)
+            assert size == "small" or watch.grown < 24 << 20, (source, form, watch.grown)
+            made.setdefault(form, to)
