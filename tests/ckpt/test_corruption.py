@@ -148,6 +148,12 @@ def test_what_the_manager_keeps(tmp_path: Path) -> None:
     saved = [step for step in range(1, 13) if manager.step(step, state)]
     assert saved == [2, 4, 6, 8, 10, 12]
     assert [found.step for found in manager.list()] == [6, 10, 12]
+    one = CheckpointManager(tmp_path / "one", max_to_keep=1)
+    for step in (10, 5):  # of a run that went back: what it has just saved is not the one to go
+        one.save(step, state)
+    assert [found.step for found in one.list()] == [5, 10]
+    one.save(12, state)
+    assert [found.step for found in one.list()] == [12]
     timed = CheckpointManager(tmp_path / "timed", every_seconds=0.001, async_=True)
     while not timed.step(1, state):
         pass

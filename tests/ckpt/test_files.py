@@ -255,6 +255,35 @@ def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours.numpy().reshape(want.shape), want, atol=2e-5)
 
 
+@pytest.mark.ranks([1, 2])
+def test_names_of_ones_own(tmp_path: Path) -> None:
+    """By a mapping, by a function; a family's names with and without the prefix of its head."""
+    plain = llama("plain")
+    want = values(plain)
+    full = {name: t.numpy() for name, t in plain.state_dict().items()}
+    if fsdpc.rank() == 0:
+        mapped = {("embed" if name.endswith("embed_tokens.weight") else name): a
+                  for name, a in full.items()}  # fmt: skip
+        stn.save_file(mapped, tmp_path / "mapped.safetensors")
+        stn.save_file({f"net.{n}": a for n, a in full.items()}, tmp_path / "deeper.safetensors")
+        base = {name.removeprefix("model."): a for name, a in full.items()}
+        computed = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(3, np.float32)}
+        stn.save_file({**base, **computed}, tmp_path / "base.safetensors")
+    fsdpc.barrier()
+    for file, names in (
+        ("mapped", {"model.embed_tokens.weight": "embed"}),
+        ("deeper", lambda name: f"net.{name}"),
+        ("base", "llama"),
+    ):
+        model = llama(seed=1)
+        checkpoint.load(tmp_path / f"{file}.safetensors", {"model": model}, names=names)
+        assert values(model) == want, file
+        with pytest.raises(CheckpointError, match="missing .*unexpected"):
+            checkpoint.load(tmp_path / f"{file}.safetensors", {"model": model})
+    with pytest.raises(ValueError, match="names must be 'llama', 'gpt2', a mapping or a function"):
+        checkpoint.load(tmp_path / "base.safetensors", {"model": model}, names="bert")
+
+
 # ---- what does not fit is listed in full
 
 
@@ -345,7 +374,7 @@ def peak_beyond_now() -> Callable[[], int]:
 
 @pytest.mark.ranks([1, 2])
 def test_memory_is_a_chunk(tmp_path: Path) -> None:
-    """Of 48 MB neither saving nor loading holds a copy, converted or not."""
+    """Of 48 MB neither saving nor loading holds a copy, converted or not; a thread's save one."""
     model = fsdpc.fully_shard(fsdpc.nn.Linear(4096, 3072, bias=False))
     saves = {"own": None, "half": "bfloat16"}
     checkpoint.save(tmp_path / "warm", {"model": model}, dtype="bfloat16")
@@ -357,3 +386,8 @@ def test_memory_is_a_chunk(tmp_path: Path) -> None:
         peak = peak_beyond_now()
         checkpoint.load(tmp_path / name, {"model": model})
         assert peak() < 8 << 20, (name, peak())
+    own = (48 << 20) // fsdpc.world_size()
+    for i in range(2):  # the second has the memory of the first
+        peak = peak_beyond_now()
+        checkpoint.save(tmp_path / f"async-{i}", {"model": model}, async_=True).wait()
+        assert peak() < own * (i == 0) + (8 << 20), (i, peak())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fsdpc.data import DistributedSampler, Loader, SequenceDataset
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.models import GPT2
 from fsdpc.optim import get_optimizer_state_dict
-from tests.faults.common import run
+from tests.faults.common import die, run
 
 from .common import CONFIG, STRATEGIES, by_blocks, options_of, values
 
@@ -125,6 +126,31 @@ def test_with_a_loss_scaler(layout: str, tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "c", resumed.state)
     assert resumed.train(10).losses == whole.losses[10:]
     assert resumed.everything() == whole.everything()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.ranks(1, init=False)
+def test_after_a_kill(ranks: int, tmp_path: Path) -> None:
+    """10 steps, a save, SIGKILL; 10 more in new processes: scaler, cursor, dropout and all."""
+
+    def train(rank: int, steps: int) -> Any:
+        fsdpc.init()
+        made = Run("FULL_SHARD", "fp16").train(steps)
+        if steps == 20:
+            return made.everything()
+        with contextlib.suppress(fsdpc.PeerError):  # the other one may be gone first
+            checkpoint.save(tmp_path / "c", made.state)
+        die()
+
+    def resume(rank: int) -> Any:
+        fsdpc.init()
+        made = Run("FULL_SHARD", "fp16", seed=6)
+        checkpoint.load(tmp_path / "c", made.state)
+        return made.train(10).everything()
+
+    whole = run(lambda rank: train(rank, 20), ranks)
+    assert run(lambda rank: train(rank, 10), ranks) == [None] * ranks
+    assert run(resume, ranks) == whole
 
 
 @pytest.mark.parametrize("layout", ["full", "per_rank"])

@@ -99,6 +99,7 @@ class CheckpointManager:
         self.async_, self.layout = async_, layout
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
+        self._last: int | None = None  # the step of the newest save of ours
         self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
 
     def _on_rank_0(self, work: Any) -> None:
@@ -160,7 +161,7 @@ class CheckpointManager:
         if extra is None or isinstance(extra, dict):
             state = {**state, "extra": {**(extra or {}), "step": step}}
         self._handle = save(self.path(step), state, layout=self.layout, async_=self.async_)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._last = time.monotonic(), step
         if self._handle is None:
             self._on_rank_0(self._delete_old)
 
@@ -185,7 +186,8 @@ class CheckpointManager:
             return
         valid = [found for found in self.list() if found.problem is None]
         for found in valid[: -self.max_to_keep]:
-            if not self.keep_every or found.step % self.keep_every:
+            kept = self.keep_every and found.step % self.keep_every == 0
+            if not kept and found.step != self._last:  # a run may have gone back some steps
                 _remove(found.path)
 
     # ---- finding ----
