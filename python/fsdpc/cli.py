@@ -90,6 +90,9 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 
+        if "convert" not in arguments[:2] and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            # The others read in C, for hours maybe, and leave nothing: Ctrl-C may end them at once.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return command.main(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "info":

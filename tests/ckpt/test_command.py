@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,7 +94,7 @@ def test_looking_at_a_run_leaves_its_save_alone(tmp_path: Path) -> None:
 
 @alone
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
-    """``fsdpc ckpt ls PATH | head``: no error, whether it shows at a print or at the end."""
+    """``fsdpc ckpt ls PATH | head``: no words, whether it shows at a print or at the end."""
     checkpoint.save(tmp_path / "c", {"model": fsdpc.nn.Linear(3, 3)})
     command = [sys.executable, "-m", "fsdpc", "ckpt", "ls", str(tmp_path / "c")]
     for buffered in ("", "1"):
@@ -102,7 +105,24 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONUNBUFFERED": buffered},
         )  # fmt: skip
         os.close(theirs)
-        assert (done.returncode, done.stderr) == (0, b"")
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_ctrl_c_ends_a_verification(tmp_path: Path) -> None:
+    """Of a terabyte, which is all hole: in the middle of reading."""
+    terabyte = 1 << 40
+    header = json.dumps({"a": {"dtype": "U8", "shape": [terabyte], "data_offsets": [0, terabyte]}})
+    path = tmp_path / "a.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + terabyte)
+    command = [sys.executable, "-m", "fsdpc", "ckpt", "verify", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        counters = Path(f"/proc/{process.pid}/io")
+        while process.poll() is None and int(counters.read_text().split()[1]) < 256 << 20:
+            time.sleep(0.01)  # until so much was read
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == -signal.SIGINT
 
 
 @alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -69,12 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
-        code = _run(options)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _run(options)
+    except BrokenPipeError:
+        raise
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(f"fsdpc ckpt: {error}", file=sys.stderr)
         return 1
