@@ -292,7 +292,7 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
         goto free_arrays;
     }
     for (Py_ssize_t i = 0; i < n_files; i++)
-        if (!(files[i].path = (char *)PyUnicode_AsUTF8(PyList_GET_ITEM(paths, i))))
+        if (!(files[i].path = PyBytes_AsString(PyList_GET_ITEM(paths, i))))
             goto free_arrays;
     for (Py_ssize_t i = 0; i < n; i++)
         if (read_piece_tuple(PyList_GET_ITEM(list, i), n_files, n_tensors, &pieces[i]) < 0)
@@ -325,7 +325,7 @@ static int read_run_tuple(PyObject *item, PyObject *paths, Py_ssize_t n_tensors,
         PyErr_SetString(PyExc_ValueError, "a run of no file or tensor");
         return -1;
     }
-    out->path = PyUnicode_AsUTF8(PyList_GET_ITEM(paths, file));
+    out->path = PyBytes_AsString(PyList_GET_ITEM(paths, file));
     out->offset = offset;
     out->bytes = bytes;
     out->bytes_behind = behind;

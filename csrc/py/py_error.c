@@ -3,6 +3,8 @@
  */
 #include "py/py_error.h"
 
+#include <string.h>
+
 static PyObject *own_exception(const char *name)
 {
     PyObject *module = PyImport_ImportModule("fsdpc._core");
@@ -49,8 +51,14 @@ PyObject *fsdpc_py_raise(fsdpc_status status)
         return NULL;
     PyErr_Clear();
     const char *message = fsdpc_last_error();
+    if (!*message)
+        message = fsdpc_status_text(status);
+    /* Paths need not be UTF-8, and a text cut at the end of its room may end inside a character. */
     PyObject *exception = exception_of(status);
-    PyErr_SetString(exception, *message ? message : fsdpc_status_text(status));
+    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "backslashreplace");
+    if (text)
+        PyErr_SetObject(exception, text);
+    Py_XDECREF(text);
     Py_DECREF(exception);
     return NULL;
 }

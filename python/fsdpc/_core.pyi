@@ -553,7 +553,7 @@ def safetensors_header(
     path: Any, /
 ) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]: ...
 def read_pieces(
-    paths: list[str],
+    paths: list[bytes],
     pieces: list[tuple[int, int, Tensor, int, str, int, int, int, int, int]],
     n_tensors: int,
     check: bool,
@@ -561,7 +561,7 @@ def read_pieces(
     /,
 ) -> list[int]: ...
 def sum_runs(
-    paths: list[str],
+    paths: list[bytes],
     runs: list[tuple[int, int, int, int, int]],
     n_tensors: int,
     hook: Hook | None = None,

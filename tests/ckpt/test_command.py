@@ -12,7 +12,9 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy as stn
 
 import fsdpc
 from fsdpc import checkpoint
@@ -52,6 +54,17 @@ def test_ls_and_verify(tmp_path: Path) -> None:
     assert code == 0 and "transformer.wte.weight" in text
     code, text = output("verify", tmp_path)
     assert code == 1 and "never committed" in text
+
+
+@alone
+def test_names_do_not_speak_to_the_terminal(tmp_path: Path) -> None:
+    name = "a\x1b[2J\nb\u202e"
+    stn.save_file({name: np.ones(3, np.float32)}, tmp_path / "x.safetensors")
+    for text in (output("ls", tmp_path / "x.safetensors")[1],
+                 output("diff", tmp_path / "x.safetensors", tmp_path / "x.safetensors")[1],
+                 output("convert", tmp_path / "x.safetensors", tmp_path / f"no/{name}")[1]):
+        assert all(line.isprintable() for line in text.splitlines()) and len(text) > 9, text
+    assert "a\\x1b[2J\\nb\\u202e" in output("ls", tmp_path / "x.safetensors")[1]
 
 
 @alone

@@ -171,6 +171,21 @@ def test_folders_that_cannot_be_written(problem: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks([1, 2])
+def test_folders_with_names_of_any_bytes(tmp_path: Path) -> None:
+    """Saved and loaded; what is wrong with one is said on every rank, not only where it is."""
+    folder = tmp_path / os.fsdecode(b"\xff\xc3")
+    state = {"model": llama()}
+    before = values(state["model"])
+    checkpoint.save(folder, state)
+    checkpoint.load(folder, state)
+    assert values(state["model"]) == before
+    with pytest.raises(OSError, match="xff.* is not written over"):
+        checkpoint.save(folder, state)
+    with pytest.raises(checkpoint.CheckpointError, match="does not exist"):
+        checkpoint.load(folder / "c" if fsdpc.rank() == 0 else folder, state)
+
+
+@pytest.mark.ranks([1, 2])
 def test_a_read_that_fails_on_one_rank(tmp_path: Path) -> None:
     model = llama()
     checkpoint.save(tmp_path / "c", {"model": model})

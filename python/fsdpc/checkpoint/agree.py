@@ -40,7 +40,8 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
         return
     kind = type(error).__name__ if error is not None else ""
     text = str(error.args[0] if isinstance(error, KeyError) and error.args else error or "")
-    word = f"{kind}\n{mark}\n{text}".encode()[:_BYTES].ljust(_BYTES, b"\0")
+    word = f"{kind}\n{mark}\n{text}".encode("utf-8", "backslashreplace")  # paths may be any bytes
+    word = word[:_BYTES].ljust(_BYTES, b"\0")
     rows = comm.all_gather(_core.tensor(np.frombuffer(word, np.uint8))).numpy()
     words = [bytes(r).rstrip(b"\0").decode("utf-8", "replace").split("\n", 2) for r in rows]
     if error is not None:

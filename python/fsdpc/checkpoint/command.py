@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdpc import _core
 from fsdpc.checkpoint.manager import checkpoints_in
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except (CheckpointError, OSError, ValueError, ImportError) as error:
-        print(f"fsdpc ckpt: {error}", file=sys.stderr)
+        _say(f"fsdpc ckpt: {error}", sys.stderr)
         return 1
 
 
@@ -87,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
 
     left_out = convert(options.path, options.to, options.layout, options.ranks)
     if left_out:
-        print(f"left out, as they are no tensors: {', '.join(left_out)}")
+        _say(f"left out, as they are no tensors: {', '.join(left_out)}")
     return 0
 
 
@@ -103,10 +104,16 @@ def _bytes(tensor: SourceTensor) -> int:
     return sum(part.end - part.begin for part in tensor.parts)
 
 
+def _say(text: str, file: Any = None) -> None:
+    """Print a line; what a hostile name would tell the terminal stands there as an escape."""
+    safe = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    print("".join(safe), file=file)
+
+
 def _table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+        _say("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
 
 
 def _ls(path: Path) -> int:
@@ -127,13 +134,13 @@ def _ls(path: Path) -> int:
         rows.append((shown, t.dtype, shape, _size(_bytes(t)), crcs, files))
     _table(rows)
     total = sum(_bytes(t) for _, _, t in source.tensors())
-    print(f"{len(rows) - 1} tensors, {_size(total)}")
+    _say(f"{len(rows) - 1} tensors, {_size(total)}")
     if source.content:
         c = source.content
         meshes = [f"{m['replicate']} x {m['shard']}" for m in c.get("meshes", [])]
         names = ", ".join(c.get("strategies", ["?"]))  # which older ones do not say
         how = f" ({names}; replicas x shards {', '.join(meshes)})" if meshes else ""
-        print(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
+        _say(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
     return 0
 
 
@@ -149,17 +156,17 @@ def _verify_one(path: Path) -> int:
         source = open_source(path)
         wrong = damaged(source)
     except (CheckpointError, OSError) as error:
-        print(f"{path}: {error}")
+        _say(f"{path}: {error}")
         return 1
     for words in wrong:
-        print(f"{path}: {words} is damaged")
+        _say(f"{path}: {words} is damaged")
     if wrong:
         return 1
     seconds = time.perf_counter() - begin
     tensors = source.tensors()
     total = sum(_bytes(t) for _, _, t in tensors)
     what = "verified" if source.content else "readable, without checksums to compare"
-    print(f"{path}: {len(tensors)} tensors, {_size(total)} {what} in {seconds:.2f} s "
+    _say(f"{path}: {len(tensors)} tensors, {_size(total)} {what} in {seconds:.2f} s "
           f"({total / max(seconds, 1e-9) / 1e9:.2f} GB/s)")  # fmt: skip
     return 0
 
@@ -181,8 +188,8 @@ def _diff(path: Path, other: Path) -> int:
         else:
             same += 1
     for line in lines:
-        print(line)
-    print(f"{same} tensors are the same, {len(lines)} differ")
+        _say(line)
+    _say(f"{same} tensors are the same, {len(lines)} differ")
     return 1 if lines else 0
 
 

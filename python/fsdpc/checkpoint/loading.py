@@ -232,7 +232,7 @@ class _Load:
                 )  # fmt: skip
         folder = self.source.folder
         return _core.read_pieces(
-            [str(folder / name) for name in paths],
+            [os.fsencode(folder / name) for name in paths],
             entries,
             len(self.parts),
             any(s.parts[k].crc is not None for _, s, k in self.parts),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -131,7 +132,7 @@ def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
         for part in t.parts:
             runs.append((number[part.file], len(keys), part.begin, part.end - part.begin, 0))
             keys.append((kind, name))
-    files = [str(source.folder / name) for name in paths]
+    files = [os.fsencode(source.folder / name) for name in paths]
     found: dict[tuple[str, str], tuple[int, ...]] = {}
     for key, crc in zip(keys, _core.sum_runs(files, runs, len(keys)), strict=True):
         found[key] = (*found.get(key, ()), crc)
