@@ -91,18 +91,14 @@ static int catch_up(fsdpc_py_door *door)
 int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
-    if (unit->in_backward && door->shown)
-        return 0;
     if (check_usable(door) < 0)
         return -1;
-    fsdpc_root_ref *root = door->unit->ref->root;
-    if (!root->end_asked) {
-        PyObject *asked = PyObject_CallNoArgs(door->at_end);
-        if (!asked)
-            return -1;
-        Py_DECREF(asked);
-        root->end_asked = true;
-    }
+    PyObject *asked = PyObject_CallNoArgs(door->at_end);
+    if (!asked)
+        return -1;
+    Py_DECREF(asked);
+    if (unit->in_backward && door->shown)
+        return 0;
     if (catch_up(door) < 0)
         return -1;
     fsdpc_status status;
@@ -206,7 +202,6 @@ static PyObject *door_finish(PyObject *object, PyObject *unused)
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root *root = root_of(door);
     fsdpc_status status;
-    door->unit->ref->root->end_asked = false;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_backward_end(root);
     if (status != FSDPC_OK)
@@ -255,22 +250,24 @@ static PyObject *door_reset(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root_ref *root = door->unit->ref->root;
-    if (root) {
-        root->end_asked = false;
+    if (root)
         fsdpc_root_reset(root->root);
-    }
     Py_RETURN_NONE;
 }
 
-static PyObject *door_hide(PyObject *object, PyObject *unused)
+/* hide(gave_up): pieces again.  Whether what a backward that was given up has posted is in differs
+ * from rank to rank, so it goes on all, unless the user adds to gradients of earlier ones. */
+static PyObject *door_hide(PyObject *object, PyObject *gave_up)
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
     door->depth = 0;
     for (int i = 0; i < door->n_params; i++)
         door->params[i].used = false;
-    return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+    int any = gave_up == Py_True ? fsdpc_door_has_grads(door) : 1;
+    if (any == 0)
+        fsdpc_unit_zero_grad(fsdpc_door_unit(door));
+    return any < 0 || fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* hold(begin): fulls stay shown once Unit.unshard has gathered them, until Unit.reshard. */
@@ -509,7 +506,7 @@ static PyMethodDef door_methods[] = {
      "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
     {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
     {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
-    {"hide", door_hide, METH_NOARGS, "Show pieces again, forget half a backward."},
+    {"hide", door_hide, METH_O, "hide(gave_up): show pieces, forget half a backward."},
     {"hold", door_hold, METH_O, "hold(begin): keep fulls shown, or no longer."},
     {"guard", door_guard, METH_O, "guard([(dict, refuse)]): modules that read its parameters."},
     {"lift", door_lift, METH_O, "lift(begin): guarded modules may be called, or no longer."},
@@ -542,10 +539,29 @@ static PyObject *get_pending(PyObject *object, void *unused)
     return PyFloat_FromDouble(fsdpc_door_unit((fsdpc_py_door *)object)->pending_scale);
 }
 
+static PyObject *get_generation(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_root *root = root_of((fsdpc_py_door *)object);
+    return PyLong_FromUnsignedLongLong(root ? (unsigned long long)root->generation : 0);
+}
+
+static int set_generation(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    unsigned long long seen = value ? PyLong_AsUnsignedLongLong(value) : 0;
+    if (PyErr_Occurred())
+        return -1;
+    ((fsdpc_py_door *)object)->unit->seen_generation = seen;
+    return 0;
+}
+
 static PyGetSetDef door_getset[] = {
     {"in_backward", get_in_backward, NULL, "Whether the root's backward runs.", NULL},
     {"depth", get_depth, NULL, "Forwards of the root that are running.", NULL},
     {"grad_live", get_live, NULL, "Whether the gradient shard holds anything.", NULL},
+    {"generation", get_generation, set_generation,
+     "Of the weights; set: what the forward saw that is computed again.", NULL},
     {"pending_scale", get_pending, NULL, "What clipping left to be applied.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -75,7 +75,7 @@ struct fsdpc_py_door {
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
-    PyObject *at_end;      /* at_end(): asks to be called when the running backward ends */
+    PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
     int depth;             /* forwards of this unit that are running, one inside the other */
     bool shown;            /* dictionaries hold fulls */
     bool taken;            /* gradients were taken in this backward */
@@ -90,6 +90,8 @@ static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
     return door->unit->ref->unit;
 }
 
+/* Whether any piece has a `.grad`; -1 with an exception. */
+int fsdpc_door_has_grads(const fsdpc_py_door *door);
 /* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
 int fsdpc_door_take_grads(fsdpc_py_door *door);
 /* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait

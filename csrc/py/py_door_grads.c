@@ -181,10 +181,9 @@ static int take_one(fsdpc_py_door *door, fsdpc_door_param *p, bool live)
     return result;
 }
 
-int fsdpc_door_take_grads(fsdpc_py_door *door)
+int fsdpc_door_has_grads(const fsdpc_py_door *door)
 {
-    fsdpc_unit *unit = fsdpc_door_unit(door);
-    bool was_live = unit->grad_live, any = false;
+    int any = 0;
     for (int i = 0; i < door->n_params; i++) {
         PyObject *grad = PyObject_GetAttr(door->params[i].piece, door->names.grad);
         if (!grad)
@@ -192,6 +191,16 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
         any |= grad != Py_None;
         Py_DECREF(grad);
     }
+    return any;
+}
+
+int fsdpc_door_take_grads(fsdpc_py_door *door)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    bool was_live = unit->grad_live;
+    int any = fsdpc_door_has_grads(door);
+    if (any < 0)
+        return -1;
     if (!any) {
         if (was_live)
             fsdpc_unit_zero_grad(unit);

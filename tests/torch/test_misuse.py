@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import fully_shard, summon_full_params
+from fsdpc.torch import MixedPrecisionPolicy, fully_shard, summon_full_params
 
 from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
 
@@ -173,3 +173,50 @@ def test_a_model_elsewhere_is_named() -> None:
     model._parameters["weight"] = Elsewhere(torch.zeros(2, 2))
     with pytest.raises(NotImplementedError, match="'weight' is on cuda:0: only the CPU"):
         fully_shard(model)
+
+
+@pytest.mark.ranks(1)
+def test_lists_that_are_no_unit() -> None:
+    model = build()
+    with pytest.raises(ValueError, match="got an empty list"):
+        fully_shard([])
+    with pytest.raises(ValueError, match="given one Block twice"):
+        fully_shard([model.blocks[0], model.blocks[1], model.blocks[0]])
+    for both in ([model, model.blocks[1]], [model.blocks[1], model]):
+        with pytest.raises(ValueError, match="given a Net and its own 'blocks.1' in one list"):
+            fully_shard(both)
+    assert type(model) is Net
+    fully_shard(model)
+    with pytest.raises(ValueError, match="Block is inside FSDPNet, .* 'norm.weight': call fully_s"):
+        fully_shard(model.blocks[0])
+    with pytest.raises(ValueError, match="Block is inside FSDPNet"):
+        fully_shard([model.blocks[2], model.blocks[0]])
+
+
+@pytest.mark.ranks(1)
+def test_options_of_another_type_are_named() -> None:
+    linear = nn.Linear(2, 2)
+    half = {"param_dtype": torch.float16}
+    with pytest.raises(TypeError, match="mp_policy takes a MixedPrecisionPolicy, got dict"):
+        fully_shard(linear, mp_policy=half)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mp_policy.reduce_dtype takes a torch.dtype.*'bf16'"):
+        fully_shard(linear, mp_policy=MixedPrecisionPolicy(reduce_dtype="bf16"))  # type: ignore[arg-type]
+    for option in ("ignored_params", "whole_params"):
+        with pytest.raises(TypeError, match=f"{option} takes parameters, got str 'weight'"):
+            fully_shard(linear, **{option: ["weight"]})
+        with pytest.raises(TypeError, match=f"{option} takes an iterable of parameters"):
+            fully_shard(linear, **{option: linear.weight})
+    assert type(linear) is nn.Linear
+
+
+@pytest.mark.ranks(2)
+def test_hooks_that_would_never_run() -> None:
+    """Gradients arrive at full parameters; hooks of this rank's rows run after the reduction."""
+    early = build()
+    early.last.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ValueError, match="'last.weight' has hooks, which would go with it"):
+        fully_shard(early)
+    ours = shard(build())
+    ours.blocks[1].norm.bias.register_hook(lambda grad: grad * 2)
+    with pytest.raises(NotImplementedError, match=r"'norm.bias' of unit 'blocks.1' has a hook"):
+        ours(batch(0, 0))

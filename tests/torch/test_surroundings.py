@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 import weakref
 from typing import Any
 
@@ -140,6 +141,33 @@ def test_compiled_blocks_are_not_compiled_again(whole: bool) -> None:
         if step == 0:
             compiled = len(graphs)
     assert compiled >= 1 and len(graphs) == compiled
+
+
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.parametrize("low", [False, True])
+def test_a_compiled_root_compiles_what_is_the_users(low: bool) -> None:
+    """Nothing around units is traced, so nothing is warned of and no fragment compiled."""
+    policy = MixedPrecisionPolicy(torch.bfloat16 if low else None, torch.float32)
+    model = build()
+    plain = shard(twin(model), mp_policy=policy)
+    ours = shard(model, mp_policy=policy)
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(ours, backend=keep)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(fsdpc|Dynamo)")
+        for step in range(3):
+            loss_of(compiled, batch(step, fsdpc.rank())).backward()
+            loss_of(plain, batch(step, fsdpc.rank())).backward()
+    calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert any("gelu" in call for call in calls)
+    assert not any("fsdpc" in call or call == "to" for call in calls), calls
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc.torch import _forward
-from fsdpc.torch.policies import core_dtype
+from fsdpc.torch._unit import PieceInfo
+from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 
 def check_module(module: Any, sharded: type) -> None:
@@ -40,6 +42,53 @@ def check_module(module: Any, sharded: type) -> None:
             )
 
 
+def check_list(modules: list[nn.Module]) -> None:
+    """Raise if modules cannot be one unit together."""
+    if not modules:
+        raise ValueError("fully_shard takes a module or a list of them, got an empty list")
+    for k, m in enumerate(modules):
+        for other in modules[k + 1 :]:
+            if m is other:
+                raise ValueError(f"fully_shard was given one {type(m).__name__} twice in a list")
+        names = {id(inner): name for name, inner in m.named_modules() if name}
+        for other in modules:
+            if id(other) in names:
+                raise ValueError(
+                    f"fully_shard was given a {type(m).__name__} and its own "
+                    f"'{names[id(other)]}' in one list: leave the inner one out, which the outer "
+                    "one holds anyway, or shard it first, by itself"
+                )
+
+
+def check_params(option: str, params: Any) -> list[nn.Parameter]:
+    """Return what an option lists, and raise unless these are parameters."""
+    if params is None:
+        return []
+    if isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
+        raise TypeError(f"{option} takes an iterable of parameters, got {type(params).__name__}")
+    found = list(params)
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(
+                f"{option} takes parameters, got {type(p).__name__} {p!r:.60}: pick them with "
+                "model.get_parameter(name)"
+            )
+    return found
+
+
+def check_policy(policy: Any) -> None:
+    """Raise unless this is a policy of ours or torch's ``fully_shard``."""
+    for field in fields(MixedPrecisionPolicy):
+        if not hasattr(policy, field.name):
+            raise TypeError(
+                f"mp_policy takes a MixedPrecisionPolicy, got {type(policy).__name__}: {policy!r}"
+            )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"mp_policy.{name} takes a torch.dtype or None, got {dtype!r}")
+
+
 _RUNNING = (_forward.run.__code__, nn.Module._call_impl.__code__)
 
 
@@ -62,10 +111,22 @@ def check_place(modules: list[nn.Module]) -> None:
 
 
 def check_parameter(
-    name: str, p: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None
+    name: str,
+    p: nn.Parameter,
+    modules: list[nn.Module],
+    placement: Callable[[nn.Parameter], Any] | None,
 ) -> None:
-    """Raise if a parameter cannot be sharded."""
+    """Raise if a parameter of these modules cannot be sharded."""
     holder = getattr(p, "_fsdpc_sharded", None) or getattr(p, "fsdpc", None)
+    if isinstance(holder, PieceInfo):
+        for outer in holder._state.modules:
+            for inner in modules:
+                if any(inner is m for m in outer.modules()):
+                    raise ValueError(
+                        f"{type(inner).__name__} is inside {type(outer).__name__}, which is "
+                        f"sharded already and has its '{name}': call fully_shard on inner modules "
+                        "before those around them"
+                    )
     if holder is not None:
         raise ValueError(
             f"parameter '{name}' is sharded already, as {holder}: modules that share (tie) a "
@@ -73,6 +134,12 @@ def check_parameter(
             "fully_shard a list of them"
         )
     core_dtype(p.dtype)
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"parameter '{name}' has hooks, which would go with it: call "
+            "register_post_accumulate_grad_hook on it after fully_shard(), when it is this rank's "
+            "rows"
+        )
     if p.dim() == 0:
         raise ValueError(
             f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"

@@ -8,19 +8,27 @@ dataclasses at any depth; other objects pass through.
 
 Inside backward a forward is a recomputation (activation checkpointing), which may stop early: the
 exception that does so is none of ours.
+
+A reentrant checkpoint runs forward without gradients, so no output bears a mark that says which
+weights it saw. The checkpoint's own context does, where an outermost forward runs in one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd import profiler
+from torch.utils.checkpoint import CheckpointFunction
 
 from fsdpc import _core
 from fsdpc.torch import _profile
-from fsdpc.torch._unit import UnitState, make_root
+from fsdpc.torch._unit import Root, UnitState, make_root
+
+_FORWARD = CheckpointFunction.forward.__code__
+_BACKWARD = CheckpointFunction.backward.__code__
 
 _task_id = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
@@ -57,6 +65,9 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if root.rank_dependent and not in_task and door.depth == 0:
         for other in root.rank_dependent:
             other.follow()
+    outermost = door.depth == 0
+    if in_task and grad and not door.in_backward:
+        _recall(root, door)
     span: Any = None
     marks: Any = door
     if profiler._is_profiler_enabled:
@@ -64,6 +75,8 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         marks = _profile.Marks(state)
     else:
         first = door.enter(grad, in_task)
+    if outermost and not grad and not in_task:
+        _remember(root, door)
     try:
         if state.cast_to is not None:
             args = _cast(args, state.cast_to)
@@ -87,6 +100,33 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if span is not None:
         _profile.leave(span)
     return result
+
+
+# ---- reentrant checkpoints ----
+
+
+def _contexts(of: Any) -> Iterator[Any]:
+    """Contexts of the checkpoints that run, in forward or backward, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is of:
+            yield frame.f_locals["ctx"]
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _remember(root: Root, door: _core.Door) -> None:
+    """Let checkpoints around this forward know which weights it saw."""
+    for ctx in _contexts(_FORWARD):
+        ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = door.generation
+
+
+def _recall(root: Root, door: _core.Door) -> None:
+    """Let backward begin for the weights that the forward saw which is computed again."""
+    for ctx in _contexts(_BACKWARD):
+        seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))
+        if seen is not None:
+            door.generation = seen
+            return
 
 
 # ---- structures ----

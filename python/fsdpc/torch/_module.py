@@ -12,8 +12,15 @@ from torch import nn
 from fsdpc import _core, fsdp_module
 from fsdpc.sharding import _check_reshard, check_agreement
 from fsdpc.strategies import apply_strategy, strategy_name
-from fsdpc.torch import _convert, _forward, _initialise
-from fsdpc.torch._checks import check_module, check_parameter, check_place
+from fsdpc.torch import _compiled, _convert, _forward, _initialise
+from fsdpc.torch._checks import (
+    check_list,
+    check_module,
+    check_parameter,
+    check_params,
+    check_place,
+    check_policy,
+)
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Found, Inside, Recipe, readers_of, values_of, widened
 from fsdpc.torch._unit import Root, UnitState, comms_of, make_root
@@ -75,7 +82,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         with super().hold():
             yield
         for door in root.doors:
-            door.hide()
+            door.hide(False)
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: bring every unit back to its sharded state."""
@@ -218,9 +225,17 @@ class FSDPModule(fsdp_module.FSDPModule):
         return _convert.convert(self, super()._apply, fn, recurse)  # type: ignore[misc]
 
 
-# torch.compile does not trace these: it compiles what runs inside them by itself.
-for _frame in (FSDPModule.__call__, _forward.run):
-    _frame._torchdynamo_disable = True  # type: ignore[attr-defined]
+# torch.compile of a model compiles what runs inside these.
+_compiled.leave_out(FSDPModule.__call__, _forward.run)
+# And nothing of what is ours alone.
+_compiled.leave_out(
+    make_root,
+    Root.reset,
+    _forward._cast,
+    _forward._mark_inputs,
+    _forward._mark_outputs,
+    inside=True,
+)
 
 
 def _root_of(module: Any) -> Root:
@@ -304,9 +319,13 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     for m in modules:
         check_module(m, FSDPModule)
+    check_list(modules)
     check_place(modules)
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    check_policy(mp_policy)
     mesh, reshard_after_forward, keep_grads = apply_strategy(strategy, mesh, reshard_after_forward)
-    ignored_params, whole_params = list(ignored_params or ()), list(whole_params or ())
+    ignored_params = check_params("ignored_params", ignored_params)
+    whole_params = check_params("whole_params", whole_params)
     if plan is not None:
         _shard_by_plan(
             modules,
@@ -326,9 +345,9 @@ def fully_shard(
         )
     ignored = {id(p) for p in ignored_params}
     inside = _inside_of(modules)
-    found = _collect(inside, ignored, shard_placement_fn)
+    found = _collect(inside, modules, ignored, shard_placement_fn)
     comms = comms_of(mesh)
-    dtypes, policy = widened(found, mp_policy or MixedPrecisionPolicy(), master_dtype)
+    dtypes, policy = widened(found, mp_policy, master_dtype)
     _agree(
         modules,
         found,
@@ -404,7 +423,10 @@ def _outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tup
 
 
 def _collect(
-    inside: Inside, ignored: set[int], placement: Callable[[nn.Parameter], Any] | None
+    inside: Inside,
+    modules: list[nn.Module],
+    ignored: set[int],
+    placement: Callable[[nn.Parameter], Any] | None,
 ) -> Found:
     found: dict[int, tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]] = {}
     for path, owner in inside:
@@ -412,7 +434,7 @@ def _collect(
             if p is None or id(p) in ignored:
                 continue
             if id(p) not in found:
-                check_parameter(path + name, p, placement)
+                check_parameter(path + name, p, modules, placement)
                 found[id(p)] = (path + name, p, [])
             found[id(p)][2].append((owner._parameters, name))
     return list(found.values())

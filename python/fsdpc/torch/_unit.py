@@ -190,6 +190,10 @@ def full_value(state: UnitState, index: int) -> torch.Tensor:
     return torch.from_dlpack(state.unit.collect(index, False))
 
 
+def _none() -> None:
+    """A dead reference."""
+
+
 class Root:
     """The units of one model, found at its first forward."""
 
@@ -202,13 +206,25 @@ class Root:
         self.backwards = 0
         self.norms: tuple[Any, dict[tuple[int, int], torch.Tensor]] | None = None
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
+        self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
     def at_end(self) -> None:
-        """Ask autograd to call :meth:`finish` when the running backward ends."""
-        _queue_callback(self.finish)
+        """Ask autograd to call :meth:`finish` when the running backward ends, once.
+
+        Autograd lets go of what it was asked when an exception ends a backward; what that one left
+        goes then.
+        """
+        if self.ending() is not None:
+            return
+        if self.head.in_backward:
+            self.reset()
+        finish = partial(self.finish)
+        _queue_callback(finish)
+        self.ending = weakref.ref(finish)
 
     def finish(self) -> None:
         """Wait for reductions and hand gradients to the pieces."""
+        self.ending = _none
         self.backwards += 1
         self.norms = None
         for door in self.rank_dependent:
@@ -222,7 +238,7 @@ class Root:
                 self.head.finish()
         except BaseException:
             for door in self.doors:
-                door.hide()
+                door.hide(True)
             raise
         if self.ranks > 1:
             _core.agree_used(self.doors)
@@ -231,10 +247,11 @@ class Root:
             _run_hooks(state)
 
     def reset(self) -> None:
-        """Bring every unit back to its sharded state."""
+        """Bring every unit back to its sharded state; drop the gradients of half a backward."""
+        half = self.head.in_backward
         self.head.reset()
-        for state in self.states:
-            state.door.hide()
+        for door in self.doors:
+            door.hide(half)
 
 
 def _run_hooks(state: UnitState) -> None:
@@ -275,6 +292,13 @@ def make_root(module: nn.Module) -> Root:
                 "and has no values yet: load_state_dict(), or initialise it inside "
                 "summon_full_params()"
             )
+        for name, piece in zip(state.names, state.pieces, strict=True):
+            if piece._backward_hooks:
+                raise NotImplementedError(
+                    f"parameter '{name}' of unit '{state.unit.name}' has a hook (register_hook), "
+                    "which never runs on this rank's rows: register_post_accumulate_grad_hook "
+                    "runs when they have their gradient"
+                )
     _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
     root = Root(ordered)
     for state in ordered:

@@ -1,0 +1,32 @@
+"""What ``torch.compile`` of a sharded model leaves alone.
+
+The compiler looks at every Python frame that runs. In those around a unit's forward it would find
+calls into the extension, warn of each, and compile fragments that save nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._C._dynamo import eval_frame
+
+
+def leave_out(*functions: Callable[..., Any], inside: bool = False) -> None:
+    """Let the compiler run functions as they are.
+
+    Parameters
+    ----------
+    functions : callable
+    inside : bool, default False
+        What they call, too.
+    """
+    for function in functions:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        code = function.__code__  # type: ignore[attr-defined]
+        if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch 2.6 and older
+            eval_frame.skip_code(code)
+            continue
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, skip if inside else default)
+        eval_frame.set_code_exec_strategy(code, strategy)
