@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import fully_shard, set_model_state_dict
+from fsdpc.torch import fully_shard, set_model_state_dict, summon_full_params
 
 from .common import Net, assert_same_parameters, batch, build, loss_of, shard
 
@@ -136,6 +136,57 @@ def test_apply_inside_forward_copies_nothing() -> None:
     with torch.no_grad():
         ours(batch(0, 0))
     assert seen == ["LayerNorm", "Linear", "FSDPBlock"]
+
+
+def draw(model: nn.Module, matrices: bool = False) -> None:
+    """What scripts do to a plain model."""
+    for p in model.parameters():
+        if p.dim() > 1 and matrices:
+            nn.init.xavier_uniform_(p)
+        elif not matrices:
+            nn.init.normal_(p, std=0.02)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize(
+    "matrices, after", [(False, "nothing"), (True, "nothing"), (True, "float"), (False, "double")]
+)
+def test_pieces_drawn_from_equal_generators_are_named(matrices: bool, after: str) -> None:
+    """Also if a conversion that changes nothing comes between; values in another dtype are new."""
+    ours = shard(build(dim=32))
+    torch.manual_seed(0)
+    draw(ours, matrices)
+    if after == "double":
+        ours.double()
+        torch.manual_seed(0)
+        draw(ours, matrices)
+    elif after == "float":
+        ours.float()
+    named = r"piece by piece.* rank \d has the same numbers in its rows of '.*weight' as rank \d"
+    with pytest.raises(RuntimeError, match=named):
+        ours(batch(0, 0))
+    torch.manual_seed(0)
+    ours.apply(init)
+    assert ours(batch(0, 0).to(ours.first.bias.dtype)).isfinite().all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["other seeds", "full", "constant", "loaded", "replicated"])
+def test_what_is_not_drawn_so_is_not_refused(how: str) -> None:
+    ours = shard(build(dim=32), strategy="NO_SHARD" if how == "replicated" else None)
+    torch.manual_seed(fsdpc.rank() if how == "other seeds" else 0)
+    if how == "full":
+        with summon_full_params(ours):
+            draw(ours)
+    elif how == "constant":
+        for p in ours.parameters():
+            nn.init.constant_(p, 0.5)
+    elif how == "loaded":  # what a rank has of it may be another's
+        state = {k: v[:1].expand_as(v) * torch.ones(v.shape) for k, v in ours.state_dict().items()}
+        ours.load_state_dict(state)
+    else:
+        draw(ours)
+    ours(batch(0, 0))
 
 
 @pytest.mark.ranks([2, 4])

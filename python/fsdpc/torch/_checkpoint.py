@@ -76,7 +76,7 @@ def _(model: nn.Module, write: bool) -> Held:
             torch.autograd.graph.increment_version(named[name])
             if id(named[name]) in units:
                 state, i = units[id(named[name])]
-                state.missing.discard(i)
+                state.trust(i)
 
     sharded = [(state.unit, state.recipe.strategy) for state in states_of(model)]
     return Held(pieces, aliases, sharded, loaded)

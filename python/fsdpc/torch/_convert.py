@@ -33,12 +33,15 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         _check(state)
     for state in states:
         state.adopt_replaced()
+    trusted = [(s, set(range(len(s.pieces))).difference(s.written())) for s in states]
     result = apply(fn, recurse)
     for state in changing:
         if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
             _make_again(state, fn)  # unless a unit inside did, on its way
-    for state in states:
+    for state, pieces in trusted:
         state.adopt_replaced()
+        for i in pieces - state.missing:
+            state.trust(i)
     return result
 
 

@@ -83,7 +83,7 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
     for i, full in found:
         values = values_of(full, state.comms, state.recipe.synced)
         state.unit.write(i, values)
-        state.missing.discard(i)
+        state.trust(i)
 
 
 def _checksum(full: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core, distributed
+from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
 from fsdpc.torch.kernels import target
@@ -109,6 +110,7 @@ class UnitState:
             piece.grad = None
             piece.data = self.rows[i]
             self._describe(i, piece)
+        self.trusted = [piece._version for piece in self.pieces]
         self.door = _core.Door(unit, self.slots, self.pieces, self.grads)
         self.door.guard(self.guards)
 
@@ -126,7 +128,16 @@ class UnitState:
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""
         self.unit.write(i, _core.from_dlpack(full.detach().contiguous()))
+        self.trust(i)
+
+    def trust(self, i: int) -> None:
+        """Say that a piece holds rows of a full value."""
         self.missing.discard(i)
+        self.trusted[i] = self.pieces[i]._version
+
+    def written(self) -> list[int]:
+        """Return the pieces that were written since their values were rows of a full one."""
+        return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
     def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
         """Let modules see private full copies and be called, or pieces again."""
@@ -299,6 +310,7 @@ def make_root(module: nn.Module) -> Root:
                     "which never runs on this rank's rows: register_post_accumulate_grad_hook "
                     "runs when they have their gradient"
                 )
+    check_drawn(ordered)
     _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
     root = Root(ordered)
     for state in ordered:
