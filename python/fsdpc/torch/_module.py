@@ -25,7 +25,7 @@ from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Found, Inside, Recipe, readers_of, values_of, widened
 from fsdpc.torch._unit import Root, UnitState, comms_of, make_root
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict
+from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, offer_parts
 
 
 class UnshardHandle:
@@ -383,6 +383,7 @@ def fully_shard(
         m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = _sharded_class(type(m))
     _initialise.offer_reset(state, [m for _, m in inside])
+    offer_parts(state, [m for _, m in inside])
     return module
 
 

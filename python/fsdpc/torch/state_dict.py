@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,6 +162,33 @@ def module_load_state_dict(
             if pieces[id(p)] not in missing:
                 s.write(i, news[id(s)][i])
     return result
+
+
+def offer_parts(state: UnitState, modules: list[nn.Module]) -> None:
+    """Let modules of a unit give and take full tensors when what is no unit itself is asked."""
+    for module in modules:
+        places = {key: i for owner, key, i in state.slots if owner is module._parameters}
+        if places:
+            module._register_state_dict_hook(partial(_give_full, state, places))
+            module._register_load_state_dict_pre_hook(partial(_take_full, state, places))
+
+
+def _give_full(
+    state: UnitState, places: dict[str, int], module: nn.Module, found: Any, prefix: str, *_: Any
+) -> None:
+    if not (_Option.depth or state.summoned):
+        found.update({prefix + key: full_value(state, i) for key, i in places.items()})
+
+
+def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
+    """Write rows of full tensors, and let torch find what the piece holds then."""
+    if state.summoned:
+        return
+    for key, i in places.items():
+        value = given.get(prefix + key)
+        if isinstance(value, torch.Tensor) and value.shape == state.shapes[i]:
+            state.write(i, value.to(state.pieces[i].dtype))
+            given[prefix + key] = state.pieces[i].detach()
 
 
 def get_model_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
