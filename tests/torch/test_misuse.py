@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import MixedPrecisionPolicy, fully_shard, summon_full_params
+from fsdpc.torch import MixedPrecisionPolicy, full_grad, fully_shard, optim, summon_full_params
 
 from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
 
@@ -220,3 +222,39 @@ def test_hooks_that_would_never_run() -> None:
     ours.blocks[1].norm.bias.register_hook(lambda grad: grad * 2)
     with pytest.raises(NotImplementedError, match=r"'norm.bias' of unit 'blocks.1' has a hook"):
         ours(batch(0, 0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, optim.AdamW])
+def test_torchs_own_state_dict_functions(make: Any, stepped: bool) -> None:
+    """They would save rank 0's rows for whole states."""
+    from torch.distributed.checkpoint import state_dict
+
+    ours = shard(build())
+    optimizer = make(ours.parameters())
+    if stepped:
+        loss_of(ours, batch(0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = state_dict.StateDictOptions(full_state_dict=True)
+    assert state_dict.get_model_state_dict(ours, options=full)["first.weight"].shape == (20, 7)
+    with pytest.raises(NotImplementedError, match="states of AdamW for whole ones.*fsdpc.torch"):
+        state_dict.get_optimizer_state_dict(ours, optimizer, options=full)
+    plain = nn.Linear(2, 2)
+    named = state_dict.get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+    assert named["state"]["weight"]["exp_avg"].shape == (2, 2)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_know_the_whole() -> None:
+    ours = shard(build())
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    for p in ours.parameters():
+        grad: Any = p.grad
+        full = grad.full_tensor()
+        assert full.shape == p.fsdpc.shape and torch.equal(full, full_grad(p))
+        assert type(grad.to_local()) is torch.Tensor and grad.to_local().shape == p.shape
+        torch.testing.assert_close(full.norm(), grad.norm())
+        with pytest.raises(RuntimeError, match=r"what was a gradient of rows \d+:\d+ of '"):
+            grad.clone().full_tensor()

@@ -166,11 +166,30 @@ def check_parameter(
 STRUCTURED = frozenset({"Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo"})
 
 
+_ROWS_READER = "torch.distributed.checkpoint.state_dict"
+
+
+def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if torch's state dict functions ask, which would take rows for whole states."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame is None:
+            return
+        if frame.f_globals.get("__name__") == _ROWS_READER:
+            raise NotImplementedError(
+                f"{_ROWS_READER} takes states of {type(optimizer).__name__} for whole ones, and "
+                "this rank has rows of them: use get_optimizer_state_dict and "
+                "set_optimizer_state_dict of fsdpc.torch, or fsdpc.checkpoint"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before a step that would be lost, or other than that of the whole parameter."""
     if getattr(optimizer, "_fsdpc_checked", 0) == len(optimizer.param_groups):
         return
     structured = next((c for c in type(optimizer).__mro__ if c.__name__ in STRUCTURED), None)
+    sharded = False
     for group in optimizer.param_groups:
         for p in group["params"]:
             where = getattr(p, "_fsdpc_sharded", None)
@@ -180,12 +199,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                     f"{where}, which nothing reads any more; make it after"
                 )
             info = getattr(p, "fsdpc", None)
+            sharded |= info is not None
             if structured is not None and getattr(info, "is_cut", False):
                 raise NotImplementedError(
                     f"{structured.__name__} reads whole parameters, and this rank has {info} "
                     "alone: name them in fully_shard(whole_params=...), or use an optimizer that "
                     "steps each element by itself (AdamW, SGD, Lion)"
                 )
+    if sharded and not hasattr(optimizer, "_fsdpc_checked"):
+        refuse_reader(optimizer)  # which makes a first step itself
+        optimizer.register_state_dict_pre_hook(refuse_reader)
     optimizer._fsdpc_checked = len(optimizer.param_groups)  # type: ignore[attr-defined]
 
 

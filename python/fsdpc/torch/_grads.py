@@ -58,6 +58,28 @@ class PieceGrad(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    def full_tensor(self) -> torch.Tensor:
+        """Return the whole averaged gradient; collective.
+
+        Raises
+        ------
+        RuntimeError
+            This is not the parameter's gradient any more.
+        """
+        state, index = self._fsdpc
+        if state.pieces[index].grad is not self:
+            raise RuntimeError(
+                f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
+                "ask the parameter's .grad itself"
+            )
+        state.door.take_grads()
+        return torch.from_dlpack(state.unit.collect(index, True))
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's rows as a plain tensor, whose norm is theirs alone."""
+        PENDING.settle()
+        return self.as_subclass(torch.Tensor)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
+from fsdpc.torch._checks import refuse_reader
 from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
 
@@ -58,6 +59,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         closure : callable, optional
             Evaluates the model again and returns the loss.
         """
+        refuse_reader(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
