@@ -123,6 +123,45 @@ def test_what_apply_leaves_out_still_has_no_values() -> None:
     assert ours(batch(0, 0)).isfinite().all()
 
 
+class Rotary(nn.Module):
+    """As of transformers' models: tables that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.register_buffer("table", torch.arange(7.0), persistent=False)
+        self.register_buffer("other", torch.ones(2), persistent=False)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.table)
+
+
+@pytest.mark.ranks(1)
+def test_buffers_that_got_no_values_are_named() -> None:
+    """Forward would read whatever the memory held."""
+    plain = nn.Sequential(Rotary(), Rotary())
+    with torch.device("meta"):
+        ours: Any = nn.Sequential(Rotary(), Rotary())
+    fully_shard(ours[0])
+    fully_shard(ours).to_empty(device="cpu")
+    ours.load_state_dict(plain.state_dict())
+    for inner, named in ((1, "'0.table', '0.other', '1.table', '1.other'"), (0, "'0.table', '0.o")):
+        with pytest.raises(RuntimeError, match=rf"buffers \[{named}.* of unit 'Sequential' were"):
+            ours(batch(0, 0))
+        ours[inner].table.copy_(plain[0].table)
+        ours[inner].other = torch.ones(2)
+    assert torch.equal(ours(batch(0, 0)), plain(batch(0, 0)))
+
+
+@pytest.mark.ranks(2)
+def test_sharding_in_inference_mode() -> None:
+    with torch.inference_mode():
+        ours = shard(build())
+    loss_of(ours, batch(0, 0)).backward()
+    assert ours.last.weight.grad is not None
+
+
 @pytest.mark.ranks(2)
 def test_apply_inside_forward_copies_nothing() -> None:
     seen: list[Any] = []

@@ -7,6 +7,7 @@ and with optimizers that step the unit's memory. Everything else writes pieces.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         _check(state)
     for state in states:
         state.adopt_replaced()
+    on_meta = [each for each in _buffers(module) if each[3].is_meta]
     trusted = [(s, set(range(len(s.pieces))).difference(s.written())) for s in states]
     result = apply(fn, recurse)
     for state in changing:
@@ -42,7 +44,21 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         state.adopt_replaced()
         for i in pieces - state.missing:
             state.trust(i)
+    for name, owner, key, _ in on_meta:
+        buffer = owner[key]
+        if not buffer.is_meta and buffer.numel():
+            module._fsdpc_state.blank_buffers.append((name, owner, key, weakref.ref(buffer)))
     return result
+
+
+def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """(dotted name, dictionary, key, buffer) of those inside."""
+    return [
+        (f"{path}.{key}".lstrip("."), m._buffers, key, buffer)
+        for path, m in module.named_modules()
+        for key, buffer in m._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _changes(state: UnitState, fn: Change) -> bool:

@@ -371,7 +371,8 @@ def fully_shard(
         synced=sync_module_states,
         strategy=strategy_name(strategy, replicas, comms[0].size, reshard),
     )
-    state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
+    with torch.inference_mode(False):  # pieces are to be trained, whoever shards
+        state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
     for i, (_, p, _) in enumerate(found):
         if not p.is_meta:
             state.unit.write(i, values_of(p, comms, sync_module_states))

@@ -80,6 +80,8 @@ class UnitState:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step the unit itself
         self.names, self.shapes = recipe.names, recipe.shapes
         self.missing = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
+        # (name, dictionary, key, reference) of buffers that to_empty() made
+        self.blank_buffers: list[tuple[str, dict[str, Any], str, Any]] = []
         self.attributes = [dict(p.__dict__) for _, p, _ in params]
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
@@ -302,6 +304,17 @@ def make_root(module: nn.Module) -> Root:
                 f"parameter '{state.names[i]}' of unit '{state.unit.name}' was on the meta device "
                 "and has no values yet: load_state_dict(), or initialise it inside "
                 "summon_full_params()"
+            )
+        blank = [
+            name
+            for name, owner, key, made in state.blank_buffers
+            if made() is not None and owner.get(key) is made() and made()._version == 0
+        ]
+        if blank:
+            raise RuntimeError(
+                f"buffers {blank} of unit '{state.unit.name}' were on the meta device and have no "
+                "values yet (no state dict holds non-persistent ones): copy_() into them, assign "
+                "others, or call model.init_weights() inside summon_full_params() if it has that"
             )
         for name, piece in zip(state.names, state.pieces, strict=True):
             if piece._backward_hooks:
