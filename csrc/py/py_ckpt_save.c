@@ -4,16 +4,18 @@
  * run() saves on the calling thread, without the GIL.  start() copies the pieces, in the file's
  * dtype, to memory of its own, which comes from the runtime's counted memory and is reused by the
  * next save, and hands them to a thread that never takes the GIL (a test's hook aside); wait()
- * joins it and raises what went wrong.
+ * joins it and raises what went wrong; Ctrl-C leaves it under way.
  *
  * The communicator of a save that runs on a thread is used by that thread alone: Python splits one
  * off for it.  Its interrupt callback and trace belong to the main thread and are taken off.
  */
 #include "py/py_ckpt.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "base/thread.h"
 #include "ckpt/save.h"
@@ -206,17 +208,28 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 /* ---- running ---- */
 
-static void join(py_save *self)
+/* -1, with KeyboardInterrupt or what else a handler of signals raised, while the thread goes on. */
+static int join(py_save *self)
 {
+    enum { LOOK_NS = 100000000, SECOND_NS = 1000000000 }; /* as often as waits look for Ctrl-C */
     if (!self->started || self->joined)
-        return;
-    Py_BEGIN_ALLOW_THREADS;
-    pthread_join(self->thread, NULL);
-    Py_END_ALLOW_THREADS;
+        return 0;
+    for (int result = ETIMEDOUT; result == ETIMEDOUT;) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += (until.tv_nsec + LOOK_NS) / SECOND_NS;
+        until.tv_nsec = (until.tv_nsec + LOOK_NS) % SECOND_NS;
+        Py_BEGIN_ALLOW_THREADS;
+        result = pthread_timedjoin_np(self->thread, NULL, &until);
+        Py_END_ALLOW_THREADS;
+        if (result == ETIMEDOUT && PyErr_CheckSignals() < 0)
+            return -1;
+    }
     self->joined = true;
     fsdpc_mem_free(self->runtime->mem, self->staging);
     self->staging = NULL;
     Py_CLEAR(self->keep);
+    return 0;
 }
 
 static PyObject *save_run(PyObject *object, PyObject *unused)
@@ -293,7 +306,8 @@ static PyObject *save_wait(PyObject *object, PyObject *unused)
 {
     (void)unused;
     py_save *self = (py_save *)object;
-    join(self);
+    if (join(self) < 0)
+        return NULL;
     if (self->status == FSDPC_OK)
         Py_RETURN_NONE;
     fsdpc_fail(self->status, "%s", self->text);
@@ -311,7 +325,11 @@ static void save_dealloc(PyObject *object)
 {
     py_save *self = (py_save *)object;
     PyTypeObject *type = Py_TYPE(object);
-    join(self);
+    if (self->started && !self->joined) { /* what its thread uses goes away now */
+        Py_BEGIN_ALLOW_THREADS;
+        pthread_join(self->thread, NULL);
+        Py_END_ALLOW_THREADS;
+    }
     if (self->runtime)
         fsdpc_mem_free(self->runtime->mem, self->staging);
     for (size_t i = 0; i < self->plan.n_files; i++)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -166,6 +167,25 @@ def fail(call, path):
 saving._hook = fail
 checkpoint.save(sys.argv[2], {"model": fsdpc.fully_shard(fsdpc.nn.Linear(3, 3))}, async_=True)
 """
+
+
+@pytest.mark.ranks(1)
+def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
+    """It is heard at once, and the save goes on: its end can be waited for again."""
+    go_on = threading.Event()
+    with hooked(lambda call, path: go_on.wait()):
+        handle = checkpoint.save(tmp_path / "c", {"model": llama()}, async_=True)
+        for wait in (handle.wait, lambda: checkpoint.save(tmp_path / "d", {"model": llama()})):
+            timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            timer.join()
+            assert not handle.done
+        go_on.set()
+        handle.wait()
+    checkpoint.load(tmp_path / "c", {"model": llama()})
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
 def test_at_exit_it_is_waited_for_and_its_error_said(tmp_path: Path) -> None:

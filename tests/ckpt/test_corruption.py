@@ -160,3 +160,7 @@ def test_what_the_manager_keeps(tmp_path: Path) -> None:
     timed.wait()
     assert [found.step for found in timed.list()] == [1]
     assert CheckpointManager(tmp_path / "none").restore(state) is None
+    if fsdpc.rank() == 0:
+        one.path(12).rename(tmp_path / "one" / "step-0000000012")  # a name of somebody else's
+    fsdpc.barrier()
+    assert one.list() == [] and one.latest() is None

@@ -30,6 +30,7 @@ def calls_of(path: Path, model: Any) -> list[tuple[str, str]]:
 def test_every_call_may_fail_on_one_rank(async_: bool, tmp_path: Path) -> None:
     model = llama()
     counts = fsdpc.all_gather(len(calls_of(tmp_path / "first", model))).reshape(-1)
+    open_before: set[str] = set()
     for victim in range(fsdpc.world_size()):
         for k in range(int(counts[victim])):
             left = k
@@ -49,6 +50,9 @@ def test_every_call_may_fail_on_one_rank(async_: bool, tmp_path: Path) -> None:
             fsdpc.barrier()
             assert os.listdir(tmp_path) == ["first"], (victim, k)
             fsdpc.barrier()
+            open_now = set(os.listdir("/proc/self/fd"))
+            open_before = open_before or open_now
+            assert open_now == open_before, (victim, k)
     checkpoint.save(tmp_path / "c", {"model": model})
     assert sorted(os.listdir(tmp_path)) == ["c", "first"]
 

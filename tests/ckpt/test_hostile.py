@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def test_files(name: str, folder: Path) -> None:
 @pytest.mark.ranks([1, 2])
 def test_load_refuses_all_of_them(folder: Path) -> None:
     model = {"model": fsdpc.nn.Linear(1, 1)}
+    open_before = os.listdir("/proc/self/fd")
     for name in hostile.CASES:
         with pytest.raises(CheckpointError):
             checkpoint.load(folder / f"{name}.safetensors", model)
+    assert os.listdir("/proc/self/fd") == open_before
 
 
 @pytest.mark.ranks(1)

@@ -107,13 +107,13 @@ class CheckpointManager:
         if distributed.rank() == 0:
             try:
                 work()
-            except OSError as caught:
+            except Exception as caught:
                 error = caught
         agree(error)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
-        return self.folder / f"step-{step:08}"
+        return self.folder / _name_of(step)
 
     # ---- saving ----
 
@@ -217,7 +217,7 @@ class CheckpointManager:
                         step = found.step
                         break
                     _say(f"skipping {found.path}: {found.problem}")
-            except OSError as caught:
+            except Exception as caught:
                 error = caught
         agree(error)
         step = int(distributed.broadcast(step))
@@ -268,11 +268,17 @@ def checkpoints_in(folder: Path) -> list[Found]:
     return sorted((each for each in found if each), key=lambda each: each.step)
 
 
+def _name_of(step: int) -> str:
+    return f"step-{step:08}"
+
+
 def _look_at(path: Path) -> Found | None:
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         return None
     step = int(match.group(1))
+    if path.name != _name_of(step):  # more zeros than ours
+        return None
     try:
         manifest.check_files(path, manifest.read(path))
     except (CheckpointError, OSError) as error:

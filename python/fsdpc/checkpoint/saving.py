@@ -40,10 +40,21 @@ class SaveHandle:
 
     def wait(self) -> None:
         """Wait until the checkpoint is committed; raises what went wrong, once."""
-        running, self._running = self._running, None
-        if running is not None:
-            _forget(self)
-            running.wait()
+        if self._running is None:
+            return
+        try:
+            self._running.wait()
+        except KeyboardInterrupt:  # of a save that is still under way
+            raise
+        except BaseException:
+            self._forget()
+            raise
+        self._forget()
+
+    def _forget(self) -> None:
+        self._running = None
+        if _flight.handle is self:
+            _flight.handle = None
 
 
 @dataclass
@@ -56,11 +67,6 @@ class _Flight:
 
 
 _flight = _Flight()
-
-
-def _forget(handle: SaveHandle) -> None:
-    if _flight.handle is handle:
-        _flight.handle = None
 
 
 @atexit.register
