@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,46 @@ def test_what_the_kernel_itself_refuses_to_one_rank(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     fsdpc.barrier()
     checkpoint.save(tmp_path / "c", {"model": model})
+
+
+FULL_DISK = """
+import os, sys
+import fsdpc
+from fsdpc import checkpoint
+fsdpc.init()
+folder = sys.argv[1]
+def state(rows):
+    return {"model": fsdpc.fully_shard(fsdpc.nn.Linear(256, rows, bias=False))}
+for layout in ("full", "per_rank"):
+    for async_ in (False, True):
+        try:
+            handle = checkpoint.save(f"{folder}/c", state(2048), layout=layout, async_=async_)
+            handle and handle.wait()
+        except OSError as error:
+            assert "No space left on device" in str(error), error
+        else:
+            raise AssertionError("2 MiB fit into 1")
+        fsdpc.barrier()
+        assert os.listdir(folder) == [], os.listdir(folder)
+        fsdpc.barrier()
+checkpoint.save(f"{folder}/c", state(512))
+checkpoint.load(f"{folder}/c", state(512))
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """One of 1 MiB, in a mount namespace where such may be made; then what fits is saved."""
+    mount = ["unshare", "-rm", "sh", "-ec", 'mount -t tmpfs -o size=1m none "$0"; exec "$@"']
+    disk, script = tmp_path / "disk", tmp_path / "script.py"
+    disk.mkdir()
+    script.write_text(FULL_DISK)
+    try:
+        subprocess.run([*mount, disk, "true"], check=True, capture_output=True, timeout=60)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no mount namespaces here")
+    command = [sys.executable, "-m", "fsdpc", "run", "--ranks", "2", script, disk]
+    done = subprocess.run([*mount, disk, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.ranks([2, 3])
