@@ -59,8 +59,9 @@ static PyObject *run(PyObject *module, PyObject *args)
     p.args.a = address((size_t)a);
     p.args.b = address((size_t)b);
     p.args.bias = address((size_t)bias);
-    fsdpc_status status;
-    FSDPC_PY_RUN(runtime, m * n, status, run_product(&p));
+    fsdpc_status status = fsdpc_py_check_local(runtime->device, "a product of torch's tensors");
+    if (status == FSDPC_OK)
+        FSDPC_PY_RUN(runtime, m * n, status, run_product(&p));
     return fsdpc_py_none(status);
 }
 
