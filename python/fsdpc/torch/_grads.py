@@ -66,7 +66,7 @@ class PieceGrad(torch.Tensor):
         RuntimeError
             This is not the parameter's gradient any more.
         """
-        state, index = self._fsdpc
+        state, index = _home(self)
         if state.pieces[index].grad is not self:
             raise RuntimeError(
                 f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
