@@ -318,6 +318,31 @@ def test_meta_models_get_their_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_from_pretrained_reads_it(tied: bool, tmp_path: Path) -> None:
+    """As it stands beside a config, in several files; tied weights are there once."""
+    config = LlamaConfig(
+        vocab_size=CONFIG.vocab_size, hidden_size=CONFIG.dim, num_hidden_layers=CONFIG.layers,
+        num_attention_heads=CONFIG.heads, intermediate_size=CONFIG.inner, tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    plain = LlamaForCausalLM(config)
+    want = {name: t.clone() for name, t in plain.state_dict().items()}
+    model = fully_shard(plain)
+    checkpoint.save(tmp_path / "c", {"model": model}, max_shard_bytes=60_000)
+    if fsdpc.rank() == 0:
+        config.save_pretrained(tmp_path / "c")
+        found = LlamaForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+        assert found.state_dict().keys() == want.keys()
+        for name, t in found.state_dict().items():
+            assert torch.equal(t, want[name]), name
+        assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
+        files = sorted((tmp_path / "c").glob("model-*.safetensors"))
+        names = [name for path in files for name in load_file(path)]
+        assert len(files) > 2 and len(names) == len(want) - tied
+
+
+@pytest.mark.ranks([1, 2])
 def test_names_are_those_of_state_dict(tmp_path: Path) -> None:
     """Modules in two places, parametrizations, wrappers; bf16 values into fp32 ones."""
 
