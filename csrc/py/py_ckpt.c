@@ -245,11 +245,6 @@ static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_ten
     fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     if (!t)
         return -1;
-    fsdpc_status status = fsdpc_py_check_local(t->storage->device, "loading a checkpoint");
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
     if (known->dtype < 0 || t->numel != out->numel) {
         PyErr_Format(PyExc_TypeError, "%zd %s values do not fit a tensor of %zu %s", numel, dtype,
                      t->numel, fsdpc_dtype_name(t->dtype));
@@ -274,18 +269,46 @@ static PyObject *words_list(const uint32_t *words, Py_ssize_t n)
     return list;
 }
 
+typedef struct reading {
+    fsdpc_runtime *runtime;
+    fsdpc_fs fs;
+    const fsdpc_ckpt_file *files;
+    size_t n_files;
+    const fsdpc_ckpt_piece *pieces;
+    size_t n_pieces;
+    uint32_t *crcs; /* NULL: not asked for */
+} reading;
+
+static fsdpc_status read_into(const reading *r, const fsdpc_ckpt_piece *pieces)
+{
+    return fsdpc_ckpt_read(&r->fs, r->files, r->n_files, pieces, r->n_pieces, r->crcs);
+}
+
+static fsdpc_status read_remotely(const reading *r, fsdpc_ckpt_piece *mirrored)
+{
+    void *host;
+    FSDPC_TRY(fsdpc_py_ckpt_mirror(r->runtime, r->pieces, r->n_pieces, mirrored, &host));
+    fsdpc_status status = read_into(r, mirrored);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_ckpt_copy(r->runtime, r->pieces, mirrored, r->n_pieces);
+    fsdpc_mem_free(r->runtime->mem, host);
+    return status;
+}
+
 static PyObject *read_pieces(PyObject *module, PyObject *args)
 {
-    (void)module;
     PyObject *paths, *list, *hook = NULL, *result = NULL;
     Py_ssize_t n_tensors;
     int check;
     if (!PyArg_ParseTuple(args, "O!O!np|O", &PyList_Type, &paths, &PyList_Type, &list, &n_tensors,
                           &check, &hook))
         return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
     Py_ssize_t n_files = PyList_GET_SIZE(paths), n = PyList_GET_SIZE(list);
     fsdpc_ckpt_file *files = PyMem_Calloc((size_t)n_files + 1, sizeof *files);
-    fsdpc_ckpt_piece *pieces = PyMem_Calloc((size_t)n + 1, sizeof *pieces);
+    fsdpc_ckpt_piece *pieces = PyMem_Calloc(2 * (size_t)n + 1, sizeof *pieces); /* and mirrored */
     uint32_t *crcs = PyMem_Calloc((size_t)n_tensors + 1, sizeof *crcs);
     if (!files || !pieces || !crcs) {
         PyErr_NoMemory();
@@ -297,10 +320,11 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
     for (Py_ssize_t i = 0; i < n; i++)
         if (read_piece_tuple(PyList_GET_ITEM(list, i), n_files, n_tensors, &pieces[i]) < 0)
             goto free_arrays;
-    fsdpc_fs fs = fsdpc_py_fs(hook);
+    reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, pieces,
+                 (size_t)n, check ? crcs : NULL};
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_ckpt_read(&fs, files, (size_t)n_files, pieces, (size_t)n, check ? crcs : NULL);
+    status = runtime->device->remote ? read_remotely(&r, pieces + n) : read_into(&r, pieces);
     Py_END_ALLOW_THREADS;
     result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
 

@@ -26,6 +26,7 @@ typedef struct py_save {
     PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
     fsdpc_runtime *runtime;
     void *staging;
+    void *host; /* what the pieces lie in if the device is remote */
     pthread_t thread;
     bool started, joined;
     _Atomic int done;
@@ -128,6 +129,29 @@ static int read_pieces(py_save *self, PyObject *list)
     return 0;
 }
 
+/* From here on the pieces are copies, if the host could not read them. */
+static int fetch_pieces(py_save *self)
+{
+    fsdpc_ckpt_plan *plan = &self->plan;
+    if (!self->runtime->device->remote)
+        return 0;
+    fsdpc_ckpt_piece *mirrored = calloc(plan->n_pieces + 1, sizeof *mirrored);
+    if (!mirrored) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    fsdpc_status status =
+        fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, mirrored, &self->host);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
+    free(plan->pieces);
+    plan->pieces = mirrored;
+    if (status == FSDPC_OK)
+        return 0;
+    fsdpc_py_raise(status);
+    return -1;
+}
+
 static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject *places,
                          Py_ssize_t checksum_at)
 {
@@ -178,10 +202,6 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
-    fsdpc_status status =
-        runtime ? fsdpc_py_check_local(runtime->device, "saving a checkpoint") : FSDPC_OK;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
     fsdpc_comm *open = runtime ? fsdpc_py_comm_of(comm) : NULL;
     py_save *self = open ? (py_save *)type->tp_alloc(type, 0) : NULL;
     if (!self)
@@ -199,7 +219,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         copy_text(folders[1], &self->plan.temp) < 0 ||
         copy_text(folders[2], &self->plan.folder) < 0 ||
         read_manifest(self, path, manifest, places, checksum_at) < 0 ||
-        read_files(self, files) < 0 || read_pieces(self, pieces) < 0) {
+        read_files(self, files) < 0 || read_pieces(self, pieces) < 0 || fetch_pieces(self) < 0) {
         Py_DECREF(self);
         return NULL;
     }
@@ -330,8 +350,10 @@ static void save_dealloc(PyObject *object)
         pthread_join(self->thread, NULL);
         Py_END_ALLOW_THREADS;
     }
-    if (self->runtime)
+    if (self->runtime) {
         fsdpc_mem_free(self->runtime->mem, self->staging);
+        fsdpc_mem_free(self->runtime->mem, self->host);
+    }
     for (size_t i = 0; i < self->plan.n_files; i++)
         free(self->plan.files[i].path);
     free(self->plan.files);

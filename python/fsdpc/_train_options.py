@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="what to train on; cuda takes one rank and no checkpoints yet (default: cpu)",
+        help="what to train on; cuda takes one rank (default: cpu)",
     )
     run.add_argument(
         "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
