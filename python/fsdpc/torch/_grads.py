@@ -101,7 +101,8 @@ def _home(grad: PieceGrad) -> tuple[UnitState, int]:
     state = grad._fsdpc[0]()
     if state is None:
         raise RuntimeError(
-            "a norm of a sharded gradient whose model was deleted: the other rows are gone"
+            "a sharded gradient whose model was deleted has no norm and no full value: the other "
+            "rows are gone"
         )
     return state, grad._fsdpc[1]
 
