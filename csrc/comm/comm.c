@@ -293,6 +293,8 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
 {
     if ((unsigned)op->dtype >= FSDPC_DTYPE_COUNT)
         return bad_op(op, "unknown dtype");
+    if (op->agree_only)
+        return FSDPC_OK;
     switch (op->kind) {
     case FSDPC_COLL_GATHER:
         if (!op->wire || op->wire->comm != comm)
@@ -374,6 +376,44 @@ fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op)
             fsdpc_stream_sync(op->stream); /* its thread must not touch `work` any more */
     }
     return status;
+}
+
+/* ---- Agreement ---- */
+
+typedef struct bad_news {
+    int32_t status, rank;
+    char text[500];
+} bad_news;
+
+static fsdpc_status run_small(fsdpc_comm *comm, fsdpc_coll_kind kind, const char *what, void *data,
+                              size_t bytes, int root)
+{
+    bool words = kind == FSDPC_COLL_ALL_REDUCE;
+    return fsdpc_comm_run(comm, &(fsdpc_coll){.kind = kind,
+                                              .unit = -1,
+                                              .what = what,
+                                              .dtype = words ? FSDPC_I32 : FSDPC_U8,
+                                              .op = FSDPC_RED_MIN,
+                                              .send = data,
+                                              .recv = data,
+                                              .numel = words ? bytes / sizeof(int32_t) : bytes,
+                                              .root = root});
+}
+
+fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what)
+{
+    bad_news news = {.status = status, .rank = comm->world_rank};
+    snprintf(news.text, sizeof news.text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
+    if (status != FSDPC_OK && comm->poison[0])
+        return status; /* the communicator itself failed: peers know by the poison */
+    int32_t failed = status == FSDPC_OK ? INT32_MAX : comm->rank;
+    FSDPC_TRY(run_small(comm, FSDPC_COLL_ALL_REDUCE, what, &failed, sizeof failed, 0));
+    if (failed == INT32_MAX)
+        return FSDPC_OK;
+    FSDPC_TRY(run_small(comm, FSDPC_COLL_BROADCAST, what, &news, sizeof news, failed));
+    if (failed == comm->rank)
+        return fsdpc_fail((fsdpc_status)news.status, "%s", news.text);
+    return fsdpc_fail((fsdpc_status)news.status, "rank %d: %s", news.rank, news.text);
 }
 
 /* ---- Epochs and buffers ---- */

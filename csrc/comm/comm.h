@@ -88,6 +88,9 @@ typedef struct fsdpc_coll {
     fsdpc_dtype dtype;
     uint64_t epoch;
     fsdpc_stream *stream; /* NULL: inline */
+    /* Moves nothing: it is compared with the peers' and done when all have posted it.  For a
+     * transport that moves the bytes itself and lets another one watch over it. */
+    bool agree_only;
 
     /* GATHER, REDUCE_SCATTER and REDUCE_ALL (whose slices are all taken, at their full_offset) */
     const fsdpc_slice *slices; /* borrowed until the work is done */
@@ -222,6 +225,9 @@ typedef struct fsdpc_comm_config {
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
+    /* nccl: a communicator of the same ranks, over host memory, taken over when create succeeds */
+    fsdpc_comm *control;
+    const char *library; /* nccl: path of a library to prefer, or NULL; borrowed by create alone */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
@@ -260,6 +266,10 @@ fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work 
 fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
+
+/* Collective: FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest
+ * that failed.  `what` was tried. */
+fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
 fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,

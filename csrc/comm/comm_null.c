@@ -197,6 +197,8 @@ static fsdpc_status null_buffer_idle(fsdpc_buffer *buffer)
 
 static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stream *stream)
 {
+    if (op->agree_only)
+        return FSDPC_OK;
     const void *same[FSDPC_COLL_MAX_RANKS];
     size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
     for (int p = 0; p < size; p++)

@@ -129,6 +129,8 @@ static fsdpc_status self_buffer_idle(fsdpc_buffer *buffer)
 
 static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
 {
+    if (op->agree_only)
+        return FSDPC_OK;
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:

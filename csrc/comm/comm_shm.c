@@ -127,6 +127,8 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
     if (now - self->checked_ns < CHECK_EVERY_NS)
         return FSDPC_OK;
     self->checked_ns = now;
+    if (fsdpc_shm_poisoned(self->control)) /* for who waits for something that is not ours */
+        return adopt_poison(self);
     return fsdpc_shm_peers_check(self);
 }
 
@@ -200,43 +202,6 @@ fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, si
     self->creations++;
     *tag_out = (self->id + self->creations * UINT64_C(0x9e3779b97f4a7c15)) | 1;
     return FSDPC_OK;
-}
-
-static fsdpc_status run_small(fsdpc_shm_comm *self, fsdpc_coll_kind kind, const char *what,
-                              void *data, size_t bytes, int root)
-{
-    return fsdpc_comm_run(
-        &self->base,
-        &(fsdpc_coll){.kind = kind,
-                      .unit = -1,
-                      .what = what,
-                      .dtype = kind == FSDPC_COLL_ALL_REDUCE ? FSDPC_I32 : FSDPC_U8,
-                      .op = FSDPC_RED_MIN,
-                      .send = data,
-                      .recv = data,
-                      .numel = kind == FSDPC_COLL_ALL_REDUCE ? bytes / sizeof(int32_t) : bytes,
-                      .root = root});
-}
-
-typedef struct bad_news {
-    int32_t status;
-    char text[500];
-} bad_news;
-
-fsdpc_status fsdpc_shm_agree(fsdpc_shm_comm *self, fsdpc_status status, const char *what)
-{
-    bad_news news = {.status = status};
-    snprintf(news.text, sizeof news.text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
-    if (status != FSDPC_OK && self->base.poison[0])
-        return status; /* the communicator itself failed: peers know by the poison */
-    int32_t failed = status == FSDPC_OK ? INT32_MAX : self->base.rank;
-    FSDPC_TRY(run_small(self, FSDPC_COLL_ALL_REDUCE, what, &failed, sizeof failed, 0));
-    if (failed == INT32_MAX)
-        return FSDPC_OK;
-    FSDPC_TRY(run_small(self, FSDPC_COLL_BROADCAST, what, &news, sizeof news, failed));
-    if (failed == self->base.rank)
-        return fsdpc_fail((fsdpc_status)news.status, "%s", news.text);
-    return fsdpc_fail((fsdpc_status)news.status, "rank %d: %s", self->members[failed], news.text);
 }
 
 fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
@@ -431,7 +396,7 @@ static fsdpc_status shm_split(fsdpc_comm *comm, int color, int key, fsdpc_comm *
     fsdpc_status status =
         color < 0 ? FSDPC_OK : part_create(self, (const int64_t(*)[2])wishes, &part);
     self->late.kind = FSDPC_SHM_LATE_NOBODY;
-    status = fsdpc_shm_agree(self, status, "split");
+    status = fsdpc_comm_agree(comm, status, "split");
     if (status != FSDPC_OK) {
         fsdpc_comm_destroy(part);
         return status;

@@ -108,9 +108,6 @@ fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
-/* FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest that failed.
- */
-fsdpc_status fsdpc_shm_agree(fsdpc_shm_comm *self, fsdpc_status status, const char *what);
 /* All ranks are about to create the same thing; gives the tag to hand its memory over with. */
 fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
                                       uint64_t *tag_out);

@@ -89,7 +89,7 @@ fsdpc_status fsdpc_shm_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffe
     fsdpc_shm_buffer *buffer = NULL;
     FSDPC_TRY(buffer_new(self, bytes, &buffer));
     buffer->id = self->creations;
-    fsdpc_status status = fsdpc_shm_agree(self, exchange(self, buffer, tag), "buffer_create");
+    fsdpc_status status = fsdpc_comm_agree(comm, exchange(self, buffer, tag), "buffer_create");
     if (status != FSDPC_OK) {
         buffer_free(buffer);
         return status;

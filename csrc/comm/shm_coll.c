@@ -25,10 +25,16 @@
 #include "comm/coll_math.h"
 #include "comm/comm_shm.h"
 
-static bool is_staged(fsdpc_coll_kind kind)
+static bool is_staged(const fsdpc_coll *op)
 {
-    return kind == FSDPC_COLL_ALL_REDUCE || kind == FSDPC_COLL_ALL_GATHER ||
-           kind == FSDPC_COLL_BROADCAST;
+    return !op->agree_only &&
+           (op->kind == FSDPC_COLL_ALL_REDUCE || op->kind == FSDPC_COLL_ALL_GATHER ||
+            op->kind == FSDPC_COLL_BROADCAST);
+}
+
+static bool reads_buffers(const fsdpc_coll *op)
+{
+    return !op->agree_only && fsdpc_coll_reduces(op->kind);
 }
 
 /* ---- Agreement ---- */
@@ -198,9 +204,9 @@ static fsdpc_status staged_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_st
 static fsdpc_status work_step(fsdpc_shm_comm *self, fsdpc_work *work, fsdpc_stream *stream,
                               fsdpc_shm_late *late)
 {
-    if (fsdpc_coll_reduces(work->op.kind))
+    if (reads_buffers(&work->op))
         return reduce_step(self, work, stream, late);
-    if (is_staged(work->op.kind))
+    if (is_staged(&work->op))
         return staged_step(self, work, stream, late);
     return agreed(self, work->sequence, late);
 }
@@ -255,6 +261,11 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
 }
 
 /* ---- Post and test ---- */
+
+static bool on_thread(const fsdpc_coll *op)
+{
+    return op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER && !op->agree_only;
+}
 
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
 {
@@ -331,6 +342,8 @@ static fsdpc_status buffer_post_check(fsdpc_shm_comm *self, const fsdpc_shm_buff
 
 static uint64_t object_of(const fsdpc_coll *op)
 {
+    if (op->agree_only)
+        return 0;
     if (op->kind == FSDPC_COLL_GATHER)
         return ((const fsdpc_shm_wire *)op->wire)->id;
     if (fsdpc_coll_reduces(op->kind))
@@ -343,23 +356,23 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
     const fsdpc_coll *op = &work->op;
     FSDPC_TRY(fsdpc_shm_health(self));
-    if (fsdpc_coll_reduces(op->kind)) {
+    if (reads_buffers(op)) {
         fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)op->buffer;
         if (!op->same_filling)
             FSDPC_TRY(buffer_post_check(self, buffer));
         buffer->posts++;
-    } else if (is_staged(op->kind)) {
+    } else if (is_staged(op)) {
         work->turn = self->turns_given++;
     }
     work->sequence = self->posted++;
     self->chain = fsdpc_shm_ring_post(self->mine, work->sequence, self->chain, op,
                                       fsdpc_coll_bytes(op, self->base.size), object_of(op));
     fsdpc_shm_wake(self->bell);
-    if (op->kind == FSDPC_COLL_GATHER)
+    if (op->kind == FSDPC_COLL_GATHER && !op->agree_only)
         return compare_early(self, work->sequence);
 
     atomic_store_explicit(&work->state, 1, memory_order_relaxed);
-    if (op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER)
+    if (on_thread(op))
         return fsdpc_stream_submit(op->stream, run_on_stream, work);
     fsdpc_work *last = self->pending;
     while (last && last->impl)
@@ -378,10 +391,10 @@ fsdpc_status fsdpc_shm_test(fsdpc_work *work)
     fsdpc_shm_comm *self = fsdpc_shm_of(work->comm);
     /* acquire: with the release in run_on_stream. */
     int state = atomic_load_explicit(&work->state, memory_order_acquire);
-    bool async = work->op.stream && work->op.stream->async && work->op.kind != FSDPC_COLL_BARRIER;
     if (state) {
         fsdpc_status status = carry_on(self);
-        if (async) /* its thread still has the work, whatever else failed: it ends soon */
+        if (on_thread(
+                &work->op)) /* its thread still has the work, whatever else failed: it ends soon */
             return FSDPC_IN_PROGRESS;
         if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
             FSDPC_TRY(status);

@@ -64,7 +64,7 @@ fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **
         return fsdpc_fail_errno("no memory for a wire");
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes};
     wire->id = self->creations;
-    fsdpc_status status = fsdpc_shm_agree(self, share(self, wire, tag), "wire_create");
+    fsdpc_status status = fsdpc_comm_agree(comm, share(self, wire, tag), "wire_create");
     if (status != FSDPC_OK) {
         fsdpc_shm_segment_release(wire->segment);
         free(wire);

@@ -388,6 +388,27 @@ static void run_ahead(rank_context *self)
     fsdpc_wire_destroy(wire);
 }
 
+/* What another transport moves: no memory is named, nothing of ours is touched. */
+static void agreements(rank_context *self)
+{
+    fsdpc_slice slice = {.numel = 1000, .owner = -1};
+    for (int kind = FSDPC_COLL_GATHER; kind <= FSDPC_COLL_BARRIER; kind++)
+        EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = (fsdpc_coll_kind)kind,
+                                                                 .what = "elsewhere",
+                                                                 .agree_only = true,
+                                                                 .stream = self->stream,
+                                                                 .slices = &slice,
+                                                                 .n_slices = 1,
+                                                                 .numel = 1000}));
+    EXPECT_OK(self, fsdpc_comm_agree(self->comm, FSDPC_OK, "all is well"));
+    fsdpc_status status = FSDPC_OK;
+    if (self->rank == self->size - 1)
+        status = fsdpc_fail(FSDPC_ERR_KEY, "no door %d", self->rank);
+    char expected[64];
+    snprintf(expected, sizeof expected, "no door %d", self->size - 1);
+    EXPECT_FAILS(self, fsdpc_comm_agree(self->comm, status, "doors"), FSDPC_ERR_KEY, expected);
+}
+
 /* 2 x 2 grids: rows and columns, a third split that leaves some out, use of all of them at once. */
 static void splits(rank_context *self)
 {
@@ -430,6 +451,7 @@ static void everything(rank_context *self)
     reductions(self);
     pipelined(self);
     run_ahead(self);
+    agreements(self);
     splits(self);
 }
 

@@ -130,7 +130,18 @@ static void orders_differ(rank_context *self)
         fsdpc_wire_destroy(wires[i]);
 }
 
-enum { OP_UNIT, OP_NAME, OP_KIND, OP_BYTES, OP_SLICES, OP_EPOCH, OP_SCALE, OP_EARLIER, OP_CASES };
+enum {
+    OP_UNIT,
+    OP_NAME,
+    OP_KIND,
+    OP_BYTES,
+    OP_SLICES,
+    OP_EPOCH,
+    OP_SCALE,
+    OP_EARLIER,
+    OP_AGREE_ONLY,
+    OP_CASES
+};
 
 /* The odd rank posts something else; everybody learns it before any number is used. */
 static void operations_differ(rank_context *self)
@@ -161,7 +172,8 @@ static void operations_differ(rank_context *self)
         EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
         EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
     }
-    reduce.unit += odd && which == OP_UNIT;
+    reduce.unit += odd && (which == OP_UNIT || which == OP_AGREE_ONLY);
+    reduce.agree_only = which == OP_AGREE_ONLY;
     reduce.what = odd && which == OP_NAME ? "layers.4" : "layers.3";
     slice.numel -= odd && which == OP_BYTES;
     slice.full_offset += odd && which == OP_SLICES;
