@@ -2,11 +2,11 @@
 
     python tools/cuda_build.py [--out build/libfsdpc_cuda.so] [--archs 80,90,100] [--emulate]
 
-The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  Headers
-of cuBLASLt and NCCL come from the same places; without the first, products go to the plain kernel,
-without the other NCCL is not opened.  CUDA's runtime is linked statically and everything else is
-opened at run time, so that the library loads anywhere; pip's nvidia packages, beside which pip
-installs it, are where it looks first.
+The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  The
+header of cuBLASLt comes from the same places; without it products go to the plain kernel.  NCCL
+needs none: csrc/cuda/nccl_abi.h declares what is used of it.  CUDA's runtime is linked statically
+and everything else is opened at run time, so that the library loads anywhere; pip's nvidia
+packages, beside which pip installs it, are where it looks first.
 
 setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it leaves the plugin out,
 writes the reason into a file that stands in the library's place.
@@ -41,9 +41,9 @@ DEFAULT_OUT = native.ROOT / "build" / PLUGIN
 ARCHS = ("80", "90", "100")
 
 # A toolkit of pip's packages; the build asks for them where FSDPC_CUDA=1 finds no other.  The last
-# two are there for their headers.
+# is there for its header.
 TOOLKIT_PACKAGES = ("nvidia-cuda-nvcc>=13,<14", "nvidia-cuda-runtime>=13,<14",
-                    "nvidia-cuda-cccl>=13,<14", "nvidia-cublas>=13,<14", "nvidia-nccl-cu13>=2.28")
+                    "nvidia-cuda-cccl>=13,<14", "nvidia-cublas>=13,<14")
 NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
@@ -57,7 +57,8 @@ KERNEL_FLAGS = ("-std=c++17", "-O3", f"-I{native.CSRC}", f"-I{KERNELS}")
 # From the plugin's folder, site-packages/fsdpc, to what it opens by name.
 RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib" for package in ("nccl", "cu13", "cublas")]
 # Of the core, the plugin compiles in what needs nothing else.
-SHARED_WITH_CORE = ("base/dtype.c", "ops/flat_check.c")
+SHARED_WITH_CORE = ("base/dtype.c", "base/trace.c", "base/wait.c", "comm/coll_math.c",
+                    "comm/comm.c", "ops/flat_check.c")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,6 @@ class Toolkit:
     nvcc: Path
     includes: tuple[Path, ...]
     cublaslt: bool
-    nccl: bool
 
 
 def pip_folders() -> list[Path]:
@@ -98,9 +98,8 @@ def find_toolkit() -> Toolkit | None:
     folders = dict.fromkeys(each / "include" for each in (home, *homes))
     includes = tuple(folder for folder in folders if folder.is_dir())
     searched = (*includes, Path("/usr/include"))
-    cublaslt, nccl = (any((folder / header).is_file() for folder in searched)
-                      for header in ("cublasLt.h", "nccl.h"))
-    return Toolkit(home / "bin" / "nvcc", includes, cublaslt, nccl)
+    cublaslt = any((folder / "cublasLt.h").is_file() for folder in searched)
+    return Toolkit(home / "bin" / "nvcc", includes, cublaslt)
 
 
 class Builder:
@@ -150,8 +149,7 @@ def host_command(toolkit: Toolkit) -> list[str]:
     command = [*native.default_compiler(), *HOST_FLAGS]
     for folder in toolkit.includes:
         command += ["-isystem", str(folder)]
-    command += ["-DFSDPC_CUBLASLT"] * toolkit.cublaslt
-    return [*command, *["-DFSDPC_NCCL"] * toolkit.nccl]
+    return [*command, *["-DFSDPC_CUBLASLT"] * toolkit.cublaslt]
 
 
 def default_archs(toolkit: Toolkit) -> list[str]:
@@ -263,9 +261,13 @@ def install(folder: Path, in_place: bool) -> None:
         note.unlink(missing_ok=True)
 
 
-def core_objects(folder: Path) -> list[Path]:
-    """Objects of the core's layers that the tests link, by the core's own build."""
-    return native.Builder(folder).compile(native.sources(("base", "device", "ops")))
+def core_objects(folder: Path, sanitizer: Sequence[str] = ()) -> list[Path]:
+    """Objects of the core's layers that the tests link, by the core's own build.
+
+    A sanitizer has to see the locks of the core, so it is clang's there too.
+    """
+    builder = native.Builder(folder, ["clang"] if sanitizer else (), sanitizer)
+    return builder.compile(native.sources(("base", "device", "ops", "comm")))
 
 
 def test_sources() -> list[Path]:
@@ -320,12 +322,16 @@ def build_emulated(sanitizer: str = "") -> list[Path]:
         [*((path, [*cpp, "-x", "c++"]) for path in sorted(KERNELS.glob("*.cu"))),
          *((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
          *((path, c) for path in emulated)])
-    objects = [*shared, *core_objects(folder / "core")]
+    objects = [*shared, *core_objects(folder / "core", extra)]
+    # What test_comm_nccl opens, beside the programs; it calls the runtime that they have.
+    fake = builder.compile(EMULATION / "fake_nccl.c", [*c, "-fvisibility=hidden"])
+    native.run_command(["clang", *extra, "-shared", "-Wl,-soname,libnccl.so.2", "-o",
+                        str(folder / "libnccl.so.2"), str(fake)])
     programs = []
     for path in sorted(TESTS.glob("test_*.c")):
         main, program = builder.compile(path, c), folder / path.stem
-        native.run_command(["clang++", *extra, "-pthread", "-o", str(program), str(main),
-                            *map(str, objects), "-lm", "-ldl"])
+        native.run_command(["clang++", *extra, "-pthread", "-rdynamic", "-o", str(program),
+                            str(main), *map(str, objects), "-lm", "-ldl"])
         programs.append(program)
     return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
 

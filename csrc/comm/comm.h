@@ -227,7 +227,7 @@ typedef struct fsdpc_comm_config {
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
     /* nccl: a communicator of the same ranks, over host memory, taken over when create succeeds */
     fsdpc_comm *control;
-    const char *library; /* nccl: path of a library to prefer, or NULL; borrowed by create alone */
+    const char *library_path; /* nccl: to prefer, or NULL; borrowed by create alone */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);

@@ -5,18 +5,6 @@
  */
 #include "cuda/nccl_load.h"
 
-#if !defined(FSDPC_NCCL)
-
-fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
-{
-    (void)path, (void)text, (void)bytes;
-    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                      "the plugin was built without nccl.h: pip install nvidia-nccl-cu13 and build "
-                      "it again");
-}
-
-#else
-
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -47,7 +35,7 @@ fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out)
     void *library = NULL;
     FSDPC_TRY(open_library(path, &library));
     fsdpc_nccl nccl = {0};
-#define X(name)                                                                                    \
+#define X(result, name, parameters)                                                                \
     *(void **)&nccl.name = dlsym(library, #name);                                                  \
     if (!nccl.name)                                                                                \
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,                                                   \
@@ -59,12 +47,13 @@ fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, ncclResult_t result, const char *what)
+fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, const char *what)
 {
-    if (__builtin_expect(result == ncclSuccess, 1))
+    if (__builtin_expect(result == FSDPC_NCCL_SUCCESS, 1))
         return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_INTERNAL, "NCCL failed to %s: %s", what,
-                      nccl->ncclGetErrorString(result));
+    bool elsewhere = result == FSDPC_NCCL_REMOTE_ERROR || result == FSDPC_NCCL_SYSTEM_ERROR;
+    return fsdpc_fail(elsewhere ? FSDPC_ERR_PEER : FSDPC_ERR_INTERNAL, "NCCL failed to %s: %s",
+                      what, nccl->ncclGetErrorString(result));
 }
 
 fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
@@ -77,5 +66,3 @@ fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
              nccl.version % 100, placed ? info.dli_fname : "an unknown place");
     return FSDPC_OK;
 }
-
-#endif

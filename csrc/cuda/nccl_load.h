@@ -11,34 +11,23 @@
 #ifndef FSDPC_CUDA_NCCL_LOAD_H
 #define FSDPC_CUDA_NCCL_LOAD_H
 
-#include <stddef.h>
-
 #include "base/status.h"
-
-#if defined(FSDPC_NCCL) /* there was a header when the plugin was built */
-
-#include <nccl.h>
-
-/* What is called of it. */
-#define FSDPC_NCCL_SYMBOLS(X)                                                                      \
-    X(ncclGetVersion)                                                                              \
-    X(ncclGetErrorString)                                                                          \
-    X(ncclGetUniqueId)
+#include "cuda/nccl_abi.h"
 
 typedef struct fsdpc_nccl {
     int version; /* 22809 is 2.28.9 */
-#define X(name) __typeof__(&name) name;
+#define X(result, name, parameters) result(*name) parameters;
     FSDPC_NCCL_SYMBOLS(X)
 #undef X
 } fsdpc_nccl;
 
-/* `path` may be NULL.  FSDPC_ERR_UNSUPPORTED, with what the loader said, if there is none. */
+/* `path` may be NULL.  FSDPC_ERR_UNSUPPORTED, with what the loader said, if there is none, or with
+ * the name of what it lacks. */
 fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out);
 
-/* NCCL's error as ours: "NCCL failed to <what>: <its text>". */
-fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, ncclResult_t result, const char *what);
-
-#endif
+/* NCCL's error as ours: "NCCL failed to <what>: <its text>".  FSDPC_ERR_PEER where the fault is
+ * another rank's, or of the way there. */
+fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, const char *what);
 
 /* Opens it and says which it is: "NCCL 2.28.9 at /usr/lib/libnccl.so.2". */
 fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes);

@@ -1,15 +1,16 @@
 /* libfsdpc_cuda.so: the table that the core gets, and the one symbol that the library exports.
  *
- * Opening it touches no driver.  It finds NCCL, but has no transport over it yet, so
- * GPUs are used one to a process.
+ * Opening it touches no driver and no NCCL.
  */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 
+#include <string.h>
+
+#include "cuda/comm_nccl.h"
 #include "cuda/cuda_driver.h"
 #include "cuda/device_cuda.h"
 #include "cuda/guest.h"
-#include "cuda/nccl_load.h"
 
 static void describe(char *text, size_t bytes)
 {
@@ -39,7 +40,16 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, fsdpc_device **ou
     return fsdpc_device_cuda_create(mem, ordinal, out);
 }
 
-static const char *const transports[] = {NULL};
+static const char *const transports[] = {"nccl", NULL};
+
+static fsdpc_status comm_create(const char *transport, const fsdpc_comm_config *config,
+                                fsdpc_comm **out)
+{
+    if (strcmp(transport, transports[0]) != 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "the plugin 'cuda' has no transport '%s', only '%s'",
+                          transport, transports[0]);
+    return fsdpc_comm_nccl_create(config, out);
+}
 
 static const fsdpc_plugin plugin = {
     .layout = FSDPC_PLUGIN_LAYOUT,
@@ -50,6 +60,7 @@ static const fsdpc_plugin plugin = {
     .device_select = fsdpc_device_cuda_select,
     .comm_library = fsdpc_nccl_describe,
     .transports = transports,
+    .comm_create = comm_create,
 };
 
 __attribute__((visibility("default"))) const fsdpc_plugin *

@@ -15,7 +15,7 @@ import build_backend  # noqa: E402
 import cuda_build  # noqa: E402
 import native  # noqa: E402
 
-TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), (), cublaslt=False, nccl=False)
+TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), (), cublaslt=False)
 
 
 @pytest.fixture
@@ -115,12 +115,11 @@ def test_the_toolkit_is_cuda_home_s_then_pip_s_then_the_path_s(
         (tmp_path / name / "bin" / "nvcc").write_text("#!/bin/sh\n")
         (tmp_path / name / "bin" / "nvcc").chmod(0o755)
     (tmp_path / "site/nvidia/cu13/include/cublasLt.h").write_text("")
-    (tmp_path / "site/nvidia/cu13/include/nccl.h").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path / 'usr/bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     found = cuda_build.find_toolkit()
-    assert found and found.nvcc == tmp_path / "home/bin/nvcc" and found.cublaslt and found.nccl
+    assert found and found.nvcc == tmp_path / "home/bin/nvcc" and found.cublaslt
     assert found.includes[0] == tmp_path / "home/include"
     monkeypatch.delenv("CUDA_HOME")
     found = cuda_build.find_toolkit()

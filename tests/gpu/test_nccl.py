@@ -1,6 +1,6 @@
 """NCCL through the plugin's loader, without a GPU: an identity for a group, never two copies.
 
-Needs nvcc and pip's nvidia-nccl-cu13, whose header the plugin is compiled with.
+Needs nvcc and pip's nvidia-nccl-cu13.
 """
 
 from __future__ import annotations
@@ -49,6 +49,55 @@ def run(*command: str | Path, **more: str) -> str:
                           capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+SAME_ABI = r"""
+#include <stddef.h>
+#include <nccl.h>
+#include "cuda/nccl_abi.h"
+#define SAME(ours, theirs) _Static_assert((long)(ours) == (long)(theirs), #theirs)
+SAME(FSDPC_NCCL_SUCCESS, ncclSuccess);
+SAME(FSDPC_NCCL_SYSTEM_ERROR, ncclSystemError);
+SAME(FSDPC_NCCL_INVALID_ARGUMENT, ncclInvalidArgument);
+SAME(FSDPC_NCCL_INVALID_USAGE, ncclInvalidUsage);
+SAME(FSDPC_NCCL_REMOTE_ERROR, ncclRemoteError);
+SAME(FSDPC_NCCL_IN_PROGRESS, ncclInProgress);
+SAME(FSDPC_NCCL_UINT8, ncclUint8);
+SAME(FSDPC_NCCL_INT32, ncclInt32);
+SAME(FSDPC_NCCL_INT64, ncclInt64);
+SAME(FSDPC_NCCL_FLOAT16, ncclFloat16);
+SAME(FSDPC_NCCL_FLOAT32, ncclFloat32);
+SAME(FSDPC_NCCL_FLOAT64, ncclFloat64);
+SAME(FSDPC_NCCL_BFLOAT16, ncclBfloat16);
+SAME(FSDPC_NCCL_SUM, ncclSum);
+SAME(FSDPC_NCCL_MAX, ncclMax);
+SAME(FSDPC_NCCL_MIN, ncclMin);
+SAME(sizeof(fsdpc_nccl_id), sizeof(ncclUniqueId));
+SAME(sizeof(fsdpc_nccl_result), sizeof(ncclResult_t));
+SAME(sizeof(fsdpc_nccl_type), sizeof(ncclDataType_t));
+SAME(sizeof(fsdpc_nccl_red), sizeof(ncclRedOp_t));
+SAME(offsetof(fsdpc_nccl_config, magic), offsetof(ncclConfig_t, magic));
+SAME(offsetof(fsdpc_nccl_config, version), offsetof(ncclConfig_t, version));
+SAME(offsetof(fsdpc_nccl_config, blocking), offsetof(ncclConfig_t, blocking));
+SAME(offsetof(fsdpc_nccl_config, unused), offsetof(ncclConfig_t, cgaClusterSize));
+SAME(offsetof(fsdpc_nccl_config, net), offsetof(ncclConfig_t, netName));
+SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, splitShare));
+static const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
+int main(void)
+{
+    fsdpc_nccl_config ours = FSDPC_NCCL_NONBLOCKING;
+    return ours.magic != theirs.magic || ours.unused[0] != theirs.cgaClusterSize ||
+           ours.unused[2] != theirs.maxCTAs || ours.net != theirs.netName;
+}
+"""
+
+
+def test_what_is_declared_of_nccl_is_nccl_s(tmp_path: Path) -> None:
+    source, program = tmp_path / "same.c", tmp_path / "same"
+    source.write_text(SAME_ABI)
+    headers = f"-I{LIBRARY.parent.parent / 'include'}"
+    run(*cuda_build.host_command(TOOLKIT), headers, source, "-o", program)
+    run(program)
 
 
 def test_identities_need_no_gpu(loader: Path) -> None:

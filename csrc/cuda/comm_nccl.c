@@ -1,0 +1,434 @@
+/* Life of the NCCL communicator, and what it leaves to its control.
+ *
+ * Wires and buffers are memory of the one GPU: NCCL moves slices between those of the ranks, so no
+ * rank reads another's.  A wire's epochs are those of an empty wire of the control, which costs
+ * what a handful of shared words cost; a buffer is idle as soon as its own operations are done.
+ *
+ * Failure.  A rank that fails closes the control first, which tells the peers why, and then aborts
+ * its lanes, or kernels that wait for a peer would hold their streams for ever.  The peers find the
+ * reason in the control, whose waits look for it and for deaths while ours look at the GPU, and do
+ * the same.  All groups of a rank end together.
+ *
+ * What it does not do: overlap hosts and GPUs.  Operations are done when the GPU has done them, as
+ * the host sees it; nobody is told of them by events.
+ */
+#include "cuda/comm_nccl.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "cuda/cuda_error.h"
+#include "cuda/device_cuda.h"
+
+enum { GPU_NAP_NS = 50000 }; /* nothing wakes the host when a GPU is done */
+
+static const fsdpc_comm_ops nccl_ops;
+
+/* ---- Failure ---- */
+
+static bool forked(const fsdpc_comm_nccl *self)
+{
+    return self->world->pid != getpid();
+}
+
+fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status status)
+{
+    if (status >= 0 || !self->control->poison[0] || self->base.poison[0])
+        return status;
+    if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
+        fsdpc_fail(status, "%s", self->control->poison);
+    return fsdpc_comm_poison(&self->base, status);
+}
+
+static void end_group(fsdpc_comm_nccl *group, const char *reason)
+{
+    fsdpc_comm_abort_local(&group->base, reason);
+    fsdpc_comm_abort(group->control, reason);
+    fsdpc_nccl_lanes_abort(group);
+    fsdpc_nccl_flights_drop(group, FSDPC_ERR_POISONED);
+}
+
+static void nccl_abort(fsdpc_comm *comm, const char *reason)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    fsdpc_comm_abort_local(comm, reason);
+    if (forked(self))
+        return;
+    end_group(self, comm->poison);
+    for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
+        if (group != self && !group->base.apart)
+            end_group(group, comm->poison);
+}
+
+/* ---- Life ---- */
+
+static void world_release(fsdpc_nccl_world *world)
+{
+    if (atomic_fetch_sub(&world->refs, 1) == 1)
+        free(world);
+}
+
+static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_nccl_world *world,
+                             fsdpc_comm_nccl **out)
+{
+    fsdpc_comm_nccl *self = calloc(1, sizeof *self);
+    if (!self)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
+    fsdpc_comm_init(&self->base, &nccl_ops, config);
+    self->control = config->control;
+    self->base.world_rank = self->base.log.rank = config->control->world_rank;
+    atomic_fetch_add(&world->refs, 1);
+    self->world = world;
+    self->next_group = world->groups;
+    world->groups = self;
+    *out = self;
+    return FSDPC_OK;
+}
+
+static void nccl_leave(fsdpc_comm *comm)
+{
+    fsdpc_comm_leave(fsdpc_nccl_of(comm)->control);
+}
+
+static void nccl_destroy(fsdpc_comm *comm)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    fsdpc_comm_nccl **at = &self->world->groups;
+    while (*at != self)
+        at = &(*at)->next_group;
+    *at = self->next_group;
+    if (!forked(self)) {
+        bool idle = !self->flights && !comm->poison[0] && !self->control->poison[0];
+        fsdpc_nccl_flights_drop(self, FSDPC_ERR_STATE);
+        if (idle)
+            fsdpc_nccl_lanes_close(self);
+        else
+            fsdpc_nccl_lanes_abort(self);
+    }
+    fsdpc_comm_destroy(self->control); /* first: it may know of agreements in our flights */
+    if (!forked(self))
+        fsdpc_nccl_flights_free(self);
+    world_release(self->world);
+    free(self);
+}
+
+/* Set apart, a communicator takes its control along. */
+static fsdpc_comm *control_of(fsdpc_comm_nccl *self)
+{
+    if (self->base.apart && !self->control->apart)
+        fsdpc_comm_set_apart(self->control);
+    return self->control;
+}
+
+static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm), *part = NULL;
+    fsdpc_comm *control = NULL;
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    FSDPC_TRY(fsdpc_nccl_launched(self));
+    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_comm_split(control_of(self), color, key, &control)));
+    fsdpc_status status = FSDPC_OK;
+    if (control) {
+        fsdpc_comm_config config = {
+            .rank = control->rank,
+            .size = control->size,
+            .device = comm->device,
+            .trace = comm->trace,
+            .timeout_s = comm->timeout_s,
+            .notice_s = comm->notice_s,
+            .interrupt = comm->interrupt,
+            .notice = comm->notice,
+            .notice_arg = comm->notice_arg,
+            .log = comm->log,
+            .spin = comm->spin,
+            .control = control,
+        };
+        status = comm_new(&config, self->world, &part);
+    }
+    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, "split"));
+    if (status != FSDPC_OK) {
+        if (part)
+            nccl_destroy(&part->base);
+        else
+            fsdpc_comm_destroy(control);
+        return status;
+    }
+    *out = part ? &part->base : NULL;
+    return FSDPC_OK;
+}
+
+/* ---- Wires and epochs ---- */
+
+static fsdpc_status zeroed(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    void *data;
+    FSDPC_TRY(fsdpc_device_alloc(device, kind, bytes, &data));
+    fsdpc_status status = fsdpc_device_fill(device, data, 0, bytes, NULL);
+    if (status != FSDPC_OK)
+        fsdpc_device_free(device, data);
+    else
+        *out = data;
+    return status;
+}
+
+/* Memory of this rank that all make alike: the sizes agree, and all have it or none. */
+static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
+                                  size_t bytes, void **out)
+{
+    void *data = NULL;
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    FSDPC_TRY(fsdpc_nccl_launched(self));
+    fsdpc_comm *control = control_of(self);
+    fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
+                                                                .unit = -1,
+                                                                .what = what,
+                                                                .dtype = FSDPC_U8,
+                                                                .numel = bytes});
+    FSDPC_TRY(fsdpc_nccl_settle(self, status));
+    status = zeroed(self->base.device, kind, bytes, &data);
+    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(control, status, what));
+    if (status != FSDPC_OK)
+        fsdpc_device_free(self->base.device, data);
+    else
+        *out = data;
+    return status;
+}
+
+static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    fsdpc_nccl_wire *wire = calloc(1, sizeof *wire);
+    if (!wire)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
+    void *data = NULL;
+    fsdpc_status status;
+    FSDPC_TRY_GOTO(status, memory_create(self, "wire_create", FSDPC_MEM_WIRE, bytes, &data),
+                   free_wire);
+    FSDPC_TRY_GOTO(status,
+                   fsdpc_nccl_settle(self, fsdpc_wire_create(self->control, 0, &wire->control)),
+                   free_data);
+    FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_GATHERS), destroy_control);
+    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    *out = &wire->base;
+    return FSDPC_OK;
+
+destroy_control:
+    fsdpc_wire_destroy(wire->control);
+free_data:
+    fsdpc_device_free(comm->device, data);
+free_wire:
+    free(wire);
+    return status;
+}
+
+static void nccl_wire_destroy(fsdpc_wire *base)
+{
+    fsdpc_nccl_wire *wire = (fsdpc_nccl_wire *)base;
+    fsdpc_wire_destroy(wire->control);
+    fsdpc_device_free(base->comm->device, base->write);
+    free(wire);
+}
+
+static fsdpc_wire *control_wire(fsdpc_wire *base)
+{
+    fsdpc_wire *control = ((fsdpc_nccl_wire *)base)->control;
+    control->kind_text = base->kind_text;
+    return control;
+}
+
+static fsdpc_status nccl_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(base->comm);
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    fsdpc_wire *control = control_wire(base);
+    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_wire_arrive(control, mine)));
+    base->epoch = control->epoch;
+    return FSDPC_OK;
+}
+
+static fsdpc_status nccl_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+{
+    fsdpc_wire *control = control_wire(base);
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm),
+                             control->comm->ops->epoch_test(control, all_out));
+}
+
+static fsdpc_status nccl_epoch_publish(fsdpc_wire *base)
+{
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm), fsdpc_wire_publish(control_wire(base)));
+}
+
+static fsdpc_status nccl_epoch_published(fsdpc_wire *base)
+{
+    fsdpc_wire *control = control_wire(base);
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm),
+                             control->comm->ops->epoch_published(control));
+}
+
+/* ---- Buffers ---- */
+
+static fsdpc_status nccl_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    fsdpc_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a buffer");
+    void *data = NULL;
+    fsdpc_status status;
+    FSDPC_TRY_GOTO(status, memory_create(self, "buffer_create", FSDPC_MEM_REDUCE, bytes, &data),
+                   free_buffer);
+    FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_REDUCES), free_data);
+    *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    *out = buffer;
+    return FSDPC_OK;
+
+free_data:
+    fsdpc_device_free(comm->device, data);
+free_buffer:
+    free(buffer);
+    return status;
+}
+
+static void nccl_buffer_destroy(fsdpc_buffer *buffer)
+{
+    fsdpc_device_free(buffer->comm->device, buffer->data);
+    free(buffer);
+}
+
+/* Peers never read it: done is idle. */
+static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
+{
+    const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
+    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
+        if (fsdpc_coll_reduces(flight->work->op.kind) && flight->work->op.buffer == buffer)
+            return fsdpc_fail(FSDPC_ERR_STATE,
+                              "a reduction of this buffer is in flight: wait for it first");
+    return fsdpc_comm_health(buffer->comm);
+}
+
+/* ---- Waiting ---- */
+
+static bool gpu_is_busy(const fsdpc_comm_nccl *self)
+{
+    for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group) {
+        if (group->base.apart != self->base.apart)
+            continue;
+        if (group->beginning)
+            return true;
+        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
+            if (flight->stage != FSDPC_NCCL_LANDED)
+                return true;
+    }
+    return false;
+}
+
+static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    fsdpc_comm *control = control_of(self);
+    if (max_ns > 0)
+        FSDPC_TRY(fsdpc_nccl_carry_on(self));
+    if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
+        max_ns = GPU_NAP_NS;
+    if (control->ops->idle)
+        return control->ops->idle(control, max_ns);
+    if (max_ns > 0)
+        sched_yield();
+    return FSDPC_OK;
+}
+
+static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
+{
+    fsdpc_comm *control = fsdpc_nccl_of(comm)->control;
+    text[0] = 0;
+    if (control->ops->describe)
+        control->ops->describe(control, text, bytes);
+}
+
+static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
+{
+    fsdpc_comm_locate(control_of(fsdpc_nccl_of(comm)), phase, unit);
+}
+
+static void nccl_waits(fsdpc_comm *comm, const char *what)
+{
+    fsdpc_comm *control = control_of(fsdpc_nccl_of(comm));
+    if (control->ops->waits)
+        control->ops->waits(control, what);
+}
+
+/* ---- The table ---- */
+
+static const fsdpc_comm_ops nccl_ops = {
+    .name = "nccl",
+    .destroy = nccl_destroy,
+    .split = nccl_split,
+    .abort = nccl_abort,
+    .leave = nccl_leave,
+    .wire_create = nccl_wire_create,
+    .wire_destroy = nccl_wire_destroy,
+    .epoch_arrive = nccl_epoch_arrive,
+    .epoch_test = nccl_epoch_test,
+    .epoch_publish = nccl_epoch_publish,
+    .epoch_published = nccl_epoch_published,
+    .buffer_create = nccl_buffer_create,
+    .buffer_destroy = nccl_buffer_destroy,
+    .buffer_idle = nccl_buffer_idle,
+    .post = fsdpc_nccl_post,
+    .test = fsdpc_nccl_test,
+    .idle = nccl_idle,
+    .describe = nccl_describe,
+    .locate = nccl_locate,
+    .waits = nccl_waits,
+};
+
+static fsdpc_status config_check(const fsdpc_comm_config *config)
+{
+    const fsdpc_comm *control = config->control;
+    if (!control)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "NCCL needs a communicator of the same ranks to begin over: shm on one "
+                          "host, self for one rank");
+    if (control->rank != config->rank || control->size != config->size)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "rank %d of %d was to begin over a communicator in which it is rank %d "
+                          "of %d",
+                          config->rank, config->size, control->rank, control->size);
+    if (!config->device || strcmp(config->device->ops->name, "cuda") != 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "NCCL needs a GPU, not the device '%s'",
+                          config->device ? config->device->ops->name : "none");
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+{
+    FSDPC_TRY(config_check(config));
+    fsdpc_comm_nccl *self = NULL;
+    fsdpc_nccl_world *world = calloc(1, sizeof *world);
+    fsdpc_status status =
+        world ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
+    if (status == FSDPC_OK) {
+        atomic_init(&world->refs, 1);
+        world->pid = (int)getpid();
+        status = fsdpc_nccl_open(config->library_path, &world->nccl);
+    }
+    if (status == FSDPC_OK)
+        status = comm_new(config, world, &self);
+    status = fsdpc_comm_agree(config->control, status, "opening NCCL");
+    if (world)
+        world_release(world); /* self has its own */
+    if (status == FSDPC_OK) {
+        *out = &self->base;
+        return FSDPC_OK;
+    }
+    if (self) {
+        self->control = NULL; /* the caller's still */
+        nccl_destroy(&self->base);
+    }
+    return status;
+}

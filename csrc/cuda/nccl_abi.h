@@ -1,0 +1,91 @@
+/* What is used of NCCL, as its binary interface has it since 2.18: types, codes, functions.
+ *
+ * Declared here so that the plugin is the same wherever it is built, with nccl.h at hand or not;
+ * tests/gpu/test_nccl.py holds it against a real header.  Of the versioned config we know the first
+ * fields alone: NCCL reads as many bytes as `size` says, takes its own defaults for what `version`
+ * did not have, and that is why both are those of the version whose fields end here.
+ */
+#ifndef FSDPC_CUDA_NCCL_ABI_H
+#define FSDPC_CUDA_NCCL_ABI_H
+
+#include <cuda_runtime_api.h>
+#include <limits.h>
+#include <stddef.h>
+
+typedef enum fsdpc_nccl_result {
+    FSDPC_NCCL_SUCCESS = 0,
+    FSDPC_NCCL_SYSTEM_ERROR = 2,
+    FSDPC_NCCL_INVALID_ARGUMENT = 4,
+    FSDPC_NCCL_INVALID_USAGE = 5,
+    FSDPC_NCCL_REMOTE_ERROR = 6,
+    FSDPC_NCCL_IN_PROGRESS = 7,
+} fsdpc_nccl_result;
+
+typedef enum fsdpc_nccl_type {
+    FSDPC_NCCL_UINT8 = 1,
+    FSDPC_NCCL_INT32 = 2,
+    FSDPC_NCCL_INT64 = 4,
+    FSDPC_NCCL_FLOAT16 = 6,
+    FSDPC_NCCL_FLOAT32 = 7,
+    FSDPC_NCCL_FLOAT64 = 8,
+    FSDPC_NCCL_BFLOAT16 = 9,
+} fsdpc_nccl_type;
+
+typedef enum fsdpc_nccl_red {
+    FSDPC_NCCL_SUM = 0,
+    FSDPC_NCCL_MAX = 2,
+    FSDPC_NCCL_MIN = 3,
+} fsdpc_nccl_red;
+
+typedef struct fsdpc_nccl_id {
+    char internal[128];
+} fsdpc_nccl_id;
+
+typedef struct ncclComm *fsdpc_nccl_comm;
+
+/* ncclConfig_t of 2.17. */
+typedef struct fsdpc_nccl_config {
+    size_t size;
+    unsigned magic, version;
+    int blocking;
+    int unused[3]; /* shapes of kernels; INT_MIN: NCCL's choice */
+    const char *net;
+} fsdpc_nccl_config;
+
+#define FSDPC_NCCL_NONBLOCKING                                                                     \
+    ((fsdpc_nccl_config){.size = sizeof(fsdpc_nccl_config),                                        \
+                         .magic = 0xcafebeef,                                                      \
+                         .version = 21700,                                                         \
+                         .blocking = 0,                                                            \
+                         .unused = {INT_MIN, INT_MIN, INT_MIN}})
+
+/* X(result, name, parameters) */
+#define FSDPC_NCCL_SYMBOLS(X)                                                                      \
+    X(fsdpc_nccl_result, ncclGetVersion, (int *version))                                           \
+    X(const char *, ncclGetErrorString, (fsdpc_nccl_result result))                                \
+    X(fsdpc_nccl_result, ncclGetUniqueId, (fsdpc_nccl_id * id))                                    \
+    X(fsdpc_nccl_result, ncclCommInitRankConfig,                                                   \
+      (fsdpc_nccl_comm * comm, int size, fsdpc_nccl_id id, int rank, fsdpc_nccl_config *config))   \
+    X(fsdpc_nccl_result, ncclCommGetAsyncError, (fsdpc_nccl_comm comm, fsdpc_nccl_result * out))   \
+    X(fsdpc_nccl_result, ncclCommFinalize, (fsdpc_nccl_comm comm))                                 \
+    X(fsdpc_nccl_result, ncclCommDestroy, (fsdpc_nccl_comm comm))                                  \
+    X(fsdpc_nccl_result, ncclCommAbort, (fsdpc_nccl_comm comm))                                    \
+    X(fsdpc_nccl_result, ncclGroupStart, (void))                                                   \
+    X(fsdpc_nccl_result, ncclGroupEnd, (void))                                                     \
+    X(fsdpc_nccl_result, ncclAllGather,                                                            \
+      (const void *send, void *recv, size_t send_numel, fsdpc_nccl_type type,                      \
+       fsdpc_nccl_comm comm, cudaStream_t stream))                                                 \
+    X(fsdpc_nccl_result, ncclReduceScatter,                                                        \
+      (const void *send, void *recv, size_t recv_numel, fsdpc_nccl_type type, fsdpc_nccl_red red,  \
+       fsdpc_nccl_comm comm, cudaStream_t stream))                                                 \
+    X(fsdpc_nccl_result, ncclAllReduce,                                                            \
+      (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, fsdpc_nccl_red red,       \
+       fsdpc_nccl_comm comm, cudaStream_t stream))                                                 \
+    X(fsdpc_nccl_result, ncclReduce,                                                               \
+      (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, fsdpc_nccl_red red,       \
+       int root, fsdpc_nccl_comm comm, cudaStream_t stream))                                       \
+    X(fsdpc_nccl_result, ncclBroadcast,                                                            \
+      (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, int root,                 \
+       fsdpc_nccl_comm comm, cudaStream_t stream))
+
+#endif

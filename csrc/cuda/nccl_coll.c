@@ -1,0 +1,450 @@
+/* Collectives over NCCL: from the post to the event behind the last kernel.
+ *
+ * A posted operation becomes a flight.  Its agreement goes to the control at once: the same
+ * operation, moving nothing, so that peers compare it as they would any other; and it is done only
+ * when both the GPU and the agreement are.  Values in host memory go over the control altogether.
+ *
+ * Launching.  NCCL does not block, so it may still be connecting when the call returns, and until
+ * it says that it is done nothing may follow on that lane.  Flights of a group are launched one
+ * after the other in order of posting, over both lanes, so that all ranks hand NCCL their
+ * operations in one order.  Launched is not run: lanes overlap on the GPU.  An operation's stream
+ * first waits for the device's main stream as it was at the post, where what is sent was written.
+ *
+ * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  What
+ * follows is the engine's and runs behind it on the same stream: the own slices are scaled in fp32,
+ * rounded through the reduce dtype and written or added to the shard by the kernel that sums ranks
+ * elsewhere, here with one rank.  So the sum is not the pairwise tree of comm_shm.
+ *
+ * Ranks that wait carry on the flights of all their groups, as peers may wait for those.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "comm/coll_math.h"
+#include "cuda/comm_nccl.h"
+#include "cuda/cuda_error.h"
+#include "cuda/cuda_queue.h"
+
+static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
+    [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
+    [FSDPC_BF16] = FSDPC_NCCL_BFLOAT16, [FSDPC_F16] = FSDPC_NCCL_FLOAT16,
+    [FSDPC_I32] = FSDPC_NCCL_INT32,     [FSDPC_I64] = FSDPC_NCCL_INT64,
+    [FSDPC_U8] = FSDPC_NCCL_UINT8,      [FSDPC_BOOL] = FSDPC_NCCL_UINT8,
+};
+
+/* ---- Whose memory ---- */
+
+static fsdpc_status is_device_memory(const void *pointer, bool *out)
+{
+    struct cudaPointerAttributes attributes;
+    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&attributes, pointer), "ask whose memory this is");
+    *out = attributes.type != cudaMemoryTypeUnregistered && attributes.type != cudaMemoryTypeHost;
+    return FSDPC_OK;
+}
+
+static fsdpc_status refused(const fsdpc_coll *op, const char *why)
+{
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "%s of '%s': %s", fsdpc_coll_name(op->kind),
+                      op->what ? op->what : "", why);
+}
+
+/* Whether the GPU has a part in it. */
+static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
+{
+    if (op->agree_only || op->kind == FSDPC_COLL_BARRIER) {
+        *out = false;
+        return FSDPC_OK;
+    }
+    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
+        *out = true;
+        return FSDPC_OK;
+    }
+    bool receives, sends;
+    if (op->numel == 0) {
+        *out = false;
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(is_device_memory(op->recv, &receives));
+    sends = receives;
+    if (op->kind != FSDPC_COLL_BROADCAST)
+        FSDPC_TRY(is_device_memory(op->send, &sends));
+    if (sends != receives)
+        return refused(op, "it sends from host memory and receives on the GPU, or the reverse; "
+                           "keep both on one side");
+    bool floats = fsdpc_dtype_is_float(op->dtype);
+    if (receives && op->kind == FSDPC_COLL_ALL_REDUCE && op->op != FSDPC_RED_SUM && floats)
+        return refused(op, "NCCL's extrema of floats lose NaN; take them of host memory");
+    *out = receives;
+    return FSDPC_OK;
+}
+
+/* ---- Calls of NCCL ---- */
+
+typedef struct call {
+    const fsdpc_nccl *nccl;
+    fsdpc_nccl_comm raw;
+    cudaStream_t stream;
+    const fsdpc_coll *op;
+    int rank, size;
+} call;
+
+static fsdpc_nccl_red red_of(const fsdpc_coll *op)
+{
+    if (op->op == FSDPC_RED_MIN)
+        return FSDPC_NCCL_MIN;
+    bool any = op->op == FSDPC_RED_SUM && op->dtype == FSDPC_BOOL;
+    return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
+}
+
+/* One band or whole parameter of a gather or reduction, in place. */
+static fsdpc_nccl_result call_slice(const call *c, const fsdpc_slice *slice)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_type type = types[op->dtype];
+    bool gathers = op->kind == FSDPC_COLL_GATHER;
+    unsigned char *memory = gathers ? op->wire->write : op->buffer->data;
+    size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
+    unsigned char *full = memory + op->offset + slice->full_offset * element;
+    unsigned char *own = full + (size_t)c->rank * numel * element;
+    if (op->kind == FSDPC_COLL_REDUCE_ALL)
+        return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
+    if (slice->owner >= 0)
+        return gathers ? c->nccl->ncclBroadcast(full, full, numel, type, slice->owner, c->raw,
+                                                c->stream)
+                       : c->nccl->ncclReduce(full, full, numel, type, FSDPC_NCCL_SUM, slice->owner,
+                                             c->raw, c->stream);
+    return gathers ? c->nccl->ncclAllGather(own, full, numel, type, c->raw, c->stream)
+                   : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
+                                                c->stream);
+}
+
+static fsdpc_nccl_result call_values(const call *c)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_type type = types[op->dtype];
+    const void *send = op->send;
+    if (op->kind == FSDPC_COLL_BROADCAST)
+        return c->nccl->ncclBroadcast(op->recv, op->recv, op->numel, type, op->root, c->raw,
+                                      c->stream);
+    if (op->kind == FSDPC_COLL_ALL_REDUCE)
+        return c->nccl->ncclAllReduce(send, op->recv, op->numel, type, red_of(op), c->raw,
+                                      c->stream);
+    if (send == op->recv) /* moved by launch() */
+        send =
+            (unsigned char *)op->recv + (size_t)c->rank * op->numel * fsdpc_dtype_bytes(op->dtype);
+    return c->nccl->ncclAllGather(send, op->recv, op->numel, type, c->raw, c->stream);
+}
+
+static bool is_accepted(fsdpc_nccl_result result)
+{
+    return result == FSDPC_NCCL_SUCCESS || result == FSDPC_NCCL_IN_PROGRESS;
+}
+
+static fsdpc_nccl_result call_all(const call *c)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_result first = c->nccl->ncclGroupStart();
+    if (!is_accepted(first))
+        return first;
+    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
+        for (size_t i = 0; i < op->n_slices && is_accepted(first); i++)
+            if (op->slices[i].numel > 0)
+                first = call_slice(c, &op->slices[i]);
+    } else {
+        first = call_values(c);
+    }
+    fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* whatever happened: the group is open */
+    return is_accepted(first) ? last : first;
+}
+
+/* ---- Flights ---- */
+
+static cudaStream_t raw_stream(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
+{
+    fsdpc_stream plain = {.device = self->base.device};
+    return fsdpc_cuda_queue_of(op->stream ? op->stream : &plain)->raw;
+}
+
+static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
+{
+    fsdpc_nccl_flight *flight = self->spare;
+    if (flight) {
+        self->spare = flight->next;
+        *out = flight;
+        return FSDPC_OK;
+    }
+    flight = calloc(1, sizeof *flight);
+    if (!flight)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation");
+    cudaError_t error = cudaEventCreateWithFlags(&flight->filled, cudaEventDisableTiming);
+    if (error == cudaSuccess) {
+        error = cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
+        if (error != cudaSuccess)
+            (void)cudaEventDestroy(flight->filled);
+    }
+    if (error != cudaSuccess) {
+        free(flight);
+        return fsdpc_cuda_check(error, "create an event");
+    }
+    *out = flight;
+    return FSDPC_OK;
+}
+
+static void flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    flight->work = NULL;
+    flight->agreement.comm = NULL; /* the control has forgotten it */
+    flight->next = self->spare;
+    self->spare = flight;
+}
+
+static void flight_end(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, fsdpc_status status)
+{
+    fsdpc_nccl_flight **at = &self->flights;
+    while (*at != flight)
+        at = &(*at)->next;
+    *at = flight->next;
+    flight->work->impl = NULL;
+    flight->work->status = status;
+    atomic_store_explicit(&flight->work->state, 0, memory_order_relaxed);
+    flight_give(self, flight);
+}
+
+void fsdpc_nccl_flights_drop(fsdpc_comm_nccl *self, fsdpc_status status)
+{
+    while (self->flights)
+        flight_end(self, self->flights, status);
+}
+
+void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
+{
+    while (self->spare) {
+        fsdpc_nccl_flight *flight = self->spare;
+        self->spare = flight->next;
+        (void)cudaEventDestroy(flight->filled);
+        (void)cudaEventDestroy(flight->landed);
+        free(flight);
+    }
+}
+
+/* Hands the operation to NCCL. */
+static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    const fsdpc_coll *op = &flight->work->op;
+    const call c = {&self->world->nccl,   self->lanes[flight->lane],
+                    raw_stream(self, op), op,
+                    self->base.rank,      self->base.size};
+    FSDPC_CUDA_TRY(cudaStreamWaitEvent(c.stream, flight->filled, 0), "wait for an event");
+    if (op->kind == FSDPC_COLL_ALL_GATHER && op->send == op->recv && c.rank > 0) {
+        size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
+        FSDPC_CUDA_TRY(cudaMemcpyAsync((unsigned char *)op->recv + (size_t)c.rank * bytes, op->send,
+                                       bytes, cudaMemcpyDefault, c.stream),
+                       "copy memory");
+    }
+    fsdpc_nccl_result result = call_all(&c);
+    flight->stage = FSDPC_NCCL_LAUNCHING;
+    return is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
+}
+
+/* NCCL's part is on the stream; ours goes behind it. */
+static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    const fsdpc_coll *op = &flight->work->op;
+    fsdpc_stream plain = {.device = self->base.device, .name = "comm"};
+    if (fsdpc_coll_reduces(op->kind))
+        FSDPC_TRY(fsdpc_coll_reduce_slices(op, self->base.rank, 1,
+                                           (const unsigned char *const[]){op->buffer->data},
+                                           op->stream ? op->stream : &plain));
+    FSDPC_CUDA_TRY(cudaEventRecord(flight->landed, raw_stream(self, op)), "record an event");
+    flight->stage = FSDPC_NCCL_RUNNING;
+    return FSDPC_OK;
+}
+
+static fsdpc_status landed(fsdpc_nccl_flight *flight)
+{
+    cudaError_t error = cudaEventQuery(flight->landed);
+    if (error == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        return FSDPC_IN_PROGRESS;
+    }
+    FSDPC_CUDA_TRY(error, "run it");
+    flight->stage = FSDPC_NCCL_LANDED;
+    return FSDPC_OK;
+}
+
+/* As far as it goes; *turn is false while a flight that was posted earlier is not launched yet. */
+static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool *turn)
+{
+    if (flight->stage == FSDPC_NCCL_QUEUED && *turn)
+        FSDPC_TRY(launch(self, flight));
+    if (flight->stage == FSDPC_NCCL_LAUNCHING) {
+        fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "launch it");
+        if (status == FSDPC_OK)
+            status = follow(self, flight);
+        if (status < 0)
+            return status;
+    }
+    *turn = *turn && flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
+    if (flight->stage == FSDPC_NCCL_RUNNING) {
+        /* The lane may be busy with a later flight, which is no news of this one. */
+        fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "run it");
+        if (status < 0)
+            return status;
+        return landed(flight);
+    }
+    return flight->stage == FSDPC_NCCL_LANDED ? FSDPC_OK : FSDPC_IN_PROGRESS;
+}
+
+/* NCCL knows that a peer is gone, the control which; it may learn it a little later. */
+static bool death_named(fsdpc_comm_nccl *self)
+{
+    enum { LOOKS = 20, LOOK_NS = 10000000 };
+    fsdpc_comm *control = self->control;
+    fsdpc_status status = FSDPC_OK;
+    for (int look = 0; control->ops->idle && look < LOOKS && status == FSDPC_OK; look++)
+        status = control->ops->idle(control, LOOK_NS);
+    if (control->ops->idle)
+        control->ops->idle(control, 0);
+    return status != FSDPC_OK;
+}
+
+static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight,
+                                  fsdpc_status status, bool on_gpu)
+{
+    fsdpc_work *work = flight->work;
+    char text[512];
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    if (on_gpu && status == FSDPC_ERR_PEER && death_named(self)) {
+        snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    } else if (on_gpu) {
+        int n = snprintf(
+            text, sizeof text, "rank %d in %s of '%s' (unit %d): ", self->base.world_rank,
+            fsdpc_coll_name(work->op.kind), work->op.what ? work->op.what : "", work->op.unit);
+        if (n > 0 && (size_t)n < sizeof text)
+            snprintf(text + n, sizeof text - (size_t)n, "%s", fsdpc_last_error());
+    }
+    fsdpc_fail(status, "%s", text);
+    fsdpc_comm_poison(&self->base, status);
+    work->status = status;
+    return status;
+}
+
+static fsdpc_status carry_on_group(fsdpc_comm_nccl *self)
+{
+    bool turn = true;
+    fsdpc_nccl_flight *next;
+    for (fsdpc_nccl_flight *flight = self->flights; flight; flight = next) {
+        next = flight->next;
+        fsdpc_status gpu = gpu_step(self, flight, &turn);
+        if (gpu < 0)
+            return flight_failed(self, flight, gpu, true);
+        fsdpc_status agreed = fsdpc_comm_test(&flight->agreement);
+        if (agreed < 0)
+            return flight_failed(self, flight, agreed, false);
+        if (gpu == FSDPC_OK && agreed == FSDPC_OK)
+            flight_end(self, flight, FSDPC_OK);
+    }
+    return FSDPC_OK;
+}
+
+/* What fails in another group is found there. */
+fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self)
+{
+    fsdpc_comm_nccl *group = self->base.apart ? NULL : self->world->groups;
+    for (; group; group = group->next_group)
+        if (group != self && group->flights && !group->base.apart)
+            carry_on_group(group);
+    return carry_on_group(self);
+}
+
+static fsdpc_status poll_launched(void *arg)
+{
+    fsdpc_comm_nccl *self = arg;
+    FSDPC_TRY(fsdpc_nccl_carry_on(self));
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
+        for (const fsdpc_nccl_flight *flight = group->flights;
+             flight && group->base.apart == self->base.apart; flight = flight->next)
+            if (flight->stage == FSDPC_NCCL_QUEUED || flight->stage == FSDPC_NCCL_LAUNCHING)
+                return FSDPC_IN_PROGRESS;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self)
+{
+    return fsdpc_comm_wait_for(&self->base, poll_launched, self, "launching what was posted", NULL);
+}
+
+/* ---- Post and test ---- */
+
+static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
+{
+    bool reduces = fsdpc_coll_reduces(op->kind) || op->kind == FSDPC_COLL_ALL_REDUCE;
+    return reduces ? FSDPC_NCCL_REDUCES : FSDPC_NCCL_GATHERS;
+}
+
+static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
+{
+    fsdpc_coll op = flight->work->op;
+    op.agree_only = op.agree_only || for_gpu;
+    op.stream = NULL;
+    return fsdpc_nccl_settle(self, fsdpc_comm_post(self->control, &op, &flight->agreement));
+}
+
+static fsdpc_status inputs_mark(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    fsdpc_stream plain = {.device = self->base.device};
+    return fsdpc_cuda_check(cudaEventRecord(flight->filled, fsdpc_cuda_queue_of(&plain)->raw),
+                            "record an event");
+}
+
+fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
+    bool for_gpu = false;
+    FSDPC_TRY(is_for_gpu(&work->op, &for_gpu));
+    fsdpc_nccl_lane lane = lane_of(&work->op);
+    if (for_gpu && !self->lanes[lane]) {
+        FSDPC_TRY(fsdpc_nccl_launched(self));
+        FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
+    }
+    if (self->base.apart && !self->control->apart)
+        fsdpc_comm_set_apart(self->control);
+    fsdpc_nccl_flight *flight = NULL;
+    FSDPC_TRY(flight_take(self, &flight));
+    flight->work = work;
+    flight->next = NULL;
+    flight->lane = lane;
+    flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
+    fsdpc_status status = for_gpu ? inputs_mark(self, flight) : FSDPC_OK;
+    if (status == FSDPC_OK)
+        status = agreement_post(self, flight, for_gpu);
+    if (status != FSDPC_OK) {
+        flight_give(self, flight);
+        return status;
+    }
+    fsdpc_nccl_flight **last = &self->flights;
+    while (*last)
+        last = &(*last)->next;
+    *last = flight;
+    work->impl = flight;
+    atomic_store_explicit(&work->state, 1, memory_order_relaxed);
+    fsdpc_nccl_carry_on(self); /* a failure is reported by test, which finds it in the work */
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
+    if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
+        fsdpc_status status = fsdpc_nccl_carry_on(self);
+        if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
+            FSDPC_TRY(status);
+            FSDPC_TRY(fsdpc_comm_health(&self->base));
+            return FSDPC_IN_PROGRESS;
+        }
+    }
+    if (work->status == FSDPC_OK)
+        return FSDPC_OK;
+    return fsdpc_fail(work->status, "%s", self->base.poison);
+}

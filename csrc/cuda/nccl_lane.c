@@ -1,0 +1,126 @@
+/* NCCL's communicators, made without ever blocking in NCCL.
+ *
+ * Rank 0 draws an identity, the control carries its 128 bytes to the others, and every rank calls
+ * NCCL's nonblocking init.  That the call came back well is agreed upon over the control, whose
+ * waits know who is missing, before anybody waits for the init itself; from then on its state is
+ * polled like any operation, with the communicator's deadline, interrupt and peers looked after.
+ *
+ * Groups that were split off begin the same way as the world, with an identity of their own: one
+ * way to make a communicator, and none to depend on the parent's.
+ *
+ * Until NCCL says that a call is done no other may be made on that lane, save to abort it.
+ */
+#include <sched.h>
+#include <string.h>
+
+#include "cuda/comm_nccl.h"
+#include "cuda/device_cuda.h"
+
+static const char *const lane_names[] = {"gathers", "reductions"};
+
+fsdpc_status fsdpc_nccl_lane_state(const fsdpc_comm_nccl *self, fsdpc_nccl_lane lane,
+                                   const char *what)
+{
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
+    FSDPC_TRY(fsdpc_nccl_check(nccl, nccl->ncclCommGetAsyncError(self->lanes[lane], &state), what));
+    return state == FSDPC_NCCL_IN_PROGRESS ? FSDPC_IN_PROGRESS
+                                           : fsdpc_nccl_check(nccl, state, what);
+}
+
+typedef struct beginning {
+    fsdpc_comm_nccl *self;
+    fsdpc_nccl_lane lane;
+} beginning;
+
+static fsdpc_status poll_beginning(void *arg)
+{
+    const beginning *b = arg;
+    return fsdpc_nccl_lane_state(b->self, b->lane, "begin");
+}
+
+/* The identity of a new communicator, rank 0's on every rank. */
+static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl_id *id)
+{
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    fsdpc_status status = FSDPC_OK;
+    memset(id, 0, sizeof *id);
+    if (self->base.rank == 0)
+        status = fsdpc_nccl_check(nccl, nccl->ncclGetUniqueId(id), "draw an identity");
+    FSDPC_TRY(fsdpc_comm_agree(self->control, status, name));
+    return fsdpc_comm_run(self->control, &(fsdpc_coll){.kind = FSDPC_COLL_BROADCAST,
+                                                       .unit = -1,
+                                                       .what = name,
+                                                       .dtype = FSDPC_U8,
+                                                       .recv = id,
+                                                       .numel = sizeof *id});
+}
+
+static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+{
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    const char *name = lane_names[lane];
+    fsdpc_nccl_id id;
+    FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
+    FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
+    fsdpc_nccl_config config = FSDPC_NCCL_NONBLOCKING;
+    fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
+                                                            self->base.rank, &config);
+    fsdpc_status status =
+        result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_OK : fsdpc_nccl_check(nccl, result, "begin");
+    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, name));
+    if (status != FSDPC_OK) {
+        fsdpc_nccl_lanes_abort(self);
+        return status;
+    }
+    beginning b = {self, lane};
+    status = fsdpc_comm_wait_for(&self->base, poll_beginning, &b, "the beginning of NCCL", name);
+    return status == FSDPC_OK || self->base.poison[0] ? status
+                                                      : fsdpc_comm_poison(&self->base, status);
+}
+
+fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+{
+    if (self->lanes[lane])
+        return FSDPC_OK;
+    self->beginning = true;
+    fsdpc_status status = begin(self, lane);
+    self->beginning = false;
+    if (status == FSDPC_OK)
+        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks", lane_names[lane],
+                   self->base.size);
+    return status;
+}
+
+void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self)
+{
+    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++) {
+        if (self->lanes[lane])
+            (void)self->world->nccl.ncclCommAbort(self->lanes[lane]);
+        self->lanes[lane] = NULL;
+    }
+}
+
+/* Finalizing ends when the peers finalize too. */
+void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self)
+{
+    const int64_t patience_ns = 5000000000;
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    int64_t until = fsdpc_clock_ns() + patience_ns;
+    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++) {
+        fsdpc_nccl_comm raw = self->lanes[lane];
+        if (!raw)
+            continue;
+        fsdpc_nccl_result state = nccl->ncclCommFinalize(raw);
+        while (state == FSDPC_NCCL_IN_PROGRESS && fsdpc_clock_ns() < until) {
+            sched_yield();
+            if (nccl->ncclCommGetAsyncError(raw, &state) != FSDPC_NCCL_SUCCESS)
+                break;
+        }
+        if (state != FSDPC_NCCL_SUCCESS)
+            break;
+        (void)nccl->ncclCommDestroy(raw);
+        self->lanes[lane] = NULL;
+    }
+    fsdpc_nccl_lanes_abort(self);
+}

@@ -1,0 +1,121 @@
+/* What the tests of the NCCL communicator share: a rank with a GPU, and the NCCL it finds.
+ *
+ * Ranks are threads, each with a GPU of its own; on the emulated device all have the same one, and
+ * NCCL is the fake of tests/emu, which lies beside the program.
+ */
+#ifndef FSDPC_TESTS_GPU_NCCL_RIG_H
+#define FSDPC_TESTS_GPU_NCCL_RIG_H
+
+#include <dlfcn.h>
+#include <limits.h>
+#include <unistd.h>
+
+#include "comm_ranks.h"
+#include "cuda/comm_nccl.h"
+#include "gpu_rig.h"
+
+#if defined(FSDPC_EMU)
+#include "fake_nccl.h"
+#endif
+
+static const char *library;
+static int gpus;
+
+/* A rank's GPU and its communicator; the rank's own becomes the control. */
+typedef struct gpu_rank {
+    rank_context *self;
+    fsdpc_mem *mem;
+    fsdpc_device *device;
+    fsdpc_stream *gathers, *reduces;
+    fsdpc_stream plain; /* the main stream */
+    fsdpc_comm *comm;
+} gpu_rank;
+
+static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const char *path)
+{
+    *r = (gpu_rank){.self = self};
+    EXPECT_OK(self, fsdpc_mem_create(&r->mem));
+    EXPECT_OK(self, fsdpc_device_cuda_create(r->mem, self->rank % gpus, &r->device));
+    EXPECT_OK(self, fsdpc_device_cuda_select(r->device));
+    EXPECT_OK(self, fsdpc_stream_create(r->device, "gathers", true, &r->gathers));
+    EXPECT_OK(self, fsdpc_stream_create(r->device, "reduces", true, &r->reduces));
+    r->plain = (fsdpc_stream){.device = r->device, .name = "plain"};
+    fsdpc_comm_config config = {.rank = self->rank,
+                                .size = self->size,
+                                .device = r->device,
+                                .timeout_s = self->comm->timeout_s,
+                                .notice_s = self->comm->notice_s,
+                                .control = self->comm,
+                                .library_path = path};
+    fsdpc_status status = fsdpc_comm_nccl_create(&config, &r->comm);
+    if (status == FSDPC_OK)
+        self->comm = NULL; /* taken over */
+    return status;
+}
+
+static inline void rank_destroy(gpu_rank *r)
+{
+    fsdpc_comm_destroy(r->comm);
+    fsdpc_stream_destroy(r->gathers);
+    fsdpc_stream_destroy(r->reduces);
+    fsdpc_device_destroy(r->device);
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(r->mem, &stats);
+    EXPECT(r->self, stats.total_now_bytes == 0, "%zu bytes of the GPU not given back",
+           stats.total_now_bytes);
+    fsdpc_mem_destroy(r->mem);
+}
+
+#if defined(FSDPC_EMU)
+static fake_nccl_break_fn break_nccl;
+static fake_nccl_counts_fn count_nccl;
+
+/* The fake lies beside the program. */
+static inline void fake_open(void)
+{
+    static char path[PATH_MAX];
+    ssize_t n = readlink("/proc/self/exe", path, sizeof path - 1);
+    path[n > 0 ? n : 0] = 0;
+    char *name = strrchr(path, '/') + 1;
+    snprintf(name, sizeof path - (size_t)(name - path), "libnccl.so.2");
+    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    CHECK_NOTE(handle, "%s", dlerror());
+    *(void **)&break_nccl = dlsym(handle, "fake_nccl_break");
+    *(void **)&count_nccl = dlsym(handle, "fake_nccl_counts");
+    library = path;
+}
+
+static inline void fake_check(int expected_moves)
+{
+    int open, out_of_place, forbidden;
+    count_nccl(&open, &out_of_place, &forbidden);
+    CHECK_NOTE(open == 0, "%d communicators of NCCL are left", open);
+    CHECK_NOTE(forbidden == 0, "%d calls broke NCCL's rules", forbidden);
+    CHECK_NOTE(out_of_place == expected_moves, "%d gathers and scatters moved", out_of_place);
+}
+
+#endif
+
+/* False if there is no GPU; *most_out: ranks that there are GPUs for, at most 4. */
+static inline bool rig_find(int *most_out)
+{
+    if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0)
+        return false;
+#if defined(FSDPC_EMU)
+    *most_out = 4;
+    emu_set_delays(4321);
+#else
+    *most_out = gpus < 4 ? gpus : 4;
+    library = getenv("FSDPC_NCCL_LIB");
+#endif
+    return true;
+}
+
+static inline int rig_missing(const char *name)
+{
+    const char *demanded = getenv("FSDPC_TEST_GPU");
+    printf("%s: no GPU, nothing tested\n", name);
+    return demanded && strcmp(demanded, "1") == 0;
+}
+
+#endif

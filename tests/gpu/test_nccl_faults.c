@@ -1,0 +1,140 @@
+/* The NCCL communicator refused, and, over the fake, at fault: ranks that never come, give up, get
+ * stuck or disagree.  Whatever happens, every rank learns why and nothing holds the GPU.
+ */
+#include "nccl_rig.h"
+
+static void refusals(rank_context *self)
+{
+    gpu_rank r;
+    EXPECT_FAILS(self, rank_create(&r, self, "/nowhere/libnccl.so.2"), FSDPC_ERR_UNSUPPORTED,
+                 "cannot load NCCL: /nowhere/libnccl.so.2");
+    fsdpc_comm_config config = {.size = self->size, .rank = self->rank, .device = r.device};
+    EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "same ranks");
+    config.control = self->comm;
+    config.device = self->device;
+    EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "'cpu'");
+    config.device = r.device;
+    config.size++;
+    EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "to begin over");
+    rank_destroy(&r);
+}
+
+#if defined(FSDPC_EMU)
+
+static pthread_barrier_t all_here;
+static const double SOON_S = 0.5;
+
+typedef enum fault_case {
+    NEVER_BEGINS,
+    ABSENT, /* a rank that does not come */
+    ABORTS, /* one that gives up, its operation posted but stuck */
+    REMOTE_ERROR,
+    STUCK,
+    DISAGREES,
+    FAULT_CASES,
+} fault_case;
+
+static fsdpc_status reduce(gpu_rank *r, fsdpc_buffer *buffer, void *shard, int unit,
+                           const char *abort_reason)
+{
+    fsdpc_slice slice = {.numel = 64, .owner = -1};
+    fsdpc_work work = {0};
+    fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+                     .unit = unit,
+                     .what = "layers.3",
+                     .slices = &slice,
+                     .n_slices = 1,
+                     .stream = r->reduces,
+                     .buffer = buffer,
+                     .shard = shard,
+                     .scale = 1};
+    FSDPC_TRY(fsdpc_comm_post(r->comm, &op, &work));
+    if (abort_reason)
+        fsdpc_comm_abort(r->comm, abort_reason);
+    return fsdpc_comm_wait(&work);
+}
+
+/* The last rank is at fault; what all of them learn. */
+static void fault(rank_context *self)
+{
+    static const char *const named[] = {
+        [NEVER_BEGINS] = "the beginning of NCCL of 'reductions'",
+        [ABSENT] = "rank %d",
+        [ABORTS] = "out of cheese",
+        [REMOTE_ERROR] = "rank %d in reduce_scatter of 'layers.3' (unit 3): NCCL failed to run it",
+        [STUCK] = "reduce_scatter of 'layers.3'",
+        [DISAGREES] = "rank %d posted reduce_scatter of 'layers.3' (unit 4",
+    };
+    fault_case which = *(const fault_case *)self->arg;
+    int last = self->size - 1;
+    bool guilty = self->rank == last;
+    gpu_rank r;
+    fsdpc_buffer *buffer = NULL;
+    void *shard;
+    EXPECT_OK(self, rank_create(&r, self, library));
+    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_GRAD, 4096, &shard));
+    if (which == NEVER_BEGINS) {
+        break_nccl(FAKE_NCCL_NEVER_BEGINS, last);
+        r.comm->timeout_s = SOON_S; /* of what NCCL does; the control's is generous */
+    }
+    if (which == ABSENT)
+        fsdpc_nccl_of(r.comm)->control->timeout_s = SOON_S;
+    fsdpc_status status = FSDPC_ERR_STATE;
+    if (which != ABSENT || !guilty)
+        status = fsdpc_buffer_create(r.comm, 4096, &buffer);
+    if (which != NEVER_BEGINS && which != ABSENT) {
+        EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
+        EXPECT_OK(self, reduce(&r, buffer, shard, 3, NULL)); /* while all is well */
+        pthread_barrier_wait(&all_here);
+        if (guilty && which != DISAGREES)
+            break_nccl(which == REMOTE_ERROR ? FAKE_NCCL_REMOTE_ERROR : FAKE_NCCL_STUCK, last);
+        pthread_barrier_wait(&all_here);
+        if (which == STUCK)
+            r.comm->timeout_s = SOON_S;
+        status = reduce(&r, buffer, shard, 3 + (which == DISAGREES && guilty),
+                        which == ABORTS && guilty ? "out of cheese" : NULL);
+    }
+    if (which != ABSENT || !guilty) {
+        char expected[128];
+        snprintf(expected, sizeof expected, named[which], last);
+        EXPECT(self, status < 0 && strstr(fsdpc_last_error(), expected), "case %d: %s: %s",
+               (int)which, fsdpc_status_text(status), fsdpc_last_error());
+        EXPECT(self, r.comm->poison[0], "case %d: poisoned", (int)which);
+        EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}),
+                     FSDPC_ERR_POISONED, "failed earlier");
+        EXPECT_OK(self, fsdpc_stream_sync(r.reduces)); /* nothing holds the GPU any more */
+    }
+    pthread_barrier_wait(&all_here);
+    if (guilty)
+        break_nccl(FAKE_NCCL_WELL, 0);
+    fsdpc_buffer_destroy(buffer);
+    fsdpc_device_free(r.device, shard);
+    rank_destroy(&r);
+}
+
+static void test_faults(void)
+{
+    for (int size = 2; size <= 3; size++)
+        for (int which = 0; which < FAULT_CASES; which++) {
+            fault_case arg = (fault_case)which;
+            pthread_barrier_init(&all_here, NULL, (unsigned)size);
+            ranks_run_threads(size, fault, &(rank_options){.arg = &arg});
+            pthread_barrier_destroy(&all_here);
+        }
+}
+
+#endif
+
+int main(void)
+{
+    int most;
+    if (!rig_find(&most))
+        return rig_missing("test_nccl_faults");
+    ranks_run_threads(2, refusals, &(rank_options){0}); /* before any NCCL is there */
+#if defined(FSDPC_EMU)
+    fake_open();
+    test_faults();
+    fake_check(0);
+#endif
+    return check_report("test_nccl_faults");
+}
