@@ -171,15 +171,18 @@ static PyObject *door_leave(PyObject *object, PyObject *arg)
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_unit *unit = fsdpc_door_unit(door);
     bool stays = unit->stays, inner = door->depth > 1;
+    bool gives_up = unit->reshard_after_forward && !stays && !unit->rank_dependent;
     door->depth -= door->depth > 0;
     unit->stays |= inner; /* a method of the unit called its forward */
     fsdpc_status status = fsdpc_post_forward(unit, arg == Py_True);
     unit->stays = stays;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (!inner && !unit->root->in_backward && fsdpc_door_hide(door) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    if (inner || unit->root->in_backward)
+        Py_RETURN_NONE;
+    if (gives_up)
+        fsdpc_door_unpin(door);
+    return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *door_end_backward(PyObject *object, PyObject *unused)
@@ -230,6 +233,8 @@ static PyObject *door_settle(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
+    if (fsdpc_door_unit(door)->reshard_after_backward)
+        fsdpc_door_unpin(door);
     if (fsdpc_door_hide(door) < 0)
         return NULL;
     int waiting = fsdpc_door_give_grads(door);
@@ -270,34 +275,23 @@ static PyObject *door_hide(PyObject *object, PyObject *gave_up)
     return any < 0 || fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* hold(begin): fulls stay shown once Unit.unshard has gathered them, until Unit.reshard. */
+/* hold(begin): fulls stay shown once Unit.unshard has gathered them, until it is given back. */
 static PyObject *door_hold(PyObject *object, PyObject *arg)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (check_usable(door) < 0)
         return NULL;
-    door->held = arg == Py_True;
-    if (!door->held)
+    if (arg != Py_True) {
+        fsdpc_door_unpin(door);
+        (void)fsdpc_reshard(fsdpc_door_unit(door));
         return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
+    }
+    if (!door->pins) /* a forward has used and given it back */
+        Py_RETURN_NONE;
+    door->held = true;
     if (!root_of(door)->in_backward && sync_pieces(door) < 0)
         return NULL;
     return fsdpc_door_show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* guard(modules): [(dict, refuse)] of modules that read parameters of the unit. */
-static PyObject *door_guard(PyObject *object, PyObject *modules)
-{
-    if (fsdpc_door_take_guards((fsdpc_py_door *)object, modules) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-/* lift(begin): guarded modules may be called, as their parameters are private copies. */
-static PyObject *door_lift(PyObject *object, PyObject *arg)
-{
-    fsdpc_py_door *door = (fsdpc_py_door *)object;
-    door->lifted = arg == Py_True;
-    return fsdpc_door_set_guards(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* apply_scale(): whoever reads gradients next sees them clipped. */
@@ -507,9 +501,12 @@ static PyMethodDef door_methods[] = {
     {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
     {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
     {"hide", door_hide, METH_O, "hide(gave_up): show pieces, forget half a backward."},
+    {"pin", fsdpc_door_pin_method, METH_NOARGS, "pin(): Unit.unshard was called."},
     {"hold", door_hold, METH_O, "hold(begin): keep fulls shown, or no longer."},
-    {"guard", door_guard, METH_O, "guard([(dict, refuse)]): modules that read its parameters."},
-    {"lift", door_lift, METH_O, "lift(begin): guarded modules may be called, or no longer."},
+    {"guard", fsdpc_door_guard_method, METH_O,
+     "guard([(dict, refuse)]): modules that read its parameters."},
+    {"lift", fsdpc_door_lift_method, METH_O,
+     "lift(begin): guarded modules may be called, or no longer."},
     {NULL, NULL, 0, NULL},
 };
 

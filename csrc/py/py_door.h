@@ -80,6 +80,7 @@ struct fsdpc_py_door {
     bool shown;            /* dictionaries hold fulls */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */
+    int pins;              /* calls of Unit.unshard that are not given back */
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
     fsdpc_door_names names;
@@ -98,6 +99,12 @@ int fsdpc_door_take_grads(fsdpc_py_door *door);
  * for that, 0, or -1. */
 int fsdpc_door_give_grads(fsdpc_py_door *door);
 
+/* Gives back what Unit.unshard took, all of it. */
+void fsdpc_door_unpin(fsdpc_py_door *door);
+/* Door.guard, Door.lift and Door.pin. */
+PyObject *fsdpc_door_guard_method(PyObject *object, PyObject *modules);
+PyObject *fsdpc_door_lift_method(PyObject *object, PyObject *arg);
+PyObject *fsdpc_door_pin_method(PyObject *object, PyObject *unused);
 /* Modules' dictionaries hold fulls, or pieces. */
 int fsdpc_door_show(fsdpc_py_door *door, bool full);
 /* After the schedule may have resharded. */

@@ -109,3 +109,37 @@ int fsdpc_door_hide(fsdpc_py_door *door)
         return -1;
     return door->held ? 0 : fsdpc_door_show(door, false);
 }
+
+void fsdpc_door_unpin(fsdpc_py_door *door)
+{
+    for (; door->pins > 0; door->pins--)
+        (void)fsdpc_reshard(fsdpc_door_unit(door)); /* gives back one unshard; cannot fail */
+    door->held = false;
+}
+
+/* ---- methods ---- */
+
+/* guard(modules): [(dict, refuse)] of modules that read parameters of the unit. */
+PyObject *fsdpc_door_guard_method(PyObject *object, PyObject *modules)
+{
+    if (fsdpc_door_take_guards((fsdpc_py_door *)object, modules) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* lift(begin): guarded modules may be called, as their parameters are private copies. */
+PyObject *fsdpc_door_lift_method(PyObject *object, PyObject *arg)
+{
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    door->lifted = arg == Py_True;
+    return fsdpc_door_set_guards(door) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* pin(): after Unit.unshard, which is given back by reshard, or by the unit's own next forward or
+ * backward, whichever gives parameters up. */
+PyObject *fsdpc_door_pin_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((fsdpc_py_door *)object)->pins++;
+    Py_RETURN_NONE;
+}

@@ -151,6 +151,38 @@ def test_micro_batches_of_a_pipeline() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("wait", ["at once", "before", "after", "never"])
+def test_unshard_before_each_step_without_reshard(wait: str) -> None:
+    """As FSDP2's tutorial does to gather earlier: forward and backward give up what it took."""
+    model = build()
+    plain = twin(model)
+    ours: Any = shard(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, plain)]
+    for step in range(3):
+        handles = [m.unshard(async_op=wait != "at once") for m in (ours, ours.blocks[1])]
+        for handle in handles if wait == "before" else []:
+            handle.wait()
+        x = batch(step, fsdpc.rank())
+        loss = loss_of(ours, x)
+        for handle in handles if wait == "after" else []:
+            handle.wait()
+        assert ours.blocks[1].linear.weight.shape == (10, 20)  # forward gave it up
+        loss.backward()
+        assert ours.first.weight.shape == (10, 7)
+        loss_of(plain, x).backward()
+        average_grads(plain)
+        assert_same_grads(ours, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.unshard()
+    ours.unshard()
+    assert torch.equal(ours.first(x), ours.first(x))
+    ours.reshard()
+    assert ours.first.weight.shape == (10, 7)
+
+
+@pytest.mark.ranks(2)
 def test_unshards_ahead_of_forward() -> None:
     model = build()
     plain = twin(model)

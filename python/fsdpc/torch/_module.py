@@ -51,7 +51,9 @@ class FSDPModule(fsdp_module.FSDPModule):
         return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
-        """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
+        """Gather this unit's parameters; collective.
+
+        They stay until :meth:`reshard`, or until the unit's next forward or backward gives them up.
 
         Parameters
         ----------
@@ -60,6 +62,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         """
         _root_of(self)
         self._fsdpc_unit.unshard()
+        self._fsdpc_state.door.pin()
         handle = UnshardHandle(self._fsdpc_state)
         if async_op:
             return handle
@@ -69,7 +72,6 @@ class FSDPModule(fsdp_module.FSDPModule):
     def reshard(self) -> None:
         """Give up the parameters that :meth:`unshard` gathered."""
         if self._fsdpc_state.root is not None:
-            self._fsdpc_unit.reshard()
             self._fsdpc_state.door.hold(False)
 
     @contextmanager
