@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 from bench_llama import BATCHES, WARM, batch
 
+MODES = ("plain", "deterministic")
 REDUCE = ("fp32", "bf16")
 
 
@@ -95,12 +96,12 @@ def main() -> None:
                 arguments = ["--turn", preset, dtype, reduce, "--steps", str(o.steps)]
                 both = common.run_ranks(__file__, arguments, 2)
                 added = [
-                    d / a - 1 for a, d in zip(both["plain"], both["deterministic"], strict=True)
+                    d / a - 1 for a, d in zip(*(both[n] for n in MODES), strict=True)
                 ]
                 low, middle, high = statistics.quantiles(added, n=4)
                 rows.append([
                     f"Llama {preset} {dtype}", reduce,
-                    *(f"{statistics.median(both[n]) * 1e3:.3g}" for n in sorted(both)[::-1]),
+                    *(f"{statistics.median(both[n]) * 1e3:.3g}" for n in MODES),
                     f"{middle:+.1%} ({low:+.1%}..{high:+.1%})",
                 ])  # fmt: skip
     common.table(["model", "reduced in", "plain ms", "deterministic ms", "added"], rows)
