@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdpc
@@ -90,6 +91,8 @@ def test_what_does_not_fit_computes_as_before() -> None:
         assert ours(x).dtype is torch.bfloat16
         assert torch.equal(ours(x), plain(x))
     assert torch.equal(torch.func.vmap(ours)(x), torch.func.vmap(plain)(x))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert ours(mode.from_tensor(x)).shape == (4, 17)  # such tensors have no memory
     assert torch.equal(ours.double()(x.double()), plain.double()(x.double()))
     assert use_kernels(nn.Linear(3, 4, device="meta"))(torch.empty(2, 3, device="meta")).is_meta
     ours.float()
@@ -97,6 +100,16 @@ def test_what_does_not_fit_computes_as_before() -> None:
         ours(torch.randn(4, 32))
     with pytest.raises(RuntimeError, match="dtype"):
         ours(x.double())
+
+
+def test_without_gradients() -> None:
+    plain, ours = linears(torch.float32, True)
+    x = torch.randn(4, 33)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = ours(x)
+            assert not y.requires_grad
+            torch.testing.assert_close(y, plain(x))
 
 
 def test_a_backward_is_not_differentiated_again() -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from fsdpc import _core
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_PLAIN = (torch.Tensor, nn.Parameter)  # others may have no memory, or mean something else by it
 
 _is_compiling = torch.compiler.is_compiling
 _is_transforming = torch._C._are_functorch_transforms_active
@@ -83,7 +84,9 @@ def _fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> b
     if _is_compiling() or _is_transforming() or torch.is_autocast_enabled("cpu"):
         return False
     return (
-        x.is_cpu
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and x.is_cpu
         and weight.is_cpu
         and weight.dtype in _DTYPES
         and x.dtype is weight.dtype
