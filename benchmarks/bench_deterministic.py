@@ -14,45 +14,15 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
-from bench_llama import BATCHES, WARM, batch
+from bench_llama import BATCHES, WARM, fsdpc_step
 
 MODES = ("plain", "deterministic")
 REDUCE = ("fp32", "bf16")
-
-
-def stepper(preset: str, dtype: str, reduce: str) -> Callable[[], None]:
-    """A model as the mode of the moment makes it, and its step."""
-    import fsdpc
-    from fsdpc import models
-
-    config = models.preset(preset)
-    fsdpc.manual_seed(0)
-    with fsdpc.deferred_init():
-        model = models.Llama(config)
-    policy = fsdpc.MixedPrecisionPolicy(
-        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None,
-        reduce_dtype=fsdpc.bfloat16 if reduce == "bf16" else fsdpc.float32,
-    )
-    for block in model.blocks():
-        fsdpc.fully_shard(block, mp_policy=policy)
-    fsdpc.fully_shard(model, mp_policy=policy)
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
-    x, y = batch(preset, config.vocab_size)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        fsdpc.barrier()
-        model(x, y).backward()
-        fsdpc.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-
-    return step
 
 
 def turn(preset: str, dtype: str, reduce: str, steps: int) -> dict[str, Any]:
@@ -61,10 +31,10 @@ def turn(preset: str, dtype: str, reduce: str, steps: int) -> dict[str, Any]:
     from fsdpc import distributed
 
     fsdpc.init()
-    plain = stepper(preset, dtype, reduce)
+    plain = fsdpc_step(preset, dtype, reduce)
     # fully_shard() asks for the mode once, so one process can hold a model of either kind.
     distributed._deterministic = True
-    runs = {"plain": plain, "deterministic": stepper(preset, dtype, reduce)}
+    runs = {"plain": plain, "deterministic": fsdpc_step(preset, dtype, reduce)}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(WARM + steps):
         for name in sorted(runs, reverse=i % 2 == 1):

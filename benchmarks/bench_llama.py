@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +49,44 @@ def measure(step: Any) -> list[float]:
     return times
 
 
-def run_fsdpc(preset: str, dtype: str) -> dict[str, Any]:
-    """One turn of fsdpc on this rank."""
+def fsdpc_step(
+    preset: str, dtype: str, reduce: str = "fp32", begun: Any = lambda: None, **options: Any
+) -> Callable[[], None]:
+    """A step of our LLaMA, sharded with these options; begun() is called after its barrier."""
     import fsdpc
     from fsdpc import models
 
     config = models.preset(preset)
-    fsdpc.init()
     fsdpc.manual_seed(0)
     with fsdpc.deferred_init():
         model = models.Llama(config)
     policy = fsdpc.MixedPrecisionPolicy(
-        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None, reduce_dtype=fsdpc.float32
+        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None,
+        reduce_dtype=fsdpc.bfloat16 if reduce == "bf16" else fsdpc.float32,
     )
     for block in model.blocks():
-        fsdpc.fully_shard(block, mp_policy=policy)
-    fsdpc.fully_shard(model, mp_policy=policy)
+        fsdpc.fully_shard(block, mp_policy=policy, **options)
+    fsdpc.fully_shard(model, mp_policy=policy, **options)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
     x, y = batch(preset, config.vocab_size)
 
     def step() -> None:
         optimizer.zero_grad()
         fsdpc.barrier()
+        begun()
         model(x, y).backward()
         fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
 
-    return {"seconds": measure(step)}
+    return step
+
+
+def run_fsdpc(preset: str, dtype: str) -> dict[str, Any]:
+    """One turn of fsdpc on this rank."""
+    import fsdpc
+
+    fsdpc.init()
+    return {"seconds": measure(fsdpc_step(preset, dtype))}
 
 
 def torch_llama(preset: str) -> tuple[Any, int]:

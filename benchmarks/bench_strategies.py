@@ -30,35 +30,26 @@ ZERO = ("zero1", "zero2", "zero3")
 def run_ours(name: str, preset: str, dtype: str) -> dict[str, Any]:
     """One turn of a strategy on this rank."""
     import fsdpc
-    from fsdpc import distributed, models, strategies
+    from fsdpc import distributed, strategies
 
-    config = models.preset(preset)
     fsdpc.init(deterministic=name == "deterministic")
-    fsdpc.manual_seed(0)
-    with fsdpc.deferred_init():
-        model = models.Llama(config)
-    policy = fsdpc.MixedPrecisionPolicy(
-        param_dtype=fsdpc.bfloat16 if dtype == "bf16" else None, reduce_dtype=fsdpc.float32
-    )
     strategy = "FULL_SHARD" if name == "deterministic" else name
-    for block in model.blocks():
-        fsdpc.fully_shard(block, mp_policy=policy, strategy=strategy)
-    fsdpc.fully_shard(model, mp_policy=policy, strategy=strategy)
-    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
-    x, y = batch(preset, config.vocab_size)
     comms = [distributed.world()]
+    begins: list[int] = []
+    waited: list[int] = []
+
+    def total() -> int:
+        return sum(c.waited_ns for c in comms)
+
+    train = bench_llama.fsdpc_step(
+        preset, dtype, begun=lambda: begins.append(total()), strategy=strategy
+    )
     if strategy == "NO_SHARD":
         comms.append(strategies.replicated_mesh().comm("replicate"))
-    waited = [0]
 
     def step() -> None:
-        optimizer.zero_grad()
-        fsdpc.barrier()
-        begin = sum(c.waited_ns for c in comms)
-        model(x, y).backward()
-        fsdpc.clip_grad_norm_(model, 1.0)
-        optimizer.step()
-        waited.append(sum(c.waited_ns for c in comms) - begin)
+        train()
+        waited.append(total() - begins[-1])
 
     seconds = measure(step)
     return {"seconds": seconds, "waited_ms": statistics.median(waited[-len(seconds) :]) / 1e6}
