@@ -432,39 +432,9 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
 {
     unit_states *states = NULL;
     FSDPC_TRY(find_states(optim, unit, param, &states));
-    const fsdpc_layout *layout = unit->layout;
     fsdpc_optim_view mine = view_of(optim, states, param, state);
-    size_t element = fsdpc_dtype_bytes(mine.dtype), ranks = (size_t)layout->ranks, largest = 0;
     if (!mine.data)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter '%s' has no state %d yet",
-                          layout->params[param].name, state);
-    for (int rank = 0; rank < layout->ranks; rank++)
-        largest = fsdpc_max_size(largest, fsdpc_layout_piece(layout, param, rank).numel);
-    unsigned char *staging = NULL;
-    FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
-                                 (void **)&staging));
-    unsigned char *send = staging + ranks * largest * element;
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
-                     .unit = unit->id,
-                     .what = layout->params[param].name,
-                     .dtype = mine.dtype,
-                     .send = send,
-                     .recv = staging,
-                     .numel = largest};
-    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
-    fsdpc_status status =
-        fsdpc_device_fill(optim->device, send, 0, largest * element, &inline_stream);
-    if (status == FSDPC_OK)
-        status = fsdpc_device_copy(optim->device, send, mine.data, mine.piece.numel * element,
-                                   &inline_stream);
-    if (status == FSDPC_OK)
-        status = fsdpc_comm_run(unit->mesh.shard, &op);
-    for (int rank = 0; status == FSDPC_OK && rank < layout->ranks; rank++) {
-        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        status = fsdpc_device_copy(optim->device, (char *)out + piece.first * element,
-                                   staging + (size_t)rank * largest * element,
-                                   piece.numel * element, &inline_stream);
-    }
-    fsdpc_device_free(optim->device, staging);
-    return status;
+                          unit->layout->params[param].name, state);
+    return fsdpc_unit_collect_rows(unit, param, mine.dtype, mine.data, out);
 }

@@ -196,10 +196,44 @@ static size_t largest_piece(const fsdpc_layout *layout, int param)
     return largest;
 }
 
+fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
+                                     const void *mine, void *out)
+{
+    const fsdpc_layout *layout = unit->layout;
+    fsdpc_comm *comm = unit->mesh.shard;
+    size_t element = fsdpc_dtype_bytes(dtype), largest = largest_piece(layout, param);
+    size_t ranks = (size_t)comm->size, own = fsdpc_layout_piece(layout, param, comm->rank).numel;
+    char *staging = NULL;
+    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
+                                 (void **)&staging));
+    char *send = staging + ranks * largest * element;
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
+                     .unit = unit->id,
+                     .what = layout->params[param].name,
+                     .dtype = dtype,
+                     .send = send,
+                     .recv = staging,
+                     .numel = largest};
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_status status =
+        fsdpc_device_fill(unit->device, send, 0, largest * element, &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_copy(unit->device, send, mine, own * element, &inline_stream);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(comm, &op);
+    for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
+        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
+        status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
+                                   staging + (size_t)rank * largest * element,
+                                   piece.numel * element, &inline_stream);
+    }
+    fsdpc_device_free(unit->device, staging);
+    return status;
+}
+
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    fsdpc_comm *comm = unit->mesh.shard;
     if (grads && !unit->grad_live)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "parameter '%s' of unit '%s' has no gradient: run backward first",
@@ -209,34 +243,7 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
     fsdpc_piece mine;
     fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
     const void *from = grads ? grad_of(unit, param, &mine) : fsdpc_unit_master(unit, param, &mine);
-    size_t element = fsdpc_dtype_bytes(dtype), largest = largest_piece(unit->layout, param);
-    size_t ranks = (size_t)comm->size;
-    char *staging = NULL;
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
-                                 (void **)&staging));
-    char *send = staging + ranks * largest * element;
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
-                     .unit = unit->id,
-                     .what = place->name,
-                     .dtype = dtype,
-                     .send = send,
-                     .recv = staging,
-                     .numel = largest};
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
-    fsdpc_status status =
-        fsdpc_device_fill(unit->device, send, 0, largest * element, &inline_stream);
-    if (status == FSDPC_OK)
-        status = fsdpc_device_copy(unit->device, send, from, mine.numel * element, &inline_stream);
-    if (status == FSDPC_OK)
-        status = fsdpc_comm_run(comm, &op);
-    for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
-        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, rank);
-        status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
-                                   staging + (size_t)rank * largest * element,
-                                   piece.numel * element, &inline_stream);
-    }
-    fsdpc_device_free(unit->device, staging);
-    return status;
+    return fsdpc_unit_collect_rows(unit, param, dtype, from, out);
 }
 
 void fsdpc_unit_zero_grad(fsdpc_unit *unit)

@@ -159,6 +159,9 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
 /* Collective: every rank of the shard group gets the whole parameter (`grads` false, original
  * dtype) or its whole gradient (grad_dtype, averaged) in `out`. */
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out);
+/* The same for anything that is cut as a parameter is: `mine` are this rank's rows of it. */
+fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
+                                     const void *mine, void *out);
 
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
