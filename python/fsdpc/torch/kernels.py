@@ -144,7 +144,9 @@ class _Product(torch.autograd.Function):
 
 def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n_in: int) -> bool:
     """Whether the weight is a unit's, which took its gradient."""
-    reference, index = ctx.target or (_nobody, 0)
+    if ctx.target is None:
+        return False
+    reference, index = ctx.target
     state = reference()
     if state is None:
         return False
@@ -155,7 +157,3 @@ def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n
     return accumulates and state.door.add_product(
         index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in
     )
-
-
-def _nobody() -> None:
-    return None
