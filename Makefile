@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv build train test ctest pytest lint tidy fmt asan tsan bench soak fuzz clean
+.PHONY: help venv build train test ctest pytest ahead lint tidy fmt asan tsan bench soak fuzz clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -63,6 +63,13 @@ asan: $(VENV)/stamp-base ## the C tests under AddressSanitizer and UBSan
 
 tsan: $(VENV)/stamp-base ## the C tests under ThreadSanitizer, ranks as threads
 	$(PY) tools/ctest.py tsan $(ARGS)
+
+# What fails here (there may be no nvcc, no clang) says so where it is needed.
+ahead: $(VENV)/stamp-base ## build for asan, tsan and the tests of CUDA, ahead of them
+	-$(PY) tools/cuda_build.py --emulate
+	-$(PY) tools/cuda_build.py
+	-$(PY) tools/ctest.py asan --build
+	-$(PY) tools/ctest.py tsan --build
 
 lint: build $(VENV)/stamp-lint tidy ## style, layers, banned calls, docstrings
 	git ls-files -z -- '*.c' '*.h' | xargs -0 clang-format --dry-run -Werror

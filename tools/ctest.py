@@ -1,6 +1,6 @@
 """Build and run the C tests (tests/c/test_*.c), plain or under sanitizers, and the C benchmarks.
 
-    python tools/ctest.py plain|asan|tsan|bench [name ...]
+    python tools/ctest.py plain|asan|tsan|bench [--build] [name ...]
 
 Every test is a program of its own, linked with all of csrc but csrc/py.  A name keeps the tests
 whose file name contains it.  Sanitized tests run in no-alias mode where threads stand for ranks,
@@ -102,13 +102,13 @@ def build(flavour_name: str, programs: Sequence[Path]) -> list[Path]:
     out = native.ROOT / "build" / "c" / flavour_name
     objects = out if flavour.flags else native.OBJECTS
     builder = native.Builder(objects, compiler_of(flavour), flavour.flags)
-    library = builder.compile(native.sources())
-    mains = builder.compile(programs, [f"-I{TESTS}"])
 
     def link(main: Path) -> Path:
         return builder.link([main, *library], out / "bin" / main.stem)
 
-    with ThreadPoolExecutor(native.usable_cores()) as pool:
+    with native.building(out), ThreadPoolExecutor(native.usable_cores()) as pool:
+        library = builder.compile(native.sources())
+        mains = builder.compile(programs, [f"-I{TESTS}"])
         return list(pool.map(link, mains))
 
 
@@ -168,7 +168,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawText)
     parser.add_argument("flavour", choices=sorted(FLAVOURS))
     parser.add_argument("names", nargs="*", metavar="name")
-    options = parser.parse_args()
+    parser.add_argument("--build", action="store_true", help="build, and run nothing")
+    options = parser.parse_intermixed_args()
     programs = selected("bench" if options.flavour == "bench" else "test", options.names)
     if options.names and not programs:
         sys.exit(f"ctest: no test is named like {' or '.join(options.names)}")
@@ -176,7 +177,7 @@ def main() -> int:
         executables = build(options.flavour, programs)
     except native.CompileError as error:
         sys.exit(f"ctest: the C sources did not compile\n{error}")
-    return 1 if run_all(options.flavour, executables) else 0
+    return 1 if not options.build and run_all(options.flavour, executables) else 0
 
 
 RawText = argparse.RawDescriptionHelpFormatter

@@ -191,22 +191,28 @@ def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
                            f" ({' '.join(TOOLKIT_PACKAGES)}), or build without FSDPC_CUDA=1")
     archs = archs or default_archs(toolkit)
     folder = native.ROOT / "build" / "cuda" / "-".join(archs)
-    builder = Builder(folder)
+    with native.building(folder):
+        built = compile_plugin(toolkit, archs, folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        fresh = out.with_suffix(".new")  # put in place whole: a process may have the old one loaded
+        shutil.copy2(built, fresh)
+        fresh.replace(out)
+    return out
+
+
+def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path) -> Path:
+    """Build the plugin in `folder` if anything it is made of changed."""
     command = host_command(toolkit)
     sources = [*cuda_sources(), *(native.CSRC / name for name in SHARED_WITH_CORE)]
-    objects = builder.compile_all([*kernel_commands(toolkit, archs),
-                                   *((path, command) for path in sources)])
+    objects = Builder(folder).compile_all([*kernel_commands(toolkit, archs),
+                                           *((path, command) for path in sources)])
     built = folder / PLUGIN
     if not built.exists() or any(path.stat().st_mtime_ns > built.stat().st_mtime_ns
                                  for path in objects):
         native.run_command([str(toolkit.nvcc), "-shared", "-cudart=static", "-o", str(built),
                             *map(str, objects), "-Xlinker=--no-undefined,--exclude-libs=ALL",
                             f"-Xlinker=-rpath,{':'.join(RUN_PATH)}", "-ldl", "-lpthread", "-lrt"])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = out.with_suffix(".new")  # put in place whole: a process may have the old one loaded
-    shutil.copy2(built, fresh)
-    fresh.replace(out)
-    return out
+    return built
 
 
 def wanted() -> str:
@@ -309,8 +315,14 @@ def build_emulated(sanitizer: str = "") -> list[Path]:
     """
     if not shutil.which("clang++"):
         raise RuntimeError("the emulated tests are compiled by clang++, which is not installed")
-    extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
     folder = native.ROOT / "build" / "emu" / (sanitizer.replace(",", "-") or "plain")
+    with native.building(folder):
+        return compile_emulated(folder, sanitizer)
+
+
+def compile_emulated(folder: Path, sanitizer: str) -> list[Path]:
+    """Build them in `folder`."""
+    extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
     builder = Builder(folder)
     common = [*extra, "-g", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
               f"-I{EMULATION}", f"-I{native.CSRC}", f"-I{KERNELS}"]

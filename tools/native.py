@@ -11,6 +11,7 @@ An object is compiled again when its command changed or when anything that its d
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shlex
@@ -18,8 +19,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +102,15 @@ def run_command(command: Sequence[str]) -> None:
         raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
     if done.stdout:
         sys.stderr.write(done.stdout)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[None]:
+    """Keep other processes from building in this folder; they find what this one has built."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _dependencies(depfile: Path) -> list[str]:
