@@ -245,6 +245,13 @@ void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
     pthread_mutex_unlock(&mem->lock);
 }
 
+void fsdpc_mem_count_system_alloc(fsdpc_mem *mem)
+{
+    pthread_mutex_lock(&mem->lock);
+    mem->stats.system_allocs++;
+    pthread_mutex_unlock(&mem->lock);
+}
+
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out)
 {
     pthread_mutex_lock(&mem->lock);

@@ -55,6 +55,8 @@ void fsdpc_mem_free(fsdpc_mem *mem, void *pointer); /* NULL is fine */
 
 /* Counts memory that came from elsewhere (mappings); `bytes` may be given back with a minus. */
 void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
+/* Counts one time that a pool beside this one asked its system (a device's) for memory. */
+void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
 void fsdpc_mem_peak_reset(fsdpc_mem *mem);

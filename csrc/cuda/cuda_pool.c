@@ -115,6 +115,7 @@ static fsdpc_status make_block(fsdpc_cuda_pool *pool, size_t class_bytes, block 
     if (!made)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note a block of device memory");
     made->class_bytes = class_bytes;
+    fsdpc_mem_count_system_alloc(pool->mem);
     cudaError_t error = cudaMalloc(&made->pointer, class_bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();

@@ -1,8 +1,8 @@
 /* Device memory, counted and kept for reuse.
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
- * handed out again by size class; a steady-state step asks CUDA for nothing, which is also what
- * makes it legal inside a graph capture.
+ * handed out again by size class; a steady-state step asks CUDA for nothing (system_allocs counts),
+ * which is also what makes it legal inside a graph capture.
  *
  * Order.  A freed block may be handed out at once.  That is right for work on the device's main
  * stream, which runs in the order it was enqueued: whoever used the block comes before whoever gets

@@ -56,3 +56,8 @@ void fsdpc_mem_count(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
 {
     guest_host->mem_count(mem, kind, bytes);
 }
+
+void fsdpc_mem_count_system_alloc(fsdpc_mem *mem)
+{
+    guest_host->mem_count_system_alloc(mem);
+}

@@ -21,7 +21,7 @@
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 4 };
+enum { FSDPC_PLUGIN_ABI = 5 };
 
 /* Sizes of what crosses the border; grows at the end only. */
 typedef struct fsdpc_plugin_layout {
@@ -43,6 +43,7 @@ typedef struct fsdpc_plugin_host {
     fsdpc_status (*mem_alloc)(fsdpc_mem *mem, fsdpc_mem_kind kind, size_t bytes, void **out);
     void (*mem_free)(fsdpc_mem *mem, void *pointer);
     void (*mem_count)(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes);
+    void (*mem_count_system_alloc)(fsdpc_mem *mem);
 } fsdpc_plugin_host;
 
 typedef struct fsdpc_plugin {

@@ -38,6 +38,7 @@ static const fsdpc_plugin_host host = {
     .mem_alloc = fsdpc_mem_alloc,
     .mem_free = fsdpc_mem_free,
     .mem_count = fsdpc_mem_count,
+    .mem_count_system_alloc = fsdpc_mem_count_system_alloc,
 };
 
 static fsdpc_status open_plugin(const char *path, const fsdpc_plugin **out)

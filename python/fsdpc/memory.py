@@ -12,10 +12,10 @@ def memory_stats() -> dict[str, int]:
     -------
     dict of str to int
         ``<category>_bytes`` and ``<category>_peak_bytes`` for wire (counted on the host's first
-        rank:
-        there is one copy), master, grad, state, reduce, activation and other; ``total_bytes``,
-        ``total_peak_bytes``, ``cached_bytes`` (free, kept for reuse) and ``system_allocs`` (times
-        the system was asked for memory: it does not grow in a steady step).
+        rank: there is one copy), master, grad, state, reduce, activation and other;
+        ``total_bytes``, ``total_peak_bytes``, ``cached_bytes`` (free in host memory, kept for
+        reuse) and ``system_allocs`` (times the system, or CUDA for device memory, was asked for
+        memory: it does not grow in a steady step).
     """
     return _core.memory_stats()
 

@@ -98,6 +98,10 @@ static void test_counts(void)
     fsdpc_mem_stats_read(mem, &stats);
     CHECK(stats.total_peak_bytes == 1024 && stats.peak_bytes[FSDPC_MEM_WIRE] == 0);
     CHECK(stats.peak_bytes[FSDPC_MEM_STATE] == 1024);
+    uint64_t asked = stats.system_allocs;
+    fsdpc_mem_count_system_alloc(mem);
+    fsdpc_mem_stats_read(mem, &stats);
+    CHECK(stats.system_allocs == asked + 1);
     fsdpc_mem_free(mem, b);
     CHECK(strcmp(fsdpc_mem_kind_name(FSDPC_MEM_ACTIVATION), "activation") == 0);
     CHECK(strcmp(fsdpc_mem_kind_name(FSDPC_MEM_COUNT), "unknown category") == 0);

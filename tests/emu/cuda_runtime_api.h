@@ -80,6 +80,12 @@ void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
 
+/* How often, since the process began, the host waited for the device (also by a copy into ordinary
+ * memory), asked whether an event was reached, and asked for memory or gave it back. */
+unsigned long long emu_waits(void);
+unsigned long long emu_queries(void);
+unsigned long long emu_allocations(void);
+
 #ifdef __cplusplus
 }
 #endif

@@ -57,6 +57,7 @@ enum { WARP_THREADS = 32, STACK_BYTES = 256 << 10, OFFER_BYTES = 64, SHARED_BYTE
 
 static std::atomic<int> descending;
 static std::atomic<unsigned> delay_seed;
+static std::atomic<unsigned long long> waits, queries, allocations;
 
 /* -- fibers ------------------------------------------------------------------------------------ */
 
@@ -563,6 +564,7 @@ std::map<uintptr_t, region> regions;
 
 cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
 {
+    allocations++;
     size_t whole = (bytes + 511) / 512 * 512 + 512;
     bool gated = gate.closed && type == cudaMemoryTypeDevice;
     void *made = gated ? gate.take(whole) : aligned_alloc(512, whole);
@@ -580,6 +582,7 @@ cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
 
 cudaError_t region_drop(void *pointer)
 {
+    allocations++;
     std::lock_guard<std::mutex> guard(regions_lock);
     if (pointer && !regions.erase((uintptr_t)pointer))
         return cudaErrorInvalidValue;
@@ -613,6 +616,21 @@ void emu_gate_memory(void)
     }
     gate.begin = static_cast<char *>(made);
     gate.closed = true;
+}
+
+unsigned long long emu_waits(void)
+{
+    return waits;
+}
+
+unsigned long long emu_queries(void)
+{
+    return queries;
+}
+
+unsigned long long emu_allocations(void)
+{
+    return allocations;
 }
 
 const char *cudaGetErrorString(cudaError_t error)
@@ -738,6 +756,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
+    waits++;
     auto reached = std::make_shared<std::atomic<bool>>(false);
     stream->post([reached] { reached->store(true, std::memory_order_release); }, false);
     host_waits_for(*reached);
@@ -780,6 +799,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
+    queries++;
     if (gate.closed && event->reached) /* else nothing would ever run */
         host_waits_for(*event->reached);
     bool reached = !event->reached || event->reached->load(std::memory_order_acquire);

@@ -10,6 +10,7 @@ static void test_memory(void)
     static const size_t sizes[] = {0, 1, 512, 513, 5000, 1 << 20, (1 << 20) + 1, 5 << 20};
     fsdpc_mem_stats stats;
     void *pointers[8];
+    uint64_t asked = 0;
     for (int round = 0; round < 3; round++) {
         for (size_t i = 0; i < 8; i++) {
             void *pointer;
@@ -22,6 +23,8 @@ static void test_memory(void)
         }
         fsdpc_mem_stats_read(gpu_mem, &stats);
         CHECK(stats.now_bytes[FSDPC_MEM_GRAD] >= (7u << 20));
+        CHECK(round ? stats.system_allocs == asked : stats.system_allocs >= 7); /* CUDA, once */
+        asked = stats.system_allocs;
         for (size_t i = 8; i-- > 0;)
             fsdpc_device_free(gpu, pointers[i]);
         fsdpc_mem_stats_read(gpu_mem, &stats);

@@ -1,0 +1,68 @@
+"""Trains small models on the emulated GPU; prints, as JSON, what the host did in steady steps.
+
+For each model and dtype: waits for the device, queries of events, CUDA's allocations and fsdpc's
+``system_allocs`` over the steps; waits for reading one value behind them; and how often
+``system_allocs`` had grown by then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+
+import numpy as np
+from training import MAX_NORM, MODELS
+
+import fsdpc
+
+WARM_UP, STEPS = 3, 3  # the first step records the schedule, the second makes what it gathers ahead
+
+
+def counters() -> dict[str, int]:
+    """What was counted so far."""
+    plugin = ctypes.CDLL(os.environ["FSDPC_CUDA_PLUGIN"])
+    counts = {"system_allocs": fsdpc.memory_stats()["system_allocs"]}
+    for name in ("waits", "queries", "allocations"):
+        function = getattr(plugin, f"emu_{name}")
+        function.restype = ctypes.c_ulonglong
+        counts[name] = function()
+    return counts
+
+
+def steady(name: str, dtype: str) -> dict[str, int]:
+    """Train one model; return what the steps behind the first ones counted."""
+    make, batch_of = MODELS[name]
+    fsdpc.manual_seed(0)
+    model = make()
+    policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
+    for module in (*model.blocks(), model):
+        fsdpc.fully_shard(module, mp_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = tuple(fsdpc.tensor(array) for array in batch_of(np.random.default_rng(0)))
+    before = {}
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            before = counters()
+        loss = model(*batch)
+        loss.backward()
+        norm = fsdpc.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = counters()
+    float(loss)
+    read = counters()["waits"] - after["waits"]
+    assert float(norm) > 0
+    return {**{key: after[key] - before[key] for key in after}, "read": read,
+            "made": after["system_allocs"]}
+
+
+def main() -> None:
+    """Train every model in both dtypes."""
+    fsdpc.set_default_device("cuda")
+    print(json.dumps({f"{name} {dtype}": steady(name, dtype) for name in ("llama", "perceptron")
+                      for dtype in ("fp32", "bf16")}))
+
+
+if __name__ == "__main__":
+    main()
