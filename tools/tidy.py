@@ -29,6 +29,8 @@ def flags_of(source: Path) -> list[str]:
     if source.parent.name == "py":
         paths = sysconfig.get_paths()
         flags += [f"-isystem{paths['include']}", f"-isystem{numpy.get_include()}"]
+    if source.parent.name == "cuda":  # CUDA's headers, as far as the plugin uses them
+        flags += [f"-isystem{native.ROOT / 'tests' / 'emu'}"]
     return flags
 
 
@@ -58,7 +60,7 @@ def main() -> int:
     if not shutil.which("clang-tidy"):
         sys.exit("tidy: clang-tidy is needed and not installed")
     names = sys.argv[1:]
-    files = native.sources((*native.LAYERS, "py"))
+    files = native.sources((*native.LAYERS, "cuda", "py"))
     chosen = [path for path in files if not names or any(name in path.name for name in names)]
     shared = newest_shared()
     with ThreadPoolExecutor(native.usable_cores()) as pool:
