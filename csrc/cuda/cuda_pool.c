@@ -10,6 +10,7 @@
 #include "cuda/cuda_pool.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/size.h"
@@ -28,6 +29,13 @@ struct fsdpc_cuda_pool {
     fsdpc_mem *mem;
     pthread_mutex_t lock;
     block *live[BUCKETS], *spare[BUCKETS];
+    size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
+};
+
+static const char *const kind_names[] = {
+#define X(name, text) [FSDPC_MEM_##name] = text,
+    FSDPC_MEM_TABLE(X)
+#undef X
 };
 
 static size_t class_of(size_t bytes)
@@ -98,18 +106,26 @@ static block *take(block **chain, const void *pointer, size_t class_bytes)
     return NULL;
 }
 
-static fsdpc_status no_memory(size_t bytes)
+/* With what this process holds, by kind, so that the message says what there is to save. */
+static fsdpc_status no_memory(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes)
 {
     size_t free_bytes = 0, total = 0;
-    (void)cudaGetLastError();
+    char held[256] = ", nothing";
     (void)cudaMemGetInfo(&free_bytes, &total);
+    (void)cudaGetLastError();
+    for (size_t k = 0, at = 0; k < FSDPC_MEM_COUNT && at < sizeof held; k++) {
+        if (pool->held_bytes[k] > 0)
+            at += (size_t)snprintf(held + at, sizeof held - at, ", %s %zu", kind_names[k],
+                                   pool->held_bytes[k]);
+    }
     return fsdpc_fail(FSDPC_ERR_NOMEM,
-                      "no device memory for %zu bytes: %zu of %zu are free; use a smaller batch, "
-                      "more ranks, or reshard_after_forward=True",
-                      bytes, free_bytes, total);
+                      "no device memory for %zu bytes (%s): %zu of %zu are free, and this process "
+                      "holds %s; use a smaller batch, more ranks, or reshard_after_forward=True",
+                      bytes, kind_names[kind], free_bytes, total, held + 2);
 }
 
-static fsdpc_status make_block(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
+static fsdpc_status make_block(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t class_bytes,
+                               block **out)
 {
     block *made = calloc(1, sizeof *made);
     if (!made)
@@ -124,22 +140,26 @@ static fsdpc_status make_block(fsdpc_cuda_pool *pool, size_t class_bytes, block 
     }
     if (error != cudaSuccess) {
         free(made);
-        return error == cudaErrorMemoryAllocation ? no_memory(class_bytes)
+        return error == cudaErrorMemoryAllocation ? no_memory(pool, kind, class_bytes)
                                                   : fsdpc_cuda_check(error, "allocate memory");
     }
     *out = made;
     return FSDPC_OK;
 }
 
+static void count(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, int64_t bytes)
+{
+    pool->held_bytes[kind] += (size_t)bytes;
+    fsdpc_mem_count(pool->mem, kind, bytes);
+}
+
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
                                    void **out)
 {
-    if (bytes > SIZE_MAX / 2)
-        return no_memory(bytes);
-    size_t class_bytes = class_of(bytes);
+    size_t class_bytes = class_of(fsdpc_min_size(bytes, SIZE_MAX / 2));
     pthread_mutex_lock(&pool->lock);
     block *it = take(&pool->spare[bucket_of(class_bytes)], NULL, class_bytes);
-    fsdpc_status status = it ? FSDPC_OK : make_block(pool, class_bytes, &it);
+    fsdpc_status status = it ? FSDPC_OK : make_block(pool, kind, class_bytes, &it);
     if (status == FSDPC_OK) {
         it->kind = kind;
         it->counted_bytes = fsdpc_round_up(bytes, 64);
@@ -147,7 +167,7 @@ fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, s
         it->next = *chain;
         *chain = it;
         *out = it->pointer;
-        fsdpc_mem_count(pool->mem, kind, (int64_t)it->counted_bytes);
+        count(pool, kind, (int64_t)it->counted_bytes);
     }
     pthread_mutex_unlock(&pool->lock);
     return status;
@@ -163,7 +183,7 @@ void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
         block **chain = &pool->spare[bucket_of(it->class_bytes)];
         it->next = *chain;
         *chain = it;
-        fsdpc_mem_count(pool->mem, it->kind, -(int64_t)it->counted_bytes);
+        count(pool, it->kind, -(int64_t)it->counted_bytes);
     }
     pthread_mutex_unlock(&pool->lock);
 }

@@ -335,6 +335,13 @@ static PyObject *unit_get_keep_grads(PyObject *object, void *unused)
     return PyBool_FromLong(unit_of(object)->keep_grads);
 }
 
+static PyObject *unit_get_mesh_shape(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_mesh *mesh = &unit_of(object)->mesh;
+    return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
+}
+
 static PyObject *unit_get_state(PyObject *object, void *unused)
 {
     (void)unused;
@@ -382,6 +389,7 @@ PyGetSetDef fsdpc_py_unit_getset[] = {
     {"reduce_dtype", unit_get_reduce_dtype, NULL, "Of gradients, or None: that of fulls.", NULL},
     {"rank_dependent", unit_get_rank_dependent, NULL, "Whether some ranks alone may run it.", NULL},
     {"keep_grads", unit_get_keep_grads, NULL, "Whether it has a reduce buffer for good.", NULL},
+    {"mesh_shape", unit_get_mesh_shape, NULL, "(replicas, ranks of a shard group).", NULL},
     {"state", unit_get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -194,7 +194,13 @@ def make_root(module: Any) -> None:
                 unit.name = name
             inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
             encloses[unit] = encloses.get(unit, False) or inner
-    _core.make_root(list(encloses), list(encloses.values()))
+    try:
+        _core.make_root(list(encloses), list(encloses.values()))
+    except MemoryError as error:
+        from fsdpc.memory_plan import memory_plan  # which asks this module what is sharded
+
+        plan = memory_plan(module, optimizer=0)
+        raise MemoryError(f"{error}\nA rank is to hold, before optimizer states:\n{plan}") from None
 
 
 def register_fsdp_forward_method(module: Any, method_name: str) -> None:

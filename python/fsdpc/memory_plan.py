@@ -81,7 +81,8 @@ def memory_plan(
         Sharded: its own units and policies count. Not sharded, deferred ones included: ``plan`` and
         ``mp_policy`` say what :func:`fully_shard` would be given.
     mesh : DeviceMesh, (replicate, shard) or int, optional
-        Of any size; a number shards over that many ranks. This run's world where not given.
+        Of any size; a number shards over that many ranks. Where not given, the one that the model
+        is sharded over, else this run's world.
     batch_shape : sequence of int, optional
         Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
         floats. Forward and backward then run on a device that computes nothing.
@@ -98,6 +99,8 @@ def memory_plan(
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
         long as no unit keeps gradients over several backwards (``no_sync``).
     """
+    if mesh is None and isinstance(model, FSDPModule):
+        mesh = model._fsdpc_unit.mesh_shape
     replicate, shard = _grid(mesh, strategy)
     keeps = strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []

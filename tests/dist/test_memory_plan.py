@@ -41,6 +41,8 @@ def test_plan_is_the_peak(precision: str) -> None:
         peaks, model = run(options, param, reduce)
         mesh, strategy = options.get("mesh"), options.get("strategy")
         plan = fsdpc.memory_plan(model, mesh, strategy=strategy)
+        if strategy is None:  # then the model's own mesh says all
+            assert plan == fsdpc.memory_plan(model)
         with fsdpc.deferred_init():
             built = Llama(CONFIG)
         blocks = wrap.by_class(type(built.blocks()[0]))

@@ -562,9 +562,27 @@ struct region {
 std::mutex regions_lock;
 std::map<uintptr_t, region> regions;
 
+/* What cudaMalloc can give: $EMU_MEMORY_BYTES, else plenty. */
+size_t device_bytes()
+{
+    const char *text = getenv("EMU_MEMORY_BYTES");
+    return text ? strtoull(text, nullptr, 10) : (size_t)1 << 34;
+}
+
+size_t device_bytes_held()
+{
+    std::lock_guard<std::mutex> guard(regions_lock);
+    size_t sum = 0;
+    for (const auto &[address, it] : regions)
+        sum += it.type == cudaMemoryTypeDevice ? it.bytes : 0;
+    return sum;
+}
+
 cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
 {
     allocations++;
+    if (type == cudaMemoryTypeDevice && device_bytes_held() + bytes > device_bytes())
+        return cudaErrorMemoryAllocation;
     size_t whole = (bytes + 511) / 512 * 512 + 512;
     bool gated = gate.closed && type == cudaMemoryTypeDevice;
     void *made = gated ? gate.take(whole) : aligned_alloc(512, whole);
@@ -679,7 +697,8 @@ cudaError_t cudaFuncSetAttribute(const void *, enum cudaFuncAttribute, int)
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
 {
-    *free_bytes = *total = (size_t)1 << 34;
+    *total = device_bytes();
+    *free_bytes = *total - device_bytes_held();
     return cudaSuccess;
 }
 

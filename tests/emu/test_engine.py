@@ -179,3 +179,36 @@ def test_the_command_refuses_several_ranks(environment: dict[str, str]) -> None:
     done = run(environment, "-m", "fsdpc", "train", "--device", "cuda", "--ranks", "2")
     assert done.returncode == 2
     assert done.stderr == "fsdpc train: --device cuda trains on one rank for now, not 2\n"
+
+
+OUT_OF_MEMORY = """
+import sys
+import numpy as np, fsdpc
+from fsdpc import nn
+
+fsdpc.set_default_device("cuda")
+model = nn.Linear(1024, 1024)
+fsdpc.fully_shard(model)
+x = np.zeros((int(sys.argv[1]), 1024), np.float32)
+try:
+    model(fsdpc.tensor(x))
+except MemoryError as error:
+    print(error)
+model = nn.Linear(8, 8)
+fsdpc.fully_shard(model)
+print(model(fsdpc.tensor(x[:1, :8])).shape)  # whoever caught it goes on
+"""
+
+
+@pytest.mark.parametrize("rows, limit, wanted", [
+    (1, 20 << 20, ["(reduce)", "holds wire 4198400, master", "A rank is to hold", "total "]),
+    (4096, 44 << 20, ["(activation)", "holds wire 4198400, master"]),
+], ids=["units", "activations"])
+def test_what_does_not_fit_is_refused_with_what_is_held(
+    environment: dict[str, str], rows: int, limit: int, wanted: list[str]
+) -> None:
+    done = run({**environment, "EMU_MEMORY_BYTES": str(limit)}, "-c", OUT_OF_MEMORY, str(rows))
+    assert done.returncode == 0, done.stderr
+    assert f" of {limit} are free" in done.stdout, done.stdout
+    assert [word for word in wanted if word not in done.stdout] == [], done.stdout
+    assert done.stdout.endswith("(1, 8)\n")
