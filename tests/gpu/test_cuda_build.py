@@ -22,12 +22,6 @@ import native  # noqa: E402
 pytestmark = pytest.mark.skipif(cuda_build.find_toolkit() is None, reason="there is no nvcc")
 
 
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfsdpc_cuda.so for one architecture."""
-    return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / cuda_build.PLUGIN, ("90",))
-
-
 @pytest.mark.skipif(not shutil.which("nm"), reason="nm is not installed")
 def test_it_exports_one_symbol(plugin: Path) -> None:
     done = subprocess.run(["nm", "-D", "--defined-only", plugin], capture_output=True, text=True)
