@@ -4,8 +4,8 @@
 
 Builds the plugin and the tests of tests/gpu for the GPUs of this machine, runs each test (kernels
 against their twins on the CPU, streams, events and memory, transports), then again under
-compute-sanitizer where the toolkit has one, and last the speed of the kernels.  A check that does
-not fit into what is left of the time is told as not run, and counts as a failure.
+compute-sanitizer where the toolkit has one, and last the speed of the kernels and of whole steps.
+A check that does not fit into what is left of the time is told as not run, and counts as a failure.
 
 Ends with 0 if every check held, 1 if one did not, 2 where there is no GPU or no toolkit.  On a
 machine without a GPU the same tests run on the emulated device: ``pytest tests/emu``.
@@ -86,7 +86,9 @@ def checks_of(programs: Sequence[Path], sanitizer: Path | None) -> list[Check]:
             if tool == "memcheck" or path.name in HAZARDOUS
         ]  # fmt: skip
     benches = [path for path in programs if path.name.startswith("bench_")]
-    return checks + [Check(path.name, (str(path),), speed=True) for path in benches]
+    speed = [Check(path.name, (str(path),), speed=True) for path in benches]
+    steps = (sys.executable, "benchmarks/bench_gpu.py", "--engines", "native", "door", "fsdp2")
+    return [*checks, *speed, Check("bench_gpu.py", steps, speed=True)]
 
 
 def run_checks(checks: Sequence[Check], seconds: float) -> Iterator[Outcome]:

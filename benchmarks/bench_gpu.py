@@ -1,0 +1,225 @@
+"""Tokens a second and MFU of LLaMA shapes on one GPU: both front doors beside torch FSDP2.
+
+    python benchmarks/bench_gpu.py [--shapes 125M 1B SmolLM3-3B] [--engines native fsdp2 ...]
+
+World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipping at 1.0 and AdamW
+over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
+fsdpc.torch, "fsdp2" the same under torch's FSDP2; "+compile" compiles each block.  Each engine runs
+in a process of its own: warm steps, then several stretches of steps with one wait for the GPU at
+the end of each; the median stretch counts.  An engine that fails keeps its row, with the reason.
+
+MFU is over --peak (an H100's 989 TFLOP/s of dense bf16) and over what a product of torch's reaches
+on this GPU, by fsdpc's formula (6 x matmul parameters with the head, causal half of attention), and
+in the last column by that of the study whose 4 H100 reach 20.5 % and 8,415 tokens/s a GPU on
+SmolLM3-3B: 6 [h (n + 2 kv) d + 2 n s d + n d h + 3 h I] L, all of attention and no head.
+
+``--device cpu`` runs the same code without a GPU; its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+from bench_llama import torch_llama
+
+from fsdpc.models.config import ModelConfig, preset
+
+ENGINES = ("native", "door", "door+compile", "fsdp2", "fsdp2+compile")
+# Rows, words of a row, and whether activations are computed again: what 80 GB hold.
+SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (4, 2048, False),
+          "SmolLM3-3B": (1, 8192, True)}
+WARM, STEPS, STRETCHES = 3, 5, 3
+PEAK_SIZE = {"cuda": 8192, "cpu": 256}
+
+
+def published_flops_per_token(c: ModelConfig, seq: int) -> float:
+    """The study's count: no causal halving, no head."""
+    d, n, kv = c.head_dim, c.heads, c.kv_heads
+    block = c.dim * (n + 2 * kv) * d + 2 * n * seq * d + n * d * c.dim + 3 * c.dim * c.inner
+    return 6.0 * block * c.layers
+
+
+def words(shape: str) -> Any:
+    """The same random words for every engine: (rows, seq + 1)."""
+    import numpy as np
+
+    rows, seq, _ = SHAPES[shape]
+    return np.random.default_rng(0).integers(0, preset(shape).vocab_size, (rows, seq + 1))
+
+
+Step = Callable[[], Any]
+Turn = tuple[Step, Callable[[], None], Callable[[], int]]  # a step, a wait, peak bytes
+
+
+def native(shape: str, device: str) -> Turn:
+    """Our own LLaMA on our own tensors."""
+    import fsdpc
+    from fsdpc import models
+
+    fsdpc.set_default_device(device)
+    fsdpc.manual_seed(0)
+    with fsdpc.deferred_init():
+        model = models.Llama(preset(shape))
+    policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
+    if SHAPES[shape][2]:
+        fsdpc.activation.checkpoint_activations(model.blocks())
+    for block in model.blocks():
+        fsdpc.fully_shard(block, mp_policy=policy)
+    fsdpc.fully_shard(model, mp_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
+    ids = words(shape)
+    x, y = fsdpc.tensor(ids[:, :-1].copy()), fsdpc.tensor(ids[:, 1:].copy())
+    last: list[Any] = [None]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        last[0] = model(x, y)
+        last[0].backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    return step, lambda: float(last[0]), lambda: fsdpc.memory_stats()["total_peak_bytes"]
+
+
+def torch_engine(engine: str, shape: str, device: str) -> Turn:
+    """transformers' LLaMA under fsdpc.torch or FSDP2."""
+    import torch
+    import torch.distributed as dist
+
+    import fsdpc
+
+    name, _, how = engine.partition("+")
+    torch.manual_seed(0)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1,
+                            init_method=f"file://{os.environ['BENCH_STORE']}")
+    with torch.device(device):
+        model, _ = torch_llama(shape)
+    if name == "door":
+        from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, optim
+
+        if device == "cuda":
+            fsdpc.set_default_device("cuda")
+        clip, adamw, options = clip_grad_norm_, optim.AdamW, {}
+    else:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        clip, adamw = torch.nn.utils.clip_grad_norm_, torch.optim.AdamW
+        options = {"fused": True}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if SHAPES[shape][2]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for layer in model.model.layers:
+        if how == "compile":
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = adamw(model.parameters(), lr=3e-4, **options)
+    ids = torch.from_numpy(words(shape)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        logits = model(input_ids=ids[:, :-1]).logits.flatten(0, 1).float()
+        torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+
+    if device == "cpu":
+        return step, lambda: None, lambda: 0
+    ours = fsdpc.memory_stats if name == "door" else lambda: {"total_peak_bytes": 0}
+    return step, torch.cuda.synchronize, lambda: (
+        torch.cuda.max_memory_allocated() + ours()["total_peak_bytes"])
+
+
+def turn(engine: str, shape: str, device: str) -> dict[str, Any]:
+    """Seconds of a step in each stretch, and the peak of memory."""
+    step, wait, peak = (native(shape, device) if engine == "native"
+                        else torch_engine(engine, shape, device))
+    for _ in range(WARM):
+        step()
+    wait()
+    seconds = []
+    for _ in range(STRETCHES):
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        wait()
+        seconds.append((time.perf_counter() - begin) / STEPS)
+    return {"seconds": seconds, "peak_bytes": peak()}
+
+
+def product_flops(device: str) -> float:
+    """FLOP/s of a square bf16 product by torch, in the best of several stretches."""
+    import torch
+
+    n = PEAK_SIZE[device]
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    best = float("inf")
+    for _ in range(6):  # the first ones warm up
+        wait()
+        begin = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        wait()
+        best = min(best, (time.perf_counter() - begin) / 10)
+    return 2.0 * n**3 / best
+
+
+def row(engine: str, shape: str, found: dict[str, Any], peak: float, reached: float) -> list[str]:
+    """The cells of one engine."""
+    config, (rows, seq, _) = preset(shape), SHAPES[shape]
+    rate = rows * seq / statistics.median(found["seconds"])
+    ours = rate * config.flops_per_token(seq)
+    study = rate * published_flops_per_token(config, seq)
+    return [shape, engine, common.spread([s * 1e3 for s in found["seconds"]]), f"{rate:,.0f}",
+            f"{ours / peak:.1%}", f"{ours / reached:.1%}", f"{study / peak:.1%}",
+            f"{found['peak_bytes'] / 2**30:.1f}"]
+
+
+def main() -> None:
+    """Run what is asked for and print the rows."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--shapes", nargs="+", default=list(SHAPES)[1:], choices=list(SHAPES))
+    p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    p.add_argument("--peak", type=float, default=989, help="TFLOP/s that the maker promises")
+    p.add_argument("--turn", nargs=2, metavar=("ENGINE", "SHAPE"), help=argparse.SUPPRESS)
+    p.add_argument("--product", action="store_true", help=argparse.SUPPRESS)
+    o = p.parse_args()
+    if o.turn or o.product:
+        common.leave_result({"flops": product_flops(o.device)} if o.product
+                            else turn(*o.turn, o.device))
+        return
+    common.header()
+    rest = ["--device", o.device]
+    reached = common.run_ranks(__file__, ["--product", *rest], 1)["flops"]
+    print(f"a bf16 product of {PEAK_SIZE[o.device]}: {reached / 1e12:.3g} TFLOP/s\n")
+    common.table(["shape", "engine", "ms a step (range)", "tokens/s", f"MFU of {o.peak:g}",
+                  "of the product", "by the study's count", "peak GiB"], [])
+    failed = 0
+    for shape in o.shapes:
+        for engine in o.engines:
+            try:
+                found = common.run_ranks(__file__, ["--turn", engine, shape, *rest], 1)
+                cells = row(engine, shape, found, o.peak * 1e12, reached)
+            except RuntimeError as error:
+                failed += 1
+                cells = [shape, engine, str(error), *[""] * 5]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
