@@ -7,6 +7,7 @@
  *
  * A target out of range is reported as a fault and counts as ignored.
  */
+#include "map.cuh"
 #include "rows.cuh"
 
 __device__ __forceinline__ long long target_of(const fsdpc_cross_entropy_args &a, size_t row)
@@ -83,9 +84,21 @@ static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_c
     total = block_sum(total);
     count = block_sum(count);
     if (threadIdx.x == 0) {
-        *a.count = count;
-        *a.loss = count ? (float)(total / (double)count) : NAN;
+        fsdpc_loss_sum sum = {0, 0};
+        if (a.accumulate)
+            sum = *a.sum;
+        if (count)
+            sum.total += (double)(float)(total / (double)count) * (double)count;
+        sum.count += count;
+        *a.sum = sum;
+        *a.loss = sum.count ? (float)(sum.total / (double)sum.count) : NAN;
     }
+}
+
+/* What the mean's gradient is to each row's. */
+__device__ __forceinline__ double loss_scale(const fsdpc_loss_sum *sum, const float *dloss)
+{
+    return sum->count ? (double)*dloss / (double)sum->count : 0.0;
 }
 
 template <typename T, int N>
@@ -93,8 +106,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     cross_entropy_backward_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
 {
     typedef wide<T> W;
-    size_t count = *a.count;
-    W scale = count ? (W)((double)a.dloss / (double)count) : (W)0;
+    W scale = a.dloss ? (W)loss_scale(a.sum, a.dloss) : (W)1;
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
         const T *x = (const T *)a.logits + r * a.cols;
         long long target = target_of(a, r);
@@ -156,4 +168,34 @@ extern "C" fsdpc_status fsdpc_cuda_cross_entropy_backward(const fsdpc_cross_entr
             launch<T, 1>(a, true, queue);
     })
     return launched("cross entropy's backward");
+}
+
+template <typename T> struct loss_gradient_op {
+    enum { WIDTH = 16 / sizeof(T) };
+    T *out;
+    const T *x;
+    const fsdpc_loss_sum *sum;
+    const float *dloss;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        vec<wide<T>, N> v = load_wide<N, wide<T>>(x + i);
+        wide<T> scale = (wide<T>)loss_scale(sum, dloss);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            v.at[k] *= scale;
+        store_narrow<N>(out + i, v);
+    }
+};
+
+extern "C" fsdpc_status fsdpc_cuda_loss_gradient(const fsdpc_loss_gradient_args *a,
+                                                 fsdpc_stream *stream)
+{
+    size_t bytes = fsdpc_dtype_bytes(a->dtype);
+    map_buffer buffers[] = {{a->out, bytes}, {a->x, bytes}};
+    FSDPC_FOR_FLOAT(a->dtype, T, {
+        loss_gradient_op<T> op = {(T *)a->out, (const T *)a->x, a->sum, a->dloss};
+        return map_launch("a loss's gradient", op, a->numel, buffers, stream);
+    })
+    return FSDPC_ERR_DTYPE;
 }

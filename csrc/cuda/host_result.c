@@ -42,10 +42,3 @@ fsdpc_status fsdpc_host_result_end(fsdpc_host_result *result, fsdpc_status statu
     result->staged = NULL;
     return status;
 }
-
-void fsdpc_host_result_drop(fsdpc_host_result *result)
-{
-    if (result->staged)
-        fsdpc_device_free(result->stream->device, result->staged);
-    result->staged = NULL;
-}

@@ -20,9 +20,5 @@ fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, si
                                      fsdpc_stream *stream, void **use_out);
 /* `status` is the kernel's; returns it, or what went wrong in bringing the value back. */
 fsdpc_status fsdpc_host_result_end(fsdpc_host_result *result, fsdpc_status status);
-/* Instead of end, for a value that the kernel only reads: nothing comes back, nothing is waited
- * for.
- */
-void fsdpc_host_result_drop(fsdpc_host_result *result);
 
 #endif

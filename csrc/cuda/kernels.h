@@ -61,6 +61,7 @@ fsdpc_status fsdpc_cuda_norm_backward(const fsdpc_norm_args *args, fsdpc_stream 
 fsdpc_status fsdpc_cuda_cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_cross_entropy_backward(const fsdpc_cross_entropy_args *args,
                                                fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_loss_gradient(const fsdpc_loss_gradient_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_rotary(const fsdpc_rotary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_embedding_backward(const fsdpc_embedding_args *args, fsdpc_stream *stream);

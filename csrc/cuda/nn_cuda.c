@@ -1,11 +1,10 @@
-/* The GPU's table of neural network kernels: checks in front of the launchers, results behind them.
+/* The GPU's table of neural network kernels: checks in front of the launchers.
  *
  * The checks are those of the CPU's kernels that look at arguments; what needs to look at data (ids
  * and targets in range) is the kernels' to report, at the next sync.  Products go to cuBLASLt where
  * it is there and takes them, else to the plain kernel (gemm_cublaslt.h).
  */
 #include "cuda/gemm_cublaslt.h"
-#include "cuda/host_result.h"
 #include "cuda/kernel_tables.h"
 #include "cuda/kernels.h"
 
@@ -137,18 +136,7 @@ static fsdpc_status cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_st
 {
     FSDPC_TRY(check_float(args->dtype, "cross entropy"));
     FSDPC_TRY(check_ids(args->id_dtype, "targets of a cross entropy"));
-    fsdpc_cross_entropy_args use = *args;
-    fsdpc_host_result loss, count;
-    void *loss_at, *count_at;
-    FSDPC_TRY(fsdpc_host_result_begin(&loss, args->loss, sizeof *args->loss, stream, &loss_at));
-    fsdpc_status status =
-        fsdpc_host_result_begin(&count, args->count, sizeof *args->count, stream, &count_at);
-    if (status == FSDPC_OK) {
-        use.loss = loss_at;
-        use.count = count_at;
-        status = fsdpc_host_result_end(&count, fsdpc_cuda_cross_entropy(&use, stream));
-    }
-    return fsdpc_host_result_end(&loss, status);
+    return fsdpc_cuda_cross_entropy(args, stream);
 }
 
 static fsdpc_status cross_entropy_backward(const fsdpc_cross_entropy_args *args,
@@ -156,14 +144,13 @@ static fsdpc_status cross_entropy_backward(const fsdpc_cross_entropy_args *args,
 {
     FSDPC_TRY(check_float(args->dtype, "cross entropy"));
     FSDPC_TRY(check_ids(args->id_dtype, "targets of a cross entropy"));
-    fsdpc_cross_entropy_args use = *args;
-    fsdpc_host_result count;
-    void *count_at;
-    FSDPC_TRY(fsdpc_host_result_begin(&count, args->count, sizeof *args->count, stream, &count_at));
-    use.count = count_at;
-    fsdpc_status status = fsdpc_cuda_cross_entropy_backward(&use, stream);
-    fsdpc_host_result_drop(&count); /* it was only read */
-    return status;
+    return fsdpc_cuda_cross_entropy_backward(args, stream);
+}
+
+static fsdpc_status loss_gradient(const fsdpc_loss_gradient_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(check_float(args->dtype, "a loss's gradient"));
+    return fsdpc_cuda_loss_gradient(args, stream);
 }
 
 static fsdpc_status dropout(const fsdpc_dropout_args *args, fsdpc_stream *stream)
@@ -194,6 +181,7 @@ const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .embedding_backward = embedding_backward,
     .cross_entropy = cross_entropy,
     .cross_entropy_backward = cross_entropy_backward,
+    .loss_gradient = loss_gradient,
     .dropout = dropout,
     .swiglu = swiglu,
     .swiglu_backward = swiglu_backward,

@@ -12,12 +12,10 @@
  * arithmetic for the head; a private dW costs one more pass over memory as big as the weight.
  *
  * Gradients are kept for the SUM over rows (softmax - onehot, no small factors before rounding to
- * bf16) and scaled by incoming gradient / counted rows in backward.
+ * bf16) and scaled by incoming gradient / counted rows in backward.  Sums, counts and incoming
+ * gradients stay in the device's memory, so that nothing here waits for a kernel.
  */
 #include "nn/op.h"
-
-#include <math.h>
-#include <stdlib.h>
 
 #include "base/size.h"
 #include "ops/flat_ops.h"
@@ -38,37 +36,34 @@ static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_ten
     return FSDPC_OK;
 }
 
-/* The gradient that arrives at a loss; a remote device is waited for. */
-static fsdpc_status read_scalar(const fsdpc_tensor *t, float *out)
+/* Room for a fsdpc_loss_sum: nobody but kernels looks into it. */
+static fsdpc_status sum_create(fsdpc_tape *tape, fsdpc_tensor **out)
 {
-    float value = 0;
-    FSDPC_TRY(fsdpc_device_copy(t->storage->device, &value, t->data, sizeof value, NULL));
-    *out = value;
-    return FSDPC_OK;
+    const size_t words = sizeof(fsdpc_loss_sum) / sizeof(int64_t);
+    return fsdpc_tensor_create(tape->device, FSDPC_I64, 1, &words, out);
 }
 
-/* x *= s, in place. */
-static fsdpc_status scale_in_place(fsdpc_tape *tape, fsdpc_tensor *x, double s)
+/* out = x as a gradient of the mean loss, whose own gradient is `dloss`. */
+static fsdpc_status loss_gradient(fsdpc_tape *tape, const fsdpc_tensor *sum,
+                                  const fsdpc_tensor *dloss, const fsdpc_tensor *x,
+                                  const fsdpc_tensor *out)
 {
-    if (s == 1)
-        return FSDPC_OK;
-    return fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
-                                                             .dtype = x->dtype,
-                                                             .numel = x->numel,
-                                                             .scalar = s,
-                                                             .x = x->data,
-                                                             .out = x->data},
-                                         tape->stream);
+    return fsdpc_op_kernels(tape)->loss_gradient(&(fsdpc_loss_gradient_args){.dtype = x->dtype,
+                                                                             .numel = x->numel,
+                                                                             .sum = sum->data,
+                                                                             .dloss = dloss->data,
+                                                                             .x = x->data,
+                                                                             .out = out->data},
+                                                 tape->stream);
 }
 
 /* ---- cross entropy ---- */
 
 typedef struct cross_entropy_extra {
     int64_t ignore_index;
-    size_t count;
 } cross_entropy_extra;
 
-enum { SAVED_LOGITS, SAVED_TARGETS, SAVED_LSE };
+enum { SAVED_LOGITS, SAVED_TARGETS, SAVED_LSE, SAVED_SUM };
 
 static fsdpc_cross_entropy_args loss_args(const fsdpc_tensor *logits, const fsdpc_tensor *targets,
                                           const fsdpc_tensor *lse, int64_t ignore_index)
@@ -85,10 +80,8 @@ static fsdpc_cross_entropy_args loss_args(const fsdpc_tensor *logits, const fsdp
 
 static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
-    cross_entropy_extra *extra = node->extra;
+    const cross_entropy_extra *extra = node->extra;
     fsdpc_tensor *logits = node->saved[SAVED_LOGITS], *dx;
-    float dloss;
-    FSDPC_TRY(read_scalar(dy, &dloss));
     /* The logits' own memory serves for their gradient if nobody will read them again. */
     if (!tape->retain_graph && fsdpc_tensor_is_exclusive(logits))
         dx = fsdpc_tensor_acquire(logits);
@@ -97,8 +90,8 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
             fsdpc_tensor_create(tape->device, logits->dtype, logits->ndim, logits->shape, &dx));
     fsdpc_cross_entropy_args args =
         loss_args(logits, node->saved[SAVED_TARGETS], node->saved[SAVED_LSE], extra->ignore_index);
-    args.count = &extra->count;
-    args.dloss = dloss;
+    args.sum = node->saved[SAVED_SUM]->data;
+    args.dloss = dy->data;
     args.dlogits = dx->data;
     fsdpc_status st = fsdpc_op_kernels(tape)->cross_entropy_backward(&args, tape->stream);
     if (dx == logits) {
@@ -124,14 +117,15 @@ fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdp
                                     int64_t ignore_index, fsdpc_tensor **out)
 {
     FSDPC_TRY(loss_check("cross_entropy", "logits", logits, targets));
-    fsdpc_tensor *y, *lse = NULL;
+    fsdpc_tensor *y, *lse = NULL, *sum = NULL;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
     fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &targets->numel, &lse);
-    size_t count = 0;
+    if (st == FSDPC_OK)
+        st = sum_create(tape, &sum);
     if (st == FSDPC_OK) {
         fsdpc_cross_entropy_args args = loss_args(logits, targets, lse, ignore_index);
         args.loss = y->data;
-        args.count = &count;
+        args.sum = sum->data;
         st = fsdpc_op_kernels(tape)->cross_entropy(&args, tape->stream);
     }
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &logits)) {
@@ -139,23 +133,21 @@ fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdp
         st = fsdpc_op_record(tape, &cross_entropy_ops, 1, &logits, y, sizeof(cross_entropy_extra),
                              &node);
         if (st == FSDPC_OK) {
-            *(cross_entropy_extra *)node->extra = (cross_entropy_extra){ignore_index, count};
+            *(cross_entropy_extra *)node->extra = (cross_entropy_extra){ignore_index};
             fsdpc_node_save(node, SAVED_LOGITS, logits);
             fsdpc_node_save(node, SAVED_TARGETS, targets);
             fsdpc_node_save(node, SAVED_LSE, lse);
+            fsdpc_node_save(node, SAVED_SUM, sum);
         }
     }
     fsdpc_tensor_release(lse);
+    fsdpc_tensor_release(sum);
     return fsdpc_op_return(st, y, out);
 }
 
 /* ---- fused: see Note [chunked loss] ---- */
 
-typedef struct fused_extra {
-    size_t count;
-} fused_extra;
-
-enum { FUSED_X, FUSED_WEIGHT, FUSED_DLOGITS, FUSED_DX, FUSED_DW };
+enum { FUSED_X, FUSED_WEIGHT, FUSED_DLOGITS, FUSED_DX, FUSED_DW, FUSED_SUM };
 
 /* A forward under way. */
 typedef struct fused {
@@ -164,10 +156,9 @@ typedef struct fused {
     int64_t ignore_index;
     size_t rows, in, out, chunk_rows;
     bool want_dx, want_dw;
+    fsdpc_tensor *y, *sum;           /* the loss and what it is the mean of, so far */
     fsdpc_tensor *dlogits, *dx, *dw; /* of the sum over rows; NULL: not kept */
     bool dw_started;
-    double loss; /* sum so far */
-    size_t count;
 } fused;
 
 static fsdpc_status chunk_products(fused *f, const fsdpc_tensor *dlogits, size_t first, size_t rows)
@@ -217,20 +208,15 @@ static fsdpc_status chunk(fused *f, fsdpc_tensor *logits, const fsdpc_tensor *ls
                                .c = logits->data,
                                .ldc = f->out};
     FSDPC_TRY(fsdpc_op_kernels(f->tape)->gemm(&product, f->tape->stream));
-    float loss = 0;
-    size_t count = 0;
     fsdpc_cross_entropy_args args = loss_args(logits, f->targets, lse, f->ignore_index);
     args.rows = rows;
     args.targets = (const char *)f->targets->data + first * fsdpc_dtype_bytes(f->targets->dtype);
-    args.loss = &loss;
-    args.count = &count;
+    args.loss = f->y->data;
+    args.sum = f->sum->data;
+    args.accumulate = first > 0;
     FSDPC_TRY(fsdpc_op_kernels(f->tape)->cross_entropy(&args, f->tape->stream));
-    f->count += count;
-    if (count) /* the mean of nothing is NaN */
-        f->loss += (double)loss * (double)count;
     if (!f->want_dx && !f->want_dw)
         return FSDPC_OK;
-    args.dloss = (float)count; /* the gradient of the sum */
     args.dlogits = logits->data;
     FSDPC_TRY(fsdpc_op_kernels(f->tape)->cross_entropy_backward(&args, f->tape->stream));
     return f->dlogits ? FSDPC_OK : chunk_products(f, logits, first, rows);
@@ -252,34 +238,30 @@ static fsdpc_status all_chunks(fused *f)
                                      f->x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32, 2,
                                      f->weight->shape, &f->dw);
     }
-    for (size_t first = 0; st == FSDPC_OK && first < f->rows; first += f->chunk_rows)
-        st = chunk(f, logits, lse, first, fsdpc_min_size(f->chunk_rows, f->rows - first));
+    size_t first = 0;
+    do { /* no rows have a loss too: NaN */
+        if (st == FSDPC_OK)
+            st = chunk(f, logits, lse, first, fsdpc_min_size(f->chunk_rows, f->rows - first));
+        first += f->chunk_rows;
+    } while (st == FSDPC_OK && first < f->rows);
     fsdpc_tensor_release(lse);
     fsdpc_tensor_release(logits);
     return st;
 }
 
 /* One chunk was kept as the gradient of the logits. */
-static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node, double scale)
+static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node,
+                                            const fsdpc_tensor *dloss)
 {
     fsdpc_tensor *dlogits = node->saved[FUSED_DLOGITS];
     const fsdpc_tensor *x = node->saved[FUSED_X], *w = node->saved[FUSED_WEIGHT];
     size_t rows = dlogits->shape[0], out = dlogits->shape[1], in = w->shape[1];
     fsdpc_tensor *scaled = fsdpc_tensor_acquire(dlogits);
-    if (tape->retain_graph && scale != 1) {
+    if (tape->retain_graph) {
         fsdpc_tensor_release(scaled);
         FSDPC_TRY(fsdpc_tensor_create(tape->device, dlogits->dtype, 2, dlogits->shape, &scaled));
     }
-    fsdpc_status st =
-        scaled == dlogits
-            ? scale_in_place(tape, scaled, scale)
-            : fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
-                                                                .dtype = dlogits->dtype,
-                                                                .numel = dlogits->numel,
-                                                                .scalar = scale,
-                                                                .x = dlogits->data,
-                                                                .out = scaled->data},
-                                            tape->stream);
+    fsdpc_status st = loss_gradient(tape, node->saved[FUSED_SUM], dloss, dlogits, scaled);
     fsdpc_gemm_args args = {.dtype = x->dtype, .a = scaled->data, .lda = out, .n = in, .ldb = in};
     if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[1])) {
         fsdpc_gemm_args dw = args;
@@ -299,23 +281,16 @@ static fsdpc_status fused_backward_products(fsdpc_tape *tape, fsdpc_node *node, 
     return st;
 }
 
-/* A gradient that forward computed, times scale, into its target. */
-static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *kept,
-                              double scale)
+/* A gradient that forward computed, as one of the mean, into its target. */
+static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *kept,
+                              const fsdpc_tensor *sum, const fsdpc_tensor *dloss)
 {
     if (!kept || !fsdpc_edge_wanted(edge))
         return FSDPC_OK;
     fsdpc_tensor *scaled;
     fsdpc_grad_target target;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, kept->dtype, kept->ndim, kept->shape, &scaled));
-    fsdpc_status st =
-        fsdpc_op_kernels(tape)->unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
-                                                          .dtype = kept->dtype,
-                                                          .numel = kept->numel,
-                                                          .scalar = scale,
-                                                          .x = kept->data,
-                                                          .out = scaled->data},
-                                      tape->stream);
+    fsdpc_status st = loss_gradient(tape, sum, dloss, kept, scaled);
     if (st == FSDPC_OK)
         st = fsdpc_op_target(tape, edge, &target);
     if (st == FSDPC_OK)
@@ -328,14 +303,11 @@ static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_te
 
 static fsdpc_status fused_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
-    size_t count = ((const fused_extra *)node->extra)->count;
-    float dloss;
-    FSDPC_TRY(read_scalar(dy, &dloss));
-    double scale = count ? (double)dloss / (double)count : 0;
     if (node->saved[FUSED_DLOGITS])
-        return fused_backward_products(tape, node, scale);
-    FSDPC_TRY(give_kept(tape, &node->inputs[1], node->saved[FUSED_DW], scale));
-    return give_kept(tape, &node->inputs[0], node->saved[FUSED_DX], scale);
+        return fused_backward_products(tape, node, dy);
+    const fsdpc_tensor *sum = node->saved[FUSED_SUM];
+    FSDPC_TRY(give_kept(tape, &node->inputs[1], node->saved[FUSED_DW], sum, dy));
+    return give_kept(tape, &node->inputs[0], node->saved[FUSED_DX], sum, dy);
 }
 
 static const fsdpc_node_ops fused_ops = {.name = "linear_cross_entropy",
@@ -349,12 +321,11 @@ static size_t choose_chunk(size_t rows, size_t out, size_t bytes, size_t asked)
     return fsdpc_min_size(chunk_rows, rows);
 }
 
-static fsdpc_status fused_record(const fused *f, fsdpc_tensor *y)
+static fsdpc_status fused_record(const fused *f)
 {
     fsdpc_tensor *inputs[] = {f->x, f->weight};
     fsdpc_node *node;
-    FSDPC_TRY(fsdpc_op_record(f->tape, &fused_ops, 2, inputs, y, sizeof(fused_extra), &node));
-    ((fused_extra *)node->extra)->count = f->count;
+    FSDPC_TRY(fsdpc_op_record(f->tape, &fused_ops, 2, inputs, f->y, 0, &node));
     if (f->dlogits) {
         fsdpc_node_save(node, FUSED_X, f->x);
         fsdpc_node_save(node, FUSED_WEIGHT, f->weight);
@@ -362,6 +333,7 @@ static fsdpc_status fused_record(const fused *f, fsdpc_tensor *y)
     fsdpc_node_save(node, FUSED_DLOGITS, f->dlogits);
     fsdpc_node_save(node, FUSED_DX, f->dx);
     fsdpc_node_save(node, FUSED_DW, f->dw);
+    fsdpc_node_save(node, FUSED_SUM, f->sum);
     return FSDPC_OK;
 }
 
@@ -387,16 +359,15 @@ fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fs
                .want_dx = fsdpc_tape_wants(tape, 1, &x),
                .want_dw = fsdpc_tape_wants(tape, 1, &weight)};
     f.chunk_rows = choose_chunk(f.rows, f.out, fsdpc_dtype_bytes(x->dtype), chunk_rows);
-    fsdpc_tensor *y;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
-    fsdpc_status st = all_chunks(&f);
-    float mean = f.count ? (float)(f.loss / (double)f.count) : NAN;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &f.y));
+    fsdpc_status st = sum_create(tape, &f.sum);
     if (st == FSDPC_OK)
-        st = fsdpc_device_copy(tape->device, y->data, &mean, sizeof mean, tape->stream);
+        st = all_chunks(&f);
     if (st == FSDPC_OK && (f.want_dx || f.want_dw))
-        st = fused_record(&f, y);
+        st = fused_record(&f);
+    fsdpc_tensor_release(f.sum);
     fsdpc_tensor_release(f.dlogits);
     fsdpc_tensor_release(f.dx);
     fsdpc_tensor_release(f.dw);
-    return fsdpc_op_return(st, y, out);
+    return fsdpc_op_return(st, f.y, out);
 }

@@ -33,6 +33,7 @@ const fsdpc_nn_ops NN_OPS_TABLE = {
     .embedding_backward = embedding_backward,
     .cross_entropy = cross_entropy,
     .cross_entropy_backward = cross_entropy_backward,
+    .loss_gradient = loss_gradient,
     .dropout = dropout,
     .swiglu = swiglu,
     .swiglu_backward = swiglu_backward,

@@ -3,7 +3,7 @@
  * Forward reads the logits once from memory: a row is taken in pieces that fit the first cache,
  * each piece's greatest value updates the row's (rescaling the sum when it grew), then its
  * exponents are added.  The mean over rows is summed in fp64 in row order by one thread.  Backward
- * is one pass, dlogits = (exp(x - lse) - [target]) * dloss / count, and may overwrite the logits.
+ * is one pass, dlogits = (exp(x - lse) - [target]) * scale, and may overwrite the logits.
  */
 
 enum { CROSS_ENTROPY_PIECE = 4096 };
@@ -38,7 +38,7 @@ FSDPC_INLINE void cross_entropy_backward_step(const fsdpc_cross_entropy_args *ar
 FSDPC_INLINE void cross_entropy_backward_range(const fsdpc_cross_entropy_args *args, size_t first,
                                                size_t last, fsdpc_dtype dtype)
 {
-    float scale = *args->count ? (float)((double)args->dloss / (double)*args->count) : 0.0f;
+    float scale = args->dloss ? (float)fsdpc_nn_loss_scale(args->sum, args->dloss) : 1.0f;
     for (size_t row = first; row < last; row++) {
         size_t i = row * args->cols, end = i + args->cols;
         int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
@@ -82,4 +82,18 @@ static fsdpc_status cross_entropy_backward(const fsdpc_cross_entropy_args *args,
     nn_for(stream, args->rows, nn_row_grain(args->cols),
            cross_entropy_backward_range_kernels[args->dtype], args);
     return FSDPC_OK;
+}
+
+static fsdpc_status loss_gradient(const fsdpc_loss_gradient_args *args, fsdpc_stream *stream)
+{
+    double scale = fsdpc_nn_loss_scale(args->sum, args->dloss);
+    if (scale == 1 && args->out == args->x)
+        return FSDPC_OK;
+    return unary(&(fsdpc_unary_args){.kind = FSDPC_UNARY_MUL_SCALAR,
+                                     .dtype = args->dtype,
+                                     .numel = args->numel,
+                                     .scalar = scale,
+                                     .x = args->x,
+                                     .out = args->out},
+                 stream);
 }

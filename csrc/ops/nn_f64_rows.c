@@ -134,7 +134,7 @@ void fsdpc_nn_cross_entropy_f64(const void *arg, size_t first, size_t last)
 void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_cross_entropy_args *args = arg;
-    double scale = *args->count ? (double)args->dloss / (double)*args->count : 0;
+    double scale = args->dloss ? fsdpc_nn_loss_scale(args->sum, args->dloss) : 1;
     for (size_t row = first; row < last; row++) {
         const double *x = (const double *)args->logits + row * args->cols;
         double *dx = (double *)args->dlogits + row * args->cols;

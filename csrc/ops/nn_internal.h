@@ -195,6 +195,7 @@ fsdpc_status fsdpc_nn_embedding_check(const fsdpc_embedding_args *args); /* ids 
 void fsdpc_nn_embedding_sort(nn_embedding_plan *plan); /* fills starts and order */
 fsdpc_status fsdpc_nn_cross_entropy_check(const fsdpc_cross_entropy_args *args, size_t *count_out);
 void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t count);
+double fsdpc_nn_loss_scale(const fsdpc_loss_sum *sum, const float *dloss); /* dloss / count, or 0 */
 
 /* -- nn_cast.c: any dtype, element by element ---------------------------------------------------
  */

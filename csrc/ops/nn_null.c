@@ -23,6 +23,7 @@ ACCEPT(rotary)
 ACCEPT(attention)
 ACCEPT(embedding)
 ACCEPT(cross_entropy)
+ACCEPT(loss_gradient)
 ACCEPT(dropout)
 ACCEPT(swiglu)
 
@@ -45,6 +46,7 @@ static const fsdpc_nn_ops null_ops = {
     .embedding_backward = null_embedding,
     .cross_entropy = null_cross_entropy,
     .cross_entropy_backward = null_cross_entropy,
+    .loss_gradient = null_loss_gradient,
     .dropout = null_dropout,
     .swiglu = null_swiglu,
     .swiglu_backward = null_swiglu,

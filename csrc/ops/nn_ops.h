@@ -5,7 +5,8 @@
  * are in elements. Float dtypes are F32 and BF16 (fast), F16 (by upcast) and F64 (portable).  All
  * inner arithmetic is fp32 (F64 for F64); results are rounded to their dtype once. Gradients that
  * land in a given target take (pointer, dtype, accumulate): accumulate adds to what is there.  Zero
- * lengths are fine everywhere.  No result depends on the number of threads.
+ * lengths are fine everywhere.  No result depends on the number of threads.  Every pointer is into
+ * the device's memory, those to single numbers too: nothing waits for a kernel.
  */
 #ifndef FSDPC_OPS_NN_OPS_H
 #define FSDPC_OPS_NN_OPS_H
@@ -163,8 +164,15 @@ typedef struct fsdpc_embedding_args {
     bool accumulate; /* false: rows that no id names are zeroed */
 } fsdpc_embedding_args;
 
+/* Losses of rows so far, in the device's memory. */
+typedef struct fsdpc_loss_sum {
+    double total;   /* each call adds its mean, rounded to fp32, times its rows */
+    uint64_t count; /* rows that counted */
+} fsdpc_loss_sum;
+
 /* Mean over the rows whose target is not ignore_index of -log softmax(logits)[target].  When every
- * row is ignored the loss is NaN, as in PyTorch. */
+ * row is ignored the loss is NaN, as in PyTorch.  Rows may come in several calls, one behind the
+ * other on a stream, that add to one sum. */
 typedef struct fsdpc_cross_entropy_args {
     fsdpc_dtype dtype; /* of logits and dlogits */
     fsdpc_dtype id_dtype;
@@ -172,12 +180,24 @@ typedef struct fsdpc_cross_entropy_args {
     const void *logits;
     const void *targets; /* (rows) */
     int64_t ignore_index;
-    float *lse;    /* (rows), written forward, read backward */
-    float *loss;   /* forward: the mean */
-    size_t *count; /* forward: rows that counted; read backward */
-    float dloss;   /* backward */
-    void *dlogits; /* backward; may be logits */
+    float *lse;          /* (rows), written forward, read backward */
+    float *loss;         /* forward: the mean of what the sum holds then */
+    fsdpc_loss_sum *sum; /* written forward; read backward, unless dloss is NULL */
+    bool accumulate;     /* forward: add to the sum */
+    const float *dloss;  /* backward: gradient of the mean; NULL: take that of the rows' sum */
+    void *dlogits;       /* backward; may be logits */
 } fsdpc_cross_entropy_args;
+
+/* What belongs to the sum of the rows' losses as it belongs to their mean:
+ * out = x * *dloss / sum->count, or x * 0 if no row counted. */
+typedef struct fsdpc_loss_gradient_args {
+    fsdpc_dtype dtype;
+    size_t numel;
+    const fsdpc_loss_sum *sum;
+    const float *dloss;
+    const void *x;
+    void *out; /* may be x */
+} fsdpc_loss_gradient_args;
 
 /* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so
  * backward is the same call on dy. */
@@ -220,6 +240,7 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*cross_entropy)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
     fsdpc_status (*cross_entropy_backward)(const fsdpc_cross_entropy_args *args,
                                            fsdpc_stream *stream);
+    fsdpc_status (*loss_gradient)(const fsdpc_loss_gradient_args *args, fsdpc_stream *stream);
     fsdpc_status (*dropout)(const fsdpc_dropout_args *args, fsdpc_stream *stream);
     fsdpc_status (*swiglu)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
     fsdpc_status (*swiglu_backward)(const fsdpc_swiglu_args *args, fsdpc_stream *stream);

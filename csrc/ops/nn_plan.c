@@ -151,6 +151,17 @@ void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t co
                 (double)args->lse[row] -
                 fsdpc_nn_load_f64(args->logits, row * args->cols + (size_t)target, args->dtype);
     }
-    *args->count = count;
-    *args->loss = count ? (float)(total / (double)count) : NAN;
+    fsdpc_loss_sum sum = {0};
+    if (args->accumulate)
+        sum = *args->sum;
+    if (count) /* the mean of nothing is NaN */
+        sum.total += (double)(float)(total / (double)count) * (double)count;
+    sum.count += count;
+    *args->sum = sum;
+    *args->loss = sum.count ? (float)(sum.total / (double)sum.count) : NAN;
+}
+
+double fsdpc_nn_loss_scale(const fsdpc_loss_sum *sum, const float *dloss)
+{
+    return sum->count ? (double)*dloss / (double)sum->count : 0;
 }

@@ -236,8 +236,9 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     buffer targets = buffer_noise(id_dtype, rows, 2, 0, (double)cols);
     for (size_t row = 0; row < rows && ignore_some; row += 3)
         buffer_set(&targets, row, -100);
-    float *lse = calloc(rows + 1, sizeof *lse), loss = 0;
-    size_t count = 99, want_count = 0;
+    float *lse = calloc(rows + 1, sizeof *lse), loss = 0, dloss = 0.5f;
+    fsdpc_loss_sum sum = {1, 99};
+    size_t want_count = 0;
     fsdpc_cross_entropy_args args = {.dtype = dtype, .id_dtype = id_dtype, .rows = rows};
     args.cols = cols;
     args.logits = logits.data;
@@ -245,8 +246,8 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     args.ignore_index = -100;
     args.lse = lse;
     args.loss = &loss;
-    args.count = &count;
-    args.dloss = 0.5f;
+    args.sum = &sum;
+    args.dloss = &dloss;
     args.dlogits = dlogits.data;
     CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
     CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
@@ -263,7 +264,7 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
         want_loss += target >= 0 ? cross_entropy_of(x, cols, &hit) : 0;
         free(x);
     }
-    CHECK(count == want_count);
+    CHECK(sum.count == want_count);
     check_near(rig, "cross entropy", FSDPC_F32, 0, loss, want_loss / (double)want_count,
                4e-7 * (10 + want_loss / fmax((double)want_count, 1)));
     for (size_t row = 0; row<rows; row += rows> 20 ? 7 : 1) {
@@ -288,11 +289,56 @@ static void test_cross_entropy(nn_rig *rig, fsdpc_dtype dtype, fsdpc_dtype id_dt
     free(lse);
 }
 
+/* Rows in two calls, and their sum's gradient made the mean's afterwards. */
+static void test_cross_entropy_in_parts(nn_rig *rig, fsdpc_dtype dtype)
+{
+    enum { ROWS = 7, COLS = 37, NUMEL = ROWS * COLS, FIRST = 3 };
+    size_t bytes = fsdpc_dtype_bytes(dtype);
+    buffer logits = buffer_noise(dtype, NUMEL, 3, -5, 5), of_mean = buffer_make(dtype, NUMEL);
+    buffer of_sum = buffer_make(dtype, NUMEL), targets = buffer_noise(FSDPC_I64, ROWS, 4, 0, COLS);
+    float lse[ROWS], dloss = 3, loss, in_parts;
+    fsdpc_loss_sum sum = {0, 0}, parts = {9, 9};
+    buffer_set(&targets, 1, -100);
+    fsdpc_cross_entropy_args args = {.dtype = dtype, .id_dtype = FSDPC_I64, .rows = ROWS};
+    args.cols = COLS, args.ignore_index = -100, args.lse = lse;
+    args.logits = logits.data, args.targets = targets.data, args.sum = &sum, args.loss = &loss;
+    args.dloss = &dloss, args.dlogits = of_mean.data;
+    CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
+    CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
+    args.sum = &parts, args.loss = &in_parts, args.dloss = NULL;
+    for (size_t at = 0; at < ROWS; at += args.rows) {
+        args.rows = at ? ROWS - FIRST : FIRST;
+        args.accumulate = at > 0;
+        args.logits = (char *)logits.data + at * COLS * bytes;
+        args.targets = (int64_t *)targets.data + at;
+        args.dlogits = (char *)of_sum.data + at * COLS * bytes;
+        CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
+        CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
+    }
+    CHECK(parts.count == ROWS - 1 && fabsf(in_parts - loss) <= 1e-6f * loss);
+    fsdpc_loss_gradient_args scale = {.dtype = dtype, .numel = NUMEL, .sum = &parts};
+    scale.dloss = &dloss, scale.x = of_sum.data, scale.out = of_sum.data;
+    CHECK_OK(rig->ops->loss_gradient(&scale, rig->stream));
+    for (size_t i = 0; i < NUMEL; i++) {
+        double want = buffer_get(&of_mean, i);
+        check_near(rig, "loss gradient", dtype, i, buffer_get(&of_sum, i), want,
+                   2 * tolerance(dtype, want, 1, 1) + (dtype == FSDPC_F16 ? 1e-7 : 0));
+    }
+    parts.count = 0; /* nothing counted: no gradient */
+    CHECK_OK(rig->ops->loss_gradient(&scale, rig->stream));
+    CHECK(buffer_get(&of_sum, 0) == 0 && buffer_get(&of_sum, NUMEL - 1) == 0);
+    buffer_free(&logits);
+    buffer_free(&of_mean);
+    buffer_free(&of_sum);
+    buffer_free(&targets);
+}
+
 static void test_cross_entropy_edges(nn_rig *rig)
 {
     static float logits[2 * 5000], lse[2], loss, dlogits[2 * 5000];
     int64_t targets[2] = {-100, -100};
-    size_t count;
+    const float dloss = 1;
+    fsdpc_loss_sum sum;
     for (size_t c = 0; c < 5000; c++) { /* a first piece of -inf, then finite values */
         logits[c] = c < 4500 ? -INFINITY : 0;
         logits[5000 + c] = c == 77 ? NAN : -INFINITY;
@@ -304,10 +350,11 @@ static void test_cross_entropy_edges(nn_rig *rig)
     args.ignore_index = -100;
     args.lse = lse;
     args.loss = &loss;
-    args.count = &count;
+    args.sum = &sum;
+    args.dloss = &dloss;
     args.dlogits = dlogits;
     CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
-    CHECK(isnan(loss) && count == 0); /* every row ignored */
+    CHECK(isnan(loss) && sum.count == 0); /* every row ignored */
     CHECK(fabs(lse[0] - log(500)) < 1e-5 && isnan(lse[1]));
     CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
     CHECK(dlogits[0] == 0 && dlogits[9999] == 0);
@@ -338,6 +385,8 @@ static void suite(nn_rig *rig)
         }
     test_norm(rig, (norm_case){FSDPC_BF16, FSDPC_F32, false, true, true, 700, 96});
     test_norm(rig, (norm_case){FSDPC_F32, FSDPC_F32, true, true, false, 700, 96});
+    for (size_t d = 0; d < 4; d++)
+        test_cross_entropy_in_parts(rig, float_dtypes[d]);
     test_cross_entropy_edges(rig);
 }
 

@@ -332,33 +332,66 @@ static void test_cross_entropy(void)
                                              .id_dtype = id_dtype,
                                              .rows = rows,
                                              .cols = cols,
-                                             .ignore_index = -100,
-                                             .dloss = 2};
-            float loss[2] = {0, 0};
-            size_t count[2] = {7, 7};
+                                             .ignore_index = -100};
+            buffer loss = buffer_poison(FSDPC_F32, 2, 0), sum = buffer_poison(FSDPC_I64, 2, 0);
+            buffer dloss = buffer_random(FSDPC_F32, 1, 0);
             for (int side = 0; side < 2; side++) {
                 fsdpc_stream *stream = side ? gpu_stream : cpu_stream;
                 args.logits = side ? x.on_gpu : x.on_cpu;
                 args.targets = side ? ids.on_gpu : ids.on_cpu;
                 args.lse = side ? lse.on_gpu : lse.on_cpu;
                 args.dlogits = side ? dx.on_gpu : dx.on_cpu;
-                args.loss = &loss[side], args.count = &count[side];
+                args.loss = side ? loss.on_gpu : loss.on_cpu;
+                args.sum = side ? sum.on_gpu : sum.on_cpu;
+                args.dloss = side ? dloss.on_gpu : dloss.on_cpu;
                 CHECK_OK(on(stream)->cross_entropy(&args, stream));
+                args.loss++, args.accumulate = true; /* the same rows once more */
+                CHECK_OK(on(stream)->cross_entropy(&args, stream));
+                args.dloss = n == 3 ? NULL : args.dloss; /* the sum's gradient */
                 CHECK_OK(on(stream)->cross_entropy_backward(&args, stream));
+                args.accumulate = false;
             }
-            CHECK_NOTE(count[0] == count[1], "%zu and %zu rows counted", count[0], count[1]);
-            CHECK_NOTE(fabsf(loss[0] - loss[1]) <= 1e-5f || (isnan(loss[0]) && isnan(loss[1])),
-                       "loss %g and %g", (double)loss[0], (double)loss[1]);
+            const fsdpc_loss_sum *got = buffer_fetch(&sum), *want = sum.on_cpu;
+            CHECK_NOTE(got->count == want->count, "%llu and %llu rows counted",
+                       (unsigned long long)got->count, (unsigned long long)want->count);
+            CHECK(fabs(got->total - want->total) <= 1e-5 * (double)(1 + want->count));
+            check_close(&loss, 10, 8, "cross entropy");
             check_close(&lse, 10, 8, "cross entropy, lse");
             check_close(&dx, 2, 32, "cross entropy backward");
-            fini_all((buffer *[]){&x, &ids, &lse, &dx}, 4);
+            fini_all((buffer *[]){&x, &ids, &lse, &dx, &loss, &sum, &dloss}, 7);
+        }
+}
+
+/* To the bit: one division in fp64, one product. */
+static void test_loss_gradient(void)
+{
+    for (int d = 0; d < FLOATS; d++)
+        for (size_t n = 0; n < SIZES; n++) {
+            buffer x = buffer_random(floats[d], sizes[n], n % 3);
+            buffer out = buffer_poison(floats[d], sizes[n], n % 2);
+            buffer dloss = buffer_random(FSDPC_F32, 1, 0), sum = buffer_make(FSDPC_I64, 2, 0);
+            *(fsdpc_loss_sum *)sum.on_cpu = (fsdpc_loss_sum){.count = n == 5 ? 0 : 3 * n + 1};
+            if (sizes[n] > 3) {
+                element_set(x.on_cpu, 1, floats[d], NAN);
+                element_set(x.on_cpu, 2, floats[d], -INFINITY);
+            }
+            buffer_send(&x);
+            buffer_send(&sum);
+            fsdpc_loss_gradient_args args = {.dtype = floats[d], .numel = sizes[n]};
+            args.x = x.on_cpu, args.out = out.on_cpu;
+            args.sum = sum.on_cpu, args.dloss = dloss.on_cpu;
+            CHECK_OK(on(cpu_stream)->loss_gradient(&args, cpu_stream));
+            args.x = x.on_gpu, args.out = out.on_gpu;
+            args.sum = sum.on_gpu, args.dloss = dloss.on_gpu;
+            CHECK_OK(on(gpu_stream)->loss_gradient(&args, gpu_stream));
+            check_same_bits(&out, "a loss's gradient");
+            fini_all((buffer *[]){&x, &out, &dloss, &sum}, 4);
         }
 }
 
 static void test_bad_targets(void)
 {
-    float loss = 0;
-    size_t count = 0;
+    buffer loss = buffer_poison(FSDPC_F32, 1, 0), sum = buffer_poison(FSDPC_I64, 2, 0);
     buffer x = buffer_random(FSDPC_F32, 4 * 5, 0), lse = buffer_poison(FSDPC_F32, 4, 0);
     buffer ids = buffer_make(FSDPC_I64, 4, 0);
     for (size_t r = 0; r < 4; r++)
@@ -366,9 +399,9 @@ static void test_bad_targets(void)
     buffer_send(&ids);
     fsdpc_cross_entropy_args args = {.id_dtype = FSDPC_I64, .rows = 4, .cols = 5};
     args.logits = x.on_gpu, args.targets = ids.on_gpu, args.lse = lse.on_gpu;
-    args.loss = &loss, args.count = &count, args.ignore_index = -100;
-    CHECK_FAILS(on(gpu_stream)->cross_entropy(&args, gpu_stream), FSDPC_ERR_INDEX,
-                "target 5 at row 2");
+    args.loss = loss.on_gpu, args.sum = sum.on_gpu, args.ignore_index = -100;
+    CHECK_OK(on(gpu_stream)->cross_entropy(&args, gpu_stream));
+    CHECK_FAILS(fsdpc_stream_sync(gpu_stream), FSDPC_ERR_INDEX, "target 5 at row 2");
     CHECK_OK(fsdpc_stream_sync(gpu_stream));
     fsdpc_embedding_args embed = {.id_dtype = FSDPC_I64, .count = 4, .rows = 5, .dim = 4};
     embed.ids = ids.on_gpu, embed.table = x.on_gpu, embed.out = lse.on_gpu;
@@ -376,7 +409,7 @@ static void test_bad_targets(void)
     CHECK_OK(on(gpu_stream)->embedding(&embed, gpu_stream));
     CHECK_FAILS(fsdpc_stream_sync(gpu_stream), FSDPC_ERR_INDEX, "id 5 at index 2");
     CHECK_OK(fsdpc_stream_sync(gpu_stream));
-    fini_all((buffer *[]){&x, &ids, &lse}, 3);
+    fini_all((buffer *[]){&x, &ids, &lse, &loss, &sum}, 5);
 }
 
 static void test_rotary(void)
@@ -498,7 +531,8 @@ static void test_gemm(void)
 int main(void)
 {
     static const rig_test_fn tests[] = {
-        test_unary, test_gates,         test_binary,      test_sum,    test_copy,      test_softmax,
-        test_norm,  test_cross_entropy, test_bad_targets, test_rotary, test_embedding, test_gemm};
+        test_unary,   test_gates,     test_binary,        test_sum,           test_copy,
+        test_softmax, test_norm,      test_cross_entropy, test_loss_gradient, test_bad_targets,
+        test_rotary,  test_embedding, test_gemm};
     return rig_main("test_nn_kernels", tests, sizeof tests / sizeof tests[0]);
 }
