@@ -43,10 +43,11 @@ typedef struct fsdpc_cuda_stream {
 
 typedef struct fsdpc_cuda_device {
     fsdpc_device head; /* first */
-    int ordinal;
     int multiprocessors;
     size_t shared_bytes;
     fsdpc_cuda_stream *main; /* of plain streams, and of memory: see device_cuda.h */
+    cudaStream_t own;        /* what main is until it is made another's */
+    cudaEvent_t behind;      /* a point of main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
     struct fsdpc_cuda_products *gemm; /* NULL until the first product asks for cuBLASLt */
 } fsdpc_cuda_device;

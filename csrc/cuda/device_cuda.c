@@ -229,14 +229,52 @@ static fsdpc_status cuda_fill(fsdpc_device *device, void *to, int byte, size_t b
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
 }
 
+/* -- streams of others --------------------------------------------------------------------------
+ */
+
+static cudaStream_t raw_stream(uintptr_t handle)
+{
+    return (cudaStream_t)handle; /* NOLINT(performance-no-int-to-ptr): it came from a library */
+}
+
+static fsdpc_status cuda_precede(fsdpc_device *base, uintptr_t raw)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    FSDPC_CUDA_TRY(cudaEventRecord(device->behind, device->main->queue.raw), "record an event");
+    return fsdpc_cuda_check(cudaStreamWaitEvent(raw_stream(raw), device->behind, 0),
+                            "let another library's stream wait");
+}
+
+static fsdpc_status cuda_adopt(fsdpc_device *base, uintptr_t raw)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    FSDPC_TRY(fsdpc_device_cuda_select(base));
+    if (device->main->queue.raw == raw_stream(raw))
+        return FSDPC_OK;
+    FSDPC_TRY(cuda_precede(base, raw));
+    device->main->queue.raw = raw_stream(raw);
+    return FSDPC_OK;
+}
+
+static uintptr_t cuda_handle(const fsdpc_device *base)
+{
+    return (uintptr_t)((const fsdpc_cuda_device *)base)->main->queue.raw;
+}
+
 /* -- life -------------------------------------------------------------------------------------- */
 
 static void cuda_destroy(fsdpc_device *base)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
     fsdpc_cuda_products_destroy(device->gemm);
-    if (device->main)
+    if (device->main) {
+        if (device->main->queue.raw != device->own) /* which may have gone with its library */
+            (void)cudaDeviceSynchronize();
+        device->main->queue.raw = device->own;
         cuda_stream_destroy(&device->main->head);
+    }
+    if (device->behind)
+        (void)cudaEventDestroy(device->behind);
     fsdpc_cuda_pool_destroy(device->pool);
     free(device);
 }
@@ -257,12 +295,14 @@ static const fsdpc_device_ops cuda_ops = {
     .free = cuda_free,
     .copy = cuda_copy,
     .fill = cuda_fill,
+    .adopt = cuda_adopt,
+    .precede = cuda_precede,
+    .handle = cuda_handle,
 };
 
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)
 {
-    return fsdpc_cuda_check(cudaSetDevice(((const fsdpc_cuda_device *)base)->ordinal),
-                            "select a device");
+    return fsdpc_cuda_check(cudaSetDevice(base->ordinal), "select a device");
 }
 
 static fsdpc_status init(fsdpc_cuda_device *device)
@@ -270,17 +310,19 @@ static fsdpc_status init(fsdpc_cuda_device *device)
     int shared_bytes;
     FSDPC_TRY(fsdpc_device_cuda_select(&device->head));
     FSDPC_CUDA_TRY(cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount,
-                                          device->ordinal),
+                                          device->head.ordinal),
                    "count multiprocessors");
     FSDPC_CUDA_TRY(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                                          device->ordinal),
+                                          device->head.ordinal),
                    "ask for the shared memory of a block");
     device->shared_bytes = (size_t)shared_bytes;
     FSDPC_TRY(fsdpc_cuda_pool_create(device->head.mem, &device->pool));
     fsdpc_stream *main;
     FSDPC_TRY(cuda_stream_create(&device->head, "main", true, &main));
     device->main = (fsdpc_cuda_stream *)main;
-    return FSDPC_OK;
+    device->own = device->main->queue.raw;
+    return fsdpc_cuda_check(cudaEventCreateWithFlags(&device->behind, cudaEventDisableTiming),
+                            "create an event");
 }
 
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)
@@ -290,10 +332,10 @@ fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device 
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device");
     device->head = (fsdpc_device){.ops = &cuda_ops,
                                   .remote = true,
+                                  .ordinal = ordinal,
                                   .mem = mem,
                                   .flat = &fsdpc_flat_ops_cuda,
                                   .nn = &fsdpc_nn_ops_cuda};
-    device->ordinal = ordinal;
     fsdpc_status status = init(device);
     if (status != FSDPC_OK) {
         cuda_destroy(&device->head);

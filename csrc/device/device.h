@@ -20,6 +20,10 @@
  * stream wait for it.  An event that was never recorded counts as complete; recorded again, it
  * marks the new point alone, and waits asked for before keep the old one.
  *
+ * Other libraries of the process (torch) have streams of their own, known by a raw handle (CUDA's
+ * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
+ * order; where it was another before, it goes on behind what that one held.
+ *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
  *
@@ -31,6 +35,7 @@
 #define FSDPC_DEVICE_DEVICE_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
 #include "base/cpu.h"
 #include "base/dtype.h"
@@ -76,6 +81,11 @@ typedef struct fsdpc_device_ops {
                          fsdpc_stream *stream);
     /* Optional; NULL: memory can always be read and written. */
     fsdpc_status (*protect)(fsdpc_device *device, void *pages, size_t bytes, fsdpc_access access);
+
+    /* Streams of other libraries, by raw handle.  Optional, all three; NULL: there are none. */
+    fsdpc_status (*adopt)(fsdpc_device *device, uintptr_t raw);
+    fsdpc_status (*precede)(fsdpc_device *device, uintptr_t raw);
+    uintptr_t (*handle)(const fsdpc_device *device);
 } fsdpc_device_ops;
 
 struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
@@ -84,6 +94,7 @@ struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
 struct fsdpc_device {
     const fsdpc_device_ops *ops;
     bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
+    int ordinal;      /* among devices of its kind */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;
@@ -204,6 +215,25 @@ static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *page
                                                 fsdpc_access access)
 {
     return device->ops->protect ? device->ops->protect(device, pages, bytes, access) : FSDPC_OK;
+}
+
+/* The main stream becomes the one that `raw` names, and the calling thread one that may use the
+ * device.  The stream lives until another is adopted. */
+static inline fsdpc_status fsdpc_device_adopt(fsdpc_device *device, uintptr_t raw)
+{
+    return device->ops->adopt ? device->ops->adopt(device, raw) : FSDPC_OK;
+}
+
+/* What the stream `raw` is given from now on runs behind what the main stream holds. */
+static inline fsdpc_status fsdpc_device_precede(fsdpc_device *device, uintptr_t raw)
+{
+    return device->ops->precede ? device->ops->precede(device, raw) : FSDPC_OK;
+}
+
+/* Of the main stream; 0 where there are no such handles, and for CUDA's default stream. */
+static inline uintptr_t fsdpc_device_handle(const fsdpc_device *device)
+{
+    return device->ops->handle ? device->ops->handle(device) : 0;
 }
 
 #endif

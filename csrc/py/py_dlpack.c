@@ -3,8 +3,17 @@
  * Out: a capsule whose managed tensor holds our Python object; its deleter takes the GIL, as the
  * consumer may call it from anywhere.  In: the producer's managed tensor stays alive as the owner
  * of our storage.  Strided or read-only memory is copied.  The structs below are the standard's.
+ *
+ * Memory of a GPU goes both ways between libraries that use the same one, and work stays in order:
+ * a consumer's stream waits for our main stream when it takes a tensor, and a producer is told our
+ * main stream, so that that one waits.  Nothing orders what happens later: who has taken a tensor
+ * of ours and uses it on another stream keeps it until that stream has run, and what we have taken
+ * is given back when our main stream has.
  */
 #include "py/py_tensor.h"
+
+#include <sched.h>
+#include <stdio.h>
 
 #include "py/py_ops.h"
 
@@ -38,7 +47,9 @@ typedef struct dl_versioned {
     dl_tensor tensor;
 } dl_versioned;
 
-enum { DL_CPU = 1, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_BOOL = 6 };
+enum { DL_CPU = 1, DL_CUDA = 2 };
+enum { DEFAULT_STREAM = 1, NO_STREAM = -1 }; /* as an argument of __dlpack__ */
 enum { DL_READ_ONLY = 1, DL_COPIED = 2 };
 
 static const struct {
@@ -48,6 +59,11 @@ static const struct {
     [FSDPC_F64] = {DL_FLOAT, 64}, [FSDPC_I32] = {DL_INT, 32},     [FSDPC_I64] = {DL_INT, 64},
     [FSDPC_U8] = {DL_UINT, 8},    [FSDPC_BOOL] = {DL_BOOL, 8},
 };
+
+static int device_type(const fsdpc_device *device)
+{
+    return device->remote ? DL_CUDA : DL_CPU;
+}
 
 /* ---- out ---- */
 
@@ -90,6 +106,7 @@ static void capsule_destroy(PyObject *capsule)
 static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    const fsdpc_device *device = t->storage->device;
     exported *e = PyMem_RawCalloc(1, sizeof *e);
     if (!e)
         return PyErr_NoMemory();
@@ -100,7 +117,7 @@ static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
         stride *= e->extents[i];
     }
     dl_tensor tensor = {.data = t->data,
-                        .device = {DL_CPU, 0},
+                        .device = {device_type(device), device->ordinal},
                         .ndim = t->ndim,
                         .dtype = {codes[t->dtype].code, codes[t->dtype].bits, 1},
                         .shape = e->extents,
@@ -117,6 +134,44 @@ static PyObject *export_tensor(PyObject *object, bool versioned, bool copied)
     return capsule;
 }
 
+/* Lets the consumer's stream (`stream`, None or NULL: CUDA's default) wait for our work. */
+static int lead(fsdpc_device *device, PyObject *stream)
+{
+    long long handle = DEFAULT_STREAM;
+    if (stream && stream != Py_None)
+        handle = PyLong_AsLongLong(stream);
+    if (handle == -1 && PyErr_Occurred())
+        return -1;
+    if (handle == NO_STREAM)
+        return 0;
+    if (handle <= 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "__dlpack__(stream=%lld): -1, 1 and 2 for CUDA's default streams, or the "
+                     "handle of another",
+                     handle);
+        return -1;
+    }
+    fsdpc_status status = fsdpc_device_precede(device, (uintptr_t)handle);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+/* Raises unless `wanted`, (type, ordinal), None or NULL, is where the memory is. */
+static int check_wanted(const fsdpc_device *device, PyObject *wanted)
+{
+    int type, ordinal;
+    if (!wanted || wanted == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(wanted, "ii;dl_device is (type, ordinal)", &type, &ordinal))
+        return -1;
+    if (type == device_type(device) && ordinal == device->ordinal)
+        return 0;
+    PyErr_Format(PyExc_BufferError,
+                 "__dlpack__: the tensor is on %s:%d, and memory of device type %d, ordinal %d is "
+                 "asked for: numpy() copies to the host",
+                 device->ops->name, device->ordinal, type, ordinal);
+    return -1;
+}
+
 PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
                                  PyObject *keywords)
 {
@@ -126,8 +181,6 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssi
         return NULL;
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     fsdpc_status status = fsdpc_tensor_check(t);
-    if (status == FSDPC_OK)
-        status = fsdpc_py_check_local(t->storage->device, "DLPack's __dlpack__");
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (t->requires_grad)
@@ -137,30 +190,64 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssi
                      PyLong_AsLong(PyTuple_GET_ITEM(a[1], 0)) >= 1;
     if (PyErr_Occurred())
         return NULL;
+    fsdpc_device *device = t->storage->device;
+    if (check_wanted(device, a[2]) < 0)
+        return NULL;
     bool copy = a[3] == Py_True;
     if (!copy && t->storage->readonly && !versioned)
         return PyErr_Format(PyExc_BufferError,
                             "read-only memory needs DLPack 1.0: clone() the tensor first");
-    if (!copy)
-        return export_tensor(object, versioned, false);
-    PyObject *clone = PyObject_CallMethod(object, "clone", NULL);
-    PyObject *capsule = clone ? export_tensor(clone, versioned, true) : NULL;
-    Py_XDECREF(clone);
+    PyObject *given = copy ? PyObject_CallMethod(object, "clone", NULL) : Py_NewRef(object);
+    if (!given || (device->remote && lead(device, a[0]) < 0)) {
+        Py_XDECREF(given);
+        return NULL;
+    }
+    PyObject *capsule = export_tensor(given, versioned, copy);
+    Py_DECREF(given);
     return capsule;
 }
 
 PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *unused)
 {
-    (void)object;
     (void)unused;
-    return Py_BuildValue("(ii)", DL_CPU, 0);
+    const fsdpc_storage *storage = fsdpc_py_self(object)->tensor->storage;
+    if (!storage) /* deferred */
+        return Py_BuildValue("(ii)", DL_CPU, 0);
+    return Py_BuildValue("(ii)", device_type(storage->device), storage->device->ordinal);
 }
 
 /* ---- in ---- */
 
+/* Waits until the main stream has read the memory.  Its errors stay there, for the next sync. */
+static fsdpc_status wait_for_reads(fsdpc_device *device)
+{
+    fsdpc_stream main = {.device = device, .name = "main"};
+    fsdpc_event *read;
+    FSDPC_TRY(fsdpc_event_create(device, &read));
+    fsdpc_status status = fsdpc_event_record(read, &main);
+    while (status == FSDPC_OK && (status = fsdpc_event_test(read)) == FSDPC_IN_PROGRESS) {
+        sched_yield();
+        status = FSDPC_OK;
+    }
+    fsdpc_event_destroy(read);
+    return status;
+}
+
+/* What the main stream holds may need the GIL to get on; the caller may have it or not. */
+static void give_back(const fsdpc_storage *storage)
+{
+    if (!storage->device->remote)
+        return;
+    PyThreadState *thread = PyGILState_Check() ? PyEval_SaveThread() : NULL;
+    (void)wait_for_reads(storage->device); /* a device that fails reads nothing any more */
+    if (thread)
+        PyEval_RestoreThread(thread);
+}
+
 static void release_plain(fsdpc_storage *storage)
 {
     dl_managed *managed = storage->owner;
+    give_back(storage);
     PyGILState_STATE gil = PyGILState_Ensure(); /* many producers expect it */
     if (managed->deleter)
         managed->deleter(managed);
@@ -170,6 +257,7 @@ static void release_plain(fsdpc_storage *storage)
 static void release_versioned(fsdpc_storage *storage)
 {
     dl_versioned *managed = storage->owner;
+    give_back(storage);
     PyGILState_STATE gil = PyGILState_Ensure();
     if (managed->deleter)
         managed->deleter(managed);
@@ -222,12 +310,42 @@ static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsd
     }
     args.dst = t->data;
     fsdpc_status status = runtime->device->nn->copy(&args, runtime->compute);
+    if (status == FSDPC_OK && runtime->device->remote)
+        status = wait_for_reads(runtime->device);
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return status;
     }
     *out = t;
     return FSDPC_OK;
+}
+
+static const char *device_text(int type, int ordinal, char text[64])
+{
+    if (type == DL_CPU)
+        return "the CPU";
+    if (type == DL_CUDA)
+        snprintf(text, 64, "cuda:%d", ordinal);
+    else
+        snprintf(text, 64, "DLPack's device type %d", type);
+    return text;
+}
+
+/* Raises unless `device` computes where the memory is. */
+static int check_home(const fsdpc_device *device, int type, int ordinal)
+{
+    char there[64], here[64];
+    int own = device_type(device);
+    if (type == own && (type == DL_CPU || ordinal == device->ordinal))
+        return 0;
+    const char *hint = own == DL_CPU    ? "copy it to the host first, or call "
+                                          "fsdpc.set_default_device(\"cuda\") before anything else"
+                       : type == DL_CPU ? "fsdpc.tensor(array) copies it there"
+                                        : "copy it there first";
+    PyErr_Format(PyExc_BufferError,
+                 "from_dlpack: memory of %s, and this process computes on %s: %s",
+                 device_text(type, ordinal, there), device_text(own, device->ordinal, here), hint);
+    return -1;
 }
 
 /* A tensor over `d`.  *taken_out: it owns the managed tensor now. */
@@ -239,12 +357,12 @@ static fsdpc_tensor *import_tensor(fsdpc_runtime *runtime, const dl_tensor *d, b
     int dtype = find_dtype(d);
     if (dtype < 0)
         return NULL;
-    if (d->device.type != DL_CPU || d->ndim > FSDPC_MAX_DIMS)
-        return (fsdpc_tensor *)PyErr_Format(
-            PyExc_BufferError,
-            "from_dlpack: device type %d with %d dimensions; memory of the CPU "
-            "with at most %d is needed",
-            d->device.type, d->ndim, FSDPC_MAX_DIMS);
+    if (check_home(runtime->device, d->device.type, d->device.id) < 0)
+        return NULL;
+    if (d->ndim > FSDPC_MAX_DIMS)
+        return (fsdpc_tensor *)PyErr_Format(PyExc_BufferError,
+                                            "from_dlpack: %d dimensions, and there are at most %d",
+                                            d->ndim, FSDPC_MAX_DIMS);
     for (int i = 0; i < d->ndim; i++)
         shape[i] = (size_t)d->shape[i];
     fsdpc_tensor *t = NULL;
@@ -285,16 +403,48 @@ static fsdpc_tensor *import_capsule(fsdpc_runtime *runtime, PyObject *capsule)
     return t;
 }
 
-/* The producer's capsule: by the 1.0 protocol, or as older ones know it. */
-static PyObject *ask_capsule(PyObject *source)
+/* Asked before the memory is: a producer on another device knows no such stream. */
+static int check_source(const fsdpc_device *device, PyObject *source)
 {
+    int type, ordinal;
+    PyObject *there = PyObject_CallMethod(source, "__dlpack_device__", NULL);
+    if (!there)
+        return -1;
+    int result = PyArg_ParseTuple(there, "ii;__dlpack_device__ is (type, ordinal)", &type, &ordinal)
+                     ? check_home(device, type, ordinal)
+                     : -1;
+    Py_DECREF(there);
+    return result;
+}
+
+/* __dlpack__'s stream: the one that will read. */
+static unsigned long long stream_of(const fsdpc_device *device)
+{
+    uintptr_t handle = fsdpc_device_handle(device);
+    return handle ? handle : DEFAULT_STREAM;
+}
+
+/* The producer's capsule: by the 1.0 protocol, or as older ones know it. */
+static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
+{
+    if (device->remote && check_source(device, source) < 0)
+        return NULL;
     PyObject *method = PyObject_GetAttrString(source, "__dlpack__");
-    PyObject *none = PyTuple_New(0), *options = Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
-    PyObject *capsule = method && none && options ? PyObject_Call(method, none, options) : NULL;
-    if (!capsule && method && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyObject *none = PyTuple_New(0);
+    PyObject *stream = device->remote ? PyLong_FromUnsignedLongLong(stream_of(device)) : NULL;
+    PyObject *options = stream ? Py_BuildValue("{s:O}", "stream", stream) : PyDict_New();
+    PyObject *version = Py_BuildValue("(ii)", 1, 0), *capsule = NULL;
+    bool fine = method && none && options && version && (stream || !device->remote) &&
+                PyDict_SetItemString(options, "max_version", version) == 0;
+    if (fine)
+        capsule = PyObject_Call(method, none, options);
+    if (fine && !capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
         PyErr_Clear();
-        capsule = PyObject_CallNoArgs(method);
+        if (PyDict_DelItemString(options, "max_version") == 0)
+            capsule = PyObject_Call(method, none, options);
     }
+    Py_XDECREF(stream);
+    Py_XDECREF(version);
     Py_XDECREF(method);
     Py_XDECREF(none);
     Py_XDECREF(options);
@@ -306,10 +456,8 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
-    fsdpc_status status = fsdpc_py_check_local(runtime->device, "from_dlpack");
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    PyObject *capsule = PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(source);
+    PyObject *capsule =
+        PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(runtime->device, source);
     if (!capsule)
         return NULL;
     fsdpc_tensor *t = import_capsule(runtime, capsule);

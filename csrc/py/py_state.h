@@ -83,6 +83,7 @@ fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
 int fsdpc_py_state_setup(PyObject *module);
 int fsdpc_py_plugin_setup(PyObject *module);
+int fsdpc_py_stream_setup(PyObject *module);
 
 /* status = expression, without the GIL if there is `work` (elements touched) to do. */
 #define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \

@@ -310,6 +310,15 @@ def set_device(path: str | None, /) -> None:
 def device_name() -> str:
     """Return "cpu", or the name of the plugin that was taken."""
 
+def adopt_stream(handle: int, /) -> None:
+    """Make the stream with this raw handle the main stream, behind what that one holds."""
+
+def stream_handle() -> int:
+    """Return the raw handle of the main stream; 0 on the CPU."""
+
+def synchronize() -> None:
+    """Wait for what the main stream holds; the first error of it is raised."""
+
 # ---- the engine ----
 
 def listen_for_rank(address: str, rank: int) -> int: ...

@@ -20,6 +20,7 @@
  */
 #include "cuda_runtime_api.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <linux/futex.h>
@@ -522,6 +523,15 @@ struct emu_stream {
     }
 };
 
+/* The stream behind the handles 0, 1 and 2, which CUDA gives to its default streams; and all. */
+static emu_stream *of(cudaStream_t handle)
+{
+    static emu_stream &standard = *new emu_stream;
+    return reinterpret_cast<uintptr_t>(handle) <= 2 ? &standard : handle;
+}
+static std::mutex made_lock;
+static std::vector<emu_stream *> made;
+
 struct emu_event {
     std::shared_ptr<std::atomic<bool>> reached; /* of the last record */
 };
@@ -534,7 +544,7 @@ void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t share
                 shared);
         abort();
     }
-    stream->post([=] { run_grid(grid, block, thread); }, true);
+    of(stream)->post([=] { run_grid(grid, block, thread); }, true);
 }
 
 /* In a stream. */
@@ -745,28 +755,34 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     if (source.type == cudaMemoryTypeUnregistered) {
         auto begin = static_cast<const unsigned char *>(from);
         auto kept = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
-        stream->post([=] { memmove(to, kept->data(), bytes); }, true);
+        of(stream)->post([=] { memmove(to, kept->data(), bytes); }, true);
     } else {
-        stream->post([=] { memmove(to, from, bytes); }, true);
+        of(stream)->post([=] { memmove(to, from, bytes); }, true);
     }
     return target.type == cudaMemoryTypeUnregistered ? cudaStreamSynchronize(stream) : cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
 {
-    stream->post([=] { memset(to, value, bytes); }, true);
+    of(stream)->post([=] { memset(to, value, bytes); }, true);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 {
     *stream = new emu_stream();
+    std::lock_guard<std::mutex> guard(made_lock);
+    made.push_back(*stream);
     return cudaSuccess;
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     stream->post([=] { stream->stop = true; }, false);
+    {
+        std::lock_guard<std::mutex> guard(made_lock);
+        made.erase(std::find(made.begin(), made.end(), stream));
+    }
     host_inside here;
     stream->thread.join();
     delete stream;
@@ -777,14 +793,26 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
     waits++;
     auto reached = std::make_shared<std::atomic<bool>>(false);
-    stream->post([reached] { reached->store(true, std::memory_order_release); }, false);
+    of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
     host_waits_for(*reached);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize(void)
+{
+    std::vector<emu_stream *> all = {of(NULL)};
+    {
+        std::lock_guard<std::mutex> guard(made_lock);
+        all.insert(all.end(), made.begin(), made.end());
+    }
+    for (emu_stream *stream : all)
+        cudaStreamSynchronize(stream);
     return cudaSuccess;
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *arg)
 {
-    stream->post([=] { function(arg); }, true);
+    of(stream)->post([=] { function(arg); }, true);
     return cudaSuccess;
 }
 
@@ -804,7 +832,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     auto reached = std::make_shared<std::atomic<bool>>(false);
     event->reached = reached;
-    stream->post([reached] { reached->store(true, std::memory_order_release); }, false);
+    of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
     return cudaSuccess;
 }
 
@@ -812,7 +840,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 {
     auto reached = event->reached;
     if (reached)
-        stream->post([reached] { wait_for(*reached); }, false);
+        of(stream)->post([reached] { wait_for(*reached); }, false);
     return cudaSuccess;
 }
 

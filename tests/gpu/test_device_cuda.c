@@ -152,6 +152,60 @@ static void test_streams_that_are_not_async_are_one(void)
     fsdpc_stream_destroy(named);
 }
 
+/* Another library's stream becomes the main one, and another after it: nothing comes too early. */
+static void test_adopted_streams_go_on_behind(void)
+{
+    enum { NUMEL = 20000, TURNS = 8 };
+    fsdpc_stream plain = {.device = gpu, .name = "inline"};
+    uintptr_t own = fsdpc_device_handle(gpu);
+    cudaStream_t streams[2];
+    for (int i = 0; i < 2; i++)
+        CHECK(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking) == cudaSuccess);
+    buffer x = buffer_make(FSDPC_F32, NUMEL, 0);
+    for (size_t i = 0; i < NUMEL; i++)
+        ((float *)x.on_cpu)[i] = (float)(i % 7);
+    buffer_send(&x);
+    for (int turn = 0; turn < TURNS; turn++) {
+        uintptr_t next = turn % 3 < 2 ? (uintptr_t)streams[turn % 3] : own;
+        CHECK_OK(fsdpc_device_adopt(gpu, next));
+        CHECK_OK(fsdpc_device_adopt(gpu, next)); /* nothing */
+        CHECK(fsdpc_device_handle(gpu) == next);
+        CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, x.on_gpu, FSDPC_F32, NUMEL, &plain));
+        for (size_t i = 0; i < NUMEL; i++)
+            ((float *)x.on_cpu)[i] *= 2;
+    }
+    check_same_bits(&x, "turns of adopted streams");
+    CHECK_OK(fsdpc_device_adopt(gpu, own));
+    for (int i = 0; i < 2; i++)
+        CHECK(cudaStreamDestroy(streams[i]) == cudaSuccess);
+    buffer_fini(&x);
+}
+
+/* A copy on another library's stream reads what the main stream wrote before. */
+static void test_a_stream_that_the_main_one_precedes(void)
+{
+    enum { NUMEL = 50000 };
+    fsdpc_stream plain = {.device = gpu, .name = "inline"};
+    cudaStream_t other;
+    CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking) == cudaSuccess);
+    buffer x = buffer_make(FSDPC_F32, NUMEL, 0), y = buffer_poison(FSDPC_F32, NUMEL, 0);
+    for (size_t i = 0; i < NUMEL; i++)
+        ((float *)x.on_cpu)[i] = (float)i;
+    buffer_send(&x);
+    CHECK_OK(fsdpc_flat_accumulate(x.on_gpu, FSDPC_F32, x.on_gpu, FSDPC_F32, NUMEL, &plain));
+    CHECK_OK(fsdpc_device_precede(gpu, (uintptr_t)other));
+    CHECK(cudaMemcpyAsync(y.on_gpu, x.on_gpu, NUMEL * sizeof(float), cudaMemcpyDefault, other) ==
+          cudaSuccess);
+    CHECK(cudaStreamSynchronize(other) == cudaSuccess);
+    for (size_t i = 0; i < NUMEL; i++)
+        ((float *)x.on_cpu)[i] = ((float *)y.on_cpu)[i] = (float)i * 2;
+    check_same_bits(&x, "what the main stream wrote");
+    check_same_bits(&y, "what the other stream read of it");
+    CHECK(cudaStreamDestroy(other) == cudaSuccess);
+    buffer_fini(&x);
+    buffer_fini(&y);
+}
+
 int main(void)
 {
 #if defined(FSDPC_EMU)
@@ -162,6 +216,8 @@ int main(void)
                                         test_events_order_streams,
                                         test_first_error_is_kept,
                                         test_plain_streams,
-                                        test_streams_that_are_not_async_are_one};
+                                        test_streams_that_are_not_async_are_one,
+                                        test_adopted_streams_go_on_behind,
+                                        test_a_stream_that_the_main_one_precedes};
     return rig_main("test_device_cuda", tests, sizeof tests / sizeof tests[0]);
 }

@@ -1,0 +1,48 @@
+/* The main stream beside streams of other libraries; see csrc/device/device.h.
+ *
+ * A CPU has no such streams: adopting does nothing there, and the handle is 0.
+ */
+#include "py/py_state.h"
+
+static PyObject *adopt_stream(PyObject *module, PyObject *handle)
+{
+    size_t raw = PyLong_AsSize_t(handle);
+    if (raw == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    return runtime ? fsdpc_py_none(fsdpc_device_adopt(runtime->device, raw)) : NULL;
+}
+
+static PyObject *stream_handle(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    return runtime ? PyLong_FromSize_t(fsdpc_device_handle(runtime->device)) : NULL;
+}
+
+static PyObject *synchronize(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_stream_sync(runtime->compute);
+    Py_END_ALLOW_THREADS;
+    return fsdpc_py_none(status);
+}
+
+static PyMethodDef functions[] = {
+    {"adopt_stream", adopt_stream, METH_O,
+     "adopt_stream(handle): the stream with this raw handle becomes the main stream."},
+    {"stream_handle", stream_handle, METH_NOARGS, "The raw handle of the main stream."},
+    {"synchronize", synchronize, METH_NOARGS,
+     "Wait for what the main stream holds; the first error of it is raised."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_stream_setup(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}
