@@ -365,6 +365,29 @@ fsdpc_status fsdpc_comm_wait(fsdpc_work *work)
                                work->op.what);
 }
 
+typedef struct ordering {
+    fsdpc_work *work;
+    fsdpc_stream *stream;
+} ordering;
+
+static fsdpc_status poll_order(void *arg)
+{
+    const ordering *o = arg;
+    fsdpc_status status = o->work->comm->ops->order(o->work, o->stream);
+    if (status != FSDPC_IN_PROGRESS)
+        o->work->comm = NULL;
+    return status;
+}
+
+fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
+{
+    if (!work->comm || !fsdpc_comm_orders(work->comm))
+        return fsdpc_comm_wait(work);
+    ordering o = {work, stream};
+    return fsdpc_comm_wait_for(work->comm, poll_order, &o, fsdpc_coll_name(work->op.kind),
+                               work->op.what);
+}
+
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op)
 {
     fsdpc_work work = {0};

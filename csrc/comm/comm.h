@@ -21,6 +21,12 @@
  * leaves a fingerprint that peers check, and a difference is an error on every rank that names both
  * ranks' unit and operation, before any wrong number is used.
  *
+ * On a remote device an operation runs in the order of its stream and is ordered with nothing else:
+ * the caller has events waited for, before it posts, for what is read and overwritten.  It need not
+ * be waited for: fsdpc_comm_order makes another stream wait, and the host goes on, a bounded number
+ * of operations ahead of the device.  What fails after that is an error of the next call that waits
+ * for anything, a sync of the device among them (fsdpc_device.watch).
+ *
  * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and
  * watches the peers.  After a failure the communicator is poisoned: every later call fails and says
  * why. Three outcomes do not poison: an interrupt (it ends the wait, not the operation: wait again,
@@ -87,7 +93,7 @@ typedef struct fsdpc_coll {
     const char *what; /* for messages, e.g. the unit's name; borrowed until the work is done */
     fsdpc_dtype dtype;
     uint64_t epoch;
-    fsdpc_stream *stream; /* NULL: inline */
+    fsdpc_stream *stream; /* NULL: inline; on a remote device the main stream */
     /* Moves nothing: it is compared with the peers' and done when all have posted it.  For a
      * transport that moves the bytes itself and lets another one watch over it. */
     bool agree_only;
@@ -166,6 +172,9 @@ typedef struct fsdpc_comm_ops {
     /* Collectives */
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */
     fsdpc_status (*test)(fsdpc_work *work);
+    /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
+     * Optional: it is waited for. */
+    fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
 
     /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  May
      * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
@@ -266,6 +275,17 @@ fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work 
 fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
+
+/* What is put on `stream` from now on comes after the operation, whose work is idle on return: its
+ * slices are read no more, its name until the device has run it.  Waits where the transport cannot
+ * order streams. */
+fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream);
+
+/* Whether work may be ordered without waiting for it. */
+static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
+{
+    return comm->ops->order != NULL;
+}
 
 /* Collective: FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest
  * that failed.  `what` was tried. */

@@ -9,8 +9,9 @@
  * reason in the control, whose waits look for it and for deaths while ours look at the GPU, and do
  * the same.  All groups of a rank end together.
  *
- * What it does not do: overlap hosts and GPUs.  Operations are done when the GPU has done them, as
- * the host sees it; nobody is told of them by events.
+ * A kernel that waits for a peer who is gone never ends, and a host that waits blindly for the GPU
+ * would never learn why.  So the first communicator of a device becomes its watch: every sync polls
+ * the GPU as our own waits do, with the deadline, the interrupt and the peers looked after.
  */
 #include "cuda/comm_nccl.h"
 
@@ -99,7 +100,11 @@ static void nccl_destroy(fsdpc_comm *comm)
     while (*at != self)
         at = &(*at)->next_group;
     *at = self->next_group;
+    if (comm->device->watch.arg == self)
+        comm->device->watch = (fsdpc_watch){0};
     if (!forked(self)) {
+        if (!comm->poison[0])
+            fsdpc_nccl_flights_land(self);
         bool idle = !self->flights && !comm->poison[0] && !self->control->poison[0];
         fsdpc_nccl_flights_drop(self, FSDPC_ERR_STATE);
         if (idle)
@@ -300,12 +305,12 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
     free(buffer);
 }
 
-/* Peers never read it: done is idle. */
+/* Peers never read it: done is idle, and ordered is as good to who fills it in that order. */
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
     const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
     for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        if (fsdpc_coll_reduces(flight->work->op.kind) && flight->work->op.buffer == buffer)
+        if (flight->work && fsdpc_coll_reduces(flight->op.kind) && flight->op.buffer == buffer)
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "a reduction of this buffer is in flight: wait for it first");
     return fsdpc_comm_health(buffer->comm);
@@ -313,17 +318,28 @@ static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 
 /* ---- Waiting ---- */
 
+/* Whether this rank may be waiting for the GPU. */
 static bool gpu_is_busy(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group) {
         if (group->base.apart != self->base.apart)
             continue;
-        if (group->beginning)
+        if (group->beginning || group->watching)
             return true;
+        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
+            if (flight->work && flight->stage != FSDPC_NCCL_LANDED)
+                return true;
+    }
+    return false;
+}
+
+/* Whether the GPU may wait for peers, or works on what is this rank's alone. */
+static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
+{
+    for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
         for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
             if (flight->stage != FSDPC_NCCL_LANDED)
                 return true;
-    }
     return false;
 }
 
@@ -335,11 +351,63 @@ static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
         FSDPC_TRY(fsdpc_nccl_carry_on(self));
     if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
         max_ns = GPU_NAP_NS;
-    if (control->ops->idle)
-        return control->ops->idle(control, max_ns);
-    if (max_ns > 0)
+    if (control->ops->idle) {
+        fsdpc_status status = control->ops->idle(control, max_ns);
+        if (status == FSDPC_OK || !self->watching || gpu_needs_peers(self))
+            return status;
+    }
+    if (max_ns > 0) /* also beside peers that are gone and not needed any more */
         sched_yield();
     return FSDPC_OK;
+}
+
+typedef struct watched {
+    fsdpc_comm_nccl *self;
+    fsdpc_status (*poll)(void *arg);
+    void *arg;
+} watched;
+
+/* What the device has done with the peers they have agreed on; so a second look, behind it. */
+static fsdpc_status poll_watched(void *arg)
+{
+    const watched *w = arg;
+    fsdpc_status status = FSDPC_IN_PROGRESS;
+    for (int look = 0; look < 2; look++) {
+        FSDPC_TRY(fsdpc_nccl_carry_on(w->self));
+        FSDPC_TRY(fsdpc_comm_health(&w->self->base));
+        if (look == 0)
+            status = w->poll(w->arg);
+        if (status != FSDPC_OK)
+            return status;
+    }
+    return FSDPC_OK;
+}
+
+/* After a failure, which has ended what waits for peers: what was there before may still be read.
+ */
+static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*poll)(void *arg),
+                                  void *arg)
+{
+    const int64_t patience_ns = 5000000000;
+    int64_t until = fsdpc_clock_ns() + patience_ns;
+    fsdpc_status status = poll(arg);
+    for (; status == FSDPC_IN_PROGRESS && fsdpc_clock_ns() < until; status = poll(arg))
+        sched_yield();
+    return status == FSDPC_IN_PROGRESS ? fsdpc_comm_health(&self->base) : status;
+}
+
+static fsdpc_status watch_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg)
+{
+    fsdpc_comm_nccl *self = arg;
+    if (self->base.poison[0])
+        return wait_for_rest(self, poll, poll_arg);
+    watched w = {self, poll, poll_arg};
+    bool outer = self->watching;
+    self->watching = true;
+    fsdpc_status status =
+        fsdpc_comm_wait_for(&self->base, poll_watched, &w, "what the GPU was given", NULL);
+    self->watching = outer;
+    return status;
 }
 
 static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
@@ -381,6 +449,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .buffer_idle = nccl_buffer_idle,
     .post = fsdpc_nccl_post,
     .test = fsdpc_nccl_test,
+    .order = fsdpc_nccl_order,
     .idle = nccl_idle,
     .describe = nccl_describe,
     .locate = nccl_locate,
@@ -423,6 +492,8 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm 
     if (world)
         world_release(world); /* self has its own */
     if (status == FSDPC_OK) {
+        if (!config->device->watch.wait_for)
+            config->device->watch = (fsdpc_watch){watch_wait, self};
         *out = &self->base;
         return FSDPC_OK;
     }

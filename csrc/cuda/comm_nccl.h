@@ -39,11 +39,12 @@ typedef enum fsdpc_nccl_stage {
 /* A posted operation; kept and used again. */
 typedef struct fsdpc_nccl_flight {
     struct fsdpc_nccl_flight *next;
-    fsdpc_work *work;     /* the caller's, whose impl points here */
+    fsdpc_coll op;
+    fsdpc_work *work;     /* the caller's, whose impl points here; NULL: it was ordered */
     fsdpc_work agreement; /* on the control: that all posted the same, or, for host memory, all */
     fsdpc_nccl_stage stage;
     fsdpc_nccl_lane lane;
-    cudaEvent_t filled; /* recorded at the post: what it reads has been written */
+    bool on_gpu;
     cudaEvent_t landed;
 } fsdpc_nccl_flight;
 
@@ -62,6 +63,7 @@ typedef struct fsdpc_comm_nccl {
     struct fsdpc_comm_nccl *next_group;
     fsdpc_nccl_comm lanes[FSDPC_NCCL_LANES];
     bool beginning;             /* a lane is being made */
+    bool watching;              /* the host waits for the device */
     fsdpc_nccl_flight *flights; /* in order of posting */
     fsdpc_nccl_flight *spare;
 } fsdpc_comm_nccl;
@@ -98,12 +100,15 @@ void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self);
 
 fsdpc_status fsdpc_nccl_post(fsdpc_work *work);
 fsdpc_status fsdpc_nccl_test(fsdpc_work *work);
+fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream);
 /* Carries on what is in flight in any group of this rank, as every wait of this communicator does.
  */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
 /* Waits until NCCL has put all that was posted on its streams: before a wait in the control, which
  * carries nothing on, for peers that may wait for what we have not launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
+/* Waits, for seconds at most, until what was ordered has landed. */
+void fsdpc_nccl_flights_land(fsdpc_comm_nccl *self);
 /* Operations in flight end with `status` and are not touched again. */
 void fsdpc_nccl_flights_drop(fsdpc_comm_nccl *self, fsdpc_status status);
 void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self);

@@ -37,6 +37,7 @@ typedef struct fsdpc_cuda_queue {
 typedef struct fsdpc_cuda_stream {
     fsdpc_stream head; /* first */
     fsdpc_cuda_queue queue;
+    cudaEvent_t synced; /* what a watched sync waits for; NULL: none did yet */
     fsdpc_status error; /* the first of its submitted work, until sync */
     char message[512];
 } fsdpc_cuda_stream;

@@ -6,8 +6,9 @@
  * cannot return an error (cuda_queue.h).  Events carry no timing: recording one is then cheap, and
  * waiting for one does not reach into the host.
  *
- * A sync waits for as long as the work takes.  Work that can wait for a peer is a collective's, and
- * those are polled with a deadline by the communicator, never synced.
+ * A sync waits for as long as the work takes; where the device has a watch, that polls for the end
+ * of it, since a collective may wait for a peer that is gone.  Nothing else may wait then: a copy
+ * into ordinary memory, in which CUDA waits for the stream, comes after such a wait.
  */
 #include "cuda/device_cuda.h"
 
@@ -52,6 +53,8 @@ static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
 
 static void stream_free(fsdpc_cuda_stream *stream)
 {
+    if (stream->synced)
+        (void)cudaEventDestroy(stream->synced);
     fsdpc_cuda_pinned_free(stream->queue.fault);
     free((char *)stream->head.name);
     free(stream);
@@ -135,10 +138,33 @@ static fsdpc_status fault_error(fsdpc_cuda_fault *shared)
     return fsdpc_fail(FSDPC_ERR_INTERNAL, "a kernel reported fault %u", fault.kind);
 }
 
+static fsdpc_status poll_synced(void *arg)
+{
+    cudaError_t error = cudaEventQuery(((const fsdpc_cuda_stream *)arg)->synced);
+    if (error == cudaErrorNotReady) {
+        (void)cudaGetLastError();
+        return FSDPC_IN_PROGRESS;
+    }
+    return fsdpc_cuda_check(error, "run what a stream holds");
+}
+
+static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
+{
+    const fsdpc_watch *watch = &stream->head.device->watch;
+    if (!watch->wait_for)
+        return fsdpc_cuda_check(cudaStreamSynchronize(stream->queue.raw),
+                                "run what a stream holds");
+    if (!stream->synced)
+        FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&stream->synced, cudaEventDisableTiming),
+                       "create an event");
+    FSDPC_CUDA_TRY(cudaEventRecord(stream->synced, stream->queue.raw), "record an event");
+    return watch->wait_for(watch->arg, poll_synced, stream);
+}
+
 static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
 {
     fsdpc_cuda_stream *stream = own_stream(base->device, base);
-    FSDPC_CUDA_TRY(cudaStreamSynchronize(stream->queue.raw), "run what a stream holds");
+    FSDPC_TRY(wait_for_all(stream));
     if (stream->error != FSDPC_OK) {
         fsdpc_status status = fsdpc_fail(stream->error, "%s", stream->message);
         stream->error = FSDPC_OK;
@@ -208,12 +234,30 @@ static void cuda_free(fsdpc_device *device, void *pointer)
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pool, pointer);
 }
 
+/* Whether CUDA would wait for the stream in this copy: always where ordinary memory is written, and
+ * where more of it is read than CUDA sets aside at once. */
+static fsdpc_status copy_waits(const void *to, const void *from, size_t bytes, bool *out)
+{
+    enum { SET_ASIDE_BYTES = 64 << 10 };
+    struct cudaPointerAttributes target, source;
+    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&target, to), "ask whose memory this is");
+    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&source, from), "ask whose memory this is");
+    *out = target.type == cudaMemoryTypeUnregistered ||
+           (source.type == cudaMemoryTypeUnregistered && bytes > SET_ASIDE_BYTES);
+    return FSDPC_OK;
+}
+
 static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
                               fsdpc_stream *stream)
 {
     if (bytes == 0)
         return FSDPC_OK;
     fsdpc_cuda_stream *own = own_stream(device, stream);
+    bool waits = false;
+    if (device->watch.wait_for)
+        FSDPC_TRY(copy_waits(to, from, bytes, &waits));
+    if (waits)
+        FSDPC_TRY(wait_for_all(own));
     FSDPC_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own->queue.raw),
                    "copy memory");
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);

@@ -7,8 +7,13 @@
  * Launching.  NCCL does not block, so it may still be connecting when the call returns, and until
  * it says that it is done nothing may follow on that lane.  Flights of a group are launched one
  * after the other in order of posting, over both lanes, so that all ranks hand NCCL their
- * operations in one order.  Launched is not run: lanes overlap on the GPU.  An operation's stream
- * first waits for the device's main stream as it was at the post, where what is sent was written.
+ * operations in one order.  Launched is not run: lanes overlap on the GPU.
+ *
+ * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
+ * and the caller's work is idle.  The flight goes on by itself until the host sees that it has
+ * landed, which it looks for whenever it waits for anything.  A post waits for the oldest flight
+ * where AHEAD_MAX are in the air, so a host that never waits is still stopped by what a dead peer
+ * left unfinished.
  *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  What
  * follows is the engine's and runs behind it on the same stream: the own slices are scaled in fp32,
@@ -17,6 +22,7 @@
  *
  * Ranks that wait carry on the flights of all their groups, as peers may wait for those.
  */
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -24,6 +30,8 @@
 #include "cuda/comm_nccl.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
+
+enum { AHEAD_MAX = 64 }; /* operations of a group that the host is ahead of the device */
 
 static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
     [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
@@ -176,12 +184,7 @@ static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
     flight = calloc(1, sizeof *flight);
     if (!flight)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation");
-    cudaError_t error = cudaEventCreateWithFlags(&flight->filled, cudaEventDisableTiming);
-    if (error == cudaSuccess) {
-        error = cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
-        if (error != cudaSuccess)
-            (void)cudaEventDestroy(flight->filled);
-    }
+    cudaError_t error = cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
     if (error != cudaSuccess) {
         free(flight);
         return fsdpc_cuda_check(error, "create an event");
@@ -198,15 +201,21 @@ static void flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
     self->spare = flight;
 }
 
+static void work_end(fsdpc_work *work, fsdpc_status status)
+{
+    work->impl = NULL;
+    work->status = status;
+    atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+}
+
 static void flight_end(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, fsdpc_status status)
 {
     fsdpc_nccl_flight **at = &self->flights;
     while (*at != flight)
         at = &(*at)->next;
     *at = flight->next;
-    flight->work->impl = NULL;
-    flight->work->status = status;
-    atomic_store_explicit(&flight->work->state, 0, memory_order_relaxed);
+    if (flight->work)
+        work_end(flight->work, status);
     flight_give(self, flight);
 }
 
@@ -221,7 +230,6 @@ void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
     while (self->spare) {
         fsdpc_nccl_flight *flight = self->spare;
         self->spare = flight->next;
-        (void)cudaEventDestroy(flight->filled);
         (void)cudaEventDestroy(flight->landed);
         free(flight);
     }
@@ -230,11 +238,10 @@ void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
 /* Hands the operation to NCCL. */
 static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
-    const fsdpc_coll *op = &flight->work->op;
+    const fsdpc_coll *op = &flight->op;
     const call c = {&self->world->nccl,   self->lanes[flight->lane],
                     raw_stream(self, op), op,
                     self->base.rank,      self->base.size};
-    FSDPC_CUDA_TRY(cudaStreamWaitEvent(c.stream, flight->filled, 0), "wait for an event");
     if (op->kind == FSDPC_COLL_ALL_GATHER && op->send == op->recv && c.rank > 0) {
         size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
         FSDPC_CUDA_TRY(cudaMemcpyAsync((unsigned char *)op->recv + (size_t)c.rank * bytes, op->send,
@@ -249,7 +256,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 /* NCCL's part is on the stream; ours goes behind it. */
 static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
-    const fsdpc_coll *op = &flight->work->op;
+    const fsdpc_coll *op = &flight->op;
     fsdpc_stream plain = {.device = self->base.device, .name = "comm"};
     if (fsdpc_coll_reduces(op->kind))
         FSDPC_TRY(fsdpc_coll_reduce_slices(op, self->base.rank, 1,
@@ -258,6 +265,11 @@ static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
     FSDPC_CUDA_TRY(cudaEventRecord(flight->landed, raw_stream(self, op)), "record an event");
     flight->stage = FSDPC_NCCL_RUNNING;
     return FSDPC_OK;
+}
+
+static bool is_launched(const fsdpc_nccl_flight *flight)
+{
+    return flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
 }
 
 static fsdpc_status landed(fsdpc_nccl_flight *flight)
@@ -272,10 +284,16 @@ static fsdpc_status landed(fsdpc_nccl_flight *flight)
     return FSDPC_OK;
 }
 
-/* As far as it goes; *turn is false while a flight that was posted earlier is not launched yet. */
-static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool *turn)
+/* What the flights before it leave to one. */
+typedef struct turns {
+    bool launched;                 /* all of them: it may be */
+    bool flying[FSDPC_NCCL_LANES]; /* one of this lane, and so all behind it */
+} turns;
+
+/* As far as it goes. */
+static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, turns *before)
 {
-    if (flight->stage == FSDPC_NCCL_QUEUED && *turn)
+    if (flight->stage == FSDPC_NCCL_QUEUED && before->launched)
         FSDPC_TRY(launch(self, flight));
     if (flight->stage == FSDPC_NCCL_LAUNCHING) {
         fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "launch it");
@@ -284,13 +302,14 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, b
         if (status < 0)
             return status;
     }
-    *turn = *turn && flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
-    if (flight->stage == FSDPC_NCCL_RUNNING) {
+    before->launched &= is_launched(flight);
+    if (flight->stage == FSDPC_NCCL_RUNNING && !before->flying[flight->lane]) {
         /* The lane may be busy with a later flight, which is no news of this one. */
         fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "run it");
-        if (status < 0)
-            return status;
-        return landed(flight);
+        if (status >= 0)
+            status = landed(flight);
+        before->flying[flight->lane] = status == FSDPC_IN_PROGRESS;
+        return status;
     }
     return flight->stage == FSDPC_NCCL_LANDED ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
@@ -311,31 +330,33 @@ static bool death_named(fsdpc_comm_nccl *self)
 static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight,
                                   fsdpc_status status, bool on_gpu)
 {
-    fsdpc_work *work = flight->work;
+    const fsdpc_coll *op = &flight->op;
     char text[512];
     snprintf(text, sizeof text, "%s", fsdpc_last_error());
     if (on_gpu && status == FSDPC_ERR_PEER && death_named(self)) {
         snprintf(text, sizeof text, "%s", fsdpc_last_error());
     } else if (on_gpu) {
-        int n = snprintf(
-            text, sizeof text, "rank %d in %s of '%s' (unit %d): ", self->base.world_rank,
-            fsdpc_coll_name(work->op.kind), work->op.what ? work->op.what : "", work->op.unit);
+        int n =
+            snprintf(text, sizeof text, "rank %d in %s of '%s' (unit %d): ", self->base.world_rank,
+                     fsdpc_coll_name(op->kind), op->what ? op->what : "", op->unit);
         if (n > 0 && (size_t)n < sizeof text)
             snprintf(text + n, sizeof text - (size_t)n, "%s", fsdpc_last_error());
     }
     fsdpc_fail(status, "%s", text);
-    fsdpc_comm_poison(&self->base, status);
-    work->status = status;
+    fsdpc_work *work = flight->work;
+    fsdpc_comm_poison(&self->base, status); /* which drops the flight */
+    if (work)
+        work->status = status;
     return status;
 }
 
 static fsdpc_status carry_on_group(fsdpc_comm_nccl *self)
 {
-    bool turn = true;
+    turns before = {.launched = true};
     fsdpc_nccl_flight *next;
     for (fsdpc_nccl_flight *flight = self->flights; flight; flight = next) {
         next = flight->next;
-        fsdpc_status gpu = gpu_step(self, flight, &turn);
+        fsdpc_status gpu = gpu_step(self, flight, &before);
         if (gpu < 0)
             return flight_failed(self, flight, gpu, true);
         fsdpc_status agreed = fsdpc_comm_test(&flight->agreement);
@@ -347,13 +368,12 @@ static fsdpc_status carry_on_group(fsdpc_comm_nccl *self)
     return FSDPC_OK;
 }
 
-/* What fails in another group is found there. */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self)
 {
     fsdpc_comm_nccl *group = self->base.apart ? NULL : self->world->groups;
     for (; group; group = group->next_group)
         if (group != self && group->flights && !group->base.apart)
-            carry_on_group(group);
+            FSDPC_TRY(carry_on_group(group));
     return carry_on_group(self);
 }
 
@@ -365,7 +385,7 @@ static fsdpc_status poll_launched(void *arg)
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
         for (const fsdpc_nccl_flight *flight = group->flights;
              flight && group->base.apart == self->base.apart; flight = flight->next)
-            if (flight->stage == FSDPC_NCCL_QUEUED || flight->stage == FSDPC_NCCL_LAUNCHING)
+            if (!is_launched(flight))
                 return FSDPC_IN_PROGRESS;
     return FSDPC_OK;
 }
@@ -385,17 +405,39 @@ static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
 
 static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
 {
-    fsdpc_coll op = flight->work->op;
+    fsdpc_coll op = flight->op;
     op.agree_only = op.agree_only || for_gpu;
     op.stream = NULL;
     return fsdpc_nccl_settle(self, fsdpc_comm_post(self->control, &op, &flight->agreement));
 }
 
-static fsdpc_status inputs_mark(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+typedef struct room {
+    fsdpc_comm_nccl *group;
+    const fsdpc_nccl_flight *oldest;
+} room;
+
+static fsdpc_status poll_room(void *arg)
 {
-    fsdpc_stream plain = {.device = self->base.device};
-    return fsdpc_cuda_check(cudaEventRecord(flight->filled, fsdpc_cuda_queue_of(&plain)->raw),
-                            "record an event");
+    const room *r = arg;
+    FSDPC_TRY(fsdpc_nccl_carry_on(r->group));
+    FSDPC_TRY(fsdpc_comm_health(&r->group->base));
+    return r->group->flights == r->oldest ? FSDPC_IN_PROGRESS : FSDPC_OK;
+}
+
+/* The host is not too far ahead of the device. */
+static fsdpc_status wait_for_room(fsdpc_comm_nccl *self)
+{
+    int ahead = 0;
+    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
+        ahead++;
+    if (ahead < AHEAD_MAX)
+        return FSDPC_OK;
+    room r = {self, self->flights};
+    self->watching = true;
+    fsdpc_status status = fsdpc_comm_wait_for(
+        &self->base, poll_room, &r, fsdpc_coll_name(r.oldest->op.kind), r.oldest->op.what);
+    self->watching = false;
+    return status;
 }
 
 fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
@@ -403,6 +445,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
     bool for_gpu = false;
     FSDPC_TRY(is_for_gpu(&work->op, &for_gpu));
+    FSDPC_TRY(wait_for_room(self));
     fsdpc_nccl_lane lane = lane_of(&work->op);
     if (for_gpu && !self->lanes[lane]) {
         FSDPC_TRY(fsdpc_nccl_launched(self));
@@ -412,13 +455,13 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
         fsdpc_comm_set_apart(self->control);
     fsdpc_nccl_flight *flight = NULL;
     FSDPC_TRY(flight_take(self, &flight));
+    flight->op = work->op;
     flight->work = work;
     flight->next = NULL;
     flight->lane = lane;
+    flight->on_gpu = for_gpu;
     flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
-    fsdpc_status status = for_gpu ? inputs_mark(self, flight) : FSDPC_OK;
-    if (status == FSDPC_OK)
-        status = agreement_post(self, flight, for_gpu);
+    fsdpc_status status = agreement_post(self, flight, for_gpu);
     if (status != FSDPC_OK) {
         flight_give(self, flight);
         return status;
@@ -433,18 +476,62 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
+/* What a work that is not in flight came to. */
+static fsdpc_status outcome(const fsdpc_work *work)
 {
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
-    if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
-        fsdpc_status status = fsdpc_nccl_carry_on(self);
-        if (atomic_load_explicit(&work->state, memory_order_relaxed)) {
-            FSDPC_TRY(status);
-            FSDPC_TRY(fsdpc_comm_health(&self->base));
-            return FSDPC_IN_PROGRESS;
-        }
-    }
     if (work->status == FSDPC_OK)
         return FSDPC_OK;
-    return fsdpc_fail(work->status, "%s", self->base.poison);
+    return fsdpc_fail(work->status, "%s", work->comm->poison);
+}
+
+static bool is_in_flight(const fsdpc_work *work)
+{
+    return atomic_load_explicit(&work->state, memory_order_relaxed);
+}
+
+/* Carries all on; IN_PROGRESS while this one is in flight. */
+static fsdpc_status step(fsdpc_work *work)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
+    if (!is_in_flight(work))
+        return FSDPC_OK;
+    fsdpc_status status = fsdpc_nccl_carry_on(self);
+    if (!is_in_flight(work))
+        return FSDPC_OK;
+    FSDPC_TRY(status);
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    return FSDPC_IN_PROGRESS;
+}
+
+fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
+{
+    fsdpc_status status = step(work);
+    return status == FSDPC_OK ? outcome(work) : status;
+}
+
+fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream)
+{
+    fsdpc_status status = step(work);
+    if (status != FSDPC_IN_PROGRESS)
+        return status == FSDPC_OK ? outcome(work) : status;
+    fsdpc_nccl_flight *flight = work->impl;
+    if (flight->stage == FSDPC_NCCL_RUNNING)
+        FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, flight->landed, 0),
+                       "wait for an event");
+    else if (!is_launched(flight) || !flight->on_gpu)
+        return FSDPC_IN_PROGRESS; /* values of the host are there when all have agreed */
+    work_end(work, FSDPC_OK);
+    flight->work = NULL;
+    return FSDPC_OK;
+}
+
+void fsdpc_nccl_flights_land(fsdpc_comm_nccl *self)
+{
+    const int64_t patience_ns = 5000000000;
+    int64_t until = fsdpc_clock_ns() + patience_ns;
+    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
+        if (flight->work)
+            return; /* its owner gave up: nobody knows whether it ever lands */
+    while (self->flights && carry_on_group(self) == FSDPC_OK && fsdpc_clock_ns() < until)
+        sched_yield();
 }

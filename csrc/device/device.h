@@ -88,6 +88,13 @@ typedef struct fsdpc_device_ops {
     uintptr_t (*handle)(const fsdpc_device *device);
 } fsdpc_device_ops;
 
+/* How the host waits for a remote device whose work can wait for other ranks, who may be gone:
+ * polls until it is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
+typedef struct fsdpc_watch {
+    fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
+    void *arg;
+} fsdpc_watch;
+
 struct fsdpc_flat_ops; /* csrc/ops/flat_ops.h */
 struct fsdpc_nn_ops;   /* csrc/ops/nn_ops.h */
 
@@ -100,6 +107,7 @@ struct fsdpc_device {
     fsdpc_isa isa;
     const struct fsdpc_flat_ops *flat; /* set by the context that joins kernels to a device */
     const struct fsdpc_nn_ops *nn;
+    fsdpc_watch watch; /* set by a transport whose operations run on it; zero: waits are blind */
 };
 
 /* Common head of every stream; implementations embed it first. */

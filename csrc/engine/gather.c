@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "engine/full.h"
+#include "engine/order.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
@@ -33,8 +34,9 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
 
 fsdpc_status fsdpc_gather_settle(fsdpc_unit *unit)
 {
+    fsdpc_stream main = {.device = unit->device, .name = "main"};
     for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].gather));
+        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].gather, &main));
     return FSDPC_OK;
 }
 
@@ -45,6 +47,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_gather_settle(unit)); /* one that was gathered ahead and never used */
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
+        FSDPC_TRY(fsdpc_order_gather(unit));
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
             bytes += fsdpc_full_bytes(&unit->groups[g]);
@@ -62,8 +65,7 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
     fsdpc_root *root = unit->root;
-    for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].gather));
+    FSDPC_TRY(fsdpc_gather_settle(unit));
     FSDPC_TRY(fsdpc_full_reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER_DONE, unit->id, 0, root->wire->epoch,
@@ -76,10 +78,13 @@ void fsdpc_gather_drop(fsdpc_unit *unit)
 {
     if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
         return;
+    bool read = unit->state == FSDPC_UNIT_FULL;
     unit->state = FSDPC_UNIT_SHARDED;
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_RESHARD, unit->id, 0, unit->root->wire->epoch,
                     unit->root->in_backward);
     fsdpc_full_hide(unit);
+    if (read)
+        fsdpc_order_released(unit);
 }
 
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)

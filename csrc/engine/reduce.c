@@ -10,7 +10,9 @@
  *
  * Ranks must post alike.  First stages are posted in the order of backward, which is the program's.
  * When a first stage is complete differs from rank to rank, so second stages are posted in the
- * order of the list of reductions, each only after all before it.
+ * order of the list of reductions, each only after all before it.  Where the communicator orders
+ * streams, nothing is waited for and a second stage follows its first at once, on a stream of its
+ * own; waiting then means that the main stream does, once the sum or the buffer is needed.
  *
  * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
  * then only hides it.
@@ -22,6 +24,7 @@
 #include "base/crc32c.h"
 #include "engine/fill.h"
 #include "engine/micro.h"
+#include "engine/order.h"
 
 static bool communicates(const fsdpc_root *root)
 {
@@ -115,6 +118,11 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
     return FSDPC_OK;
 }
 
+static fsdpc_stream *second_stream(const fsdpc_root *root)
+{
+    return root->replicate_stream ? root->replicate_stream : root->reduce_stream;
+}
+
 static fsdpc_status post_second(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
@@ -130,7 +138,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .what = unit->name,
                          .dtype = group->grad_dtype,
                          .epoch = root->steps,
-                         .stream = root->reduce_stream,
+                         .stream = second_stream(root),
                          .slices = &group->whole,
                          .n_slices = 1,
                          .buffer = unit->partial,
@@ -160,6 +168,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
     unit->forget = false;
     root->reducing[root->n_reducing++] = unit;
+    FSDPC_TRY(fsdpc_order_filled(root));
     return post_first(unit, buffer);
 }
 
@@ -187,18 +196,24 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return unit->deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
 }
 
+static bool is_first_of_two(const fsdpc_unit *unit)
+{
+    return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;
+}
+
 /* The stage that was posted is in: the next one, or the end. */
 static fsdpc_status advance(fsdpc_unit *unit)
 {
-    if (unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone)
-        return post_second(unit);
-    return finish(unit);
+    return is_first_of_two(unit) ? post_second(unit) : finish(unit);
 }
 
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
+    fsdpc_root *root = unit->root;
+    fsdpc_stream main = {.device = unit->device, .name = "main"};
+    fsdpc_stream *next = is_first_of_two(unit) ? second_stream(root) : &main;
     for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(fsdpc_comm_wait(&unit->groups[g].reduce));
+        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].reduce, next));
     return advance(unit);
 }
 
@@ -246,8 +261,20 @@ static fsdpc_status test_stage(fsdpc_unit *unit)
     return all;
 }
 
+/* First stages are ordered, not awaited, so that ranks post second ones at the same place. */
+static fsdpc_status post_seconds(fsdpc_root *root)
+{
+    for (int r = 0; r < root->n_reducing; r++) {
+        if (is_first_of_two(root->reducing[r]))
+            FSDPC_TRY(wait_stage(root->reducing[r]));
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
+    if (fsdpc_comm_orders(root->reduce_comm))
+        return post_seconds(root);
     bool first_open = false; /* an earlier reduction is in its first stage of two */
     for (int r = 0; r < root->n_reducing;) {
         fsdpc_unit *unit = root->reducing[r];

@@ -28,6 +28,7 @@
 #include "engine/fill.h"
 #include "engine/full.h"
 #include "engine/gather.h"
+#include "engine/order.h"
 #include "engine/reduce.h"
 
 static const char *epoch_kind_text(uint32_t kind)
@@ -101,6 +102,11 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
                    destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "reduce", true, &root->reduce_stream),
                    destroy);
+    FSDPC_TRY_GOTO(status, fsdpc_order_create(root), destroy);
+    if (root->overlaps && root->replicate && root->comm->size > 1)
+        FSDPC_TRY_GOTO(
+            status, fsdpc_stream_create(root->device, "replicate", true, &root->replicate_stream),
+            destroy);
     *out = root;
     return FSDPC_OK;
 
@@ -151,8 +157,10 @@ void fsdpc_root_destroy(fsdpc_root *root)
             abandon_work(&root->units[i]->groups[g].reduce);
         }
     }
+    fsdpc_order_destroy(root);
     fsdpc_stream_destroy(root->gather_stream);
     fsdpc_stream_destroy(root->reduce_stream);
+    fsdpc_stream_destroy(root->replicate_stream);
     for (int i = 0; root->units && i < root->n_units; i++) {
         if (root->units[i])
             disown_unit(root->units[i]);
@@ -260,6 +268,7 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(decide(root, called));
     if (root->stage == FSDPC_STAGE_WRITING) {
         FSDPC_TRY(publish_dirty(root));
+        FSDPC_TRY(fsdpc_order_published(root));
         FSDPC_TRY(fsdpc_wire_publish(root->wire));
         root->stage = FSDPC_STAGE_PUBLISHED;
     }
@@ -331,5 +340,7 @@ fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
     if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;
-    return fsdpc_wire_publish(root->wire);
+    fsdpc_status status = fsdpc_order_published(root);
+    FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
+    return status;
 }

@@ -72,6 +72,9 @@ struct fsdpc_root {
     fsdpc_trace *trace;
     fsdpc_wire *wire;
     fsdpc_stream *gather_stream, *reduce_stream;
+    fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
+    bool overlaps;                   /* streams are ordered by events; see order.h */
+    fsdpc_event *published, *filled; /* of the main stream, likewise */
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
     fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */

@@ -81,7 +81,8 @@ struct fsdpc_unit {
     fsdpc_mesh mesh;
     fsdpc_device *device;
     fsdpc_trace *trace;
-    fsdpc_root *root; /* NULL before the first forward */
+    fsdpc_root *root;      /* NULL before the first forward */
+    fsdpc_event *released; /* order.h; NULL unless its root overlaps */
     size_t reduce_bytes, wire_bytes, grad_bytes;
 
     fsdpc_unit_state state;

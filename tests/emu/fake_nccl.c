@@ -7,8 +7,9 @@
  * to the type after each, unlike the tree of the CPU's reductions.
  *
  * Meeting.  Every rank leaves a copy of what it sends, waits for all, computes its own result from
- * the copies, and waits again before the next may begin.  Host threads read atomics alone, so that
- * ThreadSanitizer sees no order between host and stream that CUDA would not give.
+ * the copies, and waits again before the next may begin.  What a gather is to write holds noise
+ * meanwhile, as nobody may read it before the gather is done.  Host threads read atomics alone, so
+ * that ThreadSanitizer sees no order between host and stream that CUDA would not give.
  */
 #include "fake_nccl.h"
 
@@ -43,7 +44,7 @@ typedef struct clique {
     struct clique *next;
     fsdpc_nccl_id id;
     int size;
-    _Atomic int joined;
+    _Atomic int joined, finalized;
     pthread_mutex_t lock;
     pthread_cond_t moved;
     long arrived, finished;
@@ -214,6 +215,15 @@ static void result_take(const clique *all, int rank, const fake_op *op)
     }
 }
 
+static void spoil(const clique *all, int rank, const fake_op *op)
+{
+    enum { NOISE = 0x5a };
+    size_t bytes = op->numel * type_bytes(op->type);
+    for (int p = 0; op->kind == GATHER && p < all->size; p++)
+        if (p != rank)
+            memset(op->recv + (size_t)p * bytes, NOISE, bytes);
+}
+
 /* Waits until `count` has come to `target`; false if aborted first.  The lock is held. */
 static bool meet(fsdpc_nccl_comm comm, const long *count, long target)
 {
@@ -228,6 +238,7 @@ static bool op_run(fsdpc_nccl_comm comm, const fake_op *op)
     size_t bytes = sent_bytes(op, all->size);
     unsigned char *copy = malloc(bytes);
     memcpy(copy, op->send, bytes);
+    spoil(all, comm->rank, op);
     pthread_mutex_lock(&all->lock);
     long target = ++comm->done * all->size;
     while (
@@ -365,6 +376,8 @@ fsdpc_nccl_result ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result 
         comm->polls--;
         return FSDPC_NCCL_SUCCESS;
     }
+    if (comm->finalized && atomic_load(&comm->all->finalized) < comm->all->size)
+        return FSDPC_NCCL_SUCCESS; /* it ends for all together */
     if (comm->n_held) {
         batch_enqueue(comm);
         *out = FSDPC_NCCL_SUCCESS;
@@ -385,13 +398,14 @@ fsdpc_nccl_result ncclCommFinalize(fsdpc_nccl_comm comm)
     if (is_in_progress(comm))
         return complain("a communicator is finalized while in progress");
     comm->finalized = true;
+    atomic_fetch_add(&comm->all->finalized, 1);
     comm->polls = POLLS;
     return FSDPC_NCCL_IN_PROGRESS;
 }
 
 fsdpc_nccl_result ncclCommDestroy(fsdpc_nccl_comm comm)
 {
-    if (is_in_progress(comm) || !comm->finalized)
+    if (is_in_progress(comm) || atomic_load(&comm->all->finalized) < comm->all->size)
         return complain("a communicator is destroyed while in progress, or not finalized");
     atomic_fetch_sub(&open_comms, 1);
     comm_release(comm);

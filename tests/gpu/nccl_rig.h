@@ -27,7 +27,8 @@ typedef struct gpu_rank {
     fsdpc_mem *mem;
     fsdpc_device *device;
     fsdpc_stream *gathers, *reduces;
-    fsdpc_stream plain; /* the main stream */
+    fsdpc_stream plain;  /* the main stream */
+    fsdpc_event *filled; /* of it */
     fsdpc_comm *comm;
 } gpu_rank;
 
@@ -39,6 +40,7 @@ static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const ch
     EXPECT_OK(self, fsdpc_device_cuda_select(r->device));
     EXPECT_OK(self, fsdpc_stream_create(r->device, "gathers", true, &r->gathers));
     EXPECT_OK(self, fsdpc_stream_create(r->device, "reduces", true, &r->reduces));
+    EXPECT_OK(self, fsdpc_event_create(r->device, &r->filled));
     r->plain = (fsdpc_stream){.device = r->device, .name = "plain"};
     fsdpc_comm_config config = {.rank = self->rank,
                                 .size = self->size,
@@ -53,9 +55,18 @@ static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const ch
     return status;
 }
 
+/* What is put on the other streams from now on comes after what the main stream holds. */
+static inline void rank_mark(gpu_rank *r)
+{
+    EXPECT_OK(r->self, fsdpc_event_record(r->filled, &r->plain));
+    EXPECT_OK(r->self, fsdpc_stream_wait(r->gathers, r->filled));
+    EXPECT_OK(r->self, fsdpc_stream_wait(r->reduces, r->filled));
+}
+
 static inline void rank_destroy(gpu_rank *r)
 {
     fsdpc_comm_destroy(r->comm);
+    fsdpc_event_destroy(r->filled);
     fsdpc_stream_destroy(r->gathers);
     fsdpc_stream_destroy(r->reduces);
     fsdpc_device_destroy(r->device);

@@ -79,8 +79,8 @@ static int owner_of(const fsdpc_slice *slices, size_t j)
     return -1;
 }
 
-static void publish(const gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *slices,
-                    fsdpc_dtype dtype, size_t offset, int turn)
+static void publish(gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *slices, fsdpc_dtype dtype,
+                    size_t offset, int turn)
 {
     fsdpc_epoch_note all, note = {.bits = FSDPC_EPOCH_CHANGED, .unit = turn};
     EXPECT_OK(r->self, fsdpc_wire_arrive(wire, &note));
@@ -93,6 +93,7 @@ static void publish(const gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *slic
         put(r, wire->write + offset + first * fsdpc_dtype_bytes(dtype), dtype, first, s->numel,
             turn);
     }
+    rank_mark(r);
     EXPECT_OK(r->self, fsdpc_wire_publish(wire));
     EXPECT_OK(r->self, fsdpc_wire_published_wait(wire, "root"));
 }
@@ -183,6 +184,7 @@ static void reductions(gpu_rank *r)
                          .scale = 0.5,
                          .round_dtype = dtype};
         fsdpc_work work = {0};
+        rank_mark(r);
         EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &work));
         if (fsdpc_nccl_of(r->comm)->flights)
             EXPECT_FAILS(self, fsdpc_buffer_idle_wait(filled, "layers.3"), FSDPC_ERR_STATE,
@@ -192,6 +194,7 @@ static void reductions(gpu_rank *r)
         if (turn % 4 == 0) { /* again, on top; the pattern of a second micro-step */
             op.accumulate = true;
             put(r, filled->data + offset, dtype, 0, numel, turn);
+            rank_mark(r);
             EXPECT_OK(self, fsdpc_comm_run(r->comm, &op));
             op.scale = 1;
             shard_check(r, &op, turn);
@@ -230,6 +233,7 @@ static void all_reduces(gpu_rank *r, void *memory)
                          .numel = 1 + (size_t)turn * 40,
                          .stream = turn % 3 ? r->reduces : NULL};
         put(r, memory, op.dtype, 0, op.numel, turn);
+        rank_mark(r);
         if (op.op != FSDPC_RED_SUM && fsdpc_dtype_is_float(op.dtype)) {
             EXPECT_FAILS(self, fsdpc_comm_run(r->comm, &op), FSDPC_ERR_UNSUPPORTED,
                          "all_reduce of 'values'");
@@ -262,6 +266,7 @@ static void moves(gpu_rank *r, unsigned char *memory)
         op.kind = FSDPC_COLL_ALL_GATHER;
         op.send = turn & 1 ? memory : memory + FULL_BYTES / 2;
         put(r, (void *)(uintptr_t)op.send, op.dtype, 0, numel, turn);
+        rank_mark(r);
         EXPECT_OK(self, fsdpc_comm_run(r->comm, &op));
         unsigned char *got = fetch(r, memory, bytes * (size_t)self->size);
         for (size_t j = 0; j < numel * (size_t)self->size; j++)
@@ -270,6 +275,7 @@ static void moves(gpu_rank *r, unsigned char *memory)
         op.kind = FSDPC_COLL_BROADCAST;
         op.root = turn % self->size;
         put(r, memory, op.dtype, 0, numel, turn);
+        rank_mark(r);
         EXPECT_OK(self, fsdpc_comm_run(r->comm, &op));
         got = fetch(r, memory, bytes);
         for (size_t j = 0; j < numel; j++)
@@ -320,6 +326,7 @@ static void pipelined(gpu_rank *r)
         fsdpc_work works[2 * DEPTH] = {0};
         for (int d = 0; d < DEPTH; d++) {
             put(r, buffers[d]->data, FSDPC_F32, 0, NUMEL * (size_t)self->size, turn + d);
+            rank_mark(r);
             fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
                              .what = "ahead",
                              .slices = &slice,
@@ -372,6 +379,7 @@ static void splits(gpu_rank *r)
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, NUMEL * 2 * 4, &shard));
     for (int turn = 0; turn < TURNS; turn++) {
         put(r, grads->data, FSDPC_F32, 0, NUMEL * 2, turn);
+        rank_mark(r);
         fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
                          .what = "grads",
                          .slices = &band,

@@ -30,28 +30,51 @@ typedef enum fault_case {
     ABORTS, /* one that gives up, its operation posted but stuck */
     REMOTE_ERROR,
     STUCK,
+    STUCK_BEHIND,     /* the host, ahead of it, reads a value */
+    STUCK_FAR_BEHIND, /* the host reads none, and goes on and on */
     DISAGREES,
     FAULT_CASES,
 } fault_case;
 
+static const fsdpc_slice slice = {.numel = 64, .owner = -1};
+
+static fsdpc_coll reduction(const gpu_rank *r, fsdpc_buffer *buffer, void *shard, int unit)
+{
+    return (fsdpc_coll){.kind = FSDPC_COLL_REDUCE_SCATTER,
+                        .unit = unit,
+                        .what = "layers.3",
+                        .slices = &slice,
+                        .n_slices = 1,
+                        .stream = r->reduces,
+                        .buffer = buffer,
+                        .shard = shard,
+                        .scale = 1};
+}
+
 static fsdpc_status reduce(gpu_rank *r, fsdpc_buffer *buffer, void *shard, int unit,
                            const char *abort_reason)
 {
-    fsdpc_slice slice = {.numel = 64, .owner = -1};
     fsdpc_work work = {0};
-    fsdpc_coll op = {.kind = FSDPC_COLL_REDUCE_SCATTER,
-                     .unit = unit,
-                     .what = "layers.3",
-                     .slices = &slice,
-                     .n_slices = 1,
-                     .stream = r->reduces,
-                     .buffer = buffer,
-                     .shard = shard,
-                     .scale = 1};
+    fsdpc_coll op = reduction(r, buffer, shard, unit);
     FSDPC_TRY(fsdpc_comm_post(r->comm, &op, &work));
     if (abort_reason)
         fsdpc_comm_abort(r->comm, abort_reason);
     return fsdpc_comm_wait(&work);
+}
+
+/* Without waiting for any of them, until it is told. */
+static fsdpc_status reduce_ahead(gpu_rank *r, fsdpc_buffer *buffer, void *shard, int times)
+{
+    float value;
+    for (int i = 0; i < times; i++) {
+        fsdpc_work work = {0};
+        fsdpc_coll op = reduction(r, buffer, shard, 3);
+        FSDPC_TRY(fsdpc_comm_post(r->comm, &op, &work));
+        FSDPC_TRY(fsdpc_comm_order(&work, &r->plain));
+        EXPECT(r->self, !work.comm, "what was ordered may be posted again");
+        EXPECT_OK(r->self, fsdpc_buffer_idle_wait(buffer, "layers.3"));
+    }
+    return fsdpc_device_copy(r->device, &value, shard, sizeof value, NULL);
 }
 
 /* The last rank is at fault; what all of them learn. */
@@ -63,6 +86,8 @@ static void fault(rank_context *self)
         [ABORTS] = "out of cheese",
         [REMOTE_ERROR] = "rank %d in reduce_scatter of 'layers.3' (unit 3): NCCL failed to run it",
         [STUCK] = "reduce_scatter of 'layers.3'",
+        [STUCK_BEHIND] = "in what the GPU was given",
+        [STUCK_FAR_BEHIND] = "s in reduce_scatter of 'layers.3'",
         [DISAGREES] = "rank %d posted reduce_scatter of 'layers.3' (unit 4",
     };
     fault_case which = *(const fault_case *)self->arg;
@@ -85,14 +110,18 @@ static void fault(rank_context *self)
     if (which != NEVER_BEGINS && which != ABSENT) {
         EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
         EXPECT_OK(self, reduce(&r, buffer, shard, 3, NULL)); /* while all is well */
+        EXPECT_OK(self, reduce_ahead(&r, buffer, shard, 100));
         pthread_barrier_wait(&all_here);
         if (guilty && which != DISAGREES)
             break_nccl(which == REMOTE_ERROR ? FAKE_NCCL_REMOTE_ERROR : FAKE_NCCL_STUCK, last);
         pthread_barrier_wait(&all_here);
-        if (which == STUCK)
+        if (which == STUCK || which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
             r.comm->timeout_s = SOON_S;
-        status = reduce(&r, buffer, shard, 3 + (which == DISAGREES && guilty),
-                        which == ABORTS && guilty ? "out of cheese" : NULL);
+        if (which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
+            status = reduce_ahead(&r, buffer, shard, which == STUCK_BEHIND ? 3 : 1000);
+        else
+            status = reduce(&r, buffer, shard, 3 + (which == DISAGREES && guilty),
+                            which == ABORTS && guilty ? "out of cheese" : NULL);
     }
     if (which != ABSENT || !guilty) {
         char expected[128];

@@ -1,0 +1,104 @@
+/* Which event stands between whom:
+ *
+ *     own slices of the wire   main writes (published) -> gathers read
+ *     a full                   the gather writes -> main reads (released) -> the next gather writes
+ *     a reduce buffer          main fills (filled) -> the reduction reads -> main fills again
+ *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
+ *     a partial                the first stage writes -> the second reads -> (by way of main and
+ *                              `filled`) the next first stage writes
+ *
+ * Arrows that begin at main are events of this file.  Those that begin at a collective are the
+ * communicator's, which knows when an operation is on its stream (fsdpc_comm_order); main waits for
+ * them where the full is needed or the sum is, not before, so that it overlaps with both.
+ *
+ * A gather waits for its unit's own `released` alone, so it may run while main computes with other
+ * units.  `filled` is recorded when a reduction is posted, behind everything main has done with the
+ * buffer and the shard until then.
+ */
+#include "engine/order.h"
+
+fsdpc_status fsdpc_order_create(fsdpc_root *root)
+{
+    root->overlaps =
+        root->device->remote && (root->ranks > 1 || fsdpc_comm_orders(root->reduce_comm));
+    if (!root->overlaps)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_event_create(root->device, &root->published));
+    FSDPC_TRY(fsdpc_event_create(root->device, &root->filled));
+    for (int i = 0; i < root->n_units; i++)
+        FSDPC_TRY(fsdpc_event_create(root->device, &root->units[i]->released));
+    return FSDPC_OK;
+}
+
+/* Between steps all ranks have posted the same, so it ends unless a peer is gone, which the sync
+ * learns; within a step peers may never post what this rank waits for. */
+static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
+{
+    bool between = !root->in_backward && !root->forward_depth && !root->needs_reset;
+    if (!stream)
+        return;
+    fsdpc_status status = FSDPC_IN_PROGRESS;
+    if (!between && fsdpc_event_record(root->filled, stream) == FSDPC_OK)
+        status = fsdpc_event_test(root->filled);
+    else if (between)
+        status = fsdpc_stream_sync(stream);
+    if (status != FSDPC_OK)
+        fsdpc_comm_abort(root->comm, "a model was destroyed in a step that peers may be in; let "
+                                     "backward end, on every rank, before dropping a model");
+}
+
+void fsdpc_order_destroy(fsdpc_root *root)
+{
+    if (!root->overlaps)
+        return;
+    run_dry(root, root->gather_stream);
+    run_dry(root, root->reduce_stream);
+    run_dry(root, root->replicate_stream);
+    fsdpc_event_destroy(root->published);
+    fsdpc_event_destroy(root->filled);
+    for (int i = 0; i < root->n_units; i++) {
+        if (!root->units[i])
+            break;
+        fsdpc_event_destroy(root->units[i]->released);
+        root->units[i]->released = NULL;
+    }
+}
+
+static fsdpc_stream main_of(const fsdpc_root *root)
+{
+    return (fsdpc_stream){.device = root->device, .name = "main"};
+}
+
+fsdpc_status fsdpc_order_published(fsdpc_root *root)
+{
+    if (!root->overlaps)
+        return FSDPC_OK;
+    fsdpc_stream main = main_of(root);
+    FSDPC_TRY(fsdpc_event_record(root->published, &main));
+    return fsdpc_stream_wait(root->gather_stream, root->published);
+}
+
+void fsdpc_order_released(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (!root->overlaps)
+        return;
+    fsdpc_stream main = main_of(root);
+    if (fsdpc_event_record(unit->released, &main) != FSDPC_OK)
+        fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or a gather would come too early */
+}
+
+fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
+{
+    return unit->root->overlaps ? fsdpc_stream_wait(unit->root->gather_stream, unit->released)
+                                : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_order_filled(fsdpc_root *root)
+{
+    if (!root->overlaps)
+        return FSDPC_OK;
+    fsdpc_stream main = main_of(root);
+    FSDPC_TRY(fsdpc_event_record(root->filled, &main));
+    return fsdpc_stream_wait(root->reduce_stream, root->filled);
+}

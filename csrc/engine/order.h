@@ -1,0 +1,28 @@
+/* Order between the streams of a remote device.  Used by root.c, gather.c and reduce.c.
+ *
+ * Four streams: main, on which everything is computed, and those of gathers, of reductions and of
+ * sums over replicas.  The host does not wait for any of them; who reads what another stream wrote,
+ * or overwrites what it read, has an event waited for.  order.c lists what is ordered by what.
+ *
+ * Where the device is not remote, or one rank is alone and its communicator leaves all on main,
+ * none of this exists: root->overlaps says which.
+ */
+#ifndef FSDPC_ENGINE_ORDER_H
+#define FSDPC_ENGINE_ORDER_H
+
+#include "engine/root.h"
+
+fsdpc_status fsdpc_order_create(fsdpc_root *root); /* decides root->overlaps; units are adopted */
+/* Streams run dry, or what they do with peers is given up, before their memory goes. */
+void fsdpc_order_destroy(fsdpc_root *root);
+
+/* Main has written own slices of the wire: gathers to come are behind it. */
+fsdpc_status fsdpc_order_published(fsdpc_root *root);
+/* Main has read a unit's full for the last time... */
+void fsdpc_order_released(fsdpc_unit *unit);
+/* ... so the gather that follows may overwrite it. */
+fsdpc_status fsdpc_order_gather(fsdpc_unit *unit);
+/* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
+fsdpc_status fsdpc_order_filled(fsdpc_root *root);
+
+#endif
