@@ -12,7 +12,8 @@ setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it lea
 writes the reason into a file that stands in the library's place.
 
 With --emulate it builds the plugin and the tests of tests/gpu for this processor instead
-(tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.
+(tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.  With --sanitizer
+the tests alone, or, with --streams too, the one of the engine's streams, which is quick.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
 EXACT = {"binary", "cast", "embedding", "gate", "init", "magnitude", "scale", "step", "step_f64",
          "sumpow", "tree"}
 
+# Kernels that the engine runs, on several streams.
+ENGINE_KERNELS = {"cast", "init", "magnitude", "scale", "step", "step_f64", "sumpow", "tree"}
+
 HOST_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", *native.WARNINGS, "-fvisibility=hidden",
               "-fPIC", f"-I{native.CSRC}")
 KERNEL_FLAGS = ("-std=c++17", "-O3", f"-I{native.CSRC}", f"-I{KERNELS}")
@@ -59,6 +63,10 @@ RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib" for package in ("nccl", "cu13", "
 # Of the core, the plugin compiles in what needs nothing else.
 SHARED_WITH_CORE = ("base/dtype.c", "base/trace.c", "base/wait.c", "comm/coll_math.c",
                     "comm/comm.c", "ops/flat_check.c")
+
+
+# Of the core, the tests link these.
+CORE_LAYERS = ("base", "device", "comm", "engine", "ops")
 
 
 @dataclass(frozen=True)
@@ -267,13 +275,14 @@ def install(folder: Path, in_place: bool) -> None:
         note.unlink(missing_ok=True)
 
 
-def core_objects(folder: Path, sanitizer: Sequence[str] = ()) -> list[Path]:
+def core_objects(folder: Path, sanitizer: Sequence[str] = (),
+                 layers: Sequence[str] = CORE_LAYERS) -> list[Path]:
     """Objects of the core's layers that the tests link, by the core's own build.
 
     A sanitizer has to see the locks of the core, so it is clang's there too.
     """
     builder = native.Builder(folder, ["clang"] if sanitizer else (), sanitizer)
-    return builder.compile(native.sources(("base", "device", "ops", "comm")))
+    return builder.compile(native.sources(layers))
 
 
 def test_sources() -> list[Path]:
@@ -308,39 +317,63 @@ def build_tests(archs: Sequence[str]) -> list[Path]:
     return programs
 
 
-def build_emulated(sanitizer: str = "") -> list[Path]:
+def emulated_commands(sanitizer: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """What compiles C++ and C for the emulated device."""
+    common = [*sanitizer, "-g", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
+              f"-I{EMULATION}", f"-I{native.CSRC}", f"-I{KERNELS}"]
+    return (["clang++", "-std=c++17", "-Wall", "-Wextra", "-fno-strict-aliasing", *common],
+            ["clang", "-std=c11", "-D_GNU_SOURCE", *native.WARNINGS, *common,
+             f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"])
+
+
+def emulated_kernels(folder: Path, sources: Iterable[Path],
+                     sanitizer: Sequence[str] = ()) -> list[Path]:
+    """Objects of kernels, for this processor."""
+    cpp = emulated_commands(sanitizer)[0]
+    return Builder(folder).compile_all([(path, [*cpp, "-x", "c++"]) for path in sorted(sources)])
+
+
+def build_emulated(sanitizer: str = "", streams: bool = False) -> list[Path]:
     """Build the tests of tests/gpu for this processor, with -fsanitize=`sanitizer` if given.
 
     The plugin comes last; not with a sanitizer, which the process that loads it would need too.
+    With `streams` the one test that several streams share memory in is all: kernels that it does
+    not run, and the CPU's, are then the ordinary ones.
     """
     if not shutil.which("clang++"):
         raise RuntimeError("the emulated tests are compiled by clang++, which is not installed")
-    folder = native.ROOT / "build" / "emu" / (sanitizer.replace(",", "-") or "plain")
+    folder, plain = (native.ROOT / "build" / "emu" / name
+                     for name in (sanitizer.replace(",", "-") + "-streams" * streams or "plain",
+                                  "plain"))
     with native.building(folder):
-        return compile_emulated(folder, sanitizer)
+        if not streams:
+            return compile_emulated(folder, sanitizer, [], sorted(TESTS.glob("test_*.c")))
+        with native.building(plain):
+            others = {path for path in KERNELS.glob("*.cu") if path.stem not in ENGINE_KERNELS}
+            ready = [*emulated_kernels(plain, others),
+                     *core_objects(plain / "core", layers=("ops",))]
+        return compile_emulated(folder, sanitizer, ready, [TESTS / "test_streams.c"])
 
 
-def compile_emulated(folder: Path, sanitizer: str) -> list[Path]:
-    """Build them in `folder`."""
+def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
+                     tests: Sequence[Path]) -> list[Path]:
+    """Build them in `folder`; kernels that are `ready` are not compiled again."""
     extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
     builder = Builder(folder)
-    common = [*extra, "-g", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
-              f"-I{EMULATION}", f"-I{native.CSRC}", f"-I{KERNELS}"]
-    cpp = ["clang++", "-std=c++17", "-Wall", "-Wextra", "-fno-strict-aliasing", *common]
-    c = ["clang", "-std=c11", "-D_GNU_SOURCE", *native.WARNINGS, *common,
-         f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"]
+    cpp, c = emulated_commands(extra)
+    kernels = {path for path in KERNELS.glob("*.cu") if not ready or path.stem in ENGINE_KERNELS}
     emulated = [path for path in without_border() if path.stem != "cuda_driver"]
-    shared = builder.compile_all(
-        [*((path, [*cpp, "-x", "c++"]) for path in sorted(KERNELS.glob("*.cu"))),
-         *((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
-         *((path, c) for path in emulated)])
-    objects = [*shared, *core_objects(folder / "core", extra)]
+    shared = [*emulated_kernels(folder, kernels, extra),
+              *builder.compile_all([*((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
+                                    *((path, c) for path in emulated)])]
+    layers = [layer for layer in CORE_LAYERS if not ready or layer != "ops"]
+    objects = [*shared, *ready, *core_objects(folder / "core", extra, layers)]
     # What test_comm_nccl opens, beside the programs; it calls the runtime that they have.
     fake = builder.compile(EMULATION / "fake_nccl.c", [*c, "-fvisibility=hidden"])
     native.run_command(["clang", *extra, "-shared", "-Wl,-soname,libnccl.so.2", "-o",
                         str(folder / "libnccl.so.2"), str(fake)])
     programs = []
-    for path in sorted(TESTS.glob("test_*.c")):
+    for path in tests:
         main, program = builder.compile(path, c), folder / path.stem
         native.run_command(["clang++", *extra, "-pthread", "-rdynamic", "-o", str(program),
                             str(main), *map(str, objects), "-lm", "-ldl"])
@@ -370,11 +403,12 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="build the GPU's tests")
     parser.add_argument("--emulate", action="store_true", help="build them, and the plugin, here")
     parser.add_argument("--sanitizer", default="", help="with --emulate: address or thread")
+    parser.add_argument("--streams", action="store_true", help="with --sanitizer: test_streams")
     args = parser.parse_args()
     archs = args.archs.split(",") if args.archs else []
     try:
         if args.emulate:
-            built = build_emulated(args.sanitizer)
+            built = build_emulated(args.sanitizer, args.streams)
         elif args.tests:
             built = build_tests(archs)
         else:

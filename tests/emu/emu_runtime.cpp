@@ -142,6 +142,14 @@ struct fiber {
 #if defined(EMU_ASAN)
     void *fake_stack;
 #endif
+
+    ~fiber()
+    {
+        munmap(stack, STACK_BYTES);
+#if defined(EMU_TSAN)
+        __tsan_destroy_fiber(tsan);
+#endif
+    }
 };
 
 struct block_state {

@@ -1,0 +1,401 @@
+/* The engine on the streams of a GPU, ordered by events, hosts ahead of the device.
+ *
+ *     test_streams                trains with every wait in its place
+ *     test_streams without KIND   trains with all waits of a kind left out; ends well if that was
+ *                                 caught: by wrong numbers here, by a report under ThreadSanitizer
+ *
+ * A model of a few units trains on the GPU over NCCL and on the CPU over shared memory, by the
+ * engine that both front doors drive.  Its modules are flat kernels: forward adds fulls to the
+ * activations, and each gradient is full + activations + data, so that a full read too early or too
+ * late, a sum taken too early and a step on a stale sum all end up in the weights, whose bits must
+ * be the CPU's where sums have the same order (two ranks, or two by two).  On the emulated device
+ * streams are threads, each operation begins after a random delay, and a gather in flight leaves
+ * noise in the full.
+ *
+ * Waits are left out by tables in front of the device's and the communicator's: an event that is
+ * not waited for, an operation that a stream nobody uses is ordered behind.
+ */
+#include "nccl_rig.h"
+
+#include "engine/clip.h"
+#include "engine/optim.h"
+#include "engine/sched.h"
+
+enum { UNITS = 4, STEPS = 6, WIDE = 40, TALL = 24, LONG = 70, DATA = 1 << 13, TRIES = 10 };
+
+/* What is waited for: X(name, word) */
+#define WAITS(X)                                                                                   \
+    X(PUBLISHED, "published") /* gathers, for own slices */                                        \
+    X(RELEASED, "released")   /* a gather, for the last reader of the full */                      \
+    X(FILLED, "filled")       /* a reduction, for its buffer */                                    \
+    X(GATHERED, "gathered")   /* compute, for the full */                                          \
+    X(REDUCED, "reduced")     /* the optimizer and the next filling, for the reduction */          \
+    X(STAGED, "staged")       /* the sum over replicas, for the partial */
+
+typedef enum wait_kind {
+#define X(name, word) name,
+    WAITS(X)
+#undef X
+        WAIT_KINDS
+} wait_kind;
+
+static const char *const wait_words[] = {
+#define X(name, word) word,
+    WAITS(X)
+#undef X
+};
+
+typedef struct model {
+    rank_context *self;
+    fsdpc_device *device;
+    fsdpc_comm *comm;
+    fsdpc_mesh mesh;
+    fsdpc_stream plain;
+    fsdpc_stream *unused; /* orders nothing */
+    fsdpc_unit *units[UNITS];
+    fsdpc_root *root;
+    fsdpc_optim *optim;
+    void *data, *activations;
+    uint64_t seen;
+} model;
+
+static wait_kind without = WAIT_KINDS;
+static _Atomic int waits_seen[WAIT_KINDS];
+static _Thread_local model *here;
+static const fsdpc_device_ops *device_ops;
+static fsdpc_device_ops watched_device;
+static const fsdpc_comm_ops *comm_ops;
+static fsdpc_comm_ops watched_comm;
+
+/* ---- Tables in front ---- */
+
+static fsdpc_status stream_wait(fsdpc_stream *stream, fsdpc_event *event)
+{
+    const fsdpc_root *root = here->root;
+    wait_kind kind = event == root->published ? PUBLISHED
+                     : event == root->filled  ? FILLED
+                                              : RELEASED;
+    atomic_fetch_add(&waits_seen[kind], 1);
+    return kind == without ? FSDPC_OK : device_ops->stream_wait(stream, event);
+}
+
+static fsdpc_status order(fsdpc_work *work, fsdpc_stream *stream)
+{
+    wait_kind kind = work->op.kind == FSDPC_COLL_GATHER ? GATHERED
+                     : stream->async                    ? STAGED
+                                                        : REDUCED;
+    fsdpc_status status = comm_ops->order(work, kind == without ? here->unused : stream);
+    if (status == FSDPC_OK)
+        atomic_fetch_add(&waits_seen[kind], 1);
+    return status;
+}
+
+static void watch(model *m)
+{
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&lock);
+    if (!device_ops) {
+        device_ops = m->device->ops;
+        watched_device = *device_ops;
+        watched_device.stream_wait = stream_wait;
+        comm_ops = m->comm->ops;
+        watched_comm = *comm_ops;
+        watched_comm.order = order;
+    }
+    pthread_mutex_unlock(&lock);
+    m->device->ops = &watched_device;
+    m->mesh.shard->ops = &watched_comm;
+    if (m->mesh.replicate)
+        m->mesh.replicate->ops = &watched_comm;
+}
+
+/* ---- The model ---- */
+
+static fsdpc_status mesh_create(model *m, bool square)
+{
+    int rank = m->self->rank;
+    m->mesh = (fsdpc_mesh){.shard = m->comm};
+    if (!square)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_comm_split(m->comm, rank / 2, rank, &m->mesh.shard));
+    return fsdpc_comm_split(m->comm, rank % 2, rank, &m->mesh.replicate);
+}
+
+static fsdpc_status units_create(model *m)
+{
+    static const char *const names[UNITS] = {"root", "a", "b", "c"};
+    static const bool encloses[UNITS] = {true};
+    fsdpc_param_spec specs[] = {
+        {.name = "w", .dtype = FSDPC_F32, .ndim = 2, .shape = {WIDE, TALL}},
+        {.name = "bias", .dtype = FSDPC_F32, .ndim = 1, .shape = {LONG}},
+    };
+    FSDPC_TRY(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, m->device, NULL, &m->optim));
+    for (int u = 0; u < UNITS; u++) {
+        fsdpc_unit_options options = {.name = names[u],
+                                      .mesh = m->mesh,
+                                      .device = m->device,
+                                      .cast_params = true,
+                                      .param_dtype = FSDPC_BF16,
+                                      .cast_reduce = true,
+                                      .reduce_dtype = FSDPC_F32,
+                                      .reshard_after_forward = u > 0};
+        FSDPC_TRY(fsdpc_unit_create(specs, 2, &options, &m->units[u]));
+        for (int p = 0; p < 2; p++) {
+            FSDPC_TRY(fsdpc_unit_init_param(m->units[u], p, FSDPC_INIT_NORMAL, 0, 0.5, 7,
+                                            (uint64_t)(2 * u + p)));
+            FSDPC_TRY(fsdpc_optim_add(m->optim, m->units[u], p, 0));
+        }
+    }
+    fsdpc_hyper hyper = {.lr = 0.05, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1};
+    FSDPC_TRY(fsdpc_optim_set_hyper(m->optim, 0, &hyper));
+    return fsdpc_root_create(m->units, encloses, UNITS, &m->root);
+}
+
+static fsdpc_status data_create(model *m)
+{
+    float *host = malloc(DATA * sizeof *host);
+    for (int i = 0; i < DATA; i++)
+        host[i] = (float)((i * 37 + m->self->rank * 101) % 257 - 128) / 64.0f;
+    fsdpc_status status =
+        fsdpc_device_alloc(m->device, FSDPC_MEM_OTHER, DATA * sizeof *host, &m->data);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_alloc(m->device, FSDPC_MEM_OTHER, WIDE * TALL * sizeof *host,
+                                    &m->activations);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_copy(m->device, m->data, host, DATA * sizeof *host, NULL);
+    free(host);
+    return status;
+}
+
+static void model_destroy(model *m)
+{
+    fsdpc_root_destroy(m->root);
+    fsdpc_optim_destroy(m->optim);
+    for (int u = 0; u < UNITS; u++)
+        fsdpc_unit_destroy(m->units[u]);
+    fsdpc_device_free(m->device, m->data);
+    fsdpc_device_free(m->device, m->activations);
+    if (m->mesh.replicate) {
+        fsdpc_comm_destroy(m->mesh.replicate);
+        fsdpc_comm_destroy(m->mesh.shard);
+    }
+    fsdpc_stream_destroy(m->unused);
+}
+
+/* ---- A step ---- */
+
+static fsdpc_status use(model *m, int unit)
+{
+    for (int p = 0; p < 2; p++) {
+        size_t numel = m->units[unit]->layout->params[p].numel;
+        FSDPC_TRY(fsdpc_flat_accumulate(m->activations, FSDPC_F32,
+                                        fsdpc_unit_full(m->units[unit], p), FSDPC_BF16, numel,
+                                        &m->plain));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status forward_of(model *m, int unit, bool grad)
+{
+    FSDPC_TRY(fsdpc_pre_forward(m->units[unit], grad));
+    FSDPC_TRY(use(m, unit));
+    return fsdpc_post_forward(m->units[unit], grad);
+}
+
+/* Of the first `n_units`; fewer than all is a forward that ends early. */
+static fsdpc_status forward(model *m, int n_units, bool grad)
+{
+    FSDPC_TRY(fsdpc_pre_forward(m->units[0], grad));
+    FSDPC_TRY(
+        fsdpc_device_fill(m->device, m->activations, 0, WIDE * TALL * sizeof(float), &m->plain));
+    FSDPC_TRY(use(m, 0));
+    for (int u = 1; u < n_units; u++)
+        FSDPC_TRY(forward_of(m, u, grad));
+    m->seen = fsdpc_unit_generation(m->units[0]);
+    return fsdpc_post_forward(m->units[0], grad);
+}
+
+static fsdpc_status gradients(model *m, int unit, int step)
+{
+    for (int p = 0; p < 2; p++) {
+        void *grad;
+        fsdpc_dtype dtype;
+        bool accumulate;
+        size_t numel = m->units[unit]->layout->params[p].numel;
+        const float *data =
+            (const float *)m->data + ((size_t)(step * 7 + unit * 3 + p) * 64) % 4096;
+        void *full = fsdpc_unit_full(m->units[unit], p);
+        FSDPC_TRY(fsdpc_grad_target_of(m->units[unit], p, &grad, &dtype, &accumulate));
+        if (accumulate)
+            FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, full, FSDPC_BF16, numel, &m->plain));
+        else
+            FSDPC_TRY(fsdpc_flat_cast(grad, dtype, full, FSDPC_BF16, numel, &m->plain));
+        FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, m->activations, FSDPC_F32, numel, &m->plain));
+        FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, data, FSDPC_F32, numel, &m->plain));
+        FSDPC_TRY(fsdpc_grad_ready(m->units[unit], p));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status backward(model *m, int step)
+{
+    FSDPC_TRY(fsdpc_pre_backward(m->units[0], m->seen));
+    for (int u = UNITS - 1; u > 0; u--) {
+        FSDPC_TRY(fsdpc_pre_backward(m->units[u], m->seen));
+        FSDPC_TRY(gradients(m, u, step));
+        FSDPC_TRY(fsdpc_post_backward(m->units[u]));
+    }
+    FSDPC_TRY(gradients(m, 0, step));
+    return fsdpc_backward_end(m->root);
+}
+
+/* Two micro-steps in one of the steps, clipping, which reads a value, in every second one. */
+static fsdpc_status train_step(model *m, int step)
+{
+    int micro_steps = step == 2 ? 2 : 1;
+    if (step == 3)
+        FSDPC_TRY(forward(m, 2, false));
+    for (int micro = 0; micro < micro_steps; micro++) {
+        m->root->is_last_backward = micro == micro_steps - 1;
+        FSDPC_TRY(forward(m, UNITS, true));
+        FSDPC_TRY(backward(m, step + 10 * micro));
+    }
+    if (step % 2) {
+        double norm;
+        FSDPC_TRY(fsdpc_clip_norm(m->units, UNITS, &norm));
+        fsdpc_clip_scale(m->units, UNITS, norm, 1.0);
+    }
+    FSDPC_TRY(fsdpc_optim_step(m->optim));
+    for (int u = 0; u < UNITS; u++)
+        fsdpc_unit_zero_grad(m->units[u]);
+    return FSDPC_OK;
+}
+
+enum { RESULT = UNITS * (WIDE * TALL + LONG + 2 * WIDE + 2 * LONG) };
+
+/* This rank's masters. */
+static fsdpc_status fetch_masters(const model *m, float *out)
+{
+    for (int u = 0; u < UNITS; u++) {
+        const fsdpc_unit_group *group = &m->units[u]->groups[0];
+        size_t numel = group->plan->shard_numel;
+        FSDPC_TRY(fsdpc_device_copy(m->device, out, group->master, numel * sizeof *out, NULL));
+        out += numel;
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status train(model *m, bool square, float *out)
+{
+    FSDPC_TRY(mesh_create(m, square));
+    FSDPC_TRY(fsdpc_stream_create(m->device, "unused", true, &m->unused));
+    FSDPC_TRY(units_create(m));
+    FSDPC_TRY(data_create(m));
+    if (m->device->remote)
+        watch(m);
+    for (int step = 0; step < STEPS; step++)
+        FSDPC_TRY(train_step(m, step));
+    return fetch_masters(m, out);
+}
+
+/* ---- On both devices ---- */
+
+static float on_cpu[RANKS_MAX][RESULT], on_gpu[RANKS_MAX][RESULT];
+
+static void train_on_cpu(rank_context *self)
+{
+    model m = {.self = self, .device = self->device, .comm = self->comm};
+    m.plain = (fsdpc_stream){.device = m.device, .name = "plain"};
+    EXPECT_OK(self, train(&m, *(const bool *)self->arg, on_cpu[self->rank]));
+    model_destroy(&m);
+}
+
+static void train_on_gpu(rank_context *self)
+{
+    gpu_rank r;
+    EXPECT_OK(self, rank_create(&r, self, library));
+    model m = {.self = self, .device = r.device, .comm = r.comm, .plain = r.plain};
+    here = &m;
+    fsdpc_status status = train(&m, *(const bool *)self->arg, on_gpu[self->rank]);
+    if (without == WAIT_KINDS)
+        EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
+    model_destroy(&m);
+    rank_destroy(&r);
+}
+
+static size_t differing(int size, double tolerance)
+{
+    size_t wrong = 0;
+    for (int r = 0; r < size; r++)
+        for (int i = 0; i < RESULT; i++)
+            wrong += !(fabs((double)on_gpu[r][i] - (double)on_cpu[r][i]) <= tolerance);
+    return wrong;
+}
+
+static size_t run(int size, bool square, double tolerance)
+{
+    memset(on_cpu, 0, sizeof on_cpu);
+    memset(on_gpu, 0, sizeof on_gpu);
+    ranks_run_threads(size, train_on_cpu, &(rank_options){.arg = &square});
+    ranks_run_threads(size, train_on_gpu, &(rank_options){.arg = &square});
+    return differing(size, tolerance);
+}
+
+static void test_training(int most)
+{
+    static const struct {
+        int size;
+        bool square;
+        double tolerance;
+    } worlds[] = {{1, false, 0}, {2, false, 0}, {4, true, 0}, {4, false, 1e-3}};
+    for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++) {
+        if (worlds[w].size > most)
+            continue;
+        size_t wrong = run(worlds[w].size, worlds[w].square, worlds[w].tolerance);
+        CHECK_NOTE(wrong == 0, "%d ranks%s: %zu weights differ", worlds[w].size,
+                   worlds[w].square ? ", two by two" : "", wrong);
+    }
+    for (int kind = 0; kind < WAIT_KINDS && most >= 4; kind++)
+        CHECK_NOTE(waits_seen[kind] > 0, "no wait for what is %s", wait_words[kind]);
+}
+
+static int test_without(const char *word, int most)
+{
+    without = 0;
+    while (without < WAIT_KINDS && strcmp(wait_words[without], word) != 0)
+        without++;
+    int size = without == STAGED ? 4 : 2;
+    if (without == WAIT_KINDS || size > most) {
+        fprintf(stderr, "no wait '%s', or too few GPUs\n", word);
+        return 2;
+    }
+    for (int i = 0; i < TRIES; i++) {
+#if defined(FSDPC_EMU)
+        emu_set_delays(77 + (unsigned)i);
+#endif
+        size_t wrong = run(size, size == 4, 0);
+        if (wrong) {
+            printf("test_streams: without '%s' %zu weights differ, at try %d\n", word, wrong, i);
+            return 0;
+        }
+    }
+    printf("test_streams: nobody missed '%s'\n", word);
+    return 1;
+}
+
+int main(int argc, char **argv)
+{
+    int most;
+    if (!rig_find(&most))
+        return rig_missing("test_streams");
+#if defined(FSDPC_EMU)
+    fake_open();
+#endif
+    if (argc == 3 && strcmp(argv[1], "without") == 0)
+        return test_without(argv[2], most);
+    test_training(most);
+#if defined(FSDPC_EMU)
+    fake_check(0);
+#endif
+    return check_report("test_streams");
+}
