@@ -10,6 +10,19 @@
 
 #include <stddef.h>
 
+int fsdpc_door_join(const fsdpc_py_door *door)
+{
+    if (!door->streams)
+        return 0;
+    PyObject *number = PyObject_CallNoArgs(door->streams);
+    size_t raw = number ? PyLong_AsSize_t(number) : 0;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return -1;
+    fsdpc_status status = fsdpc_device_adopt(door->unit->ref->unit->device, raw);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
 static fsdpc_root *root_of(const fsdpc_py_door *door)
 {
     return fsdpc_door_unit(door)->root;
@@ -75,7 +88,7 @@ static int check_usable(const fsdpc_py_door *door)
         PyErr_SetString(PyExc_RuntimeError, "a Door is bound to fulls first");
         return -1;
     }
-    return fsdpc_py_unit_check_open(door->unit);
+    return fsdpc_py_unit_check_open(door->unit) < 0 ? -1 : fsdpc_door_join(door);
 }
 
 /* What became of pieces' gradients since the last backward, once in a backward. */
@@ -169,6 +182,8 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
 static PyObject *door_leave(PyObject *object, PyObject *arg)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
     fsdpc_unit *unit = fsdpc_door_unit(door);
     bool stays = unit->stays, inner = door->depth > 1;
     bool gives_up = unit->reshard_after_forward && !stays && !unit->rank_dependent;
@@ -189,6 +204,8 @@ static PyObject *door_end_backward(PyObject *object, PyObject *unused)
 {
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_post_backward(fsdpc_door_unit(door));
@@ -204,6 +221,8 @@ static PyObject *door_finish(PyObject *object, PyObject *unused)
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root *root = root_of(door);
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_backward_end(root);
@@ -217,7 +236,8 @@ static PyObject *door_finish(PyObject *object, PyObject *unused)
 static PyObject *door_catch_up(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return catch_up((fsdpc_py_door *)object) < 0 ? NULL : Py_NewRef(Py_None);
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    return fsdpc_door_join(door) < 0 || catch_up(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* follow(): before an outermost forward that may not run this unit on this rank. */
@@ -228,33 +248,14 @@ static PyObject *door_follow(PyObject *object, PyObject *unused)
     return check_usable(door) < 0 || sync_pieces(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *door_settle(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    fsdpc_py_door *door = (fsdpc_py_door *)object;
-    door->taken = false;
-    if (fsdpc_door_unit(door)->reshard_after_backward)
-        fsdpc_door_unpin(door);
-    if (fsdpc_door_hide(door) < 0)
-        return NULL;
-    int waiting = fsdpc_door_give_grads(door);
-    return waiting < 0 ? NULL : PyBool_FromLong(waiting);
-}
-
-static PyObject *door_take_grads(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    if (fsdpc_door_take_grads((fsdpc_py_door *)object) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
 /* reset(): after an exception; the engine's part concerns the whole root. */
 static PyObject *door_reset(PyObject *object, PyObject *unused)
 {
     (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root_ref *root = door->unit->ref->root;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
     if (root)
         fsdpc_root_reset(root->root);
     Py_RETURN_NONE;
@@ -292,14 +293,6 @@ static PyObject *door_hold(PyObject *object, PyObject *arg)
     if (!root_of(door)->in_backward && sync_pieces(door) < 0)
         return NULL;
     return fsdpc_door_show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* apply_scale(): whoever reads gradients next sees them clipped. */
-static PyObject *door_apply_scale(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_door_unit((fsdpc_py_door *)object));
-    return fsdpc_py_none(status);
 }
 
 /* ---- life ---- */
@@ -347,17 +340,14 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
 
 static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *grads;
-    static char *keywords[] = {"unit", "slots", "pieces", "grads", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!", keywords, &unit, &PyList_Type, &slots,
-                                     &PyList_Type, &pieces, &PyList_Type, &grads))
+    PyObject *unit, *slots, *pieces, *grads, *streams;
+    static char *keywords[] = {"unit", "slots", "pieces", "grads", "streams", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!O", keywords, &unit, &PyList_Type,
+                                     &slots, &PyList_Type, &pieces, &PyList_Type, &grads, &streams))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
         return NULL;
-    fsdpc_status status = fsdpc_py_check_local(inner->ref->unit->device, "the torch front door");
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
     int n = inner->ref->unit->layout->n_params;
     if (PyList_GET_SIZE(pieces) != n || PyList_GET_SIZE(grads) != n)
         return PyErr_Format(PyExc_ValueError, "a Door needs a piece and a gradient for each of %d",
@@ -367,6 +357,7 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->unit_object = Py_NewRef(unit);
     self->unit = inner;
+    self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
     self->params = PyMem_Calloc(n ? (size_t)n : 1, sizeof *self->params);
     self->slots = PyMem_Calloc((size_t)PyList_GET_SIZE(slots) + 1, sizeof *self->slots);
     if (!self->params || !self->slots) {
@@ -429,6 +420,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(door->set_version);
     Py_VISIT(door->at_end);
     Py_VISIT(door->adopt);
+    Py_VISIT(door->streams);
     Py_VISIT(Py_TYPE(object));
     return 0;
 }
@@ -462,6 +454,7 @@ static int door_clear(PyObject *object)
     Py_CLEAR(door->set_version);
     Py_CLEAR(door->at_end);
     Py_CLEAR(door->adopt);
+    Py_CLEAR(door->streams);
     return 0;
 }
 
@@ -493,12 +486,14 @@ static PyMethodDef door_methods[] = {
     {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
     {"catch_up", door_catch_up, METH_NOARGS, "Take gradients, unless this backward has."},
     {"follow", door_follow, METH_NOARGS, "Follow what became of pieces between steps."},
-    {"settle", door_settle, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
-    {"take_grads", door_take_grads, METH_NOARGS, "Learn what became of the pieces' gradients."},
+    {"settle", fsdpc_door_settle_method, METH_NOARGS,
+     "Hand out gradients; whether hooks wait for them."},
+    {"take_grads", fsdpc_door_take_grads_method, METH_NOARGS,
+     "Learn what became of the pieces' gradients."},
     {"add_product", fsdpc_door_add_product, METH_VARARGS,
      "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
      "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
-    {"apply_scale", door_apply_scale, METH_NOARGS, "Apply what clipping left."},
+    {"apply_scale", fsdpc_door_apply_scale_method, METH_NOARGS, "Apply what clipping left."},
     {"reset", door_reset, METH_NOARGS, "After an exception: all units of the root are sharded."},
     {"hide", door_hide, METH_O, "hide(gave_up): show pieces, forget half a backward."},
     {"pin", fsdpc_door_pin_method, METH_NOARGS, "pin(): Unit.unshard was called."},
@@ -570,7 +565,7 @@ static PyType_Slot door_slots[] = {
     {Py_tp_clear, door_clear},
     {Py_tp_methods, door_methods},
     {Py_tp_getset, door_getset},
-    {Py_tp_doc, "Door(unit, slots, pieces, grads): a unit for foreign tensors."},
+    {Py_tp_doc, "Door(unit, slots, pieces, grads, streams): a unit for foreign tensors."},
     {0, NULL},
 };
 

@@ -83,6 +83,7 @@ struct fsdpc_py_door {
     int pins;              /* calls of Unit.unshard that are not given back */
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
+    PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
     fsdpc_door_names names;
 };
 
@@ -91,6 +92,10 @@ static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
     return door->unit->ref->unit;
 }
 
+/* What the engine is asked next runs in the order of the foreign library's current stream, in this
+ * thread too, which may be another than before: first in every method that reaches the schedule. */
+int fsdpc_door_join(const fsdpc_py_door *door);
+
 /* Whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_door_has_grads(const fsdpc_py_door *door);
 /* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
@@ -98,6 +103,11 @@ int fsdpc_door_take_grads(fsdpc_py_door *door);
 /* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
  * for that, 0, or -1. */
 int fsdpc_door_give_grads(fsdpc_py_door *door);
+
+/* Door.settle, Door.take_grads and Door.apply_scale. */
+PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused);
+PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *unused);
+PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused);
 
 /* Gives back what Unit.unshard took, all of it. */
 void fsdpc_door_unpin(fsdpc_py_door *door);

@@ -11,8 +11,6 @@
  */
 #include "py/py_door.h"
 
-#include <string.h>
-
 #include "ops/flat_ops.h"
 
 typedef struct hook_self {
@@ -72,6 +70,8 @@ static void *data_of(const fsdpc_py_door *door, PyObject *tensor)
 static int accept(fsdpc_py_door *door, int index, PyObject *grad)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (fsdpc_door_join(door) < 0)
+        return -1;
     if (!unit->root->in_backward && /* the unit's outputs were by-passed */
         fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
         return -1;
@@ -218,7 +218,10 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
         if (has == 0) {
             size_t bytes;
             void *rows = shard_rows(unit, i, &bytes);
-            memset(rows, 0, bytes);
+            fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+            status = fsdpc_device_fill(unit->device, rows, 0, bytes, &inline_stream);
+            if (status != FSDPC_OK)
+                return fsdpc_py_raise(status), -1;
         }
     }
     return 0;
@@ -263,6 +266,41 @@ int fsdpc_door_give_grads(fsdpc_py_door *door)
         Py_DECREF(hooks);
     }
     return waiting;
+}
+
+PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
+    door->taken = false;
+    if (fsdpc_door_unit(door)->reshard_after_backward)
+        fsdpc_door_unpin(door);
+    if (fsdpc_door_hide(door) < 0)
+        return NULL;
+    int waiting = fsdpc_door_give_grads(door);
+    return waiting < 0 ? NULL : PyBool_FromLong(waiting);
+}
+
+PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (fsdpc_door_join(door) < 0 || fsdpc_door_take_grads(door) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* apply_scale(): whoever reads gradients next sees them clipped. */
+PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
+    fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_door_unit(door));
+    return fsdpc_py_none(status);
 }
 
 /* ---- agree_used(doors) ---- */

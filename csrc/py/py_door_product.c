@@ -96,6 +96,8 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
     if (!unit->root->in_backward && /* the unit's outputs were by-passed */
         fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
         return NULL;
+    if (fsdpc_door_join(door) < 0)
+        return NULL;
     void *target;
     bool accumulate;
     fsdpc_status status = fsdpc_grad_target_of(unit, param, &target, &to, &accumulate);

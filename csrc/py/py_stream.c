@@ -20,6 +20,13 @@ static PyObject *stream_handle(PyObject *module, PyObject *unused)
     return runtime ? PyLong_FromSize_t(fsdpc_device_handle(runtime->device)) : NULL;
 }
 
+static PyObject *device_ordinal(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    return runtime ? PyLong_FromLong(runtime->device->ordinal) : NULL;
+}
+
 static PyObject *synchronize(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -37,6 +44,7 @@ static PyMethodDef functions[] = {
     {"adopt_stream", adopt_stream, METH_O,
      "adopt_stream(handle): the stream with this raw handle becomes the main stream."},
     {"stream_handle", stream_handle, METH_NOARGS, "The raw handle of the main stream."},
+    {"device_ordinal", device_ordinal, METH_NOARGS, "Which of the GPUs; 0 on the CPU."},
     {"synchronize", synchronize, METH_NOARGS,
      "Wait for what the main stream holds; the first error of it is raised."},
     {NULL, NULL, 0, NULL},

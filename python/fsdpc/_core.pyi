@@ -316,6 +316,9 @@ def adopt_stream(handle: int, /) -> None:
 def stream_handle() -> int:
     """Return the raw handle of the main stream; 0 on the CPU."""
 
+def device_ordinal() -> int:
+    """Return which of the GPUs the device is; 0 on the CPU."""
+
 def synchronize() -> None:
     """Wait for what the main stream holds; the first error of it is raised."""
 
@@ -464,6 +467,7 @@ class Door:
         slots: list[tuple[dict[str, Any], str, int]],
         pieces: list[Any],
         grads: list[Any],
+        streams: Callable[[], int] | None,
     ) -> None: ...
     @property
     def in_backward(self) -> bool: ...

@@ -24,8 +24,7 @@ def set_default_device(device: str) -> None:
     -----
     On ``"cuda"`` there is one rank. NumPy arrays are copied to it, and ``numpy()``, ``item()`` and
     printing copy back and wait for what was computed until then. DLPack shares memory with other
-    libraries on that GPU, in the order of their streams. Checkpoints pass through host memory. The
-    torch front door is refused by name.
+    libraries on that GPU, in the order of their streams. Checkpoints pass through host memory.
 
     A call for the device that was chosen already does nothing.
     """

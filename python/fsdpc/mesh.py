@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from fsdpc import _core, distributed
+from fsdpc import _core, device, distributed
 
 
 class DeviceMesh:
@@ -20,7 +20,7 @@ class DeviceMesh:
         self._comms = tuple(comms)
         self.mesh_dim_names = tuple(names)
         self.shape = tuple(shape)
-        self.device_type = "cpu"
+        self.device_type = device.get_default_device()
 
     @property
     def ndim(self) -> int:
@@ -66,7 +66,7 @@ def init_device_mesh(
     Parameters
     ----------
     device_type : str
-        "cpu".
+        "cuda" makes it the device of this process; "cpu" leaves that as it is.
     mesh_shape : sequence of int
         One size (plain sharding) or two (replicate, shard); their product is the world size.
     mesh_dim_names : sequence of str, optional
@@ -76,9 +76,15 @@ def init_device_mesh(
     ------
     ValueError
         The sizes do not multiply to the world size, or names and sizes differ in number.
+    NotImplementedError
+        There are no such devices.
+    RuntimeError
+        There is no GPU here, or tensors live on another device already.
     """
-    if device_type != "cpu":
-        raise NotImplementedError(f"device type '{device_type}': only 'cpu' is supported")
+    if device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"device type '{device_type}': ranks compute on 'cpu' or 'cuda'")
+    if device_type == "cuda":
+        device.set_default_device(device_type)
     shape = tuple(int(s) for s in mesh_shape)
     world = distributed.world()
     if len(shape) not in (1, 2) or any(s < 1 for s in shape):

@@ -388,7 +388,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="not both"):
         FSDP(build(), process_group=object(), device_mesh=object())
     for device in ("cuda:0", 0):
-        with pytest.raises(NotImplementedError, match="only the CPU"):
+        with pytest.raises(ValueError, match="to be sharded on a GPU, and the engine computes on"):
             FSDP(build(), device_id=device)
     with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
         FSDP(build(), mixed_precision=MixedPrecision(keep_low_precision_grads=True))

@@ -173,7 +173,10 @@ def test_a_model_elsewhere_is_named() -> None:
 
     model = nn.Linear(2, 2)
     model._parameters["weight"] = Elsewhere(torch.zeros(2, 2))
-    with pytest.raises(NotImplementedError, match="'weight' is on cuda:0: only the CPU"):
+    with pytest.raises(ValueError, match="'weight' is on cuda:0, 'bias' is on cpu"):
+        fully_shard(model)
+    model._parameters["bias"] = Elsewhere(torch.zeros(2))
+    with pytest.raises(ValueError, match="to be sharded on a GPU, and the engine computes on the"):
         fully_shard(model)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators
 from fsdpc.checkpoint.pieces import Held, Piece, StateAccess, access_of, pieces_of
+from fsdpc.torch import _device
 from fsdpc.torch._unit import PieceInfo, UnitState, states_of
 from fsdpc.torch.optim import FlatOptimizer
 from fsdpc.torch.state_dict import local_state_dict
@@ -29,6 +30,7 @@ _HOW = {
 
 def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
     """Where a parameter is, by the identity of its piece or of the full that stands for it."""
+    _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
         if state.summoned:
@@ -98,12 +100,15 @@ def _whole(name: str, t: torch.Tensor) -> Piece:
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
     """A tensor as the engine sees it, over the same memory."""
-    if t.device.type != "cpu":
-        raise TypeError(f"'{name}' is on {t.device}: checkpoints hold tensors of the CPU")
+    if t.device != _device.home():
+        raise TypeError(
+            f"'{name}' is on {t.device}: checkpoints hold tensors of {_device.home()}, where the "
+            "engine computes"
+        )
     if not t.is_contiguous():
         raise TypeError(f"'{name}' is not contiguous: make it so with contiguous() first")
     try:
-        return _core.from_dlpack(t.detach())
+        return _device.to_engine(t.detach())
     except (TypeError, ValueError, NotImplementedError, BufferError) as error:
         raise TypeError(f"'{name}' is {t.dtype}: {error}") from None
 

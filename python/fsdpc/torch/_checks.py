@@ -149,10 +149,9 @@ def check_parameter(
             f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}): make "
             "it so before fully_shard()"
         )
-    if p.device.type not in ("cpu", "meta"):
+    if p.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(
-            f"parameter '{name}' is on {p.device}: only the CPU is supported; "
-            "model.to('cpu') before fully_shard()"
+            f"parameter '{name}' is on {p.device}: units live on the CPU or on a GPU of CUDA"
         )
     asked = placement(p) if placement else None
     if asked is not None and getattr(asked, "dim", None) != 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdpc import _core
+from fsdpc.torch import _device
 from fsdpc.torch._unit import UnitState, full_value, states_of
 from fsdpc.torch.policies import core_dtype
 
@@ -64,10 +64,11 @@ def _buffers(module: torch.nn.Module) -> list[tuple[str, dict[str, Any], str, to
 def _changes(state: UnitState, fn: Change) -> bool:
     """Whether pieces would get another dtype."""
     for dtype in set(state.dtypes):
-        after = fn(torch.empty(0, dtype=dtype))
-        if after.device.type != "cpu":
+        after = fn(torch.empty(0, dtype=dtype, device=_device.home()))
+        if after.device != _device.home():
             raise NotImplementedError(
-                f"unit '{state.unit.name}' would go to {after.device}: only the CPU is supported"
+                f"unit '{state.unit.name}' would go to {after.device}: it lives where the engine "
+                f"computes, on {_device.home()}; move the module before fully_shard()"
             )
         core_dtype(after.dtype)
         if after.dtype is not dtype:
@@ -93,7 +94,8 @@ def _make_again(state: UnitState, fn: Change) -> None:
     old = state.unit
     missing = set(state.missing)
     fulls = [
-        torch.empty(shape, dtype=dtype) if i in missing else full_value(state, i)
+        torch.empty(shape, dtype=dtype, device=_device.home())
+        if i in missing else full_value(state, i)
         for i, (shape, dtype) in enumerate(zip(state.shapes, state.dtypes, strict=True))
     ]
     fulls = [fn(full) for full in fulls]
@@ -103,7 +105,7 @@ def _make_again(state: UnitState, fn: Change) -> None:
     unit.take_options(old)
     for i, full in enumerate(fulls):
         if i not in missing:
-            unit.write(i, _core.from_dlpack(full.contiguous()))
+            unit.write(i, _device.to_engine(full.contiguous()))
     with torch.no_grad():
         state.stand_on(unit, dtypes)
     for m in state.modules:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdpc import _core
+from fsdpc.torch import _device
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -42,7 +43,7 @@ def check_drawn(states: list[UnitState]) -> None:
         for i in state.written():
             marks[at + i] = _mark(state.pieces[i])
         at += len(state.pieces)
-    every = torch.from_dlpack(comm.all_gather(_core.from_dlpack(marks)))
+    every = _device.to_torch(comm.all_gather(_device.to_engine(marks)))
     seen: dict[int, tuple[int, int]] = {}
     for rank, row in enumerate(every.tolist()):
         for k, mark in enumerate(row):
@@ -58,7 +59,7 @@ def check_drawn(states: list[UnitState]) -> None:
 
 def _mark(piece: torch.Tensor) -> int:
     """How a piece begins, above 0; 0 for one that is constant there."""
-    begin = piece.detach().reshape(-1)[:_BEGIN].double()
+    begin = piece.detach().reshape(-1)[:_BEGIN].cpu().double()
     if begin.numel() < 2 or bool((begin == begin[0]).all()):
         return 0
     if begin.numel() == _BEGIN:  # enough of them to tell, roughly, without their scale

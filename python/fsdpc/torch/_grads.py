@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdpc import _core
+from fsdpc.torch import _device
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -73,7 +73,7 @@ class PieceGrad(torch.Tensor):
                 "ask the parameter's .grad itself"
             )
         state.door.take_grads()
-        return torch.from_dlpack(state.unit.collect(index, True))
+        return _device.to_torch(state.unit.collect(index, True))
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor, whose norm is theirs alone."""
@@ -183,7 +183,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _reduce(state: UnitState, values: torch.Tensor, op: str) -> None:
     for comm in state.comms:
         if comm.size > 1 and values.numel():
-            comm.all_reduce(_core.from_dlpack(values.detach()), op)
+            comm.all_reduce(_device.to_engine(values.detach()), op)
 
 
 def _joined(local: torch.Tensor, order: float, state: UnitState) -> torch.Tensor:
@@ -195,7 +195,7 @@ def _joined(local: torch.Tensor, order: float, state: UnitState) -> torch.Tensor
         op, values = "sum", (local.double() ** order if order else local.double())
     for comm in shard:
         if comm.size > 1:
-            comm.all_reduce(_core.from_dlpack(values), op)
+            comm.all_reduce(_device.to_engine(values), op)
     finite = order not in (math.inf, -math.inf, 0.0)
     return values ** (1.0 / order) if finite else values
 
@@ -203,7 +203,8 @@ def _joined(local: torch.Tensor, order: float, state: UnitState) -> torch.Tensor
 def _local_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if grad.numel() == 0:
-            return torch.tensor(math.inf if order < 0 else 0.0, dtype=grad.dtype)
+            nothing = math.inf if order < 0 else 0.0
+            return torch.tensor(nothing, dtype=grad.dtype, device=grad.device)
         return torch.linalg.vector_norm(grad, order)
 
 

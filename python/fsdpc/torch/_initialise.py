@@ -59,7 +59,7 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
 def _full(state: UnitState, index: int) -> nn.Parameter:
     piece = state.pieces[index]
     if index in state.missing:
-        value = torch.full(state.shapes[index], float("nan"), dtype=piece.dtype)
+        value = piece.new_full(state.shapes[index], float("nan"))
     else:
         value = full_value(state, index)
     full = nn.Parameter(value, piece.requires_grad)
@@ -87,4 +87,4 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
 
 
 def _checksum(full: torch.Tensor) -> int:
-    return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

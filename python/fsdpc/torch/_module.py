@@ -12,7 +12,7 @@ from torch import nn
 from fsdpc import _core, fsdp_module
 from fsdpc.sharding import _check_reshard, check_agreement
 from fsdpc.strategies import apply_strategy, strategy_name
-from fsdpc.torch import _compiled, _convert, _forward, _initialise
+from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
     check_list,
     check_module,
@@ -61,6 +61,7 @@ class FSDPModule(fsdp_module.FSDPModule):
             Return at once with a handle whose ``wait()`` ends the gather.
         """
         _root_of(self)
+        _device.join()
         self._fsdpc_unit.unshard()
         self._fsdpc_state.door.pin()
         handle = UnshardHandle(self._fsdpc_state)
@@ -81,6 +82,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         Entering and leaving are collective; steps and forwards with gradients raise inside.
         """
         root = _root_of(self)
+        _device.join()
         with super().hold():
             yield
         for door in root.doors:
@@ -348,6 +350,7 @@ def fully_shard(
     ignored = {id(p) for p in ignored_params}
     inside = _inside_of(modules)
     found = _collect(inside, modules, ignored, shard_placement_fn)
+    _device.choose([(name, p) for name, p, _ in found], getattr(mesh, "device_type", None))
     comms = comms_of(mesh)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     _agree(
@@ -445,7 +448,7 @@ def _collect(
 
 
 def _bytes(p: nn.Parameter) -> Any:
-    return p.detach().reshape(-1).view(torch.uint8).numpy()
+    return p.detach().reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def _agree(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core, distributed
+from fsdpc.torch import _device
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 #: Of every parameter: its name, itself, and (dictionary, key) of all places where it stands.
@@ -108,8 +109,8 @@ def widened(
 def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.Tensor:
     """Return a full value for the engine, rank 0's if ``synced``; collective then."""
     if not synced:
-        return _core.from_dlpack(p.detach().contiguous())
-    values = _core.from_dlpack(p.detach().clone(memory_format=torch.contiguous_format))
+        return _device.to_engine(p.detach().contiguous())
+    values = _device.to_engine(p.detach().clone(memory_format=torch.contiguous_format))
     for comm in reversed(comms):
         comm.broadcast(values, 0)
     return values

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core, distributed
+from fsdpc.torch import _device
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
@@ -86,7 +87,10 @@ class UnitState:
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
         ]
-        self.pieces = [nn.Parameter(torch.empty(0), p.requires_grad) for _, p, _ in params]
+        self.pieces = [
+            nn.Parameter(torch.empty(0, device=_device.home()), p.requires_grad)
+            for _, p, _ in params
+        ]
         self.guards = [
             (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
             for path, m in readers
@@ -103,8 +107,8 @@ class UnitState:
         """Let pieces be the masters of this unit, and make its door."""
         self.unit, self.dtypes = unit, dtypes
         self.places = _core.unit_places(unit)
-        masters = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "master")]
-        shards = [torch.from_dlpack(m) for m in _core.unit_memory(unit, "grad")]
+        masters = [_device.to_torch(m) for m in _core.unit_memory(unit, "master")]
+        shards = [_device.to_torch(m) for m in _core.unit_memory(unit, "grad")]
         n = len(self.pieces)
         self.rows = [self._rows(masters, i) for i in range(n)]
         self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(n)]
@@ -113,7 +117,7 @@ class UnitState:
             piece.data = self.rows[i]
             self._describe(i, piece)
         self.trusted = [piece._version for piece in self.pieces]
-        self.door = _core.Door(unit, self.slots, self.pieces, self.grads)
+        self.door = _core.Door(unit, self.slots, self.pieces, self.grads, _device.streams())
         self.door.guard(self.guards)
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
@@ -129,7 +133,7 @@ class UnitState:
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""
-        self.unit.write(i, _core.from_dlpack(full.detach().contiguous()))
+        self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
     def trust(self, i: int) -> None:
@@ -164,7 +168,7 @@ class UnitState:
         """Make the fulls, now that the wire is there."""
         self.root = root
         with torch.inference_mode(False), torch.no_grad():
-            bases = tuple(torch.from_dlpack(m) for m in _core.unit_memory(self.unit, "full"))
+            bases = tuple(_device.to_torch(m) for m in _core.unit_memory(self.unit, "full"))
             for i, shape in enumerate(self.shapes):
                 group, offset, _, _, _ = self.places[i]
                 values = bases[group][offset : offset + shape.numel()].view(shape)
@@ -200,7 +204,8 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
-    return torch.from_dlpack(state.unit.collect(index, False))
+    _device.join()
+    return _device.to_torch(state.unit.collect(index, False))
 
 
 def _none() -> None:
@@ -323,6 +328,7 @@ def make_root(module: nn.Module) -> Root:
                     "which never runs on this rank's rows: register_post_accumulate_grad_hook "
                     "runs when they have their gradient"
                 )
+    _device.join()
     check_drawn(ordered)
     _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
     root = Root(ordered)
@@ -350,8 +356,11 @@ def comms_of(mesh: Any) -> list[_core.Comm]:
         return [c for c in _mesh_comms(mesh, world) if c is not None]
     if not hasattr(mesh, "mesh") or not hasattr(mesh, "device_type"):
         raise TypeError(f"mesh: a DeviceMesh of torch or fsdpc, got {type(mesh).__name__}")
-    if mesh.device_type != "cpu":
-        raise NotImplementedError(f"a mesh of device type '{mesh.device_type}': only cpu is here")
+    if mesh.device_type != _device.home().type:
+        raise ValueError(
+            f"a mesh of device type '{mesh.device_type}', and the engine computes on "
+            f"{_device.home()}: make the mesh for that"
+        )
     if mesh.ndim > 2:
         raise ValueError(f"a mesh of {mesh.ndim} dimensions: pick (shard) or (replicate, shard)")
     ranks = mesh.mesh.tolist()

@@ -17,7 +17,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.mesh import init_device_mesh
 from fsdpc.strategies import ShardingStrategy
-from fsdpc.torch import optim_state, state_dict
+from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._module import FSDPModule, _outside_units, _sharded_class, fully_shard
 from fsdpc.torch._unit import join
 from fsdpc.torch.clip import clip_grad_norm_
@@ -59,8 +59,8 @@ class FullyShardedDataParallel(FSDPModule):
     param_init_fn : callable, optional
         Called on every module with meta parameters, unit by unit, before it is sharded; where not
         given, ``to_empty`` and ``reset_parameters``.
-    device_id : torch.device or str, optional
-        The CPU.
+    device_id : torch.device, str or int, optional
+        Where the module goes, unless it is on the meta device; a number is a GPU's.
     sync_module_states : bool, default False
         Take rank 0's parameters and buffers; else different initial values are an error.
     use_orig_params : bool, default False
@@ -102,7 +102,7 @@ class FullyShardedDataParallel(FSDPModule):
     ) -> Any:
         if cls is not FullyShardedDataParallel:
             raise TypeError(f"{cls.__name__} is what sharding made of a module: make a plain one")
-        _check_device(device_id)
+        _move(module, device_id)
         ignored = _ignored(ignored_modules, ignored_states)
         options = {
             "sharding_strategy": sharding_strategy,
@@ -476,14 +476,14 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _check_device(device_id: Any) -> None:
-    if isinstance(device_id, int) or (
-        device_id is not None and torch.device(device_id).type != "cpu"
-    ):
-        raise NotImplementedError(
-            f"device_id={device_id!r}: only the CPU is supported; leave it out, or give "
-            "torch.device('cpu')"
-        )
+def _move(module: nn.Module, device_id: Any) -> None:
+    """Put what has values where ``device_id`` says, as FSDP1 does."""
+    if device_id is None:
+        return
+    at = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    _device.choose([], at.type)
+    if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+        module.to(at)
 
 
 def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
@@ -528,7 +528,7 @@ def _mesh_of_groups(group: Any, world: _core.Comm) -> Any:
             for known, grid, mesh in _grids:
                 if known is world and grid == shape:
                     return mesh
-            _grids.append((world, shape, init_device_mesh("cpu", shape)))
+            _grids.append((world, shape, init_device_mesh(_device.home().type, shape)))
             return _grids[-1][2]
     raise NotImplementedError(
         f"process_group of ranks {ranks} of {world.size}: units are sharded over all ranks, or "
@@ -548,7 +548,7 @@ def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) ->
     if init is not None:
         init(module)
         return
-    module.to_empty(device="cpu", recurse=False)
+    module.to_empty(device=_device.home(), recurse=False)
     if not callable(getattr(module, "reset_parameters", None)):
         raise ValueError(
             f"{type(module).__name__} has meta parameters and no reset_parameters(): give "
@@ -576,7 +576,7 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _take_rank_0(buffer: torch.Tensor, comm: _core.Comm) -> None:
     if comm.size > 1:
-        values = buffer.detach().contiguous().reshape(-1).view(torch.uint8).clone()
-        comm.broadcast(_core.from_dlpack(values), 0)
+        values = buffer.detach().clone().to(_device.home()).contiguous().reshape(-1)
+        comm.broadcast(_device.to_engine(values.view(torch.uint8)), 0)
         with torch.no_grad():
-            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))
+            buffer.copy_(values.view(buffer.shape))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
+from fsdpc.torch import _device
 from fsdpc.torch._checks import refuse_reader
 from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
@@ -85,7 +86,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for which, name in enumerate(self._names(p)):
             rows = self._core.state(info.unit, info._index, which)
             if rows is not None:
-                result[name] = torch.from_dlpack(rows).reshape(p.shape)
+                result[name] = _device.to_torch(rows).reshape(p.shape)
         return result
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
@@ -98,7 +99,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for which, name in enumerate(self._names(p)):
             if name in values:
                 rows = self._core.state(info.unit, info._index, which)
-                torch.from_dlpack(rows).reshape(-1).copy_(values[name].reshape(-1))
+                _device.to_torch(rows).reshape(-1).copy_(values[name].reshape(-1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and this rank's rows of the states, as torch's optimizers do."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _core, distributed
+from fsdpc import distributed
+from fsdpc.torch import _device
 from fsdpc.torch._unit import PieceInfo
 
 
@@ -20,11 +21,11 @@ def gather_rows(info: PieceInfo, rows: torch.Tensor) -> torch.Tensor:
     if comm.size == 1:
         return flat.clone().view(info.shape)
     mine = torch.tensor([state.places[info._index][2], flat.numel()])
-    places = torch.from_dlpack(comm.all_gather(_core.from_dlpack(mine)))
-    padded = torch.zeros(int(places[:, 1].max()), dtype=flat.dtype)
+    places = _device.to_torch(comm.all_gather(_device.to_engine(mine)))
+    padded = torch.zeros(int(places[:, 1].max()), dtype=flat.dtype, device=flat.device)
     padded[: flat.numel()] = flat
-    everyone = torch.from_dlpack(comm.all_gather(_core.from_dlpack(padded)))
-    full = torch.empty(info.shape.numel(), dtype=flat.dtype)
+    everyone = _device.to_torch(comm.all_gather(_device.to_engine(padded)))
+    full = torch.empty(info.shape.numel(), dtype=flat.dtype, device=flat.device)
     for (first, numel), part in zip(places.tolist(), everyone, strict=True):
         full[first : first + numel] = part[:numel]
     return full.view(info.shape)
@@ -240,13 +241,14 @@ def _from_rank_0(
             for key, v in values.items()
         ]
         text = json.dumps([state_dict["param_groups"], shapes], default=float).encode()
-    length = torch.tensor([len(text)])
-    world.broadcast(_core.from_dlpack(length), 0)
-    data = torch.zeros(int(length), dtype=torch.uint8)
+    home = _device.home()
+    length = torch.tensor([len(text)], device=home)
+    world.broadcast(_device.to_engine(length), 0)
+    data = torch.zeros(int(length), dtype=torch.uint8, device=home)
     if text:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    world.broadcast(_core.from_dlpack(data), 0)
-    groups, shapes = json.loads(data.numpy().tobytes())
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(home)
+    world.broadcast(_device.to_engine(data), 0)
+    groups, shapes = json.loads(data.cpu().numpy().tobytes())
     for group in groups:
         for key, value in group.items():
             if isinstance(value, list) and key != "params":
@@ -257,11 +259,11 @@ def _from_rank_0(
             if not isinstance(what, list):
                 yield name, key, what
                 continue
-            value = torch.empty(what[1], dtype=getattr(torch, what[0]))
+            value = torch.empty(what[1], dtype=getattr(torch, what[0]), device=home)
             if world.rank == 0 and state_dict is not None:
                 value.copy_(state_dict["state"][name][key])
             if value.numel():
-                world.broadcast(_core.from_dlpack(value.reshape(-1).view(torch.uint8)), 0)
+                world.broadcast(_device.to_engine(value.reshape(-1).view(torch.uint8)), 0)
             yield name, key, value
 
     return groups, values()

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from fsdpc.torch import _device
+
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` with FSDP1's signature.
 
     Parameters
     ----------
-    device : str, default "cpu"
+    device : str, optional
+        Where units live, if not given.
     init_scale : float, default 65536
     backoff_factor : float, default 0.5
     growth_factor : float, default 2
@@ -27,7 +30,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cpu",
+        device: str | None = None,
         init_scale: float = 2.0**16,
         backoff_factor: float = 0.5,
         growth_factor: float = 2.0,
@@ -36,7 +39,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         process_group: Any = None,
     ) -> None:
         super().__init__(
-            device,
+            device or _device.home().type,
             init_scale=init_scale,
             backoff_factor=backoff_factor,
             growth_factor=growth_factor,

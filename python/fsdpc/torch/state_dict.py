@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _core
+from fsdpc.torch import _device
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
 
@@ -48,7 +48,7 @@ def summon_full_params(
     rank0_only : bool, default False
         Other ranks keep their pieces; needs ``writeback=False``.
     offload_to_cpu : bool, default False
-        Copies are in host memory in any case.
+        Accepted for PyTorch's sake: copies are where the units are.
     with_grads : bool, default False
         The copies have full gradients, and ``writeback`` keeps the own rows of these too.
 
@@ -109,7 +109,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
     if p.grad is None or info is None:
         return p.grad
     info._state.door.take_grads()
-    return torch.from_dlpack(info.unit.collect(info._index, True))
+    return _device.to_torch(info.unit.collect(info._index, True))
 
 
 def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
@@ -140,7 +140,9 @@ def module_load_state_dict(
     states = states_of(module)
     news: dict[int, list[Any]] = {
         id(s): [
-            nn.Parameter(torch.full(shape, float("nan"), dtype=p.dtype), p.requires_grad)
+            nn.Parameter(
+                torch.full(shape, float("nan"), dtype=p.dtype, device=p.device), p.requires_grad
+            )
             for shape, p in zip(s.shapes, s.pieces, strict=True)
         ]
         for s in states
@@ -257,7 +259,7 @@ def set_model_state_dict(
     for k, (name, here) in enumerate(own.items()):
         if not found[k]:
             continue
-        value = torch.empty(shapes[k], dtype=here.dtype)
+        value = torch.empty(shapes[k], dtype=here.dtype, device=_device.home())
         if _rank(units) == 0:
             value.copy_(state_dict[name])
         _broadcast(units[0], value)
@@ -273,7 +275,7 @@ def set_model_state_dict(
 def _broadcast(state: UnitState, value: torch.Tensor) -> None:
     """Give every rank rank 0's values, as bytes."""
     if value.numel():
-        flat = _core.from_dlpack(value.detach().reshape(-1).view(torch.uint8))
+        flat = _device.to_engine(value.detach().reshape(-1).view(torch.uint8))
         for comm in reversed(state.comms):
             comm.broadcast(flat, 0)
 
@@ -289,7 +291,7 @@ def _check_names(
     strict: bool,
 ) -> list[bool]:
     """Return which of the model's tensors rank 0 has; every rank raises alike."""
-    marks = torch.zeros(len(own) + 1, dtype=torch.uint8)
+    marks = torch.zeros(len(own) + 1, dtype=torch.uint8, device=_device.home())
     if _rank(units) == 0:
         for k, (name, shape) in enumerate(zip(own, shapes, strict=True)):
             if name in state_dict:

@@ -1,0 +1,175 @@
+"""The torch front door on the emulated device, against the same door on the CPU.
+
+Torch is the CPU's; torch_beside.py says how it stands for torch on a GPU.  Products, and all that
+a module computes, are torch's and the same on both sides, and the engine's kernels beneath the door
+promise the CPU's bits: so everything is compared to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 300
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed"),
+    pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),
+]
+
+
+def run(environment: dict[str, str], *arguments: str) -> str:
+    """What Python prints beside an emulated GPU whose memory the host may touch."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True,
+                          env={**environment, "EMU_OPEN": "1", "PYTHONPATH": str(HERE)},
+                          timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What torch_training.py prints on each device."""
+    path = str(HERE / "torch_training.py")
+    return {device: json.loads(run(environment, path, device)) for device in ("cpu", "cuda")}
+
+
+def test_training_has_the_bits_of_the_cpu(trained: dict[str, dict[str, Any]]) -> None:
+    cpu, cuda = trained["cpu"], trained["cuda"]
+    assert cpu.keys() == cuda.keys() and len(cpu) > 12
+    for name in cpu:
+        assert cuda[name] == cpu[name], name
+        assert all(norm > 0.05 for norm in cpu[name]["norms"]), f"{name}: nothing was clipped"
+
+
+def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> None:
+    for name in ("mlp", "transformer"):
+        ours, plain = trained["cuda"][name], trained["cuda"][f"plain {name}"]
+        for what in ("losses", "norms"):
+            assert ours[what] == pytest.approx(plain[what], rel=1e-5)
+
+
+ORDER = """
+import threading
+from contextlib import nullcontext
+import torch_beside
+gpu = torch_beside.Gpu()
+import torch
+from torch import nn
+import fsdpc.torch
+from fsdpc.torch import fully_shard
+torch.manual_seed(1)
+plain, x = nn.Linear(3, 4), torch.ones(2, 3)
+model = fully_shard(nn.Linear(3, 4))
+model.load_state_dict(plain.state_dict())
+optimizer, other = (kind(m.parameters(), lr=0.1) for kind, m in (
+    (fsdpc.torch.optim.SGD, model), (torch.optim.SGD, plain)))
+def forward():
+    return model(x), plain(x)
+def backward():
+    for y in outputs:
+        y.sum().backward()
+    return model.weight.grad.to_local(), plain.weight.grad
+def step():
+    optimizer.step()
+    other.step()
+    return model.weight.data, plain.weight.data
+def written():                         # no phase waits for the device in the host after these
+    plain.weight.data.mul_(3)
+    model.load_state_dict(plain.state_dict())
+def run_forward():
+    global outputs
+    outputs = forward()
+def trained():
+    run_forward()
+    backward()
+outputs = forward()
+backward()
+step()
+
+for before, phase in ((written, forward), (run_forward, backward), (trained, step)):
+    for joined in (True, False):
+        optimizer.zero_grad()
+        other.zero_grad()
+        x = 2 * x
+        before()
+        engine = fsdpc._core.stream_handle()
+        gpu.runtime.synchronize(engine)
+        with nullcontext() if joined else gpu.unjoined():
+            gpu.current = gpu.runtime.stream()
+            held = gpu.runtime.block(engine)   # the stream that the engine was on is stopped
+            if joined:
+                threading.Thread(target=held.set).start()
+            ours, theirs = phase()
+            print(phase.__name__, joined, torch.equal(ours, theirs))
+            held.set()
+            gpu.runtime.synchronize(engine)
+"""
+
+
+def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
+    """With it the engine goes on behind its old stream, and torch behind the engine.
+
+    Without it the engine stays where it was, and torch reads what was there before.
+    """
+    assert run(environment, "-c", ORDER).splitlines() == [
+        f"{phase} {joined} {joined}" for phase in ("forward", "backward", "step")
+        for joined in (True, False)
+    ]
+
+
+WHERE = """
+import fsdpc, torch
+from types import SimpleNamespace
+from fsdpc.torch import _device, fully_shard
+def at(*places):
+    return [(f"w{i}", SimpleNamespace(device=torch.device(place), is_meta=place == "meta"))
+            for i, place in enumerate(places)]
+def attempt(call, *args):
+    try:
+        call(*args)
+    except Exception as e:
+        print(f"{type(e).__name__}: {e}")
+"""
+
+
+def test_the_first_unit_chooses_the_device(environment: dict[str, str]) -> None:
+    out = run(environment, "-c", WHERE + """
+attempt(_device.choose, at("cuda:0", "meta", "cpu", "cuda:0"))
+_device.choose(at("meta", "cuda:0"))
+print(fsdpc.get_default_device(), _device.home())
+attempt(fully_shard, torch.nn.Linear(2, 2))
+attempt(_device.choose, at("cuda:1"))
+""")
+    assert out.splitlines() == [
+        "ValueError: the parameters of one unit are on several devices ('w0' is on cuda:0, 'w2' is "
+        "on cpu): move the module to one before fully_shard()",
+        "cuda cuda:0",
+        "ValueError: parameter 'weight' is on cpu, and the engine computes on cuda:0: "
+        'model.to("cuda:0") before fully_shard()',
+        "ValueError: parameter 'w0' is on cuda:1, and the engine computes on cuda:0: "
+        'model.to("cuda:0") before fully_shard()',
+    ]
+
+
+def test_a_device_that_was_chosen_stays(environment: dict[str, str]) -> None:
+    out = run(environment, "-c", WHERE + """
+t = fsdpc.tensor([1.0])
+attempt(_device.choose, at("cuda:0"))
+attempt(_device.choose, at("meta"), "cuda")
+_device.choose(at("cpu"))
+""")
+    assert len(out.splitlines()) == 2
+    for line in out.splitlines():
+        assert line.startswith(
+            "ValueError: the module is to be sharded on a GPU, and the engine computes on the CPU: "
+            'call fsdpc.set_default_device("cuda") before anything else of fsdpc (tensors live on '
+            "device 'cpu' already")

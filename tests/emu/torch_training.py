@@ -1,0 +1,234 @@
+"""Trains small torch models under the front door on the device that argv[1] names; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdpc
+import fsdpc.torch
+from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+
+STEPS = 3
+MAX_NORM = 0.05  # below the norms of first steps
+DELAYS = 77
+
+
+class Block(nn.Module):
+    """x + gelu(linear(layer_norm(x)))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.gelu(self.linear(self.norm(x)))
+
+
+class Mlp(nn.Module):
+    """Blocks between linear layers of odd sizes."""
+
+    def __init__(self, again: bool | None = None) -> None:
+        super().__init__()
+        self.again = again  # how activations are computed again: reentrant or not; None: kept
+        self.first, self.last = nn.Linear(7, 12), nn.Linear(12, 5, bias=False)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) if self.again is None else checkpoint(block, x, use_reentrant=self.again)
+        return self.last(x)
+
+
+class Transformer(nn.Module):
+    """Two causal layers over words, with a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(19, 12)
+        layer = nn.TransformerEncoderLayer(12, 2, 20, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).layers
+        self.head = nn.Linear(12, 19, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, mask = self.words(ids), nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        for block in self.blocks:
+            x = block(x, src_mask=mask.to(x.dtype), is_causal=True)
+        return self.head(x)
+
+
+def rows(step: int) -> torch.Tensor:
+    """Inputs of an Mlp."""
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+
+
+def ids(step: int) -> torch.Tensor:
+    """Inputs of a Transformer."""
+    return torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A loss whose gradients reach everything."""
+    return (model(x).float() ** 2).mean()
+
+
+def shard(model: Any, **options: Any) -> Any:
+    """Every block a unit, and the rest one."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def values_of(model: nn.Module) -> dict[str, Any]:
+    """Full parameters by name, as bits of float32."""
+    return {name: value.float().flatten().view(torch.int32).tolist()
+            for name, value in model.state_dict().items()}
+
+
+def number(value: Any) -> float:
+    """A scalar, behind what computes it."""
+    return float(value.detach())
+
+
+def train(model: Any, batch: Callable[[int], torch.Tensor], optimizer: Any = None, *,
+          micro_steps: int = 1, synced: bool = True, steps: int = STEPS) -> dict[str, Any]:
+    """Train; return losses, norms and parameters."""
+    own = isinstance(model, fsdpc.torch.FSDPModule)
+    if optimizer is None:
+        optimizer = (fsdpc.torch.optim.AdamW if own else torch.optim.AdamW)(
+            [p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    clip = clip_grad_norm_ if own else nn.utils.clip_grad_norm_
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micro_steps):
+            if own and not synced:
+                model.set_requires_gradient_sync(micro == micro_steps - 1)
+            loss = loss_of(model, batch(10 * step + micro))
+            loss.backward()
+            losses.append(number(loss))
+        norms.append(number(clip(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "values": values_of(model)}
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    """The same model everywhere."""
+    torch.manual_seed(5)
+    return kind()
+
+
+def frozen() -> nn.Module:
+    """Of which the first layer and a norm do not train."""
+    model = made(Mlp)
+    for p in (*model.first.parameters(), *model.blocks[0].norm.parameters()):
+        p.requires_grad_(False)
+    return model
+
+
+def deferred() -> Any:
+    """Sharded on the meta device and filled from a state dict."""
+    values = made(Mlp).state_dict()
+    with torch.device("meta"):
+        model = shard(Mlp())
+    model.to_empty(device="cpu")
+    model.load_state_dict(values)
+    return model
+
+
+def resumed() -> dict[str, Any]:
+    """Two steps, a checkpoint, and a third step by another model that loads it."""
+    model = shard(made(Mlp))
+    optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, rows, optimizer, steps=2)
+    with tempfile.TemporaryDirectory() as folder:
+        fsdpc.checkpoint.save(f"{folder}/a", {"model": model, "optimizer": optimizer})
+        torch.manual_seed(6)
+        again = shard(Mlp())
+        optimizer = fsdpc.torch.optim.AdamW(again.parameters(), lr=1e-2)
+        fsdpc.checkpoint.load(f"{folder}/a", {"model": again, "optimizer": optimizer})
+    states = fsdpc.torch.get_optimizer_state_dict(again, optimizer)["state"]
+    steps = {name: float(state["step"]) for name, state in states.items()}
+    return {**train(again, rows, optimizer, steps=1), "steps": steps}
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def torch_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Torch's own, over pieces."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def clipped_by_torch() -> dict[str, Any]:
+    """Torch's optimizer and its clipping, whose norms of pieces are global."""
+    model = shard(made(Mlp))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rows(step)).backward()
+        norms.append(number(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {"norms": norms, "values": values_of(model)}
+
+
+def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Every case by name."""
+    yield "mlp", lambda: train(shard(made(Mlp)), rows)
+    yield "mlp bf16", lambda: train(shard(made(Mlp), mp_policy=BF16), rows)
+    yield "mlp kept", lambda: train(shard(made(Mlp), reshard_after_forward=False), rows)
+    yield "transformer", lambda: train(shard(made(Transformer)), ids)
+    yield "transformer bf16", lambda: train(shard(made(Transformer), mp_policy=BF16), ids)
+    yield "accumulated", lambda: train(shard(made(Mlp)), rows, micro_steps=2)
+    yield "no_sync", lambda: train(shard(made(Mlp)), rows, micro_steps=2, synced=False)
+    yield "reentrant", lambda: train(shard(made(lambda: Mlp(True))), rows)
+    yield "recomputed", lambda: train(shard(made(lambda: Mlp(False))), rows)
+    yield "frozen", lambda: train(shard(frozen()), rows)
+    yield "deferred", lambda: train(deferred(), rows)
+    yield "resumed", resumed
+    yield "clipped by torch", clipped_by_torch
+    yield "torch's AdamW", lambda: with_torch_adamw(shard(made(Mlp)))
+    yield "narrow", lambda: train(shard(made(Mlp).to(torch.bfloat16)), rows_bf16)
+
+
+def with_torch_adamw(model: Any) -> dict[str, Any]:
+    """Torch's AdamW over pieces."""
+    return train(model, rows, torch_adamw(model))
+
+
+def rows_bf16(step: int) -> torch.Tensor:
+    """Inputs of an Mlp in bfloat16."""
+    return rows(step).bfloat16()
+
+
+def main() -> None:
+    """Run all cases; on "cuda" torch's streams change between them, and work comes late."""
+    device, gpu = sys.argv[1], None
+    torch.set_num_threads(1)
+    if device == "cuda":
+        import torch_beside
+
+        gpu = torch_beside.Gpu()
+        gpu.runtime.delays(DELAYS)
+    results = {}
+    for name, run in cases():
+        with gpu.stream(gpu.runtime.stream()) if gpu else nullcontext():
+            results[name] = run()
+    results["plain mlp"] = train(made(Mlp), rows)
+    results["plain transformer"] = train(made(Transformer), ids)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
