@@ -24,6 +24,8 @@
       "threads of a rank; 0 means OMP_NUM_THREADS, else cores / ranks")                            \
     X(isa, text, "FSDPC_ISA", "auto", 0, 0,                                                        \
       "kernels to use: auto, portable, avx2, avx512, avx512bf16, amx")                             \
+    X(transport, text, "FSDPC_TRANSPORT", "auto", 0, 0,                                            \
+      "how ranks on GPUs communicate: auto, nccl, local_cuda")                                     \
     X(log, integer, "FSDPC_LOG", 1, 0, 3, "0 silent, 1 warnings, 2 notes, 3 everything")           \
     X(trace, integer, "FSDPC_TRACE", 4096, 0, 16777216, "events kept by the trace ring")
 

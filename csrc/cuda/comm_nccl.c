@@ -17,7 +17,6 @@
 
 #include <sched.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "cuda/cuda_error.h"
@@ -32,15 +31,6 @@ static const fsdpc_comm_ops nccl_ops;
 static bool forked(const fsdpc_comm_nccl *self)
 {
     return self->world->pid != getpid();
-}
-
-fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status status)
-{
-    if (status >= 0 || !self->control->poison[0] || self->base.poison[0])
-        return status;
-    if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
-        fsdpc_fail(status, "%s", self->control->poison);
-    return fsdpc_comm_poison(&self->base, status);
 }
 
 static void end_group(fsdpc_comm_nccl *group, const char *reason)
@@ -119,45 +109,20 @@ static void nccl_destroy(fsdpc_comm *comm)
     free(self);
 }
 
-/* Set apart, a communicator takes its control along. */
-static fsdpc_comm *control_of(fsdpc_comm_nccl *self)
-{
-    if (self->base.apart && !self->control->apart)
-        fsdpc_comm_set_apart(self->control);
-    return self->control;
-}
-
 static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm), *part = NULL;
-    fsdpc_comm *control = NULL;
+    fsdpc_comm_config config;
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(fsdpc_nccl_launched(self));
-    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_comm_split(control_of(self), color, key, &control)));
-    fsdpc_status status = FSDPC_OK;
-    if (control) {
-        fsdpc_comm_config config = {
-            .rank = control->rank,
-            .size = control->size,
-            .device = comm->device,
-            .trace = comm->trace,
-            .timeout_s = comm->timeout_s,
-            .notice_s = comm->notice_s,
-            .interrupt = comm->interrupt,
-            .notice = comm->notice,
-            .notice_arg = comm->notice_arg,
-            .log = comm->log,
-            .spin = comm->spin,
-            .control = control,
-        };
-        status = comm_new(&config, self->world, &part);
-    }
+    FSDPC_TRY(fsdpc_control_split(comm, self->control, color, key, &config));
+    fsdpc_status status = config.control ? comm_new(&config, self->world, &part) : FSDPC_OK;
     status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, "split"));
     if (status != FSDPC_OK) {
         if (part)
             nccl_destroy(&part->base);
         else
-            fsdpc_comm_destroy(control);
+            fsdpc_comm_destroy(config.control);
         return status;
     }
     *out = part ? &part->base : NULL;
@@ -166,45 +131,19 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 
 /* ---- Wires and epochs ---- */
 
-static fsdpc_status zeroed(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
-{
-    void *data;
-    FSDPC_TRY(fsdpc_device_alloc(device, kind, bytes, &data));
-    fsdpc_status status = fsdpc_device_fill(device, data, 0, bytes, NULL);
-    if (status != FSDPC_OK)
-        fsdpc_device_free(device, data);
-    else
-        *out = data;
-    return status;
-}
-
-/* Memory of this rank that all make alike: the sizes agree, and all have it or none. */
+/* Peers may wait for what we have not launched while we wait for them here. */
 static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out)
 {
-    void *data = NULL;
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     FSDPC_TRY(fsdpc_nccl_launched(self));
-    fsdpc_comm *control = control_of(self);
-    fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
-                                                                .unit = -1,
-                                                                .what = what,
-                                                                .dtype = FSDPC_U8,
-                                                                .numel = bytes});
-    FSDPC_TRY(fsdpc_nccl_settle(self, status));
-    status = zeroed(self->base.device, kind, bytes, &data);
-    status = fsdpc_nccl_settle(self, fsdpc_comm_agree(control, status, what));
-    if (status != FSDPC_OK)
-        fsdpc_device_free(self->base.device, data);
-    else
-        *out = data;
-    return status;
+    return fsdpc_control_memory(&self->base, self->control, what, kind, bytes, out);
 }
 
 static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_nccl_wire *wire = calloc(1, sizeof *wire);
+    fsdpc_controlled_wire *wire = calloc(1, sizeof *wire);
     if (!wire)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
     void *data = NULL;
@@ -230,49 +169,10 @@ free_wire:
 
 static void nccl_wire_destroy(fsdpc_wire *base)
 {
-    fsdpc_nccl_wire *wire = (fsdpc_nccl_wire *)base;
+    fsdpc_controlled_wire *wire = (fsdpc_controlled_wire *)base;
     fsdpc_wire_destroy(wire->control);
     fsdpc_device_free(base->comm->device, base->write);
     free(wire);
-}
-
-static fsdpc_wire *control_wire(fsdpc_wire *base)
-{
-    fsdpc_wire *control = ((fsdpc_nccl_wire *)base)->control;
-    control->kind_text = base->kind_text;
-    return control;
-}
-
-static fsdpc_status nccl_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
-{
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(base->comm);
-    FSDPC_TRY(fsdpc_comm_health(base->comm));
-    fsdpc_wire *control = control_wire(base);
-    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_wire_arrive(control, mine)));
-    base->epoch = control->epoch;
-    return FSDPC_OK;
-}
-
-static fsdpc_status nccl_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
-{
-    fsdpc_wire *control = control_wire(base);
-    FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm),
-                             control->comm->ops->epoch_test(control, all_out));
-}
-
-static fsdpc_status nccl_epoch_publish(fsdpc_wire *base)
-{
-    FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm), fsdpc_wire_publish(control_wire(base)));
-}
-
-static fsdpc_status nccl_epoch_published(fsdpc_wire *base)
-{
-    fsdpc_wire *control = control_wire(base);
-    FSDPC_TRY(fsdpc_comm_health(base->comm));
-    return fsdpc_nccl_settle(fsdpc_nccl_of(base->comm),
-                             control->comm->ops->epoch_published(control));
 }
 
 /* ---- Buffers ---- */
@@ -346,7 +246,7 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_comm *control = control_of(self);
+    fsdpc_comm *control = fsdpc_control_of(comm, self->control);
     if (max_ns > 0)
         FSDPC_TRY(fsdpc_nccl_carry_on(self));
     if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
@@ -412,22 +312,17 @@ static fsdpc_status watch_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), 
 
 static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
-    fsdpc_comm *control = fsdpc_nccl_of(comm)->control;
-    text[0] = 0;
-    if (control->ops->describe)
-        control->ops->describe(control, text, bytes);
+    fsdpc_control_describe(fsdpc_nccl_of(comm)->control, text, bytes);
 }
 
 static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 {
-    fsdpc_comm_locate(control_of(fsdpc_nccl_of(comm)), phase, unit);
+    fsdpc_comm_locate(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), phase, unit);
 }
 
 static void nccl_waits(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_comm *control = control_of(fsdpc_nccl_of(comm));
-    if (control->ops->waits)
-        control->ops->waits(control, what);
+    fsdpc_control_waits(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), what);
 }
 
 /* ---- The table ---- */
@@ -440,10 +335,10 @@ static const fsdpc_comm_ops nccl_ops = {
     .leave = nccl_leave,
     .wire_create = nccl_wire_create,
     .wire_destroy = nccl_wire_destroy,
-    .epoch_arrive = nccl_epoch_arrive,
-    .epoch_test = nccl_epoch_test,
-    .epoch_publish = nccl_epoch_publish,
-    .epoch_published = nccl_epoch_published,
+    .epoch_arrive = fsdpc_controlled_arrive,
+    .epoch_test = fsdpc_controlled_test,
+    .epoch_publish = fsdpc_controlled_publish,
+    .epoch_published = fsdpc_controlled_published,
     .buffer_create = nccl_buffer_create,
     .buffer_destroy = nccl_buffer_destroy,
     .buffer_idle = nccl_buffer_idle,
@@ -456,27 +351,9 @@ static const fsdpc_comm_ops nccl_ops = {
     .waits = nccl_waits,
 };
 
-static fsdpc_status config_check(const fsdpc_comm_config *config)
-{
-    const fsdpc_comm *control = config->control;
-    if (!control)
-        return fsdpc_fail(FSDPC_ERR_VALUE,
-                          "NCCL needs a communicator of the same ranks to begin over: shm on one "
-                          "host, self for one rank");
-    if (control->rank != config->rank || control->size != config->size)
-        return fsdpc_fail(FSDPC_ERR_VALUE,
-                          "rank %d of %d was to begin over a communicator in which it is rank %d "
-                          "of %d",
-                          config->rank, config->size, control->rank, control->size);
-    if (!config->device || strcmp(config->device->ops->name, "cuda") != 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "NCCL needs a GPU, not the device '%s'",
-                          config->device ? config->device->ops->name : "none");
-    return FSDPC_OK;
-}
-
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm **out)
 {
-    FSDPC_TRY(config_check(config));
+    FSDPC_TRY(fsdpc_control_check(config, "NCCL"));
     fsdpc_comm_nccl *self = NULL;
     fsdpc_nccl_world *world = calloc(1, sizeof *world);
     fsdpc_status status =

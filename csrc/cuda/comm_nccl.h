@@ -12,7 +12,7 @@
 #ifndef FSDPC_CUDA_COMM_NCCL_H
 #define FSDPC_CUDA_COMM_NCCL_H
 
-#include "comm/comm.h"
+#include "cuda/control.h"
 #include "cuda/nccl_load.h"
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
@@ -68,20 +68,16 @@ typedef struct fsdpc_comm_nccl {
     fsdpc_nccl_flight *spare;
 } fsdpc_comm_nccl;
 
-typedef struct fsdpc_nccl_wire {
-    fsdpc_wire base; /* memory of this GPU alone, all fulls in it */
-    fsdpc_wire *control;
-} fsdpc_nccl_wire;
-
 static inline fsdpc_comm_nccl *fsdpc_nccl_of(fsdpc_comm *comm)
 {
     return (fsdpc_comm_nccl *)comm;
 }
 
-/* ---- comm_nccl.c ---- */
-
 /* `status` of a call on the control; what closed that closes this one too. */
-fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status status);
+static inline fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status status)
+{
+    return fsdpc_control_settle(&self->base, self->control, status);
+}
 
 /* ---- nccl_lane.c ---- */
 

@@ -273,6 +273,14 @@ static fsdpc_status cuda_fill(fsdpc_device *device, void *to, int byte, size_t b
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
 }
 
+fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out)
+{
+    struct cudaPointerAttributes attributes;
+    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&attributes, pointer), "ask whose memory this is");
+    *out = attributes.type != cudaMemoryTypeUnregistered && attributes.type != cudaMemoryTypeHost;
+    return FSDPC_OK;
+}
+
 /* -- streams of others --------------------------------------------------------------------------
  */
 
@@ -347,6 +355,12 @@ static const fsdpc_device_ops cuda_ops = {
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)
 {
     return fsdpc_cuda_check(cudaSetDevice(base->ordinal), "select a device");
+}
+
+fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *base, char *text, size_t bytes)
+{
+    return fsdpc_cuda_check(cudaDeviceGetPCIBusId(text, (int)bytes, base->ordinal),
+                            "say where a device sits");
 }
 
 static fsdpc_status init(fsdpc_cuda_device *device)

@@ -20,6 +20,12 @@
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
 
+/* Where it sits, "0000:1b:00.0": the same for all processes that share it. */
+fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, size_t bytes);
+
+/* Whether memory is a GPU's, not the host's (pinned or not). */
+fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out);
+
 /* Host memory that the device reads and writes, and copies without staging. */
 fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);
 void fsdpc_cuda_pinned_free(void *pointer); /* NULL is fine */

@@ -30,6 +30,7 @@
 #include "cuda/comm_nccl.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
+#include "cuda/device_cuda.h"
 
 enum { AHEAD_MAX = 64 }; /* operations of a group that the host is ahead of the device */
 
@@ -41,14 +42,6 @@ static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
 };
 
 /* ---- Whose memory ---- */
-
-static fsdpc_status is_device_memory(const void *pointer, bool *out)
-{
-    struct cudaPointerAttributes attributes;
-    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&attributes, pointer), "ask whose memory this is");
-    *out = attributes.type != cudaMemoryTypeUnregistered && attributes.type != cudaMemoryTypeHost;
-    return FSDPC_OK;
-}
 
 static fsdpc_status refused(const fsdpc_coll *op, const char *why)
 {
@@ -72,10 +65,10 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
         *out = false;
         return FSDPC_OK;
     }
-    FSDPC_TRY(is_device_memory(op->recv, &receives));
+    FSDPC_TRY(fsdpc_cuda_is_device_memory(op->recv, &receives));
     sends = receives;
     if (op->kind != FSDPC_COLL_BROADCAST)
-        FSDPC_TRY(is_device_memory(op->send, &sends));
+        FSDPC_TRY(fsdpc_cuda_is_device_memory(op->send, &sends));
     if (sends != receives)
         return refused(op, "it sends from host memory and receives on the GPU, or the reverse; "
                            "keep both on one side");
@@ -408,7 +401,8 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *fli
     fsdpc_coll op = flight->op;
     op.agree_only = op.agree_only || for_gpu;
     op.stream = NULL;
-    return fsdpc_nccl_settle(self, fsdpc_comm_post(self->control, &op, &flight->agreement));
+    return fsdpc_nccl_settle(self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control),
+                                                   &op, &flight->agreement));
 }
 
 typedef struct room {
@@ -451,8 +445,6 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
         FSDPC_TRY(fsdpc_nccl_launched(self));
         FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
     }
-    if (self->base.apart && !self->control->apart)
-        fsdpc_comm_set_apart(self->control);
     fsdpc_nccl_flight *flight = NULL;
     FSDPC_TRY(flight_take(self, &flight));
     flight->op = work->op;

@@ -17,14 +17,19 @@ static fsdpc_status open_library(const char *path, void **out)
     if (!library && path) {
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (!library) /* whoever names one does not want another */
-            return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "cannot load NCCL: %s", dlerror());
+            return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                              "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or do "
+                              "without: FSDPC_TRANSPORT=local_cuda goes through host memory",
+                              dlerror());
     }
     if (!library)
         library = dlopen(soname, RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "no NCCL: %s; pip install nvidia-nccl-cu13, or name one in "
-                          "FSDPC_NCCL_LIB",
+                          "no NCCL: %s (looked for in this process, FSDPC_NCCL_LIB, pip's "
+                          "nvidia-nccl-cu13 and the system); pip install nvidia-nccl-cu13, name "
+                          "one in FSDPC_NCCL_LIB, or do without: FSDPC_TRANSPORT=local_cuda goes "
+                          "through host memory",
                           dlerror());
     *out = library;
     return FSDPC_OK;

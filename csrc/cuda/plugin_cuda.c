@@ -5,12 +5,11 @@
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 
-#include <string.h>
-
-#include "cuda/comm_nccl.h"
 #include "cuda/cuda_driver.h"
 #include "cuda/device_cuda.h"
 #include "cuda/guest.h"
+#include "cuda/nccl_load.h"
+#include "cuda/transport.h"
 
 static void describe(char *text, size_t bytes)
 {
@@ -40,17 +39,6 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, fsdpc_device **ou
     return fsdpc_device_cuda_create(mem, ordinal, out);
 }
 
-static const char *const transports[] = {"nccl", NULL};
-
-static fsdpc_status comm_create(const char *transport, const fsdpc_comm_config *config,
-                                fsdpc_comm **out)
-{
-    if (strcmp(transport, transports[0]) != 0)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "the plugin 'cuda' has no transport '%s', only '%s'",
-                          transport, transports[0]);
-    return fsdpc_comm_nccl_create(config, out);
-}
-
 static const fsdpc_plugin plugin = {
     .layout = FSDPC_PLUGIN_LAYOUT,
     .name = "cuda",
@@ -59,8 +47,8 @@ static const fsdpc_plugin plugin = {
     .device_create = device_create,
     .device_select = fsdpc_device_cuda_select,
     .comm_library = fsdpc_nccl_describe,
-    .transports = transports,
-    .comm_create = comm_create,
+    .transports = fsdpc_cuda_transports,
+    .comm_create = fsdpc_cuda_comm_create,
 };
 
 __attribute__((visibility("default"))) const fsdpc_plugin *

@@ -4,12 +4,15 @@
  * take tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the
  * interrupt callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
  *
+ * Ranks on GPUs begin over the memory of their host, and the plugin builds its transport on that.
+ *
  * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
  */
 #include "py/py_engine.h"
 
 #include "base/size.h"
 #include "comm/rendezvous.h"
+#include "plugin/plugin.h"
 
 static fsdpc_status check_signals(void *arg)
 {
@@ -43,21 +46,61 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
     return self->comm;
 }
 
+/* Over the memory of ranks on this host. */
+static fsdpc_status create_on_host(const fsdpc_comm_config *config, fsdpc_comm **out)
+{
+    return config->size == 1 ? fsdpc_comm_self_create(config, out)
+                             : fsdpc_comm_shm_create(config, out);
+}
+
+static fsdpc_status create_on_gpu(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
+                                  fsdpc_comm **out)
+{
+    if (!runtime->plugin->comm_create)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a world of several ranks on device '%s': the plugin has no transports",
+                          runtime->plugin->name);
+    config->device = runtime->host;
+    FSDPC_TRY(create_on_host(config, &config->control));
+    config->device = runtime->device;
+    fsdpc_status status = runtime->plugin->comm_create(runtime->env.transport, config, out);
+    if (status != FSDPC_OK)
+        fsdpc_comm_destroy(config->control);
+    return status;
+}
+
+static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
+                           fsdpc_comm **out)
+{
+    bool automatic = strcmp(runtime->env.transport, "auto") == 0;
+    if (strcmp(config->address, "null") ==
+        0) /* peers that pretend: for measuring this rank alone */
+        return fsdpc_comm_null_create(config, out);
+    if (runtime->plugin && (config->size > 1 || !automatic))
+        return create_on_gpu(runtime, config, out);
+    if (!automatic)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "FSDPC_TRANSPORT is '%s', and ranks on device 'cpu' share memory: unset "
+                          "it, or set_default_device('cuda') first",
+                          runtime->env.transport);
+    return create_on_host(config, out);
+}
+
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "size", "address", "socket_fd", "news_fd", NULL};
-    int rank, size, socket_fd = -1, news_fd = -1;
-    const char *address;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|ii", names, &rank, &size, &address,
-                                     &socket_fd, &news_fd))
+    static char *names[] = {"rank",    "size",       "address", "socket_fd",
+                            "news_fd", "local_rank", "library", NULL};
+    int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0;
+    const char *address, *library = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|iiiz", names, &rank, &size, &address,
+                                     &socket_fd, &news_fd, &local_rank, &library))
         return NULL;
-    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
+    fsdpc_py_state *state = fsdpc_py_state_of_type(type);
+    if (state && !state->runtime.ready)
+        state->runtime.local_rank = local_rank;
+    fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime(state) : NULL;
     if (!runtime)
         return NULL;
-    fsdpc_status status =
-        size > 1 ? fsdpc_py_check_local(runtime->device, "a world of several ranks") : FSDPC_OK;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -74,13 +117,11 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .address = address,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
+                                .library_path = library,
                                 .spin = fsdpc_usable_cores() >= size};
+    fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    if (strcmp(address, "null") == 0) /* peers that pretend: for measuring this rank alone */
-        status = fsdpc_comm_null_create(&config, &self->comm);
-    else
-        status = size == 1 ? fsdpc_comm_self_create(&config, &self->comm)
-                           : fsdpc_comm_shm_create(&config, &self->comm);
+    status = create(runtime, &config, &self->comm);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
         Py_DECREF(self);
@@ -310,7 +351,7 @@ static PyGetSetDef comm_getset[] = {
     {"rank", comm_get_rank, NULL, "This process's number in the group.", NULL},
     {"size", comm_get_size, NULL, "How many ranks.", NULL},
     {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
-    {"transport", comm_get_transport, NULL, "'self' or 'shm'.", NULL},
+    {"transport", comm_get_transport, NULL, "'self', 'shm', 'nccl' or 'local_cuda'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -319,7 +360,9 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_dealloc, comm_dealloc},
     {Py_tp_methods, comm_methods},
     {Py_tp_getset, comm_getset},
-    {Py_tp_doc, "Comm(rank, size, address, socket_fd=-1, news_fd=-1): a group of ranks."},
+    {Py_tp_doc,
+     "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None): a group of "
+     "ranks; `library` is the NCCL to prefer."},
     {0, NULL},
 };
 

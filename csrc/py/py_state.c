@@ -5,7 +5,9 @@
  * stream of the device runs inline.
  *
  * The device is the CPU unless one was chosen before the runtime was made (py_plugin.c).  All
- * tensors live on it, and all operations run on its main stream in the order they are called.
+ * tensors live on it, and all operations run on its main stream in the order they are called.  Of
+ * several GPUs a rank takes the one of its number on this host; ranks beyond begin again at the
+ * first.
  */
 #include "py/py_state.h"
 
@@ -53,14 +55,26 @@ static void choose_threads(fsdpc_runtime *runtime, int *spare_out)
     *spare_out = spare > 0 ? spare : 0;
 }
 
+static fsdpc_status make_cpu(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa isa, int spare,
+                             fsdpc_device **out)
+{
+    fsdpc_device *cpu;
+    FSDPC_TRY(fsdpc_device_cpu_create(mem, team, isa, spare, &cpu));
+    cpu->flat = fsdpc_flat_ops_cpu(isa);
+    cpu->nn = fsdpc_nn_ops_cpu(isa);
+    *out = cpu;
+    return FSDPC_OK;
+}
+
 static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
 {
-    if (r->plugin)
-        return r->plugin->device_create(r->mem, 0, &r->device);
-    FSDPC_TRY(fsdpc_device_cpu_create(r->mem, r->team, isa, spare, &r->device));
-    r->device->flat = fsdpc_flat_ops_cpu(isa);
-    r->device->nn = fsdpc_nn_ops_cpu(isa);
-    return FSDPC_OK;
+    if (!r->plugin)
+        return make_cpu(r->mem, r->team, isa, spare, &r->device);
+    int count, local_rank = r->local_rank ? r->local_rank : env_positive("LOCAL_RANK");
+    FSDPC_TRY(r->plugin->device_count(&count));
+    FSDPC_TRY(r->plugin->device_create(r->mem, local_rank % count, &r->device));
+    FSDPC_TRY(fsdpc_mem_create(&r->host_mem));
+    return make_cpu(r->host_mem, r->team, isa, 0, &r->host);
 }
 
 static fsdpc_status runtime_create(fsdpc_runtime *r)
@@ -86,12 +100,15 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
 
 void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
 {
-    fsdpc_runtime chosen = {.threads = r->threads, .plugin = r->plugin};
+    fsdpc_runtime chosen = {
+        .threads = r->threads, .plugin = r->plugin, .local_rank = r->local_rank};
     fsdpc_trace_destroy(r->trace);
     fsdpc_tape_destroy(r->tape);
     fsdpc_stream_destroy(r->compute);
     fsdpc_device_destroy(r->device);
+    fsdpc_device_destroy(r->host);
     fsdpc_team_destroy(r->team);
+    fsdpc_mem_destroy(r->host_mem);
     fsdpc_mem_destroy(r->mem);
     *r = chosen;
 }
@@ -161,6 +178,8 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
             return fsdpc_py_raise(status);
         fsdpc_team_destroy(runtime->team);
         runtime->team = runtime->device->team = team;
+        if (runtime->host)
+            runtime->host->team = team;
     }
     runtime->threads = (int)threads;
     Py_RETURN_NONE;

@@ -23,11 +23,14 @@ struct fsdpc_plugin; /* plugin/plugin.h */
 typedef struct fsdpc_runtime {
     bool ready;
     const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
+    int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
     fsdpc_env env;
     int threads; /* of this rank */
     fsdpc_mem *mem;
     fsdpc_team *team;
     fsdpc_device *device;
+    fsdpc_mem *host_mem; /* with a plugin: of the host, behind a GPU's transports */
+    fsdpc_device *host;  /* that memory's device; else NULL */
     fsdpc_stream *compute;
     fsdpc_tape *tape;
     fsdpc_trace *trace;

@@ -330,7 +330,14 @@ class Comm:
     """A group of ranks."""
 
     def __init__(
-        self, rank: int, size: int, address: str, socket_fd: int = -1, news_fd: int = -1
+        self,
+        rank: int,
+        size: int,
+        address: str,
+        socket_fd: int = -1,
+        news_fd: int = -1,
+        local_rank: int = 0,
+        library: str | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

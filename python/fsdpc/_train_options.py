@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="what to train on; cuda takes one rank (default: cpu)",
+        help="what to train on; ranks on cuda take a GPU each, or share (default: cpu)",
     )
     run.add_argument(
         "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
@@ -241,9 +241,6 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
     if options.ranks is not None:
         check_ranks(options.ranks)
-    ranks = options.ranks or int(os.environ.get("WORLD_SIZE", 1))
-    if options.device == "cuda" and ranks > 1:
-        raise ValueError(f"--device cuda trains on one rank for now, not {ranks}")
     if options.ranks is not None or "RANK" not in os.environ:
         _check_sharding(options, options.ranks or 1)
     check_options(options)

@@ -2,8 +2,8 @@
 
 The plugin ``libfsdpc_cuda.so`` stands beside the extension where a CUDA toolkit was at hand when
 fsdpc was built, or where ``FSDPC_CUDA_PLUGIN`` says, and is opened by the first call here, never by
-``import fsdpc``.  It brings a device and its kernels; :func:`fsdpc.set_default_device` has the
-process run on them, as one rank.
+``import fsdpc``.  It brings a device, its kernels and transports;
+:func:`fsdpc.set_default_device` has the process run on them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def describe_nccl() -> str:
     -----
     Opens the library, which needs no GPU.  It is the copy that the process already has (torch's),
     else the one that ``FSDPC_NCCL_LIB`` names, else that of pip's ``nvidia-nccl-cu13`` or the
-    system's; a second copy is never opened.  No transport stands on it yet.
+    system's; a second copy is never opened.  Ranks with a GPU each communicate over it.
     """
     if not _PLUGIN.exists():
         return "none: there is no plugin to open it"

@@ -11,7 +11,8 @@ def set_default_device(device: str) -> None:
     Parameters
     ----------
     device : {"cpu", "cuda"}
-        ``"cuda"`` is the first GPU of ``CUDA_VISIBLE_DEVICES``. Without a call it is ``"cpu"``.
+        ``"cuda"`` is the GPU of this process's LOCAL_RANK among ``CUDA_VISIBLE_DEVICES``, the first
+        where that says nothing. Without a call it is ``"cpu"``.
 
     Raises
     ------
@@ -22,7 +23,7 @@ def set_default_device(device: str) -> None:
 
     Notes
     -----
-    On ``"cuda"`` there is one rank. NumPy arrays are copied to it, and ``numpy()``, ``item()`` and
+    NumPy arrays are copied to it, and ``numpy()``, ``item()`` and
     printing copy back and wait for what was computed until then. DLPack shares memory with other
     libraries on that GPU, in the order of their streams. Checkpoints pass through host memory.
 

@@ -2,7 +2,10 @@
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or
-there is one. Ranks of a host share memory; no port is opened and nothing is left behind.
+there is one. Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
+(:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
+are fewer; bytes go over NCCL where every rank has its own, else through host memory.
+``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise; ``world().transport`` says which it is.
 """
 
 from __future__ import annotations
@@ -59,6 +62,8 @@ def init(
         Already initialised.
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
+    NotImplementedError
+        The transport needs NCCL, and there is none; the message says where it was looked for.
     """
     global _world, _local_rank, _deterministic
     if _world is not None:
@@ -85,7 +90,15 @@ def init(
     if world_size == 1 and listening >= 0:
         os.close(listening)  # there is nobody to meet
     news = _environment_int("FSDPC_NEWS_FD", -1)
-    _world = _core.Comm(rank, world_size, address, socket_fd=listening, news_fd=news)
+    _world = _core.Comm(
+        rank,
+        world_size,
+        address,
+        socket_fd=listening,
+        news_fd=news,
+        local_rank=_local_rank,
+        library=os.environ.get("FSDPC_NCCL_LIB") or None,
+    )
     _deterministic = bool(deterministic)
 
 

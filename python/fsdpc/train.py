@@ -193,7 +193,7 @@ class Trainer:
         model = make_model(o)
         if o.checkpoint_activations:
             checkpoint_activations(model.blocks(), checkpoint_choice(o.checkpoint_activations))
-        mesh = init_device_mesh("cpu", o.mesh) if o.mesh else None
+        mesh = init_device_mesh(o.device, o.mesh) if o.mesh else None
         sharding: dict[str, Any] = {
             "mesh": mesh,
             "strategy": o.strategy,

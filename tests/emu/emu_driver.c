@@ -1,4 +1,5 @@
-/* The driver beneath an emulated device: always there, with one GPU, whose memory is gated.
+/* The driver beneath an emulated device: always there, with one GPU (or as many as
+ * EMU_GPUS says, all of them this processor), whose memory is gated.
  *
  * Stands in the emulated plugin for csrc/cuda/cuda_driver.c, which asks NVIDIA's.  Programs that
  * must find device memory in their reach do not ask for a driver (C tests that look at it), or set
@@ -13,7 +14,7 @@ fsdpc_status fsdpc_cuda_driver_open(int *count_out)
 {
     if (!getenv("EMU_OPEN"))
         emu_gate_memory();
-    *count_out = 1;
+    (void)cudaGetDeviceCount(count_out);
     return FSDPC_OK;
 }
 

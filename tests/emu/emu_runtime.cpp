@@ -681,13 +681,22 @@ cudaError_t cudaGetLastError(void)
 
 cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = 1;
+    const char *wanted = getenv("EMU_GPUS");
+    *count = wanted ? atoi(wanted) : 1;
     return cudaSuccess;
 }
 
 cudaError_t cudaSetDevice(int device)
 {
-    return device == 0 ? cudaSuccess : cudaErrorInvalidValue;
+    int count;
+    cudaGetDeviceCount(&count);
+    return device >= 0 && device < count ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device)
+{
+    snprintf(text, (size_t)bytes, "0000:%02x:00.0", 0x1b + device);
+    return cudaSetDevice(device);
 }
 
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int)

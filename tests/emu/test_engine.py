@@ -105,7 +105,6 @@ print(fsdpc.get_default_device(), fsdpc.show_config(print_=False)["nn_kernels"],
     ("memoryview(fsdpc.tensor([1.0]))",
      "BufferError: the tensor's memory is on device 'cuda', out of the host's reach: numpy() "
      "copies it"),
-    ("fsdpc.init(0, 2)", "NotImplementedError: a world of several ranks on device 'cuda' is not"),
     pytest.param(
         "import torch, fsdpc.torch; fsdpc.torch.use_kernels(torch.nn.Linear(2, 2))(torch.ones(2))",
         "NotImplementedError: a product of torch's tensors on device 'cuda' is not supported yet",
@@ -169,12 +168,6 @@ def test_the_command_trains(environment: dict[str, str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [5 < step["loss"] < 6 for step in steps[:2]] == [True, True] and "sample" in done.stdout
-
-
-def test_the_command_refuses_several_ranks(environment: dict[str, str]) -> None:
-    done = run(environment, "-m", "fsdpc", "train", "--device", "cuda", "--ranks", "2")
-    assert done.returncode == 2
-    assert done.stderr == "fsdpc train: --device cuda trains on one rank for now, not 2\n"
 
 
 OUT_OF_MEMORY = """

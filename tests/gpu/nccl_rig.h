@@ -1,4 +1,4 @@
-/* What the tests of the NCCL communicator share: a rank with a GPU, and the NCCL it finds.
+/* What the tests of the GPUs' transports share: a rank with a GPU, and the NCCL it finds.
  *
  * Ranks are threads, each with a GPU of its own; on the emulated device all have the same one, and
  * NCCL is the fake of tests/emu, which lies beside the program.
@@ -30,11 +30,15 @@ typedef struct gpu_rank {
     fsdpc_stream plain;  /* the main stream */
     fsdpc_event *filled; /* of it */
     fsdpc_comm *comm;
+    bool over_nccl;
 } gpu_rank;
 
-static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const char *path)
+typedef fsdpc_status (*comm_create_fn)(const fsdpc_comm_config *config, fsdpc_comm **out);
+
+static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, rank_context *self,
+                                            const char *path)
 {
-    *r = (gpu_rank){.self = self};
+    *r = (gpu_rank){.self = self, .over_nccl = create == fsdpc_comm_nccl_create};
     EXPECT_OK(self, fsdpc_mem_create(&r->mem));
     EXPECT_OK(self, fsdpc_device_cuda_create(r->mem, self->rank % gpus, &r->device));
     EXPECT_OK(self, fsdpc_device_cuda_select(r->device));
@@ -49,10 +53,15 @@ static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const ch
                                 .notice_s = self->comm->notice_s,
                                 .control = self->comm,
                                 .library_path = path};
-    fsdpc_status status = fsdpc_comm_nccl_create(&config, &r->comm);
+    fsdpc_status status = create(&config, &r->comm);
     if (status == FSDPC_OK)
         self->comm = NULL; /* taken over */
     return status;
+}
+
+static inline fsdpc_status rank_create(gpu_rank *r, rank_context *self, const char *path)
+{
+    return rank_create_over(fsdpc_comm_nccl_create, r, self, path);
 }
 
 /* What is put on the other streams from now on comes after what the main stream holds. */

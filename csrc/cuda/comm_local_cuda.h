@@ -1,0 +1,21 @@
+/* Several ranks on one GPU, or on GPUs of one host without NCCL: for correctness, not for speed.
+ *
+ * Bytes go through host memory.  The control (comm_shm, or comm_self for one rank) has a wire and
+ * buffers as large as ours, and every operation is copied out to it, carried there, and copied
+ * back.  So the host's kernels sum, and sums have exactly the bits of shared memory: the pairwise
+ * tree over ranks.
+ *
+ * A host holds one copy of the wire more than each rank has on its GPU, and every rank one of each
+ * of its buffers.  Memory that processes share on the GPU (CUDA's IPC) would spare both and the
+ * copies; there is none of that yet.
+ */
+#ifndef FSDPC_CUDA_COMM_LOCAL_CUDA_H
+#define FSDPC_CUDA_COMM_LOCAL_CUDA_H
+
+#include "comm/comm.h"
+
+/* config->control is taken over on success and stays the caller's otherwise.  config->device is a
+ * GPU, which ranks may share. */
+fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+
+#endif

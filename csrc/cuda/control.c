@@ -1,0 +1,163 @@
+/* The part of a GPU's transport that its control does, the same for every transport.
+ *
+ * A wire's epochs are those of a wire of the control, so the protocol and its proofs are the shared
+ * memory's.  Nothing here touches a stream.
+ */
+#include "cuda/control.h"
+
+#include <sched.h>
+#include <string.h>
+
+fsdpc_status fsdpc_control_check(const fsdpc_comm_config *config, const char *who)
+{
+    const fsdpc_comm *control = config->control;
+    if (!control)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "%s needs a communicator of the same ranks to begin over: shm on one "
+                          "host, self for one rank",
+                          who);
+    if (control->rank != config->rank || control->size != config->size)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "rank %d of %d was to begin over a communicator in which it is rank %d "
+                          "of %d",
+                          config->rank, config->size, control->rank, control->size);
+    if (!config->device || strcmp(config->device->ops->name, "cuda") != 0)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s needs a GPU, not the device '%s'", who,
+                          config->device ? config->device->ops->name : "none");
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status)
+{
+    if (status >= 0 || !control->poison[0] || comm->poison[0])
+        return status;
+    if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
+        fsdpc_fail(status, "%s", control->poison);
+    return fsdpc_comm_poison(comm, status);
+}
+
+fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
+                                 fsdpc_comm_config *config_out)
+{
+    fsdpc_comm *part = NULL;
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    FSDPC_TRY(fsdpc_control_settle(
+        comm, control, fsdpc_comm_split(fsdpc_control_of(comm, control), color, key, &part)));
+    *config_out = (fsdpc_comm_config){
+        .rank = part ? part->rank : 0,
+        .size = part ? part->size : 0,
+        .device = comm->device,
+        .trace = comm->trace,
+        .timeout_s = comm->timeout_s,
+        .notice_s = comm->notice_s,
+        .interrupt = comm->interrupt,
+        .notice = comm->notice,
+        .notice_arg = comm->notice_arg,
+        .log = comm->log,
+        .spin = comm->spin,
+        .control = part,
+    };
+    return FSDPC_OK;
+}
+
+/* ---- Memory ---- */
+
+static fsdpc_status zeroed(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    void *data;
+    FSDPC_TRY(fsdpc_device_alloc(device, kind, bytes, &data));
+    fsdpc_status status = fsdpc_device_fill(device, data, 0, bytes, NULL);
+    if (status != FSDPC_OK)
+        fsdpc_device_free(device, data);
+    else
+        *out = data;
+    return status;
+}
+
+fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
+                                  fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    void *data = NULL;
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    fsdpc_control_of(comm, control);
+    fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
+                                                                .unit = -1,
+                                                                .what = what,
+                                                                .dtype = FSDPC_U8,
+                                                                .numel = bytes});
+    FSDPC_TRY(fsdpc_control_settle(comm, control, status));
+    status = zeroed(comm->device, kind, bytes, &data);
+    status = fsdpc_control_settle(comm, control, fsdpc_comm_agree(control, status, what));
+    if (status != FSDPC_OK)
+        fsdpc_device_free(comm->device, data);
+    else
+        *out = data;
+    return status;
+}
+
+/* ---- Epochs ---- */
+
+static fsdpc_wire *control_wire(fsdpc_wire *base)
+{
+    fsdpc_wire *control = ((fsdpc_controlled_wire *)base)->control;
+    control->kind_text = base->kind_text;
+    return control;
+}
+
+static fsdpc_status settle(fsdpc_wire *base, fsdpc_status status)
+{
+    return fsdpc_control_settle(base->comm, ((fsdpc_controlled_wire *)base)->control->comm, status);
+}
+
+fsdpc_status fsdpc_controlled_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
+{
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    fsdpc_wire *control = control_wire(base);
+    FSDPC_TRY(settle(base, fsdpc_wire_arrive(control, mine)));
+    base->epoch = control->epoch;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_controlled_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
+{
+    fsdpc_wire *control = control_wire(base);
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return settle(base, control->comm->ops->epoch_test(control, all_out));
+}
+
+fsdpc_status fsdpc_controlled_publish(fsdpc_wire *base)
+{
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return settle(base, fsdpc_wire_publish(control_wire(base)));
+}
+
+fsdpc_status fsdpc_controlled_published(fsdpc_wire *base)
+{
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    fsdpc_wire *control = control_wire(base);
+    return settle(base, control->comm->ops->epoch_published(control));
+}
+
+/* ---- Waiting ---- */
+
+fsdpc_status fsdpc_control_idle(fsdpc_comm *control, int64_t max_ns)
+{
+    if (control->ops->idle)
+        return control->ops->idle(control, max_ns);
+    if (max_ns > 0)
+        sched_yield();
+    return FSDPC_OK;
+}
+
+void fsdpc_control_describe(fsdpc_comm *control, char *text, size_t bytes)
+{
+    text[0] = 0;
+    if (control->ops->describe)
+        control->ops->describe(control, text, bytes);
+}
+
+void fsdpc_control_waits(fsdpc_comm *control, const char *what)
+{
+    if (control->ops->waits)
+        control->ops->waits(control, what);
+}

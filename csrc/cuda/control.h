@@ -1,0 +1,54 @@
+/* What the transports of GPUs leave to their control: another communicator of the same ranks, over
+ * host memory, that they take over.
+ *
+ * A communicator that stands on a control has a `base` for its callers and the control beside it.
+ * Words and notes go over the control: epochs, agreement on what is posted, who died and who is
+ * late.  What closes the control closes the communicator, with the same reason.
+ */
+#ifndef FSDPC_CUDA_CONTROL_H
+#define FSDPC_CUDA_CONTROL_H
+
+#include "comm/comm.h"
+
+/* Whether `config` can begin one: a control of the same ranks, and a GPU.  `who` begins messages.
+ */
+fsdpc_status fsdpc_control_check(const fsdpc_comm_config *config, const char *who);
+
+/* The control, to make a call on.  Set apart, a communicator takes its control along. */
+static inline fsdpc_comm *fsdpc_control_of(const fsdpc_comm *comm, fsdpc_comm *control)
+{
+    if (comm->apart && !control->apart)
+        fsdpc_comm_set_apart(control);
+    return control;
+}
+
+/* `status` of a call on the control; what closed that closes `comm` too. */
+fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status);
+
+/* Collective.  Splits the control; *config_out is what the part begins with, its control NULL where
+ * this rank is in none. */
+fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
+                                 fsdpc_comm_config *config_out);
+
+/* Collective.  Memory of the GPU, zeroed, that all make alike: the sizes agree, and all have it or
+ * none. */
+fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
+                                  fsdpc_mem_kind kind, size_t bytes, void **out);
+
+/* A wire in the GPU's memory whose epochs are those of a wire of the control. */
+typedef struct fsdpc_controlled_wire {
+    fsdpc_wire base;
+    fsdpc_wire *control;
+} fsdpc_controlled_wire;
+
+fsdpc_status fsdpc_controlled_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
+fsdpc_status fsdpc_controlled_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_controlled_publish(fsdpc_wire *wire);
+fsdpc_status fsdpc_controlled_published(fsdpc_wire *wire);
+
+/* Waiting: the control's, for the table's slots of the same names. */
+fsdpc_status fsdpc_control_idle(fsdpc_comm *control, int64_t max_ns);
+void fsdpc_control_describe(fsdpc_comm *control, char *text, size_t bytes);
+void fsdpc_control_waits(fsdpc_comm *control, const char *what);
+
+#endif

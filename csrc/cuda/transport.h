@@ -1,0 +1,15 @@
+/* Which of the plugin's transports ranks use.  Names and create functions of the plugin's table. */
+#ifndef FSDPC_CUDA_TRANSPORT_H
+#define FSDPC_CUDA_TRANSPORT_H
+
+#include "comm/comm.h"
+
+extern const char *const fsdpc_cuda_transports[]; /* NULL-terminated */
+
+/* Collective over config->control.  "nccl", "local_cuda", or "auto": nccl if every rank has a GPU
+ * of its own, else local_cuda.  FSDPC_ERR_MISMATCH on all ranks if they ask for different ones,
+ * FSDPC_ERR_VALUE if there is no such transport. */
+fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_comm_config *config,
+                                    fsdpc_comm **out);
+
+#endif
