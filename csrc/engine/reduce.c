@@ -8,11 +8,21 @@
  * over all ranks (where the shard group is a power of two) and round once.  Postponing the
  * all-reduce leaves the partial to be added to by the next reduce-scatter.
  *
- * Ranks must post alike.  First stages are posted in the order of backward, which is the program's.
- * When a first stage is complete differs from rank to rank, so second stages are posted in the
- * order of the list of reductions, each only after all before it.  Where the communicator orders
- * streams, nothing is waited for and a second stage follows its first at once, on a stream of its
- * own; waiting then means that the main stream does, once the sum or the buffer is needed.
+ * Ranks must post alike, over all their groups together: a GPU runs the operations of several
+ * communicators in the order they were posted, and two ranks with different orders would wait for
+ * each other.  When a first stage is complete differs from rank to rank.  So second stages have
+ * places of their own in the program: before the next reduction is posted, at the end of backward,
+ * or before anything that waits for the reduction.  There its first stage is waited for; looking
+ * for completed reductions in between posts nothing.
+ *
+ * That costs no time where buffers are pooled.  The next reduction is posted a whole unit's
+ * backward after this one.  A first stage that is not in by then is a peer's that is as far behind;
+ * and a first gradient later, at the next unit, the second of two pooled buffers is needed, whose
+ * reduction is this one.
+ *
+ * Where the communicator orders streams, nothing is waited for and a second stage follows its first
+ * at once, on a stream of its own; waiting then means that the main stream does, once the sum or
+ * the buffer is needed.
  *
  * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
  * then only hides it.
@@ -152,26 +162,6 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
-{
-    fsdpc_root *root = unit->root;
-    if (!unit->buffer)
-        return FSDPC_OK;
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* one at a time */
-    if (unit->grad_live && unit->pending_scale != 1)
-        FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
-    unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
-    FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, unit->postpone || unit->partial_live));
-    fsdpc_buffer *buffer;
-    FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
-    unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
-    unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
-    unit->forget = false;
-    root->reducing[root->n_reducing++] = unit;
-    FSDPC_TRY(fsdpc_order_filled(root));
-    return post_first(unit, buffer);
-}
-
 /* The last stage is in. */
 static fsdpc_status finish(fsdpc_unit *unit)
 {
@@ -196,46 +186,63 @@ static fsdpc_status finish(fsdpc_unit *unit)
     return unit->deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
 }
 
-static bool is_first_of_two(const fsdpc_unit *unit)
+/* Whether it is in its first stage and a second one follows. */
+static bool awaits_second(const fsdpc_unit *unit)
 {
     return unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial && !unit->postpone;
 }
 
-/* The stage that was posted is in: the next one, or the end. */
-static fsdpc_status advance(fsdpc_unit *unit)
-{
-    return is_first_of_two(unit) ? post_second(unit) : finish(unit);
-}
-
+/* Waits for the stage that was posted; then the next one, or the end. */
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
     fsdpc_stream main = {.device = unit->device, .name = "main"};
-    fsdpc_stream *next = is_first_of_two(unit) ? second_stream(root) : &main;
+    fsdpc_stream *next = awaits_second(unit) ? second_stream(root) : &main;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].reduce, next));
-    return advance(unit);
+    return awaits_second(unit) ? post_second(unit) : finish(unit);
 }
 
-/* Second stages in order: all that come before this unit have posted theirs. */
-static fsdpc_status wait_earlier(const fsdpc_unit *unit)
+/* Second stages that are not posted yet, in the order of the first ones, up to that of `last`
+ * (NULL: all). */
+static fsdpc_status post_seconds(const fsdpc_root *root, const fsdpc_unit *last)
 {
-    const fsdpc_root *root = unit->root;
-    for (int r = 0; r < root->n_reducing && root->reducing[r] != unit;) {
-        fsdpc_unit *earlier = root->reducing[r];
-        if (earlier->reduction == FSDPC_REDUCTION_SHARD && earlier->partial)
-            FSDPC_TRY(wait_stage(earlier));
-        if (r < root->n_reducing && root->reducing[r] == earlier)
-            r++;
+    for (int r = 0; r < root->n_reducing; r++) {
+        fsdpc_unit *unit = root->reducing[r];
+        if (awaits_second(unit))
+            FSDPC_TRY(wait_stage(unit));
+        if (unit == last)
+            break;
     }
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (!unit->buffer)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* one at a time */
+    if (unit->grad_live && unit->pending_scale != 1)
+        FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
+    FSDPC_TRY(post_seconds(root, NULL));
+    unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
+    FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, unit->postpone || unit->partial_live));
+    fsdpc_buffer *buffer;
+    FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
+    unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
+    unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
+    unit->forget = false;
+    root->reducing[root->n_reducing++] = unit;
+    FSDPC_TRY(fsdpc_order_filled(root));
+    return post_first(unit, buffer);
 }
 
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit)
 {
     if (unit->reduction == FSDPC_REDUCTION_NONE)
         return FSDPC_OK;
-    FSDPC_TRY(wait_earlier(unit));
+    FSDPC_TRY(post_seconds(unit->root, unit));
     while (unit->reduction != FSDPC_REDUCTION_NONE)
         FSDPC_TRY(wait_stage(unit));
     return FSDPC_OK;
@@ -243,9 +250,15 @@ fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root)
 {
+    FSDPC_TRY(post_seconds(root, NULL));
     while (root->n_reducing > 0)
         FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root)
+{
+    return post_seconds(root, NULL);
 }
 
 static fsdpc_status test_stage(fsdpc_unit *unit)
@@ -261,31 +274,18 @@ static fsdpc_status test_stage(fsdpc_unit *unit)
     return all;
 }
 
-/* First stages are ordered, not awaited, so that ranks post second ones at the same place. */
-static fsdpc_status post_seconds(fsdpc_root *root)
-{
-    for (int r = 0; r < root->n_reducing; r++) {
-        if (is_first_of_two(root->reducing[r]))
-            FSDPC_TRY(wait_stage(root->reducing[r]));
-    }
-    return FSDPC_OK;
-}
-
+/* Also tests first stages that a second one follows, which carries them on. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
-    if (fsdpc_comm_orders(root->reduce_comm))
-        return post_seconds(root);
-    bool first_open = false; /* an earlier reduction is in its first stage of two */
+    if (fsdpc_comm_orders(root->reduce_comm)) /* first stages are ordered, not awaited */
+        return post_seconds(root, NULL);
     for (int r = 0; r < root->n_reducing;) {
         fsdpc_unit *unit = root->reducing[r];
-        bool first_of_two = unit->reduction == FSDPC_REDUCTION_SHARD && unit->partial;
-        fsdpc_status status = first_of_two && first_open ? FSDPC_IN_PROGRESS : test_stage(unit);
+        fsdpc_status status = test_stage(unit);
         if (status < 0)
             return status;
-        if (status == FSDPC_OK)
-            FSDPC_TRY(advance(unit));
-        else
-            first_open |= first_of_two;
+        if (status == FSDPC_OK && !awaits_second(unit))
+            FSDPC_TRY(finish(unit));
         if (r < root->n_reducing && root->reducing[r] == unit)
             r++;
     }

@@ -285,6 +285,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
             FSDPC_TRY(fsdpc_fill_open(unit)); /* of zeros if it did not run */
         FSDPC_TRY(fsdpc_reduce_post(unit));   /* also what came after the unit's backward ended */
     }
+    FSDPC_TRY(fsdpc_reduce_post_rest(root));
     if (root->is_last_backward)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     root->in_backward = false;

@@ -2,6 +2,8 @@
  */
 #include "engine_fixture.h"
 
+#include <sched.h>
+
 #include "engine/reduce.h"
 
 static fsdpc_status begin(rig *r)
@@ -200,6 +202,78 @@ static void test_ranks(void)
     }
 }
 
+/* ---- the order of two stages ---- */
+
+enum { EARLY_RANK = 0, LATE_RANK = 1 }; /* of one row of a 2 x 2 mesh */
+
+static _Atomic int posted; /* by EARLY_RANK: it is about to post its second reduction */
+
+/* Looks for completed reductions until the first stage of `unit` is in. */
+static fsdpc_status look_until_in(rig *r, const fsdpc_unit *unit)
+{
+    int64_t until = fsdpc_clock_ns() + 60000000000;
+    while (unit->groups[0].reduce.comm && rig_count(r, FSDPC_TRACE_ALL_REDUCE, -1, -1) == 0) {
+        FSDPC_TRY(fsdpc_reduce_progress(r->root));
+        if (fsdpc_clock_ns() > until)
+            return fsdpc_fail(FSDPC_ERR_TIMEOUT, "a first stage that never came in");
+        sched_yield();
+    }
+    return FSDPC_OK;
+}
+
+/* One rank comes to its second reduction while its peer has not posted the first; the peer finds
+ * the first stage in at once. */
+static fsdpc_status two_stages(rig *r)
+{
+    fsdpc_comm *row = NULL, *column = NULL;
+    FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank / 2, r->rank, &row));
+    FSDPC_TRY(fsdpc_comm_split(r->comm, r->rank % 2, r->rank, &column));
+    fsdpc_param_spec spec = rig_spec("w", FSDPC_F32, 2, 24, 16, 0);
+    for (int u = 0; u < 3; u++) {
+        fsdpc_unit_options options = rig_options(r, "unit");
+        options.mesh = (fsdpc_mesh){.shard = row, .replicate = column};
+        FSDPC_TRY(rig_add(r, &options, &spec, 1));
+    }
+    FSDPC_TRY(rig_root(r));
+    FSDPC_TRY(begin(r));
+    fsdpc_trace_reset(r->trace);
+    while (r->rank == LATE_RANK && !atomic_load(&posted))
+        sched_yield();
+    FSDPC_TRY(rig_backward_of(r, 2));
+    if (r->rank == LATE_RANK)
+        FSDPC_TRY(look_until_in(r, r->units[2]));
+    FSDPC_TRY(fsdpc_pre_backward(r->units[1], r->seen));
+    FSDPC_TRY(rig_give_all(r, 1));
+    if (r->rank == EARLY_RANK)
+        atomic_store(&posted, 1);
+    FSDPC_TRY(fsdpc_post_backward(r->units[1]));
+    FSDPC_TRY(rig_give_all(r, 0));
+    FSDPC_TRY(fsdpc_backward_end(r->root));
+    int n = 0;
+    for (size_t i = 0; i < fsdpc_trace_length(r->trace); i++) {
+        const fsdpc_trace_event *e = fsdpc_trace_at(r->trace, i);
+        if (e->kind == FSDPC_TRACE_REDUCE || e->kind == FSDPC_TRACE_ALL_REDUCE)
+            r->result[n++ % 16] = e->unit + (e->kind == FSDPC_TRACE_ALL_REDUCE ? 10 : 0);
+    }
+    rig_close_units(r);
+    fsdpc_comm_destroy(column);
+    fsdpc_comm_destroy(row);
+    return FSDPC_OK;
+}
+
+/* On every rank in the program's order, whoever was ahead: a GPU would wait for ever else. */
+static void test_order_of_stages(void)
+{
+    static const double expected[] = {2, 12, 1, 11, 0, 10};
+    rig rigs[RIG_RANKS];
+    rigs_run(rigs, 4, two_stages, NULL);
+    for (int p = 0; p < 4; p++)
+        for (int i = 0; i < 6; i++)
+            CHECK_NOTE(rigs[p].result[i] == expected[i], "rank %d, post %d: %g, not %g", p, i,
+                       rigs[p].result[i], expected[i]);
+    rigs_close(rigs, 4);
+}
+
 /* bf16 buffers round once through bf16, at world 1 as well. */
 static void test_bf16(void)
 {
@@ -231,6 +305,7 @@ int main(void)
     test_accumulation(2);
     test_unfilled();
     test_ranks();
+    test_order_of_stages();
     test_bf16();
     return check_report("test_reduce");
 }
