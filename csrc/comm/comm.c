@@ -379,10 +379,8 @@ static fsdpc_status poll_order(void *arg)
     return status;
 }
 
-fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
+fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
 {
-    if (!work->comm || !fsdpc_comm_orders(work->comm))
-        return fsdpc_comm_wait(work);
     ordering o = {work, stream};
     return fsdpc_comm_wait_for(work->comm, poll_order, &o, fsdpc_coll_name(work->op.kind),
                                work->op.what);

@@ -276,15 +276,20 @@ fsdpc_status fsdpc_comm_test(fsdpc_work *work);                      /* idle wor
 fsdpc_status fsdpc_comm_wait(fsdpc_work *work);                      /* idle work is done */
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op); /* post and wait */
 
-/* What is put on `stream` from now on comes after the operation, whose work is idle on return: its
- * slices are read no more, its name until the device has run it.  Waits where the transport cannot
- * order streams. */
-fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream);
-
 /* Whether work may be ordered without waiting for it. */
 static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
 {
     return comm->ops->order != NULL;
+}
+
+/* What is put on `stream` from now on comes after the operation, whose work is idle on return: its
+ * slices are read no more, its name until the device has run it.  Waits where the transport cannot
+ * order streams. */
+fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
+static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
+{
+    return work->comm && fsdpc_comm_orders(work->comm) ? fsdpc_comm_order_streams(work, stream)
+                                                       : fsdpc_comm_wait(work);
 }
 
 /* Collective: FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest

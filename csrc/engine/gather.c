@@ -47,7 +47,8 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_gather_settle(unit)); /* one that was gathered ahead and never used */
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
-        FSDPC_TRY(fsdpc_order_gather(unit));
+        if (unit->root->overlaps)
+            FSDPC_TRY(fsdpc_order_gather(unit));
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
             bytes += fsdpc_full_bytes(&unit->groups[g]);
@@ -83,7 +84,7 @@ void fsdpc_gather_drop(fsdpc_unit *unit)
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_RESHARD, unit->id, 0, unit->root->wire->epoch,
                     unit->root->in_backward);
     fsdpc_full_hide(unit);
-    if (read)
+    if (read && unit->root->overlaps)
         fsdpc_order_released(unit);
 }
 

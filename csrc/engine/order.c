@@ -71,8 +71,6 @@ static fsdpc_stream main_of(const fsdpc_root *root)
 
 fsdpc_status fsdpc_order_published(fsdpc_root *root)
 {
-    if (!root->overlaps)
-        return FSDPC_OK;
     fsdpc_stream main = main_of(root);
     FSDPC_TRY(fsdpc_event_record(root->published, &main));
     return fsdpc_stream_wait(root->gather_stream, root->published);
@@ -81,8 +79,6 @@ fsdpc_status fsdpc_order_published(fsdpc_root *root)
 void fsdpc_order_released(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    if (!root->overlaps)
-        return;
     fsdpc_stream main = main_of(root);
     if (fsdpc_event_record(unit->released, &main) != FSDPC_OK)
         fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or a gather would come too early */
@@ -90,14 +86,11 @@ void fsdpc_order_released(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
 {
-    return unit->root->overlaps ? fsdpc_stream_wait(unit->root->gather_stream, unit->released)
-                                : FSDPC_OK;
+    return fsdpc_stream_wait(unit->root->gather_stream, unit->released);
 }
 
 fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
-    if (!root->overlaps)
-        return FSDPC_OK;
     fsdpc_stream main = main_of(root);
     FSDPC_TRY(fsdpc_event_record(root->filled, &main));
     return fsdpc_stream_wait(root->reduce_stream, root->filled);

@@ -16,6 +16,8 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root); /* decides root->overlaps; un
 /* Streams run dry, or what they do with peers is given up, before their memory goes. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
+/* What follows is called where root->overlaps, and nowhere else. */
+
 /* Main has written own slices of the wire: gathers to come are behind it. */
 fsdpc_status fsdpc_order_published(fsdpc_root *root);
 /* Main has read a unit's full for the last time... */

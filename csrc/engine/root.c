@@ -268,7 +268,8 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(decide(root, called));
     if (root->stage == FSDPC_STAGE_WRITING) {
         FSDPC_TRY(publish_dirty(root));
-        FSDPC_TRY(fsdpc_order_published(root));
+        if (root->overlaps)
+            FSDPC_TRY(fsdpc_order_published(root));
         FSDPC_TRY(fsdpc_wire_publish(root->wire));
         root->stage = FSDPC_STAGE_PUBLISHED;
     }
@@ -340,7 +341,7 @@ fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
     if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;
-    fsdpc_status status = fsdpc_order_published(root);
+    fsdpc_status status = root->overlaps ? fsdpc_order_published(root) : FSDPC_OK;
     FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
     return status;
 }

@@ -360,6 +360,35 @@ static void test_training(int most)
         CHECK_NOTE(waits_seen[kind] > 0, "no wait for what is %s", wait_words[kind]);
 }
 
+#if defined(FSDPC_EMU)
+
+/* A peer's operations come to nobody: kernels wait for ever, hosts ahead of them do not. */
+static void stuck(rank_context *self)
+{
+    static const double SOON_S = 0.5;
+    static float unread[RANKS_MAX][RESULT];
+    gpu_rank r;
+    EXPECT_OK(self, rank_create(&r, self, library));
+    model m = {.self = self, .device = r.device, .comm = r.comm, .plain = r.plain};
+    here = &m;
+    r.comm->timeout_s = SOON_S; /* of the GPU; the control's is generous */
+    fsdpc_status status = train(&m, false, unread[self->rank]);
+    EXPECT(self, status < 0 && strstr(fsdpc_last_error(), "deadline passed"), "%s: %s",
+           fsdpc_status_text(status), fsdpc_last_error());
+    EXPECT_OK(self, fsdpc_stream_sync(&r.plain)); /* nothing holds the GPU any more */
+    model_destroy(&m);
+    rank_destroy(&r);
+}
+
+static void test_stuck(void)
+{
+    break_nccl(FAKE_NCCL_STUCK, 1);
+    ranks_run_threads(2, stuck, &(rank_options){0});
+    break_nccl(FAKE_NCCL_WELL, 0);
+}
+
+#endif
+
 static int test_without(const char *word, bool until_wrong, int most)
 {
     without = 0;
@@ -393,6 +422,7 @@ int main(int argc, char **argv)
         return test_without(argv[2], argc == 3, most);
     test_training(most);
 #if defined(FSDPC_EMU)
+    test_stuck();
     fake_check(0);
 #endif
     return check_report("test_streams");
