@@ -458,3 +458,27 @@ def test_schedulers_come_back_as_they_were(tmp_path: Path) -> None:
         assert scheduler.state_dict() == before and report.extra == extra
         assert type(report.extra["a"]) is tuple
         assert type(before.get("milestones")) is type(scheduler.state_dict().get("milestones"))
+
+
+@pytest.mark.ranks(1)
+def test_the_numbers_of_a_gpu_come_back(tmp_path: Path, monkeypatch: Any) -> None:
+    """Where there is one when they are saved, and one when they are loaded."""
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    numbers = torch.arange(16, dtype=torch.uint8)
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: numbers)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", taken.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    checkpoint.save(tmp_path / "without", state)
+    checkpoint.load(tmp_path / "without", state)
+    assert not taken
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    checkpoint.save(tmp_path / "with", state)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    checkpoint.load(tmp_path / "with", state)
+    assert not taken
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    checkpoint.load(tmp_path / "with", state)
+    assert len(taken) == 1 and torch.equal(taken[0], numbers)

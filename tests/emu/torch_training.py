@@ -17,9 +17,10 @@ import fsdpc
 import fsdpc.torch
 from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 
-STEPS = 3
+STEPS = 2
 MAX_NORM = 0.05  # below the norms of first steps
 DELAYS = 77
+HOME = torch.device("cpu")  # where torch's tensors are, for whichever device they stand
 
 
 class Block(nn.Module):
@@ -147,10 +148,10 @@ def deferred() -> Any:
 
 
 def resumed() -> dict[str, Any]:
-    """Two steps, a checkpoint, and a third step by another model that loads it."""
+    """Some steps, a checkpoint, and one step by another model that loads it."""
     model = shard(made(Mlp))
     optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, rows, optimizer, steps=2)
+    train(model, rows, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         fsdpc.checkpoint.save(f"{folder}/a", {"model": model, "optimizer": optimizer})
         torch.manual_seed(6)
@@ -183,6 +184,47 @@ def clipped_by_torch() -> dict[str, Any]:
     return {"norms": norms, "values": values_of(model)}
 
 
+def rewritten() -> dict[str, Any]:
+    """Values by every other way in: full copies, initialisation, rank 0's, a step's states."""
+    model = shard(made(Mlp))
+    with fsdpc.torch.summon_full_params(model), torch.no_grad():
+        model.last.weight.mul_(2)
+    torch.manual_seed(8)
+    model.blocks[0].linear.reset_parameters()
+    values = {"first.bias": torch.arange(7.0, 19.0)}
+    fsdpc.torch.set_model_state_dict(model, values, strict=False, rank0_only=True)
+    model.first.weight.data.add_(1)
+    with torch.no_grad():
+        model.blocks[1].norm.weight.copy_(torch.linspace(0, 1, 12))
+    model.unshard()
+    seen = model.first.weight.sum()
+    model.reshard()
+    optimizer = torch_adamw(model)
+    result = train(model, rows, optimizer, steps=1)
+    states = fsdpc.torch.get_optimizer_state_dict(model, optimizer)
+    fsdpc.torch.set_optimizer_state_dict(model, optimizer := torch_adamw(model), states)
+    with model.hold(), torch.no_grad():
+        held = number(loss_of(model, rows(1)))
+    grads = model.last.weight.grad.full_tensor().flatten().tolist()
+    return {**train(model, rows, optimizer, steps=1), "before": result, "held": held,
+            "seen": number(seen), "grads": grads}
+
+
+def of_fsdp1() -> dict[str, Any]:
+    """FSDP1's class, its clipping and its state dicts."""
+    plain = made(Mlp)
+    policy = fsdpc.torch.wrap.ModuleWrapPolicy({Block})
+    model = fsdpc.torch.FullyShardedDataParallel(plain, auto_wrap_policy=policy, device_id=HOME)
+    result = train(model, rows)
+    optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, rows(4)).backward()
+    clipped = number(model.clip_grad_norm_(MAX_NORM))
+    optimizer.step()
+    states = model.optim_state_dict(model, optimizer)["state"]
+    moments = {name: state["exp_avg"].flatten().tolist() for name, state in states.items()}
+    return {**result, "clipped": clipped, "moments": moments}
+
+
 def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Every case by name."""
     yield "mlp", lambda: train(shard(made(Mlp)), rows)
@@ -199,6 +241,8 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "resumed", resumed
     yield "clipped by torch", clipped_by_torch
     yield "torch's AdamW", lambda: with_torch_adamw(shard(made(Mlp)))
+    yield "rewritten", rewritten
+    yield "fsdp1", of_fsdp1
     yield "narrow", lambda: train(shard(made(Mlp).to(torch.bfloat16)), rows_bf16)
 
 

@@ -219,4 +219,16 @@ def _set_generator(text: str) -> None:
     torch.set_rng_state(torch.from_numpy(generators.from_words(text, np.uint8)))
 
 
+def _gpu_generator() -> str | None:
+    if not torch.cuda.is_initialized():
+        return None
+    return generators.words(torch.cuda.get_rng_state().numpy())
+
+
+def _set_gpu_generator(text: str) -> None:
+    if torch.cuda.is_available():  # what was saved on a GPU loads elsewhere too
+        torch.cuda.set_rng_state(torch.from_numpy(generators.from_words(text, np.uint8)))
+
+
 generators.register("torch", _generator, _set_generator)
+generators.register("torch.cuda", _gpu_generator, _set_gpu_generator)

@@ -95,7 +95,8 @@ def _make_again(state: UnitState, fn: Change) -> None:
     missing = set(state.missing)
     fulls = [
         torch.empty(shape, dtype=dtype, device=_device.home())
-        if i in missing else full_value(state, i)
+        if i in missing
+        else full_value(state, i)
         for i, (shape, dtype) in enumerate(zip(state.shapes, state.dtypes, strict=True))
     ]
     fulls = [fn(full) for full in fulls]
