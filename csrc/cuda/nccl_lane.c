@@ -8,9 +8,15 @@
  * Groups that were split off begin the same way as the world, with an identity of their own: one
  * way to make a communicator, and none to depend on the parent's.
  *
+ * Gathers and reductions run beside each other on one GPU, each over its own communicator.  NCCL
+ * must then be told that ranks post in one order, or kernels of two communicators that do not fit
+ * on the GPU together may start in different orders on two ranks and wait for each other for ever.
+ * It is told through the environment, there being no field for it.
+ *
  * Until NCCL says that a call is done no other may be made on that lane, save to abort it.
  */
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "cuda/comm_nccl.h"
@@ -56,6 +62,8 @@ static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl
                                                        .numel = sizeof *id});
 }
 
+static const char launch_order[] = "NCCL_LAUNCH_ORDER_IMPLICIT"; /* read at the first init */
+
 static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
@@ -63,6 +71,8 @@ static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
     fsdpc_nccl_id id;
     FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
+    if (setenv(launch_order, "1", 0) != 0)                  /* whoever set it knows what they do */
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", launch_order);
     fsdpc_nccl_config config = FSDPC_NCCL_NONBLOCKING;
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
                                                             self->base.rank, &config);

@@ -350,6 +350,9 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
         return complain("an init with nonsense");
     if (config->magic != 0xcafebeef || config->size > CONFIG_BYTES || config->blocking != 0)
         return complain("a config that is none, or blocks");
+    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    if (!order || strcmp(order, "1") != 0)
+        return complain("several communicators whose launch order is not implied");
     fsdpc_nccl_comm made = calloc(1, sizeof *made);
     made->all = clique_of(&id, size);
     if (made->all->size != size)
