@@ -6,10 +6,16 @@
  *
  * Two hash tables of chains: live blocks by address, free blocks by class.  When CUDA has no memory
  * left, the free blocks of all other classes go back to it and the request is tried once more.
+ *
+ * A block counts the holds on it, and each hold lists its blocks.  A held block that was freed is
+ * `parked`: it stays in the table of live ones, and is nobody's.  While a hold is being made every
+ * live block has that hold, so one that is freed with no other serves the capture
+ * again.
  */
 #include "cuda/cuda_pool.h"
 
 #include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -23,13 +29,22 @@ typedef struct block {
     void *pointer;
     size_t class_bytes, counted_bytes;
     fsdpc_mem_kind kind;
+    int holds;
+    bool parked;
 } block;
+
+struct fsdpc_cuda_hold {
+    block **blocks;
+    size_t count, capacity;
+};
 
 struct fsdpc_cuda_pool {
     fsdpc_mem *mem;
     pthread_mutex_t lock;
     block *live[BUCKETS], *spare[BUCKETS];
     size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
+    fsdpc_cuda_hold *making;            /* NULL: no capture is under way */
+    block *capture_spare[BUCKETS];      /* freed in it, with no other hold */
 };
 
 static const char *const kind_names[] = {
@@ -82,6 +97,7 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
         return;
     release_chains(pool->live);
     release_chains(pool->spare);
+    release_chains(pool->capture_spare);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
 }
@@ -153,19 +169,76 @@ static void count(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, int64_t bytes)
     fsdpc_mem_count(pool->mem, kind, bytes);
 }
 
+static fsdpc_status take_or_make(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t class_bytes,
+                                 block **out)
+{
+    *out = take(&pool->spare[bucket_of(class_bytes)], NULL, class_bytes);
+    return *out ? FSDPC_OK : make_block(pool, kind, class_bytes, out);
+}
+
+static void push(block **chain, block *it)
+{
+    it->next = *chain;
+    *chain = it;
+}
+
+/* A freed block that graphs still use. */
+static void park(fsdpc_cuda_pool *pool, block *it)
+{
+    it->parked = true;
+    push(&pool->live[bucket_of((uintptr_t)it->pointer)], it);
+    count(pool, FSDPC_MEM_OTHER, (int64_t)it->counted_bytes);
+}
+
+static fsdpc_status add_hold(fsdpc_cuda_hold *hold, block *it)
+{
+    if (hold->count == hold->capacity) {
+        size_t capacity = hold->capacity ? 2 * hold->capacity : 256;
+        block **blocks = realloc(hold->blocks, capacity * sizeof *blocks);
+        if (!blocks)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what a graph uses");
+        hold->blocks = blocks;
+        hold->capacity = capacity;
+    }
+    hold->blocks[hold->count++] = it;
+    it->holds++;
+    return FSDPC_OK;
+}
+
+/* What the capture has freed itself, else what nobody has. */
+static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
+{
+    size_t bucket = bucket_of(class_bytes);
+    *out = take(&pool->capture_spare[bucket], NULL, class_bytes);
+    if (*out)
+        return FSDPC_OK;
+    block *it = take(&pool->spare[bucket], NULL, class_bytes);
+    if (!it)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "a captured step asks for %zu bytes of device memory that no step before "
+                          "it did: run a step or two of these shapes before capturing one",
+                          class_bytes);
+    fsdpc_status status = add_hold(pool->making, it);
+    if (status != FSDPC_OK) {
+        push(&pool->spare[bucket], it);
+        return status;
+    }
+    *out = it;
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
                                    void **out)
 {
     size_t class_bytes = class_of(fsdpc_min_size(bytes, SIZE_MAX / 2));
     pthread_mutex_lock(&pool->lock);
-    block *it = take(&pool->spare[bucket_of(class_bytes)], NULL, class_bytes);
-    fsdpc_status status = it ? FSDPC_OK : make_block(pool, kind, class_bytes, &it);
+    block *it;
+    fsdpc_status status = pool->making ? take_for_capture(pool, class_bytes, &it)
+                                       : take_or_make(pool, kind, class_bytes, &it);
     if (status == FSDPC_OK) {
         it->kind = kind;
         it->counted_bytes = fsdpc_round_up(bytes, 64);
-        block **chain = &pool->live[bucket_of((uintptr_t)it->pointer)];
-        it->next = *chain;
-        *chain = it;
+        push(&pool->live[bucket_of((uintptr_t)it->pointer)], it);
         *out = it->pointer;
         count(pool, kind, (int64_t)it->counted_bytes);
     }
@@ -180,10 +253,70 @@ void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
     pthread_mutex_lock(&pool->lock);
     block *it = take(&pool->live[bucket_of((uintptr_t)pointer)], pointer, 0);
     if (it) {
-        block **chain = &pool->spare[bucket_of(it->class_bytes)];
-        it->next = *chain;
-        *chain = it;
         count(pool, it->kind, -(int64_t)it->counted_bytes);
+        if (it->holds == 0)
+            push(&pool->spare[bucket_of(it->class_bytes)], it);
+        else if (pool->making && it->holds == 1)
+            push(&pool->capture_spare[bucket_of(it->class_bytes)], it);
+        else
+            park(pool, it);
     }
     pthread_mutex_unlock(&pool->lock);
+}
+
+/* -- holds ------------------------------------------------------------------------------------- */
+
+fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out)
+{
+    fsdpc_cuda_hold *hold = calloc(1, sizeof *hold);
+    if (!hold)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what a graph uses");
+    fsdpc_status status = FSDPC_OK;
+    pthread_mutex_lock(&pool->lock);
+    for (size_t b = 0; b < BUCKETS; b++) {
+        for (block *it = pool->live[b]; it && status == FSDPC_OK; it = it->next)
+            status = it->parked ? FSDPC_OK : add_hold(hold, it);
+    }
+    if (status == FSDPC_OK)
+        pool->making = hold;
+    pthread_mutex_unlock(&pool->lock);
+    if (status != FSDPC_OK) {
+        fsdpc_cuda_pool_hold_release(pool, hold);
+        return status;
+    }
+    *out = hold;
+    return FSDPC_OK;
+}
+
+void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->making = NULL;
+    for (size_t b = 0; b < BUCKETS; b++) {
+        while (pool->capture_spare[b]) {
+            block *it = pool->capture_spare[b];
+            pool->capture_spare[b] = it->next;
+            park(pool, it);
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold)
+{
+    if (!hold)
+        return;
+    pthread_mutex_lock(&pool->lock);
+    for (size_t i = 0; i < hold->count; i++) {
+        block *it = hold->blocks[i];
+        if (--it->holds > 0 || !it->parked)
+            continue;
+        it->parked = false;
+        (void)take(&pool->live[bucket_of((uintptr_t)it->pointer)], it->pointer, 0);
+        push(&pool->spare[bucket_of(it->class_bytes)], it);
+        count(pool, FSDPC_MEM_OTHER, -(int64_t)it->counted_bytes);
+    }
+    pthread_mutex_unlock(&pool->lock);
+    free(hold->blocks);
+    free(hold);
 }

@@ -9,6 +9,12 @@
  * it.  Work of another stream that uses a block is ordered before the free by an event, or the
  * block lives as long as the engine does (which shards, buffers and windows do).
  *
+ * Holds.  A graph runs on the memory that was captured, whenever it is launched.  From hold_begin
+ * to hold_end the pool takes note of what the capture may use: all blocks that are live when it
+ * begins or are acquired until it ends.  Inside, freed blocks serve the capture alone, and there is
+ * no asking CUDA for more; afterwards a held block that is freed serves nobody until the last hold
+ * of it is released, and is counted as OTHER meanwhile.
+ *
  * Any thread may call.
  */
 #ifndef FSDPC_CUDA_CUDA_POOL_H
@@ -17,6 +23,7 @@
 #include "base/mem.h"
 
 typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
+typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
 
 /* `mem` counts; borrowed. */
 fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, fsdpc_cuda_pool **out);
@@ -25,5 +32,10 @@ fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, s
                                    void **out); /* 512-byte aligned; 0 bytes give a pointer too */
 void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer); /* NULL is fine */
 void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool); /* gives free blocks back to CUDA */
+
+/* One at a time. */
+fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);
+void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool);
+void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold); /* NULL is fine */
 
 #endif

@@ -20,6 +20,7 @@
 #include "cuda/cuda_pool.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/gemm_cublaslt.h"
+#include "cuda/graph.h"
 #include "cuda/kernel_tables.h"
 
 typedef struct cuda_event {
@@ -163,6 +164,7 @@ static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
 
 static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
 {
+    FSDPC_TRY(fsdpc_cuda_capture_check_wait(base->device));
     fsdpc_cuda_stream *stream = own_stream(base->device, base);
     FSDPC_TRY(wait_for_all(stream));
     if (stream->error != FSDPC_OK) {
@@ -214,6 +216,7 @@ static fsdpc_status cuda_stream_wait(fsdpc_stream *stream, fsdpc_event *base)
 
 static fsdpc_status cuda_event_test(fsdpc_event *base)
 {
+    FSDPC_TRY(fsdpc_cuda_capture_check_wait(base->device));
     cudaError_t error = cudaEventQuery(((cuda_event *)base)->raw);
     if (error == cudaErrorNotReady) {
         (void)cudaGetLastError();
@@ -253,6 +256,8 @@ static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, 
     if (bytes == 0)
         return FSDPC_OK;
     fsdpc_cuda_stream *own = own_stream(device, stream);
+    if (device->capturing)
+        return fsdpc_cuda_capture_copy(device, to, from, bytes, stream ? own->queue.raw : NULL);
     bool waits = false;
     if (device->watch.wait_for)
         FSDPC_TRY(copy_waits(to, from, bytes, &waits));
@@ -268,6 +273,8 @@ static fsdpc_status cuda_fill(fsdpc_device *device, void *to, int byte, size_t b
 {
     if (bytes == 0)
         return FSDPC_OK;
+    if (!stream)
+        FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
     fsdpc_cuda_stream *own = own_stream(device, stream);
     FSDPC_CUDA_TRY(cudaMemsetAsync(to, byte, bytes, own->queue.raw), "fill memory");
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
@@ -350,6 +357,10 @@ static const fsdpc_device_ops cuda_ops = {
     .adopt = cuda_adopt,
     .precede = cuda_precede,
     .handle = cuda_handle,
+    .capture_begin = fsdpc_cuda_capture_begin,
+    .capture_end = fsdpc_cuda_capture_end,
+    .graph_launch = fsdpc_cuda_graph_launch,
+    .graph_destroy = fsdpc_cuda_graph_destroy,
 };
 
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)

@@ -24,6 +24,15 @@
  * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
  * order; where it was another before, it goes on behind what that one held.
  *
+ * Graphs.  Where a device has them, what is asked of its streams from capture_begin to capture_end
+ * is recorded instead of run, and a launch runs all of it again, on the same memory.  Recorded are
+ * the main stream and streams that wait for its events, which must be waited for in turn before the
+ * end.  Inside, nothing may wait: a sync, a copy out of host memory or into it (but for single
+ * constants, up to 8 bytes, whose value the graph keeps), an event's test, and memory that no step
+ * before has asked for are errors that say so; the capture is then to be dropped.  A graph holds
+ * the memory it uses: what lived when the capture began, or was acquired in it, is handed out to
+ * nobody else while the graph lives, freed or not.
+ *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
  *
@@ -47,6 +56,7 @@
 typedef struct fsdpc_device fsdpc_device;
 typedef struct fsdpc_stream fsdpc_stream;
 typedef struct fsdpc_event fsdpc_event;
+typedef struct fsdpc_graph fsdpc_graph;
 
 /* Work for a stream.  `arg` must stay valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
@@ -86,6 +96,12 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*adopt)(fsdpc_device *device, uintptr_t raw);
     fsdpc_status (*precede)(fsdpc_device *device, uintptr_t raw);
     uintptr_t (*handle)(const fsdpc_device *device);
+
+    /* Graphs.  Optional, all or none; NULL: there are no graphs. */
+    fsdpc_status (*capture_begin)(fsdpc_device *device); /* waits for the main stream */
+    fsdpc_status (*capture_end)(fsdpc_device *device, fsdpc_graph **out); /* out NULL: drop it */
+    fsdpc_status (*graph_launch)(fsdpc_graph *graph);                     /* on the main stream */
+    void (*graph_destroy)(fsdpc_graph *graph); /* waits for the main stream */
 } fsdpc_device_ops;
 
 /* How the host waits for a remote device whose work can wait for other ranks, who may be gone:
@@ -102,6 +118,7 @@ struct fsdpc_device {
     const fsdpc_device_ops *ops;
     bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
     int ordinal;      /* among devices of its kind */
+    bool capturing;   /* between capture_begin and capture_end */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;
@@ -118,6 +135,10 @@ struct fsdpc_stream {
 };
 
 struct fsdpc_event {
+    fsdpc_device *device;
+};
+
+struct fsdpc_graph {
     fsdpc_device *device;
 };
 
@@ -242,6 +263,35 @@ static inline fsdpc_status fsdpc_device_precede(fsdpc_device *device, uintptr_t 
 static inline uintptr_t fsdpc_device_handle(const fsdpc_device *device)
 {
     return device->ops->handle ? device->ops->handle(device) : 0;
+}
+
+static inline fsdpc_status fsdpc_capture_begin(fsdpc_device *device)
+{
+    if (!device->ops->capture_begin)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "device '%s' has no graphs", device->ops->name);
+    if (device->capturing)
+        return fsdpc_fail(FSDPC_ERR_STATE, "a capture on device '%s' inside another one",
+                          device->ops->name);
+    FSDPC_TRY(device->ops->capture_begin(device));
+    device->capturing = true;
+    return FSDPC_OK;
+}
+
+static inline fsdpc_status fsdpc_capture_end(fsdpc_device *device, fsdpc_graph **out)
+{
+    device->capturing = false;
+    return device->ops->capture_end(device, out);
+}
+
+static inline fsdpc_status fsdpc_graph_launch(fsdpc_graph *graph)
+{
+    return graph->device->ops->graph_launch(graph);
+}
+
+static inline void fsdpc_graph_destroy(fsdpc_graph *graph)
+{
+    if (graph)
+        graph->device->ops->graph_destroy(graph);
 }
 
 #endif

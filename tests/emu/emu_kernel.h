@@ -39,8 +39,17 @@ struct alignas(8) uint2 {
 
 extern thread_local emu_index threadIdx, blockIdx, blockDim, gridDim;
 
-void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
-                std::function<void()> thread);
+void emu_launch_threads(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
+                        std::function<void()> thread);
+void emu_trace_launch(unsigned grid, unsigned block, const void *arguments, size_t bytes);
+
+template <typename Thread>
+inline void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
+                       const Thread &thread)
+{
+    emu_trace_launch(grid, block, &thread, sizeof thread);
+    emu_launch_threads(stream, grid, block, shared, thread);
+}
 void *emu_dynamic_shared(void);
 void __syncthreads(void);
 void __syncwarp(unsigned mask = 0xffffffffu);

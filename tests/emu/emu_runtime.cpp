@@ -39,6 +39,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "emu_capture.h"
 #include "emu_kernel.h"
 
 #if defined(__has_feature)
@@ -492,12 +493,17 @@ struct emu_stream {
     work *tail; /* the host's */
     std::atomic<uint32_t> posted{0};
     bool stop = false;  /* set by the last work */
+    emu_part part;      /* in a capture; the host's */
     std::thread thread; /* last: it uses the others at once */
 
     emu_stream() : head(new work()), tail(head), thread([this] { loop(); }) {}
 
     void post(std::function<void()> run, bool touches_memory)
     {
+        if (part.open()) {
+            part.add(std::move(run));
+            return;
+        }
         work *added = new work();
         added->run = std::move(run);
         added->touches_memory = touches_memory;
@@ -542,10 +548,21 @@ static std::vector<emu_stream *> made;
 
 struct emu_event {
     std::shared_ptr<std::atomic<bool>> reached; /* of the last record */
+    emu_part part;                              /* of it, in a capture */
 };
 
-void emu_launch(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
-                std::function<void()> thread)
+emu_part &emu_part_of(cudaStream_t stream)
+{
+    return of(stream)->part;
+}
+
+void emu_post(cudaStream_t stream, std::function<void()> run)
+{
+    of(stream)->post(std::move(run), true);
+}
+
+void emu_launch_threads(cudaStream_t stream, unsigned grid, unsigned block, size_t shared,
+                        std::function<void()> thread)
 {
     if (grid == 0 || block == 0 || block > 1024 || shared > SHARED_BYTES) {
         fprintf(stderr, "emu: a launch of %u blocks of %u threads with %zu bytes\n", grid, block,
@@ -596,8 +613,12 @@ size_t device_bytes_held()
     return sum;
 }
 
+/* Memory that is not ordered by a stream. */
 cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
 {
+    cudaError_t error = emu_check_unsafe();
+    if (error != cudaSuccess)
+        return error;
     allocations++;
     if (type == cudaMemoryTypeDevice && device_bytes_held() + bytes > device_bytes())
         return cudaErrorMemoryAllocation;
@@ -613,11 +634,16 @@ cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
     std::lock_guard<std::mutex> guard(regions_lock);
     regions[(uintptr_t)made] = {bytes, type};
     *pointer = made;
+    emu_trace("allocate %zu at %p\n", bytes, made);
     return cudaSuccess;
 }
 
 cudaError_t region_drop(void *pointer)
 {
+    cudaError_t error = emu_check_unsafe();
+    if (error != cudaSuccess)
+        return error;
+    emu_trace("free %p\n", pointer);
     allocations++;
     std::lock_guard<std::mutex> guard(regions_lock);
     if (pointer && !regions.erase((uintptr_t)pointer))
@@ -628,11 +654,19 @@ cudaError_t region_drop(void *pointer)
 }
 } // namespace
 
+bool emu_is_device_memory(uintptr_t address)
+{
+    struct cudaPointerAttributes attributes;
+    cudaPointerGetAttributes(&attributes, (const void *)address);
+    return attributes.type == cudaMemoryTypeDevice;
+}
+
 extern "C" {
 
 void emu_set_descending(int yes)
 {
     descending = yes;
+    emu_run_backwards(yes);
 }
 
 void emu_set_delays(unsigned seed)
@@ -671,7 +705,20 @@ unsigned long long emu_allocations(void)
 
 const char *cudaGetErrorString(cudaError_t error)
 {
-    return error == cudaErrorMemoryAllocation ? "out of memory" : "emulated error";
+    switch (error) {
+    case cudaErrorMemoryAllocation:
+        return "out of memory";
+    case cudaErrorStreamCaptureUnsupported:
+        return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated:
+        return "operation failed due to a previous error during capture";
+    case cudaErrorStreamCaptureUnjoined:
+        return "capturing stream has unjoined work";
+    case cudaErrorStreamCaptureIsolation:
+        return "dependency created on uncaptured work in another stream";
+    default:
+        return "emulated error";
+    }
 }
 
 cudaError_t cudaGetLastError(void)
@@ -769,6 +816,13 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     struct cudaPointerAttributes source, target;
     cudaPointerGetAttributes(&source, from);
     cudaPointerGetAttributes(&target, to);
+    bool ordinary = source.type == cudaMemoryTypeUnregistered ||
+                    target.type == cudaMemoryTypeUnregistered;
+    if (ordinary && of(stream)->part.open())
+        return emu_check_captured(of(stream)->part);
+    emu_trace("copy %zu from %p to %p\n", bytes,
+              source.type == cudaMemoryTypeDevice ? from : nullptr,
+              target.type == cudaMemoryTypeDevice ? to : nullptr);
     if (source.type == cudaMemoryTypeUnregistered) {
         auto begin = static_cast<const unsigned char *>(from);
         auto kept = std::make_shared<std::vector<unsigned char>>(begin, begin + bytes);
@@ -781,6 +835,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream)
 {
+    emu_trace("fill %zu at %p\n", bytes, to);
     of(stream)->post([=] { memset(to, value, bytes); }, true);
     return cudaSuccess;
 }
@@ -795,6 +850,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
+    cudaError_t error = emu_check_captured(of(stream)->part);
+    if (error != cudaSuccess)
+        return error;
     stream->post([=] { stream->stop = true; }, false);
     {
         std::lock_guard<std::mutex> guard(made_lock);
@@ -808,6 +866,12 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream)
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
+    cudaError_t error = emu_check_captured(of(stream)->part);
+    if (error == cudaSuccess)
+        error = emu_check_unsafe();
+    if (error != cudaSuccess)
+        return error;
+    emu_trace("wait\n");
     waits++;
     auto reached = std::make_shared<std::atomic<bool>>(false);
     of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
@@ -847,15 +911,38 @@ cudaError_t cudaEventDestroy(cudaEvent_t event)
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
+    event->part = {};
+    event->reached = nullptr;
+    if (of(stream)->part.open()) { /* it marks a place in the graph */
+        event->part = of(stream)->part;
+        return cudaSuccess;
+    }
     auto reached = std::make_shared<std::atomic<bool>>(false);
     event->reached = reached;
     of(stream)->post([reached] { reached->store(true, std::memory_order_release); }, false);
     return cudaSuccess;
 }
 
+/* On an event that was last recorded in a capture. */
+static cudaError_t wait_in_capture(cudaStream_t stream, cudaEvent_t event)
+{
+    if (!event->part.open())
+        return cudaErrorCapturedEvent;
+    if (of(stream)->part.open() && of(stream)->part.of != event->part.of)
+        return cudaErrorStreamCaptureMerge;
+    of(stream)->part.join(event->part);
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned)
 {
+    if (event->part.of)
+        return wait_in_capture(stream, event);
     auto reached = event->reached;
+    if (reached && of(stream)->part.open()) {
+        of(stream)->part.of->broken = true;
+        return cudaErrorStreamCaptureIsolation;
+    }
     if (reached)
         of(stream)->post([reached] { wait_for(*reached); }, false);
     return cudaSuccess;
@@ -863,6 +950,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaEventQuery(cudaEvent_t event)
 {
+    cudaError_t error = event->part.of ? cudaErrorCapturedEvent : emu_check_unsafe();
+    if (error != cudaSuccess) {
+        emu_check_captured(event->part);
+        return error;
+    }
+    emu_trace("query\n");
     queries++;
     if (gate.closed && event->reached) /* else nothing would ever run */
         host_waits_for(*event->reached);

@@ -1,0 +1,185 @@
+/* Graphs over CUDA's stream capture.
+ *
+ * The main stream is captured, in the mode that lets other threads be.  What CUDA would answer with
+ * an error that spoils the capture is refused before CUDA hears of it, by an error that says what
+ * to do instead; so a capture that was refused something can still be ended, and dropped.
+ *
+ * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
+ * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of
+ * x + 2) would be copied again from where they were, on the host's stack; they are kept beside the
+ * graph in pinned memory.
+ *
+ * A graph that is destroyed may still run, and its blocks go back: destroying one waits.  Inside a
+ * capture there is no waiting, and no need for it, as beginning one waited; but pinned memory
+ * cannot be given back there, so graphs that are destroyed in a capture go when it ends.
+ */
+#include "cuda/graph.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/cuda_error.h"
+#include "cuda/cuda_pool.h"
+#include "cuda/cuda_queue.h"
+#include "cuda/device_cuda.h"
+
+enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
+
+typedef struct fsdpc_cuda_graph {
+    fsdpc_graph head; /* first */
+    cudaGraphExec_t exec;
+    fsdpc_cuda_hold *hold;
+    unsigned char *constants; /* pinned */
+    size_t n_constants;
+    struct fsdpc_cuda_graph *dropped; /* of a capture: graphs destroyed in it; of those: the next */
+} fsdpc_cuda_graph;
+
+static cudaStream_t main_stream(const fsdpc_device *device)
+{
+    return ((const fsdpc_cuda_device *)device)->main->queue.raw;
+}
+
+/* Nothing of it runs any more, and no capture is under way. */
+static void graph_free(fsdpc_cuda_graph *graph)
+{
+    if (graph->exec)
+        (void)cudaGraphExecDestroy(graph->exec);
+    fsdpc_cuda_pool_hold_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->hold);
+    fsdpc_cuda_pinned_free(graph->constants);
+    free(graph);
+}
+
+static void free_dropped(fsdpc_cuda_graph *capture)
+{
+    for (fsdpc_cuda_graph *it = capture->dropped, *next; it; it = next) {
+        next = it->dropped;
+        graph_free(it);
+    }
+    capture->dropped = NULL;
+}
+
+fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    FSDPC_TRY(fsdpc_stream_sync(&device->main->head));
+    fsdpc_cuda_graph *graph = calloc(1, sizeof *graph);
+    if (!graph)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a graph");
+    graph->head.device = base;
+    void *constants;
+    fsdpc_status status = fsdpc_cuda_pinned_alloc(MAX_CONSTANTS * CONSTANT_BYTES, &constants);
+    if (status == FSDPC_OK) {
+        graph->constants = constants;
+        status = fsdpc_cuda_pool_hold_begin(device->pool, &graph->hold);
+    }
+    if (status == FSDPC_OK) {
+        status = fsdpc_cuda_check(
+            cudaStreamBeginCapture(main_stream(base), cudaStreamCaptureModeThreadLocal),
+            "begin a capture");
+        if (status != FSDPC_OK)
+            fsdpc_cuda_pool_hold_end(device->pool);
+    }
+    if (status != FSDPC_OK) {
+        graph_free(graph);
+        return status;
+    }
+    device->capture = graph;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    fsdpc_cuda_graph *graph = device->capture;
+    device->capture = NULL;
+    cudaGraph_t captured = NULL;
+    fsdpc_status status =
+        fsdpc_cuda_check(cudaStreamEndCapture(main_stream(base), &captured), "end a capture");
+    fsdpc_cuda_pool_hold_end(device->pool);
+    if (status == FSDPC_OK && out)
+        status = fsdpc_cuda_check(cudaGraphInstantiate(&graph->exec, captured, 0),
+                                  "make a graph of a capture");
+    if (captured)
+        (void)cudaGraphDestroy(captured);
+    free_dropped(graph);
+    if (status != FSDPC_OK || !out) {
+        graph_free(graph);
+        return out ? status : FSDPC_OK; /* a capture that is dropped may be a spoiled one */
+    }
+    *out = &graph->head;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *base)
+{
+    const fsdpc_cuda_graph *graph = (const fsdpc_cuda_graph *)base;
+    return fsdpc_cuda_check(cudaGraphLaunch(graph->exec, main_stream(base->device)),
+                            "launch a graph");
+}
+
+void fsdpc_cuda_graph_destroy(fsdpc_graph *base)
+{
+    fsdpc_cuda_graph *graph = (fsdpc_cuda_graph *)base;
+    fsdpc_cuda_graph *capture = ((fsdpc_cuda_device *)base->device)->capture;
+    if (capture) {
+        graph->dropped = capture->dropped;
+        capture->dropped = graph;
+        return;
+    }
+    (void)cudaStreamSynchronize(main_stream(base->device));
+    graph_free(graph);
+}
+
+fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device)
+{
+    if (!device->capturing)
+        return FSDPC_OK;
+    return fsdpc_fail(
+        FSDPC_ERR_STATE,
+        "the host asks for a value of the GPU inside a captured step, where nothing "
+        "is computed yet: read losses, norms and tensors after it, or after a replay");
+}
+
+/* 1: ordinary host memory, which a graph cannot use. */
+static fsdpc_status is_ordinary(const void *pointer, bool *out)
+{
+    struct cudaPointerAttributes attributes;
+    FSDPC_CUDA_TRY(cudaPointerGetAttributes(&attributes, pointer), "ask whose memory this is");
+    *out = attributes.type == cudaMemoryTypeUnregistered;
+    return FSDPC_OK;
+}
+
+/* The graph's own copy of a constant. */
+static fsdpc_status keep_constant(fsdpc_cuda_graph *graph, const void *value, size_t bytes,
+                                  const void **kept_out)
+{
+    if (graph->n_constants == MAX_CONSTANTS)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "a captured step with more than %d constants given by the host: make "
+                          "them tensors before it",
+                          (int)MAX_CONSTANTS);
+    unsigned char *kept = graph->constants + graph->n_constants++ * CONSTANT_BYTES;
+    memcpy(kept, value, bytes);
+    *kept_out = kept;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
+                                     cudaStream_t stream)
+{
+    bool from_host, to_host;
+    FSDPC_TRY(is_ordinary(from, &from_host));
+    FSDPC_TRY(is_ordinary(to, &to_host));
+    if (from_host && !to_host && (!stream || bytes > CONSTANT_BYTES))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "%zu bytes of the host are copied to the GPU inside a captured step, and "
+                          "replays would copy the same again: make the tensor before it, and "
+                          "copy_() new values into it before each replay",
+                          bytes);
+    if (!stream || to_host)
+        FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
+    if (from_host)
+        FSDPC_TRY(keep_constant(((fsdpc_cuda_device *)device)->capture, from, bytes, &from));
+    return fsdpc_cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream),
+                            "copy memory");
+}

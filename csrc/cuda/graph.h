@@ -1,0 +1,25 @@
+/* Graphs of a GPU's work: the slots of csrc/device/device.h, and what its other slots ask while a
+ * capture is under way.
+ *
+ * A capture is begun and ended by one thread.  Other threads may use other streams meanwhile.
+ */
+#ifndef FSDPC_CUDA_GRAPH_H
+#define FSDPC_CUDA_GRAPH_H
+
+#include <cuda_runtime_api.h>
+
+#include "device/device.h"
+
+fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *device);
+fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *device, fsdpc_graph **out);
+fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *graph);
+void fsdpc_cuda_graph_destroy(fsdpc_graph *graph);
+
+/* An error inside a capture: the host is about to wait for the GPU. */
+fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device);
+
+/* A copy inside a capture; `stream` NULL: it was to be waited for. */
+fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,
+                                     cudaStream_t stream);
+
+#endif
