@@ -37,8 +37,8 @@ struct fp32_states {
     }
     template <int STATES, int N>
     __device__ __forceinline__ void store(size_t i,
-                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES])
-        const
+                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES],
+                                          uint32_t) const
     {
 #pragma unroll
         for (int s = 0; s < STATES; s++)
@@ -57,7 +57,7 @@ __device__ __forceinline__ float round_stochastically(float x, uint32_t random)
 struct any_states {
     void *at[FSDPC_OPTIM_MAX_STATES];
     bool rounded;
-    uint64_t seed, stream, first;
+    uint64_t seed, number, first;
 
     any_states(const fsdpc_step_args *a)
     {
@@ -65,7 +65,7 @@ struct any_states {
             at[s] = a->states[s];
         rounded = a->state_dtype == FSDPC_BF16;
         seed = a->seed;
-        stream = (uint64_t)a->number << 32 | (uint32_t)a->step;
+        number = a->number;
         first = a->first;
     }
     template <int N> __device__ __forceinline__ vec<float, N> load(int s, size_t i) const
@@ -76,8 +76,8 @@ struct any_states {
     }
     template <int STATES, int N>
     __device__ __forceinline__ void store(size_t i,
-                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES])
-        const
+                                          const vec<float, N> (&states)[FSDPC_OPTIM_MAX_STATES],
+                                          uint32_t step) const
     {
         if (!rounded) {
 #pragma unroll
@@ -85,7 +85,7 @@ struct any_states {
                 ::store<N>((float *)at[s] + i, states[s]);
             return;
         }
-        vec<uint32_t, N> random = words<N>(first + i);
+        vec<uint32_t, N> random = words<N>(number << 32 | step, first + i);
 #pragma unroll
         for (int s = 0; s < STATES; s++) {
             vec<float, N> values;
@@ -97,7 +97,8 @@ struct any_states {
         }
     }
     /* Words of elements at .. at + N - 1 of the parameter. */
-    template <int N> __device__ __forceinline__ vec<uint32_t, N> words(uint64_t element) const
+    template <int N>
+    __device__ __forceinline__ vec<uint32_t, N> words(uint64_t stream, uint64_t element) const
     {
         vec<uint32_t, N> random;
         philox_words four = philox(seed, stream, element / 4);
@@ -121,11 +122,12 @@ struct step_op {
     Grad grad;
     States states;
     Wire wire;
-    step_scalars<float> k;
+    step_scalars_at<float> scalars;
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
     {
         const int STATES = rule_states(RULE);
+        const step_scalars<float> k = scalars.get();
         vec<float, N> g = grad.template load<N, float>(i), p = param.template load<N, float>(i);
         vec<float, N> s[FSDPC_OPTIM_MAX_STATES];
 #pragma unroll
@@ -142,7 +144,7 @@ struct step_op {
             for (int n = 0; n < STATES; n++)
                 s[n].at[e] = mine[n];
         }
-        states.template store<STATES, N>(i, s);
+        states.template store<STATES, N>(i, s, k.step);
         wire.template store<N>(i, param.template store<N>(i, p));
     }
 };
@@ -158,7 +160,7 @@ static fsdpc_status step_launch(const fsdpc_step_args *a, const fsdpc_stream *st
         buffers[3 + s] = map_buffer{a->states[s], fsdpc_dtype_bytes(a->state_dtype)};
     step_op<RULE, Param, Grad, States, Wire> op = {
         Param(a->param, a->param_dtype), Grad(a->grad, a->grad_dtype), States(a),
-        Wire(a->wire, a->wire_dtype), step_prepare<float>(a)};
+        Wire(a->wire, a->wire_dtype), step_scalars_at<float>(a)};
     return map_launch("a step", op, a->numel, buffers, stream);
 }
 

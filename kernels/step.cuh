@@ -31,35 +31,33 @@ template <typename W> struct step_scalars {
     W decay;      /* joins the gradient; 0 where decoupled */
     W beta1, beta2, add_gradient, add_square, root_bias2, eps;
     W minus_step; /* -lr, of Adam over its bias */
+    uint32_t step;
     bool copy_gradient, nesterov;
 };
 
-/* Computed in fp64 and rounded to W. */
-template <typename W> static step_scalars<W> step_prepare(const fsdpc_step_args *a)
+template <typename W>
+__host__ __device__ __forceinline__ step_scalars<W> step_rounded(const fsdpc_step_scalars &k)
 {
-    const fsdpc_hyper *h = &a->hyper;
-    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
-    step_scalars<W> k = {};
-    k.grad_scale = h->maximize ? -(W)a->grad_scale : (W)a->grad_scale;
-    k.keep = decoupled ? (W)(1 - h->lr * h->weight_decay) : (W)1;
-    k.decay = decoupled ? (W)0 : (W)h->weight_decay;
-    k.beta1 = (W)h->beta1;
-    k.beta2 = (W)h->beta2;
-    k.add_gradient = (W)(1 - h->beta1);
-    k.add_square = (W)(1 - h->beta2);
-    k.eps = (W)h->eps;
-    k.minus_step = (W)-h->lr;
-    k.copy_gradient = a->copy_gradient;
-    k.nesterov = h->nesterov;
-    if (a->kind == FSDPC_OPTIM_SGD) {
-        k.beta1 = (W)h->momentum;
-        k.add_gradient = (W)(1 - h->dampening);
-    } else if (a->kind != FSDPC_OPTIM_LION) {
-        k.root_bias2 = (W)sqrt(1 - pow(h->beta2, (double)a->step));
-        k.minus_step = (W)-(h->lr / (1 - pow(h->beta1, (double)a->step)));
-    }
-    return k;
+    return step_scalars<W>{(W)k.grad_scale,   (W)k.keep,       (W)k.decay,      (W)k.beta1,
+                           (W)k.beta2,        (W)k.add_gradient, (W)k.add_square, (W)k.root_bias2,
+                           (W)k.eps,          (W)k.minus_step, k.step,          k.copy_gradient,
+                           k.nesterov};
 }
+
+/* A step's scalars: given with the launch, or read from the device's memory when it runs. */
+template <typename W> struct step_scalars_at {
+    step_scalars<W> given;
+    const fsdpc_step_scalars *at;
+
+    step_scalars_at(const fsdpc_step_args *a)
+        : given(step_rounded<W>(fsdpc_step_prepare(a))), at(a->scalars)
+    {
+    }
+    __device__ __forceinline__ step_scalars<W> get() const
+    {
+        return at ? step_rounded<W>(*at) : given;
+    }
+};
 
 /* -- fp32 -------------------------------------------------------------------------------------- */
 

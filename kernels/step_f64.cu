@@ -11,7 +11,7 @@ template <step_rule RULE> struct step_f64_op {
     double *param;
     untyped grad, wire;
     double *states[FSDPC_OPTIM_MAX_STATES];
-    step_scalars<double> k;
+    step_scalars_at<double> scalars;
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
     {
@@ -19,6 +19,7 @@ template <step_rule RULE> struct step_f64_op {
 #pragma unroll
         for (int n = 0; n < rule_states(RULE); n++)
             s[n] = states[n][i];
+        const step_scalars<double> k = scalars.get();
         vec<double, 1> p;
         double g = grad.load<1, double>(i).at[0];
         p.at[0] = param[i] = step_rule_apply<RULE>(k, param[i], g, s);
@@ -39,7 +40,7 @@ static fsdpc_status step_f64_launch(const fsdpc_step_args *a, const fsdpc_stream
                             untyped(a->wire, a->wire_dtype),
                             {(double *)a->states[0], (double *)a->states[1],
                              (double *)a->states[2]},
-                            step_prepare<double>(a)};
+                            step_scalars_at<double>(a)};
     return map_launch("a step in fp64", op, a->numel, buffers, stream);
 }
 

@@ -101,6 +101,34 @@ const char *fsdpc_optim_state_name(fsdpc_optim_kind kind, int state)
     return names[kind][state];
 }
 
+fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *a)
+{
+    const fsdpc_hyper *h = &a->hyper;
+    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
+    fsdpc_step_scalars k = {
+        .grad_scale = h->maximize ? -a->grad_scale : a->grad_scale,
+        .keep = decoupled ? 1 - h->lr * h->weight_decay : 1,
+        .decay = decoupled ? 0 : h->weight_decay,
+        .beta1 = h->beta1,
+        .beta2 = h->beta2,
+        .add_gradient = 1 - h->beta1,
+        .add_square = 1 - h->beta2,
+        .eps = h->eps,
+        .minus_step = -h->lr,
+        .step = (uint32_t)a->step,
+        .copy_gradient = a->copy_gradient,
+        .nesterov = h->nesterov,
+    };
+    if (a->kind == FSDPC_OPTIM_SGD) {
+        k.beta1 = h->momentum;
+        k.add_gradient = 1 - h->dampening;
+    } else if (a->kind != FSDPC_OPTIM_LION) {
+        k.root_bias2 = sqrt(1 - pow(h->beta2, (double)a->step));
+        k.minus_step = -(h->lr / (1 - pow(h->beta1, (double)a->step)));
+    }
+    return k;
+}
+
 fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *a)
 {
     const char *name = fsdpc_optim_kind_name(a->kind);

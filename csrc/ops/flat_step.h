@@ -42,6 +42,18 @@ typedef struct fsdpc_hyper {
     bool nesterov, amsgrad, maximize;
 } fsdpc_hyper;
 
+/* What a step computes with beside its elements, in fp64; arithmetic rounds each to its own width.
+ */
+typedef struct fsdpc_step_scalars {
+    double grad_scale; /* negative to maximize */
+    double keep;       /* 1 - lr * decay where decay is decoupled */
+    double decay;      /* joins the gradient; 0 where decoupled */
+    double beta1, beta2, add_gradient, add_square, root_bias2, eps;
+    double minus_step; /* -lr, of Adam over its bias */
+    uint32_t step;     /* of random bits */
+    bool copy_gradient, nesterov;
+} fsdpc_step_scalars;
+
 typedef struct fsdpc_step_args {
     fsdpc_optim_kind kind;
     fsdpc_hyper hyper;
@@ -60,7 +72,12 @@ typedef struct fsdpc_step_args {
     uint64_t seed;      /* of BF16 states, as the next two */
     uint32_t number;    /* of the parameter */
     uint64_t first;     /* the run's first element, in the parameter */
+    /* Devices with graphs alone: in their memory, read when the step runs, instead of what they
+     * would be by now.  Which rule it is (momentum or none, amsgrad) is decided now.  NULL: no. */
+    const fsdpc_step_scalars *scalars;
 } fsdpc_step_args;
+
+fsdpc_step_scalars fsdpc_step_prepare(const fsdpc_step_args *args);
 
 /* "AdamW" */
 static inline const char *fsdpc_optim_kind_name(fsdpc_optim_kind kind)

@@ -36,29 +36,21 @@ static step_rule rule_of(const fsdpc_step_args *a)
 
 static step_scalars step_prepare(const fsdpc_step_args *a)
 {
-    const fsdpc_hyper *h = &a->hyper;
-    bool decoupled = a->kind == FSDPC_OPTIM_ADAMW || a->kind == FSDPC_OPTIM_LION;
-    step_scalars k = {
-        .grad_scale = (float)(h->maximize ? -a->grad_scale : a->grad_scale),
-        .keep = decoupled ? (float)(1 - h->lr * h->weight_decay) : 1.0f,
-        .decay = decoupled ? 0.0f : (float)h->weight_decay,
-        .beta1 = (float)h->beta1,
-        .beta2 = (float)h->beta2,
-        .add_gradient = (float)(1 - h->beta1),
-        .add_square = (float)(1 - h->beta2),
-        .eps = (float)h->eps,
-        .minus_step = (float)-h->lr,
-        .copy_gradient = a->copy_gradient,
-        .nesterov = h->nesterov,
+    fsdpc_step_scalars k = fsdpc_step_prepare(a);
+    return (step_scalars){
+        .grad_scale = (float)k.grad_scale,
+        .keep = (float)k.keep,
+        .decay = (float)k.decay,
+        .beta1 = (float)k.beta1,
+        .beta2 = (float)k.beta2,
+        .add_gradient = (float)k.add_gradient,
+        .add_square = (float)k.add_square,
+        .root_bias2 = (float)k.root_bias2,
+        .eps = (float)k.eps,
+        .minus_step = (float)k.minus_step,
+        .copy_gradient = k.copy_gradient,
+        .nesterov = k.nesterov,
     };
-    if (a->kind == FSDPC_OPTIM_SGD) {
-        k.beta1 = (float)h->momentum;
-        k.add_gradient = (float)(1 - h->dampening);
-    } else if (a->kind != FSDPC_OPTIM_LION) {
-        k.root_bias2 = (float)sqrt(1 - pow(h->beta2, (double)a->step));
-        k.minus_step = (float)-(h->lr / (1 - pow(h->beta1, (double)a->step)));
-    }
-    return k;
 }
 
 /* Fused on every path: where the compiler's baseline has no such instruction, libm's is exact (and

@@ -3,6 +3,7 @@
  *
  * Each combination takes the next size and the next way of being off alignment, so that all of them
  * come by for every rule; two steps follow one another, since the first is special for momentum.
+ * Every other step finds its scalars in device memory, and others in its arguments.
  */
 #include "gpu_rig.h"
 
@@ -66,6 +67,22 @@ static buffer make_gradient(fsdpc_dtype dtype, size_t numel, size_t shift)
     return b;
 }
 
+/* `read`: by scalars that are put in device memory before. */
+static void step_on_gpu(fsdpc_step_args args, bool read)
+{
+    fsdpc_step_scalars now = fsdpc_step_prepare(&args);
+    void *scalars;
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, sizeof now, &scalars));
+    if (read) {
+        CHECK_OK(fsdpc_device_copy(gpu, scalars, &now, sizeof now, gpu_stream));
+        args.scalars = scalars;
+        args.hyper.lr *= 2, args.hyper.beta1 /= 2, args.hyper.weight_decay += 1;
+        args.grad_scale *= 3, args.step += 5, args.copy_gradient = !args.copy_gradient;
+    }
+    CHECK_OK(fsdpc_flat_step(&args, gpu_stream));
+    fsdpc_device_free(gpu, scalars);
+}
+
 static void check_step(const rule *r, const dtypes *d, size_t numel, const size_t *shift)
 {
     const int n_states = fsdpc_optim_states(r->kind, &r->hyper);
@@ -96,7 +113,7 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
         args.param = p.on_gpu, args.grad = g.on_gpu, args.wire = has_wire ? w.on_gpu : NULL;
         for (int s = 0; s < n_states; s++)
             args.states[s] = states[s].on_gpu;
-        CHECK_OK(fsdpc_flat_step(&args, gpu_stream));
+        step_on_gpu(args, (numel + (size_t)step) % 2);
         check_same_bits(&p, r->name);
         check_same_bits(&w, r->name);
         for (int s = 0; s < n_states; s++)
