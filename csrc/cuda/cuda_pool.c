@@ -4,8 +4,9 @@
  * granularity in which the driver maps memory.  A block never changes its class and is never split:
  * a training step asks for the same sizes every time, so nothing is gained by cleverness.
  *
- * Two hash tables of chains: live blocks by address, free blocks by class.  When CUDA has no memory
- * left, the free blocks of all other classes go back to it and the request is tried once more.
+ * Two hash tables of chains: live blocks by address, free blocks by class; of these the lowest
+ * address goes first.  When CUDA has no memory left, the free blocks of all other classes go back
+ * to it and the request is tried once more.
  *
  * A block counts the holds on it, and each hold lists its blocks.  A held block that was freed is
  * `parked`: it stays in the table of live ones, and is nobody's.  While a hold is being made every
@@ -109,17 +110,29 @@ void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool)
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Unhooks the first block of the chain that has this address (or, if NULL, this class). */
-static block *take(block **chain, const void *pointer, size_t class_bytes)
+/* Unhooks the block of the chain that has this address; NULL if none has. */
+static block *take(block **chain, const void *pointer)
 {
     for (block **link = chain; *link; link = &(*link)->next) {
         block *it = *link;
-        if (pointer ? it->pointer == pointer : it->class_bytes == class_bytes) {
+        if (it->pointer == pointer) {
             *link = it->next;
             return it;
         }
     }
     return NULL;
+}
+
+/* The one of a class with the lowest address, so that a step that finds free what the last one
+ * found gets the same addresses. */
+static block *take_lowest(block **chain, size_t class_bytes)
+{
+    const void *lowest = NULL;
+    for (const block *it = *chain; it; it = it->next) {
+        if (it->class_bytes == class_bytes && (!lowest || it->pointer < lowest))
+            lowest = it->pointer;
+    }
+    return lowest ? take(chain, lowest) : NULL;
 }
 
 /* With what this process holds, by kind, so that the message says what there is to save. */
@@ -172,7 +185,7 @@ static void count(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, int64_t bytes)
 static fsdpc_status take_or_make(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t class_bytes,
                                  block **out)
 {
-    *out = take(&pool->spare[bucket_of(class_bytes)], NULL, class_bytes);
+    *out = take_lowest(&pool->spare[bucket_of(class_bytes)], class_bytes);
     return *out ? FSDPC_OK : make_block(pool, kind, class_bytes, out);
 }
 
@@ -209,10 +222,10 @@ static fsdpc_status add_hold(fsdpc_cuda_hold *hold, block *it)
 static fsdpc_status take_for_capture(fsdpc_cuda_pool *pool, size_t class_bytes, block **out)
 {
     size_t bucket = bucket_of(class_bytes);
-    *out = take(&pool->capture_spare[bucket], NULL, class_bytes);
+    *out = take_lowest(&pool->capture_spare[bucket], class_bytes);
     if (*out)
         return FSDPC_OK;
-    block *it = take(&pool->spare[bucket], NULL, class_bytes);
+    block *it = take_lowest(&pool->spare[bucket], class_bytes);
     if (!it)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "a captured step asks for %zu bytes of device memory that no step before "
@@ -251,7 +264,7 @@ void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer)
     if (!pointer)
         return;
     pthread_mutex_lock(&pool->lock);
-    block *it = take(&pool->live[bucket_of((uintptr_t)pointer)], pointer, 0);
+    block *it = take(&pool->live[bucket_of((uintptr_t)pointer)], pointer);
     if (it) {
         count(pool, it->kind, -(int64_t)it->counted_bytes);
         if (it->holds == 0)
@@ -312,7 +325,7 @@ void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold)
         if (--it->holds > 0 || !it->parked)
             continue;
         it->parked = false;
-        (void)take(&pool->live[bucket_of((uintptr_t)it->pointer)], it->pointer, 0);
+        (void)take(&pool->live[bucket_of((uintptr_t)it->pointer)], it->pointer);
         push(&pool->spare[bucket_of(it->class_bytes)], it);
         count(pool, FSDPC_MEM_OTHER, -(int64_t)it->counted_bytes);
     }

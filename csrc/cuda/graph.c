@@ -26,7 +26,8 @@
 enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
 
 typedef struct fsdpc_cuda_graph {
-    fsdpc_graph head; /* first */
+    fsdpc_graph head;    /* first */
+    cudaStream_t origin; /* the main stream of the capture */
     cudaGraphExec_t exec;
     fsdpc_cuda_hold *hold;
     unsigned char *constants; /* pinned */
@@ -66,6 +67,7 @@ fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
     if (!graph)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a graph");
     graph->head.device = base;
+    graph->origin = main_stream(base);
     void *constants;
     fsdpc_status status = fsdpc_cuda_pinned_alloc(MAX_CONSTANTS * CONSTANT_BYTES, &constants);
     if (status == FSDPC_OK) {
@@ -74,7 +76,7 @@ fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
     }
     if (status == FSDPC_OK) {
         status = fsdpc_cuda_check(
-            cudaStreamBeginCapture(main_stream(base), cudaStreamCaptureModeThreadLocal),
+            cudaStreamBeginCapture(graph->origin, cudaStreamCaptureModeThreadLocal),
             "begin a capture");
         if (status != FSDPC_OK)
             fsdpc_cuda_pool_hold_end(device->pool);
@@ -94,7 +96,7 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
     device->capture = NULL;
     cudaGraph_t captured = NULL;
     fsdpc_status status =
-        fsdpc_cuda_check(cudaStreamEndCapture(main_stream(base), &captured), "end a capture");
+        fsdpc_cuda_check(cudaStreamEndCapture(graph->origin, &captured), "end a capture");
     fsdpc_cuda_pool_hold_end(device->pool);
     if (status == FSDPC_OK && out)
         status = fsdpc_cuda_check(cudaGraphInstantiate(&graph->exec, captured, 0),

@@ -10,39 +10,15 @@
  * The wire is written in the same pass.  That is legal because the step opens an epoch on every
  * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no
  * forward ran) has no wire; its masters are updated and published by the first epoch.
+ *
+ * Captured steps stand in optim_graph.c.
  */
-#include "engine/optim.h"
+#include "engine/optim_states.h"
 
 #include <stdlib.h>
 
 #include "base/size.h"
 #include "ops/flat_ops.h"
-
-typedef struct param_states {
-    int group; /* of hyper-parameters; -1: not ours */
-    uint32_t number;
-    int64_t steps;
-    bool momentum; /* SGD: the buffer holds something, the next step does not copy the gradient */
-} param_states;
-
-typedef struct unit_states {
-    fsdpc_unit *unit;
-    param_states *params;
-    void **states; /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet */
-} unit_states;
-
-struct fsdpc_optim {
-    fsdpc_optim_kind kind;
-    fsdpc_device *device;
-    fsdpc_trace *trace;
-    fsdpc_dtype state_dtype;
-    uint64_t seed;
-    uint32_t n_numbers;
-    unit_states *units;
-    int n_units;
-    fsdpc_hyper *hypers;
-    int n_hypers;
-};
 
 /* A stretch of one band's slice that one kernel call updates. */
 typedef struct run {
@@ -79,6 +55,7 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
         return;
     for (int i = 0; i < optim->n_units; i++)
         fini_states(optim, &optim->units[i]);
+    fsdpc_device_free(optim->device, optim->scalars);
     free(optim->units);
     free(optim->hypers);
     free(optim);
@@ -204,6 +181,8 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     args->kind = optim->kind;
     args->hyper = optim->hypers[group];
     args->seed = optim->seed;
+    if (optim->device->capturing)
+        FSDPC_TRY(fsdpc_optim_graph_take(optim, group, args));
     return fsdpc_flat_step(args, stream);
 }
 
@@ -314,9 +293,9 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return FSDPC_OK;
 }
 
-/* Before anything is announced to the peers: hyper-parameters and states are there. */
-static fsdpc_status prepare(fsdpc_optim *optim)
+fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
 {
+    FSDPC_TRY(fsdpc_optim_graph_room(optim));
     for (int i = 0; i < optim->n_units; i++) {
         unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++) {
@@ -329,7 +308,12 @@ static fsdpc_status prepare(fsdpc_optim *optim)
 
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
-    FSDPC_TRY(prepare(optim));
+    if (optim->device->capturing && !optim->capture)
+        return fsdpc_fail(
+            FSDPC_ERR_STATE,
+            "another optimizer steps inside a captured step: a graph holds the step of "
+            "the one that it was given");
+    FSDPC_TRY(fsdpc_optim_prepare(optim));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)

@@ -181,6 +181,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
     FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* after an interrupted or a not-last backward only */
+    memset(root->pool_turn, 0, sizeof root->pool_turn); /* steps use the buffers of the last one */
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_gather_settle(unit));
@@ -287,9 +288,21 @@ static fsdpc_status complete_interrupted(fsdpc_root *root)
     return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
 }
 
+/* A graph replays what it holds, and counts for one model. */
+static fsdpc_status check_capture(const fsdpc_root *root)
+{
+    if (!root->device->capturing || root->captured)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "'%s' runs inside the captured step of another model: a graph holds the step "
+                      "of one",
+                      root->units[0]->name);
+}
+
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits)
 {
+    FSDPC_TRY(check_capture(root));
     FSDPC_TRY(complete_interrupted(root));
     FSDPC_TRY(begin_sharded(root));
     FSDPC_TRY(find_changes(root, &bits));
@@ -322,6 +335,7 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "an optimizer stepped inside %s of '%s': the weights are fixed there",
                           inside, root->units[0]->name);
+    FSDPC_TRY(check_capture(root));
     FSDPC_TRY(complete_interrupted(root));
     FSDPC_TRY(begin_sharded(root));
     fsdpc_comm_locate(root->comm, "an optimizer's step", root->units[0]->name);

@@ -89,6 +89,7 @@ struct fsdpc_root {
     int holds;         /* hold() is in force */
     int forward_depth; /* nested forwards of units of this root */
     bool in_backward, needs_reset;
+    bool captured;         /* a step of it is being captured (step_graph.h) */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;

@@ -135,7 +135,8 @@ int fsdpc_py_engine_setup(PyObject *module)
 {
     if (fsdpc_py_comm_setup(module) < 0 || fsdpc_py_unit_setup(module) < 0 ||
         fsdpc_py_optim_setup(module) < 0 || fsdpc_py_dry_run_setup(module) < 0 ||
-        fsdpc_py_clip_setup(module) < 0 || fsdpc_py_door_setup(module) < 0)
+        fsdpc_py_clip_setup(module) < 0 || fsdpc_py_graph_setup(module) < 0 ||
+        fsdpc_py_door_setup(module) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

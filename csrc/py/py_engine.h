@@ -70,11 +70,14 @@ int fsdpc_py_unit_setup(PyObject *module);
 int fsdpc_py_optim_setup(PyObject *module);
 int fsdpc_py_dry_run_setup(PyObject *module);
 int fsdpc_py_clip_setup(PyObject *module);
+int fsdpc_py_graph_setup(PyObject *module);
 
 /* The open communicator of a Comm object, or NULL with an exception. */
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 /* The Unit behind an object, or NULL with TypeError. */
 fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
+/* The optimizer behind an object, or NULL with TypeError. */
+fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
 /* 0, or -1 with an exception when shutdown() has ended what the unit communicates over. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 

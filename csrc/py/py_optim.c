@@ -73,6 +73,15 @@ static void optimizer_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (Py_IS_TYPE(object, (PyTypeObject *)state->optimizer_type))
+        return ((py_optimizer *)object)->optim;
+    PyErr_Format(PyExc_TypeError, "expected an Optimizer, got %.100s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
 /* The unit of a method's arguments (unit, param); NULL with an exception. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
@@ -393,7 +402,6 @@ int fsdpc_py_optim_setup(PyObject *module)
     PyObject *type = PyType_FromModuleAndSpec(module, &optimizer_spec, NULL);
     if (!type)
         return -1;
-    int result = PyModule_AddObjectRef(module, "Optimizer", type);
-    Py_DECREF(type);
-    return result;
+    ((fsdpc_py_state *)PyModule_GetState(module))->optimizer_type = type;
+    return PyModule_AddObjectRef(module, "Optimizer", type);
 }

@@ -66,6 +66,7 @@ from fsdpc.estimate import estimate
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.full_params import full_grad, full_tensor, summon_full_params
 from fsdpc.grad_mode import enable_grad, no_grad
+from fsdpc.graph import GraphStep, graph_step
 from fsdpc.memory import memory_stats, reset_peak_memory_stats
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import DeviceMesh, init_device_mesh
@@ -125,6 +126,8 @@ __all__ = [
     "functional",
     "get_default_device",
     "grad_norms",
+    "graph_step",
+    "GraphStep",
     "init",
     "init_device_mesh",
     "int32",

@@ -111,6 +111,11 @@ class LossScaler:
         """Return the loss times the scale, to call ``backward`` on."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"scale takes the loss as a Tensor, got {type(loss).__name__}")
+        if _core.is_capturing():
+            raise NotImplementedError(
+                "a loss scaler inside graph_step(): whether a step is skipped is decided on the "
+                "host; train in bfloat16, which needs none, or without a graph"
+            )
         return loss * self._scale
 
     def unscale_(self, target: Any) -> None:

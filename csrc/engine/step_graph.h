@@ -1,0 +1,36 @@
+/* A whole training step as one graph of the device.
+ *
+ *     begin  - the step as ever: forward, backward, clipping, the optimizer's step -  end  replay*
+ *
+ * Between begin and end nothing is computed: the device records.  End launches what was recorded,
+ * so afterwards one step was made, as if it had run; a replay makes another one, on the same
+ * memory. What a step changes on the host (step counts, epochs, generations) each replay changes
+ * too, and the optimizer's scalars are those of the step that it is by then.
+ *
+ * A step is only worth recording if the next one would be the same, so what the host decides by
+ * must be at the end as it was at the beginning, and at each replay as it was then: gradients
+ * pending or not, weights in step with the wire, settings.  A difference is an error that names the
+ * unit, and nothing has happened then.  After an error between begin and end the step is abandoned:
+ * the host is as it was before, gradients that were made in it are gone, and tensors that were made
+ * in it hold nothing.
+ *
+ * One rank only for now: epochs of several ranks are waits of the host.
+ */
+#ifndef FSDPC_ENGINE_STEP_GRAPH_H
+#define FSDPC_ENGINE_STEP_GRAPH_H
+
+#include "engine/optim.h"
+
+typedef struct fsdpc_step_graph fsdpc_step_graph;
+
+/* Root and optimizer are borrowed and outlive the graph.  All units of the optimizer are the
+ * root's. */
+fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out);
+/* An error abandons the step. */
+fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);
+/* Instead of end. */
+void fsdpc_step_graph_abandon(fsdpc_step_graph *step);
+fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step);
+void fsdpc_step_graph_destroy(fsdpc_step_graph *step); /* abandons one that was not ended */
+
+#endif

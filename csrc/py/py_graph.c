@@ -1,0 +1,191 @@
+/* StepGraph: a captured training step, thin over csrc/engine/step_graph.c.
+ *
+ * The object keeps units and optimizer alive, and so all memory that the graph runs on but for
+ * tensors of the caller's, which the device holds (csrc/device/device.h).  Replays run no module,
+ * so whether parameters require gradients is looked up here, as a unit's call does.
+ */
+#include "py/py_engine.h"
+
+#include "engine/step_graph.h"
+
+typedef struct py_graph {
+    PyObject_HEAD fsdpc_step_graph *step;
+    fsdpc_unit_ref *ref;
+    fsdpc_runtime *runtime;
+    uint64_t streams;            /* random streams taken when the capture began */
+    PyObject *units, *optimizer; /* list of Unit, outermost first */
+} py_graph;
+
+/* The units of a list, outermost first, as one model; NULL with an exception. */
+static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
+{
+    if (PyList_GET_SIZE(units) == 0) {
+        PyErr_SetString(PyExc_ValueError, "a graph of no units");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
+        fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
+        if (!unit || fsdpc_py_unit_check_open(unit) < 0)
+            return NULL;
+    }
+    fsdpc_py_unit *outermost = (fsdpc_py_unit *)PyList_GET_ITEM(units, 0);
+    const fsdpc_unit *unit = outermost->ref->unit;
+    if (unit->root && unit->root->units[0] == unit)
+        return outermost;
+    PyErr_Format(PyExc_RuntimeError,
+                 unit->root ? "unit '%s' is inside another one: a graph is of a step of the "
+                              "outermost module"
+                            : "unit '%s' has made no step: run a step or two without a graph first",
+                 unit->name);
+    return NULL;
+}
+
+static void look_up_trainable(const py_graph *self)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->units); i++) {
+        const fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(self->units, i);
+        for (Py_ssize_t p = 0; p < unit->n_params; p++)
+            unit->ref->unit->trainable[p] = unit->params[p]->requires_grad;
+    }
+}
+
+static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"units", "optimizer", NULL};
+    PyObject *units, *optimizer, *module = PyType_GetModule(type);
+    fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
+    if (!runtime ||
+        !PyArg_ParseTupleAndKeywords(args, kwargs, "O!O", names, &PyList_Type, &units, &optimizer))
+        return NULL;
+    fsdpc_py_unit *unit = model_of(module, units);
+    fsdpc_optim *optim = unit ? fsdpc_py_optim_of(module, optimizer) : NULL;
+    if (!optim)
+        return NULL;
+    py_graph *self = (py_graph *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->units = Py_NewRef(units);
+    self->optimizer = Py_NewRef(optimizer);
+    self->ref = fsdpc_unit_ref_acquire(unit->ref);
+    self->runtime = runtime;
+    self->streams = runtime->tape->next_stream;
+    fsdpc_status status = fsdpc_step_graph_begin(unit->ref->unit->root, optim, &self->step);
+    if (status != FSDPC_OK) {
+        Py_DECREF(self);
+        return fsdpc_py_raise(status);
+    }
+    return (PyObject *)self;
+}
+
+static int graph_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(((py_graph *)object)->units);
+    Py_VISIT(((py_graph *)object)->optimizer);
+    Py_VISIT(Py_TYPE(object));
+    return 0;
+}
+
+static int graph_clear(PyObject *object)
+{
+    py_graph *self = (py_graph *)object;
+    fsdpc_step_graph_destroy(self->step); /* before what it stands on may go */
+    self->step = NULL;
+    fsdpc_unit_ref_release(self->ref);
+    self->ref = NULL;
+    Py_CLEAR(self->optimizer);
+    Py_CLEAR(self->units);
+    return 0;
+}
+
+static void graph_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    graph_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *graph_end(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    py_graph *self = (py_graph *)object;
+    if (self->runtime->tape->next_stream != self->streams) {
+        fsdpc_step_graph_abandon(self->step);
+        PyErr_SetString(
+            PyExc_NotImplementedError,
+            "a captured step that draws random numbers (dropout, initialisation) is not "
+            "supported yet: every replay would draw the same; run it without a graph");
+        return NULL;
+    }
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_step_graph_end(self->step);
+    Py_END_ALLOW_THREADS;
+    return fsdpc_py_none(status);
+}
+
+static PyObject *graph_abandon(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_step_graph_abandon(((py_graph *)object)->step);
+    Py_RETURN_NONE;
+}
+
+static PyObject *graph_replay(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    py_graph *self = (py_graph *)object;
+    if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(self->units, 0)) < 0)
+        return NULL;
+    look_up_trainable(self);
+    return fsdpc_py_none(fsdpc_step_graph_replay(self->step));
+}
+
+static PyMethodDef graph_methods[] = {
+    {"end", graph_end, METH_NOARGS, "End the capture and make the step once."},
+    {"abandon", graph_abandon, METH_NOARGS, "End the capture as if nothing had been called."},
+    {"replay", graph_replay, METH_NOARGS, "Make the step once more."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot graph_slots[] = {
+    {Py_tp_new, graph_new},
+    {Py_tp_dealloc, graph_dealloc},
+    {Py_tp_traverse, graph_traverse},
+    {Py_tp_clear, graph_clear},
+    {Py_tp_methods, graph_methods},
+    {Py_tp_doc,
+     "StepGraph(units, optimizer): begins to capture a step of the model of these units."},
+    {0, NULL},
+};
+
+static PyType_Spec graph_spec = {
+    .name = "fsdpc._core.StepGraph",
+    .basicsize = sizeof(py_graph),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = graph_slots,
+};
+
+/* Does not make the runtime. */
+static PyObject *is_capturing(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
+    return PyBool_FromLong(r->ready && r->device->capturing);
+}
+
+static PyMethodDef functions[] = {
+    {"is_capturing", is_capturing, METH_NOARGS, "Whether a step is being captured."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_graph_setup(PyObject *module)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, &graph_spec, NULL);
+    if (!type)
+        return -1;
+    int result = PyModule_AddObjectRef(module, "StepGraph", type);
+    Py_DECREF(type);
+    return result < 0 ? -1 : PyModule_AddFunctions(module, functions);
+}
