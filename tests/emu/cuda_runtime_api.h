@@ -114,6 +114,9 @@ void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
 
+/* Whether the calling thread has selected a device. */
+int emu_selected(void);
+
 /* How often, since the process began, the host waited for the device (also by a copy into ordinary
  * memory), asked whether an event was reached, and asked for memory or gave it back. */
 unsigned long long emu_waits(void);

@@ -669,6 +669,13 @@ void emu_set_descending(int yes)
     emu_run_backwards(yes);
 }
 
+static thread_local bool selected; /* has this thread called cudaSetDevice? */
+
+int emu_selected(void)
+{
+    return selected;
+}
+
 void emu_set_delays(unsigned seed)
 {
     delay_seed = seed;
@@ -737,6 +744,7 @@ cudaError_t cudaSetDevice(int device)
 {
     int count;
     cudaGetDeviceCount(&count);
+    selected = true;
     return device >= 0 && device < count ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -57,6 +57,19 @@ def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> 
             assert ours[what] == pytest.approx(plain[what], rel=1e-5)
 
 
+def test_two_ranks_have_the_bits_of_shared_memory(environment: dict[str, str]) -> None:
+    """On one GPU, over host memory, each on batches of its own."""
+    path = str(HERE / "torch_training.py")
+    cpu, cuda = (json.loads(run(environment, path, device, "2")) for device in ("cpu", "cuda"))
+    for ours, theirs in zip(cuda, cpu, strict=True):
+        assert (ours.pop("transport"), theirs.pop("transport")) == ("local_cuda", "shm")
+        assert ours.keys() == theirs.keys() and len(ours) == 5
+        for name in ours:
+            assert ours[name] == theirs[name], name
+    assert cuda[0]["mlp"]["losses"] != cuda[1]["mlp"]["losses"]
+    assert cuda[0]["mlp"]["values"] == cuda[1]["mlp"]["values"]
+
+
 ORDER = """
 import threading
 from contextlib import nullcontext
@@ -112,17 +125,37 @@ for before, phase in ((written, forward), (run_forward, backward), (trained, ste
             print(phase.__name__, joined, torch.equal(ours, theirs))
             held.set()
             gpu.runtime.synchronize(engine)
+
+def backward_elsewhere():              # as torch's own threads do on a GPU
+    with torch_beside.InOrder(gpu):
+        backward()
+    print("selected", gpu.runtime.symbols.emu_selected())
+optimizer.zero_grad()
+other.zero_grad()
+run_forward()
+thread = threading.Thread(target=backward_elsewhere)
+thread.start()
+thread.join()
+print(torch.equal(model.weight.grad.to_local(), plain.weight.grad))
+try:
+    fully_shard(nn.Linear(3, 4), offload_policy=fsdpc.torch.CPUOffloadPolicy())
+except NotImplementedError as e:
+    print(e)
 """
 
 
 def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
     """With it the engine goes on behind its old stream, and torch behind the engine.
 
-    Without it the engine stays where it was, and torch reads what was there before.
+    Without it the engine stays where it was, and torch reads what was there before.  A thread that
+    runs backward selects the device.
     """
     assert run(environment, "-c", ORDER).splitlines() == [
         f"{phase} {joined} {joined}" for phase in ("forward", "backward", "step")
         for joined in (True, False)
+    ] + [
+        "selected 1", "True",
+        "CPUOffloadPolicy: masters stay on the GPU that computes; leave offload_policy out",
     ]
 
 

@@ -1,4 +1,7 @@
-"""Trains small torch models under the front door on the device that argv[1] names; prints JSON."""
+"""Trains small torch models under the front door; prints what came of it as JSON.
+
+    torch_training.py DEVICE [RANKS]
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 STEPS = 2
 MAX_NORM = 0.05  # below the norms of first steps
 DELAYS = 77
+# What several ranks run.
+SHARED = frozenset({"mlp", "transformer bf16", "no_sync", "torch's AdamW", "rewritten"})
 HOME = torch.device("cpu")  # where torch's tensors are, for whichever device they stand
 
 
@@ -68,14 +73,19 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+def generator(step: int) -> torch.Generator:
+    """Of one batch of this rank."""
+    return torch.Generator().manual_seed(1000 * fsdpc.rank() + step)
+
+
 def rows(step: int) -> torch.Tensor:
     """Inputs of an Mlp."""
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+    return torch.randn(4, 7, generator=generator(step))
 
 
 def ids(step: int) -> torch.Tensor:
     """Inputs of a Transformer."""
-    return torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(step))
+    return torch.randint(19, (2, 6), generator=generator(step))
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +205,7 @@ def rewritten() -> dict[str, Any]:
     fsdpc.torch.set_model_state_dict(model, values, strict=False, rank0_only=True)
     model.first.weight.data.add_(1)
     with torch.no_grad():
-        model.blocks[1].norm.weight.copy_(torch.linspace(0, 1, 12))
+        model.blocks[1].norm.weight.mul_(0.5)
     model.unshard()
     seen = model.first.weight.sum()
     model.reshard()
@@ -256,19 +266,35 @@ def rows_bf16(step: int) -> torch.Tensor:
     return rows(step).bfloat16()
 
 
-def main() -> None:
-    """Run all cases; on "cuda" torch's streams change between them, and work comes late."""
-    device, gpu = sys.argv[1], None
+def run_cases(names: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Run these cases, or all; on "cuda" torch's stream changes with each, and work comes late."""
+    gpu = None
     torch.set_num_threads(1)
-    if device == "cuda":
+    if sys.argv[1] == "cuda":
         import torch_beside
 
         gpu = torch_beside.Gpu()
         gpu.runtime.delays(DELAYS)
     results = {}
     for name, run in cases():
+        if names and name not in names:
+            continue
         with gpu.stream(gpu.runtime.stream()) if gpu else nullcontext():
             results[name] = run()
+    return results
+
+
+def run_rank() -> dict[str, Any]:
+    """What several ranks do, and what they communicate over."""
+    return {**run_cases(SHARED), "transport": fsdpc.distributed.world().transport}
+
+
+def main() -> None:
+    """Run on one rank, plain torch too, or on several."""
+    if len(sys.argv) > 2:
+        print(json.dumps(fsdpc.launch(run_rank, int(sys.argv[2]), timeout=200)))
+        return
+    results = run_cases()
     results["plain mlp"] = train(made(Mlp), rows)
     results["plain transformer"] = train(made(Transformer), ids)
     print(json.dumps(results))

@@ -390,6 +390,13 @@ def test_refusals() -> None:
     for device in ("cuda:0", 0):
         with pytest.raises(ValueError, match="to be sharded on a GPU, and the engine computes on"):
             FSDP(build(), device_id=device)
+    class Elsewhere(nn.Parameter):
+        is_cuda = True  # type: ignore[assignment]
+
+    there = nn.Linear(2, 2)
+    there._parameters["bias"] = Elsewhere(torch.zeros(2))
+    with pytest.raises(NotImplementedError, match="masters stay on the GPU that computes"):
+        FSDP(there, cpu_offload=CPUOffload(offload_params=True))
     with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
         FSDP(build(), mixed_precision=MixedPrecision(keep_low_precision_grads=True))
     ours = FSDP(build())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdpc.torch import _forward
+from fsdpc.torch import _device, _forward
 from fsdpc.torch._unit import PieceInfo
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
@@ -74,6 +74,14 @@ def check_params(option: str, params: Any) -> list[nn.Parameter]:
                 "model.get_parameter(name)"
             )
     return found
+
+
+def check_offload(policy: Any) -> None:
+    """Raise if masters are to be in host memory and units are not."""
+    if hasattr(policy, "pin_memory") and not _device.on_cpu():
+        raise NotImplementedError(
+            "CPUOffloadPolicy: masters stay on the GPU that computes; leave offload_policy out"
+        )
 
 
 def check_policy(policy: Any) -> None:

@@ -68,7 +68,8 @@ def _changes(state: UnitState, fn: Change) -> bool:
         if after.device != _device.home():
             raise NotImplementedError(
                 f"unit '{state.unit.name}' would go to {after.device}: it lives where the engine "
-                f"computes, on {_device.home()}; move the module before fully_shard()"
+                f"computes, on {_device.home()}; move the module before fully_shard(), or choose "
+                "with fsdpc.set_default_device() before it where there is nothing to move"
             )
         core_dtype(after.dtype)
         if after.dtype is not dtype:

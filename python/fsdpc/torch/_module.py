@@ -16,6 +16,7 @@ from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
     check_list,
     check_module,
+    check_offload,
     check_parameter,
     check_params,
     check_place,
@@ -280,7 +281,7 @@ def fully_shard(
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication.
     offload_policy : OffloadPolicy, optional
-        Masters are in host memory on CPUs in any case.
+        Masters are in host memory on CPUs in any case; on a GPU none but the default is taken.
     ignored_params : iterable of nn.Parameter, optional
         Left alone: neither sharded nor reduced.
     dp_mesh_dims : optional
@@ -351,6 +352,7 @@ def fully_shard(
     inside = _inside_of(modules)
     found = _collect(inside, modules, ignored, shard_placement_fn)
     _device.choose([(name, p) for name, p, _ in found], getattr(mesh, "device_type", None))
+    check_offload(offload_policy)
     comms = comms_of(mesh)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     _agree(

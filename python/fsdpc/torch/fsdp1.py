@@ -103,6 +103,13 @@ class FullyShardedDataParallel(FSDPModule):
         if cls is not FullyShardedDataParallel:
             raise TypeError(f"{cls.__name__} is what sharding made of a module: make a plain one")
         _move(module, device_id)
+        if getattr(cpu_offload, "offload_params", False) and any(
+            p.is_cuda for p in module.parameters()
+        ):
+            raise NotImplementedError(
+                "CPUOffload(offload_params=True): masters stay on the GPU that computes; leave "
+                "cpu_offload out"
+            )
         ignored = _ignored(ignored_modules, ignored_states)
         options = {
             "sharding_strategy": sharding_strategy,
