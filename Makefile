@@ -67,6 +67,8 @@ tsan: $(VENV)/stamp-base ## the C tests under ThreadSanitizer, ranks as threads
 # What fails here (there may be no nvcc, no clang) says so where it is needed.
 ahead: $(VENV)/stamp-base ## build for asan, tsan and the tests of CUDA, ahead of them
 	-$(PY) tools/cuda_build.py --emulate
+	-$(PY) tools/cuda_build.py --emulate --streams --sanitizer thread
+	-$(PY) tools/cuda_build.py --emulate --streams --sanitizer address
 	-$(PY) tools/cuda_build.py
 	-$(PY) tools/ctest.py asan --build
 	-$(PY) tools/ctest.py tsan --build
