@@ -367,7 +367,8 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
     emulated = [path for path in without_border() if path.stem != "cuda_driver"]
     shared = [*emulated_kernels(folder, kernels, extra),
               *builder.compile_all([*((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
-                                    *((path, c) for path in emulated)])]
+                                    *((path, c) for path in emulated),
+                                    (EMULATION / "emu_driver.c", c)])]
     layers = [layer for layer in CORE_LAYERS if not ready or layer != "ops"]
     objects = [*shared, *ready, *core_objects(folder / "core", extra, layers)]
     # What test_comm_nccl opens, beside the programs; it calls the runtime that they have.
@@ -386,7 +387,7 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
 def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Path]) -> Path:
     """Link the emulated plugin from its border, compiled by `c`, and what the tests link too."""
     border = [*(native.CSRC / "cuda" / f"{name}.c" for name in ("guest", "plugin_cuda")),
-              EMULATION / "emu_driver.c", *(native.CSRC / name for name in SHARED_WITH_CORE)]
+              *(native.CSRC / name for name in SHARED_WITH_CORE)]
     objects = [*shared, *builder.compile_all([(path, c) for path in border])]
     script = builder.folder / "plugin.map"
     # Beside the border, what tests call as another library of the process would.

@@ -59,6 +59,22 @@ fsdpc_status fsdpc_cuda_driver_open(int *count_out)
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_cuda_driver_calls(fsdpc_cu *out)
+{
+    void *library = open_driver();
+    if (!library)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "no NVIDIA driver: %s", dlerror());
+    fsdpc_cu calls = {0};
+#define X(name, parameters)                                                                        \
+    *(void **)&calls.name = dlsym(library, #name);                                                 \
+    if (!calls.name)                                                                               \
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "NVIDIA's driver has no " #name ": update it");
+    FSDPC_CU_SYMBOLS(X)
+#undef X
+    *out = calls;
+    return FSDPC_OK;
+}
+
 int fsdpc_cuda_driver_version(void)
 {
     int version = 0;

@@ -22,6 +22,7 @@
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/graph.h"
 #include "cuda/kernel_tables.h"
+#include "cuda/window.h"
 
 typedef struct cuda_event {
     fsdpc_event head; /* first */
@@ -335,6 +336,7 @@ static void cuda_destroy(fsdpc_device *base)
     if (device->behind)
         (void)cudaEventDestroy(device->behind);
     fsdpc_cuda_pool_destroy(device->pool);
+    fsdpc_cuda_windows_destroy(device->windows);
     free(device);
 }
 
@@ -361,6 +363,9 @@ static const fsdpc_device_ops cuda_ops = {
     .capture_end = fsdpc_cuda_capture_end,
     .graph_launch = fsdpc_cuda_graph_launch,
     .graph_destroy = fsdpc_cuda_graph_destroy,
+    .window_create = fsdpc_cuda_window_create,
+    .window_part = fsdpc_cuda_window_part,
+    .window_destroy = fsdpc_cuda_window_destroy,
 };
 
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)
@@ -390,8 +395,13 @@ static fsdpc_status init(fsdpc_cuda_device *device)
     FSDPC_TRY(cuda_stream_create(&device->head, "main", true, &main));
     device->main = (fsdpc_cuda_stream *)main;
     device->own = device->main->queue.raw;
-    return fsdpc_cuda_check(cudaEventCreateWithFlags(&device->behind, cudaEventDisableTiming),
-                            "create an event");
+    FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&device->behind, cudaEventDisableTiming),
+                   "create an event");
+    fsdpc_status status =
+        fsdpc_cuda_windows_create(device->head.mem, device->head.ordinal, &device->windows);
+    if (status == FSDPC_OK)
+        device->head.window_granule = fsdpc_cuda_windows_granule(device->windows);
+    return status == FSDPC_ERR_UNSUPPORTED ? FSDPC_OK : status;
 }
 
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)

@@ -33,6 +33,10 @@
  * the memory it uses: what lived when the capture began, or was acquired in it, is handed out to
  * nobody else while the graph lives, freed or not.
  *
+ * Windows are ranges of addresses over memory that several of them may share; each keeps its
+ * address for life.  They are made, moved and destroyed while nothing of the device uses them, and
+ * what was written by one address is seen by another as soon as streams and events order the two.
+ *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
  *
@@ -57,6 +61,13 @@ typedef struct fsdpc_device fsdpc_device;
 typedef struct fsdpc_stream fsdpc_stream;
 typedef struct fsdpc_event fsdpc_event;
 typedef struct fsdpc_graph fsdpc_graph;
+
+typedef struct fsdpc_window {
+    fsdpc_device *device;
+    size_t bytes;
+    unsigned char *address; /* what kernels are given: its own, for life */
+    unsigned char *memory;  /* what a transport is given: the same for all that share the memory */
+} fsdpc_window;
 
 /* Work for a stream.  `arg` must stay valid until the work has run. */
 typedef fsdpc_status (*fsdpc_stream_fn)(void *arg, fsdpc_stream *stream);
@@ -102,6 +113,12 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*capture_end)(fsdpc_device *device, fsdpc_graph **out); /* out NULL: drop it */
     fsdpc_status (*graph_launch)(fsdpc_graph *graph);                     /* on the main stream */
     void (*graph_destroy)(fsdpc_graph *graph); /* waits for the main stream */
+
+    /* Windows; only where window_granule is not 0 */
+    fsdpc_status (*window_create)(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
+                                  const fsdpc_window *like, fsdpc_window **out);
+    fsdpc_status (*window_part)(fsdpc_window *window);
+    void (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
 /* How the host waits for a remote device whose work can wait for other ranks, who may be gone:
@@ -122,6 +139,7 @@ struct fsdpc_device {
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;
+    size_t window_granule;             /* windows take multiples of it; 0: the device has none */
     const struct fsdpc_flat_ops *flat; /* set by the context that joins kernels to a device */
     const struct fsdpc_nn_ops *nn;
     fsdpc_watch watch; /* set by a transport whose operations run on it; zero: waits are blind */
@@ -292,6 +310,28 @@ static inline void fsdpc_graph_destroy(fsdpc_graph *graph)
 {
     if (graph)
         graph->device->ops->graph_destroy(graph);
+}
+
+/* `like`: the window whose memory it is to share, of as many bytes; NULL: memory of its own,
+ * counted as `kind`. */
+static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_kind kind,
+                                               size_t bytes, const fsdpc_window *like,
+                                               fsdpc_window **out)
+{
+    return device->ops->window_create(device, kind, bytes, like, out);
+}
+
+/* Gives a window memory of its own beneath the same address, with undefined contents; after an
+ * error it is as it was. */
+static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
+{
+    return window->device->ops->window_part(window);
+}
+
+static inline void fsdpc_window_destroy(fsdpc_window *window)
+{
+    if (window)
+        window->device->ops->window_destroy(window);
 }
 
 #endif

@@ -402,13 +402,20 @@ struct memory_gate {
     size_t used = 0;
     int inside = 0;  /* host threads in a call that waits */
     int running = 0; /* streams that touch memory now */
+    std::map<char *, size_t> mapped; /* by the driver, elsewhere */
 
-    void protect(int access)
+    static void protect(char *memory, size_t bytes, int access)
     {
-        if (used && mprotect(begin, used, access)) {
+        if (bytes && mprotect(memory, bytes, access)) {
             perror("emu: mprotect");
             abort();
         }
+    }
+    void protect(int access)
+    {
+        protect(begin, used, access);
+        for (const auto &range : mapped)
+            protect(range.first, range.second, access);
     }
     void host_enters()
     {
@@ -679,6 +686,31 @@ int emu_selected(void)
 void emu_set_delays(unsigned seed)
 {
     delay_seed = seed;
+}
+
+int emu_map(void *address, size_t bytes, int file)
+{
+    std::lock_guard<std::mutex> guard(gate.lock);
+    int access = gate.closed && gate.inside == 0 ? PROT_NONE : PROT_READ | PROT_WRITE;
+    if (mmap(address, bytes, access, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED)
+        return -1;
+    gate.mapped[static_cast<char *>(address)] = bytes;
+    std::lock_guard<std::mutex> also(regions_lock);
+    regions[(uintptr_t)address] = {bytes, cudaMemoryTypeDevice};
+    return 0;
+}
+
+void emu_unmap(void *address, size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(gate.lock);
+    gate.mapped.erase(static_cast<char *>(address));
+    std::lock_guard<std::mutex> also(regions_lock);
+    regions.erase((uintptr_t)address);
+    if (mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1,
+             0) == MAP_FAILED) {
+        perror("emu: mmap");
+        abort();
+    }
 }
 
 void emu_gate_memory(void)
