@@ -299,6 +299,8 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
     case FSDPC_COLL_GATHER:
         if (!op->wire || op->wire->comm != comm)
             return bad_op(op, "needs a wire of this communicator");
+        if (op->wire->moved && (!op->send || !op->recv))
+            return bad_op(op, "needs slices to send and memory for the full");
         return slices_check(comm, op);
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:

@@ -11,6 +11,10 @@
  * said CHANGED, write the own slices, publish, and wait for all publications before anything is
  * read. docs/design.md section 3 says why this order and no simpler one is safe.
  *
+ * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
+ * would lie.  A gather there sends this rank's slices, as they lie in its
+ * shard, and receives the full, in memory that the caller has for it.
+ *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
  * fill again.  What was filled at once may be posted in several operations, for instance one of
@@ -113,6 +117,7 @@ typedef struct fsdpc_coll {
     bool accumulate;         /* add to the shard instead of overwriting it */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
+    /* send and recv: also GATHER of a wire that is moved, as the shard and the full are laid out */
     fsdpc_red op; /* floats are summed as the pairwise tree of fsdpc_flat_reduce */
     const void *send;
     void *recv; /* may be send */
@@ -208,6 +213,7 @@ struct fsdpc_comm {
 struct fsdpc_wire {
     fsdpc_comm *comm;
     size_t bytes;
+    bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
     const unsigned char *read;
     unsigned char *write;
     uint64_t epoch; /* the last one this rank arrived in; 0: none yet */

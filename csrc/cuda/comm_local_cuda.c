@@ -6,7 +6,7 @@
  * finds its results on every stream.  Only this rank waits for what is copied back, so nothing is
  * carried on but by the control, which does that in all groups of a rank.
  *
- *     gather          own slices -> control's wire, agree, peers' slices -> full
+ *     gather          own slices -> control's wire, agree, all slices -> full
  *     reductions      buffer -> control's buffer, sum there into staging -> shard
  *     values          staging, both ways; host memory goes over the control as it is
  *
@@ -146,14 +146,17 @@ static fsdpc_status local_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire
     if (!wire)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
     void *data = NULL;
-    fsdpc_status status;
-    FSDPC_TRY_GOTO(
-        status,
-        fsdpc_control_memory(comm, self->control, "wire_create", FSDPC_MEM_WIRE, bytes, &data),
-        free_wire);
+    fsdpc_status status = FSDPC_OK;
+    bool moved = comm->size > 1;
+    if (!moved)
+        FSDPC_TRY_GOTO(
+            status,
+            fsdpc_control_memory(comm, self->control, "wire_create", FSDPC_MEM_WIRE, bytes, &data),
+            free_wire);
     FSDPC_TRY_GOTO(status, settle(self, fsdpc_wire_create(self->control, bytes, &wire->of.control)),
                    free_data);
-    wire->of.base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    wire->of.base =
+        (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
     *out = &wire->of.base;
     return FSDPC_OK;
 
@@ -296,8 +299,13 @@ static fsdpc_status gather_out(local_comm *self, const fsdpc_coll *op)
     FSDPC_TRY(is_written(wire, op, &done));
     if (done)
         return FSDPC_OK;
-    FSDPC_TRY(copy_slices(self, op, self->base.rank, wire->of.control->write + op->offset,
-                          wire->of.base.read + op->offset));
+    size_t element = fsdpc_dtype_bytes(op->dtype), first;
+    for (size_t i = 0; i < op->n_slices; i++) {
+        size_t numel = part_of(op, &op->slices[i], self->base.rank, &first);
+        FSDPC_TRY(copy(self, wire->of.control->write + op->offset + first * element,
+                       (const unsigned char *)op->send + op->slices[i].shard_offset * element,
+                       numel * element));
+    }
     return copied(self);
 }
 
@@ -305,9 +313,7 @@ static fsdpc_status gather_back(local_comm *self, const fsdpc_coll *op)
 {
     const local_wire *wire = (const local_wire *)op->wire;
     for (int p = 0; p < self->base.size; p++)
-        if (p != self->base.rank)
-            FSDPC_TRY(copy_slices(self, op, p, wire->of.base.write + op->offset,
-                                  wire->of.control->read + op->offset));
+        FSDPC_TRY(copy_slices(self, op, p, op->recv, wire->of.control->read + op->offset));
     return copied(self);
 }
 
@@ -405,7 +411,7 @@ static fsdpc_status go_out(local_comm *self, flight *it, fsdpc_coll *op)
     switch (op->kind) {
     case FSDPC_COLL_GATHER:
         op->agree_only = true;
-        return gather_out(self, op);
+        return op->wire->moved ? gather_out(self, op) : FSDPC_OK;
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:
         return reduction_out(self, it, op);
@@ -424,7 +430,7 @@ static fsdpc_status come_back(local_comm *self, const flight *it, const fsdpc_co
     if (op->agree_only || op->kind == FSDPC_COLL_BARRIER)
         return FSDPC_OK;
     if (op->kind == FSDPC_COLL_GATHER)
-        return gather_back(self, op);
+        return op->wire->moved ? gather_back(self, op) : FSDPC_OK;
     return fsdpc_coll_reduces(op->kind) ? reduction_back(self, it, op) : values_back(self, it, op);
 }
 

@@ -1,8 +1,9 @@
 /* Life of the NCCL communicator, and what it leaves to its control.
  *
- * Wires and buffers are memory of the one GPU: NCCL moves slices between those of the ranks, so no
- * rank reads another's.  A wire's epochs are those of an empty wire of the control, which costs
- * what a handful of shared words cost; a buffer is idle as soon as its own operations are done.
+ * Buffers are memory of the one GPU: NCCL moves slices between those of the ranks, so no rank reads
+ * another's.  Wires of several ranks have none, gathers go where the caller says.  A wire's epochs
+ * are those of an empty wire of the control, which costs what a handful of shared words cost; a
+ * buffer is idle as soon as its own operations are done.
  *
  * Failure.  A rank that fails closes the control first, which tells the peers why, and then aborts
  * its lanes, or kernels that wait for a peer would hold their streams for ever.  The peers find the
@@ -131,13 +132,15 @@ static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 
 /* ---- Wires and epochs ---- */
 
-/* Peers may wait for what we have not launched while we wait for them here. */
+/* Peers may wait for what we have not launched while we wait for them here.  `out` NULL: the sizes
+ * agree, and there is no memory. */
 static fsdpc_status memory_create(fsdpc_comm_nccl *self, const char *what, fsdpc_mem_kind kind,
                                   size_t bytes, void **out)
 {
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     FSDPC_TRY(fsdpc_nccl_launched(self));
-    return fsdpc_control_memory(&self->base, self->control, what, kind, bytes, out);
+    return out ? fsdpc_control_memory(&self->base, self->control, what, kind, bytes, out)
+               : fsdpc_control_sizes(&self->base, self->control, what, bytes);
 }
 
 static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
@@ -148,13 +151,16 @@ static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
     void *data = NULL;
     fsdpc_status status;
-    FSDPC_TRY_GOTO(status, memory_create(self, "wire_create", FSDPC_MEM_WIRE, bytes, &data),
+    bool moved = comm->size > 1;
+    FSDPC_TRY_GOTO(status,
+                   memory_create(self, "wire_create", FSDPC_MEM_WIRE, bytes, moved ? NULL : &data),
                    free_wire);
     FSDPC_TRY_GOTO(status,
                    fsdpc_nccl_settle(self, fsdpc_wire_create(self->control, 0, &wire->control)),
                    free_data);
     FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_GATHERS), destroy_control);
-    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    wire->base =
+        (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
     *out = &wire->base;
     return FSDPC_OK;
 

@@ -74,10 +74,9 @@ static fsdpc_status zeroed(fsdpc_device *device, fsdpc_mem_kind kind, size_t byt
     return status;
 }
 
-fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
-                                  fsdpc_mem_kind kind, size_t bytes, void **out)
+fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
+                                 size_t bytes)
 {
-    void *data = NULL;
     FSDPC_TRY(fsdpc_comm_health(comm));
     fsdpc_control_of(comm, control);
     fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
@@ -85,8 +84,15 @@ fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const c
                                                                 .what = what,
                                                                 .dtype = FSDPC_U8,
                                                                 .numel = bytes});
-    FSDPC_TRY(fsdpc_control_settle(comm, control, status));
-    status = zeroed(comm->device, kind, bytes, &data);
+    return fsdpc_control_settle(comm, control, status);
+}
+
+fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
+                                  fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    void *data = NULL;
+    FSDPC_TRY(fsdpc_control_sizes(comm, control, what, bytes));
+    fsdpc_status status = zeroed(comm->device, kind, bytes, &data);
     status = fsdpc_control_settle(comm, control, fsdpc_comm_agree(control, status, what));
     if (status != FSDPC_OK)
         fsdpc_device_free(comm->device, data);

@@ -30,12 +30,17 @@ fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, f
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
                                  fsdpc_comm_config *config_out);
 
+/* Collective.  What all make alike, of as many bytes on each rank. */
+fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
+                                 size_t bytes);
+
 /* Collective.  Memory of the GPU, zeroed, that all make alike: the sizes agree, and all have it or
  * none. */
 fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
                                   fsdpc_mem_kind kind, size_t bytes, void **out);
 
-/* A wire in the GPU's memory whose epochs are those of a wire of the control. */
+/* A wire in the GPU's memory, or in none (of several ranks), whose epochs are those of a wire of
+ * the control. */
 typedef struct fsdpc_controlled_wire {
     fsdpc_wire base;
     fsdpc_wire *control;

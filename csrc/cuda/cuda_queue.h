@@ -51,8 +51,8 @@ typedef struct fsdpc_cuda_device {
     cudaEvent_t behind;      /* a point of main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
     struct fsdpc_cuda_windows *windows; /* NULL: it has none */
-    struct fsdpc_cuda_products *gemm; /* NULL until the first product asks for cuBLASLt */
-    struct fsdpc_cuda_graph *capture; /* in the making; NULL: none */
+    struct fsdpc_cuda_products *gemm;   /* NULL until the first product asks for cuBLASLt */
+    struct fsdpc_cuda_graph *capture;   /* in the making; NULL: none */
 } fsdpc_cuda_device;
 
 static inline const fsdpc_cuda_queue *fsdpc_cuda_queue_of(const fsdpc_stream *stream)

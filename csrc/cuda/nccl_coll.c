@@ -56,7 +56,11 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
         *out = false;
         return FSDPC_OK;
     }
-    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
+    if (op->kind == FSDPC_COLL_GATHER) {
+        *out = op->wire->moved;
+        return FSDPC_OK;
+    }
+    if (fsdpc_coll_reduces(op->kind)) {
         *out = true;
         return FSDPC_OK;
     }
@@ -97,24 +101,27 @@ static fsdpc_nccl_red red_of(const fsdpc_coll *op)
     return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
 }
 
-/* One band or whole parameter of a gather or reduction, in place. */
+/* One band or whole parameter of a gather, or of a reduction, which is in place. */
 static fsdpc_nccl_result call_slice(const call *c, const fsdpc_slice *slice)
 {
     const fsdpc_coll *op = c->op;
     fsdpc_nccl_type type = types[op->dtype];
     bool gathers = op->kind == FSDPC_COLL_GATHER;
-    unsigned char *memory = gathers ? op->wire->write : op->buffer->data;
     size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
-    unsigned char *full = memory + op->offset + slice->full_offset * element;
+    unsigned char *memory = gathers ? op->recv : op->buffer->data + op->offset;
+    unsigned char *full = memory + slice->full_offset * element;
     unsigned char *own = full + (size_t)c->rank * numel * element;
+    const unsigned char *sent = op->send;
+    if (gathers)
+        sent += slice->shard_offset * element;
     if (op->kind == FSDPC_COLL_REDUCE_ALL)
         return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
     if (slice->owner >= 0)
-        return gathers ? c->nccl->ncclBroadcast(full, full, numel, type, slice->owner, c->raw,
+        return gathers ? c->nccl->ncclBroadcast(sent, full, numel, type, slice->owner, c->raw,
                                                 c->stream)
                        : c->nccl->ncclReduce(full, full, numel, type, FSDPC_NCCL_SUM, slice->owner,
                                              c->raw, c->stream);
-    return gathers ? c->nccl->ncclAllGather(own, full, numel, type, c->raw, c->stream)
+    return gathers ? c->nccl->ncclAllGather(sent, full, numel, type, c->raw, c->stream)
                    : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
                                                 c->stream);
 }
@@ -399,7 +406,7 @@ static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
 static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
 {
     fsdpc_coll op = flight->op;
-    op.agree_only = op.agree_only || for_gpu;
+    op.agree_only = op.agree_only || for_gpu || op.kind == FSDPC_COLL_GATHER;
     op.stream = NULL;
     return fsdpc_nccl_settle(self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control),
                                                    &op, &flight->agreement));

@@ -29,18 +29,18 @@ struct fsdpc_cuda_windows {
     size_t granule;
 };
 
-typedef struct slot {
+typedef struct shared_slot {
     fsdpc_cuda_windows *windows;
     fsdpc_cu_memory memory;
     fsdpc_cu_address address; /* its own */
     size_t bytes;
     fsdpc_mem_kind kind;
     int refs;
-} slot;
+} shared_slot;
 
 typedef struct cuda_window {
     fsdpc_window base; /* first */
-    slot *slot;
+    shared_slot *slot;
 } cuda_window;
 
 static fsdpc_status check(const fsdpc_cuda_windows *windows, fsdpc_cu_result result,
@@ -114,7 +114,7 @@ size_t fsdpc_cuda_windows_granule(const fsdpc_cuda_windows *windows)
 
 /* ---- Mappings ---- */
 
-static fsdpc_status map_at(const slot *slot, fsdpc_cu_address address)
+static fsdpc_status map_at(const shared_slot *slot, fsdpc_cu_address address)
 {
     const fsdpc_cuda_windows *windows = slot->windows;
     fsdpc_cu_access access = {{FSDPC_CU_LOCATION_DEVICE, windows->ordinal},
@@ -129,7 +129,7 @@ static fsdpc_status map_at(const slot *slot, fsdpc_cu_address address)
     return status;
 }
 
-static fsdpc_status map_anywhere(const slot *slot, fsdpc_cu_address *out)
+static fsdpc_status map_anywhere(const shared_slot *slot, fsdpc_cu_address *out)
 {
     const fsdpc_cuda_windows *windows = slot->windows;
     fsdpc_cu_address address;
@@ -144,7 +144,7 @@ static fsdpc_status map_anywhere(const slot *slot, fsdpc_cu_address *out)
     return status;
 }
 
-static void unmap(const slot *slot, fsdpc_cu_address address)
+static void unmap(const shared_slot *slot, fsdpc_cu_address address)
 {
     (void)slot->windows->cu.cuMemUnmap(address, slot->bytes);
     (void)slot->windows->cu.cuMemAddressFree(address, slot->bytes);
@@ -165,9 +165,9 @@ static fsdpc_cu_result memory_create(fsdpc_cuda_windows *windows, size_t bytes,
 }
 
 static fsdpc_status slot_create(fsdpc_cuda_windows *windows, fsdpc_mem_kind kind, size_t bytes,
-                                slot **out)
+                                shared_slot **out)
 {
-    slot *made = calloc(1, sizeof *made);
+    shared_slot *made = calloc(1, sizeof *made);
     if (!made)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note a slot");
     made->windows = windows;
@@ -192,7 +192,7 @@ free_slot:
     return status;
 }
 
-static void slot_release(slot *slot)
+static void slot_release(shared_slot *slot)
 {
     if (--slot->refs > 0)
         return;
@@ -205,11 +205,11 @@ static void slot_release(slot *slot)
 /* ---- Windows ---- */
 
 static fsdpc_status slot_of(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
-                            const fsdpc_window *like, slot **out)
+                            const fsdpc_window *like, shared_slot **out)
 {
     if (!like)
         return slot_create(((fsdpc_cuda_device *)device)->windows, kind, bytes, out);
-    slot *shared = ((const cuda_window *)like)->slot;
+    shared_slot *shared = ((const cuda_window *)like)->slot;
     if (bytes > shared->bytes)
         return fsdpc_fail(FSDPC_ERR_INTERNAL, "a window of %zu bytes onto a slot of %zu", bytes,
                           shared->bytes);
@@ -245,7 +245,7 @@ free_window:
 fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
 {
     cuda_window *window = (cuda_window *)base;
-    slot *old = window->slot, *own;
+    shared_slot *old = window->slot, *own;
     if (old->refs == 1)
         return FSDPC_OK;
     fsdpc_cu_address address = (fsdpc_cu_address)(uintptr_t)base->address;

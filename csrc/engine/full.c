@@ -1,4 +1,5 @@
-/* Fulls: shared memory mapped read-only, or private pages in no-alias mode.
+/* Fulls: shared memory mapped read-only, memory that gathers write, or private pages in no-alias
+ * mode.
  *
  * Private memory is whole pages of an ordinary block that is two pages larger, so that its bytes
  * are counted and nothing else lies on a page that is protected.  A device that cannot protect
@@ -14,6 +15,26 @@
 size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
 {
     return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
+}
+
+static size_t offset_in_unit(const fsdpc_unit *unit, const fsdpc_unit_group *group)
+{
+    return group->wire_offset - unit->groups[0].wire_offset;
+}
+
+unsigned char *fsdpc_full_target(const fsdpc_unit *unit, const fsdpc_unit_group *group)
+{
+    return unit->window ? unit->window->memory + offset_in_unit(unit, group) : group->full;
+}
+
+unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+                                    const fsdpc_slice *band, size_t at)
+{
+    size_t element = fsdpc_dtype_bytes(group->wire_dtype);
+    if (group->published)
+        return group->published + at * element;
+    return unit->root->wire->write + group->wire_offset +
+           fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
 }
 
 static size_t page_bytes(void)
@@ -58,6 +79,9 @@ fsdpc_status fsdpc_full_place(fsdpc_root *root, fsdpc_unit *unit)
         fsdpc_unit_group *group = &unit->groups[g];
         if (unit->no_alias)
             FSDPC_TRY(place_privately(unit, group));
+        else if (root->wire->moved)
+            group->full =
+                (unit->window ? unit->window->address : unit->room) + offset_in_unit(unit, group);
         else
             group->full = (unsigned char *)root->wire->read + group->wire_offset;
         fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
@@ -85,7 +109,8 @@ void fsdpc_full_remove(fsdpc_unit *unit)
 fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
 {
     fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
-    for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
+    bool copies = unit->no_alias && !unit->root->wire->moved;
+    for (int g = 0; copies && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
         FSDPC_TRY(fsdpc_device_copy(unit->device, group->full,

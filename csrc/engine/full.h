@@ -1,5 +1,6 @@
-/* Where the fulls of a unit lie: in the wire of its root, or, in no-alias mode, in private memory
- * that can be touched while the unit is FULL and not otherwise.
+/* Where the fulls of a unit lie: in the wire of its root; where gathers move bytes, in the memory
+ * that slots.h gives it; or, in no-alias mode, in private memory that can be touched while the unit
+ * is FULL and not otherwise.
  *
  * The address is fixed from place to remove.  Both announce it to base/fault.h, so that a write to
  * a full, or a read of one that was given up, names rank, unit and parameter.
@@ -15,8 +16,18 @@ void fsdpc_full_remove(fsdpc_unit *unit); /* also of a unit that was not placed,
 
 size_t fsdpc_full_bytes(const fsdpc_unit_group *group);
 
-/* In no-alias mode only; else they do nothing.  Reveal copies the wire into the private memory and
- * makes it readable, hide fills it with NaN and takes every access away. */
+/* Where a gather writes the full of a group that it moves: the same memory, by the address that
+ * transports are given. */
+unsigned char *fsdpc_full_target(const fsdpc_unit *unit, const fsdpc_unit_group *group);
+
+/* Where this rank's slice of a band is published: its elements from `at` on, counted in the shard.
+ */
+unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
+                                    const fsdpc_slice *band, size_t at);
+
+/* In no-alias mode only; else they do nothing.  Reveal copies the wire into the private memory,
+ * unless gathers write there, and makes it readable, hide fills it with NaN and takes every access
+ * away. */
 fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit);
 void fsdpc_full_hide(fsdpc_unit *unit);
 

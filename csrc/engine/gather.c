@@ -1,9 +1,10 @@
 /* Gathering: a look at the wire where ranks share it, a collective where they do not.
  *
  * Over shared memory a gather copies nothing: the wire holds every full all the time, and the
- * operation only lets the ranks check that they agree on what they do.  In no-alias mode the unit
- * has memory of its own instead (full.c), out of reach whenever the unit is sharded, and a gather
- * copies: slower, but whoever reads a full too early or too late dies at that place.
+ * operation only lets the ranks check that they agree on what they do.  Where a gather moves bytes
+ * (slots.h) it brings the slices that ranks have published into the unit's memory.  In no-alias
+ * mode the unit has memory of its own instead (full.c), out of reach whenever the unit is sharded,
+ * and a gather copies: slower, but whoever reads a full too early or too late dies at that place.
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
  * only between the arrival of all ranks in an epoch and the own publication of it (root.c).
@@ -14,6 +15,7 @@
 
 #include "engine/full.h"
 #include "engine/order.h"
+#include "engine/slots.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
@@ -29,6 +31,10 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .n_slices = group->plan->n_bands,
                      .wire = root->wire,
                      .offset = group->wire_offset};
+    if (group->published) {
+        op.send = group->published;
+        op.recv = fsdpc_full_target(unit, group);
+    }
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
@@ -47,6 +53,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_gather_settle(unit)); /* one that was gathered ahead and never used */
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
+        FSDPC_TRY(fsdpc_slot_take(unit));
         if (unit->root->overlaps)
             FSDPC_TRY(fsdpc_order_gather(unit));
         for (int g = 0; g < unit->layout->n_groups; g++) {
@@ -95,18 +102,16 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
     size_t bytes = 0;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
-        size_t element = fsdpc_dtype_bytes(group->wire_dtype);
-        unsigned char *full = root->wire->write + group->wire_offset;
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (band->owner >= 0 && band->owner != root->comm->rank)
                 continue;
-            size_t to = fsdpc_slice_full(band, root->comm->rank, band->shard_offset);
             const unsigned char *from =
                 group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
-            FSDPC_TRY(fsdpc_flat_cast(full + to * element, group->wire_dtype, from,
-                                      group->plan->dtype, band->numel, &inline_stream));
-            bytes += band->numel * element;
+            FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
+                                      group->wire_dtype, from, group->plan->dtype, band->numel,
+                                      &inline_stream));
+            bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
         }
     }
     fsdpc_trace_add(unit->trace, FSDPC_TRACE_PUBLISH, unit->id, bytes, root->wire->epoch,
@@ -124,15 +129,13 @@ fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
     fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
-        const unsigned char *full = root->wire->read + group->wire_offset;
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (band->owner >= 0 && band->owner != root->comm->rank)
                 continue;
-            size_t at = fsdpc_slice_full(band, root->comm->rank, band->shard_offset);
             bool equal;
             FSDPC_TRY(fsdpc_flat_equal(
-                full + at * fsdpc_dtype_bytes(group->wire_dtype), group->wire_dtype,
+                fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,
                 group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
                 group->plan->dtype, band->numel, &equal, &inline_stream));
             if (!equal) {

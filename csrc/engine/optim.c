@@ -18,6 +18,7 @@
 #include <stdlib.h>
 
 #include "base/size.h"
+#include "engine/full.h"
 #include "ops/flat_ops.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
@@ -214,11 +215,8 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
         if (state)
             args.states[s] = state + part.begin * fsdpc_dtype_bytes(args.state_dtype);
     }
-    if (unit->root) {
-        size_t at = fsdpc_slice_full(band, fsdpc_unit_rank(unit), part.begin);
-        args.wire = unit->root->wire->write + group->wire_offset +
-                    at * fsdpc_dtype_bytes(group->wire_dtype);
-    }
+    if (unit->root)
+        args.wire = fsdpc_full_published(unit, group, band, part.begin);
     return fsdpc_optim_step_alone(optim, own->group, &args, &inline_stream);
 }
 

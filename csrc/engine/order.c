@@ -11,9 +11,10 @@
  * communicator's, which knows when an operation is on its stream (fsdpc_comm_order); main waits for
  * them where the full is needed or the sum is, not before, so that it overlaps with both.
  *
- * A gather waits for its unit's own `released` alone, so it may run while main computes with other
- * units.  `filled` is recorded when a reduction is posted, behind everything main has done with the
- * buffer and the shard until then.
+ * A gather waits for its unit's own `released`, and that of the unit whose full lay in the same
+ * slot (slots.h), alone, so it may run while main computes with other units.  `filled` is recorded
+ * when a reduction is posted, behind everything main has done with the buffer and the shard until
+ * then.
  */
 #include "engine/order.h"
 

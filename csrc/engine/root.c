@@ -15,7 +15,8 @@
  * An exception on any rank makes the next epoch a reset for all: half-filled gradients and the
  * record are dropped everywhere, so that all ranks go on from the same state.
  *
- * Memory: the wire holds the fulls of all units end to end, each group on a page boundary.  Reduce
+ * Memory: the wire holds the fulls of all units end to end, each group on a page boundary, or says
+ * where they would lie if a gather moves bytes (slots.h).  Reduce
  * buffers are sized for the largest unit that uses them.
  */
 #include "engine/root.h"
@@ -30,6 +31,7 @@
 #include "engine/gather.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
+#include "engine/slots.h"
 
 static const char *epoch_kind_text(uint32_t kind)
 {
@@ -95,6 +97,8 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
     root->wire->kind_text = epoch_kind_text;
+    if (root->wire->moved)
+        FSDPC_TRY_GOTO(status, fsdpc_slots_create(root, encloses), destroy);
     for (int i = 0; i < n_units; i++)
         FSDPC_TRY_GOTO(status, fsdpc_full_place(root, units[i]), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
@@ -118,6 +122,7 @@ destroy:
 static void disown_unit(fsdpc_unit *unit)
 {
     fsdpc_full_remove(unit);
+    fsdpc_slots_give_back(unit);
     fsdpc_buffer_destroy(unit->own_buffer);
     fsdpc_buffer_destroy(unit->own_partial);
     unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;
@@ -170,6 +175,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
         fsdpc_buffer_destroy(root->pool_partial[i]);
     }
     fsdpc_wire_destroy(root->wire);
+    free(root->slot_users);
     free(root->record.entries);
     free(root->reducing);
     free(root->units);

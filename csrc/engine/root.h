@@ -71,6 +71,7 @@ struct fsdpc_root {
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_wire *wire;
+    fsdpc_unit **slot_users; /* slots.h: who was gathered into each slot last */
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
     bool overlaps;                   /* streams are ordered by events; see order.h */

@@ -50,7 +50,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     fsdpc_unit *unit = calloc(1, sizeof *unit);
     if (!unit)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
-    unit->id = -1;
+    unit->id = unit->slot = -1;
     unit->mesh = options->mesh;
     unit->device = options->device;
     unit->trace = options->trace;

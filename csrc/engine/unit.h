@@ -68,8 +68,9 @@ typedef struct fsdpc_unit_group {
     size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
-    unsigned char *full; /* what modules read: the wire, or private memory in no-alias mode */
-    void *own_block;     /* the block that holds it in that mode; see full.h */
+    unsigned char *full;      /* what modules read, at a fixed address; see full.h */
+    void *own_block;          /* the block that holds it in no-alias mode */
+    unsigned char *published; /* this rank's slices, where gathers move bytes; else NULL */
     fsdpc_work gather, reduce;
 } fsdpc_unit_group;
 
@@ -84,6 +85,11 @@ struct fsdpc_unit {
     fsdpc_root *root;      /* NULL before the first forward */
     fsdpc_event *released; /* order.h; NULL unless its root overlaps */
     size_t reduce_bytes, wire_bytes, grad_bytes;
+
+    /* Where gathers move bytes (slots.h): where the full lies, unless no-alias mode says. */
+    int slot;             /* -1: it shares with nobody */
+    fsdpc_window *window; /* what shares, or did */
+    unsigned char *room;  /* of its own */
 
     fsdpc_unit_state state;
     bool reshard_after_forward, reshard_after_backward, no_alias;

@@ -113,8 +113,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
-/* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved; -1 if the
- * processor cannot. */
+/* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved; -1 if
+ * the processor cannot. */
 int emu_map(void *address, size_t bytes, int file);
 void emu_unmap(void *address, size_t bytes);
 

@@ -454,10 +454,8 @@ static fsdpc_nccl_result hold(fsdpc_nccl_comm comm, cudaStream_t stream, fake_op
         return complain("a collective while another is in progress, or of another group");
     if (comm->n_held == GROUP_MAX)
         return complain("more collectives in a group than the fake holds");
-    const unsigned char *whole = op.kind == GATHER ? op.recv : op.send;
-    const unsigned char *part = op.kind == GATHER ? op.send : op.recv;
-    if ((op.kind == GATHER || op.kind == SCATTER) &&
-        part != whole + (size_t)comm->rank * op.numel * type_bytes(op.type))
+    if (op.kind == SCATTER &&
+        op.recv != op.send + (size_t)comm->rank * op.numel * type_bytes(op.type))
         atomic_fetch_add(&out_of_place, 1);
     grouped = comm;
     comm->stream = stream;

@@ -11,8 +11,8 @@ typedef enum fake_nccl_fault {
 
 /* fake_nccl_break: from now on, for the communicators' rank `rank`. */
 typedef void (*fake_nccl_break_fn)(fake_nccl_fault fault, int rank);
-/* fake_nccl_counts: communicators that are neither destroyed nor aborted; gathers and scatters that
- * were not in place; calls that NCCL's rules forbid. */
+/* fake_nccl_counts: communicators that are neither destroyed nor aborted; scatters that were not in
+ * place; calls that NCCL's rules forbid. */
 typedef void (*fake_nccl_counts_fn)(int *open, int *out_of_place, int *forbidden);
 
 #endif

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is 
 @pytest.mark.parametrize("name", ["test_flat_kernels", "test_step_kernels", "test_nn_kernels",
                                   "test_attention_kernels", "test_device_cuda", "test_graph",
                                   "test_nccl_load", "test_comm_nccl", "test_nccl_faults",
-                                  "test_streams", "test_comm_local_cuda", "test_windows"])
+                                  "test_streams", "test_comm_local_cuda", "test_windows",
+                                  "test_engine_windows"])
 def test_it_agrees_with_the_cpu(emulated: dict[str, Path], name: str) -> None:
     done = subprocess.run([emulated[name]], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -82,7 +82,7 @@ static inline int owner_of(const fsdpc_slice *slices, size_t j)
 }
 
 static inline void publish(gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *slices,
-                           fsdpc_dtype dtype, size_t offset, int turn)
+                           unsigned char *own, fsdpc_dtype dtype, size_t offset, int turn)
 {
     fsdpc_epoch_note all, note = {.bits = FSDPC_EPOCH_CHANGED, .unit = turn};
     EXPECT_OK(r->self, fsdpc_wire_arrive(wire, &note));
@@ -92,8 +92,10 @@ static inline void publish(gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *sli
         if (s->owner >= 0 && s->owner != r->self->rank)
             continue;
         size_t first = s->full_offset + (s->owner < 0 ? (size_t)r->self->rank * s->numel : 0);
-        put(r, wire->write + offset + first * fsdpc_dtype_bytes(dtype), dtype, first, s->numel,
-            turn);
+        size_t element = fsdpc_dtype_bytes(dtype);
+        unsigned char *to =
+            wire->moved ? own + s->shard_offset * element : wire->write + offset + first * element;
+        put(r, to, dtype, first, s->numel, turn);
     }
     rank_mark(r);
     EXPECT_OK(r->self, fsdpc_wire_publish(wire));
@@ -105,13 +107,16 @@ static inline void gathers(gpu_rank *r)
     static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
     rank_context *self = r->self;
     fsdpc_wire *wire;
+    void *own, *received; /* used if the wire has no memory */
     EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
+    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &own));
+    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &received));
     for (int turn = 0; turn < TURNS; turn++) {
         fsdpc_dtype dtype = dtypes[turn % 4];
         fsdpc_slice slices[BANDS];
         size_t offset = turn & 1 ? 512 : 0, element = fsdpc_dtype_bytes(dtype);
         size_t numel = bands(self->size, turn ? 100 + (size_t)turn : 0, slices), wrong = 0;
-        publish(r, wire, slices, dtype, offset, turn);
+        publish(r, wire, slices, own, dtype, offset, turn);
         EXPECT_OK(self,
                   fsdpc_comm_run(r->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                                         .unit = turn,
@@ -122,14 +127,19 @@ static inline void gathers(gpu_rank *r)
                                                         .slices = slices,
                                                         .n_slices = BANDS,
                                                         .wire = wire,
+                                                        .send = own,
+                                                        .recv = received,
                                                         .offset = offset}));
-        unsigned char *full = fetch(r, wire->read + offset, numel * element);
+        unsigned char *full =
+            fetch(r, wire->moved ? received : wire->read + offset, numel * element);
         for (size_t j = 0; j < numel; j++)
             wrong += element_of(full, j, dtype) != value(owner_of(slices, j), j, turn);
         EXPECT(self, wrong == 0, "gather of %s, turn %d: %zu of %zu wrong", fsdpc_dtype_name(dtype),
                turn, wrong, numel);
         free(full);
     }
+    fsdpc_device_free(r->device, own);
+    fsdpc_device_free(r->device, received);
     fsdpc_wire_destroy(wire);
 }
 
@@ -322,8 +332,9 @@ static inline void pipelined(gpu_rank *r)
     rank_context *self = r->self;
     fsdpc_wire *wire;
     fsdpc_buffer *buffers[DEPTH];
-    void *shard;
+    void *shard, *full;
     EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
+    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, 2 * FULL_BYTES, &full));
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, DEPTH * NUMEL * 4, &shard));
     for (int d = 0; d < DEPTH; d++)
         EXPECT_OK(self, fsdpc_buffer_create(r->comm, 4 * NUMEL * RANKS_MAX, &buffers[d]));
@@ -339,7 +350,9 @@ static inline void pipelined(gpu_rank *r)
                              .slices = &slice,
                              .n_slices = 1,
                              .stream = r->gathers,
-                             .wire = wire};
+                             .wire = wire,
+                             .send = (unsigned char *)full + FULL_BYTES,
+                             .recv = full};
             EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &works[2 * d]));
             op.kind = FSDPC_COLL_REDUCE_SCATTER;
             op.buffer = buffers[d];
@@ -361,6 +374,7 @@ static inline void pipelined(gpu_rank *r)
     }
     for (int d = 0; d < DEPTH; d++)
         fsdpc_buffer_destroy(buffers[d]);
+    fsdpc_device_free(r->device, full);
     fsdpc_device_free(r->device, shard);
     fsdpc_wire_destroy(wire);
 }

@@ -105,13 +105,13 @@ static inline void fake_open(void)
     library = path;
 }
 
-static inline void fake_check(int expected_moves)
+static inline void fake_check(void)
 {
     int open, out_of_place, forbidden;
     count_nccl(&open, &out_of_place, &forbidden);
     CHECK_NOTE(open == 0, "%d communicators of NCCL are left", open);
     CHECK_NOTE(forbidden == 0, "%d calls broke NCCL's rules", forbidden);
-    CHECK_NOTE(out_of_place == expected_moves, "%d gathers and scatters moved", out_of_place);
+    CHECK_NOTE(out_of_place == 0, "%d scatters moved", out_of_place);
 }
 
 #endif

@@ -21,28 +21,33 @@ static void contents(rank_context *self)
     fsdpc_slice slices[BANDS];
     size_t numel = bands(self->size, NUMEL, slices);
     EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
+    void *own, *received;
     EXPECT_OK(self, fsdpc_wire_create(r.comm, FULL_BYTES, &wire));
+    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_OTHER, FULL_BYTES, &own));
+    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_OTHER, FULL_BYTES, &received));
     for (int turn = 0; turn < TURNS; turn++) {
         if (turn % 2 == 0)
-            publish(&r, wire, slices, FSDPC_F32, 0, turn);
-        else /* spoilt behind the wire's back: were it written again, peers would see it */
-            EXPECT_OK(self, fsdpc_device_fill(r.device, wire->write, 0xff, FULL_BYTES, NULL));
+            publish(&r, wire, slices, own, FSDPC_F32, 0, turn);
+        else /* spoilt behind the wire's back: were it written again, all would see it */
+            EXPECT_OK(self, fsdpc_device_fill(r.device, own, 0xff, FULL_BYTES, NULL));
         EXPECT_OK(self, fsdpc_comm_run(r.comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
                                                              .what = "embed",
                                                              .dtype = FSDPC_F32,
                                                              .slices = slices,
                                                              .n_slices = BANDS,
-                                                             .wire = wire}));
+                                                             .wire = wire,
+                                                             .send = own,
+                                                             .recv = received}));
         size_t wrong = 0;
-        unsigned char *full = fetch(&r, wire->read, numel * 4);
-        for (size_t j = 0; j < numel; j++) {
-            int owner = owner_of(slices, j);
-            wrong += (turn % 2 == 0 || owner != self->rank) &&
-                     element_of(full, j, FSDPC_F32) != value(owner, j, turn - turn % 2);
-        }
+        unsigned char *full = fetch(&r, received, numel * 4);
+        for (size_t j = 0; j < numel; j++)
+            wrong +=
+                element_of(full, j, FSDPC_F32) != value(owner_of(slices, j), j, turn - turn % 2);
         EXPECT(self, wrong == 0, "turn %d: %zu wrong", turn, wrong);
         free(full);
     }
+    fsdpc_device_free(r.device, own);
+    fsdpc_device_free(r.device, received);
     fsdpc_wire_destroy(wire);
     rank_destroy(&r);
 }

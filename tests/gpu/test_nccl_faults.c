@@ -163,7 +163,7 @@ int main(void)
 #if defined(FSDPC_EMU)
     fake_open();
     test_faults();
-    fake_check(0);
+    fake_check();
 #endif
     return check_report("test_nccl_faults");
 }

@@ -423,7 +423,7 @@ int main(int argc, char **argv)
     test_training(most);
 #if defined(FSDPC_EMU)
     test_stuck();
-    fake_check(0);
+    fake_check();
 #endif
     return check_report("test_streams");
 }

@@ -1,0 +1,41 @@
+/* Memory for fulls where a gather moves bytes: a few slots that many units share.
+ *
+ * Where ranks share a wire it holds every full, and nothing of this is used.  Elsewhere a rank has
+ * its slices of all fulls, as published, and room for the fulls that exist at a time.  Units of the
+ * same size take turns over as many slots as units are full at once, each by a window of its own
+ * (device.h), so that its full has one address for the whole run.  The others have memory of their
+ * own: the root, units that enclose others, keep their full after forward or run on some ranks
+ * only, sizes that few units have, and all units of a device without windows.
+ *
+ * Who shares follows from sizes alone and is the same on every rank, as gathers are.
+ */
+#ifndef FSDPC_ENGINE_SLOTS_H
+#define FSDPC_ENGINE_SLOTS_H
+
+#include "engine/root.h"
+
+typedef struct fsdpc_slot_want {
+    size_t bytes; /* of the unit's full */
+    bool alone;   /* it never shares */
+} fsdpc_slot_want;
+
+/* Pure data: the slot of each unit, -1 for memory of its own; returns how many slots there are.
+ * `per_class` slots serve all units of one size; memory comes in multiples of `granule`, 0 where
+ * nothing can be shared. */
+int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
+                       int *slots_out);
+
+/* Collective, before fulls are placed; memory that one rank could not have is an error on all. */
+fsdpc_status fsdpc_slots_create(fsdpc_root *root, const bool *encloses);
+void fsdpc_slots_give_back(fsdpc_unit *unit); /* also of a unit that got nothing, or half */
+
+/* Whether the unit could be gathered now without taking memory from another. */
+bool fsdpc_slot_is_free(const fsdpc_unit *unit);
+
+/* Before a gather: the unit's slot is its own from now on.  A unit that was gathered into it ahead
+ * and not used is given up.  If one is full there, the two overlap, and this unit gets memory of
+ * its own for good, beneath the same address: collective, and everything in flight is waited for.
+ */
+fsdpc_status fsdpc_slot_take(fsdpc_unit *unit);
+
+#endif
