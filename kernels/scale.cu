@@ -8,17 +8,19 @@
 template <typename T> struct scale_op {
     enum { WIDTH = 16 / sizeof(T) };
     T *x;
-    wide<T> scale;
-    int *nonfinite; /* may be NULL */
+    double scale;
+    const double *scale_at; /* may be NULL, as the next */
+    int *nonfinite;
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
     {
         vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
+        wide<T> by = (wide<T>)(scale_at ? scale * *scale_at : scale);
         bool finite = true;
 #pragma unroll
         for (int k = 0; k < N; k++) {
             finite = finite && fabs(value.at[k]) < (wide<T>)INFINITY;
-            value.at[k] *= scale;
+            value.at[k] *= by;
         }
         store_narrow<N>(x + i, value);
         if (!finite && nonfinite)
@@ -75,11 +77,12 @@ template <typename D, typename S> struct equal_op {
 };
 
 extern "C" fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                                         int *nonfinite_io, fsdpc_stream *stream)
+                                         const double *scale_at, int *nonfinite_io,
+                                         fsdpc_stream *stream)
 {
     map_buffer buffers[] = {{x, fsdpc_dtype_bytes(dtype)}};
     FSDPC_FOR_FLOAT(dtype, T, {
-        scale_op<T> op = {(T *)x, (wide<T>)scale, nonfinite_io};
+        scale_op<T> op = {(T *)x, scale, scale_at, nonfinite_io};
         return map_launch("scale", op, numel, buffers, stream);
     })
     return FSDPC_ERR_DTYPE;

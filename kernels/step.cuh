@@ -48,14 +48,20 @@ __host__ __device__ __forceinline__ step_scalars<W> step_rounded(const fsdpc_ste
 template <typename W> struct step_scalars_at {
     step_scalars<W> given;
     const fsdpc_step_scalars *at;
+    double grad_scale; /* in full, for the factor in the device's memory that comes to it; or NULL */
+    const double *grad_scale_at;
 
     step_scalars_at(const fsdpc_step_args *a)
-        : given(step_rounded<W>(fsdpc_step_prepare(a))), at(a->scalars)
+        : given(step_rounded<W>(fsdpc_step_prepare(a))), at(a->scalars),
+          grad_scale(fsdpc_step_prepare(a).grad_scale), grad_scale_at(a->grad_scale_at)
     {
     }
     __device__ __forceinline__ step_scalars<W> get() const
     {
-        return at ? step_rounded<W>(*at) : given;
+        step_scalars<W> k = at ? step_rounded<W>(*at) : given;
+        if (grad_scale_at)
+            k.grad_scale = (W)((at ? at->grad_scale : grad_scale) * *grad_scale_at);
+        return k;
     }
 };
 

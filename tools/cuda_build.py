@@ -49,8 +49,8 @@ NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
 # written.  The others may be contracted, as nvcc does by default.
-EXACT = {"binary", "cast", "embedding", "gate", "init", "magnitude", "scale", "step", "step_f64",
-         "sumpow", "tree"}
+EXACT = {"binary", "cast", "embedding", "gate", "global_norm", "init", "magnitude", "scale", "step",
+         "step_f64", "sumpow", "tree"}
 
 # Kernels that the engine runs, on several streams.
 ENGINE_KERNELS = {"cast", "init", "magnitude", "scale", "step", "step_f64", "sumpow", "tree"}

@@ -25,13 +25,14 @@ static fsdpc_status flat_reduce(const fsdpc_reduce_args *args, fsdpc_stream *str
 }
 
 static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                               int *nonfinite_io, fsdpc_stream *stream)
+                               const double *scale_at, int *nonfinite_io, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));
     fsdpc_host_result result;
     void *flag;
     FSDPC_TRY(fsdpc_host_result_begin(&result, nonfinite_io, sizeof *nonfinite_io, stream, &flag));
-    return fsdpc_host_result_end(&result, fsdpc_cuda_scale(x, dtype, numel, scale, flag, stream));
+    return fsdpc_host_result_end(&result,
+                                 fsdpc_cuda_scale(x, dtype, numel, scale, scale_at, flag, stream));
 }
 
 static fsdpc_status flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel, size_t leaf,
@@ -63,6 +64,13 @@ static fsdpc_status flat_absmax(const void *x, fsdpc_dtype dtype, size_t numel, 
     void *most;
     FSDPC_TRY(fsdpc_host_result_begin(&result, max_io, sizeof *max_io, stream, &most));
     return fsdpc_host_result_end(&result, fsdpc_cuda_absmax(x, dtype, numel, most, stream));
+}
+
+static fsdpc_status flat_norm_value(const fsdpc_norm *norm, double p, double *out,
+                                    fsdpc_stream *stream)
+{
+    FSDPC_TRY(fsdpc_flat_check_norm_value(p));
+    return fsdpc_cuda_norm_value(norm, p, out, stream);
 }
 
 static fsdpc_status flat_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
@@ -106,6 +114,9 @@ const fsdpc_flat_ops fsdpc_flat_ops_cuda = {
     .sumsq = flat_sumsq,
     .sumpow = flat_sumpow,
     .absmax = flat_absmax,
+    .norm_join = fsdpc_cuda_norm_join,
+    .norm_value = flat_norm_value,
+    .clip = fsdpc_cuda_clip,
     .clamp = flat_clamp,
     .step = flat_step,
     .equal = flat_equal,

@@ -23,7 +23,7 @@ fsdpc_status fsdpc_cuda_accumulate(void *dst, fsdpc_dtype dst_dtype, const void 
 
 /* kernels/scale.cu */
 fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                              int *nonfinite_io, fsdpc_stream *stream);
+                              const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
                               fsdpc_stream *stream);
@@ -36,6 +36,10 @@ fsdpc_status fsdpc_cuda_sumpow(const void *x, fsdpc_dtype dtype, size_t numel, s
                                double p, fsdpc_exact_sum *sum_io, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_absmax(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
                                fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_norm_join(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_norm_value(const fsdpc_norm *norm, double p, double *out,
+                                   fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_clip(const fsdpc_clip_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                               fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *args, fsdpc_stream *stream);

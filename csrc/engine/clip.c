@@ -5,18 +5,19 @@
  * not applied here: it is a factor that the optimizer multiplies in while it reads the gradients
  * anyway.  A NaN or infinity anywhere makes the norm NaN or infinite, on all ranks alike.
  *
+ * On a remote device neither step waits: norms, their value and the factor that it gives stay in
+ * the device's memory, the factor once for each unit, where the optimizer's kernels find it.
+ *
  * Whether a pending scale is applied first or afterwards to the sums is this rank's own choice (it
  * may have read .grad, the others not): what it gives to the all-reduce is the same.
  */
 #include "engine/clip.h"
 
-#include <stdlib.h>
-
 #include "ops/flat_ops.h"
 
-static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm *norm)
+static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm *norm,
+                              fsdpc_stream *stream)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_piece piece;
     void *grad;
@@ -24,37 +25,51 @@ static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm 
     if (!grad || piece.numel == 0)
         return FSDPC_OK;
     return fsdpc_norm_add(norm, p, grad, unit->groups[place->group].grad_dtype, piece.numel,
-                          place->leaf_numel, &inline_stream);
+                          place->leaf_numel, stream);
 }
 
 /* Adds a unit's gradients to one norm, or each to its own. */
 static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     fsdpc_status status = FSDPC_OK;
-    double pending = unit->pending_scale;
-    bool later = pending < 1 && fsdpc_norm_can_scale(p, pending);
-    if (later)
-        unit->pending_scale = 1; /* so that reading applies nothing */
-    for (int i = 0; status == FSDPC_OK && i < unit->layout->n_params; i++) {
-        fsdpc_norm *norm = each ? &norms[i] : norms, raw = {{{0}, 0, 0}};
-        status = add_param(unit, i, p, later ? &raw : norm);
-        if (later) {
-            fsdpc_norm_scale(&raw, p, pending);
-            fsdpc_norm_merge(norm, p, &raw);
-        }
-    }
-    if (later)
-        unit->pending_scale = pending;
+    for (int i = 0; status == FSDPC_OK && i < unit->layout->n_params; i++)
+        status = add_param(unit, i, p, each ? &norms[i] : norms, &inline_stream);
     return status;
 }
 
-/* Combines the norms of the ranks of one shard group. */
-static fsdpc_status reduce_norms(fsdpc_comm *comm, double p, fsdpc_norm *norms, size_t n)
+/* The same with a pending scale that stays pending: sums are scaled instead. */
+static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
-    for (size_t i = 0; i < n; i++)
-        fsdpc_norm_normalize(&norms[i], p);
+    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    size_t n = each ? (size_t)unit->layout->n_params : 1;
+    double pending = unit->pending_scale;
+    fsdpc_norm_room raw;
+    fsdpc_status status = fsdpc_norm_room_init(&raw, unit->device, n);
+    unit->pending_scale = 1; /* so that reading applies nothing */
+    if (status == FSDPC_OK)
+        status = add_unit(unit, p, raw.at, each);
+    for (size_t i = 0; status == FSDPC_OK && i < n; i++)
+        status = fsdpc_norm_join(&norms[i], &raw.at[i], p, pending, &inline_stream);
+    unit->pending_scale = pending;
+    fsdpc_norm_room_fini(&raw);
+    return status;
+}
+
+static bool can_stay_pending(const fsdpc_unit *unit, double p)
+{
+    double pending = unit->pending_scale;
+    return pending < 1 && !unit->clipped && fsdpc_norm_can_scale(p, pending);
+}
+
+/* Combines the norms of the ranks of one shard group. */
+static fsdpc_status reduce_norms(fsdpc_comm *comm, double p, fsdpc_norm *norms, size_t n,
+                                 fsdpc_stream *stream)
+{
     if (comm->size == 1)
         return FSDPC_OK;
+    for (size_t i = 0; i < n; i++)
+        FSDPC_TRY(fsdpc_norm_normalize(&norms[i], p, stream));
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
                      .unit = -1,
                      .what = "gradient norm",
@@ -71,29 +86,34 @@ static fsdpc_status reduce_norms(fsdpc_comm *comm, double p, fsdpc_norm *norms, 
 static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, bool each)
 {
+    fsdpc_stream inline_stream = {.device = units[0]->device, .name = "inline"};
     size_t n = 0;
     for (int i = 0; i < n_units; i++) {
         if (units[i]->mesh.shard != comm)
             continue;
-        FSDPC_TRY(add_unit(units[i], p, norms + n, each));
+        bool scaled = can_stay_pending(units[i], p);
+        FSDPC_TRY((scaled ? add_unit_scaled : add_unit)(units[i], p, norms + n, each));
         n += each ? (size_t)units[i]->layout->n_params : 0;
     }
-    return reduce_norms(comm, p, norms, each ? n : 1);
+    return reduce_norms(comm, p, norms, each ? n : 1, &inline_stream);
 }
 
-/* The same, one for each: `norms` is room for all; what belongs to the group goes to its place in
- * `params_out`, and all of it into the total. */
-static fsdpc_status group_norms_each(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm,
-                                     double p, fsdpc_norm *norms, fsdpc_norm *total_io,
-                                     fsdpc_norm *params_out)
+/* The norms of one shard group into the total; `params_out` NULL, or where those of single
+ * parameters go, of which `norms` has room for all. */
+static fsdpc_status group_total(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
+                                fsdpc_norm *norms, fsdpc_norm *total_io, fsdpc_norm *params_out)
 {
-    FSDPC_TRY(group_norms(units, n_units, comm, p, norms, true));
+    fsdpc_device *device = units[0]->device;
+    fsdpc_stream inline_stream = {.device = device, .name = "inline"};
+    FSDPC_TRY(group_norms(units, n_units, comm, p, norms, params_out != NULL));
+    if (!params_out)
+        return fsdpc_norm_join(total_io, norms, p, 1, &inline_stream);
     for (int i = 0; i < n_units; i++) {
         for (int param = 0; param < units[i]->layout->n_params; param++, params_out++) {
             if (units[i]->mesh.shard != comm)
                 continue;
-            *params_out = *norms++;
-            fsdpc_norm_merge(total_io, p, params_out);
+            FSDPC_TRY(fsdpc_device_copy(device, params_out, norms, sizeof *norms, &inline_stream));
+            FSDPC_TRY(fsdpc_norm_join(total_io, norms++, p, 1, &inline_stream));
         }
     }
     return FSDPC_OK;
@@ -113,19 +133,12 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
             seen = units[j]->mesh.shard == comm;
         if (seen)
             continue;
-        if (!params_out) {
-            fsdpc_norm norm = {{{0}, 0, 0}};
-            FSDPC_TRY(group_norms(units, n_units, comm, p, &norm, false));
-            fsdpc_norm_merge(total_io, p, &norm);
-            continue;
-        }
-        fsdpc_norm *norms = calloc(n_params > 0 ? n_params : 1, sizeof *norms);
-        if (!norms)
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the norms of %zu parameters",
-                              n_params);
+        fsdpc_norm_room norms;
         fsdpc_status status =
-            group_norms_each(units, n_units, comm, p, norms, total_io, params_out);
-        free(norms);
+            fsdpc_norm_room_init(&norms, units[0]->device, params_out ? n_params : 1);
+        if (status == FSDPC_OK)
+            status = group_total(units, n_units, comm, p, norms.at, total_io, params_out);
+        fsdpc_norm_room_fini(&norms);
         FSDPC_TRY(status);
     }
     return FSDPC_OK;
@@ -133,10 +146,18 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
 
 fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out)
 {
-    fsdpc_norm norm = {{{0}, 0, 0}};
-    FSDPC_TRY(fsdpc_clip_norms(units, n_units, 2, &norm, NULL));
-    *norm_out = fsdpc_norm_value(&norm, 2);
-    return FSDPC_OK;
+    fsdpc_norm_room total;
+    if (n_units == 0) {
+        *norm_out = 0;
+        return FSDPC_OK;
+    }
+    fsdpc_status status = fsdpc_norm_room_init(&total, units[0]->device, 1);
+    if (status == FSDPC_OK)
+        status = fsdpc_clip_norms(units, n_units, 2, total.at, NULL);
+    if (status == FSDPC_OK)
+        status = fsdpc_norm_read(total.at, 2, units[0]->device, norm_out);
+    fsdpc_norm_room_fini(&total);
+    return status;
 }
 
 void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm)
@@ -144,6 +165,25 @@ void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double
     double scale = max_norm / (norm + 1e-6);
     if (scale < 1) /* not when the norm is NaN: the caller decides what that means */
         fsdpc_clip_multiply(units, n_units, scale);
+}
+
+fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,
+                                     double max_norm, fsdpc_stream *stream)
+{
+    fsdpc_clip_args args = {.norm = norm, .max_norm = max_norm};
+    for (int i = 0; i < n_units; i++) {
+        if (!units[i]->grad_live)
+            continue;
+        args.pending |= (uint64_t)units[i]->clipped << args.n;
+        args.factors[args.n++] = units[i]->clip_factor;
+        units[i]->clipped = true;
+        if (args.n == FSDPC_CLIP_FACTORS) {
+            FSDPC_TRY(fsdpc_flat_clip(&args, stream));
+            args.n = 0;
+            args.pending = 0;
+        }
+    }
+    return args.n > 0 ? fsdpc_flat_clip(&args, stream) : FSDPC_OK;
 }
 
 void fsdpc_clip_multiply(fsdpc_unit *const *units, int n_units, double factor)

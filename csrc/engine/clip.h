@@ -16,15 +16,20 @@
 
 /* Collective, one operation for every shard group among the units: adds the p-norm of all gradients
  * to `total_io`, and writes that of each parameter to `params_out` (may be NULL; as many as the
- * units have parameters, in their order; of one without a gradient it is 0). */
+ * units have parameters, in their order; of one without a gradient it is 0), all in the device's
+ * memory. */
 fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
                               fsdpc_norm *params_out);
 
-/* The global 2-norm; 0 without any gradient. */
+/* The global 2-norm; 0 without any gradient.  Waits for a remote device. */
 fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out);
 
 /* Leaves min(1, max_norm / (norm + 1e-6)) to be applied by whoever reads the gradients next. */
 void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
+
+/* The same on a remote device, by a norm in its memory (fsdpc_norm_put): nothing waits. */
+fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,
+                                     double max_norm, fsdpc_stream *stream);
 
 /* Leaves a factor to be applied: what undoes a loss scale. */
 void fsdpc_clip_multiply(fsdpc_unit *const *units, int n_units, double factor);

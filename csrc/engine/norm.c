@@ -1,13 +1,10 @@
-/* One face for exact sums and maxima.
+/* One face for exact sums and maxima, wherever they lie.
  *
  * The maximum is kept as bits, so that 0, the empty norm, is all zeros for both kinds and an
  * all-reduce of integers serves both; the words it does not use stay zero.
  *
- * Scaling afterwards is what lets a gradient keep a factor pending, unread: a power of two moves
- * the exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements
- * that the factor would push below the smallest normal number would round; the shifted sum does
- * not.)  Others are left out: libm's pow does not promise that a scaled argument gives the
- * scaled result to the last bit.
+ * A norm is scaled by powers of two alone (ops/flat_norm_rules_body.h).  Others are left out:
+ * libm's pow does not promise that a scaled argument gives the scaled result to the last bit.
  */
 #include "engine/norm.h"
 
@@ -24,19 +21,37 @@ fsdpc_status fsdpc_norm_check(double p)
                       "norm_type %g is not supported: give 1, 2, inf or another number above 0", p);
 }
 
-static double as_double(int64_t bits)
+/* -- memory ------------------------------------------------------------------------------------ */
+
+fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, size_t n)
 {
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
+    *room = (fsdpc_norm_room){.device = device};
+    if (!device->remote && n <= 1) {
+        room->at = &room->here;
+        return FSDPC_OK;
+    }
+    if (!device->remote) {
+        room->at = calloc(n, sizeof *room->at);
+        return room->at
+                   ? FSDPC_OK
+                   : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the norms of %zu parameters", n);
+    }
+    fsdpc_stream inline_stream = {.device = device, .name = "inline"};
+    void *memory = NULL;
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, n * sizeof *room->at, &memory));
+    room->at = memory;
+    return fsdpc_device_fill(device, memory, 0, n * sizeof *room->at, &inline_stream);
 }
 
-static int64_t as_bits(double value)
+void fsdpc_norm_room_fini(fsdpc_norm_room *room)
 {
-    int64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
+    if (room->device->remote)
+        fsdpc_device_free(room->device, room->at);
+    else if (room->at != &room->here)
+        free(room->at);
 }
+
+/* -- on a stream ------------------------------------------------------------------------------- */
 
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream)
@@ -45,10 +60,7 @@ fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dty
         return fsdpc_flat_sumsq(x, dtype, numel, leaf, &norm->sum, stream);
     if (p < (double)INFINITY)
         return fsdpc_flat_sumpow(x, dtype, numel, leaf, p, &norm->sum, stream);
-    double largest = as_double(norm->largest);
-    FSDPC_TRY(fsdpc_flat_absmax(x, dtype, numel, &largest, stream));
-    norm->largest = as_bits(isnan(largest) ? fabs((double)NAN) : largest);
-    return FSDPC_OK;
+    return fsdpc_flat_absmax(x, dtype, numel, &norm->magnitude, stream);
 }
 
 bool fsdpc_norm_can_scale(double p, double factor)
@@ -58,28 +70,19 @@ bool fsdpc_norm_can_scale(double p, double factor)
     return power_of_two && abs(exponent) < 500 && (p == 1 || p == 2 || isinf(p));
 }
 
-void fsdpc_norm_scale(fsdpc_norm *norm, double p, double factor)
+fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p, double factor,
+                             fsdpc_stream *stream)
 {
     int exponent;
     frexp(factor, &exponent);
-    if (isinf(p))
-        norm->largest = as_bits(as_double(norm->largest) * factor);
-    else
-        fsdpc_exact_sum_shift(&norm->sum, (exponent - 1) * (int)p);
+    fsdpc_norm_join_args args = {.into = into, .from = from, .p = p, .exponent = exponent - 1};
+    return fsdpc_flat_norm_join(&args, stream);
 }
 
-void fsdpc_norm_merge(fsdpc_norm *norm, double p, const fsdpc_norm *other)
+fsdpc_status fsdpc_norm_normalize(fsdpc_norm *norm, double p, fsdpc_stream *stream)
 {
-    if (!isinf(p))
-        fsdpc_exact_sum_merge(&norm->sum, &other->sum);
-    else if (other->largest > norm->largest)
-        norm->largest = other->largest;
-}
-
-void fsdpc_norm_normalize(fsdpc_norm *norm, double p)
-{
-    if (!isinf(p))
-        fsdpc_exact_sum_normalize(&norm->sum);
+    fsdpc_norm_join_args args = {.into = norm, .p = p};
+    return fsdpc_flat_norm_join(&args, stream);
 }
 
 fsdpc_red fsdpc_norm_red(double p)
@@ -87,10 +90,39 @@ fsdpc_red fsdpc_norm_red(double p)
     return isinf(p) ? FSDPC_RED_MAX : FSDPC_RED_SUM;
 }
 
+fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream)
+{
+    fsdpc_device *device = stream->device;
+    if (p == 1 || p == 2 || isinf(p))
+        return fsdpc_flat_norm_value(norm, p, out, stream);
+    double value = 0;
+    FSDPC_TRY(fsdpc_norm_read(norm, p, device, &value));
+    return fsdpc_device_copy(device, out, &value, sizeof value, stream);
+}
+
+/* -- in the host ------------------------------------------------------------------------------- */
+
+fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n,
+                              fsdpc_device *device)
+{
+    return fsdpc_device_copy(device, out, norms, n * sizeof *norms, NULL);
+}
+
 double fsdpc_norm_value(const fsdpc_norm *norm, double p)
 {
     if (isinf(p))
-        return as_double(norm->largest);
+        return norm->magnitude;
     double sum = fsdpc_exact_sum_value(&norm->sum);
     return p == 2 ? sqrt(sum) : p == 1 ? sum : pow(sum, 1 / p);
+}
+
+fsdpc_status fsdpc_norm_read(const fsdpc_norm *norm, double p, fsdpc_device *device, double *out)
+{
+    fsdpc_norm here;
+    if (device->remote) {
+        FSDPC_TRY(fsdpc_norm_fetch(&here, norm, 1, device));
+        norm = &here;
+    }
+    *out = fsdpc_norm_value(norm, p);
+    return FSDPC_OK;
 }

@@ -6,23 +6,33 @@
  * is FSDPC_NORM_WORDS integers that begin as zeros, and ranks combine theirs by one integer
  * all-reduce (fsdpc_norm_red), many norms at a time.
  *
+ * Norms lie in the memory of the device whose gradients they measure, so that adding, joining and
+ * combining them waits for nothing; only fsdpc_norm_read does.
+ *
  * A power that fp64 cannot hold is infinity or 0: norms of large p want elements near 1.
  */
 #ifndef FSDPC_ENGINE_NORM_H
 #define FSDPC_ENGINE_NORM_H
 
 #include "comm/comm.h"
-#include "ops/exact_sum.h"
-
-typedef union fsdpc_norm {
-    fsdpc_exact_sum sum;
-    int64_t largest;
-} fsdpc_norm;
-
-enum { FSDPC_NORM_WORDS = sizeof(fsdpc_norm) / sizeof(int64_t) };
+#include "ops/flat_norm.h"
 
 /* FSDPC_ERR_VALUE unless p is a number above 0, or INFINITY. */
 fsdpc_status fsdpc_norm_check(double p);
+
+/* -- memory ------------------------------------------------------------------------------------ */
+
+/* Norms in a device's memory; a single one of the host's is in the struct, which must not move. */
+typedef struct fsdpc_norm_room {
+    fsdpc_device *device;
+    fsdpc_norm here, *at;
+} fsdpc_norm_room;
+
+/* n zeros. */
+fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, size_t n);
+void fsdpc_norm_room_fini(fsdpc_norm_room *room);
+
+/* -- on a stream ------------------------------------------------------------------------------- */
 
 /* Adds elements; they begin at a leaf (layout.h). */
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
@@ -31,14 +41,28 @@ fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dty
 /* Can it be told exactly what the norm would be, had all elements been times `factor`?  For powers
  * of two, and p of 1, 2 and INFINITY. */
 bool fsdpc_norm_can_scale(double p, double factor);
-void fsdpc_norm_scale(fsdpc_norm *norm, double p, double factor); /* where it can */
 
-void fsdpc_norm_merge(fsdpc_norm *norm, double p, const fsdpc_norm *other);
+/* Adds `from`, as if its elements had been times `factor`: 1, or what it can be scaled by. */
+fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p, double factor,
+                             fsdpc_stream *stream);
 
 /* Prepares for an all-reduce of words by fsdpc_norm_red(p). */
-void fsdpc_norm_normalize(fsdpc_norm *norm, double p);
+fsdpc_status fsdpc_norm_normalize(fsdpc_norm *norm, double p, fsdpc_stream *stream);
 fsdpc_red fsdpc_norm_red(double p);
 
-double fsdpc_norm_value(const fsdpc_norm *norm, double p);
+/* *out = its value, in the device's memory too.  A remote device is waited for if p is none of 1, 2
+ * and INFINITY: such a root is the host's. */
+fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
+
+/* -- in the host ------------------------------------------------------------------------------- */
+
+/* Brings n norms into the host's memory; waits. */
+fsdpc_status fsdpc_norm_fetch(fsdpc_norm *out, const fsdpc_norm *norms, size_t n,
+                              fsdpc_device *device);
+
+double fsdpc_norm_value(const fsdpc_norm *norm, double p); /* of one in the host's memory */
+
+/* The value of one in the device's memory; waits. */
+fsdpc_status fsdpc_norm_read(const fsdpc_norm *norm, double p, fsdpc_device *device, double *out);
 
 #endif

@@ -205,6 +205,7 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
         .wire_dtype = group->wire_dtype,
         .numel = part.end - part.begin,
         .grad_scale = unit->pending_scale,
+        .grad_scale_at = fsdpc_unit_scale_at(unit),
         .step = own->steps,
         .copy_gradient = !own->momentum,
         .number = own->number,

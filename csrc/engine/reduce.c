@@ -223,7 +223,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     if (!unit->buffer)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_reduce_wait(unit)); /* one at a time */
-    if (unit->grad_live && unit->pending_scale != 1)
+    if (unit->grad_live && fsdpc_unit_is_scaled(unit))
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));
     unit->postpone = !unit->requires_all_reduce && !unit->deterministic;

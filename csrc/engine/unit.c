@@ -78,6 +78,11 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
         unit->trainable[i] = true;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY_GOTO(status, create_group(unit, g, options), destroy);
+    if (unit->device->remote)
+        FSDPC_TRY_GOTO(status,
+                       fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, sizeof(double),
+                                          (void **)&unit->clip_factor),
+                       destroy);
     *out = unit;
     return FSDPC_OK;
 
@@ -96,6 +101,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
         fsdpc_device_free(unit->device, unit->sums[i]);
+    fsdpc_device_free(unit->device, unit->clip_factor);
     free(unit->ahead[0]);
     free(unit->ahead[1]);
     fsdpc_layout_destroy(unit->layout);
@@ -125,16 +131,17 @@ static void *grad_of(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 {
     FSDPC_TRY(fsdpc_micro_fold(unit));
-    if (unit->pending_scale == 1)
+    if (!fsdpc_unit_is_scaled(unit))
         return FSDPC_OK;
     fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
-        int nonfinite = 0;
         FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
-                                   unit->pending_scale, &nonfinite, &inline_stream));
+                                   unit->pending_scale, fsdpc_unit_scale_at(unit), NULL,
+                                   &inline_stream));
     }
     unit->pending_scale = 1;
+    unit->clipped = false;
     return FSDPC_OK;
 }
 
@@ -251,6 +258,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
     unit->grad_live = unit->partial_live = unit->folded = false;
     unit->n_sums = 0;
     unit->pending_scale = 1;
+    unit->clipped = false;
     unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
     if (unit->root && !unit->root->in_backward)
         fsdpc_fill_drop(unit); /* what was accumulated without synchronising */

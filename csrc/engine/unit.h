@@ -12,7 +12,8 @@
  * or by the user through an exported piece (marked foreign: compared when an epoch begins).  Fulls
  * by publishing only.  Gradient shards by reductions; `grad_live` says whether they hold anything,
  * so zeroing gradients touches no memory.  `pending_scale` is a factor that clipping left to be
- * applied by whoever reads the gradients next.
+ * applied by whoever reads the gradients next.  On a remote device, where the norm is not known to
+ * the host, clipping leaves another one in the device's memory, and says so (`clipped`).
  *
  * The structs are open to the files of csrc/engine; others use the functions.
  */
@@ -122,6 +123,8 @@ struct fsdpc_unit {
     int heights[FSDPC_MICRO_LEVELS], n_sums;
     bool folded;
     double pending_scale;
+    double *clip_factor;  /* in a remote device's memory; NULL on others */
+    bool clipped;         /* clip_factor is pending too */
     double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
 };
 
@@ -172,6 +175,18 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
 
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
+
+/* Is a factor pending? */
+static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
+{
+    return unit->pending_scale != 1 || unit->clipped;
+}
+
+/* The part of it in the device's memory; NULL: none. */
+static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
+{
+    return unit->clipped ? unit->clip_factor : NULL;
+}
 
 /* Makes the gradient shards what they are said to be: micro-steps brought together, multiplied by
  * what clipping left to be applied. */

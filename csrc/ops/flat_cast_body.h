@@ -215,10 +215,10 @@ static void scale_part(void *arg, size_t begin, size_t end)
 }
 
 static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                               int *nonfinite_io, fsdpc_stream *stream)
+                               const double *scale_at, int *nonfinite_io, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));
-    scale_args args = {x, dtype, scale, 0};
+    scale_args args = {x, dtype, scale_at ? scale * *scale_at : scale, 0};
     fsdpc_flat_split(stream, numel, 64, scale_part, &args);
     if (args.nonfinite && nonfinite_io)
         *nonfinite_io = 1;

@@ -62,6 +62,14 @@ fsdpc_status fsdpc_flat_check_power(double p)
     return fsdpc_fail(FSDPC_ERR_VALUE, "sumpow: the power must be above 0 and finite, got %g", p);
 }
 
+fsdpc_status fsdpc_flat_check_norm_value(double p)
+{
+    if (p == 1 || p == 2 || p == (double)INFINITY)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_VALUE,
+                      "norm_value: p is 1, 2 or inf, not %g: read the norm and take its root", p);
+}
+
 fsdpc_status fsdpc_flat_check_clamp(fsdpc_dtype dtype, double limit)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("clamp", dtype));

@@ -21,6 +21,7 @@ fsdpc_status fsdpc_flat_check_pair(const char *operation, const void *dst, fsdpc
 fsdpc_status fsdpc_flat_check_reduce(const fsdpc_reduce_args *args);
 fsdpc_status fsdpc_flat_check_leaf(const char *operation, fsdpc_dtype dtype, size_t leaf);
 fsdpc_status fsdpc_flat_check_power(double p);
+fsdpc_status fsdpc_flat_check_norm_value(double p);
 fsdpc_status fsdpc_flat_check_clamp(fsdpc_dtype dtype, double limit);
 fsdpc_status fsdpc_flat_check_init(const fsdpc_init_args *args);
 fsdpc_status fsdpc_flat_check_step(const fsdpc_step_args *args);

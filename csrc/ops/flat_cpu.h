@@ -28,6 +28,10 @@ void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_fla
 
 /* The same on every path, by being the same code. */
 fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_flat_norm_join_cpu(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_flat_norm_value_cpu(const fsdpc_norm *norm, double p, double *out,
+                                       fsdpc_stream *stream);
+fsdpc_status fsdpc_flat_clip_cpu(const fsdpc_clip_args *args, fsdpc_stream *stream);
 void fsdpc_flat_step_f64(const fsdpc_step_args *args, size_t begin, size_t end);
 
 static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)

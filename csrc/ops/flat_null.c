@@ -19,9 +19,10 @@ static fsdpc_status null_reduce(const fsdpc_reduce_args *args, fsdpc_stream *str
 }
 
 static fsdpc_status null_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                               int *nonfinite_io, fsdpc_stream *stream)
+                               const double *scale_at, int *nonfinite_io, fsdpc_stream *stream)
 {
-    (void)x, (void)dtype, (void)numel, (void)scale, (void)nonfinite_io, (void)stream;
+    (void)x, (void)dtype, (void)numel, (void)scale, (void)scale_at, (void)nonfinite_io;
+    (void)stream;
     return FSDPC_OK;
 }
 
@@ -43,6 +44,25 @@ static fsdpc_status null_absmax(const void *x, fsdpc_dtype dtype, size_t numel, 
                                 fsdpc_stream *stream)
 {
     (void)x, (void)dtype, (void)numel, (void)max_io, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_norm_join(const fsdpc_norm_join_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_norm_value(const fsdpc_norm *norm, double p, double *out,
+                                    fsdpc_stream *stream)
+{
+    (void)norm, (void)p, (void)out, (void)stream;
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_clip(const fsdpc_clip_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
     return FSDPC_OK;
 }
 
@@ -83,6 +103,9 @@ static const fsdpc_flat_ops null_ops = {
     .sumsq = null_sumsq,
     .sumpow = null_sumpow,
     .absmax = null_absmax,
+    .norm_join = null_norm_join,
+    .norm_value = null_norm_value,
+    .clip = null_clip,
     .clamp = null_clamp,
     .step = null_step,
     .equal = null_equal,

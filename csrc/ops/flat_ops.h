@@ -13,7 +13,7 @@
 #define FSDPC_OPS_FLAT_OPS_H
 
 #include "device/device.h"
-#include "ops/exact_sum.h"
+#include "ops/flat_norm.h"
 #include "ops/flat_step.h"
 
 /* out = cast(scale * (tree sum over srcs)) [+ out].
@@ -59,9 +59,11 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*accumulate)(void *dst, fsdpc_dtype dst_dtype, const void *src,
                                fsdpc_dtype src_dtype, size_t numel, fsdpc_stream *stream);
     fsdpc_status (*reduce)(const fsdpc_reduce_args *args, fsdpc_stream *stream);
-    /* x *= scale; *nonfinite_io is set to 1 if a NaN or infinity was read, else left alone */
-    fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale, int *nonfinite_io,
-                          fsdpc_stream *stream);
+    /* x *= scale, and by *scale_at, in the device's memory, unless that is NULL: their product in
+     * fp64, rounded once.  *nonfinite_io, unless NULL, is set to 1 if a NaN or infinity was read,
+     * else left alone. */
+    fsdpc_status (*scale)(void *x, fsdpc_dtype dtype, size_t numel, double scale,
+                          const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
     /* Adds sums of squares of whole leaves to an exact accumulator.  The range begins at a leaf; a
      * leaf is `leaf` consecutive elements (the last may be short), summed in fp64 in a fixed order.
      */
@@ -74,6 +76,10 @@ typedef struct fsdpc_flat_ops {
     /* *max_io = the larger of it and the largest |x|; NaN if any is */
     fsdpc_status (*absmax)(const void *x, fsdpc_dtype dtype, size_t numel, double *max_io,
                            fsdpc_stream *stream);
+    fsdpc_status (*norm_join)(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
+    /* *out = the norm; p is 1, 2 or INFINITY, and out in the device's memory as the norm is */
+    fsdpc_status (*norm_value)(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream);
+    fsdpc_status (*clip)(const fsdpc_clip_args *args, fsdpc_stream *stream);
     /* x = what of [-limit, limit] is nearest to it, the limit rounded to dtype; NaN stays NaN */
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
@@ -117,9 +123,10 @@ static inline fsdpc_status fsdpc_flat_reduce(const fsdpc_reduce_args *args, fsdp
 }
 
 static inline fsdpc_status fsdpc_flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
-                                            int *nonfinite_io, fsdpc_stream *stream)
+                                            const double *scale_at, int *nonfinite_io,
+                                            fsdpc_stream *stream)
 {
-    return stream->device->flat->scale(x, dtype, numel, scale, nonfinite_io, stream);
+    return stream->device->flat->scale(x, dtype, numel, scale, scale_at, nonfinite_io, stream);
 }
 
 static inline fsdpc_status fsdpc_flat_sumsq(const void *x, fsdpc_dtype dtype, size_t numel,
@@ -146,6 +153,23 @@ static inline fsdpc_status fsdpc_flat_absmax(const void *x, fsdpc_dtype dtype, s
     if (!ops->absmax)
         return fsdpc_flat_missing(ops, "maxima: take the 2-norm");
     return ops->absmax(x, dtype, numel, max_io, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_norm_join(const fsdpc_norm_join_args *args,
+                                                fsdpc_stream *stream)
+{
+    return stream->device->flat->norm_join(args, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_norm_value(const fsdpc_norm *norm, double p, double *out,
+                                                 fsdpc_stream *stream)
+{
+    return stream->device->flat->norm_value(norm, p, out, stream);
+}
+
+static inline fsdpc_status fsdpc_flat_clip(const fsdpc_clip_args *args, fsdpc_stream *stream)
+{
+    return stream->device->flat->clip(args, stream);
 }
 
 static inline fsdpc_status fsdpc_flat_clamp(void *x, fsdpc_dtype dtype, size_t numel, double limit,

@@ -54,6 +54,8 @@ void fsdpc_flat_step_f64(const fsdpc_step_args *a, size_t begin, size_t end)
 {
     double scale = a->grad_scale * (a->hyper.maximize ? -1 : 1);
     double *param = a->param;
+    if (a->grad_scale_at)
+        scale *= *a->grad_scale_at;
     for (size_t i = begin; i < end; i++) {
         double g = fsdpc_f64_load_as(a->grad, i, a->grad_dtype) * scale;
         if (a->kind == FSDPC_OPTIM_SGD)

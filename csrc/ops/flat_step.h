@@ -66,12 +66,13 @@ typedef struct fsdpc_step_args {
     void *wire; /* NULL: nothing to publish */
     fsdpc_dtype wire_dtype;
     size_t numel;
-    double grad_scale;  /* F64 parameters see all of it */
-    int64_t step;       /* 1 for the first */
-    bool copy_gradient; /* SGD: the first time with momentum */
-    uint64_t seed;      /* of BF16 states, as the next two */
-    uint32_t number;    /* of the parameter */
-    uint64_t first;     /* the run's first element, in the parameter */
+    double grad_scale;           /* F64 parameters see all of it */
+    const double *grad_scale_at; /* in the device's memory, times grad_scale; NULL: nothing */
+    int64_t step;                /* 1 for the first */
+    bool copy_gradient;          /* SGD: the first time with momentum */
+    uint64_t seed;               /* of BF16 states, as the next two */
+    uint32_t number;             /* of the parameter */
+    uint64_t first;              /* the run's first element, in the parameter */
     /* Devices with graphs alone: in their memory, read when the step runs, instead of what they
      * would be by now.  Which rule it is (momentum or none, amsgrad) is decided now.  NULL: no. */
     const fsdpc_step_scalars *scalars;

@@ -37,6 +37,8 @@ static step_rule rule_of(const fsdpc_step_args *a)
 static step_scalars step_prepare(const fsdpc_step_args *a)
 {
     fsdpc_step_scalars k = fsdpc_step_prepare(a);
+    if (a->grad_scale_at)
+        k.grad_scale *= *a->grad_scale_at;
     return (step_scalars){
         .grad_scale = (float)k.grad_scale,
         .keep = (float)k.keep,

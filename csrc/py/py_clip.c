@@ -79,26 +79,35 @@ static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm
                           fsdpc_layout_leaf(t->ndim, t->shape), g->runtime->compute);
 }
 
+/* The p-norm of all of them, in the device's memory. */
+static fsdpc_status total_norm(const gradients *g, double p, fsdpc_norm *norm)
+{
+    FSDPC_TRY(fsdpc_norm_check(p));
+    for (size_t i = 0; i < g->n_plain; i++)
+        FSDPC_TRY(add_plain(g, i, p, norm));
+    return fsdpc_clip_norms(g->units, g->n_units, p, norm, NULL);
+}
+
 static PyObject *grad_norm(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
-    double p = 2;
+    double p = 2, value = 0;
     gradients g;
     if (!PyArg_ParseTuple(args, "O!O!|d", &PyList_Type, &units, &PyList_Type, &plain, &p) ||
         read_gradients(module, units, plain, &g) < 0)
         return NULL;
-    fsdpc_norm norm = {{{0}, 0, 0}};
+    fsdpc_norm_room norm;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_norm_check(p);
-    for (size_t i = 0; status == FSDPC_OK && i < g.n_plain; i++)
-        status = add_plain(&g, i, p, &norm);
+    status = fsdpc_norm_room_init(&norm, g.runtime->device, 1);
     if (status == FSDPC_OK)
-        status = fsdpc_clip_norms(g.units, g.n_units, p, &norm, NULL);
+        status = total_norm(&g, p, norm.at);
+    if (status == FSDPC_OK)
+        status = fsdpc_norm_read(norm.at, p, g.runtime->device, &value);
+    fsdpc_norm_room_fini(&norm);
     Py_END_ALLOW_THREADS;
     free_gradients(&g);
-    return status == FSDPC_OK ? PyFloat_FromDouble(fsdpc_norm_value(&norm, p))
-                              : fsdpc_py_raise(status);
+    return status == FSDPC_OK ? PyFloat_FromDouble(value) : fsdpc_py_raise(status);
 }
 
 /* A list of floats, None where a parameter has no gradient. */
@@ -138,6 +147,22 @@ static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, doubl
     return result;
 }
 
+/* Those of all parameters of the units, then of the tensors, in host memory. */
+static fsdpc_status all_norms(const gradients *g, double p, size_t n_params, fsdpc_norm *out)
+{
+    size_t n = n_params + g->n_plain;
+    fsdpc_norm_room room; /* the total comes last */
+    fsdpc_status status = fsdpc_norm_room_init(&room, g->runtime->device, n + 1);
+    if (status == FSDPC_OK)
+        status = fsdpc_clip_norms(g->units, g->n_units, p, &room.at[n], room.at);
+    for (size_t i = 0; status == FSDPC_OK && i < g->n_plain; i++)
+        status = add_plain(g, i, p, &room.at[n_params + i]);
+    if (status == FSDPC_OK && n > 0)
+        status = fsdpc_norm_fetch(out, room.at, n, g->runtime->device);
+    fsdpc_norm_room_fini(&room);
+    return status;
+}
+
 static PyObject *grad_norms(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
@@ -149,15 +174,13 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     size_t n_params = 0;
     for (int i = 0; i < g.n_units; i++)
         n_params += (size_t)g.units[i]->layout->n_params;
-    fsdpc_norm total = {{{0}, 0, 0}};
-    fsdpc_norm *norms = PyMem_Calloc(n_params + g.n_plain + 1, sizeof *norms);
+    size_t n = n_params + g.n_plain;
+    fsdpc_norm *norms = PyMem_Calloc(n + 1, sizeof *norms);
     PyObject *result = NULL;
     if (norms) {
         fsdpc_status status;
         Py_BEGIN_ALLOW_THREADS;
-        status = fsdpc_clip_norms(g.units, g.n_units, p, &total, norms);
-        for (size_t i = 0; status == FSDPC_OK && i < g.n_plain; i++)
-            status = add_plain(&g, i, p, &norms[n_params + i]);
+        status = all_norms(&g, p, n_params, norms);
         Py_END_ALLOW_THREADS;
         result = status == FSDPC_OK ? norms_result(&g, norms, p) : fsdpc_py_raise(status);
     } else {
@@ -168,31 +191,94 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
-/* `nonfinite_io` becomes 1 where a NaN or infinity was read. */
-static fsdpc_status multiply_plain(const gradients *g, double factor, int *nonfinite_io)
+/* By `factor`, and `factor_at` in the device's memory (may be NULL); `nonfinite_io`, unless NULL,
+ * becomes 1 where a NaN or infinity was read, and a remote device is waited for. */
+static fsdpc_status multiply_plain(const gradients *g, double factor, const double *factor_at,
+                                   int *nonfinite_io)
 {
     for (size_t i = 0; i < g->n_plain; i++) {
         fsdpc_tensor *t = g->plain[i];
         FSDPC_TRY(fsdpc_tensor_check_write(t));
-        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, factor, nonfinite_io,
+        FSDPC_TRY(fsdpc_flat_scale(t->data, t->dtype, t->numel, factor, factor_at, nonfinite_io,
                                    g->runtime->compute));
     }
     return FSDPC_OK;
+}
+
+/* Leaves the factor to be applied to units, and applies it to the others. */
+static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
+{
+    double scale = max_norm / (norm + 1e-6);
+    fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
+    return scale < 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
+}
+
+/* The same by a norm in the memory of a remote device. */
+static fsdpc_status clip_by_remote(const gradients *g, const double *norm, double max_norm)
+{
+    fsdpc_stream *stream = g->runtime->compute;
+    FSDPC_TRY(fsdpc_clip_scale_remote(g->units, g->n_units, norm, max_norm, stream));
+    if (g->n_plain == 0)
+        return FSDPC_OK;
+    fsdpc_tensor *factor;
+    FSDPC_TRY(fsdpc_tensor_create(g->runtime->device, FSDPC_F64, 0, NULL, &factor));
+    fsdpc_clip_args args = {.norm = norm, .max_norm = max_norm, .n = 1, .factors = {factor->data}};
+    fsdpc_status status = fsdpc_flat_clip(&args, stream);
+    if (status == FSDPC_OK)
+        status = multiply_plain(g, 1, factor->data, NULL);
+    fsdpc_tensor_release(factor);
+    return status;
+}
+
+/* Norm and clipping in one; `norm_out` is room for the norm's value, in the device's memory. */
+static fsdpc_status clip_all(const gradients *g, double p, double max_norm, double *norm_out)
+{
+    bool remote = g->runtime->device->remote;
+    fsdpc_norm_room norm;
+    fsdpc_status status = fsdpc_norm_room_init(&norm, g->runtime->device, 1);
+    if (status == FSDPC_OK)
+        status = total_norm(g, p, norm.at);
+    if (status == FSDPC_OK && remote)
+        status = fsdpc_norm_put(norm.at, p, norm_out, g->runtime->compute);
+    else if (status == FSDPC_OK)
+        *norm_out = fsdpc_norm_value(norm.at, p);
+    fsdpc_norm_room_fini(&norm);
+    FSDPC_TRY(status);
+    return remote ? clip_by_remote(g, norm_out, max_norm) : clip_by(g, *norm_out, max_norm);
+}
+
+static PyObject *clip_grads(PyObject *module, PyObject *args)
+{
+    PyObject *units, *plain;
+    double p, max_norm;
+    fsdpc_tensor *norm;
+    gradients g;
+    if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &p,
+                          &max_norm) ||
+        read_gradients(module, units, plain, &g) < 0)
+        return NULL;
+    fsdpc_status status = fsdpc_tensor_create(g.runtime->device, FSDPC_F64, 0, NULL, &norm);
+    if (status == FSDPC_OK) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = clip_all(&g, p, max_norm, norm->data);
+        Py_END_ALLOW_THREADS;
+        if (status != FSDPC_OK)
+            fsdpc_tensor_release(norm);
+    }
+    free_gradients(&g);
+    return status == FSDPC_OK ? fsdpc_py_tensor_wrap(module, norm) : fsdpc_py_raise(status);
 }
 
 static PyObject *scale_grads(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
     double norm, max_norm;
-    int nonfinite = 0;
     gradients g;
     if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &norm,
                           &max_norm) ||
         read_gradients(module, units, plain, &g) < 0)
         return NULL;
-    double scale = max_norm / (norm + 1e-6);
-    fsdpc_clip_scale(g.units, g.n_units, norm, max_norm);
-    fsdpc_status status = scale < 1 ? multiply_plain(&g, scale, &nonfinite) : FSDPC_OK;
+    fsdpc_status status = clip_by(&g, norm, max_norm);
     free_gradients(&g);
     return fsdpc_py_none(status);
 }
@@ -207,7 +293,7 @@ static PyObject *multiply_grads(PyObject *module, PyObject *args)
         read_gradients(module, units, plain, &g) < 0)
         return NULL;
     fsdpc_clip_multiply(g.units, g.n_units, factor);
-    fsdpc_status status = multiply_plain(&g, factor, &nonfinite);
+    fsdpc_status status = multiply_plain(&g, factor, NULL, &nonfinite);
     free_gradients(&g);
     return status == FSDPC_OK ? PyBool_FromLong(nonfinite) : fsdpc_py_raise(status);
 }
@@ -246,6 +332,9 @@ static PyMethodDef functions[] = {
     {"grad_norms", grad_norms, METH_VARARGS,
      "grad_norms(units, tensors, p=2): of each parameter of each unit, of each tensor; "
      "collective."},
+    {"clip_grads", clip_grads, METH_VARARGS,
+     "clip_grads(units, tensors, p, max_norm): the norm as a tensor, and its clipping factor left "
+     "to be applied; collective."},
     {"scale_grads", scale_grads, METH_VARARGS,
      "scale_grads(units, tensors, norm, max_norm): leave the clipping factor to be applied."},
     {"multiply_grads", multiply_grads, METH_VARARGS,

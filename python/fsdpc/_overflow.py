@@ -26,6 +26,11 @@ def forget(units: Iterable[Any]) -> None:
         _watched.pop(unit, None)
 
 
+def is_watching(units: Iterable[Any]) -> bool:
+    """Tell whether anybody asked for norms that cover one of these units."""
+    return bool(_watched) and any(unit in _watched for unit in units)
+
+
 def report(units: Iterable[Any], overflowed: bool) -> None:
     """Say whether a norm over these units, together and over all ranks, was not finite."""
     for unit in units if _watched else ():

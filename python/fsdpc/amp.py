@@ -46,6 +46,7 @@ class LossScaler:
     GradScaler. Unscaling sharded gradients costs no pass over memory: the factor is applied by the
     optimizer as it reads them. Whether they overflowed costs a small all-reduce in :meth:`step`,
     and nothing where :func:`fsdpc.clip_grad_norm_` was called between :meth:`unscale_` and there.
+    On a GPU, that is waited for.
     The loss itself should be float32, as the losses of ``fsdpc.models`` are.
     Source: Mixed Precision Training (Micikevicius et al. 2018).
 

@@ -31,7 +31,7 @@ def clip_grad_norm_(
     norm_type : float, default 2
         1, 2, ``inf`` (the largest magnitude) or another number above 0.
     error_if_nonfinite : bool, default False
-        Raise if the norm is NaN or infinite; gradients are left as they are.
+        Raise if the norm is NaN or infinite; gradients are left as they are. A GPU is waited for.
 
     Returns
     -------
@@ -52,12 +52,17 @@ def clip_grad_norm_(
     Sharded gradients are not touched: the factor is applied by the optimizer while it reads them,
     or by whoever reads ``.grad`` first. One small all-reduce for each shard group. Powers must fit
     float64: the norm of finite gradients can be infinite, or 0, for a large ``norm_type``.
+
+    On a GPU norm and factor stay in its memory, and only who reads the norm waits, unless
+    ``norm_type`` is none of 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler` asks for it.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
     named = _named(module)
     units, plain = _gradients(named)
     p = float(norm_type)
+    if not (error_if_nonfinite or _overflow.is_watching(units)):
+        return _core.clip_grads(units, plain, p, float(max_norm))
     norm = _core.grad_norm(units, plain, p)
     if math.isfinite(norm) or p in (1, 2, math.inf):  # another power may itself have overflowed
         _overflow.report(units, not math.isfinite(norm))

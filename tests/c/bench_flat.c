@@ -115,7 +115,7 @@ static void run_reduce_8(bench *b)
 static void run_scale(bench *b)
 {
     int nonfinite = 0;
-    b->ops->scale(b->dst, FSDPC_F32, b->numel, 1.0f, &nonfinite, &b->stream);
+    b->ops->scale(b->dst, FSDPC_F32, b->numel, 1.0f, NULL, &nonfinite, &b->stream);
 }
 
 static void sumsq(bench *b, fsdpc_dtype dtype, size_t leaf)

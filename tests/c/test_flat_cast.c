@@ -144,7 +144,7 @@ static void test_scale(rig *r, fsdpc_dtype dtype, size_t numel)
     memcpy(x, before, numel * fsdpc_dtype_bytes(dtype));
     int nonfinite = 0;
     const float by = 0.3f;
-    CHECK_OK(r->ops->scale(x, dtype, numel, by, &nonfinite, &r->stream));
+    CHECK_OK(r->ops->scale(x, dtype, numel, by, NULL, &nonfinite, &r->stream));
     CHECK(nonfinite == 0);
     size_t wrong = 0;
     for (size_t i = 0; i < numel; i++) {
@@ -158,14 +158,14 @@ static void test_scale(rig *r, fsdpc_dtype dtype, size_t numel)
         size_t place = (numel - 1) * k / 2;
         set_element(x, place, dtype, bad[k]);
         nonfinite = 0;
-        CHECK_OK(r->ops->scale(x, dtype, numel, 1, &nonfinite, &r->stream));
+        CHECK_OK(r->ops->scale(x, dtype, numel, 1, NULL, &nonfinite, &r->stream));
         CHECK(nonfinite == 1 && !isfinite(element(x, place, dtype)));
         set_element(x, place, dtype, 0);
     }
     nonfinite = 5; /* left alone when all is well */
-    CHECK_OK(r->ops->scale(x, dtype, numel, 2, &nonfinite, &r->stream));
+    CHECK_OK(r->ops->scale(x, dtype, numel, 2, NULL, &nonfinite, &r->stream));
     CHECK(nonfinite == 5);
-    CHECK_OK(r->ops->scale(x, dtype, numel, 2, NULL, &r->stream));
+    CHECK_OK(r->ops->scale(x, dtype, numel, 2, NULL, NULL, &r->stream));
     free(x), free(before);
 }
 
@@ -202,7 +202,7 @@ static void test_refusals(rig *r)
     CHECK_FAILS(r->ops->cast(x, FSDPC_I32, x, FSDPC_F32, 1, &r->stream), FSDPC_ERR_DTYPE, "int32");
     CHECK_FAILS(r->ops->accumulate(x, FSDPC_F32, x, FSDPC_BOOL, 1, &r->stream), FSDPC_ERR_DTYPE,
                 "bool");
-    CHECK_FAILS(r->ops->scale(x, FSDPC_U8, 1, 1, NULL, &r->stream), FSDPC_ERR_DTYPE, "uint8");
+    CHECK_FAILS(r->ops->scale(x, FSDPC_U8, 1, 1, NULL, NULL, &r->stream), FSDPC_ERR_DTYPE, "uint8");
     CHECK_FAILS(r->ops->equal(x, FSDPC_F32, x, FSDPC_I64, 1, &equal, &r->stream), FSDPC_ERR_DTYPE,
                 "int64");
     CHECK_FAILS(r->ops->cast(x, FSDPC_F64, x, FSDPC_F32, 1, &r->stream), FSDPC_ERR_VALUE,

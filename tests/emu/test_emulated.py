@@ -13,7 +13,8 @@ TIMEOUT_S = 600
 pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
 
 
-@pytest.mark.parametrize("name", ["test_flat_kernels", "test_step_kernels", "test_nn_kernels",
+@pytest.mark.parametrize("name", ["test_flat_kernels", "test_step_kernels", "test_norm_kernels",
+                                  "test_nn_kernels",
                                   "test_attention_kernels", "test_device_cuda", "test_graph",
                                   "test_nccl_load", "test_comm_nccl", "test_nccl_faults",
                                   "test_streams", "test_comm_local_cuda", "test_windows",

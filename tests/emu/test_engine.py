@@ -191,7 +191,7 @@ print(model(fsdpc.tensor(x[:1, :8])).shape)  # whoever caught it goes on
 
 @pytest.mark.parametrize("rows, limit, wanted", [
     (1, 20 << 20, ["(reduce)", "holds wire 4198400, master", "A rank is to hold", "total "]),
-    (4096, 44 << 20, ["(activation)", "holds wire 4198400, master"]),
+    (4096, 45 << 20, ["(activation)", "holds wire 4198400, master"]),
 ], ids=["units", "activations"])
 def test_what_does_not_fit_is_refused_with_what_is_held(
     environment: dict[str, str], rows: int, limit: int, wanted: list[str]
@@ -201,3 +201,54 @@ def test_what_does_not_fit_is_refused_with_what_is_held(
     assert f" of {limit} are free" in done.stdout, done.stdout
     assert [word for word in wanted if word not in done.stdout] == [], done.stdout
     assert done.stdout.endswith("(1, 8)\n")
+
+
+CLIPPING = """
+import sys
+import numpy as np, fsdpc
+from fsdpc import nn
+fsdpc.set_default_device(sys.argv[1])
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(fsdpc.tensor(np.ones(1000, np.float32)))
+
+    def forward(self, x):  # gradients are x, to the bit
+        return (self.w * fsdpc.tensor(x)).sum()
+
+x = np.random.default_rng(0).standard_normal(1000, dtype=np.float32)
+for sharded in (False, True):
+    model = Weighted()
+    if sharded:
+        fsdpc.fully_shard(model)
+    for bad in (None, np.nan, np.inf):
+        batch = x.copy()
+        batch[7] = x[7] if bad is None else bad
+        for p in (1, 2, 3, float("inf")):
+            model(batch).backward()
+            norms = [fsdpc.clip_grad_norm_(model, limit, p) for limit in (1e9, 0.5, 0.25)]
+            fsdpc.clip_grad_norm_(model, 0.125)  # not measured again before it is read
+            grad = model.w.grad.numpy()
+            print(sharded, bad, p, [float(norm).hex() for norm in norms], norms[0].dtype,
+                  norms[0].shape, grad.tobytes().hex() if bad is None else grad[:9].tolist(),
+                  fsdpc.grad_norms(model, p))
+            model.zero_grad()
+    try:
+        model(batch).backward()
+        fsdpc.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    except FloatingPointError as error:
+        print(error)
+    model.zero_grad()
+"""
+
+
+def test_clipping_has_the_cpu_s_bits(environment: dict[str, str]) -> None:
+    """Norms of every kind and what they leave of gradients, in units and outside, clipped again
+    and again before anybody looks."""
+    outputs = []
+    for device in ("cpu", "cuda"):
+        done = run(environment, "-c", CLIPPING, device)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout.splitlines())
+    assert len(outputs[0]) == 26 and outputs[1] == outputs[0]

@@ -32,3 +32,11 @@ def test_a_step_asks_for_no_memory(counted: dict[str, dict[str, int]], name: str
     assert counts["allocations"] == 0 and counts["system_allocs"] == 0
     assert counts["made"] > 0, "the pool's calls are not counted"
     assert counts["read"] > 0, "a value was read without a wait: waits are not counted"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "perceptron"])
+def test_a_step_does_not_wait(counted: dict[str, dict[str, int]], name: str, dtype: str) -> None:
+    """Loss, backward, clipping, AdamW and zero_grad, until somebody reads a value."""
+    counts = counted[f"{name} {dtype}"]
+    assert counts["waits"] == 0 and counts["queries"] == 0

@@ -89,7 +89,7 @@ static fsdpc_status run_accumulate(void *arg)
 static fsdpc_status run_scale(void *arg)
 {
     flat_case *c = arg;
-    return fsdpc_flat_scale(c->y, FSDPC_F32, NUMEL, 1.0000001f, NULL, gpu_stream);
+    return fsdpc_flat_scale(c->y, FSDPC_F32, NUMEL, 1.0000001f, NULL, NULL, gpu_stream);
 }
 
 static fsdpc_status run_sumsq(void *arg)

@@ -91,6 +91,8 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
     for (int s = 0; s < n_states; s++)
         states[s] = make_state(d->state, numel, shift[0], s);
     bool has_wire = d->wire != NO_WIRE;
+    buffer factor =
+        buffer_random(FSDPC_F64, 1, 0); /* what clipping left, from the second step on */
     buffer w = buffer_poison(has_wire ? (fsdpc_dtype)d->wire : FSDPC_F32, numel, shift[0]);
     fsdpc_step_args args = {.kind = r->kind,
                             .hyper = r->hyper,
@@ -107,10 +109,12 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
         args.step = step;
         args.copy_gradient = step == 1;
         args.param = p.on_cpu, args.grad = g.on_cpu, args.wire = has_wire ? w.on_cpu : NULL;
+        args.grad_scale_at = step > 1 ? factor.on_cpu : NULL;
         for (int s = 0; s < n_states; s++)
             args.states[s] = states[s].on_cpu;
         CHECK_OK(fsdpc_flat_step(&args, cpu_stream));
         args.param = p.on_gpu, args.grad = g.on_gpu, args.wire = has_wire ? w.on_gpu : NULL;
+        args.grad_scale_at = step > 1 ? factor.on_gpu : NULL;
         for (int s = 0; s < n_states; s++)
             args.states[s] = states[s].on_gpu;
         step_on_gpu(args, (numel + (size_t)step) % 2);
@@ -122,6 +126,7 @@ static void check_step(const rule *r, const dtypes *d, size_t numel, const size_
     buffer_fini(&p);
     buffer_fini(&g);
     buffer_fini(&w);
+    buffer_fini(&factor);
     for (int s = 0; s < n_states; s++)
         buffer_fini(&states[s]);
 }

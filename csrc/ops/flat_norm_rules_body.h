@@ -1,0 +1,49 @@
+/* What becomes of norms (ops/flat_norm.h), by one thread; written once for processor and GPU: who
+ * includes it defines RULE as what stands before a function, behind exact_sum_rules_body.h.
+ *
+ * Scaling afterwards is what lets a gradient keep a factor pending, unread: a power of two moves
+ * the exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements
+ * that the factor would push below the smallest normal number would round; the shifted sum does
+ * not.)
+ */
+
+RULE void norm_join(const fsdpc_norm_join_args *args)
+{
+    bool is_sum = args->p < (double)INFINITY;
+    fsdpc_norm into = *args->into;
+    if (args->from) {
+        fsdpc_norm from = *args->from;
+        if (is_sum) {
+            if (args->exponent)
+                exact_sum_shift(&from.sum, args->exponent * (int)args->p);
+            exact_sum_merge(&into.sum, &from.sum);
+        } else {
+            if (args->exponent)
+                from.magnitude = ldexp(from.magnitude, args->exponent);
+            into.largest = from.largest > into.largest ? from.largest : into.largest;
+        }
+    }
+    if (is_sum)
+        exact_sum_normalize(&into.sum);
+    *args->into = into;
+}
+
+/* p is 1, 2 or INFINITY */
+RULE double norm_value(const fsdpc_norm *norm, double p)
+{
+    if (!(p < (double)INFINITY))
+        return norm->magnitude;
+    double sum = exact_sum_value(&norm->sum);
+    return p == 2 ? sqrt(sum) : sum;
+}
+
+RULE void clip(const fsdpc_clip_args *args)
+{
+    double factor = args->max_norm / (*args->norm + 1e-6);
+    if (!(factor < 1)) /* nor where the norm is NaN: the caller decides what that means */
+        factor = 1;
+    for (int i = 0; i < args->n; i++) {
+        bool pending = args->pending >> i & 1;
+        *args->factors[i] = pending ? *args->factors[i] * factor : factor;
+    }
+}
