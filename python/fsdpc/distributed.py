@@ -63,7 +63,8 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        The transport needs NCCL, and there is none; the message says where it was looked for.
+        The transport needs NCCL, and there is none (the message says where it was looked for); or
+        the mode is deterministic and the transport NCCL, which sums in an order of its own.
     """
     global _world, _local_rank, _deterministic
     if _world is not None:
@@ -99,6 +100,12 @@ def init(
         local_rank=_local_rank,
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
     )
+    if deterministic and _world.transport == "nccl" and world_size > 1:
+        shutdown()
+        raise NotImplementedError(
+            "deterministic mode over NCCL, which sums in an order of its own: set "
+            "FSDPC_TRANSPORT=local_cuda, which goes through host memory, or do without"
+        )
     _deterministic = bool(deterministic)
 
 

@@ -121,6 +121,12 @@ void emu_unmap(void *address, size_t bytes);
 /* Whether the calling thread has selected a device. */
 int emu_selected(void);
 
+/* cudaLaunchHostFunc for a function that touches device memory, or for one that may wait long and
+ * touches none, which does not keep the host inside a call. */
+void emu_launch_host(cudaStream_t stream, cudaHostFn_t function, void *arg, int touches_memory);
+typedef void (*emu_launch_host_fn)(cudaStream_t stream, cudaHostFn_t function, void *arg,
+                                   int touches_memory);
+
 /* How often, since the process began, the host waited for the device (also by a copy into ordinary
  * memory), asked whether an event was reached, and asked for memory or gave it back. */
 unsigned long long emu_waits(void);

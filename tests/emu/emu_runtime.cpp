@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <linux/futex.h>
 #include <map>
@@ -593,6 +594,17 @@ static void host_waits_for(const std::atomic<bool> &flag)
     wait_for(flag);
 }
 
+/* The same for so long: what is asked for may wait for another process. */
+static void host_waits_for(const std::atomic<bool> &flag, std::chrono::nanoseconds patience)
+{
+    host_inside here;
+    auto until = std::chrono::steady_clock::now() + patience;
+    while (!flag.load(std::memory_order_acquire) && std::chrono::steady_clock::now() < until)
+        std::this_thread::yield();
+}
+
+static const std::chrono::milliseconds QUERY_PATIENCE(5);
+
 /* -- the runtime ------------------------------------------------------------------------------- */
 
 namespace
@@ -937,6 +949,11 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
     return cudaSuccess;
 }
 
+void emu_launch_host(cudaStream_t stream, cudaHostFn_t function, void *arg, int touches_memory)
+{
+    of(stream)->post([=] { function(arg); }, touches_memory != 0);
+}
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
 {
     *event = new emu_event();
@@ -998,7 +1015,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
     emu_trace("query\n");
     queries++;
     if (gate.closed && event->reached) /* else nothing would ever run */
-        host_waits_for(*event->reached);
+        host_waits_for(*event->reached, QUERY_PATIENCE);
     bool reached = !event->reached || event->reached->load(std::memory_order_acquire);
     return reached ? cudaSuccess : cudaErrorNotReady;
 }

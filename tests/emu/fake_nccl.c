@@ -1,4 +1,4 @@
-/* A NCCL for the emulated device: ranks are threads of one process, bytes are copied.
+/* A NCCL for the emulated device: ranks are threads or processes of one host, bytes are copied.
  *
  * Built as a libnccl.so.2 of its own, so that the loader finds in it what it would find in NCCL.
  * It keeps NCCL's rules and complains about who breaks them: nonblocking, so that inits and groups
@@ -6,19 +6,27 @@
  * in the order of their stream and meet the peers' there.  Sums are taken rank by rank and rounded
  * to the type after each, unlike the tree of the CPU's reductions.
  *
- * Meeting.  Every rank leaves a copy of what it sends, waits for all, computes its own result from
- * the copies, and waits again before the next may begin.  What a gather is to write holds noise
- * meanwhile, as nobody may read it before the gather is done.  Host threads read atomics alone, so
- * that ThreadSanitizer sees no order between host and stream that CUDA would not give.
+ * Meeting.  An identity names a memfd of the process that drew it, which the others open by way of
+ * /proc; no death leaves anything behind.  Chunk by chunk every rank leaves what it sends there,
+ * waits for all, computes its own result, and waits again before the next may begin.  Waits poll
+ * atomics, so that a rank which is killed holds no lock, and are work of the stream that touches no
+ * memory of the device, so that a host which asks for an event is not kept.  Host threads read
+ * atomics alone, so that ThreadSanitizer sees no order between host and stream that CUDA would not
+ * give.
  */
 #include "fake_nccl.h"
 
+#include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "base/dtype.h"
 #include "cuda/nccl_abi.h"
@@ -26,6 +34,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 enum { RANKS_MAX = 16, GROUP_MAX = 64, POLLS = 3, CONFIG_BYTES = 64 };
+enum { AREA_BYTES = 1 << 20, LOOK_NS = 20000 };
 
 typedef enum op_kind { GATHER, SCATTER, ALL_REDUCE, REDUCE, BROADCAST } op_kind;
 
@@ -39,27 +48,31 @@ typedef struct fake_op {
     int root;
 } fake_op;
 
-/* The ranks of one identity. */
+/* Where the ranks of one identity meet. */
+typedef struct meeting {
+    _Atomic int size; /* 0 until the first rank joins */
+    _Atomic int joined, finalized;
+    _Atomic long arrived, finished; /* chunks, counted over ranks */
+    unsigned char areas[RANKS_MAX][AREA_BYTES];
+} meeting;
+
+/* The meetings that this process has mapped; ranks that are its threads share one mapping. */
 typedef struct clique {
     struct clique *next;
     fsdpc_nccl_id id;
-    int size;
-    _Atomic int joined, finalized;
-    pthread_mutex_t lock;
-    pthread_cond_t moved;
-    long arrived, finished;
-    unsigned char *copies[RANKS_MAX]; /* of what ranks send; kept until they send again */
+    meeting *all;
 } clique;
 
 struct ncclComm {
-    clique *all;
-    int rank;
+    meeting *all;
+    int rank, size;
     _Atomic int refs; /* the caller's, and one for each group on a stream */
     _Atomic bool aborted;
     bool begun, finalized;
-    int polls;       /* left until the call in progress is done */
-    long launched;   /* groups */
-    long turn, done; /* groups and operations that have run; under the lock */
+    int polls;         /* left until the call in progress is done */
+    long launched;     /* groups */
+    _Atomic long turn; /* groups that have run */
+    long chunks;       /* that have run; of whoever has the turn */
     fake_op held[GROUP_MAX];
     int n_held;
     cudaStream_t stream;
@@ -68,13 +81,22 @@ struct ncclComm {
 typedef struct batch {
     fsdpc_nccl_comm comm;
     long number; /* groups run in order of launching, whatever their streams */
+    bool failed;
     int n;
     fake_op ops[GROUP_MAX];
 } batch;
 
+/* A part of an operation that fits into an area, in elements of its result. */
+typedef struct chunk {
+    batch *of;
+    const fake_op *op;
+    size_t first, numel;
+    bool last; /* of the batch */
+} chunk;
+
 static pthread_mutex_t cliques_lock = PTHREAD_MUTEX_INITIALIZER;
 static clique *cliques;
-static _Atomic int drawn, fault, fault_rank, open_comms, out_of_place, forbidden;
+static _Atomic int fault, fault_rank, open_comms, out_of_place, forbidden;
 static _Thread_local int depth;
 static _Thread_local fsdpc_nccl_comm grouped;
 
@@ -175,94 +197,126 @@ static void join(fsdpc_nccl_type type, fsdpc_nccl_red red, unsigned char *into,
     }
 }
 
-static void join_ranks(const clique *all, const fake_op *op, size_t first, unsigned char *out)
-{
-    size_t element = type_bytes(op->type);
-    memcpy(out, all->copies[0] + first * element, op->numel * element);
-    for (int p = 1; p < all->size; p++)
-        for (size_t j = 0; j < op->numel; j++)
-            join(op->type, op->red, out + j * element, all->copies[p] + (first + j) * element);
-}
-
 /* ---- On a stream ---- */
 
-static size_t sent_bytes(const fake_op *op, int size)
+/* The runtime's: of the program, or of the plugin, which keeps its symbols to itself. */
+static void launch(cudaStream_t stream, cudaHostFn_t function, void *arg, bool touches_memory)
 {
-    return op->numel * type_bytes(op->type) * (op->kind == SCATTER ? (size_t)size : 1);
+    static _Atomic(emu_launch_host_fn) found;
+    emu_launch_host_fn call = atomic_load(&found);
+    if (!call) {
+        const char *plugin = getenv("FSDPC_CUDA_PLUGIN");
+        void *handle = plugin ? dlopen(plugin, RTLD_NOW | RTLD_NOLOAD) : NULL;
+        *(void **)&call = dlsym(handle ? handle : RTLD_DEFAULT, "emu_launch_host");
+        if (!call) {
+            fprintf(stderr, "fake NCCL: no emulated runtime: %s\n", dlerror());
+            abort();
+        }
+        atomic_store(&found, call);
+    }
+    call(stream, function, arg, touches_memory);
 }
 
-static void result_take(const clique *all, int rank, const fake_op *op)
+static size_t parts_of(const fake_op *op, int size)
 {
-    size_t bytes = op->numel * type_bytes(op->type);
-    switch (op->kind) {
-    case GATHER:
-        for (int p = 0; p < all->size; p++)
-            memcpy(op->recv + (size_t)p * bytes, all->copies[p], bytes);
-        break;
-    case SCATTER:
-        join_ranks(all, op, (size_t)rank * op->numel, op->recv);
-        break;
-    case ALL_REDUCE:
-        join_ranks(all, op, 0, op->recv);
-        break;
-    case REDUCE:
-        if (rank == op->root)
-            join_ranks(all, op, 0, op->recv);
-        break;
-    case BROADCAST:
-        memcpy(op->recv, all->copies[op->root], bytes);
-        break;
+    return op->kind == SCATTER ? (size_t)size : 1;
+}
+
+/* What a gather is to write holds noise meanwhile, as nobody may read it before the gather is done.
+ */
+static void spoil(const chunk *c)
+{
+    enum { NOISE = 0x5a };
+    const fake_op *op = c->op;
+    size_t element = type_bytes(op->type);
+    for (int p = 0; op->kind == GATHER && p < c->of->comm->size; p++)
+        if (p != c->of->comm->rank)
+            memset(op->recv + ((size_t)p * op->numel + c->first) * element, NOISE,
+                   c->numel * element);
+}
+
+/* Leaves what this rank sends: of a scatter a part for every rank. */
+static void chunk_give(void *arg)
+{
+    chunk *c = arg;
+    const fake_op *op = c->op;
+    fsdpc_nccl_comm comm = c->of->comm;
+    size_t element = type_bytes(op->type), parts = parts_of(op, comm->size);
+    if (c->of->failed)
+        return;
+    for (size_t p = 0; p < parts; p++)
+        memcpy(comm->all->areas[comm->rank] + p * c->numel * element,
+               op->send + (p * op->numel + c->first) * element, c->numel * element);
+    spoil(c);
+}
+
+/* Waits until all ranks have come to `count`; the batch fails if it is aborted first. */
+static void meet(batch *b, const _Atomic long *count, long target)
+{
+    const struct timespec pause = {0, LOOK_NS};
+    while (!b->failed && atomic_load(count) < target) {
+        b->failed = atomic_load(&b->comm->aborted);
+        nanosleep(&pause, NULL);
     }
 }
 
-static void spoil(const clique *all, int rank, const fake_op *op)
+static void chunk_arrive(void *arg)
 {
-    enum { NOISE = 0x5a };
-    size_t bytes = op->numel * type_bytes(op->type);
-    for (int p = 0; op->kind == GATHER && p < all->size; p++)
-        if (p != rank)
-            memset(op->recv + (size_t)p * bytes, NOISE, bytes);
-}
-
-/* Waits until `count` has come to `target`; false if aborted first.  The lock is held. */
-static bool meet(fsdpc_nccl_comm comm, const long *count, long target)
-{
-    while (*count < target && !atomic_load(&comm->aborted))
-        pthread_cond_wait(&comm->all->moved, &comm->all->lock);
-    return *count >= target;
-}
-
-static bool op_run(fsdpc_nccl_comm comm, const fake_op *op)
-{
-    clique *all = comm->all;
-    size_t bytes = sent_bytes(op, all->size);
-    unsigned char *copy = malloc(bytes);
-    memcpy(copy, op->send, bytes);
-    spoil(all, comm->rank, op);
-    pthread_mutex_lock(&all->lock);
-    long target = ++comm->done * all->size;
+    chunk *c = arg;
+    fsdpc_nccl_comm comm = c->of->comm;
+    const struct timespec pause = {0, LOOK_NS};
+    long target = ++comm->chunks * comm->size;
     while (
         (is_broken(FAKE_NCCL_STUCK, comm->rank) || is_broken(FAKE_NCCL_REMOTE_ERROR, comm->rank)) &&
         !atomic_load(&comm->aborted))
-        pthread_cond_wait(&all->moved, &all->lock);
-    free(all->copies[comm->rank]);
-    all->copies[comm->rank] = copy;
-    bool met = !atomic_load(&comm->aborted);
-    if (met) {
-        all->arrived++;
-        pthread_cond_broadcast(&all->moved);
-        met = meet(comm, &all->arrived, target);
+        nanosleep(&pause, NULL);
+    if (atomic_load(&comm->aborted))
+        c->of->failed = true;
+    if (c->of->failed)
+        return;
+    atomic_fetch_add(&comm->all->arrived, 1);
+    meet(c->of, &comm->all->arrived, target);
+}
+
+static void join_ranks(const chunk *c, size_t skipped, unsigned char *out)
+{
+    fsdpc_nccl_comm comm = c->of->comm;
+    size_t element = type_bytes(c->op->type);
+    memcpy(out, comm->all->areas[0] + skipped * element, c->numel * element);
+    for (int p = 1; p < comm->size; p++)
+        for (size_t j = 0; j < c->numel; j++)
+            join(c->op->type, c->op->red, out + j * element,
+                 comm->all->areas[p] + (skipped + j) * element);
+}
+
+static void chunk_take(void *arg)
+{
+    chunk *c = arg;
+    const fake_op *op = c->op;
+    fsdpc_nccl_comm comm = c->of->comm;
+    size_t element = type_bytes(op->type), bytes = c->numel * element;
+    unsigned char *recv = op->recv + c->first * element;
+    if (c->of->failed)
+        return;
+    switch (op->kind) {
+    case GATHER:
+        for (int p = 0; p < comm->size; p++)
+            memcpy(recv + (size_t)p * op->numel * element, comm->all->areas[p], bytes);
+        break;
+    case SCATTER:
+        join_ranks(c, (size_t)comm->rank * c->numel, recv);
+        break;
+    case ALL_REDUCE:
+        join_ranks(c, 0, recv);
+        break;
+    case REDUCE:
+        if (comm->rank == op->root)
+            join_ranks(c, 0, recv);
+        break;
+    case BROADCAST:
+        memcpy(recv, comm->all->areas[op->root], bytes);
+        break;
     }
-    pthread_mutex_unlock(&all->lock);
-    if (!met)
-        return false;
-    result_take(all, comm->rank, op);
-    pthread_mutex_lock(&all->lock);
-    all->finished++;
-    pthread_cond_broadcast(&all->moved);
-    met = meet(comm, &all->finished, target);
-    pthread_mutex_unlock(&all->lock);
-    return met;
 }
 
 static void comm_release(fsdpc_nccl_comm comm)
@@ -271,33 +325,62 @@ static void comm_release(fsdpc_nccl_comm comm)
         free(comm);
 }
 
-static void batch_run(void *arg)
+static void chunk_finish(void *arg)
+{
+    chunk *c = arg;
+    batch *b = c->of;
+    fsdpc_nccl_comm comm = b->comm;
+    if (!b->failed) {
+        atomic_fetch_add(&comm->all->finished, 1);
+        meet(b, &comm->all->finished, comm->chunks * comm->size);
+    }
+    bool last = c->last;
+    free(c);
+    if (!last)
+        return;
+    atomic_fetch_add(&comm->turn, 1);
+    comm_release(comm);
+    free(b);
+}
+
+static void batch_begin(void *arg)
 {
     batch *b = arg;
-    clique *all = b->comm->all;
-    pthread_mutex_lock(&all->lock);
-    bool goes_on = meet(b->comm, &b->comm->turn, b->number);
-    pthread_mutex_unlock(&all->lock);
-    for (int i = 0; i < b->n && goes_on; i++)
-        goes_on = op_run(b->comm, &b->ops[i]);
-    pthread_mutex_lock(&all->lock);
-    b->comm->turn++;
-    pthread_cond_broadcast(&all->moved);
-    pthread_mutex_unlock(&all->lock);
-    comm_release(b->comm);
-    free(b);
+    const struct timespec pause = {0, LOOK_NS};
+    while (atomic_load(&b->comm->turn) < b->number && !atomic_load(&b->comm->aborted))
+        nanosleep(&pause, NULL);
+    b->failed = atomic_load(&b->comm->aborted);
+}
+
+static void chunk_enqueue(batch *b, const fake_op *op, size_t first, size_t most)
+{
+    chunk *c = malloc(sizeof *c);
+    size_t left = op->numel - first;
+    *c = (chunk){b, op, first, left < most ? left : most, false};
+    c->last = left <= most && op == &b->ops[b->n - 1];
+    launch(b->comm->stream, chunk_give, c, true);
+    launch(b->comm->stream, chunk_arrive, c, false);
+    launch(b->comm->stream, chunk_take, c, true);
+    launch(b->comm->stream, chunk_finish, c, false);
 }
 
 static void batch_enqueue(fsdpc_nccl_comm comm)
 {
-    batch *b = malloc(sizeof *b);
+    batch *b = calloc(1, sizeof *b);
+    int n = comm->n_held;
     b->comm = comm;
     b->number = comm->launched++;
-    b->n = comm->n_held;
-    memcpy(b->ops, comm->held, (size_t)comm->n_held * sizeof *b->ops);
+    b->n = n;
+    memcpy(b->ops, comm->held, (size_t)n * sizeof *b->ops);
     comm->n_held = 0;
     atomic_fetch_add(&comm->refs, 1);
-    cudaLaunchHostFunc(comm->stream, batch_run, b);
+    launch(comm->stream, batch_begin, b, false);
+    for (int i = 0; i < n; i++) { /* the last chunk may free the batch before we are back */
+        const fake_op op = comm->held[i];
+        size_t most = AREA_BYTES / type_bytes(op.type) / parts_of(&op, comm->size);
+        for (size_t first = 0; first < op.numel; first += most)
+            chunk_enqueue(b, &b->ops[i], first, most);
+    }
 }
 
 /* ---- Life ---- */
@@ -314,33 +397,45 @@ const char *ncclGetErrorString(fsdpc_nccl_result result)
                                              : "fake error";
 }
 
+/* The memfd stays open for those who come. */
 fsdpc_nccl_result ncclGetUniqueId(fsdpc_nccl_id *id)
 {
     if (!id)
         return FSDPC_NCCL_INVALID_ARGUMENT;
+    int fd = memfd_create("fake NCCL", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, sizeof(meeting)) != 0)
+        return FSDPC_NCCL_SYSTEM_ERROR;
     memset(id, 0, sizeof *id);
-    snprintf(id->internal, sizeof id->internal, "fake %d", atomic_fetch_add(&drawn, 1));
+    snprintf(id->internal, sizeof id->internal, "/proc/%d/fd/%d", (int)getpid(), fd);
     id->internal[sizeof id->internal - 1] = '!'; /* all of it has to arrive */
     return FSDPC_NCCL_SUCCESS;
 }
 
-static clique *clique_of(const fsdpc_nccl_id *id, int size)
+static meeting *meeting_open(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    void *all = fd < 0 ? MAP_FAILED
+                       : mmap(NULL, sizeof(meeting), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (fd >= 0)
+        close(fd);
+    return all == MAP_FAILED ? NULL : all;
+}
+
+static meeting *meeting_of(const fsdpc_nccl_id *id)
 {
     pthread_mutex_lock(&cliques_lock);
-    clique *all = cliques;
-    while (all && memcmp(&all->id, id, sizeof *id) != 0)
-        all = all->next;
-    if (!all) {
-        all = calloc(1, sizeof *all);
-        all->id = *id;
-        all->size = size;
-        pthread_mutex_init(&all->lock, NULL);
-        pthread_cond_init(&all->moved, NULL);
-        all->next = cliques;
-        cliques = all;
+    clique *it = cliques;
+    while (it && memcmp(&it->id, id, sizeof *id) != 0)
+        it = it->next;
+    if (!it) {
+        it = calloc(1, sizeof *it);
+        it->id = *id;
+        it->all = meeting_open(id->internal);
+        it->next = cliques;
+        cliques = it;
     }
     pthread_mutex_unlock(&cliques_lock);
-    return all;
+    return it->all;
 }
 
 fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_nccl_id id,
@@ -353,14 +448,19 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
     const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
     if (!order || strcmp(order, "1") != 0)
         return complain("several communicators whose launch order is not implied");
-    fsdpc_nccl_comm made = calloc(1, sizeof *made);
-    made->all = clique_of(&id, size);
-    if (made->all->size != size)
+    meeting *all = meeting_of(&id);
+    if (!all)
+        return FSDPC_NCCL_SYSTEM_ERROR;
+    int none = 0;
+    if (!atomic_compare_exchange_strong(&all->size, &none, size) && none != size)
         return complain("ranks disagree on their number");
+    fsdpc_nccl_comm made = calloc(1, sizeof *made);
+    made->all = all;
     made->rank = rank;
+    made->size = size;
     made->polls = POLLS;
     atomic_init(&made->refs, 1);
-    atomic_fetch_add(&made->all->joined, 1);
+    atomic_fetch_add(&all->joined, 1);
     atomic_fetch_add(&open_comms, 1);
     *comm = made;
     return FSDPC_NCCL_IN_PROGRESS;
@@ -370,7 +470,7 @@ fsdpc_nccl_result ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result 
 {
     *out = FSDPC_NCCL_IN_PROGRESS;
     if (!comm->begun) {
-        if (atomic_load(&comm->all->joined) < comm->all->size ||
+        if (atomic_load(&comm->all->joined) < comm->size ||
             atomic_load(&fault) == FAKE_NCCL_NEVER_BEGINS)
             return FSDPC_NCCL_SUCCESS;
         comm->begun = true;
@@ -379,7 +479,7 @@ fsdpc_nccl_result ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result 
         comm->polls--;
         return FSDPC_NCCL_SUCCESS;
     }
-    if (comm->finalized && atomic_load(&comm->all->finalized) < comm->all->size)
+    if (comm->finalized && atomic_load(&comm->all->finalized) < comm->size)
         return FSDPC_NCCL_SUCCESS; /* it ends for all together */
     if (comm->n_held) {
         batch_enqueue(comm);
@@ -408,7 +508,7 @@ fsdpc_nccl_result ncclCommFinalize(fsdpc_nccl_comm comm)
 
 fsdpc_nccl_result ncclCommDestroy(fsdpc_nccl_comm comm)
 {
-    if (is_in_progress(comm) || atomic_load(&comm->all->finalized) < comm->all->size)
+    if (is_in_progress(comm) || atomic_load(&comm->all->finalized) < comm->size)
         return complain("a communicator is destroyed while in progress, or not finalized");
     atomic_fetch_sub(&open_comms, 1);
     comm_release(comm);
@@ -417,10 +517,7 @@ fsdpc_nccl_result ncclCommDestroy(fsdpc_nccl_comm comm)
 
 fsdpc_nccl_result ncclCommAbort(fsdpc_nccl_comm comm)
 {
-    pthread_mutex_lock(&comm->all->lock);
     atomic_store(&comm->aborted, true);
-    pthread_cond_broadcast(&comm->all->moved);
-    pthread_mutex_unlock(&comm->all->lock);
     atomic_fetch_sub(&open_comms, 1);
     comm_release(comm);
     return FSDPC_NCCL_IN_PROGRESS;

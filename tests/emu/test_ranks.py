@@ -25,6 +25,13 @@ def run(environment: dict[str, str], *arguments: str,
                           capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
+@pytest.fixture(scope="session")
+def nccl(emulated: dict[str, Path], environment: dict[str, str]) -> dict[str, str]:
+    """The same, with the fake NCCL, which ranks take although they share the GPU."""
+    library = emulated["libfsdpc_cuda.so"].with_name("libnccl.so.2")
+    return {**environment, "FSDPC_NCCL_LIB": str(library), "FSDPC_TRANSPORT": "nccl"}
+
+
 def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any]:
     """What each rank of ranks.py returned."""
     done = run(environment, PROGRAM, *arguments, **more)
@@ -32,12 +39,20 @@ def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def shared(environment: dict[str, str]) -> dict[int, list[Any]]:
+    """What ranks that share a GPU make of every strategy, by the number of ranks."""
+    return {world: ranks(environment, "strategies", "cuda", str(world), "perceptron")
+            for world in (2, 4)}
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_strategies_have_the_same_bits(environment: dict[str, str], world: int) -> None:
+def test_strategies_have_the_same_bits(shared: dict[int, list[Any]], world: int) -> None:
     """With two micro-steps, clipping and AdamW."""
-    results = ranks(environment, "strategies", "cuda", str(world), "perceptron")
+    assert [rank["transport"] for rank in shared[world]] == ["local_cuda"] * world
+    results = [{key: value for key, value in rank.items() if key != "transport"}
+               for rank in shared[world]]
     for rank in results:
-        assert rank.pop("transport") == "local_cuda"
         for variants in rank.values():
             assert len(variants) == 4 + 2 * (2 if world == 2 else 3)
             assert all(result == variants["FULL_SHARD"] for result in variants.values()), variants
@@ -59,6 +74,39 @@ def test_sums_have_the_bits_of_shared_memory(environment: dict[str, str]) -> Non
             assert on["cuda"][0][key][variant][1:] == result[1:], (key, variant)
 
 
+def test_two_ranks_have_the_same_bits_over_nccl(shared: dict[int, list[Any]],
+                                                nccl: dict[str, str]) -> None:
+    """A sum of two has one order, and half of it is exact."""
+    results = ranks(nccl, "strategies", "cuda", "2", "perceptron")
+    assert results == [{**rank, "transport": "nccl"} for rank in shared[2]]
+
+
+def test_four_ranks_over_nccl_have_the_bits_of_their_sums(nccl: dict[str, str]) -> None:
+    """Sums are in NCCL's order, so meshes of one stage differ from those of two, and no others."""
+    results = ranks(nccl, "strategies", "cuda", "4", "perceptron")
+    for rank in results:
+        assert rank.pop("transport") == "nccl"
+        assert {key: [result[1:] for result in variants.values()]
+                for key, variants in rank.items()} == {
+            key: [result[1:] for result in variants.values()]
+            for key, variants in results[0].items()}
+        for variants in rank.values():
+            for name, result in variants.items():
+                like = "HYBRID_SHARD 2x2" if "2x2" in name else "FULL_SHARD"
+                assert result == variants[like], name
+
+
+def test_a_run_over_nccl_has_the_same_bits_twice(nccl: dict[str, str]) -> None:
+    first, second = (ranks(nccl, "strategies", "cuda", "3", "weighted") for _ in range(2))
+    assert first == second
+
+
+def test_deterministic_mode_over_nccl_is_refused(nccl: dict[str, str]) -> None:
+    done = run(nccl, PROGRAM, "deterministic", "cuda", "2")
+    assert done.returncode != 0
+    assert done.stderr.count("NotImplementedError: deterministic mode over NCCL") == 2, done.stderr
+
+
 def test_deterministic_mode_does_not_see_how_ranks_split(environment: dict[str, str]) -> None:
     one, two, four = (ranks(environment, "deterministic", "cuda", n)[0] for n in "124")
     assert one == two == four
@@ -74,20 +122,29 @@ def test_checkpoints_load_elsewhere_with_the_same_bytes(environment: dict[str, s
     assert len(saved) == 3 and saved[0] and all(files == saved[0] for files in saved)
 
 
-def test_a_killed_rank_is_named_to_those_who_reduce_with_it(environment: dict[str, str],
-                                                            tmp_path: Path) -> None:
-    done = run(environment, PROGRAM, "death", "cuda", "3", str(tmp_path / "end"))
+@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
+def test_a_killed_rank_is_named_to_those_who_reduce_with_it(
+    nccl: dict[str, str], tmp_path: Path, transport: str
+) -> None:
+    done = run({**nccl, "FSDPC_TRANSPORT": transport}, PROGRAM, "death", "cuda", "3",
+               str(tmp_path / "end"))
     assert done.returncode != 0 and "rank 2 of 3 failed" in done.stderr, done.stderr
     killed = float((tmp_path / "end").read_text())
     for rank in range(2):
         text, ended = json.loads((tmp_path / f"end-{rank}").read_text())
-        assert "rank 2" in text and "reduce_scatter" in text, text
+        assert "rank 2" in text and (transport == "nccl" or "reduce_scatter" in text), text
         assert ended - killed < SOON_S
 
 
 def test_launched_ranks_share_one_gpu(environment: dict[str, str]) -> None:
     assert ranks(environment, "who", "cuda", "3") == [["local_cuda", 4.5, [0, 1, 2], 1,
                                                        [0, 3, 6]]] * 3
+
+
+def test_ranks_with_a_gpu_each_take_nccl(nccl: dict[str, str]) -> None:
+    own = {**nccl, "EMU_GPUS": "2", "FSDPC_TRANSPORT": ""}
+    assert [rank[0] for rank in ranks(own, "who", "cuda", "2")] == ["nccl"] * 2
+    assert [rank[0] for rank in ranks(own, "who", "cuda", "3")] == ["local_cuda"] * 3
 
 
 def test_the_environment_of_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
