@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from training import MODELS
+from training import MAX_NORM, MODELS
 
 import fsdpc
 from fsdpc import functional as F
@@ -41,37 +41,40 @@ class Run:
         self.rng = np.random.default_rng(0)
         self.batch = tuple(fsdpc.tensor(array) for array in self.batch_of(self.rng))
         self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def load(self) -> None:
         """Put new data into the batch."""
         for tensor, array in zip(self.batch, self.batch_of(self.rng), strict=True):
             tensor.copy_(fsdpc.tensor(array))
 
-    def body(self) -> Any:
-        """Make one step; its loss."""
+    def body(self) -> tuple[Any, Any]:
+        """Make one step; its loss and norm."""
         loss = self.model(*self.batch)
         loss.backward()
+        norm = fsdpc.clip_grad_norm_(self.model, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        return loss, norm
 
-    def note(self, loss: Any) -> None:
+    def note(self, loss: Any, norm: Any) -> None:
         """End a step outside of a graph."""
         self.losses.append(float(loss))
+        self.norms.append(float(norm))
         self.scheduler.step()
 
     def eager(self, steps: int = 1) -> None:
         """Train without a graph."""
         for _ in range(steps):
             self.load()
-            self.note(self.body())
+            self.note(*self.body())
 
     def capture(self) -> Any:
         """Train one step, captured; what replays it."""
         self.load()
         with fsdpc.graph_step(self.model, self.optimizer) as step:
-            self.loss = self.body()
-        self.note(self.loss)
+            self.made = self.body()
+        self.note(*self.made)
         return step
 
     def replay(self, step: Any, steps: int = 1) -> None:
@@ -79,18 +82,18 @@ class Run:
         for _ in range(steps):
             self.load()
             step.replay()
-            self.note(self.loss)
+            self.note(*self.made)
 
     def outcome(self) -> dict[str, Any]:
-        """Losses, all weights, step counts and states, as numbers."""
+        """Losses, norms, all weights, step counts and states, as numbers."""
         values, states, counts = [], [], []
         for p in self.model.parameters():
             values += fsdpc.full_tensor(p).numpy().ravel().tolist()
             state = self.optimizer.state(p)
             counts.append(state.pop("step"))
             states += [x for each in state.values() for x in each.float().numpy().ravel().tolist()]
-        return {"losses": self.losses, "values": values, "states": states, "counts": counts,
-                "rate": self.optimizer.param_groups[0]["lr"]}
+        return {"losses": self.losses, "norms": self.norms, "values": values, "states": states,
+                "counts": counts, "rate": self.optimizer.param_groups[0]["lr"]}
 
 
 def adamw(params: Any) -> Any:
@@ -145,7 +148,7 @@ def read_it_after_backward(run: Run) -> None:
 
 
 def read_it_after_the_step(run: Run) -> None:
-    run.body().item()
+    run.body()[0].item()
 
 
 def raise_something(run: Run) -> None:

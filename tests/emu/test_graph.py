@@ -37,6 +37,7 @@ def test_replays_are_the_steps_they_stand_for(replays: dict[str, list[Any]], cas
     plain, graph = replays[case]
     assert graph == plain
     assert len(plain["losses"]) == 7 and len(set(plain["losses"])) == 7
+    assert len(set(plain["norms"])) == 7 and max(plain["norms"]) > 0.5  # so clipped
     assert set(plain["counts"]) == {7} and any(plain["states"])
 
 
