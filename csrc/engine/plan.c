@@ -40,7 +40,9 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         status = fsdpc_plan_group(group, options, &plan);
         if (status != FSDPC_OK)
             break;
+        size_t published = group->shard_numel * fsdpc_dtype_bytes(plan.wire_dtype);
         sum.wire_bytes += plan.wire_bytes;
+        sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
         sum.reduce_bytes += plan.reduce_bytes;
         sum.master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
         sum.grad_bytes += fsdpc_round_up(plan.grad_bytes, COUNT_ALIGN);

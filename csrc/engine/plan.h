@@ -21,7 +21,8 @@ fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t state_bytes; /* of one state of every parameter */
+    size_t state_bytes;     /* of one state of every parameter */
+    size_t published_bytes; /* of own slices, where a gather moves bytes (slots.h) */
 } fsdpc_unit_plan;
 
 /* Over a shard group of `ranks`. */

@@ -86,7 +86,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     root->is_last_backward = true;
     root->device = units[0]->device;
     root->trace = units[0]->trace;
-    root->prefetch = 1;
+    root->prefetch = FSDPC_PREFETCH;
     root->units = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->reducing = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     if (!root->units || !root->reducing) {

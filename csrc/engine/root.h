@@ -39,6 +39,7 @@ typedef enum fsdpc_epoch_stage {
 } fsdpc_epoch_stage;
 
 enum { FSDPC_POOLED_BUFFERS = 2 };
+enum { FSDPC_PREFETCH = 1 }; /* units gathered ahead, unless somebody says otherwise */
 
 typedef struct fsdpc_record_entry {
     int unit;

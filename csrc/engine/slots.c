@@ -64,6 +64,19 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
     return n_slots;
 }
 
+size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
+                         const int *slots)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < n; i++) {
+        if (slots[i] < 0)
+            bytes += wants[i].bytes;
+        else if (first_member(wants, i) == i)
+            bytes += (size_t)per_class * fsdpc_round_up(wants[i].bytes, granule);
+    }
+    return bytes;
+}
+
 /* ---- Memory ---- */
 
 /* What every rank can do; ranks whose devices differ share nothing. */

@@ -25,6 +25,10 @@ typedef struct fsdpc_slot_want {
 int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                        int *slots_out);
 
+/* What they take with the memory of those that share nothing. */
+size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
+                         const int *slots);
+
 /* Collective, before fulls are placed; memory that one rank could not have is an error on all. */
 fsdpc_status fsdpc_slots_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_slots_give_back(fsdpc_unit *unit); /* also of a unit that got nothing, or half */

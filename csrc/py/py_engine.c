@@ -3,6 +3,7 @@
 
 #include "base/crc32c.h"
 #include "engine/plan.h"
+#include "engine/slots.h"
 
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
@@ -114,15 +115,53 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         return NULL;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return Py_BuildValue("{snsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce", plan.reduce_bytes,
+    return Py_BuildValue("{snsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce", plan.reduce_bytes,
                          "master", plan.master_bytes, "grad", plan.grad_bytes, "partial",
-                         plan.partial_bytes, "state", plan.state_bytes);
+                         plan.partial_bytes, "state", plan.state_bytes, "published",
+                         plan.published_bytes);
+}
+
+static PyObject *plan_fulls(PyObject *module, PyObject *args)
+{
+    PyObject *list;
+    int ranks;
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime || !PyArg_ParseTuple(args, "O!i", &PyList_Type, &list, &ranks))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    bool moved = runtime->device->remote && ranks > 1; /* else they are read where they stand */
+    const int per_class = FSDPC_PREFETCH + 1;
+    size_t bytes = 0, granule = moved ? runtime->device->window_granule : 0;
+    fsdpc_slot_want *wants = PyMem_Calloc((size_t)n + 1, sizeof *wants);
+    int *slots = PyMem_Calloc((size_t)n + 1, sizeof *slots);
+    bool fine = wants && slots;
+    if (!fine)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; fine && i < n; i++) {
+        Py_ssize_t full, published;
+        int alone;
+        fine = PyArg_ParseTuple(PyList_GET_ITEM(list, i), "nnp", &full, &published, &alone);
+        if (!fine)
+            break;
+        wants[i] = (fsdpc_slot_want){.bytes = (size_t)full, .alone = alone};
+        bytes += moved ? (size_t)published : 0;
+    }
+    if (fine) {
+        fsdpc_slots_assign(wants, (int)n, per_class, granule, slots);
+        bytes += fsdpc_slots_bytes(wants, (int)n, per_class, granule, slots);
+    }
+    PyMem_Free(wants);
+    PyMem_Free(slots);
+    return fine ? PyLong_FromSize_t(bytes) : NULL;
 }
 
 static PyMethodDef functions[] = {
     {"plan_unit", plan_unit, METH_VARARGS,
      "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
      "(dtype, shape) takes on a rank."},
+    {"plan_fulls", plan_fulls, METH_VARARGS,
+     "plan_fulls(units, ranks): bytes that the fulls of units (bytes, of own slices, whether it "
+     "shares with none) take on this process's device."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
     {"trace_events", trace_events, METH_NOARGS,
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},

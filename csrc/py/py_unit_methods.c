@@ -342,6 +342,12 @@ static PyObject *unit_get_mesh_shape(PyObject *object, void *unused)
     return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
 }
 
+static PyObject *unit_get_reshard_after_forward(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(unit_of(object)->reshard_after_forward);
+}
+
 static PyObject *unit_get_state(PyObject *object, void *unused)
 {
     (void)unused;
@@ -390,6 +396,8 @@ PyGetSetDef fsdpc_py_unit_getset[] = {
     {"rank_dependent", unit_get_rank_dependent, NULL, "Whether some ranks alone may run it.", NULL},
     {"keep_grads", unit_get_keep_grads, NULL, "Whether it has a reduce buffer for good.", NULL},
     {"mesh_shape", unit_get_mesh_shape, NULL, "(replicas, ranks of a shard group).", NULL},
+    {"reshard_after_forward", unit_get_reshard_after_forward, NULL,
+     "Whether forward gives fulls up.", NULL},
     {"state", unit_get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -391,6 +391,8 @@ class Unit:
     @property
     def keep_grads(self) -> bool: ...
     @property
+    def reshard_after_forward(self) -> bool: ...
+    @property
     def mesh_shape(self) -> tuple[int, int]: ...
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
@@ -473,6 +475,8 @@ def plan_unit(
     reduce_dtype: dtype | None,
     /,
 ) -> dict[str, int]: ...
+
+def plan_fulls(units: list[tuple[int, int, bool]], ranks: int, /) -> int: ...
 
 class Door:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""

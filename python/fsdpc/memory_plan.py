@@ -25,8 +25,9 @@ class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
 
     ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
-    shard group; the others are each rank's own. ``activation`` is what forward and backward hold at
-    once, where a batch was given.
+    shard group; the others are each rank's own. On device ``"cuda"`` it is each rank's own too: its
+    slices of all units, and room for those that are whole at a time. ``activation`` is what forward
+    and backward hold at once, where a batch was given.
     """
 
     wire: int
@@ -61,6 +62,7 @@ class _UnitShape:
     param_dtype: Any
     reduce_dtype: Any
     own_buffer: bool
+    own_full: bool  # where fulls take turns in memory, this one's does not
 
 
 def memory_plan(
@@ -104,14 +106,15 @@ def memory_plan(
     replicate, shard = _grid(mesh, strategy)
     keeps = strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
-    units = units or _planned_units(model, plan, mp_policy or MixedPrecisionPolicy())
+    units = units or _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
     sums = dict.fromkeys(("wire", "master", "grad", "state", "reduce", "micro_sum"), 0)
     pooled: list[dict[str, int]] = []
+    fulls: list[tuple[int, int, bool]] = []
     two_stages = replicate > 1 and shard > 1
     for unit in units:
         one = _core.plan_unit(unit.specs, shard, unit.param_dtype, unit.reduce_dtype)
-        sums["wire"] += one["wire"]
+        fulls.append((one["wire"], one["published"], unit.own_full))
         sums["master"] += one["master"]
         sums["grad"] += one["grad"]
         sums["micro_sum"] += one["partial"]
@@ -120,6 +123,7 @@ def memory_plan(
             sums["reduce"] += one["reduce"] + (one["partial"] if two_stages else 0)
         elif one["reduce"]:
             pooled.append(one)
+    sums["wire"] = _core.plan_fulls(fulls, shard)
     if pooled:
         each = max(u["reduce"] for u in pooled)
         each += max(u["partial"] for u in pooled) if two_stages else 0
@@ -155,12 +159,17 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
             param_dtype=unit.param_dtype,
             reduce_dtype=unit.reduce_dtype,
             own_buffer=own or unit.keep_grads,
+            own_full=own or unit.rank_dependent or not unit.reshard_after_forward,
         )
         for unit, own in found.items()
     ]
 
 
-def _planned_units(model: Any, plan: Any, policy: MixedPrecisionPolicy) -> list[_UnitShape]:
+def _planned_units(
+    model: Any, plan: Any, policy: MixedPrecisionPolicy, strategy: Any
+) -> list[_UnitShape]:
+    stays = strategy is not None and as_strategy(strategy).name not in ("FULL_SHARD",
+                                                                        "HYBRID_SHARD")
     chosen: list[tuple[Any, dict[str, Any]]] = []
     if plan is not None:
         chosen = units_by(plan if callable(plan) else by_name(plan), model)
@@ -179,6 +188,8 @@ def _planned_units(model: Any, plan: Any, policy: MixedPrecisionPolicy) -> list[
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
                 own_buffer=encloses or module is model,
+                own_full=encloses or module is model or options.get(
+                    "reshard_after_forward", not stays) is False,
             )
         )
     return units

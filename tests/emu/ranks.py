@@ -124,6 +124,46 @@ def who(_: str) -> list[Any]:
             fsdpc.broadcast(rank, root=1), fsdpc.all_reduce(np.arange(3) * rank).tolist()]
 
 
+class Deep(fsdpc.nn.Module):
+    """Blocks whose fulls are worth taking turns for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(768, 768) for _ in range(4)])
+        self.head = fsdpc.nn.Linear(768, 4)
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return (self.head(x) * self.head(x)).mean()
+
+
+def memory(_: str) -> dict[str, Any]:
+    """Bytes of fulls as planned and as held, and a digest of the weights, by strategy."""
+    results = {}
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        fsdpc.manual_seed(0)
+        model = Deep()
+        before = fsdpc.memory_stats()["wire_bytes"]
+        planned = fsdpc.memory_plan(model, fsdpc.world_size(), strategy=strategy,
+                                    plan={"layers.*": {}})
+        for module in (*model.layers, model):
+            fsdpc.fully_shard(module, strategy=strategy)
+        optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(2):
+            model(fsdpc.tensor(np.full((2, 768), step + 1, np.float32))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = fsdpc.memory_stats()["wire_bytes"] - before
+        digest = hashlib.sha256()
+        for p in model.parameters():
+            digest.update(fsdpc.full_tensor(p).numpy().tobytes())
+        found = fsdpc.memory_plan(model, strategy=strategy)
+        results[strategy] = [held, found.wire, planned.wire, digest.hexdigest()]
+        del model, optimizer
+    return results
+
+
 def work(fn: Callable[[str], Any], device: str, argument: str) -> Any:
     """Be one rank."""
     fsdpc.set_default_device(device)

@@ -204,3 +204,15 @@ def test_a_transport_that_cannot_be_is_named_on_every_rank(
     if "EMU_GPUS" in more:
         assert all("cannot load NCCL: /nowhere/libnccl.so.2" in line and "local_cuda" in line
                    for line in lines), lines
+
+
+@pytest.mark.parametrize("transport", ["local_cuda", "nccl"])
+def test_fulls_take_turns_in_the_memory_that_was_planned(
+    environment: dict[str, str], nccl: dict[str, str], transport: str
+) -> None:
+    for rank in ranks(nccl if transport == "nccl" else environment, "memory", "cuda", "2"):
+        for held, of_the_model, of_its_plan, _ in rank.values():
+            assert held == of_the_model == of_its_plan > 0, rank
+        # Two of four blocks at a time, whole pages of 2 MiB each, and a half of every block.
+        assert rank["FULL_SHARD"][0] < 0.9 * rank["SHARD_GRAD_OP"][0]
+        assert len({digest for *_, digest in rank.values()}) == 1, rank
