@@ -31,7 +31,7 @@ typedef enum fsdpc_nccl_lane {
 
 typedef enum fsdpc_nccl_stage {
     FSDPC_NCCL_LANDED,    /* nothing (more) for the GPU to do */
-    FSDPC_NCCL_QUEUED,    /* until those posted before it are launched */
+    FSDPC_NCCL_QUEUED,    /* until its turn */
     FSDPC_NCCL_LAUNCHING, /* NCCL has it and has not put it on the stream yet */
     FSDPC_NCCL_RUNNING,   /* on the stream, with the event behind it */
 } fsdpc_nccl_stage;
@@ -44,9 +44,15 @@ typedef struct fsdpc_nccl_flight {
     fsdpc_work agreement; /* on the control: that all posted the same, or, for host memory, all */
     fsdpc_nccl_stage stage;
     fsdpc_nccl_lane lane;
+    uint64_t turn; /* on_gpu: its place among all that the thread posted */
     bool on_gpu;
     cudaEvent_t landed;
 } fsdpc_nccl_flight;
+
+/* The order in which one thread hands operations to NCCL: that of its posts, over all groups. */
+typedef struct fsdpc_nccl_turns {
+    uint64_t posted, launched;
+} fsdpc_nccl_turns;
 
 /* What a communicator and all that were split from it share. */
 typedef struct fsdpc_nccl_world {
@@ -54,6 +60,7 @@ typedef struct fsdpc_nccl_world {
     int pid; /* in a forked child nothing of CUDA may be touched */
     fsdpc_nccl nccl;
     struct fsdpc_comm_nccl *groups;
+    fsdpc_nccl_turns turns; /* of groups that are not apart */
 } fsdpc_nccl_world;
 
 typedef struct fsdpc_comm_nccl {
@@ -64,6 +71,7 @@ typedef struct fsdpc_comm_nccl {
     fsdpc_nccl_comm lanes[FSDPC_NCCL_LANES];
     bool beginning;             /* a lane is being made */
     bool watching;              /* the host waits for the device */
+    fsdpc_nccl_turns turns;     /* set apart: its own */
     fsdpc_nccl_flight *flights; /* in order of posting */
     fsdpc_nccl_flight *spare;
 } fsdpc_comm_nccl;

@@ -5,9 +5,10 @@
  * when both the GPU and the agreement are.  Values in host memory go over the control altogether.
  *
  * Launching.  NCCL does not block, so it may still be connecting when the call returns, and until
- * it says that it is done nothing may follow on that lane.  Flights of a group are launched one
- * after the other in order of posting, over both lanes, so that all ranks hand NCCL their
- * operations in one order.  Launched is not run: lanes overlap on the GPU.
+ * it says that it is done nothing may follow on that lane.  Flights of a rank are launched one
+ * after the other in order of posting, over both lanes and all groups, so that all ranks hand NCCL
+ * their operations in one order: two ranks of a mesh whose row and column took another turn on each
+ * would wait for each other on the GPU.  Launched is not run: lanes overlap there.
  *
  * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
  * and the caller's work is idle.  The flight goes on by itself until the host sees that it has
@@ -208,12 +209,41 @@ static void work_end(fsdpc_work *work, fsdpc_status status)
     atomic_store_explicit(&work->state, 0, memory_order_relaxed);
 }
 
+static bool is_launched(const fsdpc_nccl_flight *flight)
+{
+    return flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
+}
+
+static fsdpc_nccl_turns *turns_of(fsdpc_comm_nccl *self)
+{
+    return self->base.apart ? &self->turns : &self->world->turns;
+}
+
+static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
+{
+    for (fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
+        flight->turn -= flight->turn > turn;
+}
+
+/* Its turn never comes: those behind it move up. */
+static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight)
+{
+    turns_of(self)->posted--;
+    advance_behind(self, flight->turn);
+    const fsdpc_comm_nccl *group = self->base.apart ? NULL : self->world->groups;
+    for (; group; group = group->next_group)
+        if (group != self && !group->base.apart)
+            advance_behind(group, flight->turn);
+}
+
 static void flight_end(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, fsdpc_status status)
 {
     fsdpc_nccl_flight **at = &self->flights;
     while (*at != flight)
         at = &(*at)->next;
     *at = flight->next;
+    if (flight->on_gpu && !is_launched(flight))
+        turn_forget(self, flight);
     if (flight->work)
         work_end(flight->work, status);
     flight_give(self, flight);
@@ -267,11 +297,6 @@ static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
     return FSDPC_OK;
 }
 
-static bool is_launched(const fsdpc_nccl_flight *flight)
-{
-    return flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
-}
-
 static fsdpc_status landed(fsdpc_nccl_flight *flight)
 {
     cudaError_t error = cudaEventQuery(flight->landed);
@@ -284,16 +309,11 @@ static fsdpc_status landed(fsdpc_nccl_flight *flight)
     return FSDPC_OK;
 }
 
-/* What the flights before it leave to one. */
-typedef struct turns {
-    bool launched;                 /* all of them: it may be */
-    bool flying[FSDPC_NCCL_LANES]; /* one of this lane, and so all behind it */
-} turns;
-
-/* As far as it goes. */
-static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, turns *before)
+/* As far as it goes.  `flying`: of each lane, whether a flight before this one is, and so this. */
+static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool *flying)
 {
-    if (flight->stage == FSDPC_NCCL_QUEUED && before->launched)
+    fsdpc_nccl_turns *turns = turns_of(self);
+    if (flight->stage == FSDPC_NCCL_QUEUED && flight->turn == turns->launched)
         FSDPC_TRY(launch(self, flight));
     if (flight->stage == FSDPC_NCCL_LAUNCHING) {
         fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "launch it");
@@ -301,14 +321,14 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, t
             status = follow(self, flight);
         if (status < 0)
             return status;
+        turns->launched += is_launched(flight);
     }
-    before->launched &= is_launched(flight);
-    if (flight->stage == FSDPC_NCCL_RUNNING && !before->flying[flight->lane]) {
+    if (flight->stage == FSDPC_NCCL_RUNNING && !flying[flight->lane]) {
         /* The lane may be busy with a later flight, which is no news of this one. */
         fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "run it");
         if (status >= 0)
             status = landed(flight);
-        before->flying[flight->lane] = status == FSDPC_IN_PROGRESS;
+        flying[flight->lane] = status == FSDPC_IN_PROGRESS;
         return status;
     }
     return flight->stage == FSDPC_NCCL_LANDED ? FSDPC_OK : FSDPC_IN_PROGRESS;
@@ -352,11 +372,11 @@ static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flig
 
 static fsdpc_status carry_on_group(fsdpc_comm_nccl *self)
 {
-    turns before = {.launched = true};
+    bool flying[FSDPC_NCCL_LANES] = {false};
     fsdpc_nccl_flight *next;
     for (fsdpc_nccl_flight *flight = self->flights; flight; flight = next) {
         next = flight->next;
-        fsdpc_status gpu = gpu_step(self, flight, &before);
+        fsdpc_status gpu = gpu_step(self, flight, flying);
         if (gpu < 0)
             return flight_failed(self, flight, gpu, true);
         fsdpc_status agreed = fsdpc_comm_test(&flight->agreement);
@@ -465,6 +485,8 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
         flight_give(self, flight);
         return status;
     }
+    if (for_gpu)
+        flight->turn = turns_of(self)->posted++;
     fsdpc_nccl_flight **last = &self->flights;
     while (*last)
         last = &(*last)->next;
