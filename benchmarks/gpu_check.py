@@ -30,7 +30,8 @@ import cuda_build  # noqa: E402
 
 LAST_LINES = 20  # of a check that failed
 SANITIZERS = ("memcheck", "racecheck")
-HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_nn_kernels", "test_step_kernels")
+HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_nn_kernels", "test_norm_kernels",
+             "test_step_kernels")
 
 
 @dataclass(frozen=True)
