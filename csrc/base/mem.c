@@ -72,17 +72,6 @@ struct fsdpc_mem {
     fsdpc_mem_stats stats;
 };
 
-static const char *const kind_names[] = {
-#define X(name, text) [FSDPC_MEM_##name] = text,
-    FSDPC_MEM_TABLE(X)
-#undef X
-};
-
-const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)
-{
-    return (unsigned)kind < FSDPC_MEM_COUNT ? kind_names[kind] : "unknown category";
-}
-
 static unsigned class_of(size_t bytes)
 {
     if (bytes <= LINEAR_CLASSES * GRANULE_BYTES)

@@ -61,6 +61,15 @@ void fsdpc_mem_count_system_alloc(fsdpc_mem *mem);
 void fsdpc_mem_stats_read(fsdpc_mem *mem, fsdpc_mem_stats *out);
 void fsdpc_mem_peak_reset(fsdpc_mem *mem);
 void fsdpc_mem_trim(fsdpc_mem *mem); /* gives cached blocks back to the system */
-const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind);
+
+static inline const char *fsdpc_mem_kind_name(fsdpc_mem_kind kind)
+{
+    static const char *const names[] = {
+#define X(name, text) text,
+        FSDPC_MEM_TABLE(X)
+#undef X
+    };
+    return (unsigned)kind < FSDPC_MEM_COUNT ? names[kind] : "unknown category";
+}
 
 #endif

@@ -48,12 +48,6 @@ struct fsdpc_cuda_pool {
     block *capture_spare[BUCKETS];      /* freed in it, with no other hold */
 };
 
-static const char *const kind_names[] = {
-#define X(name, text) [FSDPC_MEM_##name] = text,
-    FSDPC_MEM_TABLE(X)
-#undef X
-};
-
 static size_t class_of(size_t bytes)
 {
     if (bytes > SMALL_MAX)
@@ -144,13 +138,13 @@ static fsdpc_status no_memory(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t
     (void)cudaGetLastError();
     for (size_t k = 0, at = 0; k < FSDPC_MEM_COUNT && at < sizeof held; k++) {
         if (pool->held_bytes[k] > 0)
-            at += (size_t)snprintf(held + at, sizeof held - at, ", %s %zu", kind_names[k],
-                                   pool->held_bytes[k]);
+            at += (size_t)snprintf(held + at, sizeof held - at, ", %s %zu",
+                                   fsdpc_mem_kind_name((fsdpc_mem_kind)k), pool->held_bytes[k]);
     }
     return fsdpc_fail(FSDPC_ERR_NOMEM,
                       "no device memory for %zu bytes (%s): %zu of %zu are free, and this process "
                       "holds %s; use a smaller batch, more ranks, or reshard_after_forward=True",
-                      bytes, kind_names[kind], free_bytes, total, held + 2);
+                      bytes, fsdpc_mem_kind_name(kind), free_bytes, total, held + 2);
 }
 
 static fsdpc_status make_block(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t class_bytes,
