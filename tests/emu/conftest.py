@@ -25,5 +25,7 @@ def emulated() -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def environment(emulated: dict[str, Path]) -> dict[str, str]:
-    """The environment of a Python process whose GPU is the emulated one."""
-    return {**os.environ, "FSDPC_CUDA_PLUGIN": str(emulated["libfsdpc_cuda.so"])}
+    """The environment of a Python process whose GPU is the emulated one; it imports from here."""
+    places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "FSDPC_CUDA_PLUGIN": str(emulated["libfsdpc_cuda.so"]),
+            "PYTHONPATH": os.pathsep.join(places)}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from training import MAX_NORM, MODELS
+from training import MAX_NORM, MODELS, build
 
 import fsdpc
 from fsdpc import functional as F
@@ -30,12 +30,7 @@ class Run:
 
     def __init__(self, name: str, dtype: str = "fp32",
                  make_optimizer: Callable[[Any], Any] | None = None) -> None:
-        make, self.batch_of = MODELS[name]
-        fsdpc.manual_seed(0)
-        self.model = make()
-        policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
-        for module in (*self.model.blocks(), self.model):
-            fsdpc.fully_shard(module, mp_policy=policy)
+        self.model, self.batch_of = build(name, dtype), MODELS[name][1]
         self.optimizer = (make_optimizer or adamw)(self.model.parameters())
         self.scheduler = fsdpc.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.rng = np.random.default_rng(0)

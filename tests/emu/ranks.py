@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from training import MAX_NORM, MODELS
+from training import MAX_NORM, MODELS, build
 
 import fsdpc
 
@@ -35,16 +35,6 @@ def variants() -> dict[str, dict[str, Any]]:
         for name in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
             found[f"{name} {shape[0]}x{shape[1]}"] = {"mesh": mesh, "strategy": name}
     return found
-
-
-def build(name: str, dtype: str = "fp32", **options: Any) -> Any:
-    """One of training.py's models, sharded by its blocks."""
-    fsdpc.manual_seed(0)
-    model = MODELS[name][0]()
-    policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
-    for module in (*model.blocks(), model):
-        fsdpc.fully_shard(module, mp_policy=policy, **options)
-    return model
 
 
 def train(model: Any, name: str, micro_steps: int = MICRO_STEPS) -> Result:

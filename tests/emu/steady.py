@@ -12,7 +12,7 @@ import json
 import os
 
 import numpy as np
-from training import MAX_NORM, MODELS
+from training import MAX_NORM, MODELS, build
 
 import fsdpc
 
@@ -32,14 +32,9 @@ def counters() -> dict[str, int]:
 
 def steady(name: str, dtype: str) -> dict[str, int]:
     """Train one model; return what the steps behind the first ones counted."""
-    make, batch_of = MODELS[name]
-    fsdpc.manual_seed(0)
-    model = make()
-    policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
-    for module in (*model.blocks(), model):
-        fsdpc.fully_shard(module, mp_policy=policy)
+    model = build(name, dtype)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
-    batch = tuple(fsdpc.tensor(array) for array in batch_of(np.random.default_rng(0)))
+    batch = tuple(fsdpc.tensor(array) for array in MODELS[name][1](np.random.default_rng(0)))
     before = {}
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,8 @@ cuda = foreign.Runtime()
 
 def lines(environment: dict[str, str], program: str) -> list[str]:
     """What a program prints beside an emulated GPU whose memory the host may touch."""
-    path = str(Path(__file__).parent)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          env={**environment, "EMU_OPEN": "1", "PYTHONPATH": path},
+                          env={**environment, "EMU_OPEN": "1"},
                           timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

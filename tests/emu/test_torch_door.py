@@ -29,7 +29,7 @@ pytestmark = [
 def run(environment: dict[str, str], *arguments: str) -> str:
     """What Python prints beside an emulated GPU whose memory the host may touch."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True,
-                          env={**environment, "EMU_OPEN": "1", "PYTHONPATH": str(HERE)},
+                          env={**environment, "EMU_OPEN": "1"},
                           timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

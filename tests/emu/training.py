@@ -82,16 +82,21 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[np.random.Generator], Batch
 }
 
 
-def train(name: str, dtype: str) -> dict[str, Any]:
-    """Train one model; return losses, norms and the parameters' bytes."""
-    make, batch_of = MODELS[name]
+def build(name: str, dtype: str = "fp32", **options: Any) -> Any:
+    """One of the models, sharded by its blocks with these options of fully_shard."""
     fsdpc.manual_seed(0)
-    model = make()
+    model = MODELS[name][0]()
     policy = fsdpc.MixedPrecisionPolicy(param_dtype=None if dtype == "fp32" else fsdpc.bfloat16)
     for module in (*model.blocks(), model):
-        fsdpc.fully_shard(module, mp_policy=policy)
+        fsdpc.fully_shard(module, mp_policy=policy, **options)
+    return model
+
+
+def train(name: str, dtype: str) -> dict[str, Any]:
+    """Train one model; return losses, norms and the parameters' bytes."""
+    model = build(name, dtype)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
-    batch = batch_of(np.random.default_rng(0))
+    batch = MODELS[name][1](np.random.default_rng(0))
     losses, norms = [], []
     for _ in range(STEPS):
         loss = model(*batch)
