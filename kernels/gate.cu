@@ -55,6 +55,7 @@ template <typename T> struct dropout_op {
     wide<T> scale; /* float: multiplied by; double: divided by, as on the CPU */
     uint32_t threshold;
     uint64_t seed, stream, first;
+    const fsdpc_dropout_key *key;
 
     static __device__ __forceinline__ float scaled(float v, float s)
     {
@@ -69,12 +70,13 @@ template <typename T> struct dropout_op {
     {
         vec<wide<T>, N> v = load_wide<N, wide<T>>(x + i);
         uint64_t word = first + i;
-        philox_words words = philox(seed, stream, word / 4);
+        uint64_t from = key ? key->seed : seed, of = stream + (key ? key->shift : 0);
+        philox_words words = philox(from, of, word / 4);
 #pragma unroll
         for (int k = 0; k < N; k++) {
             unsigned place = (unsigned)(word + k) % 4;
             if (k && place == 0)
-                words = philox(seed, stream, (word + k) / 4);
+                words = philox(from, of, (word + k) / 4);
             uint32_t low = place & 1 ? words.at[1] : words.at[0];
             uint32_t high = place & 1 ? words.at[3] : words.at[2];
             bool keep = (place & 2 ? high : low) >> 8 >= threshold;
@@ -118,7 +120,7 @@ extern "C" fsdpc_status fsdpc_cuda_dropout(const fsdpc_dropout_args *a, fsdpc_st
         scale = left;
     FSDPC_FOR_FLOAT(a->dtype, T, {
         dropout_op<T> op = {(T *)a->out, (const T *)a->x, (wide<T>)scale, threshold,
-                            a->seed,     a->stream,       a->first};
+                            a->seed,     a->stream,       a->first,       a->key};
         return map_launch("dropout", op, a->numel, buffers, stream);
     })
     return FSDPC_ERR_DTYPE;

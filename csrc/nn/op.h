@@ -28,6 +28,13 @@ fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
 
+/* Joins y = kind(x), which was computed elsewhere, to x: the node that fsdpc_op_unary would make.
+ */
+fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
+                                   fsdpc_tensor *x, fsdpc_tensor *y);
+/* What a node takes gelu by tanh of; NULL if it does something else. */
+const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
+
 /* Strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 

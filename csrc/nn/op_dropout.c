@@ -2,7 +2,8 @@
  *
  * The mask is not kept: it is a function of (seed, stream, element), and backward asks for it
  * again. Each call takes the tape's next stream, so recomputation that sets the stream back to
- * where it was draws the same masks.
+ * where it was draws the same masks.  Inside a captured step the kernels read from the device's
+ * memory how far the streams of a replay are from those of the capture.
  */
 #include "nn/op.h"
 
@@ -22,8 +23,24 @@ static fsdpc_status run_kernel(fsdpc_tape *tape, const dropout_extra *extra, con
                                .seed = extra->seed,
                                .stream = extra->stream,
                                .x = x->data,
-                               .out = y->data};
+                               .out = y->data,
+                               .key = tape->device->capturing ? tape->dropout_key : NULL};
     return fsdpc_op_return(fsdpc_op_kernels(tape)->dropout(&args, tape->stream), y, out);
+}
+
+/* A capture may ask for no memory that no step before it did. */
+static fsdpc_status make_key(fsdpc_tape *tape)
+{
+    void *memory;
+    if (tape->dropout_key || !tape->device->ops->capture_begin)
+        return FSDPC_OK;
+    if (tape->device->capturing)
+        return fsdpc_fail(FSDPC_ERR_STATE, "dropout inside a captured step, and in no step before "
+                                           "it: run a step with dropout before capturing one");
+    FSDPC_TRY(
+        fsdpc_device_alloc(tape->device, FSDPC_MEM_OTHER, sizeof *tape->dropout_key, &memory));
+    tape->dropout_key = memory;
+    return FSDPC_OK;
 }
 
 static fsdpc_status dropout_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
@@ -45,6 +62,7 @@ fsdpc_status fsdpc_op_dropout(fsdpc_tape *tape, fsdpc_tensor *x, double p, bool 
         *out = fsdpc_tensor_acquire(x);
         return FSDPC_OK;
     }
+    FSDPC_TRY(make_key(tape));
     dropout_extra extra = {p, tape->seed, tape->next_stream++};
     fsdpc_tensor *y = NULL;
     fsdpc_status st = run_kernel(tape, &extra, x, &y);

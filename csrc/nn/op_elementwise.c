@@ -86,8 +86,8 @@ static const fsdpc_node_ops unary_ops[] = {
 #undef X
 };
 
-static fsdpc_status unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
-                                 fsdpc_tensor *y)
+fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
+                                   fsdpc_tensor *x, fsdpc_tensor *y)
 {
     fsdpc_node *node;
     FSDPC_TRY(fsdpc_op_record(tape, &unary_ops[kind], 1, &x, y, sizeof(unary_extra), &node));
@@ -95,6 +95,11 @@ static fsdpc_status unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scal
     if (unary_needs_x(kind))
         fsdpc_node_save(node, SAVED_X, x);
     return unary_needs_y(kind) ? fsdpc_node_save_output(node, SAVED_Y, y) : FSDPC_OK;
+}
+
+const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node)
+{
+    return node->ops == &unary_ops[FSDPC_UNARY_GELU_TANH] ? node->saved[SAVED_X] : NULL;
 }
 
 fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, fsdpc_tensor *x,
@@ -111,7 +116,7 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
                              .out = y->data};
     fsdpc_status st = fsdpc_op_kernels(tape)->unary(&args, tape->stream);
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x))
-        st = unary_record(tape, kind, scalar, x, y);
+        st = fsdpc_op_unary_record(tape, kind, scalar, x, y);
     return fsdpc_op_return(st, y, out);
 }
 

@@ -62,7 +62,7 @@ fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced
 /* Over the last dimension. */
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out);
 
-/* ---- products: op_matmul.c ---- */
+/* ---- products: op_matmul.c, op_linear.c ---- */
 
 /* 1-D, 2-D and batched as in NumPy. */
 fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b,
@@ -70,6 +70,9 @@ fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b,
 /* x (..., in), weight (out, in), bias (out) or NULL -> (..., out) */
 fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                              fsdpc_tensor *bias, fsdpc_tensor **out);
+/* gelu by tanh of linear's result */
+fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                  fsdpc_tensor *bias, fsdpc_tensor **out);
 
 /* ---- layers: op_norm.c, op_attention.c, op_embedding.c ---- */
 

@@ -38,6 +38,7 @@ void fsdpc_tape_destroy(fsdpc_tape *tape)
 {
     if (!tape)
         return;
+    fsdpc_device_free(tape->device, tape->dropout_key);
     free(tape->ends);
     free(tape);
 }

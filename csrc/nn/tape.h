@@ -66,6 +66,9 @@ struct fsdpc_tape {
     _Atomic uint64_t next_number; /* atomic: operations of several threads run outside the GIL */
     int backward_depth;           /* > 0 inside backward */
     uint64_t seed, next_stream;   /* of dropout and initialisation */
+    /* In the device's memory, for captured steps; NULL before the first dropout, and where there
+     * are no graphs. */
+    struct fsdpc_dropout_key *dropout_key;
     uint64_t recomputing; /* what is run again was run first when next_number had come so far */
 
     /* of the running backward */

@@ -17,6 +17,7 @@
 const fsdpc_nn_ops NN_OPS_TABLE = {
     .name = NN_OPS_NAME,
     .gemm = fsdpc_gemm_cpu,
+    .gemm_gelu = fsdpc_gemm_gelu_by_parts,
     .unary = unary,
     .unary_backward = unary_backward,
     .binary = binary,

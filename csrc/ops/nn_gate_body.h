@@ -137,11 +137,13 @@ FSDPC_INLINE void dropout_range(const fsdpc_dropout_args *args, size_t first, si
     /* keep where uniform >= p, in integers: 24 bits against p * 2^24 rounded up */
     int32_t threshold = (int32_t)ceil(args->p * 0x1p24);
     float scale = args->p < 1 ? (float)(1 / (1 - args->p)) : 0.0f;
+    uint64_t seed = args->key ? args->key->seed : args->seed;
+    uint64_t stream = args->stream + (args->key ? args->key->shift : 0);
     for (size_t i = first, numel; i < last; i += numel) {
         uint32_t words[DROPOUT_WORDS + FSDPC_LANES]; /* the last vector may read past the words */
         uint64_t word = args->first + i;
         size_t skip = word % 4, j = 0;
-        dropout_words(args->seed, args->stream, word / 4, words);
+        dropout_words(seed, stream, word / 4, words);
         memset(words + DROPOUT_WORDS, 0, FSDPC_LANES * sizeof *words);
         numel = fsdpc_min_size(DROPOUT_WORDS - skip, last - i);
         if (dtype == FSDPC_F64) {

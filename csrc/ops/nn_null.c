@@ -13,6 +13,7 @@
     }
 
 ACCEPT(gemm)
+ACCEPT(gemm_gelu)
 ACCEPT(unary)
 ACCEPT(binary)
 ACCEPT(sum)
@@ -30,6 +31,7 @@ ACCEPT(swiglu)
 static const fsdpc_nn_ops null_ops = {
     .name = "null",
     .gemm = null_gemm,
+    .gemm_gelu = null_gemm_gelu,
     .unary = null_unary,
     .unary_backward = null_unary,
     .binary = null_binary,

@@ -58,8 +58,18 @@ typedef struct fsdpc_unary_args {
     const void *x;
     const void *y;  /* backward only: the forward's result */
     const void *dy; /* backward only */
-    void *out;      /* forward: y; backward: dx = dy * f'(x) */
+    void *out;      /* forward: y; backward: dx = dy * f'(x); may be x or dy */
 } fsdpc_unary_args;
+
+/* A matrix product with GELU_TANH behind it.  Forward: before = A'B' + bias, C = gelu(before).
+ * Backward of both at once, where A'B' is the gradient of gelu's result: C = A'B' gelu'(before).
+ * Between the two steps a kernel may round to dtype or not, so results are equal to within that
+ * one rounding.  C has the inputs' dtype and is dense; no batch, nothing is added to. */
+typedef struct fsdpc_gemm_gelu_args {
+    fsdpc_gemm_args gemm;
+    bool backward;
+    void *before; /* (m, n) of dtype, dense; forward: written, NULL: not wanted; backward: read */
+} fsdpc_gemm_gelu_args;
 
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
@@ -199,6 +209,12 @@ typedef struct fsdpc_loss_gradient_args {
     void *out; /* may be x */
 } fsdpc_loss_gradient_args;
 
+/* Of a captured step, whose replays draw what the steps that they stand for would. */
+typedef struct fsdpc_dropout_key {
+    uint64_t seed;
+    uint64_t shift; /* added to streams */
+} fsdpc_dropout_key;
+
 /* out[i] = keep(i) ? x[i] / (1 - p) : 0, keep by word i of Philox stream (seed, stream), so
  * backward is the same call on dy. */
 typedef struct fsdpc_dropout_args {
@@ -208,6 +224,7 @@ typedef struct fsdpc_dropout_args {
     uint64_t seed, stream, first;
     const void *x;
     void *out;
+    const fsdpc_dropout_key *key; /* NULL, or in the device's memory, its seed for the other one */
 } fsdpc_dropout_args;
 
 /* SwiGLU (Shazeer 2020): out = silu(gate) * up */
@@ -223,6 +240,7 @@ typedef struct fsdpc_swiglu_args {
 typedef struct fsdpc_nn_ops {
     const char *name;
     fsdpc_status (*gemm)(const fsdpc_gemm_args *args, fsdpc_stream *stream);
+    fsdpc_status (*gemm_gelu)(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
     fsdpc_status (*unary)(const fsdpc_unary_args *args, fsdpc_stream *stream);
     fsdpc_status (*unary_backward)(const fsdpc_unary_args *args, fsdpc_stream *stream);
     fsdpc_status (*binary)(const fsdpc_binary_args *args, fsdpc_stream *stream);
@@ -248,6 +266,10 @@ typedef struct fsdpc_nn_ops {
 
 /* The CPU's table for an instruction set (the best kernels not above it). */
 const fsdpc_nn_ops *fsdpc_nn_ops_cpu(fsdpc_isa isa);
+
+/* The slot gemm_gelu made of the table's gemm and unary: for tables that have nothing better, and
+ * for what better kernels do not take. */
+fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
 
 /* Computes nothing, succeeds; for device_null. */
 const fsdpc_nn_ops *fsdpc_nn_ops_null(void);

@@ -227,14 +227,26 @@ static PyObject *op_matmul(FASTCALL)
     return right ? fsdpc_py_op_matmul(PyModule_GetState(module), left, right) : NULL;
 }
 
-static PyObject *op_linear(FASTCALL)
+typedef fsdpc_status (*linear_fn)(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                  fsdpc_tensor *bias, fsdpc_tensor **out);
+
+static PyObject *linear(const char *function, linear_fn fn, FASTCALL)
 {
-    PARSE("linear", 2, "x", "weight", "bias");
+    PARSE(function, 2, "x", "weight", "bias");
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL, *bias;
     if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel + w->numel,
-              fsdpc_op_linear(r->tape, x, w, bias, &y));
+    RETURN_OP(PyModule_GetState(module), x->numel + w->numel, fn(r->tape, x, w, bias, &y));
+}
+
+static PyObject *op_linear(FASTCALL)
+{
+    return linear("linear", fsdpc_op_linear, module, args, nargs, keywords);
+}
+
+static PyObject *op_linear_gelu(FASTCALL)
+{
+    return linear("linear_gelu", fsdpc_op_linear_gelu, module, args, nargs, keywords);
 }
 
 static PyObject *reduce(const char *function, FASTCALL, bool mean)
@@ -556,6 +568,7 @@ static PyMethodDef functions[] = {
     FAST("cast", op_cast, "cast(x, dtype)"),
     FAST("matmul", op_matmul, "matmul(a, b)"),
     FAST("linear", op_linear, "linear(x, weight, bias=None)"),
+    FAST("linear_gelu", op_linear_gelu, "linear_gelu(x, weight, bias=None)"),
     FAST("sum", op_sum, "sum(x, dim=None, keepdim=False)"),
     FAST("mean", op_mean, "mean(x, dim=None, keepdim=False)"),
     FAST("softmax", op_softmax, "softmax(x, dim=-1)"),

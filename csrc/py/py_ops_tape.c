@@ -47,6 +47,12 @@ static PyObject *manual_seed(PyObject *module, PyObject *value)
     uint64_t seed = PyLong_AsUnsignedLongLongMask(value);
     if (PyErr_Occurred())
         return NULL;
+    if (runtime->device->capturing) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "manual_seed() inside a captured step, whose replays go on from where the "
+                        "program is: call it before the step");
+        return NULL;
+    }
     runtime->tape->seed = seed;
     runtime->tape->next_stream = 0;
     Py_RETURN_NONE;
@@ -59,11 +65,26 @@ static PyObject *initial_seed(PyObject *module, PyObject *unused)
     return runtime ? PyLong_FromUnsignedLongLong(runtime->tape->seed) : NULL;
 }
 
+int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out)
+{
+    if (runtime->device->capturing) {
+        PyErr_SetString(PyExc_NotImplementedError,
+                        "random tensors inside a captured step: every replay would make the same; "
+                        "make them before it, and copy_() new ones into them before each replay");
+        return -1;
+    }
+    *stream_out = runtime->tape->next_stream++;
+    return 0;
+}
+
 static PyObject *next_stream(PyObject *module, PyObject *unused)
 {
     (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    return runtime ? PyLong_FromUnsignedLongLong(runtime->tape->next_stream++) : NULL;
+    uint64_t stream;
+    if (!runtime || fsdpc_py_take_stream(runtime, &stream) < 0)
+        return NULL;
+    return PyLong_FromUnsignedLongLong(stream);
 }
 
 /* ---- boundaries ---- */

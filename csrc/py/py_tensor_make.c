@@ -247,8 +247,8 @@ static PyObject *make_randn(FASTCALL)
         init.seed = PyLong_AsUnsignedLongLongMask(r.seed);
         if (PyErr_Occurred())
             return NULL;
-    } else {
-        init.stream = tape->next_stream++;
+    } else if (fsdpc_py_take_stream(r.runtime, &init.stream) < 0) {
+        return NULL;
     }
     if (!fsdpc_dtype_is_float(r.dtype))
         return PyErr_Format(PyExc_TypeError, "randn: a float dtype is needed, not %s",

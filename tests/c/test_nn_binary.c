@@ -114,7 +114,13 @@ static void test_dropout(nn_rig *rig, fsdpc_dtype dtype, size_t numel, uint64_t 
 {
     buffer x = buffer_noise(dtype, numel, 8, 0.5, 2), out = buffer_make(dtype, numel);
     uint64_t seed = 0x123456789abcdefull, stream = 42;
-    fsdpc_dropout_args args = {dtype, numel, p, seed, stream, first, x.data, out.data};
+    const fsdpc_dropout_key key = {seed, 2};
+    fsdpc_dropout_args args = {dtype, numel, p, seed, stream, first, x.data, out.data, NULL};
+    if (numel % 2) { /* the same by a key */
+        args.seed = 1;
+        args.stream -= key.shift;
+        args.key = &key;
+    }
     CHECK_OK(rig->ops->dropout(&args, rig->stream));
     buffer_check(rig, &out, "dropout");
     for (size_t i = 0; i < numel; i++) {
@@ -160,7 +166,7 @@ static void suite(nn_rig *rig)
         }
     test_dropout(rig, FSDPC_F32, 1000, 0xfffffffffull, 0);
     test_dropout(rig, FSDPC_F32, 1000, 3, 1);
-    fsdpc_dropout_args bad = {FSDPC_F32, 0, 1.5, 0, 0, 0, NULL, NULL};
+    fsdpc_dropout_args bad = {.dtype = FSDPC_F32, .p = 1.5};
     CHECK_FAILS(rig->ops->dropout(&bad, rig->stream), FSDPC_ERR_VALUE, "probability");
 }
 

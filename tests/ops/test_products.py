@@ -58,6 +58,65 @@ def test_linear_large(dtype):
     check(F.linear, _linear, inputs, dtype, scale=8)
 
 
+def _gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "out"), LINEAR)
+def test_linear_gelu(shape, out, dtype):
+    x, w, b = _inputs(shape, 1), _inputs((out, shape[-1]), 2), _inputs((out,), 3)
+    check(F.linear_gelu, lambda x, w: _gelu(_linear(x, w)), [x, w], dtype, scale=4)
+    for wrt in (None, [0], [1], [2]):
+        check(F.linear_gelu, lambda *a: _gelu(_linear(*a)), [x, w, b], dtype, scale=4, wrt=wrt)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (0, 5)])
+def test_a_product_behind_gelu(shape, dtype):
+    x, w, b, v = _inputs(shape, 1), _inputs((7, 5), 2), _inputs((7,), 3), _inputs((4, 7), 4)
+
+    def reference(x, w, b, v):
+        return _linear(_gelu(_linear(x, w, b)), v)
+
+    def fused(x, w, b, v):
+        return F.linear(F.linear_gelu(x, w, b), v)
+
+    for wrt in (None, [0], [1, 2], [3]):
+        check(fused, reference, [x, w, b, v], dtype, scale=8, wrt=wrt)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gelu_in_the_product_has_the_bits_of_gelu_behind_it(dtype):
+    inputs = [_inputs((2, 67, 193), 1), _inputs((301, 193), 2), _inputs((301,), 3),
+              _inputs((131, 301), 4)]  # fmt: skip
+    results = []
+    for fused in (True, False):
+        x, w, b, v = (_core.tensor(i, requires_grad=True).to(dtype).detach() for i in inputs)
+        for leaf in (x, w, b, v):
+            leaf.requires_grad = True
+        y = F.linear_gelu(x, w, b) if fused else F.gelu(F.linear(x, w, b), "tanh")
+        z = F.linear(y, v)
+        z.backward(z.detach())
+        results.append([values(t) for t in (y, z, x.grad, w.grad, b.grad, v.grad)])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_gelu_in_the_product_is_gelu_by_tanh():
+    x, w = _core.tensor([[2.0]]), _core.tensor([[1.0]])
+    by_tanh, by_erf = F.gelu(x, "tanh").item(), F.gelu(x).item()
+    assert F.linear_gelu(x, w).item() == by_tanh != by_erf
+
+
+def test_linear_gelu_refuses_what_linear_does():
+    x, w = _core.ones(2, 3), _core.ones(4, 3)
+    with pytest.raises(ValueError, match=r"linear_gelu: x has shape \(2, 3\) and .*\(3, 4\)"):
+        F.linear_gelu(x, _core.ones(3, 4))
+    with pytest.raises(TypeError, match="linear_gelu: x is float32 and bias is bfloat16"):
+        F.linear_gelu(x, w, _core.ones(4, dtype="bfloat16"))
+
+
 def test_a_weight_used_twice_collects_both_gradients():
     rng = np.random.default_rng(3)
     w = _core.tensor(rng.standard_normal((4, 4)), requires_grad=True)

@@ -1,0 +1,198 @@
+/* Linear layers, alone and with gelu behind them.
+ *
+ * The gradient of a weight is a product of its own, dy^T x, and goes straight to where it belongs
+ * with beta = 1: a reduce buffer in fp32 even when x is bf16, so no temporary and no second pass.
+ *
+ * Gelu goes with the product before it in forward, and with the product behind it in backward: what
+ * a linear layer passes back to its input, if that is gelu's result, is at once multiplied by
+ * gelu's slope.  On the tape the two stay what they are: linear_gelu records a linear node and a
+ * gelu node, and a linear layer that finds it is the only user of a gelu node does that node's
+ * backward with its own and hands the gradient to the node before.  So whoever else looks at what
+ * lies between (a hook, a second use) gets it, by the separate way; and the bits are those of
+ * gelu(linear(x)) wherever the kernel makes one of two.
+ */
+#include "nn/op.h"
+
+enum { SAVED_X, SAVED_WEIGHT };
+
+/* All dimensions but the last. */
+static size_t rows_of(const fsdpc_tensor *t)
+{
+    size_t rows = 1;
+    for (int i = 0; i < t->ndim - 1; i++)
+        rows *= t->shape[i];
+    return rows;
+}
+
+/* ---- backward ---- */
+
+static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc_tensor *dy)
+{
+    fsdpc_grad_target target;
+    FSDPC_TRY(fsdpc_op_target(tape, edge, &target));
+    fsdpc_sum_args args = {.dtype = dy->dtype,
+                           .out_dtype = target.dtype,
+                           .ndim = 2,
+                           .shape = {rows_of(dy), dy->shape[dy->ndim - 1]},
+                           .reduced = {true, false},
+                           .scale = 1,
+                           .x = dy->data,
+                           .out = target.data,
+                           .accumulate = target.accumulate};
+    FSDPC_TRY(fsdpc_op_kernels(tape)->sum(&args, tape->stream));
+    return fsdpc_edge_done(tape, edge);
+}
+
+/* The gelu node that gets its gradient from this linear node alone, or NULL.  References tell: ours
+ * by the edge, and its result's, which we know of if we keep the result for the weight's gradient.
+ * Any other may be a user of it whose gradient is still to come. */
+static fsdpc_node *gelu_before(const fsdpc_node *linear)
+{
+    fsdpc_node *node = linear->inputs[0].node;
+    if (!node || !fsdpc_op_gelu_input(node) || !node->inputs[0].node || node->grad || node->hooks)
+        return NULL;
+    const fsdpc_tensor *x = linear->saved[SAVED_X];
+    int known = x && x->node == node ? 2 : 1;
+    return atomic_load_explicit(&node->refs, memory_order_relaxed) == known ? node : NULL;
+}
+
+/* dx = dy w as `gemm` says, through gelu: what gelu's node would give to the node before it. */
+static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_gemm_args gemm)
+{
+    FSDPC_TRY(fsdpc_node_check(gelu));
+    const fsdpc_tensor *before = fsdpc_op_gelu_input(gelu);
+    fsdpc_tensor *g;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, before->dtype, before->ndim, before->shape, &g));
+    gemm.c = g->data;
+    gemm.c_dtype = g->dtype;
+    gemm.ldc = gemm.n;
+    fsdpc_gemm_gelu_args args = {.gemm = gemm, .backward = true, .before = before->data};
+    fsdpc_status st = fsdpc_op_kernels(tape)->gemm_gelu(&args, tape->stream);
+    FSDPC_TRY(fsdpc_op_give_owned(tape, &gelu->inputs[0], g, st));
+    if (!tape->retain_graph)
+        fsdpc_node_free(gelu);
+    return FSDPC_OK;
+}
+
+/* dw = dy^T x,  db = sum of dy's rows,  dx = dy w */
+static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const fsdpc_tensor *x = node->saved[SAVED_X], *w = node->saved[SAVED_WEIGHT];
+    size_t out = dy->shape[dy->ndim - 1], rows = rows_of(dy);
+    fsdpc_gemm_args args = {.dtype = dy->dtype, .a = dy->data, .lda = out};
+    if (fsdpc_edge_wanted(&node->inputs[1])) {
+        fsdpc_gemm_args dw = args;
+        dw.m = out;
+        dw.n = dw.ldb = x->shape[x->ndim - 1];
+        dw.k = rows;
+        dw.trans_a = true;
+        dw.b = x->data;
+        FSDPC_TRY(fsdpc_op_gemm_into(tape, &node->inputs[1], &dw));
+    }
+    if (fsdpc_edge_wanted(&node->inputs[2]))
+        FSDPC_TRY(give_bias(tape, &node->inputs[2], dy));
+    if (!fsdpc_edge_wanted(&node->inputs[0]))
+        return FSDPC_OK;
+    args.m = rows;
+    args.n = args.ldb = w->shape[1];
+    args.k = out;
+    args.b = w->data;
+    fsdpc_node *gelu = gelu_before(node);
+    return gelu ? give_through_gelu(tape, gelu, args)
+                : fsdpc_op_gemm_into(tape, &node->inputs[0], &args);
+}
+
+static const fsdpc_node_ops linear_ops = {.name = "linear", .backward = linear_backward};
+
+/* ---- forward ---- */
+
+static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *w,
+                                 fsdpc_tensor *bias)
+{
+    FSDPC_TRY(fsdpc_op_check_float(op, "x", x));
+    FSDPC_TRY(fsdpc_op_check_float(op, "weight", w));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, "weight", w));
+    if (w->ndim != 2 || x->ndim < 1 || x->shape[x->ndim - 1] != w->shape[1])
+        return fsdpc_op_fail_shapes(op, "x", x, "weight", w,
+                                    "x must be (..., in) and weight (out, in)");
+    if (!bias)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_op_check_float(op, "bias", bias));
+    FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, "bias", bias));
+    if (bias->ndim != 1 || bias->shape[0] != w->shape[0])
+        return fsdpc_op_fail_shapes(op, "bias", bias, "weight", w,
+                                    "bias must be (out) and weight (out, in)");
+    return FSDPC_OK;
+}
+
+/* Memory for a result, and the product that makes it. */
+static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
+                                   const fsdpc_tensor *bias, fsdpc_gemm_args *gemm_out,
+                                   fsdpc_tensor **out)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0; i < x->ndim - 1; i++)
+        shape[i] = x->shape[i];
+    shape[x->ndim - 1] = w->shape[0];
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, shape, out));
+    *gemm_out = (fsdpc_gemm_args){.m = rows_of(x),
+                                  .n = w->shape[0],
+                                  .k = w->shape[1],
+                                  .dtype = x->dtype,
+                                  .c_dtype = x->dtype,
+                                  .a = x->data,
+                                  .lda = w->shape[1],
+                                  .b = w->data,
+                                  .ldb = w->shape[1],
+                                  .trans_b = true,
+                                  .c = (*out)->data,
+                                  .ldc = w->shape[0],
+                                  .bias = bias ? bias->data : NULL};
+    return FSDPC_OK;
+}
+
+static fsdpc_status linear_record(fsdpc_tape *tape, fsdpc_tensor *const inputs[3], fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    FSDPC_TRY(fsdpc_op_record(tape, &linear_ops, 3, inputs, y, 0, &node));
+    if (fsdpc_edge_wanted(&node->inputs[1]))
+        fsdpc_node_save(node, SAVED_X, inputs[0]);
+    if (fsdpc_edge_wanted(&node->inputs[0]))
+        fsdpc_node_save(node, SAVED_WEIGHT, inputs[1]);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                             fsdpc_tensor *bias, fsdpc_tensor **out)
+{
+    FSDPC_TRY(linear_check("linear", x, weight, bias));
+    fsdpc_gemm_args gemm;
+    fsdpc_tensor *inputs[] = {x, weight, bias}, *y;
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, &gemm, &y));
+    fsdpc_status st = fsdpc_op_kernels(tape)->gemm(&gemm, tape->stream);
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs))
+        st = linear_record(tape, inputs, y);
+    return fsdpc_op_return(st, y, out);
+}
+
+fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                  fsdpc_tensor *bias, fsdpc_tensor **out)
+{
+    FSDPC_TRY(linear_check("linear_gelu", x, weight, bias));
+    fsdpc_gemm_gelu_args args = {0};
+    fsdpc_tensor *inputs[] = {x, weight, bias}, *y, *before = NULL;
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, &args.gemm, &y));
+    fsdpc_status st = FSDPC_OK;
+    if (fsdpc_tape_wants(tape, 3, inputs)) {
+        st = fsdpc_tensor_create(tape->device, y->dtype, y->ndim, y->shape, &before);
+        args.before = before ? before->data : NULL;
+    }
+    if (st == FSDPC_OK)
+        st = fsdpc_op_kernels(tape)->gemm_gelu(&args, tape->stream);
+    if (st == FSDPC_OK && before)
+        st = linear_record(tape, inputs, before);
+    if (st == FSDPC_OK && before)
+        st = fsdpc_op_unary_record(tape, FSDPC_UNARY_GELU_TANH, 0, before, y);
+    fsdpc_tensor_release(before);
+    return fsdpc_op_return(st, y, out);
+}

@@ -1,0 +1,25 @@
+/* A product and gelu by the kernels that there are for each: see nn_ops.h.
+ *
+ * What lies between the two is rounded to its dtype, so results have the bits of two calls.  Gelu
+ * works in place, or from `before` where that is kept, so no memory is taken.
+ */
+#include <assert.h>
+
+#include "ops/nn_ops.h"
+
+fsdpc_status fsdpc_gemm_gelu_by_parts(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream)
+{
+    const fsdpc_nn_ops *kernels = fsdpc_nn_ops_of(stream);
+    fsdpc_gemm_args gemm = args->gemm;
+    assert(gemm.c_dtype == gemm.dtype && gemm.ldc == gemm.n && gemm.batch <= 1 && !gemm.accumulate);
+    if (!args->backward && args->before)
+        gemm.c = args->before;
+    FSDPC_TRY(kernels->gemm(&gemm, stream));
+    fsdpc_unary_args gelu = {.kind = FSDPC_UNARY_GELU_TANH,
+                             .dtype = gemm.dtype,
+                             .numel = gemm.m * gemm.n,
+                             .x = args->backward ? args->before : gemm.c,
+                             .dy = gemm.c,
+                             .out = args->gemm.c};
+    return (args->backward ? kernels->unary_backward : kernels->unary)(&gelu, stream);
+}
