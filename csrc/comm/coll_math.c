@@ -98,33 +98,40 @@ fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *co
                              stream);
 }
 
+size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out)
+{
+    bool all = op->kind == FSDPC_COLL_REDUCE_ALL, even = !all && slice->owner < 0;
+    *first_out = slice->full_offset + (even ? (size_t)rank * slice->numel : 0);
+    return all || even || slice->owner == rank ? slice->numel : 0;
+}
+
+fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *slice,
+                                    const void *const *srcs, int n_srcs, fsdpc_stream *stream)
+{
+    size_t at = slice->shard_offset * fsdpc_dtype_bytes(op->shard_dtype);
+    return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
+                                                  .n_srcs = n_srcs,
+                                                  .dtype = op->dtype,
+                                                  .numel = slice->numel,
+                                                  .scale = op->scale,
+                                                  .round_dtype = op->round_dtype,
+                                                  .out = (unsigned char *)op->shard + at,
+                                                  .out_dtype = op->shard_dtype,
+                                                  .accumulate = op->accumulate},
+                             stream);
+}
+
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,
                                       const unsigned char *const *datas, fsdpc_stream *stream)
 {
     const void *srcs[FSDPC_COLL_MAX_RANKS];
-    size_t element = fsdpc_dtype_bytes(op->dtype);
-    size_t shard_element = fsdpc_dtype_bytes(op->shard_dtype);
+    size_t element = fsdpc_dtype_bytes(op->dtype), first;
     for (size_t i = 0; i < op->n_slices; i++) {
-        const fsdpc_slice *slice = &op->slices[i];
-        bool whole = op->kind == FSDPC_COLL_REDUCE_ALL || slice->owner >= 0;
-        if (slice->numel == 0 ||
-            (op->kind != FSDPC_COLL_REDUCE_ALL && slice->owner >= 0 && slice->owner != rank))
+        if (fsdpc_coll_part(op, &op->slices[i], rank, &first) == 0)
             continue;
-        size_t first = slice->full_offset + (whole ? 0 : (size_t)rank * slice->numel);
         for (int p = 0; p < size; p++)
             srcs[p] = datas[p] + op->offset + first * element;
-        fsdpc_reduce_args args = {
-            .srcs = srcs,
-            .n_srcs = size,
-            .dtype = op->dtype,
-            .numel = slice->numel,
-            .scale = op->scale,
-            .round_dtype = op->round_dtype,
-            .out = (unsigned char *)op->shard + slice->shard_offset * shard_element,
-            .out_dtype = op->shard_dtype,
-            .accumulate = op->accumulate,
-        };
-        FSDPC_TRY(fsdpc_flat_reduce(&args, stream));
+        FSDPC_TRY(fsdpc_coll_reduce_part(op, &op->slices[i], srcs, size, stream));
     }
     return FSDPC_OK;
 }

@@ -9,6 +9,14 @@
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
+/* Where rank `rank`'s part of a slice begins in the full, and how many elements it has: all of a
+ * REDUCE_ALL's, none where the slice is whole on another rank. */
+size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
+
+/* This rank's part of one slice into its shard: srcs[p] is where rank p's contribution begins. */
+fsdpc_status fsdpc_coll_reduce_part(const fsdpc_coll *op, const fsdpc_slice *slice,
+                                    const void *const *srcs, int n_srcs, fsdpc_stream *stream);
+
 /* The sums of rank `rank` in a REDUCE_SCATTER or REDUCE_ALL: datas[p] is where rank p's buffer
  * begins. */
 fsdpc_status fsdpc_coll_reduce_slices(const fsdpc_coll *op, int rank, int size,

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/size.h"
 
 enum { SPIN_NS = 200000, BREATH_NS = 100000000, YIELDS = 4, POLLS_PER_CLOCK = 32 };
@@ -318,8 +319,18 @@ static fsdpc_status op_check(const fsdpc_comm *comm, const fsdpc_coll *op)
         return op->numel && !(op->recv && op->send) ? bad_op(op, "needs memory") : FSDPC_OK;
     case FSDPC_COLL_BARRIER:
         return FSDPC_OK;
+    case FSDPC_COLL_REPLAY:
+        return op->graph ? FSDPC_OK : bad_op(op, "needs a graph");
     }
     return bad_op(op, "unknown kind");
+}
+
+static void note_captured(fsdpc_comm *comm, const fsdpc_coll *op)
+{
+    const uint64_t words[] = {(uint64_t)op->kind,  (uint64_t)op->unit,
+                              (uint64_t)op->dtype, (uint64_t)op->accumulate,
+                              op->trains,          fsdpc_coll_bytes(op, comm->size)};
+    comm->captured = fsdpc_crc32c(comm->captured, words, sizeof words);
 }
 
 fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work *work)
@@ -341,6 +352,8 @@ fsdpc_status fsdpc_comm_post(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_work 
     fsdpc_status status = comm->ops->post(work);
     if (status != FSDPC_OK)
         work->comm = NULL;
+    else if (comm->device && comm->device->capturing && !comm->apart)
+        note_captured(comm, op);
     return status;
 }
 
@@ -388,17 +401,30 @@ fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
                                work->op.what);
 }
 
+/* The storage of a work ends now, in flight or not. */
+static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
+{
+    fsdpc_stream *stream = work->op.stream;
+    if (status != FSDPC_OK && work->comm) {
+        fsdpc_comm_poison(work->comm, status);
+        if (stream && stream->async)
+            fsdpc_stream_sync(stream); /* its thread must not touch `work` any more */
+    }
+    return status;
+}
+
 fsdpc_status fsdpc_comm_run(fsdpc_comm *comm, const fsdpc_coll *op)
 {
     fsdpc_work work = {0};
     FSDPC_TRY(fsdpc_comm_post(comm, op, &work));
-    fsdpc_status status = fsdpc_comm_wait(&work);
-    if (status != FSDPC_OK && work.comm) {
-        fsdpc_comm_poison(comm, status);
-        if (op->stream && op->stream->async)
-            fsdpc_stream_sync(op->stream); /* its thread must not touch `work` any more */
-    }
-    return status;
+    return end_run(&work, fsdpc_comm_wait(&work));
+}
+
+fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_stream *stream)
+{
+    fsdpc_work work = {0};
+    FSDPC_TRY(fsdpc_comm_post(comm, op, &work));
+    return end_run(&work, fsdpc_comm_order(&work, stream));
 }
 
 /* ---- Agreement ---- */
@@ -446,6 +472,21 @@ fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
     FSDPC_TRY(comm->ops->wire_create(comm, bytes, out));
     FSDPC_NOTE(&comm->log, "made a wire of %zu bytes for %d ranks", bytes, comm->size);
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
+{
+    const fsdpc_comm *comm = wire->comm;
+    if (comm->ops->wire_own)
+        return comm->ops->wire_own(wire, bytes, out);
+    void *data;
+    FSDPC_TRY(fsdpc_device_alloc(comm->device, FSDPC_MEM_WIRE, bytes, &data));
+    fsdpc_status status = fsdpc_device_fill(comm->device, data, 0, bytes, NULL);
+    if (status != FSDPC_OK)
+        fsdpc_device_free(comm->device, data);
+    else
+        *out = wire->own = data;
+    return status;
 }
 
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)

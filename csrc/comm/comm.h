@@ -13,7 +13,8 @@
  *
  * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
  * would lie.  A gather there sends this rank's slices, as they lie in its
- * shard, and receives the full, in memory that the caller has for it.
+ * shard, from memory that fsdpc_wire_own gave, and receives the full, in memory that the caller has
+ * for it.  It is waited for before the next arrival: peers write theirs after that.
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
@@ -30,6 +31,11 @@
  * be waited for: fsdpc_comm_order makes another stream wait, and the host goes on, a bounded number
  * of operations ahead of the device.  What fails after that is an error of the next call that waits
  * for anything, a sync of the device among them (fsdpc_device.watch).
+ *
+ * While the device captures (device.h), what is posted for it is captured too, and not compared:
+ * `captured` is a hash of it, to be compared when the capture ends.  Nothing is waited for there,
+ * so values of the host are refused.  A graph with operations in it is launched by posting a
+ * REPLAY.
  *
  * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and
  * watches the peers.  After a failure the communicator is poisoned: every later call fails and says
@@ -75,7 +81,8 @@ typedef struct fsdpc_slice {
     X(ALL_REDUCE, "all_reduce")         /* recv = op over ranks of send */                         \
     X(ALL_GATHER, "all_gather")         /* recv (size x numel) = every rank's send (numel) */      \
     X(BROADCAST, "broadcast")           /* recv of root -> recv of all */                          \
-    X(BARRIER, "barrier")
+    X(BARRIER, "barrier")                                                                          \
+    X(REPLAY, "replay") /* a graph of the device, with the operations that were captured in it */
 
 typedef enum fsdpc_coll_kind {
 #define X(name, text) FSDPC_COLL_##name,
@@ -115,6 +122,10 @@ typedef struct fsdpc_coll {
     double scale;            /* applied once to the sum, in fp32 unless dtype is F64 */
     fsdpc_dtype round_dtype; /* through which the scaled sum is rounded; see fsdpc_reduce_args */
     bool accumulate;         /* add to the shard instead of overwriting it */
+    bool tree; /* REDUCE_*: ranks are summed as the pairwise tree, wide, also by a transport that is
+                  quicker in an order of its own */
+
+    fsdpc_graph *graph; /* REPLAY; numel says which, to the peers */
 
     /* ALL_REDUCE, ALL_GATHER, BROADCAST; F32, F64, BF16, F16, I32, I64, U8, BOOL */
     /* send and recv: also GATHER of a wire that is moved, as the shard and the full are laid out */
@@ -136,11 +147,12 @@ struct fsdpc_work {
 };
 
 enum fsdpc_epoch_bits {
-    FSDPC_EPOCH_CHANGED = 1, /* this rank's masters differ from its slices of the wire */
-    FSDPC_EPOCH_HELD = 2,    /* a unit is held by unshard() */
-    FSDPC_EPOCH_RESET = 4,   /* the last step was interrupted; drop what was half done */
-    FSDPC_EPOCH_GRAD = 8,    /* a forward with gradients */
-    FSDPC_EPOCH_STEP = 16,   /* begun by an optimizer */
+    FSDPC_EPOCH_CHANGED = 1,  /* this rank's masters differ from its slices of the wire */
+    FSDPC_EPOCH_HELD = 2,     /* a unit is held by unshard() */
+    FSDPC_EPOCH_RESET = 4,    /* the last step was interrupted; drop what was half done */
+    FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
+    FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
+    FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what all were called for, so nobody does */
 };
 
 typedef struct fsdpc_epoch_note {
@@ -163,14 +175,23 @@ typedef struct fsdpc_comm_ops {
     /* Wire and epochs */
     fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
     void (*wire_destroy)(fsdpc_wire *wire);
+    /* See fsdpc_wire_own.  Optional: the device's memory. */
+    fsdpc_status (*wire_own)(fsdpc_wire *wire, size_t bytes, unsigned char **out); /* collective */
     fsdpc_status (*epoch_arrive)(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
     fsdpc_status (*epoch_test)(fsdpc_wire *wire, fsdpc_epoch_note *all_out); /* bits are or-ed */
     fsdpc_status (*epoch_publish)(fsdpc_wire *wire);
     fsdpc_status (*epoch_published)(fsdpc_wire *wire);
+    /* See fsdpc_wire_attach.  Optional, both or none. */
+    fsdpc_status (*wire_attach)(fsdpc_wire *wire, void *memory, size_t bytes); /* collective */
+    void (*wire_detach)(fsdpc_wire *wire, void *memory);
 
     /* Buffers */
     fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes,
                                   fsdpc_buffer **out); /* collective */
+    /* One whose memory lies elsewhere: datas[p] is where this rank reads rank p's, on the device of
+     * the streams that its reductions are posted on.  Optional. */
+    fsdpc_status (*buffer_over)(fsdpc_comm *comm, size_t bytes, const unsigned char *const *datas,
+                                fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
 
@@ -180,6 +201,10 @@ typedef struct fsdpc_comm_ops {
     /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
      * Optional: it is waited for. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
+
+    /* Gives every peer a copy of this rank's descriptor `fd`, which stays its own; fds_out[p] is
+     * the caller's copy of rank p's, -1 at its own place.  Optional: ranks cannot. */
+    fsdpc_status (*pass)(fsdpc_comm *comm, const char *what, int fd, int *fds_out); /* collective */
 
     /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  May
      * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
@@ -207,6 +232,8 @@ struct fsdpc_comm {
     void *notice_arg;
     fsdpc_log log;     /* notes: what is created, epochs that change, long waits; debug: all */
     int64_t waited_ns; /* time spent in waits since create */
+    uint32_t captured; /* hash of what was posted in captures; whoever compares it sets it to 0 */
+    char about[160];   /* which of its ways it goes, for people; "" where there is one */
     char poison[512];  /* "" while healthy */
 };
 
@@ -216,7 +243,8 @@ struct fsdpc_wire {
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
     const unsigned char *read;
     unsigned char *write;
-    uint64_t epoch; /* the last one this rank arrived in; 0: none yet */
+    unsigned char *own; /* moved: this rank's slices, once fsdpc_wire_own was called */
+    uint64_t epoch;     /* the last one this rank arrived in; 0: none yet */
     /* What a note's kind means, for messages; NULL: its number is shown. */
     const char *(*kind_text)(uint32_t kind);
 };
@@ -243,6 +271,8 @@ typedef struct fsdpc_comm_config {
     /* nccl: a communicator of the same ranks, over host memory, taken over when create succeeds */
     fsdpc_comm *control;
     const char *library_path; /* nccl: to prefer, or NULL; borrowed by create alone */
+    bool copy_engines;        /* nccl: gathers may go by the copy engines of GPUs */
+    bool staged; /* local_cuda: by way of host memory, though ranks could share the GPU's */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
@@ -298,11 +328,17 @@ static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stre
                                                        : fsdpc_comm_wait(work);
 }
 
+/* Posts it and orders `stream` behind it, whose memory it uses. */
+fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_stream *stream);
+
 /* Collective: FSDPC_OK if `status` is so on every rank, else on every rank the error of the lowest
  * that failed.  `what` was tried. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
 fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
+/* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE; the wire's, with
+ * which it goes.  Collective, once. */
+fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
                                  fsdpc_buffer **out); /* collective */
 fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epoch_note *all_out);
@@ -364,8 +400,12 @@ static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const 
 
 static inline void fsdpc_wire_destroy(fsdpc_wire *wire)
 {
-    if (wire)
-        wire->comm->ops->wire_destroy(wire);
+    if (!wire)
+        return;
+    fsdpc_device *device = wire->comm->device;
+    unsigned char *own = wire->comm->ops->wire_own ? NULL : wire->own;
+    wire->comm->ops->wire_destroy(wire);
+    fsdpc_device_free(device, own);
 }
 
 static inline fsdpc_status fsdpc_wire_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine)
@@ -376,6 +416,21 @@ static inline fsdpc_status fsdpc_wire_arrive(fsdpc_wire *wire, const fsdpc_epoch
 static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
 {
     return wire->comm->ops->epoch_publish(wire);
+}
+
+/* Collective: gathers to come write this memory, which is all of a window of the device
+ * (device.h), so a transport may prepare it.  What was posted before is waited for.  Each rank
+ * detaches it before it is freed. */
+static inline fsdpc_status fsdpc_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
+{
+    return wire->comm->ops->wire_attach ? wire->comm->ops->wire_attach(wire, memory, bytes)
+                                        : FSDPC_OK;
+}
+
+static inline void fsdpc_wire_detach(fsdpc_wire *wire, void *memory)
+{
+    if (wire->comm->ops->wire_detach)
+        wire->comm->ops->wire_detach(wire, memory);
 }
 
 static inline void fsdpc_buffer_destroy(fsdpc_buffer *buffer)

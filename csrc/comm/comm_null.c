@@ -213,6 +213,8 @@ static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stre
         for (int p = 0; bytes && p < size; p++)
             memmove((unsigned char *)op->recv + (size_t)p * bytes, op->send, bytes);
         return FSDPC_OK;
+    case FSDPC_COLL_REPLAY:
+        return fsdpc_graph_launch(op->graph);
     case FSDPC_COLL_GATHER:
     case FSDPC_COLL_BROADCAST:
     case FSDPC_COLL_BARRIER:

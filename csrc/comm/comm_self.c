@@ -99,21 +99,33 @@ static fsdpc_status self_publish(fsdpc_wire *wire)
     return fsdpc_comm_health(wire->comm);
 }
 
-static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+typedef struct self_buffer {
+    fsdpc_buffer base;
+    const unsigned char *read; /* by reductions; base.data unless the memory lies elsewhere */
+} self_buffer;
+
+static fsdpc_status self_buffer_over(fsdpc_comm *comm, size_t bytes,
+                                     const unsigned char *const *datas, fsdpc_buffer **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    fsdpc_buffer *buffer = calloc(1, sizeof *buffer);
+    self_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer)
         return fsdpc_fail_errno("no memory for a buffer");
-    void *data;
-    fsdpc_status status = fsdpc_device_alloc(comm->device, FSDPC_MEM_REDUCE, bytes, &data);
-    if (status != FSDPC_OK) {
-        free(buffer);
-        return status;
-    }
-    *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
-    *out = buffer;
+    *buffer = (self_buffer){.base = {.comm = comm, .bytes = bytes}, .read = datas[0]};
+    *out = &buffer->base;
     return FSDPC_OK;
+}
+
+static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    void *data;
+    FSDPC_TRY(fsdpc_device_alloc(comm->device, FSDPC_MEM_REDUCE, bytes, &data));
+    fsdpc_status status = self_buffer_over(comm, bytes, (const unsigned char *const[]){data}, out);
+    if (status != FSDPC_OK)
+        fsdpc_device_free(comm->device, data);
+    else
+        (*out)->data = data;
+    return status;
 }
 
 static void self_buffer_destroy(fsdpc_buffer *buffer)
@@ -134,14 +146,15 @@ static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:
-        return fsdpc_coll_reduce_slices(op, 0, 1, (const unsigned char *const[]){op->buffer->data},
-                                        stream);
+        return fsdpc_coll_reduce_slices(op, 0, 1, &((const self_buffer *)op->buffer)->read, stream);
     case FSDPC_COLL_ALL_REDUCE:
     case FSDPC_COLL_ALL_GATHER:
         if (op->numel && op->recv != op->send)
             return fsdpc_device_copy(stream->device, op->recv, op->send,
                                      op->numel * fsdpc_dtype_bytes(op->dtype), stream);
         return FSDPC_OK;
+    case FSDPC_COLL_REPLAY:
+        return fsdpc_graph_launch(op->graph);
     case FSDPC_COLL_GATHER:
     case FSDPC_COLL_BROADCAST:
     case FSDPC_COLL_BARRIER:
@@ -193,6 +206,7 @@ static const fsdpc_comm_ops self_ops = {
     .epoch_publish = self_publish,
     .epoch_published = self_publish,
     .buffer_create = self_buffer_create,
+    .buffer_over = self_buffer_over,
     .buffer_destroy = self_buffer_destroy,
     .buffer_idle = self_buffer_idle,
     .post = self_post,

@@ -439,7 +439,10 @@ static fsdpc_status poll_take(void *arg)
                           "buffers in the same order on every rank, from one thread",
                           p->peer);
     }
-    return fd < 0 ? FSDPC_OK : fsdpc_shm_segment_adopt(fd, p->bytes, &p->segment);
+    if (fd < 0)
+        return FSDPC_OK;
+    return p->bytes ? fsdpc_shm_segment_adopt(fd, p->bytes, &p->segment)
+                    : fsdpc_shm_segment_wrap(fd, &p->segment);
 }
 
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
