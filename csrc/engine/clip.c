@@ -6,7 +6,8 @@
  * anyway.  A NaN or infinity anywhere makes the norm NaN or infinite, on all ranks alike.
  *
  * On a remote device neither step waits: norms, their value and the factor that it gives stay in
- * the device's memory, the factor once for each unit, where the optimizer's kernels find it.
+ * the device's memory, the factor once for each unit, where the optimizer's kernels find it, and
+ * ranks combine norms there, if their transport can.
  *
  * Whether a pending scale is applied first or afterwards to the sums is this rank's own choice (it
  * may have read .grad, the others not): what it gives to the all-reduce is the same.
@@ -79,7 +80,7 @@ static fsdpc_status reduce_norms(fsdpc_comm *comm, double p, fsdpc_norm *norms, 
                      .recv = norms,
                      .numel = n * FSDPC_NORM_WORDS};
     fsdpc_trace_add(comm->trace, FSDPC_TRACE_COLLECTIVE, -1, n * sizeof *norms, 0, 0);
-    return fsdpc_comm_run(comm, &op);
+    return fsdpc_comm_run_ahead(comm, &op, stream);
 }
 
 /* The units of one shard group: all in one norm, or one for each parameter of these units. */

@@ -62,8 +62,10 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
 /* `keep`: what was captured will be launched, now for the first time; else step counts go back to
  * what they were, and there is no error. */
 fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep);
-/* Before each launch but the first: counts the step.  An error if parameters, groups or counts are
- * no longer such that the captured calls are those of this step. */
+/* An error if parameters, groups or counts are no longer such that the captured calls are those of
+ * the step that comes. */
+fsdpc_status fsdpc_optim_graph_check(fsdpc_optim_graph *graph);
+/* Before each launch but the first, and checked: counts the step. */
 fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph);
 void fsdpc_optim_graph_destroy(fsdpc_optim_graph *graph); /* NULL is fine */
 

@@ -243,10 +243,14 @@ static fsdpc_status find_shifts(fsdpc_optim_graph *graph)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph)
+fsdpc_status fsdpc_optim_graph_check(fsdpc_optim_graph *graph)
 {
     FSDPC_TRY(check_groups(graph));
-    FSDPC_TRY(find_shifts(graph));
+    return find_shifts(graph);
+}
+
+fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph)
+{
     FSDPC_TRY(send_scalars(graph));
     for (size_t i = 0; i < graph->n_params; i++)
         states_of(graph->optim, i)->steps += graph->added[i];

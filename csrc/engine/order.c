@@ -96,3 +96,35 @@ fsdpc_status fsdpc_order_filled(fsdpc_root *root)
     FSDPC_TRY(fsdpc_event_record(root->filled, &main));
     return fsdpc_stream_wait(root->reduce_stream, root->filled);
 }
+
+fsdpc_status fsdpc_order_follow(fsdpc_root *root)
+{
+    fsdpc_stream main = main_of(root);
+    FSDPC_TRY(fsdpc_event_record(root->published, &main));
+    FSDPC_TRY(fsdpc_stream_wait(root->gather_stream, root->published));
+    FSDPC_TRY(fsdpc_stream_wait(root->reduce_stream, root->published));
+    return root->replicate_stream ? fsdpc_stream_wait(root->replicate_stream, root->published)
+                                  : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_order_fork(fsdpc_root *root)
+{
+    fsdpc_stream main = main_of(root);
+    FSDPC_TRY(fsdpc_order_follow(root));
+    for (int i = 0; i < root->n_units; i++)
+        FSDPC_TRY(fsdpc_event_record(root->units[i]->released, &main));
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_order_join(fsdpc_root *root)
+{
+    fsdpc_stream main = main_of(root);
+    fsdpc_stream *streams[] = {root->gather_stream, root->reduce_stream, root->replicate_stream};
+    for (size_t i = 0; i < sizeof streams / sizeof *streams; i++) {
+        if (!streams[i])
+            continue;
+        FSDPC_TRY(fsdpc_event_record(root->filled, streams[i]));
+        FSDPC_TRY(fsdpc_stream_wait(&main, root->filled));
+    }
+    return FSDPC_OK;
+}

@@ -24,6 +24,13 @@ fsdpc_status fsdpc_order_published(fsdpc_root *root);
 void fsdpc_order_released(fsdpc_unit *unit);
 /* ... so the gather that follows may overwrite it. */
 fsdpc_status fsdpc_order_gather(fsdpc_unit *unit);
+/* All streams come behind what main holds, and every event marks that point: a capture begins with
+ * it, which takes them in, and ends with it, as what was marked in a capture is nothing outside. */
+fsdpc_status fsdpc_order_fork(fsdpc_root *root);
+/* The streams alone: a graph was launched. */
+fsdpc_status fsdpc_order_follow(fsdpc_root *root);
+/* Main comes behind all that the streams hold. */
+fsdpc_status fsdpc_order_join(fsdpc_root *root);
 /* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
 fsdpc_status fsdpc_order_filled(fsdpc_root *root);
 

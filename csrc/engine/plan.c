@@ -41,6 +41,11 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         if (status != FSDPC_OK)
             break;
         size_t published = group->shard_numel * fsdpc_dtype_bytes(plan.wire_dtype);
+        size_t sent = group->shard_numel * fsdpc_dtype_bytes(plan.reduce_dtype);
+        sum.contribution_bytes =
+            fsdpc_max_size(sum.contribution_bytes, fsdpc_round_up(sent, COUNT_ALIGN));
+        sum.partial_contribution_bytes =
+            fsdpc_max_size(sum.partial_contribution_bytes, plan.partial_bytes);
         sum.wire_bytes += plan.wire_bytes;
         sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
         sum.reduce_bytes += plan.reduce_bytes;

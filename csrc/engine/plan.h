@@ -23,6 +23,9 @@ typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
     size_t state_bytes;     /* of one state of every parameter */
     size_t published_bytes; /* of own slices, where a gather moves bytes (slots.h) */
+    /* Of what one peer sends to this rank's sums, where a reduction brings contributions here, and
+     * of what it sends of its partial; of the largest group each. */
+    size_t contribution_bytes, partial_contribution_bytes;
 } fsdpc_unit_plan;
 
 /* Over a shard group of `ranks`. */

@@ -114,7 +114,8 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
                          .buffer = buffer,
                          .offset = group->reduce_offset,
                          .trains = trains,
-                         .same_filling = g > 0};
+                         .same_filling = g > 0,
+                         .tree = unit->deterministic};
         if (unit->partial)
             make_partial(unit, group, &op);
         else
@@ -154,7 +155,8 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .buffer = unit->partial,
                          .offset = group->grad_offset,
                          .trains = trains,
-                         .same_filling = g > 0};
+                         .same_filling = g > 0,
+                         .tree = unit->deterministic};
         make_final(unit, group, &sums, &op);
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
     }

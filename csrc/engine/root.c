@@ -86,7 +86,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     root->is_last_backward = true;
     root->device = units[0]->device;
     root->trace = units[0]->trace;
-    root->prefetch = FSDPC_PREFETCH;
+    root->prefetch = units[0]->prefetch;
     root->units = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->reducing = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     if (!root->units || !root->reducing) {
@@ -218,13 +218,14 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     }
     if (root->needs_reset)
         bits |= FSDPC_EPOCH_RESET;
-    fsdpc_epoch_note mine = {
+    root->note = (fsdpc_epoch_note){
         .bits = bits,
         .kind = (uint32_t)kind,
         .unit = called->id,
         .steps = root->steps,
     };
-    FSDPC_TRY(fsdpc_wire_arrive(root->wire, &mine));
+    if (!root->captured)
+        FSDPC_TRY(fsdpc_wire_arrive(root->wire, &root->note));
     fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->wire->epoch, 0);
     root->stage = FSDPC_STAGE_ARRIVED;
     return FSDPC_OK;
@@ -241,8 +242,9 @@ static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
 /* Learns what the others are about to do; on return it is decided whether the wire is written. */
 static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
 {
-    fsdpc_epoch_note all;
-    FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
+    fsdpc_epoch_note all = root->note;
+    if (!root->captured)
+        FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
     if (all.bits & FSDPC_EPOCH_RESET) {
         fsdpc_record_clear(&root->record);
         for (int i = 0; i < root->n_units; i++)
@@ -277,8 +279,9 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(publish_dirty(root));
         if (root->overlaps)
             FSDPC_TRY(fsdpc_order_published(root));
-        FSDPC_TRY(fsdpc_wire_publish(root->wire));
-        root->stage = FSDPC_STAGE_PUBLISHED;
+        if (!root->captured)
+            FSDPC_TRY(fsdpc_wire_publish(root->wire));
+        root->stage = root->captured ? FSDPC_STAGE_IDLE : FSDPC_STAGE_PUBLISHED;
     }
     if (root->stage == FSDPC_STAGE_PUBLISHED)
         FSDPC_TRY(keep_stage(root, fsdpc_wire_published_wait(root->wire, called->name)));
@@ -318,14 +321,13 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
 
 /* The others take the step that this rank announced, and its rows would stay one behind for good:
  * nobody goes on. */
-static void close_half_step(fsdpc_root *root)
+static void close_half_step(fsdpc_root *root, const char *what)
 {
     char text[160];
-    snprintf(
-        text, sizeof text,
-        "rank %d was interrupted in an optimizer's step that others may have taken; go on from "
-        "the last checkpoint",
-        root->comm->world_rank);
+    snprintf(text, sizeof text,
+             "rank %d was interrupted in %s that others may have taken; go on from the last "
+             "checkpoint",
+             root->comm->world_rank, what);
     fsdpc_comm_abort(root->comm, text);
     if (root->replicate)
         fsdpc_comm_abort(root->replicate, text);
@@ -350,7 +352,7 @@ fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
         announce(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP));
     fsdpc_status status = decide(root, root->units[0]);
     if (status == FSDPC_ERR_INTERRUPT)
-        close_half_step(root);
+        close_half_step(root, epoch_kind_text(FSDPC_EPOCH_OPTIM));
     FSDPC_TRY(status);
     return publish_dirty(root);
 }
@@ -362,6 +364,37 @@ fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;
     fsdpc_status status = root->overlaps ? fsdpc_order_published(root) : FSDPC_OK;
-    FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
+    if (!root->captured)
+        FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
     return status;
+}
+
+static fsdpc_status end_all(fsdpc_root *root)
+{
+    FSDPC_TRY(begin_sharded(root));
+    for (int i = 0; i < root->n_units; i++)
+        fsdpc_gather_drop(root->units[i]);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status)
+{
+    char text[512];
+    const char *what = epoch_kind_text((uint32_t)kind);
+    fsdpc_epoch_note all;
+    if (status == FSDPC_OK)
+        status = end_all(root);
+    snprintf(text, sizeof text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(announce(root, kind, root->units[0], status == FSDPC_OK ? 0 : FSDPC_EPOCH_REFUSED));
+    fsdpc_status met = fsdpc_wire_epoch_wait(root->wire, root->units[0]->name, &all);
+    root->stage = FSDPC_STAGE_IDLE;
+    if (met == FSDPC_ERR_INTERRUPT)
+        close_half_step(root, what);
+    FSDPC_TRY(met);
+    if (status != FSDPC_OK)
+        fsdpc_fail(status, "%s", text);
+    if (all.bits & FSDPC_EPOCH_REFUSED)
+        status = fsdpc_comm_agree(root->comm, status, what);
+    return root->replicate ? fsdpc_comm_agree(root->replicate, status, what) : status;
 }

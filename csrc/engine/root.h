@@ -8,7 +8,7 @@
  * Epochs (docs/design.md, section 3).  fsdpc_root_epoch brings the wire up to date with the
  * masters: compare where needed, arrive, wait, and if any rank changed anything write the own
  * slices and publish.  A change advances `generation`; a backward whose forward saw an older one is
- * refused.
+ * refused.  Epochs of a captured step are this rank's alone: ranks agree on it before and after.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H
@@ -21,7 +21,10 @@
     X(UNSHARD, "unshard()")                                                                        \
     X(OPTIM, "an optimizer's step")                                                                \
     X(HOLD, "hold()")                                                                              \
-    X(HOLD_END, "the end of hold()")
+    X(HOLD_END, "the end of hold()")                                                               \
+    X(CAPTURE, "graph_step()")                                                                     \
+    X(CAPTURE_END, "the end of graph_step()")                                                      \
+    X(REPLAY, "a replay of a captured step")
 
 typedef enum fsdpc_epoch_kind {
 #define X(name, text) FSDPC_EPOCH_##name,
@@ -39,7 +42,6 @@ typedef enum fsdpc_epoch_stage {
 } fsdpc_epoch_stage;
 
 enum { FSDPC_POOLED_BUFFERS = 2 };
-enum { FSDPC_PREFETCH = 1 }; /* units gathered ahead, unless somebody says otherwise */
 
 typedef struct fsdpc_record_entry {
     int unit;
@@ -88,10 +90,12 @@ struct fsdpc_root {
     uint64_t generation; /* of the wire's contents */
     uint64_t steps;      /* optimizer steps taken */
     fsdpc_epoch_stage stage;
-    int holds;         /* hold() is in force */
-    int forward_depth; /* nested forwards of units of this root */
+    fsdpc_epoch_note note; /* what this rank announced last */
+    int holds;             /* hold() is in force */
+    int forward_depth;     /* nested forwards of units of this root */
     bool in_backward, needs_reset;
     bool captured;         /* a step of it is being captured (step_graph.h) */
+    uint32_t captures;     /* that were begun */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;
@@ -106,6 +110,11 @@ void fsdpc_root_destroy(fsdpc_root *root); /* units go back to having masters on
 /* Collective.  `bits` are added to the note (grad mode); on return the wire is current. */
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
                               uint32_t bits);
+
+/* Collective, over replicas too: an epoch in which nobody writes.  FSDPC_OK if `status` is so on
+ * every rank, and then nothing is in flight and no unit full that is not held; else on every rank
+ * the error of one of them. */
+fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
 /* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters
  * and its own slices in one pass; end publishes.  End is called also when begin or the pass failed.

@@ -64,13 +64,27 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
     return n_slots;
 }
 
+/* Whether memory of its own is a window too, so that a transport can prepare it: granules that are
+ * filled but for a little. */
+static bool fills_granules(size_t bytes, size_t granule)
+{
+    enum { MOST_WASTED = 8 }; /* the part of it */
+    return bytes > 0 && granule > 0 &&
+           fsdpc_round_up(bytes, granule) - bytes <= bytes / MOST_WASTED;
+}
+
+static size_t own_bytes(size_t bytes, size_t granule)
+{
+    return fills_granules(bytes, granule) ? fsdpc_round_up(bytes, granule) : bytes;
+}
+
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots)
 {
     size_t bytes = 0;
     for (int i = 0; i < n; i++) {
         if (slots[i] < 0)
-            bytes += wants[i].bytes;
+            bytes += own_bytes(wants[i].bytes, granule);
         else if (first_member(wants, i) == i)
             bytes += (size_t)per_class * fsdpc_round_up(wants[i].bytes, granule);
     }
@@ -95,10 +109,8 @@ static fsdpc_status agree_granule(const fsdpc_root *root, size_t *granule_out)
     return FSDPC_OK;
 }
 
-static fsdpc_status assign(fsdpc_root *root, const bool *encloses)
+static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granule)
 {
-    size_t granule;
-    FSDPC_TRY(agree_granule(root, &granule));
     size_t n = (size_t)root->n_units;
     fsdpc_slot_want *wants = calloc(n, sizeof *wants);
     int *slots = calloc(n, sizeof *slots);
@@ -123,51 +135,84 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses)
 
 static const fsdpc_window *sharer(const fsdpc_unit *unit)
 {
-    for (int i = 0; i < unit->id; i++)
+    for (int i = 0; i < unit->id && unit->slot >= 0; i++)
         if (unit->root->units[i]->slot == unit->slot)
             return unit->root->units[i]->window;
     return NULL;
 }
 
-static fsdpc_status give_memory(fsdpc_unit *unit)
+static size_t own_slices_bytes(const fsdpc_unit_group *group)
+{
+    enum { ALIGN = 64 };
+    return fsdpc_round_up(group->plan->shard_numel * fsdpc_dtype_bytes(group->wire_dtype), ALIGN);
+}
+
+/* The wire's memory for own slices, group behind group. */
+static fsdpc_status place_own_slices(fsdpc_root *root)
+{
+    size_t bytes = 0;
+    unsigned char *at;
+    for (int i = 0; i < root->n_units; i++)
+        for (int g = 0; g < root->units[i]->layout->n_groups; g++)
+            bytes += own_slices_bytes(&root->units[i]->groups[g]);
+    FSDPC_TRY(fsdpc_wire_own(root->wire, bytes, &at));
+    for (int i = 0; i < root->n_units; i++)
+        for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
+            fsdpc_unit_group *group = &root->units[i]->groups[g];
+            group->published = at;
+            at += own_slices_bytes(group);
+        }
+    return FSDPC_OK;
+}
+
+static fsdpc_status give_memory(fsdpc_unit *unit, size_t granule)
 {
     fsdpc_device *device = unit->device;
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        size_t bytes = group->plan->shard_numel * fsdpc_dtype_bytes(group->wire_dtype);
-        FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_WIRE, bytes, (void **)&group->published));
-        FSDPC_TRY(fsdpc_device_fill(device, group->published, 0, bytes, NULL));
-    }
     if (unit->no_alias)
         return FSDPC_OK; /* full.c */
-    if (unit->slot < 0)
+    if (unit->slot < 0 && !fills_granules(unit->wire_bytes, granule))
         return fsdpc_device_alloc(device, FSDPC_MEM_WIRE, unit->wire_bytes, (void **)&unit->room);
     return fsdpc_window_create(device, FSDPC_MEM_WIRE, unit->wire_bytes, sharer(unit),
                                &unit->window);
 }
 
+/* The memory of each window, once: by the first unit that has it. */
+static fsdpc_status attach(const fsdpc_root *root)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        if (unit->window && !sharer(unit))
+            FSDPC_TRY(fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes));
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_slots_create(fsdpc_root *root, const bool *encloses)
 {
-    fsdpc_status status = assign(root, encloses);
+    size_t granule;
+    FSDPC_TRY(agree_granule(root, &granule));
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, assign(root, encloses, granule), "slots"));
+    fsdpc_status status = place_own_slices(root);
     for (int i = 0; status == FSDPC_OK && i < root->n_units; i++)
-        status = give_memory(root->units[i]);
-    return fsdpc_comm_agree(root->comm, status, "memory for fulls");
+        status = give_memory(root->units[i], granule);
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory for fulls"));
+    return attach(root);
 }
 
 void fsdpc_slots_give_back(fsdpc_unit *unit)
 {
     fsdpc_stream main = {.device = unit->device, .name = "main"};
-    if (unit->window)
+    if (unit->window) {
         (void)fsdpc_stream_sync(&main); /* what reads it */
+        fsdpc_wire_detach(unit->root->wire, unit->window->memory);
+    }
     fsdpc_window_destroy(unit->window);
     fsdpc_device_free(unit->device, unit->room);
     unit->window = NULL;
     unit->room = NULL;
     unit->slot = -1;
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_device_free(unit->device, unit->groups[g].published);
-        unit->groups[g].published = NULL;
-    }
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        unit->groups[g].published = NULL; /* the wire's */
 }
 
 /* ---- Turns ---- */
@@ -192,7 +237,7 @@ static fsdpc_status part(fsdpc_unit *unit)
         status = fsdpc_window_part(unit->window);
     FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory of its own for a unit"));
     unit->slot = -1;
-    return FSDPC_OK;
+    return fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes);
 }
 
 fsdpc_status fsdpc_slot_take(fsdpc_unit *unit)

@@ -7,6 +7,9 @@
  * own: the root, units that enclose others, keep their full after forward or run on some ranks
  * only, sizes that few units have, and all units of a device without windows.
  *
+ * Every slot is attached to the wire (comm.h), once, and so is memory of its own that fills whole
+ * granules but for a little, which is in a window for that.
+ *
  * Who shares follows from sizes alone and is the same on every rank, as gathers are.
  */
 #ifndef FSDPC_ENGINE_SLOTS_H

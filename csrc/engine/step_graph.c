@@ -1,9 +1,15 @@
 /* What a step decides by, noted when it is captured and compared whenever it is replayed.
  *
- * Two kinds of state.  Counters (steps, generation, epoch) go up by the same in every step; a
+ * Two kinds of state.  Counters (steps, generation) go up by the same in every step; a
  * replay adds what the captured step added.  Everything else steers which work is enqueued, and
  * must not have changed: a unit whose masters were written would be published by an eager step and
  * is not by a replay, gradients that are pending would be added to or not.
+ *
+ * Several ranks.  Inside a capture they do not meet: operations are captured and epochs are each
+ * rank's own, so a rank that gives up leaves nobody waiting.  They meet in an epoch before the
+ * capture and in one behind it, and go on only if all can and have captured the same.  A replay is
+ * one epoch, which finds ranks that do something else or cannot replay, and one operation, which
+ * launches the graph in its turn among all others and is what the communicator then watches.
  *
  * An abandoned step was seen by the host and not by the device.  Step counts go back.  The
  * generation does not: a loss that was made inside refers to memory that nobody filled, and its
@@ -11,9 +17,13 @@
  */
 #include "engine/step_graph.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/crc32c.h"
+#include "engine/gather.h"
+#include "engine/order.h"
+#include "engine/reduce.h"
 #include "engine/sched.h"
 
 /* Of a unit, when the capture began. */
@@ -22,6 +32,7 @@ typedef struct unit_mark {
     int held, n_sums;
     double pending_scale;
     uint32_t settings;
+    const unsigned char *written; /* by gathers; NULL: other memory than a window's */
 } unit_mark;
 
 struct fsdpc_step_graph {
@@ -30,7 +41,8 @@ struct fsdpc_step_graph {
     fsdpc_graph *graph; /* NULL: not ended */
     unit_mark *marks;   /* root->n_units */
     bool begun;
-    uint64_t steps, generation, epoch; /* at the beginning; once ended, what one step adds */
+    uint32_t number;            /* of the captures of this root */
+    uint64_t steps, generation; /* at the beginning; once ended, what one step adds */
 };
 
 /* Whatever a program may set between steps and steps go by. */
@@ -50,7 +62,8 @@ static unit_mark mark_of(const fsdpc_unit *unit)
                        .held = unit->held,
                        .n_sums = unit->n_sums,
                        .pending_scale = unit->pending_scale,
-                       .settings = settings_of(unit)};
+                       .settings = settings_of(unit),
+                       .written = unit->window ? unit->window->memory : NULL};
 }
 
 static fsdpc_status check_root(const fsdpc_root *root)
@@ -106,6 +119,13 @@ static fsdpc_status check_mark(const fsdpc_unit *unit, const unit_mark *before, 
                           "settings of unit '%s' (requires_grad, set_... methods) are others %s "
                           "than when the captured step began: capture a step again",
                           unit->name, now);
+    if (mark.written != before->written)
+        return fsdpc_fail(
+            FSDPC_ERR_STATE,
+            "unit '%s' was given memory of its own for its full (two units that share "
+            "were full at once, as in hold()), and gathers of the captured step write "
+            "the old: capture a step again",
+            unit->name);
     return FSDPC_OK;
 }
 
@@ -122,11 +142,11 @@ static fsdpc_status check_all(const fsdpc_step_graph *step, const char *now)
 
 static fsdpc_status check_can_begin(const fsdpc_root *root)
 {
-    if (root->ranks > 1)
+    if (root->ranks > 1 && !fsdpc_comm_orders(root->reduce_comm))
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "a graph of a step on %d ranks is not supported yet: epochs of several "
-                          "ranks are waits of the host",
-                          root->ranks);
+                          "a graph of a step on %d ranks over '%s', whose operations are waits of "
+                          "the host: ranks replay steps over NCCL, with a GPU each",
+                          root->ranks, root->reduce_comm->ops->name);
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->deterministic)
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
@@ -137,10 +157,9 @@ static fsdpc_status check_can_begin(const fsdpc_root *root)
     return check_root(root);
 }
 
-fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out)
+/* All that can be refused. */
+static fsdpc_status prepare(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out)
 {
-    if (root->device->capturing)
-        return fsdpc_fail(FSDPC_ERR_STATE, "a graph of a step inside another one: end that first");
     FSDPC_TRY(check_can_begin(root));
     fsdpc_step_graph *step = calloc(1, sizeof *step);
     unit_mark *marks = calloc((size_t)root->n_units, sizeof *marks);
@@ -149,35 +168,63 @@ fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_
         free(marks);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the graph of a step");
     }
-    *step = (fsdpc_step_graph){.root = root,
-                               .marks = marks,
-                               .steps = root->steps,
-                               .generation = root->generation,
-                               .epoch = root->wire->epoch};
+    *step = (fsdpc_step_graph){
+        .root = root, .marks = marks, .steps = root->steps, .generation = root->generation};
     for (int i = 0; i < root->n_units; i++)
         marks[i] = mark_of(root->units[i]);
-    fsdpc_status status;
-    FSDPC_TRY_GOTO(status, fsdpc_optim_capture_begin(optim, root, &step->optim), destroy);
-    FSDPC_TRY_GOTO(status, fsdpc_capture_begin(root->device), destroy_optim);
-    step->begun = root->captured = true;
+    fsdpc_status status = fsdpc_optim_capture_begin(optim, root, &step->optim);
+    if (status != FSDPC_OK) {
+        fsdpc_step_graph_destroy(step);
+        return status;
+    }
     *out = step;
     return FSDPC_OK;
-
-destroy_optim:
-    fsdpc_optim_capture_end(step->optim, false);
-destroy:
-    fsdpc_step_graph_destroy(step);
-    return status;
 }
 
-void fsdpc_step_graph_abandon(fsdpc_step_graph *step)
+fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out)
+{
+    fsdpc_step_graph *step = NULL;
+    if (root->device->capturing)
+        return fsdpc_fail(FSDPC_ERR_STATE, "a graph of a step inside another one: end that first");
+    fsdpc_status status = prepare(root, optim, &step);
+    status = fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE, status);
+    if (status != FSDPC_OK) {
+        if (step)
+            fsdpc_optim_capture_end(step->optim, false);
+        fsdpc_step_graph_destroy(step);
+        return status;
+    }
+    root->comm->captured = 0;
+    if (root->replicate)
+        root->replicate->captured = 0;
+    step->number = ++root->captures;
+    step->begun = root->captured = true;
+    status = fsdpc_capture_begin(root->device);
+    if (status == FSDPC_OK && root->overlaps)
+        status = fsdpc_order_fork(root);
+    if (status != FSDPC_OK) {
+        char text[512];
+        snprintf(text, sizeof text, "%s", fsdpc_last_error());
+        fsdpc_step_graph_abandon(step, text);
+        fsdpc_step_graph_destroy(step);
+        return fsdpc_fail(status, "%s", text);
+    }
+    *out = step;
+    return FSDPC_OK;
+}
+
+/* This rank's part in abandoning a step. */
+static void give_up(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
-    if (!step->begun)
-        return;
     step->begun = root->captured = false;
-    if (root->device->capturing)
+    if (root->device->capturing) {
+        /* What was posted goes into the graph first, and not to the peers after it. */
+        for (int i = 0; i < root->n_units; i++)
+            (void)fsdpc_gather_settle(root->units[i]);
+        (void)fsdpc_reduce_wait_all(root);
         (void)fsdpc_capture_end(root->device, NULL);
+    }
     fsdpc_graph_destroy(step->graph);
     step->graph = NULL;
     fsdpc_optim_capture_end(step->optim, false);
@@ -189,30 +236,115 @@ void fsdpc_step_graph_abandon(fsdpc_step_graph *step)
         root->units[i]->grad_live = step->marks[i].grad_live;
         root->units[i]->pending_scale = step->marks[i].pending_scale;
     }
+    if (root->overlaps && fsdpc_order_fork(root) != FSDPC_OK)
+        fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or gathers would not be ordered */
     fsdpc_root_reset(root);
 }
 
-static fsdpc_status end(fsdpc_step_graph *step)
+void fsdpc_step_graph_abandon(fsdpc_step_graph *step, const char *why)
 {
+    if (!step->begun)
+        return;
+    give_up(step);
+    fsdpc_fail(FSDPC_ERR_STATE, "the step that it captured was given up: %s", why);
+    (void)fsdpc_root_agree(step->root, FSDPC_EPOCH_CAPTURE_END, FSDPC_ERR_STATE);
+}
+
+static fsdpc_status end_capture(fsdpc_step_graph *step)
+{
+    fsdpc_root *root = step->root;
     FSDPC_TRY(check_all(step, "when it ends"));
-    FSDPC_TRY(fsdpc_capture_end(step->root->device, &step->graph));
-    FSDPC_TRY(fsdpc_optim_capture_end(step->optim, true));
-    return fsdpc_graph_launch(step->graph);
+    if (root->overlaps)
+        FSDPC_TRY(fsdpc_order_join(root));
+    return fsdpc_capture_end(root->device, &step->graph);
+}
+
+/* Have the ranks of a group captured the same? */
+static fsdpc_status compare(fsdpc_comm *comm)
+{
+    int64_t marks[2] = {comm->captured, -(int64_t)comm->captured};
+    FSDPC_TRY(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
+                                                 .unit = -1,
+                                                 .what = "graph_step()",
+                                                 .dtype = FSDPC_I64,
+                                                 .op = FSDPC_RED_MAX,
+                                                 .send = marks,
+                                                 .recv = marks,
+                                                 .numel = 2}));
+    if (marks[0] == -marks[1])
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "ranks captured different gathers and reductions: every rank must capture "
+                      "the same step");
+}
+
+/* Collective: `status` is how the capture ended here. */
+static fsdpc_status agree_on_end(fsdpc_root *root, fsdpc_status status)
+{
+    FSDPC_TRY(fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE_END, status));
+    if (root->ranks == 1)
+        return FSDPC_OK;
+    status = compare(root->comm);
+    if (root->replicate)
+        FSDPC_KEEP_FIRST(status, compare(root->replicate));
+    return fsdpc_root_agree(root, FSDPC_EPOCH_CAPTURE_END, status);
+}
+
+/* All ranks do. */
+static fsdpc_status launch(fsdpc_step_graph *step)
+{
+    fsdpc_root *root = step->root;
+    fsdpc_stream main = {.device = root->device, .name = "main"};
+    FSDPC_TRY(fsdpc_comm_run_ahead(root->comm,
+                                   &(fsdpc_coll){.kind = FSDPC_COLL_REPLAY,
+                                                 .unit = -1,
+                                                 .what = root->units[0]->name,
+                                                 .dtype = FSDPC_U8,
+                                                 .epoch = root->steps,
+                                                 .graph = step->graph,
+                                                 .numel = step->number},
+                                   &main));
+    return root->overlaps ? fsdpc_order_follow(root) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
-    fsdpc_status status = end(step);
+    char text[512];
+    fsdpc_status status = end_capture(step);
+    snprintf(text, sizeof text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
+    if (status != FSDPC_OK)
+        give_up(step);
+    root->captured = false;
+    if (status == FSDPC_OK && root->overlaps)
+        status = fsdpc_order_fork(root);
+    else if (status != FSDPC_OK)
+        fsdpc_fail(status, "%s", text);
+    uint64_t steps = root->steps;
+    root->steps = step->steps; /* as on ranks that gave up */
+    status = agree_on_end(root, status);
+    root->steps = steps;
+    if (status == FSDPC_OK)
+        status = fsdpc_optim_capture_end(step->optim, true);
+    if (status == FSDPC_OK)
+        status = launch(step);
+    snprintf(text, sizeof text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
     if (status != FSDPC_OK) {
-        fsdpc_step_graph_abandon(step);
-        return status;
+        if (step->begun)
+            give_up(step);
+        return fsdpc_fail(status, "%s", text);
     }
-    step->begun = root->captured = false;
+    step->begun = false;
     step->steps = root->steps - step->steps;
     step->generation = root->generation - step->generation;
-    step->epoch = root->wire->epoch - step->epoch;
     return FSDPC_OK;
+}
+
+/* Whether this rank can make the step. */
+static fsdpc_status check_replay(const fsdpc_step_graph *step)
+{
+    FSDPC_TRY(check_all(step, "at this replay"));
+    return fsdpc_optim_graph_check(step->optim);
 }
 
 fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step)
@@ -222,12 +354,11 @@ fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step)
         return fsdpc_fail(FSDPC_ERR_STATE, "a replay of a step whose capture failed, or goes on");
     if (root->device->capturing)
         return fsdpc_fail(FSDPC_ERR_STATE, "a replay while a step is captured: end that first");
-    FSDPC_TRY(check_all(step, "at this replay"));
+    FSDPC_TRY(fsdpc_root_agree(root, FSDPC_EPOCH_REPLAY, check_replay(step)));
     FSDPC_TRY(fsdpc_optim_graph_advance(step->optim));
-    FSDPC_TRY(fsdpc_graph_launch(step->graph));
+    FSDPC_TRY(launch(step));
     root->steps += step->steps;
     root->generation += step->generation;
-    root->wire->epoch += step->epoch;
     return FSDPC_OK;
 }
 
@@ -235,7 +366,8 @@ void fsdpc_step_graph_destroy(fsdpc_step_graph *step)
 {
     if (!step)
         return;
-    fsdpc_step_graph_abandon(step);
+    if (step->begun)
+        give_up(step);
     fsdpc_graph_destroy(step->graph);
     fsdpc_optim_graph_destroy(step->optim);
     free(step->marks);

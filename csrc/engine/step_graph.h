@@ -4,8 +4,8 @@
  *
  * Between begin and end nothing is computed: the device records.  End launches what was recorded,
  * so afterwards one step was made, as if it had run; a replay makes another one, on the same
- * memory. What a step changes on the host (step counts, epochs, generations) each replay changes
- * too, and the optimizer's scalars are those of the step that it is by then.
+ * memory. What a step changes on the host (step counts, generations) each replay changes too, and
+ * the optimizer's scalars are those of the step that it is by then.
  *
  * A step is only worth recording if the next one would be the same, so what the host decides by
  * must be at the end as it was at the beginning, and at each replay as it was then: gradients
@@ -14,7 +14,8 @@
  * the host is as it was before, gradients that were made in it are gone, and tensors that were made
  * in it hold nothing.
  *
- * One rank only for now: epochs of several ranks are waits of the host.
+ * Collective, all of it, where operations are ordered on the device (fsdpc_comm_order); elsewhere
+ * one rank only.  An error of one rank is an error on all, unless it is a graph inside a graph.
  */
 #ifndef FSDPC_ENGINE_STEP_GRAPH_H
 #define FSDPC_ENGINE_STEP_GRAPH_H
@@ -28,9 +29,10 @@ typedef struct fsdpc_step_graph fsdpc_step_graph;
 fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_step_graph **out);
 /* An error abandons the step. */
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step);
-/* Instead of end. */
-void fsdpc_step_graph_abandon(fsdpc_step_graph *step);
+/* Instead of end; the peers, whose end fails, are told why. */
+void fsdpc_step_graph_abandon(fsdpc_step_graph *step, const char *why);
 fsdpc_status fsdpc_step_graph_replay(fsdpc_step_graph *step);
-void fsdpc_step_graph_destroy(fsdpc_step_graph *step); /* abandons one that was not ended */
+/* One that was not ended is given up on this rank alone. */
+void fsdpc_step_graph_destroy(fsdpc_step_graph *step);
 
 #endif

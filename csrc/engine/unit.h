@@ -59,6 +59,7 @@ typedef enum fsdpc_reduction {
     FSDPC_REDUCTION_REPLICATE, /* of the partial, over the replicas */
 } fsdpc_reduction;
 
+enum { FSDPC_PREFETCH = 1 };      /* units gathered ahead, unless somebody says otherwise */
 enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
 
 typedef struct fsdpc_unit_group {
@@ -98,6 +99,7 @@ struct fsdpc_unit {
     bool deterministic;  /* micro-steps are summed as a tree (micro.h); likewise */
     bool rank_dependent; /* it runs on some ranks only (sched.c); set before there is a root */
     bool stays;          /* more modules of it are to run in this forward */
+    int prefetch;        /* units gathered ahead by the root that it may become the first of */
     int held;            /* unshard() calls not yet given back */
     bool dirty;          /* masters are known to differ from the wire */
     bool foreign;        /* masters may differ: somebody holds a writable piece */

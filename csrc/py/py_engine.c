@@ -115,22 +115,23 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
         return NULL;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return Py_BuildValue("{snsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce", plan.reduce_bytes,
-                         "master", plan.master_bytes, "grad", plan.grad_bytes, "partial",
-                         plan.partial_bytes, "state", plan.state_bytes, "published",
-                         plan.published_bytes);
+    return Py_BuildValue("{snsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce",
+                         plan.reduce_bytes, "master", plan.master_bytes, "grad", plan.grad_bytes,
+                         "partial", plan.partial_bytes, "state", plan.state_bytes, "published",
+                         plan.published_bytes, "contribution", plan.contribution_bytes,
+                         "partial_contribution", plan.partial_contribution_bytes);
 }
 
 static PyObject *plan_fulls(PyObject *module, PyObject *args)
 {
     PyObject *list;
-    int ranks;
+    int ranks, prefetch;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime || !PyArg_ParseTuple(args, "O!i", &PyList_Type, &list, &ranks))
+    if (!runtime || !PyArg_ParseTuple(args, "O!ii", &PyList_Type, &list, &ranks, &prefetch))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
     bool moved = runtime->device->remote && ranks > 1; /* else they are read where they stand */
-    const int per_class = FSDPC_PREFETCH + 1;
+    const int per_class = prefetch + 1;
     size_t bytes = 0, granule = moved ? runtime->device->window_granule : 0;
     fsdpc_slot_want *wants = PyMem_Calloc((size_t)n + 1, sizeof *wants);
     int *slots = PyMem_Calloc((size_t)n + 1, sizeof *slots);
@@ -160,8 +161,8 @@ static PyMethodDef functions[] = {
      "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
      "(dtype, shape) takes on a rank."},
     {"plan_fulls", plan_fulls, METH_VARARGS,
-     "plan_fulls(units, ranks): bytes that the fulls of units (bytes, of own slices, whether it "
-     "shares with none) take on this process's device."},
+     "plan_fulls(units, ranks, prefetch): bytes that the fulls of units (bytes, of own slices, "
+     "whether it shares with none) take on this process's device."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
     {"trace_events", trace_events, METH_NOARGS,
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},

@@ -3,6 +3,9 @@
  * The object keeps units and optimizer alive, and so all memory that the graph runs on but for
  * tensors of the caller's, which the device holds (csrc/device/device.h).  Replays run no module,
  * so whether parameters require gradients is looked up here, as a unit's call does.
+ *
+ * Dropout draws from streams that operations take one by one.  A replay's begin where the program
+ * has come to by then, so how much further that is than at the capture is sent ahead of it.
  */
 #include "py/py_engine.h"
 
@@ -12,8 +15,8 @@ typedef struct py_graph {
     PyObject_HEAD fsdpc_step_graph *step;
     fsdpc_unit_ref *ref;
     fsdpc_runtime *runtime;
-    uint64_t streams;            /* random streams taken when the capture began */
-    PyObject *units, *optimizer; /* list of Unit, outermost first */
+    uint64_t first_stream, n_streams; /* of the captured step */
+    PyObject *units, *optimizer;      /* list of Unit, outermost first */
 } py_graph;
 
 /* The units of a list, outermost first, as one model; NULL with an exception. */
@@ -49,6 +52,24 @@ static void look_up_trainable(const py_graph *self)
     }
 }
 
+/* In the order of the main stream, so each graph writes its own before it is launched. */
+static fsdpc_status send_key(const py_graph *self)
+{
+    const fsdpc_tape *tape = self->runtime->tape;
+    const fsdpc_dropout_key key = {tape->seed, tape->next_stream - self->first_stream};
+    return fsdpc_device_copy(self->runtime->device, tape->dropout_key, &key, sizeof key,
+                             self->runtime->compute);
+}
+
+static fsdpc_status begin(py_graph *self, fsdpc_root *root, fsdpc_optim *optim)
+{
+    const fsdpc_tape *tape = self->runtime->tape;
+    self->first_stream = tape->next_stream;
+    if (tape->dropout_key && !self->runtime->device->capturing)
+        FSDPC_TRY(send_key(self));
+    return fsdpc_step_graph_begin(root, optim, &self->step);
+}
+
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"units", "optimizer", NULL};
@@ -68,8 +89,10 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->optimizer = Py_NewRef(optimizer);
     self->ref = fsdpc_unit_ref_acquire(unit->ref);
     self->runtime = runtime;
-    self->streams = runtime->tape->next_stream;
-    fsdpc_status status = fsdpc_step_graph_begin(unit->ref->unit->root, optim, &self->step);
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = begin(self, unit->ref->unit->root, optim);
+    Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -88,8 +111,11 @@ static int graph_traverse(PyObject *object, visitproc visit, void *arg)
 static int graph_clear(PyObject *object)
 {
     py_graph *self = (py_graph *)object;
-    fsdpc_step_graph_destroy(self->step); /* before what it stands on may go */
+    fsdpc_step_graph *step = self->step;
     self->step = NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    fsdpc_step_graph_destroy(step); /* before what it stands on may go */
+    Py_END_ALLOW_THREADS;
     fsdpc_unit_ref_release(self->ref);
     self->ref = NULL;
     Py_CLEAR(self->optimizer);
@@ -106,29 +132,36 @@ static void graph_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+/* Its streams were not drawn. */
+static void forget_streams(const py_graph *self)
+{
+    self->runtime->tape->next_stream = self->first_stream;
+}
+
 static PyObject *graph_end(PyObject *object, PyObject *unused)
 {
     (void)unused;
     py_graph *self = (py_graph *)object;
-    if (self->runtime->tape->next_stream != self->streams) {
-        fsdpc_step_graph_abandon(self->step);
-        PyErr_SetString(
-            PyExc_NotImplementedError,
-            "a captured step that draws random numbers (dropout, initialisation) is not "
-            "supported yet: every replay would draw the same; run it without a graph");
-        return NULL;
-    }
+    self->n_streams = self->runtime->tape->next_stream - self->first_stream;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_step_graph_end(self->step);
     Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK)
+        forget_streams(self);
     return fsdpc_py_none(status);
 }
 
-static PyObject *graph_abandon(PyObject *object, PyObject *unused)
+static PyObject *graph_abandon(PyObject *object, PyObject *why)
 {
-    (void)unused;
-    fsdpc_step_graph_abandon(((py_graph *)object)->step);
+    const char *text = PyUnicode_AsUTF8(why);
+    if (!text)
+        return NULL;
+    py_graph *self = (py_graph *)object;
+    forget_streams(self);
+    Py_BEGIN_ALLOW_THREADS;
+    fsdpc_step_graph_abandon(self->step, text);
+    Py_END_ALLOW_THREADS;
     Py_RETURN_NONE;
 }
 
@@ -139,12 +172,21 @@ static PyObject *graph_replay(PyObject *object, PyObject *unused)
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(self->units, 0)) < 0)
         return NULL;
     look_up_trainable(self);
-    return fsdpc_py_none(fsdpc_step_graph_replay(self->step));
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = self->n_streams ? send_key(self) : FSDPC_OK;
+    if (status == FSDPC_OK)
+        status = fsdpc_step_graph_replay(self->step);
+    Py_END_ALLOW_THREADS;
+    if (status == FSDPC_OK)
+        self->runtime->tape->next_stream += self->n_streams;
+    return fsdpc_py_none(status);
 }
 
 static PyMethodDef graph_methods[] = {
     {"end", graph_end, METH_NOARGS, "End the capture and make the step once."},
-    {"abandon", graph_abandon, METH_NOARGS, "End the capture as if nothing had been called."},
+    {"abandon", graph_abandon, METH_O,
+     "abandon(why): end the capture as if nothing had been called."},
     {"replay", graph_replay, METH_NOARGS, "Make the step once more."},
     {NULL, NULL, 0, NULL},
 };

@@ -73,6 +73,7 @@ static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
     int count, local_rank = r->local_rank ? r->local_rank : env_positive("LOCAL_RANK");
     FSDPC_TRY(r->plugin->device_count(&count));
     FSDPC_TRY(r->plugin->device_create(r->mem, local_rank % count, &r->device));
+    r->device->cudnn = r->env.cudnn;
     FSDPC_TRY(fsdpc_mem_create(&r->host_mem));
     return make_cpu(r->host_mem, r->team, isa, 0, &r->host);
 }

@@ -63,6 +63,9 @@ static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
 fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state);
 fsdpc_runtime *fsdpc_py_runtime(PyObject *module);
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
+/* Takes the next random stream, for what is drawn once; -1 with an exception inside a captured
+ * step, where every replay would draw the same. */
+int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out);
 void fsdpc_py_runtime_destroy(fsdpc_runtime *runtime);
 
 /* The tensor of a Python object, borrowed: _of raises TypeError and returns NULL for anything else,

@@ -246,6 +246,12 @@ static PyObject *unit_get_has_root(PyObject *object, void *unused)
     return PyBool_FromLong(((fsdpc_py_unit *)object)->ref->root != NULL);
 }
 
+static PyObject *unit_get_prefetch(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(((fsdpc_py_unit *)object)->ref->unit->prefetch);
+}
+
 static PyObject *unit_get_name(PyObject *object, void *unused)
 {
     (void)unused;
@@ -377,7 +383,8 @@ PyMethodDef fsdpc_py_unit_methods[] = {
      "rank_dependent or is_last_backward; returns what it was."},
     {"set_ahead", fsdpc_py_unit_set_ahead, METH_VARARGS,
      "set_ahead(backward, units): what to gather ahead when this unit runs; None: as recorded."},
-    {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O, "How many units ahead the root gathers."},
+    {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O,
+     "How many units ahead the root gathers; before there is one, the root that it becomes."},
     {"schedule", fsdpc_py_unit_schedule, METH_NOARGS,
      "(uses, prefetch): recorded uses as (unit, backward), or None; distance."},
     {"set_reshard_after_forward", unit_set_reshard, METH_O, "Whether forward gives fulls up."},
@@ -389,6 +396,8 @@ PyMethodDef fsdpc_py_unit_methods[] = {
 
 PyGetSetDef fsdpc_py_unit_getset[] = {
     {"has_root", unit_get_has_root, NULL, "Whether the outermost module has run.", NULL},
+    {"prefetch", unit_get_prefetch, NULL,
+     "Units that its root gathers ahead, as said before there was one.", NULL},
     {"name", unit_get_name, unit_set_name, "Shown in messages and traces.", NULL},
     {"params", unit_get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
     {"param_dtype", unit_get_param_dtype, NULL, "Of fulls, or None: the original.", NULL},

@@ -151,11 +151,11 @@ PyObject *fsdpc_py_unit_set_ahead(PyObject *object, PyObject *args)
 
 PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance)
 {
-    fsdpc_root *root = root_of(object);
-    int value = root ? (int)PyLong_AsLong(distance) : -1;
-    if (!root || (value == -1 && PyErr_Occurred()))
+    fsdpc_unit *unit = unit_of(object);
+    int value = (int)PyLong_AsLong(distance);
+    if (value == -1 && PyErr_Occurred())
         return NULL;
-    root->prefetch = value;
+    *(unit->root ? &unit->root->prefetch : &unit->prefetch) = value;
     Py_RETURN_NONE;
 }
 

@@ -127,11 +127,18 @@ class FSDPModule:
         self._set_ahead(True, modules)
 
     def set_prefetch_distance(self, distance: int) -> None:
-        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first."""
-        if int(distance) < 0:
-            raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
+        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first.
+
+        Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
+        they gather no further ahead than they have memory for.
+        """
+        self._want_prefetch(distance)
         if not self._fsdpc_unit.has_root:
             make_root(self)
+
+    def _want_prefetch(self, distance: int) -> None:
+        if int(distance) < 0:
+            raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
         self._fsdpc_unit.set_prefetch(int(distance))
 
     def set_gradient_divide_factor(self, factor: float) -> None:

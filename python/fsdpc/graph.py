@@ -41,21 +41,37 @@ class GraphStep:
         if error is None:
             self._core.end()
         else:
-            self._core.abandon()
+            self._core.abandon(f"{kind.__name__ if kind else ''}: {error}")
 
     def replay(self) -> None:
         """Make the step once more, on what its tensors hold now.
 
         Options of the optimizer, such as a rate that a scheduler has set, and its step counts are
-        those of the step that it is by then. Returns at once: reading a loss waits.
+        those of the step that it is by then. Waits for the other ranks to begin the same replay,
+        and not for the GPU; reading a loss does.
 
         Raises
         ------
         RuntimeError
-            The step was not captured, or would not be the same work: gradients are pending or not
-            unlike when it was captured, weights were written (``load_state_dict``), a unit is held
-            by ``unshard()``, settings, ``requires_grad``, parameter groups or kinds of momentum are
-            others. Nothing has happened then, and steps without the graph go on.
+            The step was not captured, or a replay would not be the same work as it, on any rank:
+
+            - gradients are pending where there were none when it was captured, or the other way
+              round;
+            - a unit is held by ``unshard()``, or was given memory of its own since (``hold()``);
+            - weights were written (``load_state_dict``), or the optimizer's step counts;
+            - settings of a unit, ``requires_grad``, parameter groups, amsgrad or the kind of
+              momentum are others;
+            - the last step was not a whole one, or another step is being captured.
+
+            Nothing has happened then, and steps without the graph go on.
+        NotImplementedError
+            A piece of the model was handed out to be written (``p.local``), on any rank. The same
+            holds.
+        MismatchError
+            Another rank did not replay this step. The run is over then, as it is after the next
+            two.
+        PeerError, TimeoutError
+            Another rank failed, or did not begin the replay in time.
         """
         if self._core is None:
             raise RuntimeError("replay() of a step that was not captured: run it in the with block")
@@ -83,28 +99,31 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Raises
     ------
     NotImplementedError
-        The device is not ``"cuda"``, the model lives on several ranks or in deterministic mode, a
-        piece of it was handed out to be written (``p.local``), the optimizer has trainable
-        parameters without a unit, or the block draws random numbers (dropout) or uses a loss
+        The device is not ``"cuda"``, the model lives on several ranks without NCCL or in
+        deterministic mode, a piece of it was handed out to be written (``p.local``), the optimizer
+        has trainable parameters without a unit, or the block makes random tensors or uses a loss
         scaler.
     RuntimeError
         No whole step was made before, or the block cannot be captured: it reads a value of the GPU
         (``float(loss)``), makes tensors from values of the host, has other shapes than the steps
         before it, runs another model or optimizer, does not end as it began (gradients pending or
-        not), or holds another ``graph_step``. The step has not happened then: weights and step
-        counts are as before the block, pending gradients are dropped where the block zeroed them,
-        tensors made inside hold nothing, and steps without a graph go on.
+        not), sets the random seed, or holds another ``graph_step``. The step has not happened then:
+        weights and step counts are as before the block, pending gradients are dropped where the
+        block zeroed them, tensors made inside hold nothing, and steps without a graph go on.
     TypeError
         The model is not sharded, or the optimizer is none of fsdpc's.
 
     Notes
     -----
+    Entering, leaving and replaying are collective; what fails on one rank is raised on all.
+
     A replay repeats the same work on the same memory, bitwise equal to the step that it stands for.
     So a new batch goes into the tensors that the block read, by ``copy_``, and a loss or norm that
-    the block made holds the last replay's value. What Python does in the block is not repeated:
-    schedulers, counters and data loading belong outside. Memory that lived when the block began or
-    was taken in it serves the graph alone until that is dropped (``other_bytes`` of
-    :func:`memory_stats`), so a graph costs about what a step without it takes beside it.
+    the block made holds the last replay's value. Dropout draws what it would in that step. What
+    Python does in the block is not repeated: schedulers, counters and data loading belong outside.
+    Memory that lived when the block began or was taken in it serves the graph alone until that is
+    dropped (``other_bytes`` of :func:`memory_stats`), so a graph costs about what a step without it
+    takes beside it.
 
     Examples
     --------

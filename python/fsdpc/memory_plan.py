@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed
+from fsdpc import _core, device, distributed
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.policies import MixedPrecisionPolicy
@@ -26,7 +26,8 @@ class MemoryPlan:
 
     ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
     shard group; the others are each rank's own. On device ``"cuda"`` it is each rank's own too: its
-    slices of all units, and room for those that are whole at a time. ``activation`` is what forward
+    slices of all units, and room for those that are whole at a time. In deterministic mode over
+    NCCL ``reduce`` includes room for what the peers send to a sum. ``activation`` is what forward
     and backward hold at once, where a batch was given.
     """
 
@@ -112,9 +113,11 @@ def memory_plan(
     pooled: list[dict[str, int]] = []
     fulls: list[tuple[int, int, bool]] = []
     two_stages = replicate > 1 and shard > 1
+    contributions = {"contribution": 0, "partial_contribution": 0}  # of one peer to the largest sum
     for unit in units:
         one = _core.plan_unit(unit.specs, shard, unit.param_dtype, unit.reduce_dtype)
         fulls.append((one["wire"], one["published"], unit.own_full))
+        contributions = {key: max(most, one[key]) for key, most in contributions.items()}
         sums["master"] += one["master"]
         sums["grad"] += one["grad"]
         sums["micro_sum"] += one["partial"]
@@ -123,15 +126,30 @@ def memory_plan(
             sums["reduce"] += one["reduce"] + (one["partial"] if two_stages else 0)
         elif one["reduce"]:
             pooled.append(one)
-    sums["wire"] = _core.plan_fulls(fulls, shard)
+    ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
+    sums["wire"] = _core.plan_fulls(fulls, shard, ahead)
     if pooled:
         each = max(u["reduce"] for u in pooled)
         each += max(u["partial"] for u in pooled) if two_stages else 0
         sums["reduce"] += each * min(POOLED_BUFFERS, len(pooled))
+    if _contributions_are_sent():
+        first = shard if shard > 1 else replicate
+        sums["reduce"] += (first - 1) * contributions["contribution"]
+        if two_stages:
+            sums["reduce"] += (replicate - 1) * contributions["partial_contribution"]
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
     return MemoryPlan(**sums, activation=activation)
+
+
+def _contributions_are_sent() -> bool:
+    """Whether peers send what a rank sums; one rank on a GPU plans for several over NCCL."""
+    return (
+        distributed.is_deterministic()
+        and device.get_default_device() == "cuda"
+        and distributed.world().transport != "local_cuda"
+    )
 
 
 def _grid(mesh: Any, strategy: Any) -> tuple[int, int]:

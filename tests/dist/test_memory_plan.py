@@ -7,7 +7,7 @@ from typing import Any
 import fsdpc
 import pytest
 from fsdpc import wrap
-from fsdpc.models import Llama
+from fsdpc.models import GPT2, Llama
 from fsdpc.nn.module import Module
 
 from .common import CONFIG, batch, build
@@ -141,12 +141,13 @@ def test_schedule_is_data() -> None:
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("precision", ["f32", "bf16-f32"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_activations_are_the_peak(precision: str, recompute: bool) -> None:
+@pytest.mark.parametrize("kind", [Llama, GPT2])
+def test_activations_are_the_peak(kind: Any, precision: str, recompute: bool) -> None:
     """A dry run of a sharded model holds what the run holds; unsharded, casts are not known."""
     param, reduce = PRECISIONS[precision]
     policy = fsdpc.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
     with fsdpc.deferred_init():
-        model = Llama(CONFIG)
+        model = kind(CONFIG)
     if recompute:
         fsdpc.checkpoint_activations(model.blocks(), "all")
     x, y = batch(0, fsdpc.rank())
