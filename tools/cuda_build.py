@@ -2,24 +2,26 @@
 
     python tools/cuda_build.py [--out build/libfsdpc_cuda.so] [--archs 80,90,100] [--emulate]
 
-The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  The
-header of cuBLASLt comes from the same places; without it products go to the plain kernel.  NCCL
-needs none: csrc/cuda/nccl_abi.h declares what is used of it.  CUDA's runtime is linked statically
-and everything else is opened at run time, so that the library loads anywhere; pip's nvidia
-packages, beside which pip installs it, are where it looks first.
+The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  NCCL and
+cuBLASLt need no headers: csrc/cuda/nccl_abi.h and cublaslt_abi.h declare what is used of them.
+CUDA's runtime is linked statically and everything else is opened at run time, so that the library
+loads anywhere; pip's nvidia packages, beside which pip installs it, are where it looks first.
+Attention by cuDNN is compiled in where the headers of cuDNN and of its frontend (pip's
+nvidia-cudnn-frontend) are found.
 
 setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it leaves the plugin out,
 writes the reason into a file that stands in the library's place.
 
 With --emulate it builds the plugin and the tests of tests/gpu for this processor instead
 (tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.  With --sanitizer
-the tests alone, or, with --streams too, the one of the engine's streams, which is quick.
+the tests alone, or, with --streams too, those of the engine's streams, which is quick.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,33 +38,43 @@ import native
 KERNELS = native.ROOT / "kernels"
 TESTS = native.ROOT / "tests" / "gpu"
 EMULATION = native.ROOT / "tests" / "emu"
+ALIASES = EMULATION / "emu_alias.c"
+# What the emulated tests open in the place of NVIDIA's libraries.
+FAKES = {"libnccl.so.2": ("fake_nccl", "fake_stream", "fake_join", "fake_register"),
+         "libcublasLt.so.13": ("fake_cublaslt",)}
 PLUGIN = "libfsdpc_cuda.so"
 REASON = "libfsdpc_cuda.txt"  # why there is no plugin beside it
 DEFAULT_OUT = native.ROOT / "build" / PLUGIN
 ARCHS = ("80", "90", "100")
 
-# A toolkit of pip's packages; the build asks for them where FSDPC_CUDA=1 finds no other.  The last
-# is there for its header.
+# A toolkit of pip's packages; the build asks for them where FSDPC_CUDA=1 finds no other.
 TOOLKIT_PACKAGES = ("nvidia-cuda-nvcc>=13,<14", "nvidia-cuda-runtime>=13,<14",
-                    "nvidia-cuda-cccl>=13,<14", "nvidia-cublas>=13,<14")
+                    "nvidia-cuda-cccl>=13,<14")
 NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
 # written.  The others may be contracted, as nvcc does by default.
-EXACT = {"binary", "cast", "embedding", "gate", "global_norm", "init", "magnitude", "scale", "step",
-         "step_f64", "sumpow", "tree"}
+EXACT = {"binary", "cast", "embedding", "extremum", "gate", "global_norm", "init", "magnitude",
+         "scale", "step", "step_f64", "sumpow", "tree"}
 
-# Kernels that the engine runs, on several streams.
+# Tests in which several streams share memory, and the kernels that run there.
+STREAM_TESTS = ("test_streams", "test_engine_windows")
 ENGINE_KERNELS = {"cast", "init", "magnitude", "scale", "step", "step_f64", "sumpow", "tree"}
 
 HOST_FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", *native.WARNINGS, "-fvisibility=hidden",
               "-fPIC", f"-I{native.CSRC}")
 KERNEL_FLAGS = ("-std=c++17", "-O3", f"-I{native.CSRC}", f"-I{KERNELS}")
+# The one C++ file of host code, what it needs, and how it is compiled.
+CUDNN_PLAN = KERNELS / "cudnn_plan.cpp"
+CUDNN_HEADERS = ("cudnn_frontend.h", "cudnn.h", "nvrtc.h", "cuda.h")
+CUDNN_FLAGS = ("-std=c++17", "-O1", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wshadow",
+               f"-I{native.CSRC}")
 # From the plugin's folder, site-packages/fsdpc, to what it opens by name.
-RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib" for package in ("nccl", "cu13", "cublas")]
+RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib"
+            for package in ("nccl", "cu13", "cublas", "cudnn", "cuda_runtime")]
 # Of the core, the plugin compiles in what needs nothing else.
-SHARED_WITH_CORE = ("base/dtype.c", "base/trace.c", "base/wait.c", "comm/coll_math.c",
-                    "comm/comm.c", "ops/flat_check.c")
+SHARED_WITH_CORE = ("base/crc32c.c", "base/dtype.c", "base/trace.c", "base/wait.c",
+                    "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c")
 
 
 # Of the core, the tests link these.
@@ -75,19 +87,23 @@ class Toolkit:
 
     nvcc: Path
     includes: tuple[Path, ...]
-    cublaslt: bool
 
 
-def pip_folders() -> list[Path]:
-    """Folders of pip's nvidia packages, whatever their version calls them.
+def pip_sites() -> list[Path]:
+    """Folders that pip installs into.
 
     sys.path comes first: in an isolated build it names the packages that the build asked for, and
     sysconfig those of the environment around it.
     """
     sites = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    folders = []
-    for site in dict.fromkeys(site for site in sites if site):
-        folders += sorted(Path(site).glob("nvidia/*"), reverse=True)
+    return [Path(site) for site in dict.fromkeys(site for site in sites if site)]
+
+
+def pip_folders() -> list[Path]:
+    """Folders of pip's nvidia packages, whatever their version calls them."""
+    folders: list[Path] = []
+    for site in pip_sites():
+        folders += sorted(site.glob("nvidia/*"), reverse=True)
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -104,10 +120,7 @@ def find_toolkit() -> Toolkit | None:
         return None
     # The compiler's own headers first: pip's may be of another version.
     folders = dict.fromkeys(each / "include" for each in (home, *homes))
-    includes = tuple(folder for folder in folders if folder.is_dir())
-    searched = (*includes, Path("/usr/include"))
-    cublaslt = any((folder / "cublasLt.h").is_file() for folder in searched)
-    return Toolkit(home / "bin" / "nvcc", includes, cublaslt)
+    return Toolkit(home / "bin" / "nvcc", tuple(each for each in folders if each.is_dir()))
 
 
 class Builder:
@@ -152,12 +165,23 @@ def kernel_commands(toolkit: Toolkit, archs: Sequence[str]) -> list[tuple[Path, 
             for path in sorted(KERNELS.glob("*.cu"))]
 
 
+def cudnn_commands(toolkit: Toolkit) -> list[tuple[Path, list[str]]]:
+    """What compiles :data:`CUDNN_PLAN`; nothing where a header that it needs is missing."""
+    folders = [*toolkit.includes, *(site / "include" for site in pip_sites())]
+    if not all(any((folder / name).is_file() for folder in folders) for name in CUDNN_HEADERS):
+        return []
+    command = [str(toolkit.nvcc), *CUDNN_FLAGS]
+    for folder in filter(Path.is_dir, folders):
+        command += ["-isystem", str(folder)]
+    return [(CUDNN_PLAN, command)]
+
+
 def host_command(toolkit: Toolkit) -> list[str]:
     """What compiles a C file against the toolkit."""
     command = [*native.default_compiler(), *HOST_FLAGS]
     for folder in toolkit.includes:
         command += ["-isystem", str(folder)]
-    return [*command, *["-DFSDPC_CUBLASLT"] * toolkit.cublaslt]
+    return command
 
 
 def default_archs(toolkit: Toolkit) -> list[str]:
@@ -212,13 +236,17 @@ def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path) -> Path
     """Build the plugin in `folder` if anything it is made of changed."""
     command = host_command(toolkit)
     sources = [*cuda_sources(), *(native.CSRC / name for name in SHARED_WITH_CORE)]
-    objects = Builder(folder).compile_all([*kernel_commands(toolkit, archs),
+    objects = Builder(folder).compile_all([*cudnn_commands(toolkit),
+                                           *kernel_commands(toolkit, archs),
                                            *((path, command) for path in sources)])
     built = folder / PLUGIN
     if not built.exists() or any(path.stat().st_mtime_ns > built.stat().st_mtime_ns
                                  for path in objects):
+        script = folder / "plugin.map"  # C++ would export what it instantiates of its library
+        script.write_text("{ global: fsdpc_plugin_open; local: *; };\n")
         native.run_command([str(toolkit.nvcc), "-shared", "-cudart=static", "-o", str(built),
                             *map(str, objects), "-Xlinker=--no-undefined,--exclude-libs=ALL",
+                            f"-Xlinker=--version-script={script}",
                             f"-Xlinker=-rpath,{':'.join(RUN_PATH)}", "-ldl", "-lpthread", "-lrt"])
     return built
 
@@ -304,15 +332,16 @@ def build_tests(archs: Sequence[str]) -> list[Path]:
     folder = native.ROOT / "build" / "cuda" / "tests"
     builder = Builder(folder)
     command = [*host_command(toolkit), f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"]
-    objects = builder.compile_all([*kernel_commands(toolkit, archs),
+    objects = builder.compile_all([*cudnn_commands(toolkit), *kernel_commands(toolkit, archs),
                                    *((path, command) for path in without_border())])
     objects += core_objects(folder / "core")
+    looks = [f"-Xlinker=-rpath={each / 'lib'}" for each in pip_folders()]  # as the plugin does
     programs = []
     for path in test_sources():
         main = builder.compile(path, command)
         program = folder / path.stem
         native.run_command([str(toolkit.nvcc), "-cudart=static", "-o", str(program), str(main),
-                            *map(str, objects), "-ldl", "-lpthread", "-lrt", "-lm"])
+                            *map(str, objects), *looks, "-ldl", "-lpthread", "-lrt", "-lm"])
         programs.append(program)
     return programs
 
@@ -337,8 +366,8 @@ def build_emulated(sanitizer: str = "", streams: bool = False) -> list[Path]:
     """Build the tests of tests/gpu for this processor, with -fsanitize=`sanitizer` if given.
 
     The plugin comes last; not with a sanitizer, which the process that loads it would need too.
-    With `streams` the one test that several streams share memory in is all: kernels that it does
-    not run, and the CPU's, are then the ordinary ones.
+    With `streams` the tests that several streams share memory in are all: kernels that they do not
+    run, and the CPU's, are then the ordinary ones.
     """
     if not shutil.which("clang++"):
         raise RuntimeError("the emulated tests are compiled by clang++, which is not installed")
@@ -352,13 +381,15 @@ def build_emulated(sanitizer: str = "", streams: bool = False) -> list[Path]:
             others = {path for path in KERNELS.glob("*.cu") if path.stem not in ENGINE_KERNELS}
             ready = [*emulated_kernels(plain, others),
                      *core_objects(plain / "core", layers=("ops",))]
-        return compile_emulated(folder, sanitizer, ready, [TESTS / "test_streams.c"])
+        return compile_emulated(folder, sanitizer, ready,
+                                [TESTS / f"{name}.c" for name in STREAM_TESTS])
 
 
 def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
                      tests: Sequence[Path]) -> list[Path]:
     """Build them in `folder`; kernels that are `ready` are not compiled again."""
     extra = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer"] if sanitizer else []
+    aliases = alias_flags() if "thread" in sanitizer else []
     if "address" in sanitizer:  # quicker to compile
         extra.append("-fsanitize-address-outline-instrumentation")
     builder = Builder(folder)
@@ -368,20 +399,32 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
     shared = [*emulated_kernels(folder, kernels, extra),
               *builder.compile_all([*((path, cpp) for path in sorted(EMULATION.glob("*.cpp"))),
                                     *((path, c) for path in emulated),
-                                    (EMULATION / "emu_driver.c", c)])]
+                                    (EMULATION / "emu_driver.c", c),
+                                    (EMULATION / "fake_cudnn.c", c)])]
     layers = [layer for layer in CORE_LAYERS if not ready or layer != "ops"]
     objects = [*shared, *ready, *core_objects(folder / "core", extra, layers)]
-    # What test_comm_nccl opens, beside the programs; it calls the runtime that they have.
-    fake = builder.compile(EMULATION / "fake_nccl.c", [*c, "-fvisibility=hidden"])
-    native.run_command(["clang", *extra, "-shared", "-Wl,-soname,libnccl.so.2", "-o",
-                        str(folder / "libnccl.so.2"), str(fake)])
+    for soname, files in FAKES.items():  # beside the programs, whose runtime they call
+        if ready and soname != "libnccl.so.2":
+            continue  # tests of streams multiply nothing
+        fake = builder.compile_all([(EMULATION / f"{name}.c", [*c, "-fvisibility=hidden"])
+                                    for name in files])
+        native.run_command(["clang", *extra, "-shared", f"-Wl,-soname,{soname}", "-o",
+                            str(folder / soname), *map(str, fake), "-lm"])
+    if aliases:
+        objects.append(builder.compile(ALIASES, emulated_commands()[1]))
     programs = []
     for path in tests:
         main, program = builder.compile(path, c), folder / path.stem
-        native.run_command(["clang++", *extra, "-pthread", "-rdynamic", "-o", str(program),
-                            str(main), *map(str, objects), "-lm", "-ldl"])
+        native.run_command(["clang++", *extra, *aliases, "-pthread", "-rdynamic", "-o",
+                            str(program), str(main), *map(str, objects), "-lm", "-ldl"])
         programs.append(program)
     return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
+
+
+def alias_flags() -> list[str]:
+    """What has the linker put the functions of :data:`ALIASES` before those of their names."""
+    names = re.findall(r"^(?:TOLD|COPIED)\((\w+)\)", ALIASES.read_text(), re.MULTILINE)
+    return [f"-Wl,--wrap={name}" for name in (*names, "memset")]
 
 
 def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Path]) -> Path:
@@ -406,7 +449,7 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="build the GPU's tests")
     parser.add_argument("--emulate", action="store_true", help="build them, and the plugin, here")
     parser.add_argument("--sanitizer", default="", help="with --emulate: address or thread")
-    parser.add_argument("--streams", action="store_true", help="with --sanitizer: test_streams")
+    parser.add_argument("--streams", action="store_true", help="with --sanitizer: tests of streams")
     args = parser.parse_args()
     archs = args.archs.split(",") if args.archs else []
     try:

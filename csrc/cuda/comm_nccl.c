@@ -23,16 +23,12 @@
 #include "cuda/cuda_error.h"
 #include "cuda/device_cuda.h"
 
-enum { GPU_NAP_NS = 50000 }; /* nothing wakes the host when a GPU is done */
+enum { GPU_NAP_NS = 50000 };  /* nothing wakes the host when a GPU is done */
+enum { LAST_NS = 800000000 }; /* for the GPU to finish what a peer had a part in that is gone */
 
 static const fsdpc_comm_ops nccl_ops;
 
 /* ---- Failure ---- */
-
-static bool forked(const fsdpc_comm_nccl *self)
-{
-    return self->world->pid != getpid();
-}
 
 static void end_group(fsdpc_comm_nccl *group, const char *reason)
 {
@@ -46,7 +42,7 @@ static void nccl_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
     fsdpc_comm_abort_local(comm, reason);
-    if (forked(self))
+    if (fsdpc_nccl_is_forked(self))
         return;
     end_group(self, comm->poison);
     for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
@@ -79,9 +75,15 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_nccl_world *
     return FSDPC_OK;
 }
 
+/* First what peers need this rank's GPU for, which does nothing more once the process ends. */
 static void nccl_leave(fsdpc_comm *comm)
 {
-    fsdpc_comm_leave(fsdpc_nccl_of(comm)->control);
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
+    if (!fsdpc_nccl_is_forked(self) && !comm->poison[0])
+        for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
+            if (group->base.apart == comm->apart)
+                fsdpc_nccl_flights_land(group);
+    fsdpc_comm_leave(self->control);
 }
 
 static void nccl_destroy(fsdpc_comm *comm)
@@ -93,7 +95,7 @@ static void nccl_destroy(fsdpc_comm *comm)
     *at = self->next_group;
     if (comm->device->watch.arg == self)
         comm->device->watch = (fsdpc_watch){0};
-    if (!forked(self)) {
+    if (!fsdpc_nccl_is_forked(self)) {
         if (!comm->poison[0])
             fsdpc_nccl_flights_land(self);
         bool idle = !self->flights && !comm->poison[0] && !self->control->poison[0];
@@ -104,7 +106,7 @@ static void nccl_destroy(fsdpc_comm *comm)
             fsdpc_nccl_lanes_abort(self);
     }
     fsdpc_comm_destroy(self->control); /* first: it may know of agreements in our flights */
-    if (!forked(self))
+    if (!fsdpc_nccl_is_forked(self))
         fsdpc_nccl_flights_free(self);
     world_release(self->world);
     free(self);
@@ -195,6 +197,7 @@ static fsdpc_status nccl_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
                    free_buffer);
     FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_REDUCES), free_data);
     *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    self->buffers++;
     *out = buffer;
     return FSDPC_OK;
 
@@ -207,6 +210,9 @@ free_buffer:
 
 static void nccl_buffer_destroy(fsdpc_buffer *buffer)
 {
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
+    if (--self->buffers == 0 && !fsdpc_nccl_is_forked(self))
+        fsdpc_nccl_inbox_free(self);
     fsdpc_device_free(buffer->comm->device, buffer->data);
     free(buffer);
 }
@@ -249,6 +255,22 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
     return false;
 }
 
+/* A peer is gone: may what waits go on?  What peers are not needed for may; and what all of them
+ * have posted may be about to end, since whose part ends first leaves first. */
+static bool goes_on_alone(fsdpc_comm_nccl *self)
+{
+    if (!gpu_needs_peers(self))
+        return self->watching;
+    for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
+        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
+            if (flight->agreement.comm)
+                return false;
+    int64_t now = fsdpc_clock_ns();
+    if (self->missed_ns == 0)
+        self->missed_ns = now;
+    return now - self->missed_ns < LAST_NS;
+}
+
 static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
@@ -259,7 +281,7 @@ static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
         max_ns = GPU_NAP_NS;
     if (control->ops->idle) {
         fsdpc_status status = control->ops->idle(control, max_ns);
-        if (status == FSDPC_OK || !self->watching || gpu_needs_peers(self))
+        if (status == FSDPC_OK || !goes_on_alone(self))
             return status;
     }
     if (max_ns > 0) /* also beside peers that are gone and not needed any more */
@@ -341,6 +363,8 @@ static const fsdpc_comm_ops nccl_ops = {
     .leave = nccl_leave,
     .wire_create = nccl_wire_create,
     .wire_destroy = nccl_wire_destroy,
+    .wire_attach = fsdpc_nccl_wire_attach,
+    .wire_detach = fsdpc_nccl_wire_detach,
     .epoch_arrive = fsdpc_controlled_arrive,
     .epoch_test = fsdpc_controlled_test,
     .epoch_publish = fsdpc_controlled_publish,
@@ -367,6 +391,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm 
     if (status == FSDPC_OK) {
         atomic_init(&world->refs, 1);
         world->pid = (int)getpid();
+        world->copy_engines = config->copy_engines;
         status = fsdpc_nccl_open(config->library_path, &world->nccl);
     }
     if (status == FSDPC_OK)

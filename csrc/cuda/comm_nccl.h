@@ -4,6 +4,10 @@
  *     comm_nccl.c   life, split, wires and buffers, waiting, failure
  *     nccl_lane.c   NCCL's own communicators: making them together, watching and ending them
  *     nccl_coll.c   collectives
+ *     nccl_call.c   what they are in NCCL's calls
+ *     nccl_join.c   sums and extrema that are not NCCL's
+ *     nccl_means.c  what gathers can do with the machine
+ *     nccl_register.c   memory that NCCL is told of before it gathers into it
  *
  * The control carries what is small and lives on the host: epochs and their notes, agreement on
  * what is posted, the identities that NCCL begins with, values in host memory, who died and who is
@@ -12,12 +16,15 @@
 #ifndef FSDPC_CUDA_COMM_NCCL_H
 #define FSDPC_CUDA_COMM_NCCL_H
 
+#include <unistd.h>
+
 #include "cuda/control.h"
 #include "cuda/nccl_load.h"
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
  * memory: it is taken over on success and stays the caller's otherwise.  config->device is a GPU,
- * one for each rank.  FSDPC_ERR_UNSUPPORTED on all ranks if one has no NCCL. */
+ * which ranks may share from NCCL 2.30 on (transport.c).  FSDPC_ERR_UNSUPPORTED on all ranks if one
+ * has no NCCL. */
 fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
 /* A communicator of NCCL's serves one operation at a time, so gathers and reductions have one each.
@@ -46,8 +53,18 @@ typedef struct fsdpc_nccl_flight {
     fsdpc_nccl_lane lane;
     uint64_t turn; /* on_gpu: its place among all that the thread posted */
     bool on_gpu;
+    bool captured; /* it runs whenever a graph does; peers compare what was captured later */
     cudaEvent_t landed;
+    void *contributions; /* of the others or of all, if it is joined here; else NULL */
 } fsdpc_nccl_flight;
+
+/* Memory of the group in which peers' parts of sums are received (nccl_join.c). */
+typedef struct fsdpc_nccl_inbox {
+    void *at;
+    size_t bytes;
+    cudaStream_t last; /* that wrote and read there, until `read`; NULL: none did yet */
+    cudaEvent_t read;
+} fsdpc_nccl_inbox;
 
 /* The order in which one thread hands operations to NCCL: that of its posts, over all groups. */
 typedef struct fsdpc_nccl_turns {
@@ -57,11 +74,21 @@ typedef struct fsdpc_nccl_turns {
 /* What a communicator and all that were split from it share. */
 typedef struct fsdpc_nccl_world {
     _Atomic int refs;
-    int pid; /* in a forked child nothing of CUDA may be touched */
+    int pid; /* that it was made in */
     fsdpc_nccl nccl;
+    bool copy_engines; /* may be used */
     struct fsdpc_comm_nccl *groups;
     fsdpc_nccl_turns turns; /* of groups that are not apart */
 } fsdpc_nccl_world;
+
+/* How NCCL is told of memory that gathers write. */
+typedef enum fsdpc_nccl_registers {
+    FSDPC_NCCL_NOTHING,
+    FSDPC_NCCL_BUFFERS, /* by each rank for itself */
+    FSDPC_NCCL_WINDOWS, /* by all ranks together */
+} fsdpc_nccl_registers;
+
+typedef struct fsdpc_nccl_registered fsdpc_nccl_registered;
 
 typedef struct fsdpc_comm_nccl {
     fsdpc_comm base;
@@ -74,7 +101,20 @@ typedef struct fsdpc_comm_nccl {
     fsdpc_nccl_turns turns;     /* set apart: its own */
     fsdpc_nccl_flight *flights; /* in order of posting */
     fsdpc_nccl_flight *spare;
+    int buffers;                    /* that were made and not destroyed */
+    fsdpc_nccl_inbox inbox;         /* while there are any */
+    fsdpc_nccl_registers registers; /* learnt when the lane of gathers is made */
+    bool copies;                    /* gathers go by copy engines; likewise */
+    fsdpc_nccl_registered *registered;
+    int64_t missed_ns;      /* when a peer was first seen to be gone; 0: none was */
+    bool fails_to_register; /* it did, on all ranks: none is tried any more */
 } fsdpc_comm_nccl;
+
+/* In a forked child nothing of CUDA or NCCL may be called. */
+static inline bool fsdpc_nccl_is_forked(const fsdpc_comm_nccl *self)
+{
+    return self->world->pid != getpid();
+}
 
 static inline fsdpc_comm_nccl *fsdpc_nccl_of(fsdpc_comm *comm)
 {
@@ -95,10 +135,65 @@ fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane);
  * lane was made. */
 fsdpc_status fsdpc_nccl_lane_state(const fsdpc_comm_nccl *self, fsdpc_nccl_lane lane,
                                    const char *what);
-/* Whatever runs on the lanes ends, at once and unfinished. */
+/* Whatever runs on the lane, or on both, ends, at once and unfinished. */
+void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane);
 void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self);
 /* In order, if peers let us within seconds. */
 void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self);
+
+/* ---- nccl_call.c ---- */
+
+/* What NCCL is asked for: an operation of this rank, on a lane and a stream. */
+typedef struct fsdpc_nccl_call {
+    const fsdpc_nccl *nccl;
+    fsdpc_nccl_comm raw;
+    cudaStream_t stream;
+    const fsdpc_coll *op;
+    void *contributions; /* the flight's */
+    int rank, size;
+    bool in_place; /* GATHER: own slices stand in the full */
+} fsdpc_nccl_call;
+
+static inline bool fsdpc_nccl_is_accepted(fsdpc_nccl_result result)
+{
+    return result == FSDPC_NCCL_SUCCESS || result == FSDPC_NCCL_IN_PROGRESS;
+}
+
+fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
+
+/* ---- nccl_join.c ---- */
+
+/* Whether NCCL only brings contributions together, and kernels of ours join them. */
+bool fsdpc_nccl_is_joined(const fsdpc_coll *op);
+/* At the post: memory for the contributions; and when they were read. */
+fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight);
+void fsdpc_nccl_join_close(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight);
+/* Before NCCL's part goes on `stream`. */
+fsdpc_status fsdpc_nccl_join_begin(const fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight,
+                                   cudaStream_t stream);
+/* Joins them, behind NCCL's part. */
+fsdpc_status fsdpc_nccl_join(fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight,
+                             fsdpc_stream *stream);
+/* Of a reduction's contributions: what one peer sends, which is how far two peers' are apart, and
+ * where those of `peer` to `rank` begin; a slice's are at its place in the shard. */
+size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op);
+unsigned char *fsdpc_nccl_inbox_at(void *contributions, size_t stride, int rank, int peer);
+void fsdpc_nccl_inbox_free(fsdpc_comm_nccl *self);
+
+/* ---- nccl_means.c ---- */
+
+/* Collective, when the lane of gathers is made: sets `registers` and `copies`. */
+fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
+
+/* ---- nccl_register.c ---- */
+
+fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes);
+void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory);
+bool fsdpc_nccl_is_registered(const fsdpc_comm_nccl *self, const void *memory);
+/* The lane of gathers is gone, and with it what NCCL was told. */
+void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
+/* Of a gather: copies the own slices to their places in the full. */
+fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
 
 /* ---- nccl_coll.c ---- */
 

@@ -6,6 +6,7 @@
 #include "cuda/control.h"
 
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 
 fsdpc_status fsdpc_control_check(const fsdpc_comm_config *config, const char *who)
@@ -34,6 +35,28 @@ fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, f
     if (status == FSDPC_ERR_POISONED) /* the reason, not that there was one */
         fsdpc_fail(status, "%s", control->poison);
     return fsdpc_comm_poison(comm, status);
+}
+
+fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_status status,
+                                const void *mine, size_t bytes, void **all_out)
+{
+    void *all = calloc((size_t)control->size, bytes);
+    if (status == FSDPC_OK && !all)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to learn %s", what);
+    status = fsdpc_comm_agree(control, status, what);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
+                                                       .unit = -1,
+                                                       .what = what,
+                                                       .dtype = FSDPC_U8,
+                                                       .send = mine,
+                                                       .recv = all,
+                                                       .numel = bytes});
+    if (status != FSDPC_OK)
+        free(all);
+    else
+        *all_out = all;
+    return status;
 }
 
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,

@@ -25,6 +25,12 @@ static inline fsdpc_comm *fsdpc_control_of(const fsdpc_comm *comm, fsdpc_comm *c
 /* `status` of a call on the control; what closed that closes `comm` too. */
 fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status);
 
+/* Collective over `control`.  What ranks say of themselves: *all_out holds the `bytes` of each, by
+ * rank, and is the caller's to free.  If `status`, of what made `mine`, is an error on any rank, it
+ * is on all, with the same reason. */
+fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_status status,
+                                const void *mine, size_t bytes, void **all_out);
+
 /* Collective.  Splits the control; *config_out is what the part begins with, its control NULL where
  * this rank is in none. */
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,

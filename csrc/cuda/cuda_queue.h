@@ -50,9 +50,11 @@ typedef struct fsdpc_cuda_device {
     cudaStream_t own;        /* what main is until it is made another's */
     cudaEvent_t behind;      /* a point of main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
-    struct fsdpc_cuda_windows *windows; /* NULL: it has none */
-    struct fsdpc_cuda_products *gemm;   /* NULL until the first product asks for cuBLASLt */
-    struct fsdpc_cuda_graph *capture;   /* in the making; NULL: none */
+    struct fsdpc_cuda_windows *windows;       /* NULL: it has none */
+    struct fsdpc_cuda_products *gemm;         /* NULL until the first product asks for cuBLASLt */
+    struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
+    struct fsdpc_cuda_graph *capture;         /* in the making; NULL: none */
+    struct fsdpc_cuda_graph *graphs;          /* that live */
 } fsdpc_cuda_device;
 
 static inline const fsdpc_cuda_queue *fsdpc_cuda_queue_of(const fsdpc_stream *stream)

@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/attention_cudnn.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_pool.h"
 #include "cuda/cuda_queue.h"
@@ -161,6 +162,11 @@ static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
                        "create an event");
     FSDPC_CUDA_TRY(cudaEventRecord(stream->synced, stream->queue.raw), "record an event");
     return watch->wait_for(watch->arg, poll_synced, stream);
+}
+
+fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device)
+{
+    return wait_for_all(((fsdpc_cuda_device *)device)->main);
 }
 
 static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
@@ -327,6 +333,7 @@ static void cuda_destroy(fsdpc_device *base)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
     fsdpc_cuda_products_destroy(device->gemm);
+    fsdpc_cuda_attentions_destroy(device->attentions);
     if (device->main) {
         if (device->main->queue.raw != device->own) /* which may have gone with its library */
             (void)cudaDeviceSynchronize();

@@ -19,6 +19,8 @@
 /* `mem` is borrowed; its counters count this device's memory. */
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
+/* Until all that the main stream holds has run; errors of submitted work stay for the next sync. */
+fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device);
 
 /* Where it sits, "0000:1b:00.0": the same for all processes that share it. */
 fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, size_t bytes);

@@ -12,12 +12,15 @@ typedef enum fsdpc_cu_result {
     FSDPC_CU_SUCCESS = 0,
     FSDPC_CU_INVALID_VALUE = 1,
     FSDPC_CU_OUT_OF_MEMORY = 2,
+    FSDPC_CU_INVALID_DEVICE = 101,
+    FSDPC_CU_OPERATING_SYSTEM = 304,
     FSDPC_CU_NOT_PERMITTED = 800,
     FSDPC_CU_NOT_SUPPORTED = 801,
 } fsdpc_cu_result;
 
 typedef enum fsdpc_cu_attribute {
     FSDPC_CU_HAS_VIRTUAL_MEMORY = 102,
+    FSDPC_CU_HAS_POSIX_FD_HANDLES = 103,
     FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY = 110,
     FSDPC_CU_HAS_FABRIC_HANDLES = 128,
 } fsdpc_cu_attribute;
@@ -28,6 +31,7 @@ enum {
     FSDPC_CU_HANDLE_FABRIC = 8,
     FSDPC_CU_LOCATION_DEVICE = 1,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
+    FSDPC_CU_ACCESS_READ = 1,
     FSDPC_CU_ACCESS_READ_WRITE = 3,
 };
 
@@ -62,6 +66,9 @@ typedef struct fsdpc_cu_access {
     X(cuMemCreate, (fsdpc_cu_memory * memory, size_t bytes, const fsdpc_cu_properties *properties, \
                     unsigned long long flags))                                                     \
     X(cuMemRelease, (fsdpc_cu_memory memory))                                                      \
+    X(cuMemExportToShareableHandle,                                                                \
+      (void *handle, fsdpc_cu_memory memory, int type, unsigned long long flags))                  \
+    X(cuMemImportFromShareableHandle, (fsdpc_cu_memory * memory, void *handle, int type))          \
     X(cuMemAddressReserve, (fsdpc_cu_address * address, size_t bytes, size_t alignment,            \
                             fsdpc_cu_address wish, unsigned long long flags))                      \
     X(cuMemAddressFree, (fsdpc_cu_address address, size_t bytes))                                  \

@@ -5,6 +5,11 @@
  * column, which is what cuBLASLt's epilogue adds.  fp32 inputs are multiplied in fp32 (no TF32);
  * sums are fp32.  Splitting k is allowed only where the partial sums are added up in a fixed order.
  *
+ * Epilogues compute gelu, and its slope behind the product that makes gelu's gradient, on the sums
+ * before they are rounded; what gelu is taken of is their `aux`.  They know gelu by tanh alone, and
+ * gelu by erf is never asked of them.  The one that sums a bias's gradient is not used: it rounds
+ * the sum to the dtype of the product and cannot add to a reduce buffer.
+ *
  * Everything that a product's descriptors depend on is the key of a small hash table: sizes,
  * strides, dtypes and how far the addresses are aligned, since the heuristic may take only kernels
  * that fit them.  A steady-state product is one lookup and one call.  The workspace is one block of
@@ -15,69 +20,44 @@
 #include "cuda/cuda_queue.h"
 #include "cuda/kernels.h"
 
-#if !defined(FSDPC_CUBLASLT)
-
-fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream)
-{
-    return fsdpc_cuda_gemm_plain(args, stream);
-}
-
-void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
-{
-    (void)gemm;
-}
-
-#else
-
-#include <cublasLt.h>
 #include <dlfcn.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/cublaslt_abi.h"
+
 enum { SLOTS = 4096, WORKSPACE_BYTES = 32 << 20 };
 
-#define CUBLASLT_SYMBOLS(X)                                                                        \
-    X(cublasLtCreate)                                                                              \
-    X(cublasLtDestroy)                                                                             \
-    X(cublasLtMatmul)                                                                              \
-    X(cublasLtMatmulAlgoGetHeuristic)                                                              \
-    X(cublasLtMatmulDescCreate)                                                                    \
-    X(cublasLtMatmulDescDestroy)                                                                   \
-    X(cublasLtMatmulDescSetAttribute)                                                              \
-    X(cublasLtMatmulPreferenceCreate)                                                              \
-    X(cublasLtMatmulPreferenceDestroy)                                                             \
-    X(cublasLtMatmulPreferenceSetAttribute)                                                        \
-    X(cublasLtMatrixLayoutCreate)                                                                  \
-    X(cublasLtMatrixLayoutDestroy)                                                                 \
-    X(cublasLtMatrixLayoutSetAttribute)
-
 typedef struct cublaslt_api {
-#define X(name) __typeof__(&name) name;
-    CUBLASLT_SYMBOLS(X)
+#define X(result, name, parameters) result(*name) parameters;
+    FSDPC_LT_SYMBOLS(X)
 #undef X
 } cublaslt_api;
 
-/* Compared as bytes: made from zeroed memory. */
+/* Compared as bytes: no padding. */
 typedef struct product_key {
     size_t m, n, k, lda, ldb, ldc, batch, stride_a, stride_b, stride_c;
-    int dtype, c_dtype;
-    bool trans_a, trans_b, accumulate, has_bias, has_workspace;
-    unsigned char align_a, align_b, align_c; /* addresses are multiples of 2^this */
+    uint32_t epilogue;
+    unsigned char dtype, c_dtype, unused;
+    bool trans_a, trans_b, accumulate, has_workspace;
+    /* addresses are multiples of 2^this; of those that the epilogue has not: 0 */
+    unsigned char align_a, align_b, align_c, align_bias, align_aux;
 } product_key;
 
 typedef struct product {
     bool used, taken; /* taken: cuBLASLt has a kernel for it */
     product_key key;
-    cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
-    cublasLtMatmulAlgo_t algo;
+    fsdpc_lt_desc desc;
+    fsdpc_lt_layout a, b, c;
+    fsdpc_lt_algo algo;
     size_t workspace_bytes;
 } product;
 
 struct fsdpc_cuda_products {
     bool loaded; /* else every product is the plain kernel's */
     cublaslt_api api;
-    cublasLtHandle_t handle;
+    fsdpc_lt_handle handle;
     fsdpc_device *device;
     void *workspace;
     size_t count;
@@ -104,12 +84,24 @@ static bool load_api(cublaslt_api *api)
     if (!library)
         return false;
     bool complete = true;
-#define X(name)                                                                                    \
+#define X(result, name, parameters)                                                                \
     *(void **)&api->name = dlsym(library, #name);                                                  \
     complete = complete && api->name;
-    CUBLASLT_SYMBOLS(X)
+    FSDPC_LT_SYMBOLS(X)
 #undef X
     return complete;
+}
+
+void fsdpc_cuda_products_describe(char *text, size_t bytes)
+{
+    cublaslt_api api;
+    if (!load_api(&api)) {
+        snprintf(text, bytes, "the plain kernel (no libcublasLt.so.13 or .12)");
+        return;
+    }
+    size_t version = api.cublasLtGetVersion();
+    snprintf(text, bytes, "cuBLASLt %zu.%zu.%zu", version / 10000, version / 100 % 100,
+             version % 100);
 }
 
 static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
@@ -121,8 +113,8 @@ static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for cuBLASLt's products");
         gemm->device = base;
         device->gemm = gemm;
-        gemm->loaded = load_api(&gemm->api) &&
-                       gemm->api.cublasLtCreate(&gemm->handle) == CUBLAS_STATUS_SUCCESS;
+        gemm->loaded =
+            load_api(&gemm->api) && gemm->api.cublasLtCreate(&gemm->handle) == FSDPC_LT_SUCCESS;
         if (gemm->loaded)
             FSDPC_TRY(fsdpc_device_alloc(base, FSDPC_MEM_OTHER, WORKSPACE_BYTES, &gemm->workspace));
     }
@@ -134,7 +126,7 @@ static void product_fini(const cublaslt_api *api, product *p)
 {
     if (p->desc)
         api->cublasLtMatmulDescDestroy(p->desc);
-    cublasLtMatrixLayout_t layouts[] = {p->a, p->b, p->c};
+    fsdpc_lt_layout layouts[] = {p->a, p->b, p->c};
     for (int i = 0; i < 3; i++)
         if (layouts[i])
             api->cublasLtMatrixLayoutDestroy(layouts[i]);
@@ -155,17 +147,17 @@ void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
 
 /* -- one product's descriptors ----------------------------------------------------------------- */
 
-static cudaDataType_t type_of(int dtype)
+static fsdpc_lt_type type_of(int dtype)
 {
     switch (dtype) {
     case FSDPC_BF16:
-        return CUDA_R_16BF;
+        return FSDPC_LT_BF16;
     case FSDPC_F16:
-        return CUDA_R_16F;
+        return FSDPC_LT_F16;
     case FSDPC_F64:
-        return CUDA_R_64F;
+        return FSDPC_LT_F64;
     default:
-        return CUDA_R_32F;
+        return FSDPC_LT_F32;
     }
 }
 
@@ -174,21 +166,32 @@ static unsigned char align_of(const void *pointer)
     return (unsigned char)__builtin_ctzll((unsigned long long)(uintptr_t)pointer | 256);
 }
 
-static product_key key_of(const fsdpc_gemm_args *g, bool has_workspace)
+static product_key key_of(const fsdpc_gemm_args *g, uint32_t epilogue, const void *aux,
+                          bool has_workspace)
 {
-    product_key key;
-    memset(&key, 0, sizeof key);
-    key.m = g->m, key.n = g->n, key.k = g->k;
-    key.lda = g->lda, key.ldb = g->ldb, key.ldc = g->ldc;
-    key.batch = g->batch ? g->batch : 1;
-    if (key.batch > 1)
-        key.stride_a = g->stride_a, key.stride_b = g->stride_b, key.stride_c = g->stride_c;
-    key.dtype = g->dtype, key.c_dtype = g->c_dtype;
-    key.trans_a = g->trans_a, key.trans_b = g->trans_b;
-    key.accumulate = g->accumulate, key.has_bias = g->bias != NULL;
-    key.has_workspace = has_workspace;
-    key.align_a = align_of(g->a), key.align_b = align_of(g->b), key.align_c = align_of(g->c);
-    return key;
+    bool several = g->batch > 1;
+    return (product_key){.m = g->m,
+                         .n = g->n,
+                         .k = g->k,
+                         .lda = g->lda,
+                         .ldb = g->ldb,
+                         .ldc = g->ldc,
+                         .batch = several ? g->batch : 1,
+                         .stride_a = several ? g->stride_a : 0,
+                         .stride_b = several ? g->stride_b : 0,
+                         .stride_c = several ? g->stride_c : 0,
+                         .epilogue = epilogue,
+                         .dtype = (unsigned char)g->dtype,
+                         .c_dtype = (unsigned char)g->c_dtype,
+                         .trans_a = g->trans_a,
+                         .trans_b = g->trans_b,
+                         .accumulate = g->accumulate,
+                         .has_workspace = has_workspace,
+                         .align_a = align_of(g->a),
+                         .align_b = align_of(g->b),
+                         .align_c = align_of(g->c),
+                         .align_bias = g->bias ? align_of(g->bias) : 0,
+                         .align_aux = aux ? align_of(aux) : 0};
 }
 
 static uint64_t hash_of(const product_key *key)
@@ -201,92 +204,98 @@ static uint64_t hash_of(const product_key *key)
 }
 
 /* A row-major matrix of rows by cols is column-major of cols by rows. */
-static bool layout_make(const cublaslt_api *api, const product_key *key, cudaDataType_t type,
-                        size_t rows, size_t cols, size_t ld, size_t stride,
-                        cublasLtMatrixLayout_t *out)
+static bool layout_make(const cublaslt_api *api, const product_key *key, fsdpc_lt_type type,
+                        size_t rows, size_t cols, size_t ld, size_t stride, fsdpc_lt_layout *out)
 {
-    if (api->cublasLtMatrixLayoutCreate(out, type, cols, rows, (int64_t)ld) !=
-        CUBLAS_STATUS_SUCCESS)
+    if (api->cublasLtMatrixLayoutCreate(out, type, cols, rows, (int64_t)ld) != FSDPC_LT_SUCCESS)
         return false;
     if (key->batch == 1)
         return true;
     int32_t batch = (int32_t)key->batch;
     int64_t offset = (int64_t)stride;
-    return api->cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch,
-                                                 sizeof batch) == CUBLAS_STATUS_SUCCESS &&
-           api->cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
-                                                 &offset, sizeof offset) == CUBLAS_STATUS_SUCCESS;
+    return api->cublasLtMatrixLayoutSetAttribute(*out, FSDPC_LT_LAYOUT_BATCH, &batch,
+                                                 sizeof batch) == FSDPC_LT_SUCCESS &&
+           api->cublasLtMatrixLayoutSetAttribute(*out, FSDPC_LT_LAYOUT_BATCH_STRIDE, &offset,
+                                                 sizeof offset) == FSDPC_LT_SUCCESS;
 }
 
-static bool desc_make(const cublaslt_api *api, const product_key *key, cublasLtMatmulDesc_t *out)
+static bool desc_set(const cublaslt_api *api, fsdpc_lt_desc desc, fsdpc_lt_desc_attribute attribute,
+                     const void *value, size_t bytes)
+{
+    return api->cublasLtMatmulDescSetAttribute(desc, attribute, value, bytes) == FSDPC_LT_SUCCESS;
+}
+
+/* The epilogue's addresses, which change from call to call. */
+static bool desc_point(const cublaslt_api *api, fsdpc_lt_desc desc, const void *bias,
+                       const void *aux)
+{
+    return (!bias || desc_set(api, desc, FSDPC_LT_DESC_BIAS, &bias, sizeof bias)) &&
+           (!aux || desc_set(api, desc, FSDPC_LT_DESC_AUX, &aux, sizeof aux));
+}
+
+static bool desc_make(const cublaslt_api *api, const product_key *key, fsdpc_lt_desc *out)
 {
     bool wide = key->dtype == FSDPC_F64;
-    if (api->cublasLtMatmulDescCreate(out, wide ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F,
-                                      wide ? CUDA_R_64F : CUDA_R_32F) != CUBLAS_STATUS_SUCCESS)
+    if (api->cublasLtMatmulDescCreate(out, wide ? FSDPC_LT_COMPUTE_F64 : FSDPC_LT_COMPUTE_F32,
+                                      wide ? FSDPC_LT_F64 : FSDPC_LT_F32) != FSDPC_LT_SUCCESS)
         return false;
-    int32_t first = key->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    int32_t second = key->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    cublasLtEpilogue_t epilogue =
-        key->has_bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-    return api->cublasLtMatmulDescSetAttribute(*out, CUBLASLT_MATMUL_DESC_TRANSA, &first,
-                                               sizeof first) == CUBLAS_STATUS_SUCCESS &&
-           api->cublasLtMatmulDescSetAttribute(*out, CUBLASLT_MATMUL_DESC_TRANSB, &second,
-                                               sizeof second) == CUBLAS_STATUS_SUCCESS &&
-           api->cublasLtMatmulDescSetAttribute(*out, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue,
-                                               sizeof epilogue) == CUBLAS_STATUS_SUCCESS;
+    int32_t first = key->trans_b, second = key->trans_a;
+    int64_t aux_ld = (int64_t)key->n;
+    return desc_set(api, *out, FSDPC_LT_DESC_TRANS_A, &first, sizeof first) &&
+           desc_set(api, *out, FSDPC_LT_DESC_TRANS_B, &second, sizeof second) &&
+           desc_set(api, *out, FSDPC_LT_DESC_EPILOGUE, &key->epilogue, sizeof key->epilogue) &&
+           (!key->align_aux || desc_set(api, *out, FSDPC_LT_DESC_AUX_LD, &aux_ld, sizeof aux_ld));
 }
 
-static bool preference_set(const cublaslt_api *api, cublasLtMatmulPreference_t preference,
-                           cublasLtMatmulPreferenceAttributes_t attribute, const void *value,
-                           size_t bytes)
+static bool preference_set(const cublaslt_api *api, fsdpc_lt_preference preference,
+                           fsdpc_lt_preference_attribute attribute, const void *value, size_t bytes)
 {
     return api->cublasLtMatmulPreferenceSetAttribute(preference, attribute, value, bytes) ==
-           CUBLAS_STATUS_SUCCESS;
+           FSDPC_LT_SUCCESS;
 }
 
 /* The heuristic's first choice; false if there is none. */
 static bool choose(fsdpc_cuda_products *gemm, product *p)
 {
     const cublaslt_api *api = &gemm->api;
-    cublasLtMatmulPreference_t preference;
-    if (api->cublasLtMatmulPreferenceCreate(&preference) != CUBLAS_STATUS_SUCCESS)
+    fsdpc_lt_preference preference;
+    if (api->cublasLtMatmulPreferenceCreate(&preference) != FSDPC_LT_SUCCESS)
         return false;
     uint64_t workspace_bytes = p->key.has_workspace ? WORKSPACE_BYTES : 0;
-    uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE; /* not in place, by atomics */
+    uint32_t reduction = FSDPC_LT_REDUCTION_COMPUTE_TYPE; /* not in place, by atomics */
     uint32_t first = 1u << p->key.align_b, second = 1u << p->key.align_a;
     uint32_t result = 1u << p->key.align_c;
-    cublasLtMatmulHeuristicResult_t found;
+    fsdpc_lt_found found;
     int count = 0;
     bool ok =
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes,
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_WORKSPACE, &workspace_bytes,
                        sizeof workspace_bytes) &&
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction,
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_REDUCTIONS, &reduction,
                        sizeof reduction) &&
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &first,
-                       sizeof first) &&
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &second,
-                       sizeof second) &&
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &result,
-                       sizeof result) &&
-        preference_set(api, preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &result,
-                       sizeof result) &&
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_ALIGN_A, &first, sizeof first) &&
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_ALIGN_B, &second, sizeof second) &&
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_ALIGN_C, &result, sizeof result) &&
+        preference_set(api, preference, FSDPC_LT_PREFERENCE_ALIGN_D, &result, sizeof result) &&
         api->cublasLtMatmulAlgoGetHeuristic(gemm->handle, p->desc, p->a, p->b, p->c, p->c,
-                                            preference, 1, &found, &count) == CUBLAS_STATUS_SUCCESS;
+                                            preference, 1, &found, &count) == FSDPC_LT_SUCCESS;
     api->cublasLtMatmulPreferenceDestroy(preference);
-    if (!ok || count == 0 || found.state != CUBLAS_STATUS_SUCCESS)
+    if (!ok || count == 0 || found.result != FSDPC_LT_SUCCESS)
         return false;
     p->algo = found.algo;
-    p->workspace_bytes = found.workspaceSize;
+    p->workspace_bytes = found.workspace_bytes;
     return true;
 }
 
-static void product_init(fsdpc_cuda_products *gemm, const product_key *key, product *p)
+/* The heuristic takes the epilogue's addresses for what they are aligned to, hence `bias`, `aux`.
+ */
+static void product_init(fsdpc_cuda_products *gemm, const product_key *key, const void *bias,
+                         const void *aux, product *p)
 {
     const cublaslt_api *api = &gemm->api;
-    cudaDataType_t type = type_of(key->dtype), c_type = type_of(key->c_dtype);
+    fsdpc_lt_type type = type_of(key->dtype), c_type = type_of(key->c_dtype);
     p->used = true;
     p->key = *key;
-    p->taken = desc_make(api, key, &p->desc) &&
+    p->taken = desc_make(api, key, &p->desc) && desc_point(api, p->desc, bias, aux) &&
                layout_make(api, key, type, key->trans_b ? key->n : key->k,
                            key->trans_b ? key->k : key->n, key->ldb, key->stride_b, &p->a) &&
                layout_make(api, key, type, key->trans_a ? key->k : key->m,
@@ -295,7 +304,8 @@ static void product_init(fsdpc_cuda_products *gemm, const product_key *key, prod
                choose(gemm, p);
 }
 
-static product *product_of(fsdpc_cuda_products *gemm, const product_key *key)
+static product *product_of(fsdpc_cuda_products *gemm, const product_key *key, const void *bias,
+                           const void *aux)
 {
     if (gemm->count == SLOTS / 2) { /* shapes keep changing: begin again */
         for (size_t i = 0; i < SLOTS; i++)
@@ -307,7 +317,7 @@ static product *product_of(fsdpc_cuda_products *gemm, const product_key *key)
         at = (at + 1) % SLOTS;
     product *p = &gemm->products[at];
     if (!p->used) {
-        product_init(gemm, key, p);
+        product_init(gemm, key, bias, aux, p);
         gemm->count++;
     }
     return p;
@@ -326,34 +336,63 @@ static bool suits(const fsdpc_gemm_args *g)
            g->batch < INT32_MAX;
 }
 
-fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
+/* *done_out: cuBLASLt is there, has a kernel for the product with this epilogue, and was asked. */
+static fsdpc_status multiply(const fsdpc_gemm_args *g, uint32_t epilogue, const void *aux,
+                             fsdpc_stream *stream, bool *done_out)
 {
+    *done_out = false;
     fsdpc_cuda_products *gemm = NULL;
     FSDPC_TRY(gemm_of(stream->device, &gemm));
     if (!gemm->loaded || !suits(g))
-        return fsdpc_cuda_gemm_plain(g, stream);
+        return FSDPC_OK;
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
     bool on_main = queue == &((fsdpc_cuda_device *)stream->device)->main->queue;
-    product_key key = key_of(g, on_main);
-    product *p = product_of(gemm, &key);
+    product_key key = key_of(g, epilogue, aux, on_main);
+    product *p = product_of(gemm, &key, g->bias, aux);
     if (!p->taken)
-        return fsdpc_cuda_gemm_plain(g, stream);
-    if (g->bias &&
-        gemm->api.cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                                                 &g->bias, sizeof g->bias) != CUBLAS_STATUS_SUCCESS)
-        return fsdpc_fail(FSDPC_ERR_INTERNAL, "cuBLASLt refused a bias");
+        return FSDPC_OK;
+    if (!desc_point(&gemm->api, p->desc, g->bias, aux))
+        return fsdpc_fail(FSDPC_ERR_INTERNAL, "cuBLASLt refused the addresses of an epilogue");
     const float one_f32 = 1, beta_f32 = g->accumulate ? 1 : 0;
     const double one_f64 = 1, beta_f64 = g->accumulate ? 1 : 0;
     bool wide = g->dtype == FSDPC_F64;
-    cublasStatus_t status = gemm->api.cublasLtMatmul(
+    fsdpc_lt_result result = gemm->api.cublasLtMatmul(
         gemm->handle, p->desc, wide ? (const void *)&one_f64 : &one_f32, g->b, p->a, g->a, p->b,
         wide ? (const void *)&beta_f64 : &beta_f32, g->c, p->c, g->c, p->c, &p->algo,
         on_main ? gemm->workspace : NULL, p->workspace_bytes, queue->raw);
-    if (status != CUBLAS_STATUS_SUCCESS)
+    if (result != FSDPC_LT_SUCCESS)
         return fsdpc_fail(FSDPC_ERR_INTERNAL,
                           "cuBLASLt failed with %d on a product of (%zu, %zu) and (%zu, %zu)",
-                          (int)status, g->m, g->k, g->k, g->n);
+                          (int)result, g->m, g->k, g->k, g->n);
+    *done_out = true;
     return FSDPC_OK;
 }
 
-#endif
+fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
+{
+    bool done;
+    uint32_t epilogue = g->bias ? FSDPC_LT_EPILOGUE_BIAS : FSDPC_LT_EPILOGUE_NONE;
+    FSDPC_TRY(multiply(g, epilogue, NULL, stream, &done));
+    return done ? FSDPC_OK : fsdpc_cuda_gemm_plain(g, stream);
+}
+
+/* Nothing is promised of how well epilogues know tanh, so they get results of 16 bits alone; beside
+ * a product without tensor cores gelu costs little anyway.  Rows of aux have to be multiples of 8.
+ */
+static bool gelu_suits(const fsdpc_gemm_gelu_args *args)
+{
+    bool narrow = args->gemm.dtype == FSDPC_BF16 || args->gemm.dtype == FSDPC_F16;
+    return narrow && (!args->before || args->gemm.n % 8 == 0);
+}
+
+fsdpc_status fsdpc_cuda_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream)
+{
+    uint32_t epilogue = FSDPC_LT_EPILOGUE_DGELU;
+    if (!args->backward)
+        epilogue = FSDPC_LT_EPILOGUE_GELU | (args->before ? FSDPC_LT_EPILOGUE_AUX : 0) |
+                   (args->gemm.bias ? FSDPC_LT_EPILOGUE_BIAS : 0);
+    bool done = false;
+    if (gelu_suits(args))
+        FSDPC_TRY(multiply(&args->gemm, epilogue, args->before, stream, &done));
+    return done ? FSDPC_OK : fsdpc_gemm_gelu_by_parts(args, stream);
+}

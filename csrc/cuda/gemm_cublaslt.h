@@ -1,7 +1,8 @@
 /* Matrix products on a GPU: cuBLASLt where it can be loaded and takes the product, else our own.
  *
  * cuBLASLt is never linked: it comes by dlopen at the first product, the copy already in the
- * process (torch's) before any other.  A build without its header has the plain kernel only.
+ * process (torch's) before any other.  Gelu is part of a product of 16-bit floats where it takes
+ * that too; else it is a kernel of its own.
  */
 #ifndef FSDPC_CUDA_GEMM_CUBLASLT_H
 #define FSDPC_CUDA_GEMM_CUBLASLT_H
@@ -11,6 +12,9 @@
 typedef struct fsdpc_cuda_products fsdpc_cuda_products;
 
 fsdpc_status fsdpc_cuda_gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream);
+/* Opens cuBLASLt and names it, "cuBLASLt 13.1.0", or says that there is none. */
+void fsdpc_cuda_products_describe(char *text, size_t bytes);
 void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm); /* NULL is fine */
 
 #endif

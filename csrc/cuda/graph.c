@@ -9,9 +9,10 @@
  * x + 2) would be copied again from where they were, on the host's stack; they are kept beside the
  * graph in pinned memory.
  *
- * A graph that is destroyed may still run, and its blocks go back: destroying one waits.  Inside a
- * capture there is no waiting, and no need for it, as beginning one waited; but pinned memory
- * cannot be given back there, so graphs that are destroyed in a capture go when it ends.
+ * A graph that is destroyed may still run, and its blocks go back: destroying one waits, as a sync
+ * does, since operations in it may wait for peers that are gone.  Inside a capture there is no
+ * waiting, and no need for it, as beginning one waited; but pinned memory cannot be given back
+ * there, so graphs that are destroyed in a capture go when it ends.
  */
 #include "cuda/graph.h"
 
@@ -32,7 +33,9 @@ typedef struct fsdpc_cuda_graph {
     fsdpc_cuda_hold *hold;
     unsigned char *constants; /* pinned */
     size_t n_constants;
+    bool lost;                        /* given up while it was captured */
     struct fsdpc_cuda_graph *dropped; /* of a capture: graphs destroyed in it; of those: the next */
+    struct fsdpc_cuda_graph *next;    /* of the device's, while it lives */
 } fsdpc_cuda_graph;
 
 static cudaStream_t main_stream(const fsdpc_device *device)
@@ -43,6 +46,11 @@ static cudaStream_t main_stream(const fsdpc_device *device)
 /* Nothing of it runs any more, and no capture is under way. */
 static void graph_free(fsdpc_cuda_graph *graph)
 {
+    fsdpc_cuda_graph **at = &((fsdpc_cuda_device *)graph->head.device)->graphs;
+    while (*at && *at != graph)
+        at = &(*at)->next;
+    if (*at)
+        *at = graph->next;
     if (graph->exec)
         (void)cudaGraphExecDestroy(graph->exec);
     fsdpc_cuda_pool_hold_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->hold);
@@ -89,14 +97,24 @@ fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
     return FSDPC_OK;
 }
 
+static fsdpc_status end_capture(const fsdpc_cuda_graph *graph, cudaGraph_t *out)
+{
+    return fsdpc_cuda_check(cudaStreamEndCapture(graph->origin, out), "end a capture");
+}
+
+static fsdpc_status given_up(void)
+{
+    return fsdpc_fail(FSDPC_ERR_STATE, "this graph went with a communicator that failed, as it may "
+                                       "hold operations of it: capture a step again");
+}
+
 fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
     fsdpc_cuda_graph *graph = device->capture;
     device->capture = NULL;
     cudaGraph_t captured = NULL;
-    fsdpc_status status =
-        fsdpc_cuda_check(cudaStreamEndCapture(graph->origin, &captured), "end a capture");
+    fsdpc_status status = graph->lost ? given_up() : end_capture(graph, &captured);
     fsdpc_cuda_pool_hold_end(device->pool);
     if (status == FSDPC_OK && out)
         status = fsdpc_cuda_check(cudaGraphInstantiate(&graph->exec, captured, 0),
@@ -108,13 +126,35 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
         graph_free(graph);
         return out ? status : FSDPC_OK; /* a capture that is dropped may be a spoiled one */
     }
+    graph->next = device->graphs;
+    device->graphs = graph;
     *out = &graph->head;
     return FSDPC_OK;
+}
+
+void fsdpc_cuda_graphs_give_up(fsdpc_device *base)
+{
+    const fsdpc_cuda_device *device = (const fsdpc_cuda_device *)base;
+    fsdpc_cuda_graph *capture = device->capture;
+    cudaGraph_t captured = NULL;
+    if (capture && !capture->lost) {
+        (void)end_capture(capture, &captured);
+        if (captured)
+            (void)cudaGraphDestroy(captured);
+        capture->lost = true;
+    }
+    for (fsdpc_cuda_graph *it = device->graphs; it; it = it->next) {
+        if (it->exec)
+            (void)cudaGraphExecDestroy(it->exec);
+        it->exec = NULL;
+    }
 }
 
 fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *base)
 {
     const fsdpc_cuda_graph *graph = (const fsdpc_cuda_graph *)base;
+    if (!graph->exec)
+        return given_up();
     return fsdpc_cuda_check(cudaGraphLaunch(graph->exec, main_stream(base->device)),
                             "launch a graph");
 }
@@ -128,7 +168,7 @@ void fsdpc_cuda_graph_destroy(fsdpc_graph *base)
         capture->dropped = graph;
         return;
     }
-    (void)cudaStreamSynchronize(main_stream(base->device));
+    (void)fsdpc_device_cuda_wait(base->device);
     graph_free(graph);
 }
 

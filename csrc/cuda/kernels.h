@@ -47,6 +47,11 @@ fsdpc_status fsdpc_cuda_step_f64(const fsdpc_step_args *args,
                                  fsdpc_stream *stream); /* F64 masters */
 fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 
+/* kernels/extremum.cu; of `ranks` contributions that lie in `gathered` (ranks, numel), max if
+ * `most`, else min, as fsdpc_coll_combine has them; no slot of a table, for transports alone */
+fsdpc_status fsdpc_cuda_extremum(bool most, fsdpc_dtype dtype, const void *gathered, int ranks,
+                                 size_t numel, void *out, fsdpc_stream *stream);
+
 /* kernels/unary.cu, gate.cu, binary.cu, sum.cu, copy.cu */
 fsdpc_status fsdpc_cuda_unary(const fsdpc_unary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_unary_backward(const fsdpc_unary_args *args, fsdpc_stream *stream);

@@ -3,13 +3,15 @@
  * Declared here so that the plugin is the same wherever it is built, with nccl.h at hand or not;
  * tests/gpu/test_nccl.py holds it against a real header.  Of the versioned config we know the first
  * fields alone: NCCL reads as many bytes as `size` says, takes its own defaults for what `version`
- * did not have, and that is why both are those of the version whose fields end here.
+ * did not have, and that is why both are those of a version whose fields end there: 2.17's, or, to
+ * ask for a policy, 2.27's.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H
 
 #include <cuda_runtime_api.h>
 #include <limits.h>
+#include <stdbool.h>
 #include <stddef.h>
 
 typedef enum fsdpc_nccl_result {
@@ -42,22 +44,40 @@ typedef struct fsdpc_nccl_id {
 } fsdpc_nccl_id;
 
 typedef struct ncclComm *fsdpc_nccl_comm;
+typedef struct ncclWindow_vidmem *fsdpc_nccl_window;
 
-/* ncclConfig_t of 2.17. */
+enum { FSDPC_NCCL_WIN_COLL_SYMMETRIC = 1, FSDPC_NCCL_CTA_POLICY_ZERO = 2 };
+
+/* ncclConfig_t of 2.27; INT_MIN and NULL: NCCL's choice. */
 typedef struct fsdpc_nccl_config {
     size_t size;
     unsigned magic, version;
     int blocking;
-    int unused[3]; /* shapes of kernels; INT_MIN: NCCL's choice */
+    int shapes[3]; /* of kernels */
     const char *net;
+    int split_share, traffic_class; /* 2.17 ends before these */
+    const char *name;
+    int collnet, cta_policy, shrink_share, nvls_ctas;
 } fsdpc_nccl_config;
 
-#define FSDPC_NCCL_NONBLOCKING                                                                     \
-    ((fsdpc_nccl_config){.size = sizeof(fsdpc_nccl_config),                                        \
-                         .magic = 0xcafebeef,                                                      \
-                         .version = 21700,                                                         \
-                         .blocking = 0,                                                            \
-                         .unused = {INT_MIN, INT_MIN, INT_MIN}})
+/* `by_copies`: gathers take no multiprocessor where they can do without. */
+static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(bool by_copies)
+{
+    const int unset = INT_MIN;
+    return (fsdpc_nccl_config){
+        .size = by_copies ? sizeof(fsdpc_nccl_config) : offsetof(fsdpc_nccl_config, split_share),
+        .magic = 0xcafebeef,
+        .version = by_copies ? 22700 : 21700,
+        .blocking = 0,
+        .shapes = {unset, unset, unset},
+        .split_share = unset,
+        .traffic_class = unset,
+        .collnet = unset,
+        .cta_policy = by_copies ? FSDPC_NCCL_CTA_POLICY_ZERO : unset,
+        .shrink_share = unset,
+        .nvls_ctas = unset,
+    };
+}
 
 /* X(result, name, parameters) */
 #define FSDPC_NCCL_SYMBOLS(X)                                                                      \
@@ -84,8 +104,23 @@ typedef struct fsdpc_nccl_config {
     X(fsdpc_nccl_result, ncclReduce,                                                               \
       (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, fsdpc_nccl_red red,       \
        int root, fsdpc_nccl_comm comm, cudaStream_t stream))                                       \
+    X(fsdpc_nccl_result, ncclSend,                                                                 \
+      (const void *send, size_t numel, fsdpc_nccl_type type, int peer, fsdpc_nccl_comm comm,       \
+       cudaStream_t stream))                                                                       \
+    X(fsdpc_nccl_result, ncclRecv,                                                                 \
+      (void *recv, size_t numel, fsdpc_nccl_type type, int peer, fsdpc_nccl_comm comm,             \
+       cudaStream_t stream))                                                                       \
     X(fsdpc_nccl_result, ncclBroadcast,                                                            \
       (const void *send, void *recv, size_t numel, fsdpc_nccl_type type, int root,                 \
        fsdpc_nccl_comm comm, cudaStream_t stream))
+
+/* The same, of what a NCCL may be too old for: windows came with 2.27. */
+#define FSDPC_NCCL_OPTIONAL(X)                                                                     \
+    X(fsdpc_nccl_result, ncclCommRegister,                                                         \
+      (fsdpc_nccl_comm comm, void *memory, size_t bytes, void **handle_out))                       \
+    X(fsdpc_nccl_result, ncclCommDeregister, (fsdpc_nccl_comm comm, void *handle))                 \
+    X(fsdpc_nccl_result, ncclCommWindowRegister,                                                   \
+      (fsdpc_nccl_comm comm, void *memory, size_t bytes, fsdpc_nccl_window *out, int flags))       \
+    X(fsdpc_nccl_result, ncclCommWindowDeregister, (fsdpc_nccl_comm comm, fsdpc_nccl_window window))
 
 #endif

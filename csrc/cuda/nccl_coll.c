@@ -16,10 +16,16 @@
  * where AHEAD_MAX are in the air, so a host that never waits is still stopped by what a dead peer
  * left unfinished.
  *
+ * Captured.  While the device captures, operations are put on their streams likewise, and become
+ * part of a graph.  The host may not ask for events then, so a captured flight goes on until it is
+ * ordered, and that is its end; it posts no agreement, so that a capture can be given up by one
+ * rank.  A graph is launched as an operation of its own, in its turn, and flies as any other.
+ *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  What
  * follows is the engine's and runs behind it on the same stream: the own slices are scaled in fp32,
  * rounded through the reduce dtype and written or added to the shard by the kernel that sums ranks
- * elsewhere, here with one rank.  So the sum is not the pairwise tree of comm_shm.
+ * elsewhere, here with one rank.  So the sum is not the pairwise tree of comm_shm.  Sums that must
+ * be, and values that are floats, are joined as elsewhere, by kernels of our own (nccl_join.c).
  *
  * Ranks that wait carry on the flights of all their groups, as peers may wait for those.
  */
@@ -32,15 +38,9 @@
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
+#include "cuda/graph.h"
 
 enum { AHEAD_MAX = 64 }; /* operations of a group that the host is ahead of the device */
-
-static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
-    [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
-    [FSDPC_BF16] = FSDPC_NCCL_BFLOAT16, [FSDPC_F16] = FSDPC_NCCL_FLOAT16,
-    [FSDPC_I32] = FSDPC_NCCL_INT32,     [FSDPC_I64] = FSDPC_NCCL_INT64,
-    [FSDPC_U8] = FSDPC_NCCL_UINT8,      [FSDPC_BOOL] = FSDPC_NCCL_UINT8,
-};
 
 /* ---- Whose memory ---- */
 
@@ -50,11 +50,20 @@ static fsdpc_status refused(const fsdpc_coll *op, const char *why)
                       op->what ? op->what : "", why);
 }
 
+static bool is_capturing(const fsdpc_comm_nccl *self)
+{
+    return self->base.device->capturing && !self->base.apart;
+}
+
 /* Whether the GPU has a part in it. */
 static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
 {
     if (op->agree_only || op->kind == FSDPC_COLL_BARRIER) {
         *out = false;
+        return FSDPC_OK;
+    }
+    if (op->kind == FSDPC_COLL_REPLAY) {
+        *out = true;
         return FSDPC_OK;
     }
     if (op->kind == FSDPC_COLL_GATHER) {
@@ -77,93 +86,8 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
     if (sends != receives)
         return refused(op, "it sends from host memory and receives on the GPU, or the reverse; "
                            "keep both on one side");
-    bool floats = fsdpc_dtype_is_float(op->dtype);
-    if (receives && op->kind == FSDPC_COLL_ALL_REDUCE && op->op != FSDPC_RED_SUM && floats)
-        return refused(op, "NCCL's extrema of floats lose NaN; take them of host memory");
     *out = receives;
     return FSDPC_OK;
-}
-
-/* ---- Calls of NCCL ---- */
-
-typedef struct call {
-    const fsdpc_nccl *nccl;
-    fsdpc_nccl_comm raw;
-    cudaStream_t stream;
-    const fsdpc_coll *op;
-    int rank, size;
-} call;
-
-static fsdpc_nccl_red red_of(const fsdpc_coll *op)
-{
-    if (op->op == FSDPC_RED_MIN)
-        return FSDPC_NCCL_MIN;
-    bool any = op->op == FSDPC_RED_SUM && op->dtype == FSDPC_BOOL;
-    return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
-}
-
-/* One band or whole parameter of a gather, or of a reduction, which is in place. */
-static fsdpc_nccl_result call_slice(const call *c, const fsdpc_slice *slice)
-{
-    const fsdpc_coll *op = c->op;
-    fsdpc_nccl_type type = types[op->dtype];
-    bool gathers = op->kind == FSDPC_COLL_GATHER;
-    size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
-    unsigned char *memory = gathers ? op->recv : op->buffer->data + op->offset;
-    unsigned char *full = memory + slice->full_offset * element;
-    unsigned char *own = full + (size_t)c->rank * numel * element;
-    const unsigned char *sent = op->send;
-    if (gathers)
-        sent += slice->shard_offset * element;
-    if (op->kind == FSDPC_COLL_REDUCE_ALL)
-        return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
-    if (slice->owner >= 0)
-        return gathers ? c->nccl->ncclBroadcast(sent, full, numel, type, slice->owner, c->raw,
-                                                c->stream)
-                       : c->nccl->ncclReduce(full, full, numel, type, FSDPC_NCCL_SUM, slice->owner,
-                                             c->raw, c->stream);
-    return gathers ? c->nccl->ncclAllGather(sent, full, numel, type, c->raw, c->stream)
-                   : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
-                                                c->stream);
-}
-
-static fsdpc_nccl_result call_values(const call *c)
-{
-    const fsdpc_coll *op = c->op;
-    fsdpc_nccl_type type = types[op->dtype];
-    const void *send = op->send;
-    if (op->kind == FSDPC_COLL_BROADCAST)
-        return c->nccl->ncclBroadcast(op->recv, op->recv, op->numel, type, op->root, c->raw,
-                                      c->stream);
-    if (op->kind == FSDPC_COLL_ALL_REDUCE)
-        return c->nccl->ncclAllReduce(send, op->recv, op->numel, type, red_of(op), c->raw,
-                                      c->stream);
-    if (send == op->recv) /* moved by launch() */
-        send =
-            (unsigned char *)op->recv + (size_t)c->rank * op->numel * fsdpc_dtype_bytes(op->dtype);
-    return c->nccl->ncclAllGather(send, op->recv, op->numel, type, c->raw, c->stream);
-}
-
-static bool is_accepted(fsdpc_nccl_result result)
-{
-    return result == FSDPC_NCCL_SUCCESS || result == FSDPC_NCCL_IN_PROGRESS;
-}
-
-static fsdpc_nccl_result call_all(const call *c)
-{
-    const fsdpc_coll *op = c->op;
-    fsdpc_nccl_result first = c->nccl->ncclGroupStart();
-    if (!is_accepted(first))
-        return first;
-    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
-        for (size_t i = 0; i < op->n_slices && is_accepted(first); i++)
-            if (op->slices[i].numel > 0)
-                first = call_slice(c, &op->slices[i]);
-    } else {
-        first = call_values(c);
-    }
-    fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* whatever happened: the group is open */
-    return is_accepted(first) ? last : first;
 }
 
 /* ---- Flights ---- */
@@ -196,6 +120,7 @@ static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
 
 static void flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
+    fsdpc_nccl_join_close(self, flight);
     flight->work = NULL;
     flight->agreement.comm = NULL; /* the control has forgotten it */
     flight->next = self->spare;
@@ -269,18 +194,36 @@ void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
 static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
     const fsdpc_coll *op = &flight->op;
-    const call c = {&self->world->nccl,   self->lanes[flight->lane],
-                    raw_stream(self, op), op,
-                    self->base.rank,      self->base.size};
+    if (flight->captured && !is_capturing(self))
+        return fsdpc_fail(FSDPC_ERR_INTERNAL,
+                          "%s of '%s' was captured and would run outside of its graph",
+                          fsdpc_coll_name(op->kind), op->what ? op->what : "");
+    if (op->kind == FSDPC_COLL_REPLAY) {
+        flight->stage = FSDPC_NCCL_LAUNCHING;
+        return fsdpc_graph_launch(op->graph);
+    }
+    const fsdpc_nccl_call c = {.nccl = &self->world->nccl,
+                               .raw = self->lanes[flight->lane],
+                               .stream = raw_stream(self, op),
+                               .op = op,
+                               .contributions = flight->contributions,
+                               .rank = self->base.rank,
+                               .size = self->base.size,
+                               .in_place = op->kind == FSDPC_COLL_GATHER &&
+                                           fsdpc_nccl_is_registered(self, op->recv)};
+    if (c.in_place)
+        FSDPC_TRY(fsdpc_nccl_place_own(&c));
     if (op->kind == FSDPC_COLL_ALL_GATHER && op->send == op->recv && c.rank > 0) {
         size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
         FSDPC_CUDA_TRY(cudaMemcpyAsync((unsigned char *)op->recv + (size_t)c.rank * bytes, op->send,
                                        bytes, cudaMemcpyDefault, c.stream),
                        "copy memory");
     }
-    fsdpc_nccl_result result = call_all(&c);
+    if (flight->contributions)
+        FSDPC_TRY(fsdpc_nccl_join_begin(self, flight, c.stream));
+    fsdpc_nccl_result result = fsdpc_nccl_call_op(&c);
     flight->stage = FSDPC_NCCL_LAUNCHING;
-    return is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
+    return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
 /* NCCL's part is on the stream; ours goes behind it. */
@@ -288,10 +231,12 @@ static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
     const fsdpc_coll *op = &flight->op;
     fsdpc_stream plain = {.device = self->base.device, .name = "comm"};
-    if (fsdpc_coll_reduces(op->kind))
-        FSDPC_TRY(fsdpc_coll_reduce_slices(op, self->base.rank, 1,
-                                           (const unsigned char *const[]){op->buffer->data},
-                                           op->stream ? op->stream : &plain));
+    fsdpc_stream *stream = op->stream ? op->stream : &plain;
+    if (flight->contributions)
+        FSDPC_TRY(fsdpc_nccl_join(self, flight, stream));
+    else if (fsdpc_coll_reduces(op->kind))
+        FSDPC_TRY(fsdpc_coll_reduce_slices(
+            op, self->base.rank, 1, (const unsigned char *const[]){op->buffer->data}, stream));
     FSDPC_CUDA_TRY(cudaEventRecord(flight->landed, raw_stream(self, op)), "record an event");
     flight->stage = FSDPC_NCCL_RUNNING;
     return FSDPC_OK;
@@ -309,6 +254,28 @@ static fsdpc_status landed(fsdpc_nccl_flight *flight)
     return FSDPC_OK;
 }
 
+/* On its stream, where nothing may be asked. */
+static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    if (!flight->captured || (flight->work && is_capturing(self)))
+        return FSDPC_IN_PROGRESS;
+    flight->stage = FSDPC_NCCL_LANDED;
+    return FSDPC_OK;
+}
+
+/* A graph runs on the lanes of all groups. */
+static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight)
+{
+    fsdpc_status status = FSDPC_OK;
+    if (flight->op.kind != FSDPC_COLL_REPLAY)
+        return fsdpc_nccl_lane_state(self, flight->lane, "run it");
+    for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
+        for (int lane = 0; lane < FSDPC_NCCL_LANES && status >= 0; lane++)
+            if (group->lanes[lane] && !group->base.apart)
+                status = fsdpc_nccl_lane_state(group, (fsdpc_nccl_lane)lane, "run it");
+    return status;
+}
+
 /* As far as it goes.  `flying`: of each lane, whether a flight before this one is, and so this. */
 static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool *flying)
 {
@@ -323,9 +290,11 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, b
             return status;
         turns->launched += is_launched(flight);
     }
+    if (flight->stage == FSDPC_NCCL_RUNNING && (flight->captured || is_capturing(self)))
+        return captured(self, flight);
     if (flight->stage == FSDPC_NCCL_RUNNING && !flying[flight->lane]) {
         /* The lane may be busy with a later flight, which is no news of this one. */
-        fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "run it");
+        fsdpc_status status = running(self, flight);
         if (status >= 0)
             status = landed(flight);
         flying[flight->lane] = status == FSDPC_IN_PROGRESS;
@@ -426,6 +395,8 @@ static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
 static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
 {
     fsdpc_coll op = flight->op;
+    if (flight->captured)
+        return FSDPC_OK;
     op.agree_only = op.agree_only || for_gpu || op.kind == FSDPC_COLL_GATHER;
     op.stream = NULL;
     return fsdpc_nccl_settle(self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control),
@@ -466,8 +437,12 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
     bool for_gpu = false;
     FSDPC_TRY(is_for_gpu(&work->op, &for_gpu));
-    FSDPC_TRY(wait_for_room(self));
     fsdpc_nccl_lane lane = lane_of(&work->op);
+    if (is_capturing(self) && !(for_gpu && self->lanes[lane]))
+        return refused(&work->op, "ranks wait for each other in it, which a captured step cannot: "
+                                  "do it before the step, or after");
+    if (!is_capturing(self))
+        FSDPC_TRY(wait_for_room(self));
     if (for_gpu && !self->lanes[lane]) {
         FSDPC_TRY(fsdpc_nccl_launched(self));
         FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
@@ -479,8 +454,13 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     flight->next = NULL;
     flight->lane = lane;
     flight->on_gpu = for_gpu;
+    flight->captured = is_capturing(self);
     flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
-    fsdpc_status status = agreement_post(self, flight, for_gpu);
+    fsdpc_status status = for_gpu && fsdpc_nccl_is_joined(&flight->op)
+                              ? fsdpc_nccl_join_open(self, flight)
+                              : FSDPC_OK;
+    if (status == FSDPC_OK)
+        status = agreement_post(self, flight, for_gpu);
     if (status != FSDPC_OK) {
         flight_give(self, flight);
         return status;
@@ -527,6 +507,13 @@ static fsdpc_status step(fsdpc_work *work)
 fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
 {
     fsdpc_status status = step(work);
+    fsdpc_nccl_flight *flight = work->impl;
+    if (status == FSDPC_IN_PROGRESS && flight->captured) { /* the host would wait for ever */
+        status = fsdpc_cuda_capture_check_wait(work->comm->device);
+        flight->work = NULL;
+        work_end(work, status);
+        return status;
+    }
     return status == FSDPC_OK ? outcome(work) : status;
 }
 

@@ -21,6 +21,7 @@
 
 #include "cuda/comm_nccl.h"
 #include "cuda/device_cuda.h"
+#include "cuda/graph.h"
 
 static const char *const lane_names[] = {"gathers", "reductions"};
 
@@ -62,18 +63,31 @@ static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl
                                                        .numel = sizeof *id});
 }
 
-static const char launch_order[] = "NCCL_LAUNCH_ORDER_IMPLICIT"; /* read at the first init */
+/* What NCCL has no field for: it reads its environment at the first init.  Whoever set one of these
+ * knows what they do. */
+static fsdpc_status set_environment(void)
+{
+    static const char *const wanted[][2] = {
+        {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
+        {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would meet inside a capture (step_graph.c) */
+    };
+    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
+        if (setenv(wanted[i][0], wanted[i][1], 0) != 0)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", wanted[i][0]);
+    return FSDPC_OK;
+}
 
 static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
     const char *name = lane_names[lane];
     fsdpc_nccl_id id;
+    if (lane == FSDPC_NCCL_GATHERS)
+        FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_nccl_learn(self)));
     FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
-    if (setenv(launch_order, "1", 0) != 0)                  /* whoever set it knows what they do */
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", launch_order);
-    fsdpc_nccl_config config = FSDPC_NCCL_NONBLOCKING;
+    FSDPC_TRY(set_environment());
+    fsdpc_nccl_config config = fsdpc_nccl_nonblocking(lane == FSDPC_NCCL_GATHERS && self->copies);
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
                                                             self->base.rank, &config);
     fsdpc_status status =
@@ -97,18 +111,27 @@ fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
     fsdpc_status status = begin(self, lane);
     self->beginning = false;
     if (status == FSDPC_OK)
-        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks", lane_names[lane],
-                   self->base.size);
+        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks%s", lane_names[lane],
+                   self->base.size,
+                   lane == FSDPC_NCCL_GATHERS && self->copies ? ", by copy engines" : "");
     return status;
+}
+
+void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+{
+    if (self->lanes[lane]) {
+        fsdpc_cuda_graphs_give_up(self->base.device);
+        (void)self->world->nccl.ncclCommAbort(self->lanes[lane]);
+    }
+    self->lanes[lane] = NULL;
+    if (lane == FSDPC_NCCL_GATHERS)
+        fsdpc_nccl_forget(self);
 }
 
 void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self)
 {
-    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++) {
-        if (self->lanes[lane])
-            (void)self->world->nccl.ncclCommAbort(self->lanes[lane]);
-        self->lanes[lane] = NULL;
-    }
+    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++)
+        fsdpc_nccl_lane_abort(self, (fsdpc_nccl_lane)lane);
 }
 
 /* Finalizing ends when the peers finalize too. */

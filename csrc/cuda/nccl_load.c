@@ -19,7 +19,7 @@ static fsdpc_status open_library(const char *path, void **out)
         if (!library) /* whoever names one does not want another */
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                               "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or do "
-                              "without: FSDPC_TRANSPORT=local_cuda goes through host memory",
+                              "without: FSDPC_TRANSPORT=local_cuda shares the GPUs' memory",
                               dlerror());
     }
     if (!library)
@@ -28,8 +28,8 @@ static fsdpc_status open_library(const char *path, void **out)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "no NCCL: %s (looked for in this process, FSDPC_NCCL_LIB, pip's "
                           "nvidia-nccl-cu13 and the system); pip install nvidia-nccl-cu13, name "
-                          "one in FSDPC_NCCL_LIB, or do without: FSDPC_TRANSPORT=local_cuda goes "
-                          "through host memory",
+                          "one in FSDPC_NCCL_LIB, or do without: FSDPC_TRANSPORT=local_cuda shares "
+                          "the GPUs' memory",
                           dlerror());
     *out = library;
     return FSDPC_OK;
@@ -46,6 +46,9 @@ fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,                                                   \
                           "this NCCL has no " #name ": install 2.28 or newer");
     FSDPC_NCCL_SYMBOLS(X)
+#undef X
+#define X(result, name, parameters) *(void **)&nccl.name = dlsym(library, #name);
+    FSDPC_NCCL_OPTIONAL(X)
 #undef X
     FSDPC_TRY(fsdpc_nccl_check(&nccl, nccl.ncclGetVersion(&nccl.version), "tell its version"));
     *out = nccl;

@@ -18,6 +18,7 @@ typedef struct fsdpc_nccl {
     int version; /* 22809 is 2.28.9 */
 #define X(result, name, parameters) result(*name) parameters;
     FSDPC_NCCL_SYMBOLS(X)
+    FSDPC_NCCL_OPTIONAL(X) /* NULL where there is none */
 #undef X
 } fsdpc_nccl;
 

@@ -2,8 +2,10 @@
  *
  * The checks are those of the CPU's kernels that look at arguments; what needs to look at data (ids
  * and targets in range) is the kernels' to report, at the next sync.  Products go to cuBLASLt where
- * it is there and takes them, else to the plain kernel (gemm_cublaslt.h).
+ * it is there and takes them, else to the plain kernel (gemm_cublaslt.h); attention to cuDNN where
+ * that is asked for, there and takes it (attention_cudnn.h).
  */
+#include "cuda/attention_cudnn.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/kernel_tables.h"
 #include "cuda/kernels.h"
@@ -40,7 +42,7 @@ FLOAT_SLOT(norm, fsdpc_norm_args, "a norm")
 FLOAT_SLOT(swiglu, fsdpc_swiglu_args, "swiglu")
 FLOAT_SLOT(swiglu_backward, fsdpc_swiglu_args, "swiglu")
 
-static fsdpc_status gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
+static fsdpc_status check_gemm(const fsdpc_gemm_args *g)
 {
     FSDPC_TRY(check_float(g->dtype, "a matrix product"));
     if (g->c_dtype != g->dtype && g->c_dtype != FSDPC_F32)
@@ -56,7 +58,19 @@ static fsdpc_status gemm(const fsdpc_gemm_args *g, fsdpc_stream *stream)
             "rows overlap in a product of (%zu, %zu) and (%zu, %zu): lda %zu, ldb %zu, "
             "ldc %zu must not be less than the rows they hold",
             g->m, g->k, g->k, g->n, g->lda, g->ldb, g->ldc);
-    return fsdpc_cuda_gemm(g, stream);
+    return FSDPC_OK;
+}
+
+static fsdpc_status gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(check_gemm(args));
+    return fsdpc_cuda_gemm(args, stream);
+}
+
+static fsdpc_status gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream)
+{
+    FSDPC_TRY(check_gemm(&args->gemm));
+    return fsdpc_cuda_gemm_gelu(args, stream);
 }
 
 static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
@@ -108,13 +122,17 @@ static fsdpc_status check_attention(const fsdpc_attention_args *args)
 static fsdpc_status attention(const fsdpc_attention_args *args, fsdpc_stream *stream)
 {
     FSDPC_TRY(check_attention(args));
-    return fsdpc_cuda_attention(args, stream);
+    bool done;
+    FSDPC_TRY(fsdpc_cuda_attention_cudnn(args, false, stream, &done));
+    return done ? FSDPC_OK : fsdpc_cuda_attention(args, stream);
 }
 
 static fsdpc_status attention_backward(const fsdpc_attention_args *args, fsdpc_stream *stream)
 {
     FSDPC_TRY(check_attention(args));
-    return fsdpc_cuda_attention_backward(args, stream);
+    bool done;
+    FSDPC_TRY(fsdpc_cuda_attention_cudnn(args, true, stream, &done));
+    return done ? FSDPC_OK : fsdpc_cuda_attention_backward(args, stream);
 }
 
 static fsdpc_status embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream)
@@ -165,6 +183,7 @@ static fsdpc_status dropout(const fsdpc_dropout_args *args, fsdpc_stream *stream
 const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .name = "cuda",
     .gemm = gemm,
+    .gemm_gelu = gemm_gelu,
     .unary = unary,
     .unary_backward = unary_backward,
     .binary = binary,

@@ -5,8 +5,10 @@
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 
+#include "cuda/attention_cudnn.h"
 #include "cuda/cuda_driver.h"
 #include "cuda/device_cuda.h"
+#include "cuda/gemm_cublaslt.h"
 #include "cuda/guest.h"
 #include "cuda/nccl_load.h"
 #include "cuda/transport.h"
@@ -14,19 +16,19 @@
 static void describe(char *text, size_t bytes)
 {
     int count = 0, driver = fsdpc_cuda_driver_version();
-    const char *products =
-#if defined(FSDPC_CUBLASLT)
-        "cuBLASLt";
-#else
-        "the plain kernel";
-#endif
-    if (fsdpc_cuda_driver_open(&count) == FSDPC_OK)
-        snprintf(text, bytes, "CUDA %d.%d, driver for %d.%d, %d GPU(s), products by %s",
-                 CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000,
-                 driver % 1000 / 10, count, products);
-    else
+    if (fsdpc_cuda_driver_open(&count) != FSDPC_OK) {
         snprintf(text, bytes, "CUDA %d.%d, no GPU: %s", CUDART_VERSION / 1000,
                  CUDART_VERSION % 1000 / 10, fsdpc_last_error());
+        return;
+    }
+    char products[64], attention[320];
+    fsdpc_cuda_products_describe(products, sizeof products);
+    fsdpc_cuda_attentions_describe(attention, sizeof attention);
+    snprintf(text, bytes,
+             "CUDA %d.%d, driver for %d.%d, %d GPU(s), products by %s, for attention under "
+             "FSDPC_CUDNN=1 %s",
+             CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000, driver % 1000 / 10,
+             count, products, attention);
 }
 
 static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)

@@ -1,5 +1,8 @@
 /* Ranks tell each other, over the control, what they were asked for and where their GPUs sit; so
  * all choose alike, and differences are named on every rank.
+ *
+ * NCCL takes ranks that share a GPU from 2.30 on, if its environment says so before its first init;
+ * whoever asks for NCCL there has that said for them.
  */
 #include "cuda/transport.h"
 
@@ -11,8 +14,12 @@
 #include "cuda/comm_nccl.h"
 #include "cuda/control.h"
 #include "cuda/device_cuda.h"
+#include "cuda/nccl_load.h"
 
 enum { NCCL, LOCAL_CUDA };
+enum { SHARING_VERSION = 23000 }; /* of NCCL */
+
+static const char sharing[] = "NCCL_MULTI_RANK_GPU_ENABLE";
 
 const char *const fsdpc_cuda_transports[] = {[NCCL] = "nccl", [LOCAL_CUDA] = "local_cuda", NULL};
 
@@ -31,20 +38,24 @@ static fsdpc_status asked_alike(const card *cards, int size)
     return FSDPC_OK;
 }
 
-static bool all_have_own(const card *cards, int size)
+/* The lowest rank that has the GPU of a lower one, its peer; 0 if all have their own. */
+static int sharer(const card *cards, int size, int *peer_out)
 {
     for (int r = 1; r < size; r++)
         for (int other = 0; other < r; other++)
-            if (strcmp(cards[r].address, cards[other].address) == 0)
-                return false;
-    return true;
+            if (strcmp(cards[r].address, cards[other].address) == 0) {
+                *peer_out = other;
+                return r;
+            }
+    return 0;
 }
 
 static fsdpc_status choose(const char *asked, const card *cards, int size, const char **out)
 {
+    int peer;
     FSDPC_TRY(asked_alike(cards, size));
     if (strcmp(asked, "auto") == 0) {
-        *out = fsdpc_cuda_transports[all_have_own(cards, size) ? NCCL : LOCAL_CUDA];
+        *out = fsdpc_cuda_transports[sharer(cards, size, &peer) ? LOCAL_CUDA : NCCL];
         return FSDPC_OK;
     }
     for (int i = 0; fsdpc_cuda_transports[i]; i++)
@@ -58,34 +69,51 @@ static fsdpc_status choose(const char *asked, const card *cards, int size, const
                       asked);
 }
 
-static fsdpc_status exchange(const char *asked, const fsdpc_comm_config *config, card *mine,
-                             card *cards)
+/* Lets NCCL take ranks that share a GPU. */
+static fsdpc_status allow_sharing(const fsdpc_comm_config *config, const card *cards, int rank,
+                                  int peer)
 {
-    snprintf(mine->asked, sizeof mine->asked, "%s", asked);
-    fsdpc_status status =
-        cards ? fsdpc_device_cuda_address(config->device, mine->address, sizeof mine->address)
-              : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to choose a transport");
-    FSDPC_TRY(fsdpc_comm_agree(config->control, status, "the choice of a transport"));
-    return fsdpc_comm_run(config->control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
-                                                         .unit = -1,
-                                                         .what = "the choice of a transport",
-                                                         .dtype = FSDPC_U8,
-                                                         .send = mine,
-                                                         .recv = cards,
-                                                         .numel = sizeof *mine});
+    fsdpc_nccl nccl;
+    FSDPC_TRY(fsdpc_nccl_open(config->library_path, &nccl));
+    if (nccl.version < SHARING_VERSION)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "ranks %d and %d share GPU %s, which NCCL %d.%d.%d does not let them: "
+                          "install 2.30 or newer (pip's nvidia-nccl-cu13), or set "
+                          "FSDPC_TRANSPORT=local_cuda, which needs no NCCL",
+                          peer, rank, cards[rank].address, nccl.version / 10000,
+                          nccl.version / 100 % 100, nccl.version % 100);
+    if (setenv(sharing, "1", 0) != 0) /* whoever set it knows what they do */
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", sharing);
+    return FSDPC_OK;
+}
+
+static fsdpc_status create_nccl(const fsdpc_comm_config *config, const card *cards,
+                                fsdpc_comm **out)
+{
+    int peer, rank = sharer(cards, config->size, &peer);
+    if (rank > 0) {
+        fsdpc_status status = allow_sharing(config, cards, rank, peer);
+        FSDPC_TRY(fsdpc_comm_agree(config->control, status, "NCCL for ranks that share a GPU"));
+    }
+    return fsdpc_comm_nccl_create(config, out);
 }
 
 fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_comm_config *config,
                                     fsdpc_comm **out)
 {
     const char *chosen = NULL;
+    card mine = {0};
+    void *cards;
     FSDPC_TRY(fsdpc_control_check(config, transport));
-    card mine = {0}, *cards = calloc((size_t)config->size, sizeof *cards);
-    fsdpc_status status = exchange(transport, config, &mine, cards);
+    snprintf(mine.asked, sizeof mine.asked, "%s", transport);
+    fsdpc_status status =
+        fsdpc_device_cuda_address(config->device, mine.address, sizeof mine.address);
+    FSDPC_TRY(fsdpc_control_tell(config->control, "the choice of a transport", status, &mine,
+                                 sizeof mine, &cards));
+    status = choose(transport, cards, config->size, &chosen);
     if (status == FSDPC_OK)
-        status = choose(transport, cards, config->size, &chosen);
+        status = chosen == fsdpc_cuda_transports[NCCL] ? create_nccl(config, cards, out)
+                                                       : fsdpc_comm_local_cuda_create(config, out);
     free(cards);
-    FSDPC_TRY(status);
-    return chosen == fsdpc_cuda_transports[NCCL] ? fsdpc_comm_nccl_create(config, out)
-                                                 : fsdpc_comm_local_cuda_create(config, out);
+    return status;
 }

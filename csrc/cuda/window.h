@@ -19,7 +19,8 @@
 
 typedef struct fsdpc_cuda_windows fsdpc_cuda_windows; /* a device's: what the driver offers */
 
-/* FSDPC_ERR_UNSUPPORTED where the driver or the GPU has no virtual memory management. */
+/* FSDPC_ERR_UNSUPPORTED where the driver or the GPU has no virtual memory that can be handed over,
+ * as NCCL's is. */
 fsdpc_status fsdpc_cuda_windows_create(fsdpc_mem *mem, int ordinal, fsdpc_cuda_windows **out);
 void fsdpc_cuda_windows_destroy(fsdpc_cuda_windows *windows); /* after all of its windows */
 size_t fsdpc_cuda_windows_granule(const fsdpc_cuda_windows *windows);

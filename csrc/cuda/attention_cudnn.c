@@ -1,0 +1,216 @@
+/* Attention by cuDNN: plans, kept by shape, and the workspace they run in.
+ *
+ * A plan takes long to build, so it is built when its shape comes by first, and kept as long as the
+ * device: kernels under way and graphs use it.  A shape that cuDNN does not support is kept too,
+ * and is our own kernel's from then on.  What is not worth asking is left out before: 32- and
+ * 64-bit dtypes, rows that do not begin at 16 bytes, heads of more than DIM elements, queries that
+ * see nothing (cuDNN refuses those, and we keep an lse of minus infinity for them), and scales that
+ * turn the order of scores around.
+ *
+ * Workspace is the pool's, acquired for each call and free as soon as the kernels are enqueued.
+ * On Hopper what the deterministic backward wants grows with Tq x Tk, unless the environment says
+ * CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0: then, slower, with Tq (cuDNN 9.25 or newer).  Plans
+ * that want more than WORKSPACE_BYTES are not taken.
+ */
+#include "cuda/attention_cudnn.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+#include "cuda/cuda_queue.h"
+#include "cuda/cudnn_plan.h"
+
+enum { SLOTS = 512, WORKSPACE_BYTES = 1 << 30, ROW_BYTES = 16, DIM = 256 };
+
+typedef struct attention {
+    bool used;
+    fsdpc_cudnn_shape shape;
+    fsdpc_cudnn_plan *plan; /* NULL: cuDNN does not take the shape */
+    size_t workspace_bytes;
+} attention;
+
+struct fsdpc_cuda_attentions {
+    fsdpc_cudnn *cudnn; /* NULL: there is none */
+    size_t count, done;
+    attention attentions[SLOTS];
+};
+
+static bool open_library(size_t *version_out, char *why, size_t bytes)
+{
+    if (&fsdpc_cudnn_table)
+        return fsdpc_cudnn_table.open(version_out, why, bytes);
+    snprintf(why, bytes, "the plugin was built without cudnn_frontend.h, cudnn.h and nvrtc.h");
+    return false;
+}
+
+void fsdpc_cuda_attentions_describe(char *text, size_t bytes)
+{
+    size_t version;
+    char why[FSDPC_CUDNN_WHY_BYTES];
+    if (open_library(&version, why, sizeof why))
+        snprintf(text, bytes, "cuDNN %zu.%zu.%zu", version / 10000, version / 100 % 100,
+                 version % 100);
+    else
+        snprintf(text, bytes, "no cuDNN (%s)", why);
+}
+
+static fsdpc_status not_in_capture(const fsdpc_device *device)
+{
+    if (!device->capturing)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "a captured step asks cuDNN for attention of a shape that no step before it "
+                      "did: run a step or two of these shapes before capturing one");
+}
+
+static fsdpc_status attentions_of(fsdpc_device *base, fsdpc_cuda_attentions **out)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    if (!device->attentions) {
+        FSDPC_TRY(not_in_capture(base));
+        fsdpc_cuda_attentions *all = calloc(1, sizeof *all);
+        if (!all)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for cuDNN's plans");
+        size_t version;
+        char why[FSDPC_CUDNN_WHY_BYTES];
+        fsdpc_cudnn *cudnn;
+        if (open_library(&version, why, sizeof why) &&
+            fsdpc_cudnn_table.create(&cudnn, why, sizeof why))
+            all->cudnn = cudnn;
+        device->attentions = all;
+    }
+    *out = device->attentions;
+    return FSDPC_OK;
+}
+
+void fsdpc_cuda_attentions_destroy(fsdpc_cuda_attentions *all)
+{
+    if (!all)
+        return;
+    for (size_t i = 0; i < SLOTS; i++)
+        if (all->attentions[i].plan)
+            fsdpc_cudnn_table.plan_destroy(all->attentions[i].plan);
+    if (all->cudnn)
+        fsdpc_cudnn_table.destroy(all->cudnn);
+    free(all);
+}
+
+size_t fsdpc_cuda_attentions_done(const fsdpc_cuda_attentions *all)
+{
+    return all ? all->done : 0;
+}
+
+/* -- which plan -------------------------------------------------------------------------------- */
+
+static bool begins_well(const void *pointer)
+{
+    return (uintptr_t)pointer % ROW_BYTES == 0;
+}
+
+static bool steps_well(const size_t stride[3])
+{
+    const size_t numel = ROW_BYTES / 2; /* of a 16-bit dtype */
+    return stride[0] % numel == 0 && stride[1] % numel == 0 && stride[2] % numel == 0;
+}
+
+static bool suits(const fsdpc_attention_args *a, bool backward)
+{
+    bool narrow = a->dtype == FSDPC_BF16 || a->dtype == FSDPC_F16;
+    bool some = a->batch && a->tokens_q && a->tokens_k && a->heads && a->dim;
+    if (!narrow || !some || (a->causal && a->tokens_q > a->tokens_k) || !(a->scale > 0))
+        return false;
+    return a->dim <= DIM && a->dim % (ROW_BYTES / 2) == 0 && steps_well(a->stride_q) &&
+           steps_well(a->stride_k) && steps_well(a->stride_v) && steps_well(a->stride_out) &&
+           begins_well(a->q) && begins_well(a->k) && begins_well(a->v) && begins_well(a->out) &&
+           begins_well(a->lse) &&
+           (!backward || (begins_well(a->dout) && begins_well(a->dq) && begins_well(a->dk) &&
+                          begins_well(a->dv)));
+}
+
+static fsdpc_cudnn_shape shape_of(const fsdpc_attention_args *a, bool backward)
+{
+    fsdpc_cudnn_shape shape = {.batch = a->batch,
+                               .tokens_q = a->tokens_q,
+                               .tokens_k = a->tokens_k,
+                               .heads = a->heads,
+                               .kv_heads = a->kv_heads,
+                               .dim = a->dim,
+                               .dtype = (uint32_t)a->dtype,
+                               .causal = a->causal,
+                               .backward = backward};
+    memcpy(&shape.scale_bits, &a->scale, sizeof shape.scale_bits);
+    memcpy(shape.stride_q, a->stride_q, sizeof shape.stride_q);
+    memcpy(shape.stride_k, a->stride_k, sizeof shape.stride_k);
+    memcpy(shape.stride_v, a->stride_v, sizeof shape.stride_v);
+    memcpy(shape.stride_out, a->stride_out, sizeof shape.stride_out);
+    return shape;
+}
+
+static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
+                           attention *it)
+{
+    char why[FSDPC_CUDNN_WHY_BYTES];
+    *it = (attention){.used = true, .shape = *shape};
+    if (!fsdpc_cudnn_table.plan_create(all->cudnn, shape, &it->plan, &it->workspace_bytes, why,
+                                       sizeof why))
+        return;
+    if (it->workspace_bytes > WORKSPACE_BYTES) {
+        fsdpc_cudnn_table.plan_destroy(it->plan);
+        it->plan = NULL;
+    }
+}
+
+/* NULL if there are many already, none of which may go. */
+static fsdpc_status attention_of(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
+                                 const fsdpc_device *device, attention **out)
+{
+    *out = NULL;
+    size_t at = fsdpc_crc32c(0, shape, sizeof *shape) % SLOTS;
+    while (all->attentions[at].used &&
+           memcmp(&all->attentions[at].shape, shape, sizeof *shape) != 0)
+        at = (at + 1) % SLOTS;
+    attention *it = &all->attentions[at];
+    if (!it->used) {
+        if (all->count == SLOTS / 2)
+            return FSDPC_OK;
+        FSDPC_TRY(not_in_capture(device));
+        attention_init(all, shape, it);
+        all->count++;
+    }
+    *out = it;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_cuda_attention_cudnn(const fsdpc_attention_args *args, bool backward,
+                                        fsdpc_stream *stream, bool *done_out)
+{
+    *done_out = false;
+    if (!stream->device->cudnn || !suits(args, backward))
+        return FSDPC_OK;
+    fsdpc_cuda_attentions *all = NULL;
+    FSDPC_TRY(attentions_of(stream->device, &all));
+    if (!all->cudnn)
+        return FSDPC_OK;
+    fsdpc_cudnn_shape shape = shape_of(args, backward);
+    attention *it = NULL;
+    FSDPC_TRY(attention_of(all, &shape, stream->device, &it));
+    if (!it || !it->plan)
+        return FSDPC_OK;
+    void *workspace;
+    FSDPC_TRY(fsdpc_device_alloc(stream->device, FSDPC_MEM_OTHER, it->workspace_bytes, &workspace));
+    char why[FSDPC_CUDNN_WHY_BYTES];
+    bool ran =
+        fsdpc_cudnn_table.plan_run(all->cudnn, it->plan, args, workspace, stream, why, sizeof why);
+    fsdpc_device_free(stream->device, workspace);
+    if (!ran)
+        return fsdpc_fail(FSDPC_ERR_INTERNAL,
+                          "cuDNN failed on attention%s of %zu queries, %zu keys and %zu heads of "
+                          "%zu: %s; do without: FSDPC_CUDNN=0",
+                          backward ? "'s backward" : "", args->tokens_q, args->tokens_k,
+                          args->heads, args->dim, why);
+    all->done++;
+    *done_out = true;
+    return FSDPC_OK;
+}

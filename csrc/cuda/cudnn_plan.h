@@ -1,0 +1,47 @@
+/* Plans of cuDNN's attention, as C sees them: a table that kernels/cudnn_plan.cpp fills in.
+ *
+ * C++ is what cuDNN's graphs are described in (cudnn_frontend.h, headers alone), so that file is
+ * compiled into the plugin only where tools/cuda_build.py finds those headers; elsewhere the table
+ * is missing, and its address NULL.  Whatever fails leaves its reason, cut off to `bytes`, in
+ * `why`.
+ */
+#ifndef FSDPC_CUDA_CUDNN_PLAN_H
+#define FSDPC_CUDA_CUDNN_PLAN_H
+
+#include "ops/nn_ops.h"
+
+enum { FSDPC_CUDNN_WHY_BYTES = 256 };
+
+typedef struct fsdpc_cudnn fsdpc_cudnn; /* cuDNN on one device */
+typedef struct fsdpc_cudnn_plan fsdpc_cudnn_plan;
+
+/* What a plan depends on, as fsdpc_attention_args has it.  Compared as bytes: no padding. */
+typedef struct fsdpc_cudnn_shape {
+    size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
+    size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
+    uint64_t scale_bits; /* of the double: equal as bytes only if equal */
+    uint32_t dtype;
+    bool causal, backward;
+    uint16_t unused;
+} fsdpc_cudnn_shape;
+
+typedef struct fsdpc_cudnn_ops {
+    /* Opens libcudnn, the copy already in the process before any other; 92801 is 9.28.1. */
+    bool (*open)(size_t *version_out, char *why, size_t bytes);
+
+    /* On the device that the calling thread has selected; once open() went well. */
+    bool (*create)(fsdpc_cudnn **out, char *why, size_t bytes);
+    void (*destroy)(fsdpc_cudnn *cudnn); /* after its plans */
+
+    /* Fails where cuDNN does not support the shape.  Takes long, and must not be in a capture. */
+    bool (*plan_create)(fsdpc_cudnn *cudnn, const fsdpc_cudnn_shape *shape, fsdpc_cudnn_plan **out,
+                        size_t *workspace_bytes_out, char *why, size_t bytes);
+    void (*plan_destroy)(fsdpc_cudnn_plan *plan);
+    /* Enqueues it; reads the addresses of args alone. */
+    bool (*plan_run)(fsdpc_cudnn *cudnn, fsdpc_cudnn_plan *plan, const fsdpc_attention_args *args,
+                     void *workspace, fsdpc_stream *stream, char *why, size_t bytes);
+} fsdpc_cudnn_ops;
+
+extern const fsdpc_cudnn_ops fsdpc_cudnn_table __attribute__((weak, visibility("hidden")));
+
+#endif

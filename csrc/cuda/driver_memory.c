@@ -1,0 +1,128 @@
+/* Making something is a ladder of calls of the driver; what fails on one rung takes back those
+ * below it, so that running out of memory leaves nothing behind.
+ */
+#include "cuda/driver_memory.h"
+
+#include "cuda/cuda_driver.h"
+
+static bool is_refusal(fsdpc_cu_result result)
+{
+    return result == FSDPC_CU_INVALID_VALUE || result == FSDPC_CU_INVALID_DEVICE ||
+           result == FSDPC_CU_OPERATING_SYSTEM || result == FSDPC_CU_NOT_PERMITTED ||
+           result == FSDPC_CU_NOT_SUPPORTED;
+}
+
+fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
+                                       const char *what, size_t bytes)
+{
+    if (result == FSDPC_CU_SUCCESS)
+        return FSDPC_OK;
+    const char *text = NULL;
+    (void)driver->cu.cuGetErrorString((int)result, &text);
+    text = text ? text : "unknown error";
+    if (is_refusal(result))
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "the driver does not %s memory %s: %s (%d)", what,
+                          driver->purpose, text, (int)result);
+    bool full = result == FSDPC_CU_OUT_OF_MEMORY;
+    return fsdpc_fail(full ? FSDPC_ERR_NOMEM : FSDPC_ERR_INTERNAL,
+                      "the driver failed to %s %zu bytes %s: %s (%d)%s", what, bytes,
+                      driver->purpose, text, (int)result,
+                      full ? "; use more ranks, or fewer units at a time" : "");
+}
+
+/* ---- What the driver offers ---- */
+
+static bool has(const fsdpc_driver_memory *driver, fsdpc_cu_attribute attribute)
+{
+    int value = 0;
+    return driver->cu.cuDeviceGetAttribute(&value, (int)attribute, driver->ordinal) ==
+               FSDPC_CU_SUCCESS &&
+           value;
+}
+
+fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, int ordinal, bool for_nccl,
+                                      const char *purpose)
+{
+    *driver = (fsdpc_driver_memory){.ordinal = ordinal,
+                                    .purpose = purpose,
+                                    .properties = {
+                                        .type = FSDPC_CU_ALLOCATION_PINNED,
+                                        .handle_types = FSDPC_CU_HANDLE_POSIX_FD,
+                                        .location = {FSDPC_CU_LOCATION_DEVICE, ordinal},
+                                    }};
+    FSDPC_TRY(fsdpc_cuda_driver_calls(&driver->cu));
+    if (!has(driver, FSDPC_CU_HAS_VIRTUAL_MEMORY) || !has(driver, FSDPC_CU_HAS_POSIX_FD_HANDLES))
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "GPU %d has no virtual memory that can be handed over", ordinal);
+    if (for_nccl && has(driver, FSDPC_CU_HAS_FABRIC_HANDLES))
+        driver->properties.handle_types |= FSDPC_CU_HANDLE_FABRIC;
+    driver->properties.flags.rdma = for_nccl && has(driver, FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY);
+    return fsdpc_driver_memory_check(
+        driver,
+        driver->cu.cuMemGetAllocationGranularity(&driver->granule, &driver->properties,
+                                                 FSDPC_CU_GRANULARITY_RECOMMENDED),
+        "tell the granularity of", 0);
+}
+
+/* ---- Memory ---- */
+
+/* A container or a kernel setting may forbid handles of a fabric although the GPU has them. */
+fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
+                                        fsdpc_cu_memory *out)
+{
+    fsdpc_cu_result result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);
+    if (is_refusal(result) && driver->properties.handle_types & FSDPC_CU_HANDLE_FABRIC) {
+        driver->properties.handle_types &= ~FSDPC_CU_HANDLE_FABRIC;
+        result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);
+    }
+    return fsdpc_driver_memory_check(driver, result, "get", bytes);
+}
+
+void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory)
+{
+    (void)driver->cu.cuMemRelease(memory);
+}
+
+/* ---- Mappings ---- */
+
+static fsdpc_cu_result grant(const fsdpc_driver_memory *driver, size_t bytes, int access,
+                             fsdpc_cu_address address)
+{
+    fsdpc_cu_access granted = {{FSDPC_CU_LOCATION_DEVICE, driver->ordinal}, access};
+    return driver->cu.cuMemSetAccess(address, bytes, &granted, 1);
+}
+
+fsdpc_status fsdpc_driver_memory_map_at(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
+                                        size_t bytes, int access, fsdpc_cu_address address)
+{
+    FSDPC_TRY(fsdpc_driver_memory_check(driver, driver->cu.cuMemMap(address, bytes, 0, memory, 0),
+                                        "map", bytes));
+    fsdpc_cu_result result = grant(driver, bytes, access, address);
+    if (access == FSDPC_CU_ACCESS_READ && is_refusal(result))
+        result = grant(driver, bytes, FSDPC_CU_ACCESS_READ_WRITE, address);
+    if (result != FSDPC_CU_SUCCESS)
+        (void)driver->cu.cuMemUnmap(address, bytes);
+    return fsdpc_driver_memory_check(driver, result, "grant access to", bytes);
+}
+
+fsdpc_status fsdpc_driver_memory_map(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
+                                     size_t bytes, int access, fsdpc_cu_address *out)
+{
+    fsdpc_cu_address address;
+    FSDPC_TRY(fsdpc_driver_memory_check(
+        driver, driver->cu.cuMemAddressReserve(&address, bytes, driver->granule, 0, 0),
+        "reserve addresses of", bytes));
+    fsdpc_status status = fsdpc_driver_memory_map_at(driver, memory, bytes, access, address);
+    if (status != FSDPC_OK)
+        (void)driver->cu.cuMemAddressFree(address, bytes);
+    else
+        *out = address;
+    return status;
+}
+
+void fsdpc_driver_memory_unmap(const fsdpc_driver_memory *driver, size_t bytes,
+                               fsdpc_cu_address address)
+{
+    (void)driver->cu.cuMemUnmap(address, bytes);
+    (void)driver->cu.cuMemAddressFree(address, bytes);
+}

@@ -1,0 +1,248 @@
+/* Gathers and reductions of ranks on one GPU, carried by their control over host memory.
+ *
+ * At the post, what this rank gives is copied out, in the order of the main stream and after the
+ * operation's own; then the control's operation is posted.  When that is done its outcome is copied
+ * to where it belongs.
+ *
+ *     gather          own slices -> control's wire, agree, all slices -> full
+ *     reductions      buffer -> control's buffer, sum there into staging -> shard
+ *
+ * The control's wire is written at the first gather of a unit after a publication.  That is within
+ * the protocol: a peer copies its fulls before it arrives in the next epoch, and what a wire holds
+ * changes only between an arrival of all and a publication.  Gathers of the same contents do not
+ * write again, as peers may be reading.
+ */
+#include <stdlib.h>
+
+#include "base/size.h"
+#include "comm/coll_math.h"
+#include "cuda/local_cuda.h"
+
+/* What of the control's wire has been written since the last publication. */
+typedef struct written {
+    size_t offset;
+    const fsdpc_slice *slices;
+    uint64_t contents;
+} written;
+
+typedef struct staged_wire {
+    fsdpc_controlled_wire of; /* first */
+    uint64_t contents;        /* publications so far */
+    written *written;
+    size_t n_written;
+} staged_wire;
+
+/* ---- Wires and buffers ---- */
+
+static fsdpc_status staged_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    staged_wire *wire = calloc(1, sizeof *wire);
+    if (!wire)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
+    fsdpc_status status = fsdpc_local_wire_open(comm, bytes, bytes, &wire->of);
+    if (status != FSDPC_OK)
+        free(wire);
+    else
+        *out = &wire->of.base;
+    return status;
+}
+
+static void staged_wire_destroy(fsdpc_wire *base)
+{
+    staged_wire *wire = (staged_wire *)base;
+    fsdpc_local_wire_close(&wire->of);
+    free(wire->written);
+    free(wire);
+}
+
+static fsdpc_status staged_epoch_publish(fsdpc_wire *base)
+{
+    ((staged_wire *)base)->contents++;
+    return fsdpc_controlled_publish(base);
+}
+
+static fsdpc_status staged_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+{
+    fsdpc_local_comm *self = fsdpc_local_of(comm);
+    fsdpc_local_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a buffer");
+    void *data = NULL;
+    fsdpc_status status;
+    FSDPC_TRY_GOTO(
+        status,
+        fsdpc_control_memory(comm, self->control, "buffer_create", FSDPC_MEM_REDUCE, bytes, &data),
+        free_buffer);
+    FSDPC_TRY_GOTO(
+        status,
+        fsdpc_local_settle(self, fsdpc_buffer_create(self->control, bytes, &buffer->control)),
+        free_data);
+    buffer->base = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    *out = &buffer->base;
+    return FSDPC_OK;
+
+free_data:
+    fsdpc_device_free(comm->device, data);
+free_buffer:
+    free(buffer);
+    return status;
+}
+
+static void staged_buffer_destroy(fsdpc_buffer *base)
+{
+    fsdpc_buffer_destroy(((fsdpc_local_buffer *)base)->control);
+    fsdpc_device_free(base->comm->device, base->data);
+    free(base);
+}
+
+/* ---- Gathers ---- */
+
+/* The rank's slices, at their places in the full. */
+static fsdpc_status copy_slices(fsdpc_local_comm *self, const fsdpc_coll *op, int rank,
+                                unsigned char *to, const unsigned char *from)
+{
+    size_t element = fsdpc_dtype_bytes(op->dtype), first;
+    for (size_t i = 0; i < op->n_slices; i++) {
+        size_t numel = fsdpc_coll_part(op, &op->slices[i], rank, &first);
+        FSDPC_TRY(
+            fsdpc_local_copy(self, to + first * element, from + first * element, numel * element));
+    }
+    return FSDPC_OK;
+}
+
+/* Whether these slices of the control's wire are what was published last; else they will be. */
+static fsdpc_status is_written(staged_wire *wire, const fsdpc_coll *op, bool *out)
+{
+    written *it = wire->written, *end = it + wire->n_written;
+    while (it < end && (it->offset != op->offset || it->slices != op->slices))
+        it++;
+    if (it == end) {
+        written *more = realloc(wire->written, (wire->n_written + 1) * sizeof *more);
+        if (!more)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note a gather");
+        wire->written = more;
+        it = more + wire->n_written++;
+        *it = (written){op->offset, op->slices, UINT64_MAX};
+    }
+    *out = it->contents == wire->contents;
+    it->contents = wire->contents;
+    return FSDPC_OK;
+}
+
+static fsdpc_status gather_out(fsdpc_local_comm *self, const fsdpc_coll *op)
+{
+    staged_wire *wire = (staged_wire *)op->wire;
+    bool done = false;
+    FSDPC_TRY(is_written(wire, op, &done));
+    if (done)
+        return FSDPC_OK;
+    size_t element = fsdpc_dtype_bytes(op->dtype), first;
+    for (size_t i = 0; i < op->n_slices; i++) {
+        size_t numel = fsdpc_coll_part(op, &op->slices[i], self->base.rank, &first);
+        FSDPC_TRY(
+            fsdpc_local_copy(self, wire->of.control->write + op->offset + first * element,
+                             (const unsigned char *)op->send + op->slices[i].shard_offset * element,
+                             numel * element));
+    }
+    return fsdpc_local_copied(self);
+}
+
+static fsdpc_status gather_back(fsdpc_local_comm *self, const fsdpc_coll *op)
+{
+    const staged_wire *wire = (const staged_wire *)op->wire;
+    for (int p = 0; p < self->base.size; p++)
+        FSDPC_TRY(copy_slices(self, op, p, op->recv, wire->of.control->read + op->offset));
+    return fsdpc_local_copied(self);
+}
+
+/* ---- Reductions ---- */
+
+static fsdpc_status copy_shard(fsdpc_local_comm *self, const fsdpc_coll *op, unsigned char *to,
+                               const unsigned char *from)
+{
+    size_t element = fsdpc_dtype_bytes(op->shard_dtype), first;
+    for (size_t i = 0; i < op->n_slices; i++) {
+        size_t numel = fsdpc_coll_part(op, &op->slices[i], self->base.rank, &first);
+        size_t at = op->slices[i].shard_offset * element;
+        FSDPC_TRY(fsdpc_local_copy(self, to + at, from + at, numel * element));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+{
+    fsdpc_local_buffer *buffer = (fsdpc_local_buffer *)op->buffer;
+    size_t shard_numel = 0;
+    for (size_t i = 0; i < op->n_slices; i++)
+        shard_numel = fsdpc_max_size(shard_numel, op->slices[i].shard_offset + op->slices[i].numel);
+    FSDPC_TRY(fsdpc_local_room(self, it, shard_numel * fsdpc_dtype_bytes(op->shard_dtype)));
+    bool evenly = op->kind == FSDPC_COLL_REDUCE_SCATTER;
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    for (size_t i = 0; i < op->n_slices; i++) {
+        const fsdpc_slice *slice = &op->slices[i];
+        size_t times = evenly && slice->owner < 0 ? (size_t)self->base.size : 1;
+        size_t at = op->offset + slice->full_offset * element;
+        FSDPC_TRY(fsdpc_local_copy(self, buffer->control->data + at, buffer->base.data + at,
+                                   slice->numel * times * element));
+    }
+    if (op->accumulate)
+        FSDPC_TRY(copy_shard(self, op, it->host, op->shard));
+    op->buffer = buffer->control;
+    op->shard = it->host;
+    return fsdpc_local_copied(self);
+}
+
+static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_flight *it,
+                                   const fsdpc_coll *op)
+{
+    FSDPC_TRY(copy_shard(self, op, op->shard, it->host));
+    return fsdpc_local_copied(self);
+}
+
+/* ---- Post and test ---- */
+
+static fsdpc_status out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+{
+    if (op->kind != FSDPC_COLL_GATHER)
+        return reduction_out(self, it, op);
+    op->agree_only = true;
+    return gather_out(self, op);
+}
+
+static fsdpc_status back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+{
+    return op->kind == FSDPC_COLL_GATHER ? gather_back(self, op) : reduction_back(self, it, op);
+}
+
+static fsdpc_status staged_post(fsdpc_work *work)
+{
+    return fsdpc_local_post(work, out);
+}
+
+static fsdpc_status staged_test(fsdpc_work *work)
+{
+    return fsdpc_local_test(work, back);
+}
+
+const fsdpc_comm_ops fsdpc_local_staged_ops = {
+    .name = "local_cuda",
+    .destroy = fsdpc_local_destroy,
+    .split = fsdpc_local_split,
+    .abort = fsdpc_local_abort,
+    .leave = fsdpc_local_leave,
+    .wire_create = staged_wire_create,
+    .wire_destroy = staged_wire_destroy,
+    .epoch_arrive = fsdpc_controlled_arrive,
+    .epoch_test = fsdpc_controlled_test,
+    .epoch_publish = staged_epoch_publish,
+    .epoch_published = fsdpc_controlled_published,
+    .buffer_create = staged_buffer_create,
+    .buffer_destroy = staged_buffer_destroy,
+    .buffer_idle = fsdpc_local_buffer_idle,
+    .post = staged_post,
+    .test = staged_test,
+    .idle = fsdpc_local_idle,
+    .describe = fsdpc_local_describe,
+    .locate = fsdpc_local_locate,
+    .waits = fsdpc_local_waits,
+};

@@ -1,0 +1,107 @@
+/* An operation in NCCL's own calls: for each slice, or for values, all in one group.
+ *
+ * Gathers write the full, reductions are in place.  A slice that is whole on one rank is broadcast
+ * from there, or reduced to there.
+ */
+#include "comm/coll_math.h"
+#include "cuda/comm_nccl.h"
+
+static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
+    [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
+    [FSDPC_BF16] = FSDPC_NCCL_BFLOAT16, [FSDPC_F16] = FSDPC_NCCL_FLOAT16,
+    [FSDPC_I32] = FSDPC_NCCL_INT32,     [FSDPC_I64] = FSDPC_NCCL_INT64,
+    [FSDPC_U8] = FSDPC_NCCL_UINT8,      [FSDPC_BOOL] = FSDPC_NCCL_UINT8,
+};
+
+static fsdpc_nccl_red red_of(const fsdpc_coll *op)
+{
+    if (op->op == FSDPC_RED_MIN)
+        return FSDPC_NCCL_MIN;
+    bool any = op->op == FSDPC_RED_SUM && op->dtype == FSDPC_BOOL;
+    return op->op == FSDPC_RED_MAX || any ? FSDPC_NCCL_MAX : FSDPC_NCCL_SUM;
+}
+
+/* One band or whole parameter of a gather, or of a reduction, which is in place. */
+static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_type type = types[op->dtype];
+    bool gathers = op->kind == FSDPC_COLL_GATHER;
+    size_t element = fsdpc_dtype_bytes(op->dtype), numel = slice->numel;
+    unsigned char *memory = gathers ? op->recv : op->buffer->data + op->offset;
+    unsigned char *full = memory + slice->full_offset * element;
+    unsigned char *own = full + (size_t)c->rank * numel * element;
+    const unsigned char *sent = op->send;
+    if (gathers)
+        sent = c->in_place && slice->owner < 0 ? own : sent + slice->shard_offset * element;
+    if (op->kind == FSDPC_COLL_REDUCE_ALL)
+        return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
+    if (slice->owner >= 0)
+        return gathers ? c->nccl->ncclBroadcast(sent, full, numel, type, slice->owner, c->raw,
+                                                c->stream)
+                       : c->nccl->ncclReduce(full, full, numel, type, FSDPC_NCCL_SUM, slice->owner,
+                                             c->raw, c->stream);
+    return gathers ? c->nccl->ncclAllGather(sent, full, numel, type, c->raw, c->stream)
+                   : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
+                                                c->stream);
+}
+
+/* Every rank sends each peer that one's part of the slice, and receives of each its own. */
+static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_slice *slice,
+                                        size_t stride)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_type type = types[op->dtype];
+    const unsigned char *full = op->buffer->data + op->offset;
+    fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    size_t first, received = fsdpc_coll_part(op, slice, c->rank, &first);
+    for (int p = 0; p < c->size && fsdpc_nccl_is_accepted(result); p++) {
+        size_t sent = p == c->rank ? 0 : fsdpc_coll_part(op, slice, p, &first);
+        if (sent > 0)
+            result = c->nccl->ncclSend(full + first * element, sent, type, p, c->raw, c->stream);
+        if (p != c->rank && received > 0 && fsdpc_nccl_is_accepted(result))
+            result = c->nccl->ncclRecv(fsdpc_nccl_inbox_at(c->contributions, stride, c->rank, p) +
+                                           slice->shard_offset * element,
+                                       received, type, p, c->raw, c->stream);
+    }
+    return result;
+}
+
+static fsdpc_nccl_result call_values(const fsdpc_nccl_call *c)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_type type = types[op->dtype];
+    const void *send = op->send;
+    if (op->kind == FSDPC_COLL_BROADCAST)
+        return c->nccl->ncclBroadcast(op->recv, op->recv, op->numel, type, op->root, c->raw,
+                                      c->stream);
+    if (c->contributions)
+        return c->nccl->ncclAllGather(send, c->contributions, op->numel, type, c->raw, c->stream);
+    if (op->kind == FSDPC_COLL_ALL_REDUCE)
+        return c->nccl->ncclAllReduce(send, op->recv, op->numel, type, red_of(op), c->raw,
+                                      c->stream);
+    if (send == op->recv) /* moved by launch() */
+        send =
+            (unsigned char *)op->recv + (size_t)c->rank * op->numel * fsdpc_dtype_bytes(op->dtype);
+    return c->nccl->ncclAllGather(send, op->recv, op->numel, type, c->raw, c->stream);
+}
+
+fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c)
+{
+    const fsdpc_coll *op = c->op;
+    fsdpc_nccl_result first = c->nccl->ncclGroupStart();
+    if (!fsdpc_nccl_is_accepted(first))
+        return first;
+    if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
+        size_t stride = c->contributions ? fsdpc_nccl_inbox_stride(op) : 0;
+        for (size_t i = 0; i < op->n_slices && fsdpc_nccl_is_accepted(first); i++)
+            if (op->slices[i].numel > 0)
+                first = c->contributions ? exchange_slice(c, &op->slices[i], stride)
+                                         : call_slice(c, &op->slices[i]);
+    } else {
+        first = call_values(c);
+    }
+    fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* whatever happened: the group is open */
+    return fsdpc_nccl_is_accepted(first) ? last : first;
+}

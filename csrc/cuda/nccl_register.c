@@ -1,0 +1,219 @@
+/* Memory that NCCL is told of before it gathers into it.
+ *
+ * NCCL gathers into any memory, by way of buffers of its own.  Into memory that all ranks have told
+ * it of together, a symmetric window, peers write directly.  So slots, and fulls that have a window
+ * of the device's to themselves, are registered once each with the communicator of gathers, by the
+ * address where the memory was mapped first: NCCL takes what one handle of the driver's backs, and
+ * finds that by its first mapping alone.  Reduce buffers are the device's pooled memory, of which
+ * NCCL can make no window, and are not registered.
+ *
+ * Where NCCL makes no window, of GPUs that do not reach each other, a rank registers the memory for
+ * itself alone; an old NCCL, or a GPU without windows, does with none.
+ *
+ * Registering goes on in the background as an init does.  That it fails is no error of the run, but
+ * NCCL's communicator has failed with it, and a peer may wait in the same call for ever.  So ranks
+ * agree on the call and on its end, for which they wait a bounded time; and then make the
+ * communicator anew, in which nothing is registered.
+ *
+ * A gather into registered memory is in place: the own slices are copied to where they belong
+ * first, so that both of its ends are registered.
+ */
+#include <stdlib.h>
+
+#include "cuda/comm_nccl.h"
+#include "cuda/cuda_error.h"
+
+enum { PATIENCE_S = 30 };
+
+struct fsdpc_nccl_registered {
+    fsdpc_nccl_registered *next;
+    unsigned char *memory;
+    size_t bytes;
+    fsdpc_nccl_window window; /* else: */
+    void *handle;
+};
+
+static fsdpc_nccl_registered *find(const fsdpc_comm_nccl *self, const unsigned char *memory)
+{
+    fsdpc_nccl_registered *it = self->registered;
+    while (it && (memory < it->memory || (size_t)(memory - it->memory) >= it->bytes))
+        it = it->next;
+    return it;
+}
+
+bool fsdpc_nccl_is_registered(const fsdpc_comm_nccl *self, const void *memory)
+{
+    return find(self, memory) != NULL;
+}
+
+/* ---- Telling NCCL ---- */
+
+static fsdpc_status poll_landed(void *arg)
+{
+    fsdpc_comm_nccl *self = arg;
+    FSDPC_TRY(fsdpc_nccl_carry_on(self));
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    return self->flights ? FSDPC_IN_PROGRESS : FSDPC_OK;
+}
+
+typedef struct registering {
+    fsdpc_comm_nccl *self;
+    int64_t until;
+} registering;
+
+static fsdpc_status poll_registered(void *arg)
+{
+    const registering *r = arg;
+    fsdpc_status status =
+        fsdpc_nccl_lane_state(r->self, FSDPC_NCCL_GATHERS, "register memory of all ranks");
+    if (status == FSDPC_IN_PROGRESS && fsdpc_clock_ns() > r->until)
+        return fsdpc_fail(FSDPC_ERR_TIMEOUT, "NCCL did not register memory of all ranks in time");
+    return status;
+}
+
+/* Half of the deadline at most: the agreement that follows has all of it. */
+static int64_t patience_ns(const fsdpc_comm *comm)
+{
+    double s = comm->timeout_s / 2;
+    return (int64_t)((s < PATIENCE_S ? s : PATIENCE_S) * 1e9);
+}
+
+static fsdpc_status accepted(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
+{
+    return fsdpc_nccl_is_accepted(result) ? FSDPC_OK
+                                          : fsdpc_nccl_check(nccl, result, "register memory");
+}
+
+/* Collective.  What ranks agree on is whether NCCL still works. */
+static fsdpc_status make_window(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
+{
+    static const char what[] = "registering memory";
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    fsdpc_status status = FSDPC_OK;
+    if (!made)
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what NCCL is told");
+    else
+        status = accepted(nccl, nccl->ncclCommWindowRegister(
+                                    self->lanes[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
+                                    &made->window, FSDPC_NCCL_WIN_COLL_SYMMETRIC));
+    FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, what)));
+    registering r = {self, fsdpc_clock_ns() + patience_ns(&self->base)};
+    status = fsdpc_comm_wait_for(&self->base, poll_registered, &r, what, NULL);
+    return fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, what));
+}
+
+static void make_buffer(const fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
+{
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    if (!nccl->ncclCommRegister || !nccl->ncclCommDeregister ||
+        nccl->ncclCommRegister(self->lanes[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
+                               &made->handle) != FSDPC_NCCL_SUCCESS)
+        made->handle = NULL;
+}
+
+static void keep(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
+{
+    made->next = self->registered;
+    self->registered = made;
+}
+
+/* `made`, which a call that is not over may yet write to, stays until the lanes go. */
+static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
+{
+    fsdpc_status status = fsdpc_comm_health(&self->base);
+    if (status == FSDPC_OK) {
+        FSDPC_WARN(&self->base.log, "gathers go into memory that NCCL was not told of: %s",
+                   fsdpc_last_error());
+        fsdpc_nccl_lane_abort(self, FSDPC_NCCL_GATHERS);
+        self->fails_to_register = true;
+    }
+    if (made) {
+        made->bytes = 0; /* nothing lies in it */
+        keep(self, made);
+    }
+    return status == FSDPC_OK ? fsdpc_nccl_lane_open(self, FSDPC_NCCL_GATHERS) : status;
+}
+
+fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
+    FSDPC_TRY(fsdpc_comm_health(wire->comm));
+    if (self->registers == FSDPC_NCCL_NOTHING)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_landed, self, "what was posted before", NULL));
+    fsdpc_nccl_registered *made = calloc(1, sizeof *made);
+    if (made)
+        *made = (fsdpc_nccl_registered){.memory = memory, .bytes = bytes};
+    fsdpc_status status =
+        self->registers == FSDPC_NCCL_WINDOWS ? make_window(self, made) : FSDPC_OK;
+    if (status != FSDPC_OK) {
+        FSDPC_TRY(go_on_without(self, made));
+        return status == FSDPC_ERR_INTERRUPT ? fsdpc_fail(status, "interrupted") : FSDPC_OK;
+    }
+    if (made && !made->window)
+        make_buffer(self, made);
+    bool known = made && (made->window || made->handle);
+    FSDPC_NOTE(&self->base.log, "NCCL was told of %zu bytes that gathers write: %s", bytes,
+               !known         ? "it keeps no note of them"
+               : made->window ? "a window of all ranks"
+                              : "a buffer of this rank");
+    if (known)
+        keep(self, made);
+    else
+        free(made);
+    return FSDPC_OK;
+}
+
+/* ---- And that it goes ---- */
+
+static void drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell)
+{
+    const fsdpc_nccl *nccl = &self->world->nccl;
+    fsdpc_nccl_comm lane = self->lanes[FSDPC_NCCL_GATHERS];
+    fsdpc_nccl_registered **at = &self->registered;
+    while (*at != known)
+        at = &(*at)->next;
+    *at = known->next;
+    if (tell && known->window)
+        (void)nccl->ncclCommWindowDeregister(lane, known->window);
+    else if (tell)
+        (void)nccl->ncclCommDeregister(lane, known->handle);
+    free(known);
+}
+
+void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory)
+{
+    fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
+    bool forked = fsdpc_nccl_is_forked(self);
+    if (!forked && find(self, memory))
+        (void)fsdpc_nccl_launched(self); /* or it fails, and NCCL forgets all by itself */
+    fsdpc_nccl_registered *known = find(self, memory);
+    if (known)
+        drop(self, known, !forked);
+}
+
+void fsdpc_nccl_forget(fsdpc_comm_nccl *self)
+{
+    while (self->registered)
+        drop(self, self->registered, false);
+}
+
+/* ---- In place ---- */
+
+fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c)
+{
+    const fsdpc_coll *op = c->op;
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    for (size_t i = 0; i < op->n_slices; i++) {
+        const fsdpc_slice *slice = &op->slices[i];
+        size_t place = slice->full_offset + (size_t)c->rank * slice->numel;
+        if (slice->owner >= 0 || slice->numel == 0)
+            continue;
+        FSDPC_CUDA_TRY(
+            cudaMemcpyAsync((unsigned char *)op->recv + place * element,
+                            (const unsigned char *)op->send + slice->shard_offset * element,
+                            slice->numel * element, cudaMemcpyDefault, c->stream),
+            "copy memory");
+    }
+    return FSDPC_OK;
+}
