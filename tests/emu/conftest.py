@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-BUILD_TIMEOUT_S = 900
+from processes import built
 
 
 @pytest.fixture(scope="session")
 def emulated() -> dict[str, Path]:
-    """What tools/cuda_build.py --emulate builds, by name."""
-    done = subprocess.run([sys.executable, "tools/cuda_build.py", "--emulate"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    paths = [Path(line) for line in done.stdout.splitlines() if line]
-    return {path.name: path for path in paths}
+    """The programs and the plugin, by name."""
+    return built()
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +21,10 @@ def environment(emulated: dict[str, Path]) -> dict[str, str]:
     places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "FSDPC_CUDA_PLUGIN": str(emulated["libfsdpc_cuda.so"]),
             "PYTHONPATH": os.pathsep.join(places)}
+
+
+@pytest.fixture(scope="session")
+def nccl(emulated: dict[str, Path], environment: dict[str, str]) -> dict[str, str]:
+    """The same, with the fake NCCL, which ranks take although they share the GPU."""
+    library = emulated["libfsdpc_cuda.so"].with_name("libnccl.so.2")
+    return {**environment, "FSDPC_NCCL_LIB": str(library), "FSDPC_TRANSPORT": "nccl"}

@@ -1,8 +1,8 @@
 /* The part of CUDA's runtime that the back end uses, for a device that is this processor.
  *
  * Found instead of CUDA's own header by -Itests/emu.  Names, types and meanings are CUDA's; codes
- * are the few that are looked at.  emu_runtime.cpp implements it: streams are threads, memory is
- * the heap or, behind the gate, pages that the host may not touch.
+ * are the few that are looked at.  emu_runtime.cpp and its neighbours implement it: streams are
+ * threads, memory is the heap or, behind the gate, pages that the host may not touch.
  */
 #ifndef FSDPC_TESTS_EMU_CUDA_RUNTIME_API_H
 #define FSDPC_TESTS_EMU_CUDA_RUNTIME_API_H
@@ -75,6 +75,8 @@ cudaError_t cudaGetLastError(void);
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device);
+cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text);
+cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer);
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value);
@@ -109,13 +111,15 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 /* Not CUDA's: the order in which a block's threads run, random delays before work of a stream (0:
  * none), and device memory that the host may not touch, from the next allocation on and for good
- * (emu_runtime.cpp). */
+ * (emu_gate.h). */
 void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
-/* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved; -1 if
- * the processor cannot. */
-int emu_map(void *address, size_t bytes, int file);
+/* Whether GPUs reach each other's memory, as they do at first. */
+void emu_set_peers(int yes);
+/* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved, there to
+ * be read alone unless `writable`; -1 if the processor cannot. */
+int emu_map(void *address, size_t bytes, int file, int writable);
 void emu_unmap(void *address, size_t bytes);
 
 /* Whether the calling thread has selected a device. */
@@ -132,6 +136,9 @@ typedef void (*emu_launch_host_fn)(cudaStream_t stream, cudaHostFn_t function, v
 unsigned long long emu_waits(void);
 unsigned long long emu_queries(void);
 unsigned long long emu_allocations(void);
+
+/* Whether the device stands still: what touches its memory does not run until it goes on. */
+void emu_stall(int yes);
 
 /* A line in a file for everything that the host asks of the device from now on: memory, waits,
  * copies, fills, launches, graphs, with every address in the device's memory.  NULL: no more. */

@@ -1,4 +1,4 @@
-/* What the emulated runtime's two files share: streams that capture, and the trace.
+/* What the emulated runtime's files share: streams that capture, and the trace.
  *
  * A stream that takes part in a capture does not run what it is given: it adds nodes to the
  * capture's graph.  A node comes after the last ones of its stream, and after those of events that
@@ -43,7 +43,8 @@ struct emu_part {
 
 /* emu_runtime.cpp */
 emu_part &emu_part_of(cudaStream_t stream);
-void emu_post(cudaStream_t stream, std::function<void()> run);
+/* What is run, piece by piece, passes the gate by itself. */
+void emu_post_graph(cudaStream_t stream, std::function<void()> run);
 bool emu_is_device_memory(uintptr_t address);
 
 /* emu_graph.cpp.  May this thread now do what no capture of its own, and no global one, allows?  If

@@ -8,24 +8,31 @@
  * Virtual memory is the processor's: physical memory is a memfd, an address range a mapping that
  * nobody may touch, and mapping the one beneath the other is mmap, so what is written by one
  * address is there by all others.  New memory is full of NaN.  What CUDA forbids is refused and
- * counted: mapping other than the whole of a handle, mapping twice, reading without access
- * (which ends the process), freeing addresses that something is mapped at.  Handles of a fabric are
- * announced and then not permitted, as in a container.
+ * counted: mapping other than the whole of a handle, mapping twice, reading without access or
+ * writing where only reading was granted (which end the process), freeing addresses that something
+ * is mapped at.  Handles of a fabric are announced and then not permitted, as in a container; those
+ * that are descriptors can be exported and, in any process, imported.
+ *
+ * Addresses come from one arena and are not used again.  Of each granule mapped there a table says
+ * how far it is to the first address of the same memory, its home, so that who has one of several
+ * addresses finds the memory by a look (emu_home).
  */
 #include "emu_driver.h"
 
 #include <cuda_runtime_api.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "cuda/cuda_driver.h"
 
-enum { GRANULE = 16 << 10, THINGS_MAX = 4096 };
+enum { GRANULE = 4 << 10, THINGS_MAX = 4096, ARENA_GRANULES = 4 << 20 };
 
 static const size_t CAPACITY = (size_t)1 << 34; /* as the runtime tells it */
 
@@ -41,6 +48,7 @@ typedef struct range {
 typedef struct physical {
     int file;
     size_t bytes;
+    char *home; /* where it was mapped first */
     int mappings;
     bool released;
 } physical;
@@ -50,6 +58,11 @@ static range ranges[THINGS_MAX];
 static physical memories[THINGS_MAX];
 static int n_ranges, n_memories, forbidden, calls_left = -1;
 static bool hidden;
+static int export_result;
+static int driver_version = CUDART_VERSION;
+static char *arena;
+static size_t arena_used;
+static ptrdiff_t to_home[ARENA_GRANULES]; /* changed where nothing uses the memory */
 
 /* ---- The tests' side ---- */
 
@@ -73,6 +86,35 @@ void emu_driver_fail_after(int calls)
 void emu_driver_hide_windows(int yes)
 {
     hidden = yes;
+}
+
+void emu_driver_set_version(int version)
+{
+    driver_version = version;
+}
+
+void emu_driver_fail_exports(int result)
+{
+    export_result = result;
+}
+
+__attribute__((no_sanitize("thread"))) const void *emu_home(const void *at)
+{
+    uintptr_t offset = (uintptr_t)at - (uintptr_t)arena;
+    if (!arena || offset >= (size_t)ARENA_GRANULES * GRANULE)
+        return at;
+    return (const char *)at + to_home[offset / GRANULE];
+}
+
+int emu_driver_is_home(const void *at, size_t bytes)
+{
+    int found = 0;
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < n_ranges; i++)
+        found |= ranges[i].begin == at && ranges[i].open && ranges[i].bytes >= bytes &&
+                 emu_home(at) == at;
+    pthread_mutex_unlock(&lock);
+    return found;
 }
 
 /* ---- Things ---- */
@@ -149,18 +191,28 @@ static fsdpc_cu_result reserve(fsdpc_cu_address *out, size_t bytes)
         return refuse();
     if (n_ranges == THINGS_MAX || runs_out())
         return FSDPC_CU_OUT_OF_MEMORY;
-    char *found =
-        mmap(NULL, bytes + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (found == MAP_FAILED)
+    size_t most = (size_t)ARENA_GRANULES * GRANULE;
+    if (!arena) {
+        char *found =
+            mmap(NULL, most, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (found == MAP_FAILED)
+            return FSDPC_CU_OUT_OF_MEMORY;
+        arena = found;
+    }
+    if (bytes > most - arena_used)
         return FSDPC_CU_OUT_OF_MEMORY;
-    size_t before = -(uintptr_t)found % GRANULE;
-    char *begin = found + before;
-    if (before > 0)
-        munmap(found, before);
-    munmap(begin + bytes, GRANULE - before);
+    char *begin = arena + arena_used;
+    arena_used += bytes;
     ranges[n_ranges++] = (range){.begin = begin, .bytes = bytes, .file = -1};
     *out = (uintptr_t)begin;
     return FSDPC_CU_SUCCESS;
+}
+
+static void point_home(const range *mapped, ptrdiff_t distance)
+{
+    size_t first = (size_t)(mapped->begin - arena) / GRANULE;
+    for (size_t i = 0; i < mapped->bytes / GRANULE; i++)
+        to_home[first + i] = distance;
 }
 
 static fsdpc_cu_result map(fsdpc_cu_address address, size_t bytes, size_t offset,
@@ -174,6 +226,9 @@ static fsdpc_cu_result map(fsdpc_cu_address address, size_t bytes, size_t offset
         return FSDPC_CU_OUT_OF_MEMORY;
     beneath->file = memory->file;
     memory->mappings++;
+    if (!memory->home)
+        memory->home = beneath->begin;
+    point_home(beneath, memory->home - beneath->begin);
     return FSDPC_CU_SUCCESS;
 }
 
@@ -181,9 +236,10 @@ static fsdpc_cu_result set_access(fsdpc_cu_address address, size_t bytes,
                                   const fsdpc_cu_access *access)
 {
     range *beneath = range_of(address, bytes);
-    if (!beneath || beneath->file < 0 || access->flags != FSDPC_CU_ACCESS_READ_WRITE)
+    bool writable = access->flags == FSDPC_CU_ACCESS_READ_WRITE;
+    if (!beneath || beneath->file < 0 || (!writable && access->flags != FSDPC_CU_ACCESS_READ))
         return refuse();
-    if (runs_out() || emu_map(beneath->begin, bytes, beneath->file))
+    if (runs_out() || emu_map(beneath->begin, bytes, beneath->file, writable))
         return FSDPC_CU_OUT_OF_MEMORY;
     beneath->open = true;
     return FSDPC_CU_SUCCESS;
@@ -209,7 +265,6 @@ static fsdpc_cu_result give_back(fsdpc_cu_address address, size_t bytes)
     range *beneath = range_of(address, bytes);
     if (!beneath || beneath->file >= 0)
         return refuse();
-    munmap(beneath->begin, bytes);
     *beneath = ranges[--n_ranges];
     return FSDPC_CU_SUCCESS;
 }
@@ -224,6 +279,38 @@ static fsdpc_cu_result release(fsdpc_cu_memory handle)
     return FSDPC_CU_SUCCESS;
 }
 
+static fsdpc_cu_result export(int *out, fsdpc_cu_memory handle, int type)
+{
+    const physical *memory = memory_of(handle);
+    if (!memory || type != FSDPC_CU_HANDLE_POSIX_FD)
+        return refuse();
+    const char *refused = getenv("EMU_NO_EXPORT"), *rank = getenv("RANK");
+    if (refused && rank && strcmp(refused, rank) == 0)
+        return FSDPC_CU_NOT_PERMITTED;
+    if (export_result)
+        return (fsdpc_cu_result)export_result;
+    int file = runs_out() ? -1 : fcntl(memory->file, F_DUPFD_CLOEXEC, 0);
+    if (file < 0)
+        return FSDPC_CU_OUT_OF_MEMORY;
+    *out = file;
+    return FSDPC_CU_SUCCESS;
+}
+
+static fsdpc_cu_result import(fsdpc_cu_memory *out, int handle, int type)
+{
+    struct stat about;
+    if (type != FSDPC_CU_HANDLE_POSIX_FD || fstat(handle, &about))
+        return refuse();
+    if (n_memories == THINGS_MAX || runs_out())
+        return FSDPC_CU_OUT_OF_MEMORY;
+    int file = fcntl(handle, F_DUPFD_CLOEXEC, 0);
+    if (file < 0)
+        return FSDPC_CU_OUT_OF_MEMORY;
+    memories[n_memories++] = (physical){.file = file, .bytes = (size_t)about.st_size};
+    *out = (fsdpc_cu_memory)file;
+    return FSDPC_CU_SUCCESS;
+}
+
 /* ---- The driver's names ---- */
 
 #define LOCKED(call)                                                                               \
@@ -234,10 +321,10 @@ static fsdpc_cu_result release(fsdpc_cu_memory handle)
 
 static fsdpc_cu_result cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    const char *wanted = getenv("FSDPC_EMU_WINDOWS");
-    bool off = hidden || (wanted && strcmp(wanted, "0") == 0);
-    *value = attribute != FSDPC_CU_HAS_VIRTUAL_MEMORY || !off;
-    return device == 0 ? FSDPC_CU_SUCCESS : FSDPC_CU_INVALID_VALUE;
+    *value = attribute != FSDPC_CU_HAS_VIRTUAL_MEMORY || !hidden;
+    int count;
+    (void)cudaGetDeviceCount(&count);
+    return device < count ? FSDPC_CU_SUCCESS : FSDPC_CU_INVALID_VALUE;
 }
 
 static fsdpc_cu_result
@@ -258,6 +345,19 @@ static fsdpc_cu_result cuMemCreate(fsdpc_cu_memory *memory, size_t bytes,
 static fsdpc_cu_result cuMemRelease(fsdpc_cu_memory memory)
 {
     LOCKED(release(memory));
+}
+
+static fsdpc_cu_result cuMemExportToShareableHandle(void *handle, fsdpc_cu_memory memory, int type,
+                                                    unsigned long long flags)
+{
+    (void)flags;
+    LOCKED(export(handle, memory, type));
+}
+
+static fsdpc_cu_result cuMemImportFromShareableHandle(fsdpc_cu_memory *memory, void *handle,
+                                                      int type)
+{
+    LOCKED(import(memory, (int)(intptr_t)handle, type));
 }
 
 static fsdpc_cu_result cuMemAddressReserve(fsdpc_cu_address *address, size_t bytes,
@@ -322,5 +422,5 @@ fsdpc_status fsdpc_cuda_driver_open(int *count_out)
 
 int fsdpc_cuda_driver_version(void)
 {
-    return CUDART_VERSION;
+    return driver_version;
 }

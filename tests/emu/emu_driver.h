@@ -1,6 +1,6 @@
 /* How tests see and change what the emulated driver does with virtual memory.
  *
- * FSDPC_EMU_WINDOWS=0 in the environment takes virtual memory away from a whole process.
+ * EMU_NO_EXPORT=r in the environment takes from rank r alone the right to hand memory to others.
  */
 #ifndef FSDPC_TESTS_EMU_EMU_DRIVER_H
 #define FSDPC_TESTS_EMU_EMU_DRIVER_H
@@ -19,5 +19,15 @@ emu_driver_counts emu_driver_look(void);
  * never. */
 void emu_driver_fail_after(int calls);
 void emu_driver_hide_windows(int yes);
+void emu_driver_set_version(int version); /* as cudaDriverGetVersion tells it */
+void emu_driver_fail_exports(int result); /* with that; 0: they succeed again */
+
+/* Where the memory at an address was mapped first; the address itself of memory that is not the
+ * driver's. */
+const void *emu_home(const void *at);
+typedef const void *(*emu_home_fn)(const void *at);
+/* Whether memory of at least so many bytes is mapped there, and was first. */
+int emu_driver_is_home(const void *at, size_t bytes);
+typedef int (*emu_driver_is_home_fn)(const void *at, size_t bytes);
 
 #endif

@@ -5,6 +5,9 @@
  * which they were captured or, where threads descend too, as far in the reverse of it as that
  * allows: so an order that no event asked for does not come by itself.
  *
+ * Nodes of a graph pass the gate one by one, as some wait for other ranks and touch no memory; on all
+ * ranks they run in one order, that of the capture, or none would end.
+ *
  * What CUDA forbids in a capture is refused with CUDA's error, and the capture is over for it then,
  * as there: waits, queries, memory that is not ordered by a stream, and events of work outside.
  * Copies from or to ordinary host memory are refused too: a graph would copy again from where that
@@ -239,7 +242,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream)
     if (error != cudaSuccess)
         return error;
     emu_trace("graph of %zu\n", exec->graph->nodes.size());
-    emu_post(stream, [graph = exec->graph] { run_graph(*graph); });
+    emu_post_graph(stream, [graph = exec->graph] { run_graph(*graph); });
     return cudaSuccess;
 }
 

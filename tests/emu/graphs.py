@@ -17,23 +17,41 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from training import MAX_NORM, MODELS, build
+from training import MAX_NORM, MODELS, Perceptron, build, rows
 
 import fsdpc
-from fsdpc import functional as F
 
 WARM_UP, STEPS = 2, 7
+
+
+class Dropping(Perceptron):
+    """The same with dropout behind every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = fsdpc.nn.Dropout(0.3)
+
+    def forward(self, x: Any, y: Any) -> Any:
+        h = fsdpc.tensor(x)
+        for norm, hidden in zip(self.norms, self.hidden, strict=True):
+            h = h.to(norm.weight.dtype)
+            h = h + self.drop(hidden(norm(h)))
+        error = h.float() - fsdpc.tensor(y)
+        return (error * error).mean()
+
+
+MODELS["dropping"] = Dropping, rows
 
 
 class Run:
     """A model that is trained on new data in every step, at a rate that a scheduler sets."""
 
     def __init__(self, name: str, dtype: str = "fp32",
-                 make_optimizer: Callable[[Any], Any] | None = None) -> None:
-        self.model, self.batch_of = build(name, dtype), MODELS[name][1]
+                 make_optimizer: Callable[[Any], Any] | None = None, **options: Any) -> None:
+        self.model, self.batch_of = build(name, dtype, **options), MODELS[name][1]
         self.optimizer = (make_optimizer or adamw)(self.model.parameters())
         self.scheduler = fsdpc.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(fsdpc.rank())
         self.batch = tuple(fsdpc.tensor(array) for array in self.batch_of(self.rng))
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -110,9 +128,32 @@ def with_a_graph(run: Run) -> Run:
     step = run.capture()
     run.replay(step, 2)
     run.eager()  # in between, steps without the graph
+    run.model.eval()
     with fsdpc.no_grad():
         run.model(*run.batch)
+    run.model.train()
     run.replay(step)
+    return run
+
+
+def with_dropout(run: Run) -> Run:
+    """The same, behind a capture that was given up, and with another seed before a replay."""
+    run.eager(WARM_UP)
+    assert attempt(lambda: captured(run, raise_something)).startswith("KeyError")
+    run.eager()
+    step = run.capture()
+    run.replay(step)
+    run.eager()
+    fsdpc.manual_seed(7)
+    run.replay(step)
+    return run
+
+
+def drop(run: Run) -> Run:
+    """The steps of with_dropout."""
+    run.eager(WARM_UP + 4)
+    fsdpc.manual_seed(7)
+    run.eager()
     return run
 
 
@@ -126,6 +167,8 @@ def replays() -> dict[str, Any]:
         plain, graph = Run(*case), Run(*case)
         plain.eager(STEPS)
         results[key] = [plain.outcome(), with_a_graph(graph).outcome()]
+    results["dropout"] = [train(Run("dropping", "bf16")).outcome() for train in
+                          (drop, with_dropout)]
     return results
 
 
@@ -180,10 +223,12 @@ def step_a_plain_model(run: Run) -> None:
     optimizer.step()
 
 
-def drop_out(run: Run) -> None:
-    F.dropout(run.model(*run.batch), 0.5).backward()
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+def draw_a_tensor(run: Run) -> None:
+    fsdpc.nn.Linear(2, 2)
+
+
+def set_the_seed(run: Run) -> None:
+    fsdpc.manual_seed(0)
 
 
 def scale_the_loss(run: Run) -> None:
@@ -195,11 +240,16 @@ def capture_inside(run: Run) -> None:
         run.body()
 
 
+def drop_for_the_first_time(run: Run) -> None:
+    fsdpc.functional.dropout(run.model(*run.batch), 0.5)
+
+
 OTHERS: list[Any] = []
 LONGER: list[Any] = []
 IN_THE_BODY = (read_the_loss, read_it_after_backward, read_it_after_the_step, raise_something,
                make_a_batch, change_the_shape, keep_gradients, run_another_model,
-               step_another_optimizer, step_a_plain_model, drop_out, scale_the_loss, capture_inside)
+               step_another_optimizer, step_a_plain_model, draw_a_tensor, set_the_seed,
+               scale_the_loss, capture_inside, drop_for_the_first_time)
 
 
 def attempt(act: Callable[[], Any]) -> str:
@@ -288,7 +338,8 @@ def refusals() -> dict[str, Any]:
     run.eager(WARM_UP)
     for body in IN_THE_BODY:
         messages[body.__name__] = attempt(lambda body=body: captured(run, body))
-        messages["again"] = attempt(lambda: captured(run, Run.body))  # no whole step since
+        # No whole step was made since.
+        messages[f"{body.__name__}, again"] = attempt(lambda: captured(run, Run.body))
         run.eager()
     step = run.capture()
     for mistake in AT_A_REPLAY:

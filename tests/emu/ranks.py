@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
 import json
 import os
@@ -21,6 +23,7 @@ from training import MAX_NORM, MODELS, build
 import fsdpc
 
 STEPS, MICRO_STEPS = 2, 2
+CLIPPED = MAX_NORM / 16  # below the smallest norm, that of the largest element
 Result = tuple[list[float], list[float], str]
 
 
@@ -68,10 +71,69 @@ def strategies(names: str) -> dict[str, Any]:
     return results
 
 
-def deterministic(_: str) -> list[Any]:
-    """Four contributions a step, however many ranks give them."""
-    model = build("perceptron")
-    return [*train(model, "perceptron", 4 // fsdpc.world_size())[1:]]
+def deterministic(dtypes: str) -> dict[str, Any]:
+    """Four contributions a step, however many ranks give them, by strategies of theirs.
+
+    Returns norms and digest, and bytes of reduce buffers as held at most and as planned.
+    """
+    name = "perceptron"
+
+    def one(dtype: str, mesh: Any = None, strategy: str | None = None) -> Any:
+        before = fsdpc.memory_stats()["reduce_bytes"]
+        fsdpc.reset_peak_memory_stats()
+        model = build(name, dtype, mesh=mesh, strategy=strategy)
+        result = train(model, name, 4 // fsdpc.world_size())[1:]
+        held = fsdpc.memory_stats()["reduce_peak_bytes"] - before
+        return [result, [held, fsdpc.memory_plan(model, mesh, strategy=strategy).reduce]]
+
+    alone = fsdpc.world_size() == 1
+    chosen = {"FULL_SHARD": {"strategy": "FULL_SHARD"}} if alone else variants()
+    return {f"{variant} {dtype}": one(dtype, **options)
+            for dtype in dtypes.split(",") for variant, options in chosen.items()}
+
+
+def ahead(_: str) -> dict[str, Any]:
+    """What came of a step, by strategy: made as ever, and while the device stands still."""
+    chosen = {"FULL_SHARD": 2, "NO_SHARD": 1, "HYBRID_SHARD 2x1": 2, "HYBRID_SHARD 2x2": np.inf}
+    if fsdpc.world_size() == 2:
+        chosen["SHARD_OPTIM"] = np.inf
+    return {name: [one_ahead(still, chosen[name], **variants()[name]) for still in (0, 1)]
+            for name in sorted(variants().keys() & chosen)}
+
+
+def one_ahead(still: int, p: float, **options: Any) -> dict[str, Any]:
+    """Make three steps, the last while the device stands still if so; what came of that.
+
+    They are clipped by a p-norm.  Waits are those of the host in the last one.
+    """
+    plugin = ctypes.CDLL(os.environ["FSDPC_CUDA_PLUGIN"])
+    model = build("perceptron", **options)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    rng = np.random.default_rng(fsdpc.rank())
+    batch = tuple(fsdpc.tensor(array) for array in MODELS["perceptron"][1](rng))
+
+    def step() -> tuple[Any, Any]:
+        loss = model(*batch)
+        loss.backward()
+        norm = fsdpc.clip_grad_norm_(model, CLIPPED, p)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    for _ in range(2):
+        float(step()[0])
+    gc.collect()  # what was dropped has streams, which are waited for
+    fsdpc.distributed.barrier()
+    before = plugin.emu_waits()
+    plugin.emu_stall(still)
+    try:
+        loss, norm = step()
+    finally:
+        plugin.emu_stall(0)
+    waits = plugin.emu_waits() - before
+    values = [fsdpc.full_tensor(p).numpy().ravel() for p in model.parameters()]
+    return {"waits": waits, "norm": float(norm), "clipped": float(norm) > CLIPPED,
+            "loss": float(loss), "values": np.concatenate(values).tolist()}
 
 
 def checkpoint(path: str) -> list[Any]:
@@ -111,7 +173,8 @@ def who(_: str) -> list[Any]:
     world = fsdpc.distributed.world()
     rank = fsdpc.rank()
     return [world.transport, fsdpc.all_reduce(rank + 0.5), fsdpc.all_gather(rank).tolist(),
-            fsdpc.broadcast(rank, root=1), fsdpc.all_reduce(np.arange(3) * rank).tolist()]
+            fsdpc.broadcast(rank, root=1), fsdpc.all_reduce(np.arange(3) * rank).tolist(),
+            fsdpc.all_reduce(fsdpc.tensor([rank + 0.5, -rank]), "max").tolist()]
 
 
 class Deep(fsdpc.nn.Module):
@@ -119,8 +182,8 @@ class Deep(fsdpc.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(768, 768) for _ in range(4)])
-        self.head = fsdpc.nn.Linear(768, 4)
+        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(256, 256) for _ in range(4)])
+        self.head = fsdpc.nn.Linear(256, 4)
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
@@ -128,10 +191,35 @@ class Deep(fsdpc.nn.Module):
         return (self.head(x) * self.head(x)).mean()
 
 
+def ways(_: str) -> dict[str, Any]:
+    """Say how ranks communicate; descriptors and mapped device memory around models.
+
+    Device memory is told by the name that the emulated device gives it.
+    """
+    def count() -> list[int]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text()
+        return [len(os.listdir("/proc/self/fd")), maps.count("emulated device memory")]
+
+    found: dict[str, Any] = {"transport": fsdpc.show_config(print_=False)["transport"]}
+    found["before"] = count()
+    models = [build("perceptron", **options) for options in variants().values()]
+    for model in models:
+        train(model, "perceptron")
+    found["with"] = count()
+    del models, model
+    found["after"] = count()
+    return found
+
+
 def memory(_: str) -> dict[str, Any]:
-    """Bytes of fulls as planned and as held, and a digest of the weights, by strategy."""
+    """Bytes of fulls as planned and as held, and a digest of the weights, by strategy.
+
+    The last gathers two units ahead, and so has three slots where the first has two.
+    """
     results = {}
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "FULL_SHARD ahead"):
+        strategy, *ahead = name.split()
         fsdpc.manual_seed(0)
         model = Deep()
         before = fsdpc.memory_stats()["wire_bytes"]
@@ -139,9 +227,12 @@ def memory(_: str) -> dict[str, Any]:
                                     plan={"layers.*": {}})
         for module in (*model.layers, model):
             fsdpc.fully_shard(module, strategy=strategy)
+        if ahead:
+            model.set_prefetch_distance(2)
+            planned = fsdpc.memory_plan(model)
         optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(2):
-            model(fsdpc.tensor(np.full((2, 768), step + 1, np.float32))).backward()
+            model(fsdpc.tensor(np.full((2, 256), step + 1, np.float32))).backward()
             optimizer.step()
             optimizer.zero_grad()
         held = fsdpc.memory_stats()["wire_bytes"] - before
@@ -149,7 +240,7 @@ def memory(_: str) -> dict[str, Any]:
         for p in model.parameters():
             digest.update(fsdpc.full_tensor(p).numpy().tobytes())
         found = fsdpc.memory_plan(model, strategy=strategy)
-        results[strategy] = [held, found.wire, planned.wire, digest.hexdigest()]
+        results[name] = [held, found.wire, planned.wire, digest.hexdigest()]
         del model, optimizer
     return results
 

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-
 import pytest
-
-TIMEOUT_S = 120
-
-pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
+from processes import printed
 
 START = """
 import ctypes, sys, threading
@@ -29,11 +22,7 @@ cuda = foreign.Runtime()
 
 def lines(environment: dict[str, str], program: str) -> list[str]:
     """What a program prints beside an emulated GPU whose memory the host may touch."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          env={**environment, "EMU_OPEN": "1"},
-                          timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed(environment, "-c", program, EMU_OPEN="1").splitlines()
 
 
 def test_a_consumer_sees_what_was_computed(environment: dict[str, str]) -> None:

@@ -1,51 +1,34 @@
 """The engine on the emulated device, against the engine on the CPU.
 
-Device memory of the emulated plugin is out of the host's reach (emu_runtime.cpp, "Gate"), so a
-program that ends well never looked at a tensor but through a copy.
+Device memory of the emulated plugin is out of the host's reach (emu_gate.h), so a program that ends
+well never looked at a tensor but through a copy.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-TIMEOUT_S = 300
-
-pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
-
-
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments, beside the emulated GPU."""
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True,
-                          text=True, timeout=TIMEOUT_S)
+from processes import printed, run
 
 
 def lines(environment: dict[str, str], program: str) -> list[str]:
     """Return what a program on the emulated GPU prints."""
     start = "import numpy as np, fsdpc\nfsdpc.set_default_device('cuda')\n"
-    done = run(environment, "-c", start + program)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed(environment, "-c", start + program).splitlines()
 
 
 @pytest.fixture(scope="module")
 def trained(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What training.py prints on each device."""
-    results = {}
-    for device in ("cpu", "cuda"):
-        done = run(environment, str(Path(__file__).with_name("training.py")), device)
-        assert done.returncode == 0, done.stderr
-        results[device] = json.loads(done.stdout)
-    return results
+    program = Path(__file__).with_name("training.py")
+    return {device: json.loads(printed(environment, program, device))
+            for device in ("cpu", "cuda")}
 
 
 # Products and sums over rows add up in another order, in fp32; AdamW's quotient amplifies that
@@ -151,9 +134,7 @@ def test_checkpoints_go_between_devices(environment: dict[str, str], tmp_path: P
     path = str(tmp_path / "run-")
     outputs = []
     for device, wanted in (("cuda", "save"), ("cpu", "load"), ("cuda", "load")):
-        done = run(environment, "-c", CHECKPOINT, device, wanted, path)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
+        outputs.append(printed(environment, "-c", CHECKPOINT, device, wanted, path))
     assert outputs[0] == outputs[1] == outputs[2]
     saved = [{file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
              for folder in tmp_path.iterdir()]
@@ -163,11 +144,11 @@ def test_checkpoints_go_between_devices(environment: dict[str, str], tmp_path: P
 def test_the_command_trains(environment: dict[str, str], tmp_path: Path) -> None:
     text, metrics = tmp_path / "text.py", tmp_path / "metrics.jsonl"
     text.write_text("def train(model):\n    return model.step()\n" * 40)
-    done = run(environment, "-m", "fsdpc", "train", "--device", "cuda", "--steps", "2", "--batch",
-               "1", "--seq", "8", "--sample", "2", "--data", str(text), "--metrics", str(metrics))
-    assert done.returncode == 0, done.stderr
+    out = printed(environment, "-m", "fsdpc", "train", "--device", "cuda", "--steps", "2",
+                  "--batch", "1", "--seq", "8", "--sample", "2", "--data", text, "--metrics",
+                  metrics)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [5 < step["loss"] < 6 for step in steps[:2]] == [True, True] and "sample" in done.stdout
+    assert [5 < step["loss"] < 6 for step in steps[:2]] == [True, True] and "sample" in out
 
 
 OUT_OF_MEMORY = """
@@ -196,11 +177,10 @@ print(model(fsdpc.tensor(x[:1, :8])).shape)  # whoever caught it goes on
 def test_what_does_not_fit_is_refused_with_what_is_held(
     environment: dict[str, str], rows: int, limit: int, wanted: list[str]
 ) -> None:
-    done = run({**environment, "EMU_MEMORY_BYTES": str(limit)}, "-c", OUT_OF_MEMORY, str(rows))
-    assert done.returncode == 0, done.stderr
-    assert f" of {limit} are free" in done.stdout, done.stdout
-    assert [word for word in wanted if word not in done.stdout] == [], done.stdout
-    assert done.stdout.endswith("(1, 8)\n")
+    out = printed(environment, "-c", OUT_OF_MEMORY, str(rows), EMU_MEMORY_BYTES=str(limit))
+    assert f" of {limit} are free" in out, out
+    assert [word for word in wanted if word not in out] == [], out
+    assert out.endswith("(1, 8)\n")
 
 
 CLIPPING = """
@@ -246,9 +226,6 @@ for sharded in (False, True):
 def test_clipping_has_the_cpu_s_bits(environment: dict[str, str]) -> None:
     """Norms of every kind and what they leave of gradients, in units and outside, clipped again
     and again before anybody looks."""
-    outputs = []
-    for device in ("cpu", "cuda"):
-        done = run(environment, "-c", CLIPPING, device)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout.splitlines())
+    outputs = [printed(environment, "-c", CLIPPING, device).splitlines()
+               for device in ("cpu", "cuda")]
     assert len(outputs[0]) == 26 and outputs[1] == outputs[0]

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-TIMEOUT_S = 300
-
-pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
+from processes import printed
 
 
 def output(environment: dict[str, str], what: str) -> Any:
     """Return what graphs.py prints."""
-    done = subprocess.run([sys.executable, str(Path(__file__).with_name("graphs.py")), what],
-                          env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(printed(environment, Path(__file__).with_name("graphs.py"), what))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +22,7 @@ def replays(environment: dict[str, str]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("case", [
     "llama fp32", "llama bf16", "perceptron fp32", "perceptron bf16", "Adam, amsgrad",
-    "AdamW, bf16 states", "SGD, momentum", "Lion"])
+    "AdamW, bf16 states", "SGD, momentum", "Lion", "dropout"])
 def test_replays_are_the_steps_they_stand_for(replays: dict[str, list[Any]], case: str) -> None:
     """To the bit, on new data at a new rate each time, with other steps in between."""
     plain, graph = replays[case]
@@ -46,6 +37,7 @@ def refusals(environment: dict[str, str]) -> dict[str, Any]:
     return output(environment, "refusals")
 
 
+NOT_WHOLE = "RuntimeError: the last step of 'Perceptron' was not a whole one"
 WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured step"
 
 
@@ -62,10 +54,11 @@ WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured st
     ("step_another_optimizer", "RuntimeError: another optimizer steps inside a captured step"),
     ("step_a_plain_model", "RuntimeError: a parameter that no unit holds is stepped inside a"),
     ("not in a unit", "NotImplementedError: graph_step() takes steps of sharded parameters, and 2"),
-    ("drop_out", "NotImplementedError: a captured step that draws random numbers"),
+    ("draw_a_tensor", "NotImplementedError: random tensors inside a captured step"),
+    ("set_the_seed", "RuntimeError: manual_seed() inside a captured step"),
     ("scale_the_loss", "NotImplementedError: a loss scaler inside graph_step()"),
     ("capture_inside", "RuntimeError: a graph of a step inside another one: end that first"),
-    ("again", "RuntimeError: the last step of 'Perceptron' was not a whole one"),
+    ("drop_for_the_first_time", "RuntimeError: dropout inside a captured step, and in no step"),
     ("held", "RuntimeError: unit 'Perceptron' is held by unshard(): call reshard()"),
     ("with_gradients", "RuntimeError: unit 'Perceptron' has pending gradients at this replay"),
     ("with_loaded_weights", "RuntimeError: the weights of unit 'Perceptron' were written since"),
@@ -80,6 +73,13 @@ WAITS = "RuntimeError: the host asks for a value of the GPU inside a captured st
 def test_what_a_graph_cannot_hold_is_named(refusals: dict[str, Any], mistake: str,
                                            error: str) -> None:
     assert refusals["messages"][mistake].startswith(error), refusals["messages"]
+
+
+def test_a_capture_that_failed_is_no_step_to_capture_behind(refusals: dict[str, Any]) -> None:
+    again = {name: message for name, message in refusals["messages"].items() if "again" in name}
+    assert len(again) == 15
+    for name, message in again.items():
+        assert message.startswith(NOT_WHOLE), name
 
 
 def test_training_goes_on_as_if_nobody_had_tried(refusals: dict[str, Any]) -> None:

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from typing import Any
 
-import pytest
-
-TIMEOUT_S = 300
-
-pytestmark = pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed")
+from processes import printed
 
 PROGRAM = """
 import json, sys
@@ -54,10 +47,7 @@ print(json.dumps(steps))
 
 def steps(environment: dict[str, str], device: str, dtype: str) -> list[list[Any]]:
     """Return norm, whether it was taken, scale and weights of each step."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, device, dtype], env=environment,
-                          capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(printed(environment, "-c", PROGRAM, device, dtype))
 
 
 def test_the_scaler_skips_them(environment: dict[str, str]) -> None:

@@ -8,38 +8,28 @@ promise the CPU's bits: so everything is compared to the bit.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import printed
 
-TIMEOUT_S = 300
 HERE = Path(__file__).parent
 
-pytestmark = [
-    pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is not installed"),
-    pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed"),
-]
+pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
 
 
-def run(environment: dict[str, str], *arguments: str) -> str:
+def show(environment: dict[str, str], *arguments: str) -> str:
     """What Python prints beside an emulated GPU whose memory the host may touch."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True,
-                          env={**environment, "EMU_OPEN": "1"},
-                          timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed(environment, *arguments, EMU_OPEN="1")
 
 
 @pytest.fixture(scope="module")
 def trained(environment: dict[str, str]) -> dict[str, dict[str, Any]]:
     """What torch_training.py prints on each device."""
     path = str(HERE / "torch_training.py")
-    return {device: json.loads(run(environment, path, device)) for device in ("cpu", "cuda")}
+    return {device: json.loads(show(environment, path, device)) for device in ("cpu", "cuda")}
 
 
 def test_training_has_the_bits_of_the_cpu(trained: dict[str, dict[str, Any]]) -> None:
@@ -58,9 +48,9 @@ def test_training_is_that_of_plain_torch(trained: dict[str, dict[str, Any]]) -> 
 
 
 def test_two_ranks_have_the_bits_of_shared_memory(environment: dict[str, str]) -> None:
-    """On one GPU, over host memory, each on batches of its own."""
+    """On one GPU, whose memory they share, each on batches of its own."""
     path = str(HERE / "torch_training.py")
-    cpu, cuda = (json.loads(run(environment, path, device, "2")) for device in ("cpu", "cuda"))
+    cpu, cuda = (json.loads(show(environment, path, device, "2")) for device in ("cpu", "cuda"))
     for ours, theirs in zip(cuda, cpu, strict=True):
         assert (ours.pop("transport"), theirs.pop("transport")) == ("local_cuda", "shm")
         assert ours.keys() == theirs.keys() and len(ours) == 5
@@ -150,7 +140,7 @@ def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
     Without it the engine stays where it was, and torch reads what was there before.  A thread that
     runs backward selects the device.
     """
-    assert run(environment, "-c", ORDER).splitlines() == [
+    assert show(environment, "-c", ORDER).splitlines() == [
         f"{phase} {joined} {joined}" for phase in ("forward", "backward", "step")
         for joined in (True, False)
     ] + [
@@ -175,7 +165,7 @@ def attempt(call, *args):
 
 
 def test_the_first_unit_chooses_the_device(environment: dict[str, str]) -> None:
-    out = run(environment, "-c", WHERE + """
+    out = show(environment, "-c", WHERE + """
 attempt(_device.choose, at("cuda:0", "meta", "cpu", "cuda:0"))
 _device.choose(at("meta", "cuda:0"))
 print(fsdpc.get_default_device(), _device.home())
@@ -194,7 +184,7 @@ attempt(_device.choose, at("cuda:1"))
 
 
 def test_a_device_that_was_chosen_stays(environment: dict[str, str]) -> None:
-    out = run(environment, "-c", WHERE + """
+    out = show(environment, "-c", WHERE + """
 t = fsdpc.tensor([1.0])
 attempt(_device.choose, at("cuda:0"))
 attempt(_device.choose, at("meta"), "cuda")

@@ -191,6 +191,51 @@ static void bench_gemm_by_window(fsdpc_gemm_args args)
     fsdpc_window_destroy(first);
 }
 
+static fsdpc_status run_gemm_gelu(void *arg)
+{
+    return gpu->nn->gemm_gelu(arg, gpu_stream);
+}
+
+static fsdpc_status run_gemm_then_gelu(void *arg)
+{
+    return fsdpc_gemm_gelu_by_parts(arg, gpu_stream);
+}
+
+/* A linear layer of GPT-2 XL's size with gelu, and the way back through gelu of the layer behind.
+ */
+static void bench_gemm_gelu(void)
+{
+    const size_t rows = 8192, dim = 1600, inner = 6400;
+    void *x = noise_of(rows * dim, FSDPC_BF16), *w = noise_of(inner * dim, FSDPC_BF16);
+    void *bias = noise_of(inner, FSDPC_BF16), *before = noise_of(rows * inner, FSDPC_BF16);
+    void *c = memory_of(rows * inner * 2);
+    for (int backward = 0; backward < 2; backward++) {
+        fsdpc_gemm_gelu_args args = {.gemm = {.m = rows,
+                                              .n = inner,
+                                              .k = dim,
+                                              .dtype = FSDPC_BF16,
+                                              .c_dtype = FSDPC_BF16,
+                                              .a = x,
+                                              .b = w,
+                                              .c = c,
+                                              .lda = dim,
+                                              .ldb = backward ? inner : dim,
+                                              .ldc = inner,
+                                              .trans_b = !backward,
+                                              .bias = backward ? NULL : bias},
+                                     .backward = backward,
+                                     .before = before};
+        double flops = 2.0 * (double)(rows * dim * inner);
+        float best, median = time_of(run_gemm_gelu, &args, &best);
+        print_flops(backward ? "gemm with gelu's slope" : "gemm with gelu", flops, median, best);
+        median = time_of(run_gemm_then_gelu, &args, &best);
+        print_flops("  one after the other", flops, median, best);
+    }
+    void *all[] = {x, w, bias, before, c};
+    for (int i = 0; i < 5; i++)
+        fsdpc_device_free(gpu, all[i]);
+}
+
 static void bench_gemm(void)
 {
     const size_t n = 8192;
@@ -265,6 +310,7 @@ static void bench_all(void)
         "| kernel                         | median | best ms | rate | |\n|---|---|---|---|---|\n");
     bench_flat();
     bench_gemm();
+    bench_gemm_gelu();
     bench_attention(64);
     bench_attention(128);
 }

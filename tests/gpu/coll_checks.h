@@ -102,14 +102,23 @@ static inline void publish(gpu_rank *r, fsdpc_wire *wire, const fsdpc_slice *sli
     EXPECT_OK(r->self, fsdpc_wire_published_wait(wire, "root"));
 }
 
+/* Where this rank publishes: the wire's, or nowhere if the wire has memory for all. */
+static inline unsigned char *own_slices(const gpu_rank *r, fsdpc_wire *wire)
+{
+    unsigned char *own = NULL;
+    if (wire->moved)
+        EXPECT_OK(r->self, fsdpc_wire_own(wire, FULL_BYTES, &own));
+    return own;
+}
+
 static inline void gathers(gpu_rank *r)
 {
     static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
     rank_context *self = r->self;
     fsdpc_wire *wire;
-    void *own, *received; /* used if the wire has no memory */
+    void *received; /* used if the wire has no memory */
     EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
-    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &own));
+    unsigned char *own = own_slices(r, wire);
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &received));
     for (int turn = 0; turn < TURNS; turn++) {
         fsdpc_dtype dtype = dtypes[turn % 4];
@@ -138,7 +147,6 @@ static inline void gathers(gpu_rank *r)
                turn, wrong, numel);
         free(full);
     }
-    fsdpc_device_free(r->device, own);
     fsdpc_device_free(r->device, received);
     fsdpc_wire_destroy(wire);
 }
@@ -247,11 +255,6 @@ static inline void all_reduces(gpu_rank *r, void *memory)
                          .stream = turn % 3 ? r->reduces : NULL};
         put(r, memory, op.dtype, 0, op.numel, turn);
         rank_mark(r);
-        if (r->over_nccl && op.op != FSDPC_RED_SUM && fsdpc_dtype_is_float(op.dtype)) {
-            EXPECT_FAILS(self, fsdpc_comm_run(r->comm, &op), FSDPC_ERR_UNSUPPORTED,
-                         "all_reduce of 'values'");
-            continue;
-        }
         EXPECT_OK(self, fsdpc_comm_run(r->comm, &op));
         size_t wrong = 0;
         unsigned char *got = fetch(r, op.recv, op.numel * fsdpc_dtype_bytes(op.dtype));
@@ -334,7 +337,8 @@ static inline void pipelined(gpu_rank *r)
     fsdpc_buffer *buffers[DEPTH];
     void *shard, *full;
     EXPECT_OK(self, fsdpc_wire_create(r->comm, FULL_BYTES, &wire));
-    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, 2 * FULL_BYTES, &full));
+    unsigned char *own = own_slices(r, wire);
+    EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_OTHER, FULL_BYTES, &full));
     EXPECT_OK(self, fsdpc_device_alloc(r->device, FSDPC_MEM_GRAD, DEPTH * NUMEL * 4, &shard));
     for (int d = 0; d < DEPTH; d++)
         EXPECT_OK(self, fsdpc_buffer_create(r->comm, 4 * NUMEL * RANKS_MAX, &buffers[d]));
@@ -351,7 +355,7 @@ static inline void pipelined(gpu_rank *r)
                              .n_slices = 1,
                              .stream = r->gathers,
                              .wire = wire,
-                             .send = (unsigned char *)full + FULL_BYTES,
+                             .send = own,
                              .recv = full};
             EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &works[2 * d]));
             op.kind = FSDPC_COLL_REDUCE_SCATTER;

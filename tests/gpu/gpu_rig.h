@@ -234,6 +234,22 @@ static inline void rig_close(void)
     fsdpc_mem_destroy(cpu_mem);
 }
 
+/* Runs tests in this order of threads, which the emulated device alone lets choose. */
+static inline int rig_round(const char *name, const rig_test_fn *tests, size_t n_tests,
+                            bool descending)
+{
+#if defined(FSDPC_EMU)
+    emu_set_descending(descending);
+#else
+    (void)descending;
+#endif
+    rig_open();
+    for (size_t t = 0; t < n_tests; t++)
+        tests[t]();
+    rig_close();
+    return check_report(name);
+}
+
 static inline int rig_main(const char *name, const rig_test_fn *tests, size_t n_tests)
 {
     if (rig_count() == 0) {
@@ -244,20 +260,10 @@ static inline int rig_main(const char *name, const rig_test_fn *tests, size_t n_
     const char *seed = getenv("FSDPC_TEST_SEED");
     rig_state = seed ? strtoull(seed, NULL, 10) : (uint64_t)time(NULL);
     printf("%s: FSDPC_TEST_SEED=%llu\n", name, (unsigned long long)rig_state);
-    int rounds = 1;
 #if defined(FSDPC_EMU)
-    rounds = 2;
+    rig_round(name, tests, n_tests, true);
 #endif
-    for (int round = 0; round < rounds; round++) {
-#if defined(FSDPC_EMU)
-        emu_set_descending(round);
-#endif
-        rig_open();
-        for (size_t t = 0; t < n_tests; t++)
-            tests[t]();
-        rig_close();
-    }
-    return check_report(name);
+    return rig_round(name, tests, n_tests, false);
 }
 
 #endif

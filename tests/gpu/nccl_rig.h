@@ -6,20 +6,18 @@
 #ifndef FSDPC_TESTS_GPU_NCCL_RIG_H
 #define FSDPC_TESTS_GPU_NCCL_RIG_H
 
-#include <dlfcn.h>
-#include <limits.h>
-#include <unistd.h>
-
 #include "comm_ranks.h"
 #include "cuda/comm_nccl.h"
 #include "gpu_rig.h"
 
 #if defined(FSDPC_EMU)
 #include "fake_nccl.h"
+#include "open_beside.h"
 #endif
 
 static const char *library;
 static int gpus;
+static int without_copy_engines = -1; /* the rank that has them switched off */
 
 /* A rank's GPU and its communicator; the rank's own becomes the control. */
 typedef struct gpu_rank {
@@ -52,7 +50,8 @@ static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, 
                                 .timeout_s = self->comm->timeout_s,
                                 .notice_s = self->comm->notice_s,
                                 .control = self->comm,
-                                .library_path = path};
+                                .library_path = path,
+                                .copy_engines = self->rank != without_copy_engines};
     fsdpc_status status = create(&config, &r->comm);
     if (status == FSDPC_OK)
         self->comm = NULL; /* taken over */
@@ -89,26 +88,38 @@ static inline void rank_destroy(gpu_rank *r)
 #if defined(FSDPC_EMU)
 static fake_nccl_break_fn break_nccl;
 static fake_nccl_counts_fn count_nccl;
+static fake_nccl_registered_fn look_at_memory;
+static fake_nccl_hide_windows_fn hide_nccl_windows;
+static fake_nccl_set_version_fn set_nccl_version;
+static fake_nccl_by_copies_fn gather_by_copies;
 
-/* The fake lies beside the program. */
+/* The fake lies beside the program; ranks share the one GPU. */
 static inline void fake_open(void)
 {
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    /* The plugin would set these too, but ranks are threads here, and one sets what another reads.
+     */
+    setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
+    setenv("NCCL_GRAPH_REGISTER", "0", 1);
     static char path[PATH_MAX];
-    ssize_t n = readlink("/proc/self/exe", path, sizeof path - 1);
-    path[n > 0 ? n : 0] = 0;
-    char *name = strrchr(path, '/') + 1;
-    snprintf(name, sizeof path - (size_t)(name - path), "libnccl.so.2");
-    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    CHECK_NOTE(handle, "%s", dlerror());
+    void *handle = open_beside("libnccl.so.2", path, sizeof path);
     *(void **)&break_nccl = dlsym(handle, "fake_nccl_break");
     *(void **)&count_nccl = dlsym(handle, "fake_nccl_counts");
+    *(void **)&look_at_memory = dlsym(handle, "fake_nccl_registered");
+    *(void **)&hide_nccl_windows = dlsym(handle, "fake_nccl_hide_windows");
+    *(void **)&set_nccl_version = dlsym(handle, "fake_nccl_set_version");
+    *(void **)&gather_by_copies = dlsym(handle, "fake_nccl_by_copies");
     library = path;
 }
 
 static inline void fake_check(void)
 {
     int open, out_of_place, forbidden;
+    fake_nccl_memory known;
     count_nccl(&open, &out_of_place, &forbidden);
+    look_at_memory(&known);
+    CHECK_NOTE(known.windows == 0 && known.buffers == 0, "%d windows and %d buffers are left",
+               known.windows, known.buffers);
     CHECK_NOTE(open == 0, "%d communicators of NCCL are left", open);
     CHECK_NOTE(forbidden == 0, "%d calls broke NCCL's rules", forbidden);
     CHECK_NOTE(out_of_place == 0, "%d scatters moved", out_of_place);

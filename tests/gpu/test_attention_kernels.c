@@ -4,13 +4,8 @@
  * F64 1e-12, 16-bit
  * dtypes 2^-6 for bf16 and 2^-9 for fp16, since P and dS are rounded before they are multiplied.
  */
+#include "attention_case.h"
 #include "gpu_rig.h"
-
-typedef struct attention_case {
-    size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
-    bool causal;
-    double scale;
-} attention_case;
 
 static void check_part(buffer *b, double part, const char *what)
 {
@@ -42,21 +37,7 @@ static void check_attention(attention_case c, fsdpc_dtype dtype)
     buffer out = buffer_poison(dtype, q_numel, 0), dq = buffer_poison(dtype, q_numel, 0);
     buffer dk = buffer_poison(dtype, k_numel, 0), dv = buffer_poison(dtype, k_numel, 0);
     buffer lse = buffer_poison(FSDPC_F32, c.batch * c.heads * c.tokens_q, 0);
-    fsdpc_attention_args args = {.dtype = dtype,
-                                 .batch = c.batch,
-                                 .tokens_q = c.tokens_q,
-                                 .tokens_k = c.tokens_k,
-                                 .heads = c.heads,
-                                 .kv_heads = c.kv_heads,
-                                 .dim = c.dim,
-                                 .scale = c.scale,
-                                 .causal = c.causal};
-    size_t q_stride[3] = {c.tokens_q * c.heads * c.dim, c.heads * c.dim, c.dim};
-    size_t k_stride[3] = {c.tokens_k * c.kv_heads * c.dim, c.kv_heads * c.dim, c.dim};
-    memcpy(args.stride_q, q_stride, sizeof q_stride);
-    memcpy(args.stride_out, q_stride, sizeof q_stride);
-    memcpy(args.stride_k, k_stride, sizeof k_stride);
-    memcpy(args.stride_v, k_stride, sizeof k_stride);
+    fsdpc_attention_args args = attention_args_of(c, dtype);
     for (int side = 0; side < 2; side++) {
         fsdpc_stream *stream = side ? gpu_stream : cpu_stream;
 #define AT(buffer) (side ? (buffer).on_gpu : (buffer).on_cpu)

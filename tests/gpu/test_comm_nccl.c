@@ -2,7 +2,7 @@
  *
  * On GPUs over the NCCL that the loader finds, on the emulated device over the fake.
  */
-#include "coll_checks.h"
+#include "coll_bits.h"
 
 /* Nothing that was posted later has been handed to NCCL, in any group. */
 static void check_turns(gpu_rank *r)
@@ -55,6 +55,7 @@ static void everything(rank_context *self)
     gpu_rank r;
     EXPECT_OK(self, rank_create(&r, self, library));
     collectives(&r);
+    bits(&r);
     turns_of_groups(&r);
     rank_destroy(&r);
 }

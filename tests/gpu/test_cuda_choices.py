@@ -15,7 +15,7 @@ import build_backend  # noqa: E402
 import cuda_build  # noqa: E402
 import native  # noqa: E402
 
-TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), (), cublaslt=False)
+TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), ())
 
 
 @pytest.fixture
@@ -114,12 +114,11 @@ def test_the_toolkit_is_cuda_home_s_then_pip_s_then_the_path_s(
         (tmp_path / name / "include").mkdir()
         (tmp_path / name / "bin" / "nvcc").write_text("#!/bin/sh\n")
         (tmp_path / name / "bin" / "nvcc").chmod(0o755)
-    (tmp_path / "site/nvidia/cu13/include/cublasLt.h").write_text("")
     monkeypatch.setenv("PATH", f"{tmp_path / 'usr/bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
     found = cuda_build.find_toolkit()
-    assert found and found.nvcc == tmp_path / "home/bin/nvcc" and found.cublaslt
+    assert found and found.nvcc == tmp_path / "home/bin/nvcc"
     assert found.includes[0] == tmp_path / "home/include"
     monkeypatch.delenv("CUDA_HOME")
     found = cuda_build.find_toolkit()
@@ -128,3 +127,23 @@ def test_the_toolkit_is_cuda_home_s_then_pip_s_then_the_path_s(
     monkeypatch.setattr(cuda_build.sysconfig, "get_path", lambda _: str(tmp_path / "nowhere"))
     found = cuda_build.find_toolkit()
     assert found and found.nvcc == tmp_path / "usr/bin/nvcc"
+
+
+def test_cudnn_is_compiled_in_where_all_its_headers_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    site, home = tmp_path / "site/include", tmp_path / "home/include"
+    for folder, names in ((site, cuda_build.CUDNN_HEADERS[:1]), (home, cuda_build.CUDNN_HEADERS)):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).touch()
+    (home / cuda_build.CUDNN_HEADERS[0]).unlink()
+    monkeypatch.setattr(cuda_build.sysconfig, "get_path", lambda _: str(tmp_path / "nowhere"))
+    toolkit = cuda_build.Toolkit(tmp_path / "home/bin/nvcc", (home,))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "other")])
+    assert cuda_build.cudnn_commands(toolkit) == []
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
+    [(source, command)] = cuda_build.cudnn_commands(toolkit)
+    assert source.is_file() and str(site) in command and str(home) in command
+    (home / "nvrtc.h").unlink()
+    assert cuda_build.cudnn_commands(toolkit) == []

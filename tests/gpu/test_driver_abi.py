@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+import abi
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 300
+HEADER = "cuda.h"
 
-sys.path.insert(0, str(ROOT / "tools"))
-import cuda_build  # noqa: E402
-
-TOOLKIT = cuda_build.find_toolkit()
-HEADER = TOOLKIT and any((folder / "cuda.h").is_file() for folder in TOOLKIT.includes)
-
-pytestmark = pytest.mark.skipif(not HEADER, reason="there is no toolkit with cuda.h")
+pytestmark = pytest.mark.skipif(not abi.is_there(HEADER),
+                                reason=f"there is no toolkit with {HEADER}")
 
 SAME_ABI = r"""
-#include <stddef.h>
-#include <cuda.h>
-#include "cuda/driver_abi.h"
-#define SAME(ours, theirs) _Static_assert((long)(ours) == (long)(theirs), #theirs)
 SAME(FSDPC_CU_SUCCESS, CUDA_SUCCESS);
 SAME(FSDPC_CU_INVALID_VALUE, CUDA_ERROR_INVALID_VALUE);
 SAME(FSDPC_CU_OUT_OF_MEMORY, CUDA_ERROR_OUT_OF_MEMORY);
+SAME(FSDPC_CU_INVALID_DEVICE, CUDA_ERROR_INVALID_DEVICE);
+SAME(FSDPC_CU_OPERATING_SYSTEM, CUDA_ERROR_OPERATING_SYSTEM);
 SAME(FSDPC_CU_NOT_PERMITTED, CUDA_ERROR_NOT_PERMITTED);
 SAME(FSDPC_CU_NOT_SUPPORTED, CUDA_ERROR_NOT_SUPPORTED);
 SAME(FSDPC_CU_HAS_VIRTUAL_MEMORY, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+SAME(FSDPC_CU_HAS_POSIX_FD_HANDLES,
+     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
 SAME(FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY,
      CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
 SAME(FSDPC_CU_HAS_FABRIC_HANDLES, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED);
@@ -38,6 +31,7 @@ SAME(FSDPC_CU_HANDLE_POSIX_FD, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 SAME(FSDPC_CU_HANDLE_FABRIC, CU_MEM_HANDLE_TYPE_FABRIC);
 SAME(FSDPC_CU_LOCATION_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE);
 SAME(FSDPC_CU_GRANULARITY_RECOMMENDED, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+SAME(FSDPC_CU_ACCESS_READ, CU_MEM_ACCESS_FLAGS_PROT_READ);
 SAME(FSDPC_CU_ACCESS_READ_WRITE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 SAME(sizeof(fsdpc_cu_result), sizeof(CUresult));
 SAME(sizeof(fsdpc_cu_address), sizeof(CUdeviceptr));
@@ -62,6 +56,10 @@ CUresult call(fsdpc_cu_memory *memory, fsdpc_cu_address *address, size_t *bytes,
     cuMemGetAllocationGranularity(
         bytes, theirs, (CUmemAllocationGranularity_flags)FSDPC_CU_GRANULARITY_RECOMMENDED);
     cuMemCreate(memory, *bytes, theirs, 0ULL);
+    cuMemExportToShareableHandle(
+        value, *memory, (CUmemAllocationHandleType)FSDPC_CU_HANDLE_POSIX_FD, 0ULL);
+    cuMemImportFromShareableHandle(
+        memory, value, (CUmemAllocationHandleType)FSDPC_CU_HANDLE_POSIX_FD);
     cuMemAddressReserve(address, *bytes, *bytes, 0ULL, 0ULL);
     cuMemMap(*address, *bytes, (size_t)0, *memory, 0ULL);
     cuMemSetAccess(*address, *bytes, (const CUmemAccessDesc *)access, (size_t)1);
@@ -73,9 +71,4 @@ CUresult call(fsdpc_cu_memory *memory, fsdpc_cu_address *address, size_t *bytes,
 
 
 def test_it_is_the_header_s(tmp_path: Path) -> None:
-    source = tmp_path / "same.c"
-    source.write_text(SAME_ABI)
-    done = subprocess.run([*cuda_build.host_command(TOOLKIT), "-Werror", "-c", source, "-o",
-                           tmp_path / "same.o"], capture_output=True, text=True,
-                          timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
+    abi.check_compiles(tmp_path, HEADER, "driver_abi.h", SAME_ABI)

@@ -1,5 +1,5 @@
 /* The engine over NCCL with few slots for many units: the same bits as with memory for each, and
- * the memory that was promised.
+ * the memory that was promised, all of it known to NCCL.
  *
  * Ranks are threads with a GPU each; on the emulated device all have the same, and NCCL is the
  * fake. A model is a root and blocks of one size.  Forward adds each unit's weights into an
@@ -109,12 +109,13 @@ static fsdpc_status step(model *m)
 
 /* ---- Life ---- */
 
-static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory)
+/* Blocks of two and a half granules in bf16, and a root that fills two but for a little. */
+static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory, size_t granule,
+                               int prefetch)
 {
     static const char *const names[] = {"root", "a", "b", "c", "d", "e"};
     *m = (model){.r = r, .script = how};
-    size_t granule = memory == NO_WINDOWS ? 16 << 10 : r->device->window_granule;
-    size_t rows = granule * 5 / 2 / COLUMNS / 2; /* two and a half granules in bf16 */
+    size_t rows = granule * 5 / 2 / COLUMNS / 2, root_rows = granule * 15 / 8 / COLUMNS / 2;
     m->numel = rows * COLUMNS;
     FSDPC_TRY(
         fsdpc_device_alloc(r->device, FSDPC_MEM_ACTIVATION, m->numel * 4, (void **)&m->activation));
@@ -123,7 +124,7 @@ static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory)
     bool encloses[UNITS] = {true};
     for (int u = 0; u < UNITS; u++) {
         fsdpc_param_spec spec = {
-            .name = "w", .dtype = FSDPC_F32, .ndim = 2, .shape = {u ? rows : 8, COLUMNS}};
+            .name = "w", .dtype = FSDPC_F32, .ndim = 2, .shape = {u ? rows : root_rows, COLUMNS}};
         fsdpc_unit_options options = {.name = names[u],
                                       .mesh = {.shard = r->comm},
                                       .device = r->device,
@@ -139,6 +140,7 @@ static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory)
     }
     FSDPC_TRY(fsdpc_optim_set_hyper(
         m->optim, 0, &(fsdpc_hyper){.lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}));
+    m->units[0]->prefetch = prefetch;
     FSDPC_TRY(fsdpc_root_create(m->units, encloses, UNITS, &m->root));
     for (int u = 0; u < UNITS; u++)
         m->fulls[u] = fsdpc_unit_full(m->units[u], 0);
@@ -183,9 +185,11 @@ static size_t wire_bytes(const model *m)
 /* What fulls and published slices take where `slots` slots serve the blocks. */
 static size_t expected_bytes(const model *m, size_t slots, size_t own)
 {
+    size_t granule = m->r->device->window_granule;
     size_t bytes = m->units[0]->wire_bytes + own * m->units[1]->wire_bytes;
     if (slots > 0)
-        bytes += slots * fsdpc_round_up(m->units[1]->wire_bytes, m->r->device->window_granule);
+        bytes = fsdpc_round_up(m->units[0]->wire_bytes, granule) +
+                slots * fsdpc_round_up(m->units[1]->wire_bytes, granule);
     for (int u = 0; u < UNITS; u++)
         bytes += fsdpc_round_up(m->units[u]->groups[0].plan->shard_numel * 2, 64);
     return bytes;
@@ -208,6 +212,23 @@ static void check_memory(const model *m, mode memory, int steps)
         EXPECT(self, fsdpc_unit_full(m->units[u], 0) == m->fulls[u], "unit %d has moved", u);
 }
 
+/* The root's memory and every slot, once each, as long as they live. */
+static void check_registered(gpu_rank *r, int windows)
+{
+#if defined(FSDPC_EMU)
+    const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "a look"};
+    fake_nccl_memory known;
+    EXPECT_OK(r->self, fsdpc_comm_run(r->comm, &barrier));
+    look_at_memory(&known);
+    EXPECT(r->self, known.windows == windows * r->self->size && known.buffers == 0,
+           "%d windows and %d buffers of %d ranks instead of %d windows each", known.windows,
+           known.buffers, r->self->size, windows);
+    EXPECT_OK(r->self, fsdpc_comm_run(r->comm, &barrier));
+#else
+    (void)r, (void)windows;
+#endif
+}
+
 static void trains_alike(gpu_rank *r)
 {
     for (script how = 0; how < SCRIPTS; how++) {
@@ -222,14 +243,17 @@ static void trains_alike(gpu_rank *r)
 #endif
                 r->device->window_granule = 0;
             }
-            EXPECT_OK(r->self, model_open(&m, r, how, memory));
+            EXPECT_OK(r->self, model_open(&m, r, how, memory, granule, FSDPC_PREFETCH));
             check_memory(&m, memory, 0);
+            check_registered(r, memory == SHARED ? SLOTS + 1 : 0);
             for (int s = 1; s <= STEPS; s++) {
                 EXPECT_OK(r->self, step(&m));
                 check_memory(&m, memory, s);
             }
             bits[memory] = bits_of(&m);
+            check_registered(r, memory == SHARED ? SLOTS + 1 + (how != IN_TURN) : 0);
             model_close(&m);
+            check_registered(r, 0);
             r->device->window_granule = granule;
             EXPECT(r->self, bits[memory] == bits[0], "script %d: mode %d has other bits", how,
                    memory);
@@ -237,20 +261,45 @@ static void trains_alike(gpu_rank *r)
     }
 }
 
+/* As many slots as are full at once, however far ahead. */
+static void gathers_as_far_ahead(gpu_rank *r)
+{
+    uint64_t first = 0;
+    for (int prefetch = 0; prefetch <= 2; prefetch++) {
+        model m;
+        EXPECT_OK(r->self, model_open(&m, r, IN_TURN, SHARED, r->device->window_granule, prefetch));
+        size_t want = expected_bytes(&m, (size_t)prefetch + 1, 0);
+        for (int s = 0; s < STEPS; s++)
+            EXPECT_OK(r->self, step(&m));
+        EXPECT(r->self, wire_bytes(&m) == want, "%d ahead: %zu bytes instead of %zu", prefetch,
+               wire_bytes(&m), want);
+        uint64_t bits = bits_of(&m);
+        first = prefetch ? first : bits;
+        EXPECT(r->self, bits == first, "%d ahead: other bits", prefetch);
+        model_close(&m);
+    }
+}
+
 static void everything(rank_context *self)
 {
     gpu_rank r;
     EXPECT_OK(self, rank_create(&r, self, library));
-    if (r.device->window_granule > 0)
+    if (r.device->window_granule > 0) {
         trains_alike(&r);
+        if (self->size == 2)
+            gathers_as_far_ahead(&r);
+    }
     rank_destroy(&r);
 }
 
-int main(void)
+/* The argument, if there is one, is the largest world to try. */
+int main(int argc, char **argv)
 {
     int most;
     if (!rig_find(&most))
         return rig_missing("test_engine_windows");
+    if (argc > 1 && atoi(argv[1]) < most)
+        most = atoi(argv[1]);
 #if defined(FSDPC_EMU)
     fake_open();
 #endif
@@ -258,6 +307,9 @@ int main(void)
         ranks_run_threads(size, everything, &(rank_options){0});
 #if defined(FSDPC_EMU)
     fake_check();
+    fake_nccl_memory known;
+    look_at_memory(&known);
+    CHECK(known.in_place > 0);
     emu_driver_counts counts = emu_driver_look();
     CHECK(counts.handles == 0 && counts.ranges == 0 && counts.mappings == 0);
     CHECK(counts.forbidden == 0);

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,27 +21,47 @@ TIMEOUT_S = 240
 PROGRAM = Path(__file__).resolve().parents[1] / "emu" / "ranks.py"
 
 
-def ranks(transport: str, *arguments: str) -> list[Any]:
-    """What each rank of ranks.py returned; skips where there is no GPU, or no NCCL for it."""
+def ranks(transport: str, *arguments: str, program: Path = PROGRAM) -> list[Any]:
+    """What each rank of a program returned; skips where there is no GPU, or no NCCL for it.
+
+    `transport` may be "staged": local_cuda by way of host memory.
+    """
     if not fsdpc.cuda.device_count():
         pytest.skip(fsdpc.cuda.describe())
-    if transport == "nccl" and (found := fsdpc.cuda.describe_nccl()).startswith("none"):
-        pytest.skip(found)
-    done = subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True,
-                          text=True, env={**os.environ, "FSDPC_TRANSPORT": transport},
-                          timeout=TIMEOUT_S)
+    if transport == "nccl":
+        version = re.match(r"NCCL (\d+)\.(\d+)", found := fsdpc.cuda.describe_nccl())
+        if not version:
+            pytest.skip(found)
+        shared = int(arguments[2]) > fsdpc.cuda.device_count()
+        if shared and tuple(map(int, version.groups())) < (2, 30):
+            pytest.skip(f"{found}: ranks share a GPU over 2.30 and newer alone")
+    staged = transport == "staged"
+    how = {"FSDPC_TRANSPORT": "local_cuda" if staged else transport, "FSDPC_STAGED": f"{staged:d}"}
+    done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True,
+                          text=True, env={**os.environ, **how}, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("transport, world", [("nccl", "1"), ("local_cuda", "1"),
+@pytest.mark.parametrize("transport, world", [("nccl", "1"), ("nccl", "2"), ("local_cuda", "1"),
                                               ("local_cuda", "2"), ("local_cuda", "4")])
 def test_strategies_have_the_same_bits(transport: str, world: str) -> None:
+    """Over NCCL of two at most: sums of more are in an order of its own."""
     results = ranks(transport, "strategies", "cuda", world, "llama,perceptron")
     for rank in results:
         assert rank.pop("transport") == transport
         for variants in rank.values():
             assert all(result == variants["FULL_SHARD"] for result in variants.values()), variants
+
+
+def test_ranks_share_memory_and_have_the_bits_of_those_that_stage() -> None:
+    for transport, way in (("local_cuda", "memory of the GPU that ranks share"),
+                           ("staged", "by way of host memory: ")):
+        for rank in ranks(transport, "ways", "cuda", "2"):
+            assert rank["transport"].startswith(f"local_cuda: {way}"), rank
+    shared, staged = (ranks(transport, "strategies", "cuda", "2", "perceptron")
+                      for transport in ("local_cuda", "staged"))
+    assert shared == staged
 
 
 def test_a_world_of_one_has_the_same_bits_over_both() -> None:
@@ -49,6 +70,20 @@ def test_a_world_of_one_has_the_same_bits_over_both() -> None:
     assert {**nccl, "transport": ""} == {**local, "transport": ""}
 
 
-def test_deterministic_mode_does_not_see_how_ranks_split() -> None:
-    one, two, four = (ranks("local_cuda", "deterministic", "cuda", n)[0] for n in "124")
-    assert one == two == four
+@pytest.mark.parametrize("transport, worlds", [("local_cuda", "124"), ("nccl", "124")])
+def test_deterministic_mode_does_not_see_how_ranks_split(transport: str, worlds: str) -> None:
+    found = [rank for n in worlds for rank in ranks(transport, "deterministic", "cuda", n,
+                                                    "fp32,bf16")]
+    for dtype in ("fp32", "bf16"):
+        results = [result for rank in found for variant, (result, _) in rank.items()
+                   if variant.endswith(dtype)]
+        assert results and all(result == results[0] for result in results)
+    assert all(held == planned for rank in found for _, (held, planned) in rank.values())
+
+
+@pytest.mark.parametrize("world", ["1", "2"])
+def test_replays_over_nccl_are_the_steps_they_stand_for(world: str) -> None:
+    program = PROGRAM.with_name("graph_ranks.py")
+    for rank in ranks("nccl", "replays", "cuda", world, program=program):
+        for plain, graph in rank.values():
+            assert graph == plain and len(set(plain["losses"])) == 7

@@ -1,6 +1,7 @@
 /* Graphs: a replay is what was captured, on memory that nobody else gets; what a capture cannot
  * hold is refused by name, and work goes on after it.
  */
+#include "cuda/graph.h"
 #include "gpu_rig.h"
 
 enum { NUMEL = 3001, REPLAYS = 5 };
@@ -207,6 +208,36 @@ static void test_a_graph_may_go_inside_a_capture(void)
     fsdpc_device_free(gpu, again);
 }
 
+/* As before a communicator is aborted. */
+static void test_graphs_that_are_given_up_are_errors(void)
+{
+    buffer x = buffer_random(FSDPC_F32, NUMEL, 0), y = buffer_random(FSDPC_F32, NUMEL, 0);
+    fsdpc_graph *graphs[3], *open = NULL;
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(fsdpc_capture_begin(gpu));
+        add(&x, &y, gpu_stream);
+        CHECK_OK(fsdpc_capture_end(gpu, &graphs[i]));
+    }
+    fsdpc_graph_destroy(graphs[0]);
+    CHECK_OK(fsdpc_capture_begin(gpu));
+    add(&x, &y, gpu_stream);
+    fsdpc_cuda_graphs_give_up(gpu);
+    fsdpc_cuda_graphs_give_up(gpu);
+    CHECK_FAILS(fsdpc_capture_end(gpu, &open), FSDPC_ERR_STATE, "capture a step again");
+    CHECK_FAILS(fsdpc_graph_launch(graphs[1]), FSDPC_ERR_STATE, "a communicator that failed");
+    fsdpc_graph_destroy(graphs[1]);
+    check_same_bits(&x, "graphs that were given up");
+    CHECK_OK(fsdpc_capture_begin(gpu));
+    add(&x, &y, gpu_stream);
+    CHECK_OK(fsdpc_capture_end(gpu, &graphs[2]));
+    CHECK_OK(fsdpc_graph_launch(graphs[2]));
+    add_here(&x, &y);
+    check_same_bits(&x, "one that was captured afterwards");
+    fsdpc_graph_destroy(graphs[2]);
+    buffer_fini(&x);
+    buffer_fini(&y);
+}
+
 static void test_devices_without_graphs_say_so(void)
 {
     CHECK_FAILS(fsdpc_capture_begin(cpu), FSDPC_ERR_UNSUPPORTED, "device 'cpu' has no graphs");
@@ -217,10 +248,13 @@ int main(void)
 #if defined(FSDPC_EMU)
     emu_set_delays(4711);
 #endif
-    static const rig_test_fn tests[] = {
-        test_a_replay_is_what_was_captured,    test_memory_is_held,
-        test_what_cannot_be_captured_is_named, test_a_dropped_capture_leaves_nothing,
-        test_streams_join_by_events,           test_a_graph_may_go_inside_a_capture,
-        test_devices_without_graphs_say_so};
+    static const rig_test_fn tests[] = {test_a_replay_is_what_was_captured,
+                                        test_memory_is_held,
+                                        test_what_cannot_be_captured_is_named,
+                                        test_a_dropped_capture_leaves_nothing,
+                                        test_streams_join_by_events,
+                                        test_a_graph_may_go_inside_a_capture,
+                                        test_graphs_that_are_given_up_are_errors,
+                                        test_devices_without_graphs_say_so};
     return rig_main("test_graph", tests, sizeof tests / sizeof tests[0]);
 }

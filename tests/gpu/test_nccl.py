@@ -53,6 +53,7 @@ def run(*command: str | Path, **more: str) -> str:
 
 SAME_ABI = r"""
 #include <stddef.h>
+#include <string.h>
 #include <nccl.h>
 #include "cuda/nccl_abi.h"
 #define SAME(ours, theirs) _Static_assert((long)(ours) == (long)(theirs), #theirs)
@@ -72,6 +73,8 @@ SAME(FSDPC_NCCL_BFLOAT16, ncclBfloat16);
 SAME(FSDPC_NCCL_SUM, ncclSum);
 SAME(FSDPC_NCCL_MAX, ncclMax);
 SAME(FSDPC_NCCL_MIN, ncclMin);
+SAME(FSDPC_NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_COLL_SYMMETRIC);
+SAME(FSDPC_NCCL_CTA_POLICY_ZERO, NCCL_CTA_POLICY_ZERO);
 SAME(sizeof(fsdpc_nccl_id), sizeof(ncclUniqueId));
 SAME(sizeof(fsdpc_nccl_result), sizeof(ncclResult_t));
 SAME(sizeof(fsdpc_nccl_type), sizeof(ncclDataType_t));
@@ -79,15 +82,36 @@ SAME(sizeof(fsdpc_nccl_red), sizeof(ncclRedOp_t));
 SAME(offsetof(fsdpc_nccl_config, magic), offsetof(ncclConfig_t, magic));
 SAME(offsetof(fsdpc_nccl_config, version), offsetof(ncclConfig_t, version));
 SAME(offsetof(fsdpc_nccl_config, blocking), offsetof(ncclConfig_t, blocking));
-SAME(offsetof(fsdpc_nccl_config, unused), offsetof(ncclConfig_t, cgaClusterSize));
+SAME(offsetof(fsdpc_nccl_config, shapes), offsetof(ncclConfig_t, cgaClusterSize));
 SAME(offsetof(fsdpc_nccl_config, net), offsetof(ncclConfig_t, netName));
-SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, splitShare));
-static const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
+SAME(offsetof(fsdpc_nccl_config, split_share), offsetof(ncclConfig_t, splitShare));
+SAME(offsetof(fsdpc_nccl_config, traffic_class), offsetof(ncclConfig_t, trafficClass));
+SAME(offsetof(fsdpc_nccl_config, name), offsetof(ncclConfig_t, commName));
+SAME(offsetof(fsdpc_nccl_config, collnet), offsetof(ncclConfig_t, collnetEnable));
+SAME(offsetof(fsdpc_nccl_config, cta_policy), offsetof(ncclConfig_t, CTAPolicy));
+SAME(offsetof(fsdpc_nccl_config, shrink_share), offsetof(ncclConfig_t, shrinkShare));
+SAME(offsetof(fsdpc_nccl_config, nvls_ctas), offsetof(ncclConfig_t, nvlsCTAs));
+SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, nChannelsPerNetPeer));
+/* All that NCCL reads but the first two fields, the version and `blocking`, is unset. */
+static int differs(ncclConfig_t theirs, fsdpc_nccl_config ours, int policy)
+{
+    theirs.size = ours.size;
+    theirs.version = ours.version;
+    theirs.blocking = 0;
+    theirs.CTAPolicy = policy;
+    return memcmp(&theirs, &ours, ours.size) != 0;
+}
 int main(void)
 {
-    fsdpc_nccl_config ours = FSDPC_NCCL_NONBLOCKING;
-    return ours.magic != theirs.magic || ours.unused[0] != theirs.cgaClusterSize ||
-           ours.unused[2] != theirs.maxCTAs || ours.net != theirs.netName;
+    const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
+    fsdpc_nccl_config plain = fsdpc_nccl_nonblocking(false), copies = fsdpc_nccl_nonblocking(true);
+    if (plain.size != offsetof(ncclConfig_t, splitShare) || plain.version != 21700)
+        return 1;
+    if (copies.size != offsetof(ncclConfig_t, nChannelsPerNetPeer) || copies.version != 22700)
+        return 2;
+    if (differs(theirs, plain, NCCL_CONFIG_UNDEF_INT))
+        return 3;
+    return differs(theirs, copies, NCCL_CTA_POLICY_ZERO) ? 4 : 0;
 }
 """
 

@@ -21,6 +21,56 @@ static void refusals(rank_context *self)
 
 #if defined(FSDPC_EMU)
 
+static fsdpc_status no_memory(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    (void)device;
+    (void)kind;
+    (void)bytes;
+    (void)out;
+    return fsdpc_fail(FSDPC_ERR_NOMEM, "no room in the inn");
+}
+
+/* The last rank has no memory for contributions: of sums nobody has, and all go on; values are
+ * given up, which the others are told. */
+static void full_device(rank_context *self)
+{
+    static const fsdpc_slice band = {.numel = 64, .owner = -1};
+    bool guilty = self->rank == self->size - 1;
+    gpu_rank r;
+    fsdpc_buffer *buffer;
+    void *shard;
+    EXPECT_OK(self, rank_create(&r, self, library));
+    EXPECT_OK(self, fsdpc_buffer_create(r.comm, 4096, &buffer));
+    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_GRAD, 4096, &shard));
+    fsdpc_coll sums = {.kind = FSDPC_COLL_REDUCE_SCATTER,
+                       .what = "layers.3",
+                       .slices = &band,
+                       .n_slices = 1,
+                       .buffer = buffer,
+                       .shard = shard,
+                       .scale = 1,
+                       .tree = true};
+    fsdpc_coll values = {
+        .kind = FSDPC_COLL_ALL_REDUCE, .what = "losses", .send = shard, .recv = shard, .numel = 64};
+    const fsdpc_device_ops *ops = r.device->ops;
+    fsdpc_device_ops full = *ops;
+    full.alloc = no_memory;
+    if (guilty)
+        r.device->ops = &full;
+    EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &sums), FSDPC_ERR_NOMEM, "no room in the inn");
+    r.device->ops = ops;
+    EXPECT_OK(self, fsdpc_comm_run(r.comm, &sums));
+    if (guilty)
+        r.device->ops = &full;
+    fsdpc_status status = fsdpc_comm_run(r.comm, &values);
+    EXPECT(self, status < 0 && strstr(fsdpc_last_error(), "no room in the inn"), "%s: %s",
+           fsdpc_status_text(status), fsdpc_last_error());
+    r.device->ops = ops;
+    fsdpc_device_free(r.device, shard);
+    fsdpc_buffer_destroy(buffer);
+    rank_destroy(&r);
+}
+
 static pthread_barrier_t all_here;
 static const double SOON_S = 0.5;
 
@@ -162,6 +212,7 @@ int main(void)
     ranks_run_threads(2, refusals, &(rank_options){0}); /* before any NCCL is there */
 #if defined(FSDPC_EMU)
     fake_open();
+    ranks_run_threads(3, full_device, &(rank_options){0});
     test_faults();
     fake_check();
 #endif

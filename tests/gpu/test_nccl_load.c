@@ -15,6 +15,8 @@ static void test_refusals(void)
     fsdpc_nccl nccl;
     CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", &nccl), FSDPC_ERR_UNSUPPORTED,
                 "/nowhere/libnccl.so.2");
+    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", &nccl), FSDPC_ERR_UNSUPPORTED,
+                "do without: FSDPC_TRANSPORT=local_cuda shares the GPUs' memory");
     CHECK_FAILS(fsdpc_nccl_open("libm.so.6", &nccl), FSDPC_ERR_UNSUPPORTED,
                 "this NCCL has no ncclGetVersion");
 }
@@ -26,6 +28,8 @@ static void test_identities(const char *path)
     CHECK_OK(fsdpc_nccl_open(NULL, &again)); /* finds the one that is open */
     CHECK(nccl.ncclGetUniqueId == again.ncclGetUniqueId);
     CHECK_NOTE(nccl.version >= 22800 && nccl.version == again.version, "%d", nccl.version);
+    CHECK(nccl.ncclCommRegister && nccl.ncclCommDeregister);
+    CHECK(nccl.ncclCommWindowRegister && nccl.ncclCommWindowDeregister);
     fsdpc_nccl_id one = {{0}}, other = {{0}};
     CHECK_OK(fsdpc_nccl_check(&nccl, nccl.ncclGetUniqueId(&one), "make an identity"));
     CHECK_OK(fsdpc_nccl_check(&nccl, nccl.ncclGetUniqueId(&other), "make an identity"));

@@ -59,6 +59,23 @@ static void test_unary(void)
                 check_unary((fsdpc_unary)kind, floats[d], sizes[n], n % 2);
 }
 
+/* The same twice, by keys in the memory of either device. */
+static void check_keyed_dropout(const fsdpc_dropout_args *drop, buffer *out, const void *x)
+{
+    const fsdpc_dropout_key key = {rig_bits(), 1 + rig_bits() % 9};
+    void *there;
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, sizeof key, &there));
+    CHECK_OK(fsdpc_device_copy(gpu, there, &key, sizeof key, gpu_stream));
+    fsdpc_dropout_args plain = *drop, keyed = *drop;
+    plain.x = x, plain.out = out->on_cpu;
+    plain.seed = key.seed, plain.stream += key.shift;
+    CHECK_OK(on(cpu_stream)->dropout(&plain, cpu_stream));
+    keyed.key = there;
+    CHECK_OK(on(gpu_stream)->dropout(&keyed, gpu_stream));
+    check_same_bits(out, "dropout by a key");
+    fsdpc_device_free(gpu, there);
+}
+
 static void test_gates(void)
 {
     for (int d = 0; d < FLOATS; d++)
@@ -93,6 +110,7 @@ static void test_gates(void)
             drop.x = gate.on_gpu, drop.out = out.on_gpu;
             CHECK_OK(on(gpu_stream)->dropout(&drop, gpu_stream));
             check_same_bits(&out, "dropout");
+            check_keyed_dropout(&drop, &out, gate.on_cpu);
             fini_all((buffer *[]){&gate, &up, &dout, &out, &dgate, &dup}, 6);
         }
 }
@@ -480,59 +498,11 @@ static void test_embedding(void)
                             shapes[c][2], (c + (size_t)d) % 2);
 }
 
-static void check_gemm(fsdpc_dtype dtype, fsdpc_dtype c_dtype, fsdpc_gemm_args args)
-{
-    size_t batch = args.batch ? args.batch : 1;
-    args.dtype = dtype, args.c_dtype = c_dtype;
-    args.lda = (args.trans_a ? args.m : args.k) + 8,
-    args.ldb = (args.trans_b ? args.k : args.n) + 8;
-    args.ldc = args.n + 8;
-    args.stride_a = (args.trans_a ? args.k : args.m) * args.lda;
-    args.stride_b = (args.trans_b ? args.n : args.k) * args.ldb;
-    args.stride_c = args.m * args.ldc;
-    buffer a = buffer_random(dtype, batch * args.stride_a, 0);
-    buffer b = buffer_random(dtype, batch * args.stride_b, 0);
-    buffer c = buffer_random(c_dtype, batch * args.stride_c, 0);
-    buffer bias = buffer_random(dtype, args.n, 0);
-    bool with_bias = args.bias != NULL;
-    args.a = a.on_cpu, args.b = b.on_cpu, args.c = c.on_cpu;
-    args.bias = with_bias ? bias.on_cpu : NULL;
-    CHECK_OK(on(cpu_stream)->gemm(&args, cpu_stream));
-    args.a = a.on_gpu, args.b = b.on_gpu, args.c = c.on_gpu;
-    args.bias = with_bias ? bias.on_gpu : NULL;
-    CHECK_OK(on(gpu_stream)->gemm(&args, gpu_stream));
-    char what[96];
-    snprintf(what, sizeof what, "gemm %zux%zux%zu x%zu%s%s%s%s", args.m, args.n, args.k, batch,
-             args.trans_a ? " A^T" : "", args.trans_b ? " B^T" : "",
-             args.accumulate ? " accumulate" : "", with_bias ? " bias" : "");
-    check_close(&c, 1 + sqrt((double)args.k), 32, what);
-    fini_all((buffer *[]){&a, &b, &c, &bias}, 4);
-}
-
-static void test_gemm(void)
-{
-    static const size_t shapes[][3] = {
-        {1, 1, 1}, {7, 9, 5}, {64, 64, 64}, {100, 130, 70}, {3, 4, 0}};
-    for (size_t s = 0; s < 5; s++)
-        for (unsigned bits = 0; bits < 8; bits++)
-            for (int d = 0; d < FLOATS; d++) {
-                fsdpc_gemm_args args = {.m = shapes[s][0],
-                                        .n = shapes[s][1],
-                                        .k = shapes[s][2],
-                                        .trans_a = bits & 1,
-                                        .trans_b = bits & 2,
-                                        .accumulate = bits & 4,
-                                        .batch = bits % 3,
-                                        .bias = bits % 3 == 1 ? "" : NULL};
-                check_gemm(floats[d], bits & 1 && d < 3 ? FSDPC_F32 : floats[d], args);
-            }
-}
-
 int main(void)
 {
-    static const rig_test_fn tests[] = {
-        test_unary,   test_gates,     test_binary,        test_sum,           test_copy,
-        test_softmax, test_norm,      test_cross_entropy, test_loss_gradient, test_bad_targets,
-        test_rotary,  test_embedding, test_gemm};
+    static const rig_test_fn tests[] = {test_unary,       test_gates,         test_binary,
+                                        test_sum,         test_copy,          test_softmax,
+                                        test_norm,        test_cross_entropy, test_loss_gradient,
+                                        test_bad_targets, test_rotary,        test_embedding};
     return rig_main("test_nn_kernels", tests, sizeof tests / sizeof tests[0]);
 }

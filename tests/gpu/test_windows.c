@@ -72,8 +72,9 @@ static void test_one_memory_at_several_addresses(void)
             check_holds(windows[reader]->address, (float)(10 * writer), "another address");
         check_holds(windows[0]->memory, (float)(10 * writer), "the slot's address");
     }
-    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, 2 * granule, windows[0], &windows[0]),
-                FSDPC_ERR_INTERNAL, "onto a slot of");
+    CHECK_FAILS(
+        fsdpc_window_create(gpu, FSDPC_MEM_WIRE, counted_bytes() + 1, windows[0], &windows[0]),
+        FSDPC_ERR_INTERNAL, "onto a slot of");
     close_windows();
     CHECK(counted_bytes() == 0);
 }

@@ -1,0 +1,38 @@
+"""How tests of the emulated device build what they run, and run it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_TIMEOUT_S = 900
+TIMEOUT_S = 300
+
+
+def built(*options: str) -> dict[str, Path]:
+    """What tools/cuda_build.py --emulate builds, by name."""
+    if not shutil.which("clang++"):
+        pytest.skip("clang++ is not installed")
+    done = subprocess.run([sys.executable, "tools/cuda_build.py", "--emulate", *options], cwd=ROOT,
+                          capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {Path(line).name: Path(line) for line in done.stdout.splitlines() if line}
+
+
+def run(environment: dict[str, str], *arguments: str | Path,
+        **more: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, and with `more` in its environment."""
+    return subprocess.run([sys.executable, *arguments], env={**environment, **more},
+                          capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def printed(environment: dict[str, str], *arguments: str | Path, **more: str) -> str:
+    """What it prints; it ends well."""
+    done = run(environment, *arguments, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,28 @@
+"""Attention of Python's tensors by the fake cuDNN, where FSDPC_CUDNN asks for it."""
+
+from __future__ import annotations
+
+import pytest
+from processes import run
+
+PROGRAM = """
+import numpy as np
+import fsdpc
+import fsdpc.functional as F
+
+fsdpc.set_default_device("cuda")
+x = fsdpc.tensor(np.ones((1, 8, 2, 32), np.float32)).to("bfloat16")
+for scale in (0.5, 0.75):
+    print(F.scaled_dot_product_attention(x, x, x, True, scale, "bthd").float().sum().item())
+"""
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_it_is_asked_only_if_the_environment_says_so(environment: dict[str, str],
+                                                     asked: str) -> None:
+    done = run(environment, "-c", PROGRAM, FSDPC_CUDNN=asked)
+    assert done.stdout.split()[0] == "512.0", done.stderr
+    if asked == "1":  # the fake's way of showing itself
+        assert "cuDNN failed on attention of 8 queries" in done.stderr
+    else:
+        assert done.returncode == 0 and done.stdout.split()[1] == "512.0", done.stderr
