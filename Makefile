@@ -27,11 +27,11 @@ $(VENV)/stamp-package: $(VENV)/stamp-base pyproject.toml setup.py
 	touch $@
 
 # The pinned torch alone first: its CPU build is then found where an index with one is configured.
-# Where nvcc is, the plugin's tests open NCCL, which needs no GPU.
+# Where nvcc is, the plugin's tests open NCCL, which needs no GPU, and read cuBLASLt's header.
 $(VENV)/stamp-test: $(VENV)/stamp-package pyproject.toml
 	$(PY) -m pip install --quiet torch==2.13.0
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[test]"
-	if command -v nvcc >/dev/null; then $(PY) -m pip install --quiet nvidia-nccl-cu13; fi
+	if command -v nvcc >/dev/null; then $(PY) -m pip install --quiet nvidia-nccl-cu13 "nvidia-cublas>=13,<14"; fi
 	touch $@
 
 $(VENV)/stamp-lint: $(VENV)/stamp-package pyproject.toml

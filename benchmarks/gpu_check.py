@@ -31,7 +31,7 @@ import cuda_build  # noqa: E402
 LAST_LINES = 20  # of a check that failed
 SANITIZERS = ("memcheck", "racecheck")
 HAZARDOUS = ("test_attention_kernels", "test_flat_kernels", "test_nn_kernels", "test_norm_kernels",
-             "test_step_kernels")
+             "test_product_kernels", "test_step_kernels")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     -------
     dict
         By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
-        of GPUs, or why there is nothing.
+        of GPUs, or why there is nothing.  ``transport``, once initialized, says how ranks
+        communicate and, where they share a GPU, by which memory.
 
     Notes
     -----
@@ -41,7 +42,10 @@ def show_config(print_: bool = True) -> dict[str, Any]:
         "initialized": distributed.is_initialized(),
     }
     if distributed.is_initialized():
-        config |= {"rank": distributed.rank(), "world_size": distributed.world_size()}
+        world = distributed.world()
+        transport = f"{world.transport}: {world.about}" if world.about else world.transport
+        config |= {"rank": distributed.rank(), "world_size": distributed.world_size(),
+                   "transport": transport}
     if print_:
         width = max(map(len, config))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in config.items()))

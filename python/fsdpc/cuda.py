@@ -55,8 +55,8 @@ def describe() -> str:
     Returns
     -------
     str
-        For example ``CUDA 13.0, driver for 13.0, 1 GPU(s), products by cuBLASLt``, or
-        ``not built: no nvcc ...``.
+        For example ``CUDA 13.0, driver for 13.0, 1 GPU(s), products by cuBLASLt 13.1.0, for
+        attention under FSDPC_CUDNN=1 cuDNN 9.28.1``, or ``not built: no nvcc ...``.
 
     Notes
     -----

@@ -4,8 +4,10 @@ Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORL
 MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or
 there is one. Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
 (:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
-are fewer; bytes go over NCCL where every rank has its own, else through host memory.
+are fewer; bytes go over NCCL where every rank has its own, else through memory that ranks share,
+the GPU's or, where that cannot be or ``FSDPC_STAGED`` is set, the host's (``world().about``).
 ``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise; ``world().transport`` says which it is.
+NCCL takes ranks that share a GPU from 2.30 on.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        The transport needs NCCL, and there is none (the message says where it was looked for); or
-        the mode is deterministic and the transport NCCL, which sums in an order of its own.
+        The transport needs NCCL, and there is none (the message says where it was looked for), or
+        one older than 2.30 for ranks that share a GPU.
     """
     global _world, _local_rank, _deterministic
     if _world is not None:
@@ -100,12 +102,6 @@ def init(
         local_rank=_local_rank,
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
     )
-    if deterministic and _world.transport == "nccl" and world_size > 1:
-        shutdown()
-        raise NotImplementedError(
-            "deterministic mode over NCCL, which sums in an order of its own: set "
-            "FSDPC_TRANSPORT=local_cuda, which goes through host memory, or do without"
-        )
     _deterministic = bool(deterministic)
 
 

@@ -37,3 +37,12 @@ def test_files_end_in_one_newline_and_lines_in_no_blank(path: Path) -> None:
     assert not text or (text.endswith("\n") and not text.endswith("\n\n")), label(path)
     blank = [n for n, line in enumerate(text.split("\n"), 1) if line != line.rstrip()]
     assert not blank, f"{label(path)}: blanks end lines {blank}"
+
+
+@pytest.mark.parametrize("path", [path for path in TEXT if path.suffix == ".md"], ids=label)
+def test_prose_is_wrapped(path: Path) -> None:
+    """Tables and programs are as wide as they are."""
+    in_program = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        in_program ^= line.lstrip().startswith("```")
+        assert in_program or line.startswith("|") or len(line) <= 110, f"{label(path)}:{number}"

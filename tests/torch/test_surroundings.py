@@ -281,6 +281,21 @@ def test_prefetch_lists_and_flags() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_prefetch_distance() -> None:
+    """Of the whole model, whoever is asked: before the first forward the outermost, later any."""
+    ours = shard(build())
+    with pytest.raises(ValueError, match="the prefetch distance is 0 or more, got -1"):
+        ours.set_prefetch_distance(-1)
+    ours.set_prefetch_distance(2)
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    first = fsdpc.schedule(ours)
+    ours.blocks[1].set_prefetch_distance(3)
+    second = fsdpc.schedule(ours)
+    assert first and second and first.uses == second.uses
+    assert (first.prefetch, second.prefetch) == (2, 3)
+
+
+@pytest.mark.ranks(2)
 def test_ignored_parameters() -> None:
     torch.manual_seed(0)
     model = build()

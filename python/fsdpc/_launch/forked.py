@@ -100,7 +100,10 @@ def run_forked(
 
     def body(result: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-        _send(result, fn())
+        report = fn()
+        _send(result, report)
+        if report.kind == "ok":
+            _leave()
 
     supervisor = Supervisor(write, timeout=timeout)
     try:
@@ -128,6 +131,16 @@ def error_report(error: BaseException, skip_frames: int = 1) -> Report:
     for _ in range(skip_frames):
         frames = frames.tb_next if frames and frames.tb_next else frames
     return Report("error", "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _leave() -> None:
+    """Shut down what a rank has begun, as the end of a process of its own would.
+
+    A forked rank runs no exit handlers, and peers that are not done yet would see it die.
+    """
+    ours = sys.modules.get("fsdpc.distributed")
+    if ours is not None:
+        ours.shutdown()
 
 
 def _send(result: int, report: Report) -> None:

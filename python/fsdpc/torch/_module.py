@@ -117,9 +117,13 @@ class FSDPModule(fsdp_module.FSDPModule):
             self._fsdpc_state.when_rooted.append(action)
 
     def set_prefetch_distance(self, distance: int) -> None:
-        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first."""
+        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first.
+
+        Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
+        they gather no further ahead than they have memory for.
+        """
+        self._want_prefetch(distance)
         _root_of(self)
-        super().set_prefetch_distance(distance)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``; FSDP2's older name."""
