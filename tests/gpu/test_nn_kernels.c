@@ -198,11 +198,13 @@ static void test_sum(void)
                 CHECK_OK(on(cpu_stream)->sum(&args, cpu_stream));
                 args.x = x.on_gpu, args.out = out.on_gpu;
                 CHECK_OK(on(gpu_stream)->sum(&args, gpu_stream));
-                /* sums of up to 50021 numbers below 1; fp32 inside unless all is F64 */
+                /* Sums of up to 50021 numbers below 1, in two orders: errors grow by chance, as the
+                 * root of the terms, and one in some hundreds is 8 times that.  fp32 inside unless
+                 * all is F64. */
                 bool wide = floats[d] == FSDPC_F64 && floats[o] == FSDPC_F64;
                 double terms = outputs ? (double)numel / (double)outputs : 0;
                 check_close(&out, (1 + sqrt(terms)) * (wide || floats[o] != FSDPC_F64 ? 1 : 0x1p29),
-                            8, "sum");
+                            32, "sum");
                 fini_all((buffer *[]){&x, &out}, 2);
             }
 }
