@@ -31,10 +31,16 @@ static void test_values(void)
     setenv("FSDPC_THREADS", "4096", 1);
     setenv("FSDPC_ISA", "avx2", 1);
     setenv("FSDPC_RUN_ID", "abc", 1); /* the launcher's */
+    setenv("FSDPC_TEST_GPU", "1", 1); /* of tests that start ranks */
+    setenv("FSDPC_TEST_SEED", "1", 1);
+    setenv("FSDPC_COMMIT", "abc", 1);
     CHECK_OK(fsdpc_env_read(&env));
     CHECK(env.timeout_s == 0.5 && env.no_alias && env.threads == 4096);
     CHECK(strcmp(env.isa, "avx2") == 0);
     unsetenv("FSDPC_RUN_ID");
+    unsetenv("FSDPC_TEST_GPU");
+    unsetenv("FSDPC_TEST_SEED");
+    unsetenv("FSDPC_COMMIT");
 }
 
 static void refuse(const char *variable, const char *value, const char *accepted)
