@@ -8,9 +8,9 @@ Beside the extension goes the plugin for GPUs, by tools/cuda_build.py, where the
 """
 
 import sys
-import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -38,25 +38,8 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext):
         """Compile csrc and link it to where setuptools wants the extension."""
-        import numpy
-
-        python = sysconfig.get_paths()
-        flags = [f"-isystem{python['include']}", f"-isystem{python['platinclude']}"]
-        flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
-        flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
-
-        # Folders that stay between builds (setuptools' own is a new one every time for an editable
-        # install): the engine's objects, shared with the C tests, and those of each interpreter.
-        engine = native.Builder(native.OBJECTS)
-        python_side = native.Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
         try:
-            objects = engine.compile(native.sources())
-            objects += python_side.compile(native.sources(["py"]), flags)
-            python_side.link(
-                objects,
-                Path(self.get_ext_fullpath(ext.name)),
-                ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"],
-            )
+            native.build_core(Path(self.get_ext_fullpath(ext.name)))
         except native.CompileError as error:
             sys.exit(f"fsdpc: the C sources did not compile\n{error}")
 
@@ -66,6 +49,11 @@ def relative_sources():
     every = native.sources((*native.LAYERS, "py"))
     return [str(path.relative_to(ROOT)) for path in every]
 
+
+# Older ones stumble over pyproject.toml's `license`, in forty lines that do not say so.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(f"fsdpc: setuptools is {setuptools.__version__}; 77 or newer builds fsdpc: "
+             "pip install --upgrade setuptools")
 
 setup(
     ext_modules=[Extension("fsdpc._core", sources=relative_sources())],

@@ -2,10 +2,12 @@
 
     python tools/cuda_build.py [--out build/libfsdpc_cuda.so] [--archs 80,90,100] [--emulate]
 
-The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, and the nvcc on PATH.  NCCL and
-cuBLASLt need no headers: csrc/cuda/nccl_abi.h and cublaslt_abi.h declare what is used of them.
-CUDA's runtime is linked statically and everything else is opened at run time, so that the library
-loads anywhere; pip's nvidia packages, beside which pip installs it, are where it looks first.
+The toolkit is the first found of $CUDA_HOME, pip's nvidia packages, the nvcc on PATH, and
+/usr/local/cuda.  NCCL and cuBLASLt need no headers: csrc/cuda/nccl_abi.h and cublaslt_abi.h declare
+what is used of them.  CUDA's runtime is linked statically and everything else is opened at run
+time, so that the library loads anywhere; pip's nvidia packages, beside which pip installs it, are
+where it looks first.  One that stays where it is built, in the source tree, looks in those of the
+Python that builds it.
 Attention by cuDNN is compiled in where the headers of cuDNN and of its frontend (pip's
 nvidia-cudnn-frontend) are found.
 
@@ -24,6 +26,7 @@ import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -50,7 +53,8 @@ ARCHS = ("80", "90", "100")
 # A toolkit of pip's packages; the build asks for them where FSDPC_CUDA=1 finds no other.
 TOOLKIT_PACKAGES = ("nvidia-cuda-nvcc>=13,<14", "nvidia-cuda-runtime>=13,<14",
                     "nvidia-cuda-cccl>=13,<14")
-NO_TOOLKIT = "no nvcc in $CUDA_HOME/bin, in pip's nvidia packages or on PATH"
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+NO_TOOLKIT = f"no nvcc in $CUDA_HOME/bin, pip's nvidia packages, on PATH or in {SYSTEM_TOOLKIT}/bin"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
 # written.  The others may be contracted, as nvcc does by default.
@@ -69,9 +73,8 @@ CUDNN_PLAN = KERNELS / "cudnn_plan.cpp"
 CUDNN_HEADERS = ("cudnn_frontend.h", "cudnn.h", "nvrtc.h", "cuda.h")
 CUDNN_FLAGS = ("-std=c++17", "-O1", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra,-Wshadow",
                f"-I{native.CSRC}")
-# From the plugin's folder, site-packages/fsdpc, to what it opens by name.
-RUN_PATH = [f"$ORIGIN/../nvidia/{package}/lib"
-            for package in ("nccl", "cu13", "cublas", "cudnn", "cuda_runtime")]
+# Folders of pip's nvidia packages that hold what the plugin opens by name.
+OPENED = ("nccl", "cu13", "cublas", "cudnn", "cuda_runtime")
 # Of the core, the plugin compiles in what needs nothing else.
 SHARED_WITH_CORE = ("base/crc32c.c", "base/dtype.c", "base/trace.c", "base/wait.c",
                     "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c")
@@ -96,14 +99,14 @@ def pip_sites() -> list[Path]:
     sysconfig those of the environment around it.
     """
     sites = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    return [Path(site) for site in dict.fromkeys(site for site in sites if site)]
+    return [Path(each) for each in dict.fromkeys(sites) if each]
 
 
 def pip_folders() -> list[Path]:
     """Folders of pip's nvidia packages, whatever their version calls them."""
     folders: list[Path] = []
-    for site in pip_sites():
-        folders += sorted(site.glob("nvidia/*"), reverse=True)
+    for each in pip_sites():
+        folders += sorted(each.glob("nvidia/*"), reverse=True)
     return [folder for folder in folders if folder.is_dir()]
 
 
@@ -114,7 +117,7 @@ def find_toolkit() -> Toolkit | None:
     on_path = shutil.which("nvcc")
     if on_path:
         homes.append(Path(on_path).resolve().parent.parent)
-        homes.append(Path("/usr/local/cuda"))
+    homes.append(SYSTEM_TOOLKIT)
     home = next((home for home in homes if os.access(home / "bin" / "nvcc", os.X_OK)), None)
     if home is None:
         return None
@@ -167,7 +170,7 @@ def kernel_commands(toolkit: Toolkit, archs: Sequence[str]) -> list[tuple[Path, 
 
 def cudnn_commands(toolkit: Toolkit) -> list[tuple[Path, list[str]]]:
     """What compiles :data:`CUDNN_PLAN`; nothing where a header that it needs is missing."""
-    folders = [*toolkit.includes, *(site / "include" for site in pip_sites())]
+    folders = [*toolkit.includes, *(each / "include" for each in pip_sites())]
     if not all(any((folder / name).is_file() for folder in folders) for name in CUDNN_HEADERS):
         return []
     command = [str(toolkit.nvcc), *CUDNN_FLAGS]
@@ -194,7 +197,22 @@ def default_archs(toolkit: Toolkit) -> list[str]:
     return [arch for arch in ARCHS if f"compute_{arch}" in known] or list(ARCHS[:1])
 
 
-def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
+def run_path(stays: bool) -> str:
+    """Where the plugin looks for what it opens: from site-packages/fsdpc, its folder when it is
+    installed, and, if it `stays` in the source tree, in this Python's own folders.
+
+    Not in those of sys.path: an isolated build's are gone, and anybody's to make, after it.
+    """
+    sites = ["$ORIGIN/.."]
+    if stays:
+        sites += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        sites += site.getsitepackages()
+        sites += [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    return ":".join(f"{each}/nvidia/{package}/lib" for each in dict.fromkeys(sites)
+                    for package in OPENED)
+
+
+def build_plugin(out: Path, archs: Sequence[str] = (), stays: bool = False) -> Path:
     """Build the plugin.
 
     Parameters
@@ -204,6 +222,8 @@ def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
     archs : sequence of str, optional
         Compute capabilities without the dot, ascending; PTX of the last serves later ones.
         Default: :func:`default_archs`.
+    stays : bool, optional
+        Whether it will be used from the source tree, by this Python: :func:`run_path`.
 
     Returns
     -------
@@ -222,9 +242,9 @@ def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
         raise RuntimeError(f"{NO_TOOLKIT}: install a CUDA toolkit (12.4 or newer), or its packages"
                            f" ({' '.join(TOOLKIT_PACKAGES)}), or build without FSDPC_CUDA=1")
     archs = archs or default_archs(toolkit)
-    folder = native.ROOT / "build" / "cuda" / "-".join(archs)
+    folder = object_folder(archs)
     with native.building(folder):
-        built = compile_plugin(toolkit, archs, folder)
+        built = compile_plugin(toolkit, archs, folder, stays)
         out.parent.mkdir(parents=True, exist_ok=True)
         fresh = out.with_suffix(".new")  # put in place whole: a process may have the old one loaded
         shutil.copy2(built, fresh)
@@ -232,23 +252,41 @@ def build_plugin(out: Path, archs: Sequence[str] = ()) -> Path:
     return out
 
 
-def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path) -> Path:
+def object_folder(archs: Sequence[str]) -> Path:
+    """Where the objects for these archs are, of the plugin and of the GPU's tests."""
+    return native.ROOT / "build" / "cuda" / "-".join(archs)
+
+
+def to_linker(option: str, value: str | Path) -> str:
+    """The word by which nvcc passes `option,value` on to the linker, through a shell."""
+    return f"-Xlinker={option}," + str(value).replace(" ", r"\ ")
+
+
+def link(command: Sequence[str], target: Path, objects: Sequence[Path]) -> Path:
+    """Link objects by `command` unless it made `target` of them already."""
+    whole = [*command, "-o", str(target), *map(str, objects), "-ldl", "-lpthread", "-lrt", "-lm"]
+    stamp, line = target.with_suffix(".link"), shlex.join(whole)
+    fresh = target.exists() and stamp.exists() and stamp.read_text() == line
+    built = target.stat().st_mtime_ns if fresh else 0
+    if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
+        native.run_command(whole)
+        stamp.write_text(line)
+    return target
+
+
+def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path, stays: bool) -> Path:
     """Build the plugin in `folder` if anything it is made of changed."""
     command = host_command(toolkit)
     sources = [*cuda_sources(), *(native.CSRC / name for name in SHARED_WITH_CORE)]
     objects = Builder(folder).compile_all([*cudnn_commands(toolkit),
                                            *kernel_commands(toolkit, archs),
                                            *((path, command) for path in sources)])
-    built = folder / PLUGIN
-    if not built.exists() or any(path.stat().st_mtime_ns > built.stat().st_mtime_ns
-                                 for path in objects):
-        script = folder / "plugin.map"  # C++ would export what it instantiates of its library
-        script.write_text("{ global: fsdpc_plugin_open; local: *; };\n")
-        native.run_command([str(toolkit.nvcc), "-shared", "-cudart=static", "-o", str(built),
-                            *map(str, objects), "-Xlinker=--no-undefined,--exclude-libs=ALL",
-                            f"-Xlinker=--version-script={script}",
-                            f"-Xlinker=-rpath,{':'.join(RUN_PATH)}", "-ldl", "-lpthread", "-lrt"])
-    return built
+    script = folder / "plugin.map"  # C++ would export what it instantiates of its library
+    script.write_text("{ global: fsdpc_plugin_open; local: *; };\n")
+    return link([str(toolkit.nvcc), "-shared", "-cudart=static",
+                 "-Xlinker=--no-undefined,--exclude-libs=ALL",
+                 to_linker("--version-script", script), to_linker("-rpath", run_path(stays))],
+                folder / PLUGIN, objects)
 
 
 def wanted() -> str:
@@ -290,7 +328,7 @@ def install(folder: Path, in_place: bool) -> None:
         reason = NO_TOOLKIT
     else:
         try:
-            build_plugin(plugin)
+            build_plugin(plugin, stays=in_place)
         except RuntimeError as error:
             if choice == "1":
                 raise
@@ -323,27 +361,43 @@ def without_border() -> list[Path]:
     return [path for path in cuda_sources() if path.stem not in ("guest", "plugin_cuda")]
 
 
-def build_tests(archs: Sequence[str]) -> list[Path]:
-    """Build the tests of tests/gpu for the GPU."""
+def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
+    """Build the tests of tests/gpu for the GPU, of the objects that the plugin is made of too.
+
+    Returns
+    -------
+    programs : list of Path
+        Those that were built.
+    failed : dict of str to str
+        The others' names, and what the compiler said.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no nvcc, or what all of them link could not be built.
+    """
     toolkit = find_toolkit()
     if toolkit is None:
         raise RuntimeError(f"{NO_TOOLKIT}: the GPU's tests need a CUDA toolkit")
     archs = archs or default_archs(toolkit)
-    folder = native.ROOT / "build" / "cuda" / "tests"
-    builder = Builder(folder)
-    command = [*host_command(toolkit), f"-I{native.ROOT / 'tests' / 'c'}", f"-I{TESTS}"]
-    objects = builder.compile_all([*cudnn_commands(toolkit), *kernel_commands(toolkit, archs),
-                                   *((path, command) for path in without_border())])
-    objects += core_objects(folder / "core")
-    looks = [f"-Xlinker=-rpath={each / 'lib'}" for each in pip_folders()]  # as the plugin does
-    programs = []
-    for path in test_sources():
-        main = builder.compile(path, command)
-        program = folder / path.stem
-        native.run_command([str(toolkit.nvcc), "-cudart=static", "-o", str(program), str(main),
-                            *map(str, objects), *looks, "-ldl", "-lpthread", "-lrt", "-lm"])
-        programs.append(program)
-    return programs
+    command, folder = host_command(toolkit), native.ROOT / "build" / "cuda" / "tests"
+    with native.building(object_folder(archs)):
+        objects = Builder(object_folder(archs)).compile_all(
+            [*cudnn_commands(toolkit), *kernel_commands(toolkit, archs),
+             *((path, command) for path in without_border())])
+        objects += core_objects(native.OBJECTS)
+    looks = [to_linker("-rpath", each / "lib") for each in pip_folders()]  # as the plugin does
+
+    def build(source: Path) -> Path:
+        main = Builder(folder).compile(source, [*command, f"-I{native.ROOT / 'tests' / 'c'}",
+                                                f"-I{TESTS}"])
+        return link([str(toolkit.nvcc), "-cudart=static", *looks], folder / source.stem,
+                    [main, *objects])
+
+    with native.building(folder), ThreadPoolExecutor(native.usable_cores()) as pool:
+        jobs = {path.stem: pool.submit(build, path) for path in test_sources()}
+    failed = {name: str(error) for name, job in jobs.items() if (error := job.exception())}
+    return [job.result() for name, job in jobs.items() if name not in failed], failed
 
 
 def emulated_commands(sanitizer: Sequence[str] = ()) -> tuple[list[str], list[str]]:
@@ -456,9 +510,11 @@ def main() -> int:
         if args.emulate:
             built = build_emulated(args.sanitizer, args.streams)
         elif args.tests:
-            built = build_tests(archs)
+            built, failed = build_tests(archs)
+            if failed:
+                raise RuntimeError("\n".join(failed.values()))
         else:
-            built = [build_plugin(args.out, archs)]
+            built = [build_plugin(args.out, archs, stays=True)]
     except RuntimeError as error:
         sys.exit(f"cuda_build: {error}")
     print("\n".join(map(str, built)))

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -198,3 +199,28 @@ class Builder:
             run_command(command)
             stamp.write_text(line)
         return target
+
+
+def build_core(target: Path) -> Path:
+    """Build the extension ``fsdpc._core`` of this Python as `target`; CompileError if that fails.
+
+    Its objects stay between builds (setuptools' own folder is a new one every time for an editable
+    install): the engine's, shared with the C tests, and those of each interpreter.
+    """
+    import numpy
+
+    python = sysconfig.get_paths()
+    flags = [f"-isystem{python['include']}", f"-isystem{python['platinclude']}"]
+    flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
+    flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
+    python_side = Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
+    objects = Builder(OBJECTS).compile(sources())
+    objects += python_side.compile(sources(["py"]), flags)
+    return python_side.link(
+        objects, target, ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"]
+    )
+
+
+def core_in_place() -> Path:
+    """The extension of this Python in the source tree."""
+    return ROOT / "python" / "fsdpc" / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_it_needs_no_library_of_nvidia(plugin: Path) -> None:
     assert "cuda" not in done.stdout.replace(str(plugin), "") and "nccl" not in done.stdout
 
 
+@pytest.mark.skipif(not shutil.which("readelf"), reason="readelf is not installed")
+def test_folders_names_may_have_blanks(tmp_path: Path) -> None:
+    source, folder = tmp_path / "empty.c", tmp_path / "a folder"
+    source.write_text("int nothing;\n")
+    command = [str(cuda_build.find_toolkit().nvcc), "-shared", "-Xcompiler=-fPIC",
+               cuda_build.to_linker("-rpath", f"$ORIGIN/..:{folder}"), str(source)]
+    library = cuda_build.link(command, tmp_path / "empty.so", [])
+    done = subprocess.run(["readelf", "-d", library], capture_output=True, text=True)
+    assert f"[$ORIGIN/..:{folder}]" in done.stdout
+
+
 def test_it_loads_and_says_what_it_found(plugin: Path, tmp_path: Path) -> None:
     builder = native.Builder(tmp_path)
     tests = ROOT / "tests" / "c"
@@ -56,6 +68,8 @@ print(json.dumps([before, opened(), config["cuda"], fsdpc.cuda.device_count(), f
 """
 
 
+@pytest.mark.skipif(int(version("setuptools").split(".")[0]) < 77,
+                    reason="setuptools is older than 77, which builds fsdpc")
 def test_a_wheel_has_it_beside_the_extension_and_opens_it_when_asked(
     plugin: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ TOOLKIT = cuda_build.Toolkit(Path("/opt/cuda/bin/nvcc"), ())
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without a toolkit, where a plugin that is compiled is one line of text."""
 
-    def build(out: Path) -> None:
+    def build(out: Path, stays: bool) -> None:
         if cuda_build.find_toolkit() is None:
             raise RuntimeError(cuda_build.NO_TOOLKIT)
         out.write_text("compiled")
@@ -74,7 +75,7 @@ def test_in_place_it_is_kept_new_but_not_begun(machine: pytest.MonkeyPatch, tmp_
 def test_a_compiler_s_failure_ends_only_a_build_that_demanded_it(
     machine: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(out: Path) -> None:
+    def fail(out: Path, stays: bool) -> None:
         raise native.CompileError("nvcc: unsupported GNU version")
 
     machine.setattr(cuda_build, "find_toolkit", lambda: TOOLKIT)
@@ -85,6 +86,17 @@ def test_a_compiler_s_failure_ends_only_a_build_that_demanded_it(
     machine.setenv("FSDPC_CUDA", "1")
     with pytest.raises(native.CompileError):
         installed(tmp_path)
+
+
+def test_only_a_plugin_that_stays_looks_in_this_python_s_folders(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "isolated")])
+    here = f"{sysconfig.get_path('purelib')}/nvidia/nccl/lib"
+    goes, stays = (cuda_build.run_path(each).split(":") for each in (False, True))
+    assert here in stays and set(goes) < set(stays) and goes[0] == "$ORIGIN/../nvidia/nccl/lib"
+    assert all(each.startswith("$ORIGIN/") for each in goes)
+    assert not any(str(tmp_path) in each for each in stays)
 
 
 def test_other_words_are_refused(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:

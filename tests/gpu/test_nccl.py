@@ -168,6 +168,15 @@ def test_pip_s_library_is_found_beside_the_plugin(installed: Path) -> None:
     assert Path(line.split(" at ")[1]).resolve() == LIBRARY.resolve()
 
 
+@pytest.mark.parametrize("stays", [True, False], ids=["stays", "goes"])
+def test_a_plugin_in_the_source_tree_finds_pip_s_library(tmp_path: Path, stays: bool) -> None:
+    """Away from site-packages; one that was built to go there would find the system's at most."""
+    plugin = cuda_build.build_plugin(tmp_path / cuda_build.PLUGIN, ("90",), stays=stays)
+    line, _ = describe(Path(fsdpc.__file__).parents[1], FSDPC_CUDA_PLUGIN=str(plugin))
+    found = " at " in line and Path(line.split(" at ")[1]).resolve() == LIBRARY.resolve()
+    assert found == stays, line
+
+
 def test_no_second_copy_beside_torch_s(installed: Path, tmp_path: Path) -> None:
     theirs = Path(shutil.copy(LIBRARY, tmp_path))  # torch brings its own by this name
     for named in ({}, {"FSDPC_NCCL_LIB": str(LIBRARY)}):
