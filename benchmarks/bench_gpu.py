@@ -4,9 +4,10 @@
 
 World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipping at 1.0 and AdamW
 over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
-fsdpc.torch, "fsdp2" the same under torch's FSDP2; "+compile" compiles each block.  Each engine runs
-in a process of its own: warm steps, then several stretches of steps with one wait for the GPU at
-the end of each; the median stretch counts.  An engine that fails keeps its row, with the reason.
+fsdpc.torch, "fsdp2" the same under torch's FSDP2; "+compile" compiles each block, "+cudnn" takes
+cuDNN's attention where the plugin has it.  Each engine runs in a process of its own: warm steps,
+then several stretches of steps with one wait for the GPU at the end of each; the median stretch
+counts.  An engine that fails, or takes longer than it may, keeps its row, with the reason.
 
 MFU is over --peak (an H100's 989 TFLOP/s of dense bf16) and over what a product of torch's reaches
 on this GPU, by fsdpc's formula (6 x matmul parameters with the head, causal half of attention), and
@@ -19,26 +20,33 @@ SmolLM3-3B: 6 [h (n + 2 kv) d + 2 n s d + n d h + 3 h I] L, all of attention and
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import checks
 import common
 from bench_llama import torch_llama
 
 from fsdpc.models.config import ModelConfig, preset
 
-ENGINES = ("native", "door", "door+compile", "fsdp2", "fsdp2+compile")
+# The baseline first: whatever stops a run, ours are never without it.
+ENGINES = ("fsdp2", "door", "native", "native+cudnn", "door+compile", "fsdp2+compile")
 # Rows, words of a row, and whether activations are computed again: what 80 GB hold.
 SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (4, 2048, False),
           "SmolLM3-3B": (1, 8192, True)}
 WARM, STEPS, STRETCHES = 3, 5, 3
 PEAK_SIZE = {"cuda": 8192, "cpu": 256}
+DUMP_S = 5.0  # before a turn is cut off, it says where it is
+LEAST_S = 10.0  # that a turn is begun for
 
 
 def published_flops_per_token(c: ModelConfig, seq: int) -> float:
@@ -90,6 +98,18 @@ def native(shape: str, device: str) -> Turn:
     return step, lambda: float(last[0]), lambda: fsdpc.memory_stats()["total_peak_bytes"]
 
 
+def expect_no_packed_sequences() -> None:
+    """Tell transformers that each row is one sequence.
+
+    It asks the GPU at every forward, and waits for the answer there: time that FSDP2 would lose to
+    its model, not to sharding.
+    """
+    from transformers import masking_utils
+
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+
+
 def torch_engine(engine: str, shape: str, device: str) -> Turn:
     """transformers' LLaMA under fsdpc.torch or FSDP2."""
     import torch
@@ -101,6 +121,7 @@ def torch_engine(engine: str, shape: str, device: str) -> Turn:
     torch.manual_seed(0)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=0, world_size=1,
                             init_method=f"file://{os.environ['BENCH_STORE']}")
+    expect_no_packed_sequences()
     with torch.device(device):
         model, _ = torch_llama(shape)
     if name == "door":
@@ -142,7 +163,7 @@ def torch_engine(engine: str, shape: str, device: str) -> Turn:
 
 def turn(engine: str, shape: str, device: str) -> dict[str, Any]:
     """Seconds of a step in each stretch, and the peak of memory."""
-    step, wait, peak = (native(shape, device) if engine == "native"
+    step, wait, peak = (native(shape, device) if engine.startswith("native")
                         else torch_engine(engine, shape, device))
     for _ in range(WARM):
         step()
@@ -186,6 +207,39 @@ def row(engine: str, shape: str, found: dict[str, Any], peak: float, reached: fl
             f"{found['peak_bytes'] / 2**30:.1f}"]
 
 
+def run_alone(arguments: list[str], limit_s: float, **environment: str) -> dict[str, Any]:
+    """What this script leaves as its result in a process of its own; RuntimeError says why not."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        environment |= {"BENCH_RESULT": str(result), "BENCH_STORE": str(Path(folder) / "store"),
+                        "OMP_NUM_THREADS": "1"}
+        command = (sys.executable, __file__, *arguments, "--limit", str(limit_s))
+        ended = checks.run(checks.Check("", command, cap_s=limit_s, environment=environment))
+        print(ended.stdout + ended.stderr, end="", file=sys.stderr, flush=True)
+        if not result.exists():
+            raise RuntimeError(ended.verdict)
+        return json.loads(result.read_text())
+
+
+def without_cudnn(engines: list[str]) -> list[str]:
+    """The engines that can run: those on cuDNN's attention only where the plugin has it."""
+    if not any(engine.endswith("+cudnn") for engine in engines):
+        return engines
+    plugin = common.plugin_says()[0]
+    if "FSDPC_CUDNN=1 cuDNN " in plugin:
+        return engines
+    print(f"no engine on cuDNN's attention; the plugin: {plugin}\n")
+    return [engine for engine in engines if not engine.endswith("+cudnn")]
+
+
+def measure(engine: str, shape: str, rest: list[str], limit_s: float) -> dict[str, Any]:
+    """The turn of one engine."""
+    if limit_s < LEAST_S:
+        raise RuntimeError("not run: the time of this shape is over")
+    cudnn = {"FSDPC_CUDNN": "1"} if engine.endswith("+cudnn") else {}
+    return run_alone(["--turn", engine, shape, *rest], limit_s, **cudnn)
+
+
 def main() -> None:
     """Run what is asked for and print the rows."""
     p = argparse.ArgumentParser(
@@ -195,30 +249,44 @@ def main() -> None:
     p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--peak", type=float, default=989, help="TFLOP/s that the maker promises")
+    p.add_argument("--turn-seconds", type=float, default=90, help="an engine's at most")
+    p.add_argument("--shape-seconds", type=float, default=600, help="of all engines on a shape")
     p.add_argument("--turn", nargs=2, metavar=("ENGINE", "SHAPE"), help=argparse.SUPPRESS)
     p.add_argument("--product", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     o = p.parse_args()
     if o.turn or o.product:
+        faulthandler.dump_traceback_later(max(o.limit - DUMP_S, DUMP_S / 5))
         common.leave_result({"flops": product_flops(o.device)} if o.product
                             else turn(*o.turn, o.device))
         return
+    checks.end_by_exception()
+    if o.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or FSDP2 takes its GPU's mesh
     common.header()
     rest = ["--device", o.device]
-    reached = common.run_ranks(__file__, ["--product", *rest], 1)["flops"]
-    print(f"a bf16 product of {PEAK_SIZE[o.device]}: {reached / 1e12:.3g} TFLOP/s\n")
+    engines = without_cudnn(o.engines)
+    failed, reached = 0, float("nan")
+    try:
+        reached = run_alone(["--product", *rest], o.turn_seconds)["flops"]
+        print(f"a bf16 product of {PEAK_SIZE[o.device]}: {reached / 1e12:.3g} TFLOP/s\n")
+    except RuntimeError as error:
+        failed += 1
+        print(f"a bf16 product of {PEAK_SIZE[o.device]}: {error}\n")
     common.table(["shape", "engine", "ms a step (range)", "tokens/s", f"MFU of {o.peak:g}",
                   "of the product", "by the study's count", "peak GiB"], [])
-    failed = 0
     for shape in o.shapes:
-        for engine in o.engines:
+        end = time.monotonic() + o.shape_seconds
+        for engine in engines:
             try:
-                found = common.run_ranks(__file__, ["--turn", engine, shape, *rest], 1)
+                limit_s = min(o.turn_seconds, end - time.monotonic())
+                found = measure(engine, shape, rest, limit_s)
                 cells = row(engine, shape, found, o.peak * 1e12, reached)
             except RuntimeError as error:
                 failed += 1
-                cells = [shape, engine, str(error), *[""] * 5]
+                cells = [shape, engine, str(error)[:200].replace("|", "/"), *[""] * 5]
             print("| " + " | ".join(cells) + " |", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(f"{failed} measurements failed" if failed else 0)
 
 
 if __name__ == "__main__":

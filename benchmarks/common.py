@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +41,73 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit measured, with a + where the tree differs from it."""
+    """The commit measured, with a + where the tree differs from it.
+
+    $FSDPC_COMMIT names it where a copy of the tree has no git; else it is "unknown".
+    """
+    if named := os.environ.get("FSDPC_COMMIT"):
+        return named
 
     def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip()
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
-    dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return git("rev-parse", "--short", "HEAD") + dirty
+    try:
+        dirty = "+" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "--short", "HEAD") + dirty
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def gpus() -> list[str]:
+    """A line on each GPU, "name, driver, memory, compute capability", by NVIDIA's own tool.
+
+    RuntimeError says why there is none.
+    """
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        raise RuntimeError("no GPU: nvidia-smi, which comes with the driver, is not on PATH")
+    query = "--query-gpu=name,driver_version,memory.total,compute_cap"
+    try:
+        done = subprocess.run([tool, query, "--format=csv,noheader"], capture_output=True,
+                              text=True, timeout=60)  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError("no GPU: nvidia-smi did not end within 60 s") from late
+    found = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 or not found:
+        said = (done.stderr or done.stdout).strip() or "nothing"
+        raise RuntimeError(f"no GPU: nvidia-smi ended with {done.returncode} and said: {said}")
+    return found
+
+
+def plugin_says() -> tuple[str, str]:
+    """What the plugin for GPUs says of itself and of NCCL, in a process that ends again."""
+    code = "import fsdpc; print(fsdpc.cuda.describe()); print(fsdpc.cuda.describe_nccl())"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                              timeout=120)  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        raise RuntimeError("fsdpc.cuda.describe() did not end within 120 s") from late
+    if done.returncode != 0:
+        raise RuntimeError(f"fsdpc.cuda does not describe itself: {done.stderr.strip()[-500:]}")
+    plugin, nccl = done.stdout.splitlines()[-2:]
+    return plugin, nccl
+
+
+def versions() -> str:
+    """Versions of what is measured, or measured against, by their packages; imports nothing."""
+    found = [f"Python {platform.python_version()}"]
+    for name in ("numpy", "torch", "transformers", "nvidia-nccl-cu13", "nvidia-cublas",
+                 "nvidia-cudnn-cu13"):  # fmt: skip
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def header() -> None:
     """Print what every set of rows begins with."""
-    print(f"machine: {machine()}\ncommit: {commit()}  date: {time.strftime('%Y-%m-%d')}\n")
+    print(f"machine: {machine()}\ncommit: {commit()}  date: {time.strftime('%Y-%m-%d')}\n"
+          f"versions: {versions()}\n")  # fmt: skip
 
 
 def spread(values: Sequence[float]) -> str:

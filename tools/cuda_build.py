@@ -356,6 +356,11 @@ def test_sources() -> list[Path]:
     return sorted(TESTS.glob("*.c"))
 
 
+def tests_folder() -> Path:
+    """Where the programs for the GPU go."""
+    return native.ROOT / "build" / "cuda" / "tests"
+
+
 def without_border() -> list[Path]:
     """The plugin's C sources that tests link: all but those that speak across a border."""
     return [path for path in cuda_sources() if path.stem not in ("guest", "plugin_cuda")]
@@ -380,7 +385,7 @@ def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
     if toolkit is None:
         raise RuntimeError(f"{NO_TOOLKIT}: the GPU's tests need a CUDA toolkit")
     archs = archs or default_archs(toolkit)
-    command, folder = host_command(toolkit), native.ROOT / "build" / "cuda" / "tests"
+    command, folder = host_command(toolkit), tests_folder()
     with native.building(object_folder(archs)):
         objects = Builder(object_folder(archs)).compile_all(
             [*cudnn_commands(toolkit), *kernel_commands(toolkit, archs),
@@ -397,6 +402,8 @@ def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
     with native.building(folder), ThreadPoolExecutor(native.usable_cores()) as pool:
         jobs = {path.stem: pool.submit(build, path) for path in test_sources()}
     failed = {name: str(error) for name, job in jobs.items() if (error := job.exception())}
+    for name in failed:
+        (folder / name).unlink(missing_ok=True)  # an older one
     return [job.result() for name, job in jobs.items() if name not in failed], failed
 
 

@@ -6,6 +6,7 @@ On the CPU the same program shows that it compares what it says; on a GPU it sho
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -35,8 +36,10 @@ def test_it_trains_as_fsdp2_does(device: str) -> None:
     if device == "cuda" and (reason := gpu_reason()):
         pytest.skip(reason)
     program = Path(__file__).with_name("torch_beside_fsdp2.py")
+    # FSDP2's own choice of a mesh is the GPU's where it sees one.
+    env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
     done = subprocess.run([sys.executable, str(program), device], capture_output=True, text=True,
-                          timeout=TIMEOUT_S)
+                          env=env, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert results["device"] == device
