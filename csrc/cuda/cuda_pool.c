@@ -5,8 +5,7 @@
  * a training step asks for the same sizes every time, so nothing is gained by cleverness.
  *
  * Two hash tables of chains: live blocks by address, free blocks by class; of these the lowest
- * address goes first.  When CUDA has no memory left, the free blocks of all other classes go back
- * to it and the request is tried once more.
+ * address goes first.
  *
  * A block counts the holds on it, and each hold lists its blocks.  A held block that was freed is
  * `parked`: it stays in the table of live ones, and is nobody's.  While a hold is being made every
@@ -19,6 +18,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/size.h"
 #include "cuda/cuda_error.h"
@@ -97,13 +97,6 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
     free(pool);
 }
 
-void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool)
-{
-    pthread_mutex_lock(&pool->lock);
-    release_chains(pool->spare);
-    pthread_mutex_unlock(&pool->lock);
-}
-
 /* Unhooks the block of the chain that has this address; NULL if none has. */
 static block *take(block **chain, const void *pointer)
 {
@@ -156,12 +149,8 @@ static fsdpc_status make_block(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_
     made->class_bytes = class_bytes;
     fsdpc_mem_count_system_alloc(pool->mem);
     cudaError_t error = cudaMalloc(&made->pointer, class_bytes);
-    if (error == cudaErrorMemoryAllocation) {
-        (void)cudaGetLastError();
-        release_chains(pool->spare);
-        error = cudaMalloc(&made->pointer, class_bytes);
-    }
     if (error != cudaSuccess) {
+        (void)cudaGetLastError();
         free(made);
         return error == cudaErrorMemoryAllocation ? no_memory(pool, kind, class_bytes)
                                                   : fsdpc_cuda_check(error, "allocate memory");
@@ -187,6 +176,32 @@ static void push(block **chain, block *it)
 {
     it->next = *chain;
     *chain = it;
+}
+
+/* The blocks are taken out before the wait, which goes without the lock: another thread may have
+ * to get on for it to end, and what that one frees meanwhile was not waited for. */
+fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
+                                  fsdpc_device *device)
+{
+    block *free_ones[BUCKETS];
+    pthread_mutex_lock(&pool->lock);
+    memcpy(free_ones, pool->spare, sizeof free_ones);
+    memset(pool->spare, 0, sizeof pool->spare);
+    pthread_mutex_unlock(&pool->lock);
+    fsdpc_status status = wait(device);
+    if (status == FSDPC_OK) {
+        release_chains(free_ones);
+        return FSDPC_OK;
+    }
+    pthread_mutex_lock(&pool->lock);
+    for (size_t b = 0; b < BUCKETS; b++) {
+        for (block *it = free_ones[b], *next; it; it = next) {
+            next = it->next;
+            push(&pool->spare[b], it);
+        }
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return status;
 }
 
 /* A freed block that graphs still use. */

@@ -2,7 +2,8 @@
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
  * handed out again by size class; a steady-state step asks CUDA for nothing (system_allocs counts),
- * which is also what makes it legal inside a graph capture.
+ * which is also what makes it legal inside a graph capture.  Where CUDA has no memory left, whoever
+ * wants some gives the free blocks back to it and asks once more (device_cuda.h).
  *
  * Order.  A freed block may be handed out at once.  That is right for work on the device's main
  * stream, which runs in the order it was enqueued: whoever used the block comes before whoever gets
@@ -20,7 +21,7 @@
 #ifndef FSDPC_CUDA_CUDA_POOL_H
 #define FSDPC_CUDA_CUDA_POOL_H
 
-#include "base/mem.h"
+#include "device/device.h"
 
 typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
 typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
@@ -31,7 +32,10 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* gives everything back, l
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
                                    void **out); /* 512-byte aligned; 0 bytes give a pointer too */
 void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer); /* NULL is fine */
-void fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool); /* gives free blocks back to CUDA */
+/* Gives free blocks back to CUDA behind a wait until nothing uses them any more: cudaFree need not
+ * wait by itself.  Where that fails they stay, and its error is returned.  Not inside a capture. */
+fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
+                                  fsdpc_device *device);
 
 /* One at a time. */
 fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);

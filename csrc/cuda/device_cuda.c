@@ -166,6 +166,7 @@ static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
 
 fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device)
 {
+    FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
     return wait_for_all(((fsdpc_cuda_device *)device)->main);
 }
 
@@ -234,9 +235,22 @@ static fsdpc_status cuda_event_test(fsdpc_event *base)
 
 /* -- memory ------------------------------------------------------------------------------------ */
 
-static fsdpc_status cuda_alloc(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
+/* The main stream alone is waited for: what it runs comes before what is freed, and other streams
+ * that used a block are ordered before its free (cuda_pool.h). */
+fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device)
 {
-    return fsdpc_cuda_pool_alloc(((fsdpc_cuda_device *)device)->pool, kind, bytes, out);
+    return fsdpc_cuda_pool_trim(((fsdpc_cuda_device *)device)->pool, fsdpc_device_cuda_wait,
+                                device);
+}
+
+static fsdpc_status cuda_alloc(fsdpc_device *base, fsdpc_mem_kind kind, size_t bytes, void **out)
+{
+    fsdpc_cuda_pool *pool = ((fsdpc_cuda_device *)base)->pool;
+    fsdpc_status status = fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
+    if (status != FSDPC_ERR_NOMEM || base->capturing)
+        return status;
+    FSDPC_TRY(fsdpc_device_cuda_make_room(base));
+    return fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
 }
 
 static void cuda_free(fsdpc_device *device, void *pointer)
@@ -404,8 +418,7 @@ static fsdpc_status init(fsdpc_cuda_device *device)
     device->own = device->main->queue.raw;
     FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&device->behind, cudaEventDisableTiming),
                    "create an event");
-    fsdpc_status status =
-        fsdpc_cuda_windows_create(device->head.mem, device->head.ordinal, &device->windows);
+    fsdpc_status status = fsdpc_cuda_windows_create(&device->head, &device->windows);
     if (status == FSDPC_OK)
         device->head.window_granule = fsdpc_cuda_windows_granule(device->windows);
     return status == FSDPC_ERR_UNSUPPORTED ? FSDPC_OK : status;

@@ -19,8 +19,12 @@
 /* `mem` is borrowed; its counters count this device's memory. */
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
-/* Until all that the main stream holds has run; errors of submitted work stay for the next sync. */
+/* Until all that the main stream holds has run; errors of submitted work stay for the next sync. An
+ * error inside a capture. */
 fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device);
+/* For who was told that there is no memory: what is kept for reuse goes back to CUDA, behind such a
+ * wait; ask again then.  An error inside a capture. */
+fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device);
 
 /* Where it sits, "0000:1b:00.0": the same for all processes that share it. */
 fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, size_t bytes);

@@ -4,6 +4,7 @@
 #include "cuda/driver_memory.h"
 
 #include "cuda/cuda_driver.h"
+#include "cuda/device_cuda.h"
 
 static bool is_refusal(fsdpc_cu_result result)
 {
@@ -35,25 +36,25 @@ fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_
 static bool has(const fsdpc_driver_memory *driver, fsdpc_cu_attribute attribute)
 {
     int value = 0;
-    return driver->cu.cuDeviceGetAttribute(&value, (int)attribute, driver->ordinal) ==
+    return driver->cu.cuDeviceGetAttribute(&value, (int)attribute, driver->device->ordinal) ==
                FSDPC_CU_SUCCESS &&
            value;
 }
 
-fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, int ordinal, bool for_nccl,
-                                      const char *purpose)
+fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device,
+                                      bool for_nccl, const char *purpose)
 {
-    *driver = (fsdpc_driver_memory){.ordinal = ordinal,
+    *driver = (fsdpc_driver_memory){.device = device,
                                     .purpose = purpose,
                                     .properties = {
                                         .type = FSDPC_CU_ALLOCATION_PINNED,
                                         .handle_types = FSDPC_CU_HANDLE_POSIX_FD,
-                                        .location = {FSDPC_CU_LOCATION_DEVICE, ordinal},
+                                        .location = {FSDPC_CU_LOCATION_DEVICE, device->ordinal},
                                     }};
     FSDPC_TRY(fsdpc_cuda_driver_calls(&driver->cu));
     if (!has(driver, FSDPC_CU_HAS_VIRTUAL_MEMORY) || !has(driver, FSDPC_CU_HAS_POSIX_FD_HANDLES))
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "GPU %d has no virtual memory that can be handed over", ordinal);
+                          "GPU %d has no virtual memory that can be handed over", device->ordinal);
     if (for_nccl && has(driver, FSDPC_CU_HAS_FABRIC_HANDLES))
         driver->properties.handle_types |= FSDPC_CU_HANDLE_FABRIC;
     driver->properties.flags.rdma = for_nccl && has(driver, FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY);
@@ -67,8 +68,7 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, int ordinal, 
 /* ---- Memory ---- */
 
 /* A container or a kernel setting may forbid handles of a fabric although the GPU has them. */
-fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
-                                        fsdpc_cu_memory *out)
+static fsdpc_status create(fsdpc_driver_memory *driver, size_t bytes, fsdpc_cu_memory *out)
 {
     fsdpc_cu_result result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);
     if (is_refusal(result) && driver->properties.handle_types & FSDPC_CU_HANDLE_FABRIC) {
@@ -76,6 +76,16 @@ fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t byte
         result = driver->cu.cuMemCreate(out, bytes, &driver->properties, 0);
     }
     return fsdpc_driver_memory_check(driver, result, "get", bytes);
+}
+
+fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
+                                        fsdpc_cu_memory *out)
+{
+    fsdpc_status status = create(driver, bytes, out);
+    if (status != FSDPC_ERR_NOMEM || driver->device->capturing)
+        return status;
+    FSDPC_TRY(fsdpc_device_cuda_make_room(driver->device));
+    return create(driver, bytes, out);
 }
 
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory)
@@ -88,7 +98,7 @@ void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_mem
 static fsdpc_cu_result grant(const fsdpc_driver_memory *driver, size_t bytes, int access,
                              fsdpc_cu_address address)
 {
-    fsdpc_cu_access granted = {{FSDPC_CU_LOCATION_DEVICE, driver->ordinal}, access};
+    fsdpc_cu_access granted = {{FSDPC_CU_LOCATION_DEVICE, driver->device->ordinal}, access};
     return driver->cu.cuMemSetAccess(address, bytes, &granted, 1);
 }
 

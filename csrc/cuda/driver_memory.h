@@ -14,13 +14,13 @@
 
 #include <stdbool.h>
 
-#include "base/status.h"
 #include "cuda/driver_abi.h"
+#include "device/device.h"
 
 /* A GPU's, for one purpose.  In the caller's storage, with nothing to undo. */
 typedef struct fsdpc_driver_memory {
     fsdpc_cu cu;
-    int ordinal;
+    fsdpc_device *device;
     const char *purpose; /* in messages: "for a window" */
     fsdpc_cu_properties properties;
     size_t granule; /* sizes are multiples of it */
@@ -28,13 +28,14 @@ typedef struct fsdpc_driver_memory {
 
 /* `for_nccl`: as ncclMemAlloc makes its memory, for networks and fabrics too as far as the machine
  * lets us, so that NCCL may register it. */
-fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, int ordinal, bool for_nccl,
-                                      const char *purpose);
+fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device,
+                                      bool for_nccl, const char *purpose);
 
 /* `result` of a call of driver->cu, as a status: "the driver failed to <what> <bytes> bytes". */
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
                                        const char *what, size_t bytes);
 
+/* Where the GPU is full, the device makes room first (device_cuda.h), unless it captures. */
 fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
                                         fsdpc_cu_memory *out);
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory);

@@ -12,7 +12,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/log.h"
 #include "base/size.h"
+#include "cuda/device_cuda.h"
 #include "cuda/driver_memory.h"
 
 enum { COUNT_ALIGN = 64 };
@@ -20,6 +22,7 @@ enum { COUNT_ALIGN = 64 };
 struct fsdpc_cuda_shared {
     fsdpc_driver_memory driver;
     fsdpc_device *device;
+    fsdpc_log log; /* the control's */
     fsdpc_mem_kind kind;
     size_t bytes;        /* as counted */
     size_t mapped_bytes; /* of every part */
@@ -44,7 +47,7 @@ static fsdpc_status make_own(fsdpc_cuda_shared *shared)
 {
     fsdpc_driver_memory *driver = &shared->driver;
     fsdpc_cu_memory memory;
-    FSDPC_TRY(fsdpc_driver_memory_init(driver, shared->device->ordinal, false, "that ranks share"));
+    FSDPC_TRY(fsdpc_driver_memory_init(driver, shared->device, false, "that ranks share"));
     shared->mapped_bytes = fsdpc_round_up(fsdpc_max_size(shared->bytes, 1), driver->granule);
     fsdpc_mem_count_system_alloc(shared->device->mem);
     FSDPC_TRY(fsdpc_driver_memory_create(driver, shared->mapped_bytes, &memory));
@@ -109,6 +112,7 @@ static fsdpc_status shared_new(const fsdpc_comm *control, fsdpc_device *device, 
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what ranks share");
     }
     *shared = (fsdpc_cuda_shared){.device = device,
+                                  .log = control->log,
                                   .bytes = fsdpc_round_up(bytes, COUNT_ALIGN),
                                   .rank = control->rank,
                                   .size = control->size,
@@ -166,8 +170,12 @@ void fsdpc_cuda_shared_destroy(fsdpc_cuda_shared *shared)
         return;
     if (shared->pid != (int)getpid())
         return;
-    fsdpc_stream main = {.device = shared->device, .name = "main"};
-    (void)fsdpc_stream_sync(&main); /* what reads and writes it */
+    if (fsdpc_device_cuda_wait(shared->device) != FSDPC_OK) {
+        FSDPC_WARN(&shared->log,
+                   "%zu bytes that ranks share stay taken: the GPU may still use them (%s)",
+                   shared->mapped_bytes, fsdpc_last_error());
+        return;
+    }
     fsdpc_mem_count(shared->device->mem, shared->kind, -(int64_t)shared->bytes);
     free_all(shared);
 }

@@ -24,7 +24,8 @@ typedef struct fsdpc_cuda_shared fsdpc_cuda_shared;
 fsdpc_status fsdpc_cuda_shared_create(fsdpc_comm *control, fsdpc_device *device,
                                       fsdpc_mem_kind kind, size_t bytes, const char *what,
                                       fsdpc_cuda_shared **out);
-/* Waits for the main stream; no other may use it any more.  NULL is fine. */
+/* Waits for the main stream; no other may use it any more.  Where it cannot be waited for, all
+ * stays mapped for good, and a line in the log says so.  NULL is fine. */
 void fsdpc_cuda_shared_destroy(fsdpc_cuda_shared *shared);
 
 unsigned char *fsdpc_cuda_shared_own(const fsdpc_cuda_shared *shared);

@@ -13,6 +13,7 @@
 
 #include "base/size.h"
 #include "cuda/cuda_queue.h"
+#include "cuda/device_cuda.h"
 #include "cuda/driver_memory.h"
 
 struct fsdpc_cuda_windows {
@@ -33,30 +34,6 @@ typedef struct cuda_window {
     fsdpc_window base; /* first */
     shared_slot *slot;
 } cuda_window;
-
-fsdpc_status fsdpc_cuda_windows_create(fsdpc_mem *mem, int ordinal, fsdpc_cuda_windows **out)
-{
-    fsdpc_cuda_windows *windows = calloc(1, sizeof *windows);
-    if (!windows)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device's windows");
-    windows->mem = mem;
-    fsdpc_status status = fsdpc_driver_memory_init(&windows->driver, ordinal, true, "for a window");
-    if (status != FSDPC_OK)
-        free(windows);
-    else
-        *out = windows;
-    return status;
-}
-
-void fsdpc_cuda_windows_destroy(fsdpc_cuda_windows *windows)
-{
-    free(windows);
-}
-
-size_t fsdpc_cuda_windows_granule(const fsdpc_cuda_windows *windows)
-{
-    return windows->driver.granule;
-}
 
 /* ---- Mappings ---- */
 
@@ -113,6 +90,45 @@ static void slot_release(shared_slot *slot)
     fsdpc_driver_memory_release(&slot->windows->driver, slot->memory);
     fsdpc_mem_count(slot->windows->mem, slot->kind, -(int64_t)slot->bytes);
     free(slot);
+}
+
+/* ---- A device's windows ---- */
+
+/* A container or a virtual GPU may refuse what the driver's attributes promise, so one is tried.
+ * That there is too little memory now says nothing of that. */
+static fsdpc_status try_one(fsdpc_cuda_windows *windows)
+{
+    shared_slot *slot;
+    fsdpc_status status = slot_create(windows, FSDPC_MEM_OTHER, 1, &slot);
+    if (status == FSDPC_OK)
+        slot_release(slot);
+    return status == FSDPC_ERR_NOMEM ? FSDPC_OK : status;
+}
+
+fsdpc_status fsdpc_cuda_windows_create(fsdpc_device *device, fsdpc_cuda_windows **out)
+{
+    fsdpc_cuda_windows *windows = calloc(1, sizeof *windows);
+    if (!windows)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device's windows");
+    windows->mem = device->mem;
+    fsdpc_status status = fsdpc_driver_memory_init(&windows->driver, device, true, "for a window");
+    if (status == FSDPC_OK)
+        status = try_one(windows);
+    if (status != FSDPC_OK)
+        free(windows);
+    else
+        *out = windows;
+    return status;
+}
+
+void fsdpc_cuda_windows_destroy(fsdpc_cuda_windows *windows)
+{
+    free(windows);
+}
+
+size_t fsdpc_cuda_windows_granule(const fsdpc_cuda_windows *windows)
+{
+    return windows->driver.granule;
 }
 
 /* ---- Windows ---- */
@@ -181,10 +197,13 @@ fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
     return FSDPC_OK;
 }
 
-void fsdpc_cuda_window_destroy(fsdpc_window *base)
+/* What a kernel still uses is not unmapped: the fault would take the GPU from the whole process. */
+fsdpc_status fsdpc_cuda_window_destroy(fsdpc_window *base)
 {
+    FSDPC_TRY(fsdpc_device_cuda_wait(base->device));
     cuda_window *window = (cuda_window *)base;
     unmap(window->slot, (fsdpc_cu_address)(uintptr_t)base->address);
     slot_release(window->slot);
     free(window);
+    return FSDPC_OK;
 }

@@ -20,14 +20,14 @@
 typedef struct fsdpc_cuda_windows fsdpc_cuda_windows; /* a device's: what the driver offers */
 
 /* FSDPC_ERR_UNSUPPORTED where the driver or the GPU has no virtual memory that can be handed over,
- * as NCCL's is. */
-fsdpc_status fsdpc_cuda_windows_create(fsdpc_mem *mem, int ordinal, fsdpc_cuda_windows **out);
+ * as NCCL's is, or does not let us have it. */
+fsdpc_status fsdpc_cuda_windows_create(fsdpc_device *device, fsdpc_cuda_windows **out);
 void fsdpc_cuda_windows_destroy(fsdpc_cuda_windows *windows); /* after all of its windows */
 size_t fsdpc_cuda_windows_granule(const fsdpc_cuda_windows *windows);
 
 fsdpc_status fsdpc_cuda_window_create(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
                                       const fsdpc_window *like, fsdpc_window **out);
 fsdpc_status fsdpc_cuda_window_part(fsdpc_window *window);
-void fsdpc_cuda_window_destroy(fsdpc_window *window);
+fsdpc_status fsdpc_cuda_window_destroy(fsdpc_window *window);
 
 #endif

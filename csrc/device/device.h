@@ -36,6 +36,7 @@
  * Windows are ranges of addresses over memory that several of them may share; each keeps its
  * address for life.  They are made, moved and destroyed while nothing of the device uses them, and
  * what was written by one address is seen by another as soon as streams and events order the two.
+ * One that the main stream may still use, since it cannot be waited for, stays as it is.
  *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
@@ -118,7 +119,7 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_create)(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes,
                                   const fsdpc_window *like, fsdpc_window **out);
     fsdpc_status (*window_part)(fsdpc_window *window);
-    void (*window_destroy)(fsdpc_window *window);
+    fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
 /* How the host waits for a remote device whose work can wait for other ranks, who may be gone:
@@ -329,10 +330,11 @@ static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
     return window->device->ops->window_part(window);
 }
 
-static inline void fsdpc_window_destroy(fsdpc_window *window)
+/* Waits for the main stream.  After an error, that of the wait, the window is as it was, and left
+ * for good by who has no time for a second try; errors of submitted work stay for the next sync. */
+static inline fsdpc_status fsdpc_window_destroy(fsdpc_window *window)
 {
-    if (window)
-        window->device->ops->window_destroy(window);
+    return window ? window->device->ops->window_destroy(window) : FSDPC_OK;
 }
 
 #endif

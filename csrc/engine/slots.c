@@ -206,7 +206,10 @@ void fsdpc_slots_give_back(fsdpc_unit *unit)
         (void)fsdpc_stream_sync(&main); /* what reads it */
         fsdpc_wire_detach(unit->root->wire, unit->window->memory);
     }
-    fsdpc_window_destroy(unit->window);
+    if (fsdpc_window_destroy(unit->window) != FSDPC_OK)
+        FSDPC_WARN(&unit->root->comm->log,
+                   "%zu bytes of the device stay taken: unit %s may still be read there (%s)",
+                   unit->wire_bytes, unit->name, fsdpc_last_error());
     fsdpc_device_free(unit->device, unit->room);
     unit->window = NULL;
     unit->room = NULL;

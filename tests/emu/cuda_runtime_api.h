@@ -121,6 +121,9 @@ void emu_set_peers(int yes);
  * be read alone unless `writable`; -1 if the processor cannot. */
 int emu_map(void *address, size_t bytes, int file, int writable);
 void emu_unmap(void *address, size_t bytes);
+/* Memory for the driver, of what cudaMalloc has it from; -1 where there is too little. */
+int emu_take_memory(size_t bytes);
+void emu_give_memory(size_t bytes);
 
 /* Whether the calling thread has selected a device. */
 int emu_selected(void);

@@ -34,8 +34,6 @@
 
 enum { GRANULE = 4 << 10, THINGS_MAX = 4096, ARENA_GRANULES = 4 << 20 };
 
-static const size_t CAPACITY = (size_t)1 << 34; /* as the runtime tells it */
-
 /* A reserved range of addresses, and what is mapped beneath it. */
 typedef struct range {
     char *begin;
@@ -50,7 +48,7 @@ typedef struct physical {
     size_t bytes;
     char *home; /* where it was mapped first */
     int mappings;
-    bool released;
+    bool released, imported; /* imported: its bytes are another's */
 } physical;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -58,7 +56,7 @@ static range ranges[THINGS_MAX];
 static physical memories[THINGS_MAX];
 static int n_ranges, n_memories, forbidden, calls_left = -1;
 static bool hidden;
-static int export_result;
+static int results[EMU_CALLS];
 static int driver_version = CUDART_VERSION;
 static char *arena;
 static size_t arena_used;
@@ -93,9 +91,9 @@ void emu_driver_set_version(int version)
     driver_version = version;
 }
 
-void emu_driver_fail_exports(int result)
+void emu_driver_fail(emu_driver_call call, int result)
 {
-    export_result = result;
+    results[call] = result;
 }
 
 __attribute__((no_sanitize("thread"))) const void *emu_home(const void *at)
@@ -153,10 +151,35 @@ static void memory_end(physical *memory)
     if (!memory->released || memory->mappings > 0)
         return;
     close(memory->file);
+    if (!memory->imported)
+        emu_give_memory(memory->bytes);
     *memory = memories[--n_memories];
 }
 
 /* ---- The driver's calls, under the lock ---- */
+
+/* A want of memory is still there when it is asked for again at once. */
+static bool memory_runs_out(void)
+{
+    static _Thread_local bool again;
+    bool refused = again || runs_out();
+    again = refused && !again;
+    return refused;
+}
+
+/* -1: the processor has no memory left. */
+static int file_of_nans(size_t bytes)
+{
+    char nans[GRANULE];
+    memset(nans, 0xff, sizeof nans);
+    int file = memfd_create("emulated device memory", MFD_CLOEXEC);
+    bool done = file >= 0 && ftruncate(file, (off_t)bytes) == 0;
+    for (size_t at = 0; done && at < bytes; at += GRANULE)
+        done = pwrite(file, nans, sizeof nans, (off_t)at) == (ssize_t)sizeof nans;
+    if (!done && file >= 0)
+        close(file);
+    return done ? file : -1;
+}
 
 static fsdpc_cu_result create(fsdpc_cu_memory *out, size_t bytes,
                               const fsdpc_cu_properties *properties)
@@ -165,21 +188,15 @@ static fsdpc_cu_result create(fsdpc_cu_memory *out, size_t bytes,
         return FSDPC_CU_NOT_PERMITTED;
     if (properties->type != FSDPC_CU_ALLOCATION_PINNED || bytes == 0 || bytes % GRANULE)
         return refuse();
-    if (n_memories == THINGS_MAX || bytes > CAPACITY || runs_out())
+    if (results[EMU_CREATE])
+        return (fsdpc_cu_result)results[EMU_CREATE];
+    if (n_memories == THINGS_MAX || memory_runs_out() || emu_take_memory(bytes))
         return FSDPC_CU_OUT_OF_MEMORY;
-    int file = memfd_create("emulated device memory", MFD_CLOEXEC);
-    if (file < 0 || ftruncate(file, (off_t)bytes)) {
-        if (file >= 0)
-            close(file);
+    int file = file_of_nans(bytes);
+    if (file < 0) {
+        emu_give_memory(bytes);
         return FSDPC_CU_OUT_OF_MEMORY;
     }
-    char nans[GRANULE];
-    memset(nans, 0xff, sizeof nans);
-    for (size_t at = 0; at < bytes; at += GRANULE)
-        if (pwrite(file, nans, sizeof nans, (off_t)at) != (ssize_t)sizeof nans) {
-            close(file);
-            return FSDPC_CU_OUT_OF_MEMORY;
-        }
     memories[n_memories++] = (physical){.file = file, .bytes = bytes};
     *out = (fsdpc_cu_memory)file;
     return FSDPC_CU_SUCCESS;
@@ -222,6 +239,8 @@ static fsdpc_cu_result map(fsdpc_cu_address address, size_t bytes, size_t offset
     physical *memory = memory_of(handle);
     if (!beneath || beneath->file >= 0 || !memory || memory->bytes != bytes || offset)
         return refuse();
+    if (results[EMU_MAP])
+        return (fsdpc_cu_result)results[EMU_MAP];
     if (runs_out())
         return FSDPC_CU_OUT_OF_MEMORY;
     beneath->file = memory->file;
@@ -287,8 +306,8 @@ static fsdpc_cu_result export(int *out, fsdpc_cu_memory handle, int type)
     const char *refused = getenv("EMU_NO_EXPORT"), *rank = getenv("RANK");
     if (refused && rank && strcmp(refused, rank) == 0)
         return FSDPC_CU_NOT_PERMITTED;
-    if (export_result)
-        return (fsdpc_cu_result)export_result;
+    if (results[EMU_EXPORT])
+        return (fsdpc_cu_result)results[EMU_EXPORT];
     int file = runs_out() ? -1 : fcntl(memory->file, F_DUPFD_CLOEXEC, 0);
     if (file < 0)
         return FSDPC_CU_OUT_OF_MEMORY;
@@ -306,7 +325,8 @@ static fsdpc_cu_result import(fsdpc_cu_memory *out, int handle, int type)
     int file = fcntl(handle, F_DUPFD_CLOEXEC, 0);
     if (file < 0)
         return FSDPC_CU_OUT_OF_MEMORY;
-    memories[n_memories++] = (physical){.file = file, .bytes = (size_t)about.st_size};
+    memories[n_memories++] =
+        (physical){.file = file, .bytes = (size_t)about.st_size, .imported = true};
     *out = (fsdpc_cu_memory)file;
     return FSDPC_CU_SUCCESS;
 }

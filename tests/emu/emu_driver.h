@@ -20,7 +20,9 @@ emu_driver_counts emu_driver_look(void);
 void emu_driver_fail_after(int calls);
 void emu_driver_hide_windows(int yes);
 void emu_driver_set_version(int version); /* as cudaDriverGetVersion tells it */
-void emu_driver_fail_exports(int result); /* with that; 0: they succeed again */
+/* All calls of a kind fail with that result; 0: they succeed again. */
+typedef enum emu_driver_call { EMU_CREATE, EMU_MAP, EMU_EXPORT, EMU_CALLS } emu_driver_call;
+void emu_driver_fail(emu_driver_call call, int result);
 
 /* Where the memory at an address was mapped first; the address itself of memory that is not the
  * driver's. */

@@ -1,4 +1,8 @@
-/* Memory of the emulated device: what CUDA hands out, and pages behind the emu_gate. */
+/* Memory of the emulated device: what CUDA hands out, and pages behind the emu_gate.
+ *
+ * Memory that is given back is somebody else's at once: its contents go before the call returns,
+ * and nothing waits for work that still uses it.
+ */
 #include "emu_gate.h"
 
 #include <iterator>
@@ -17,11 +21,13 @@ namespace
 struct region {
     size_t bytes;
     cudaMemoryType type;
+    bool mapped; /* by the driver, onto memory that counts by itself */
 };
 std::mutex regions_lock;
 std::map<uintptr_t, region> regions;
+size_t driver_bytes; /* of the driver's memory, mapped or not */
 
-/* What cudaMalloc can give: $EMU_MEMORY_BYTES, else plenty. */
+/* What cudaMalloc and the driver can give together: $EMU_MEMORY_BYTES, else plenty. */
 size_t device_bytes()
 {
     const char *text = getenv("EMU_MEMORY_BYTES");
@@ -31,10 +37,15 @@ size_t device_bytes()
 size_t device_bytes_held()
 {
     std::lock_guard<std::mutex> guard(regions_lock);
-    size_t sum = 0;
+    size_t sum = driver_bytes;
     for (const auto &[address, it] : regions)
-        sum += it.type == cudaMemoryTypeDevice ? it.bytes : 0;
+        sum += it.type == cudaMemoryTypeDevice && !it.mapped ? it.bytes : 0;
     return sum;
+}
+
+size_t whole_pages(size_t bytes)
+{
+    return (bytes + 4095) / 4096 * 4096;
 }
 
 /* Memory that is not ordered by a stream. */
@@ -48,7 +59,7 @@ cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
         return cudaErrorMemoryAllocation;
     size_t whole = (bytes + 511) / 512 * 512 + 512;
     bool gated = emu_gate.closed && type == cudaMemoryTypeDevice;
-    void *made = gated ? emu_gate.take(whole) : aligned_alloc(512, whole);
+    void *made = gated ? emu_gate.take(whole_pages(whole)) : aligned_alloc(512, whole);
     if (!made)
         return cudaErrorMemoryAllocation;
     {
@@ -56,7 +67,7 @@ cudaError_t region_add(void **pointer, size_t bytes, cudaMemoryType type)
         memset(made, 0xa5, bytes);
     }
     std::lock_guard<std::mutex> guard(regions_lock);
-    regions[(uintptr_t)made] = {bytes, type};
+    regions[(uintptr_t)made] = {bytes, type, false};
     *pointer = made;
     emu_trace("allocate %zu at %p\n", bytes, made);
     return cudaSuccess;
@@ -70,10 +81,19 @@ cudaError_t region_drop(void *pointer)
     emu_trace("free %p\n", pointer);
     allocations++;
     std::lock_guard<std::mutex> guard(regions_lock);
-    if (pointer && !regions.erase((uintptr_t)pointer))
+    if (!pointer)
+        return cudaSuccess;
+    auto found = regions.find((uintptr_t)pointer);
+    if (found == regions.end() || found->second.mapped)
         return cudaErrorInvalidValue;
-    if ((char *)pointer < emu_gate.begin || (char *)pointer >= emu_gate.begin + emu_gate.used)
+    size_t bytes = found->second.bytes;
+    regions.erase(found);
+    if ((char *)pointer >= emu_gate.begin && (char *)pointer < emu_gate.begin + emu_gate.used) {
+        madvise(pointer, whole_pages(bytes), MADV_DONTNEED);
+    } else {
+        memset(pointer, 0xdb, bytes);
         free(pointer);
+    }
     return cudaSuccess;
 }
 } // namespace
@@ -87,6 +107,21 @@ bool emu_is_device_memory(uintptr_t address)
 
 extern "C" {
 
+int emu_take_memory(size_t bytes)
+{
+    if (bytes > device_bytes() || device_bytes_held() > device_bytes() - bytes)
+        return -1;
+    std::lock_guard<std::mutex> guard(regions_lock);
+    driver_bytes += bytes;
+    return 0;
+}
+
+void emu_give_memory(size_t bytes)
+{
+    std::lock_guard<std::mutex> guard(regions_lock);
+    driver_bytes -= bytes;
+}
+
 int emu_map(void *address, size_t bytes, int file, int writable)
 {
     std::lock_guard<std::mutex> guard(emu_gate.lock);
@@ -96,7 +131,7 @@ int emu_map(void *address, size_t bytes, int file, int writable)
         return -1;
     emu_gate.mapped[static_cast<char *>(address)] = {bytes, writable != 0};
     std::lock_guard<std::mutex> also(regions_lock);
-    regions[(uintptr_t)address] = {bytes, cudaMemoryTypeDevice};
+    regions[(uintptr_t)address] = {bytes, cudaMemoryTypeDevice, true};
     return 0;
 }
 

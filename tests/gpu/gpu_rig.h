@@ -209,6 +209,32 @@ static inline int rig_count(void)
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
+/* A device's watch->wait_for, for waits that fail. */
+static inline fsdpc_status rig_no_wait(void *arg, fsdpc_status (*poll)(void *poll_arg),
+                                       void *poll_arg)
+{
+    (void)arg;
+    (void)poll;
+    (void)poll_arg;
+    return fsdpc_fail(FSDPC_ERR_TIMEOUT, "a peer is gone");
+}
+
+#if defined(FSDPC_EMU)
+/* So much more memory than is in use now; SIZE_MAX: plenty again. */
+static inline void rig_leave_free(size_t bytes)
+{
+    size_t free_bytes, total;
+    char text[32];
+    unsetenv("EMU_MEMORY_BYTES");
+    if (bytes == SIZE_MAX)
+        return;
+    CHECK_OK(fsdpc_device_cuda_make_room(gpu));
+    CHECK(cudaMemGetInfo(&free_bytes, &total) == cudaSuccess);
+    snprintf(text, sizeof text, "%zu", total - free_bytes + bytes);
+    setenv("EMU_MEMORY_BYTES", text, 1);
+}
+#endif
+
 static inline void rig_open(void)
 {
     CHECK_OK(fsdpc_mem_create(&gpu_mem));

@@ -206,18 +206,61 @@ static void test_a_stream_that_the_main_one_precedes(void)
     buffer_fini(&y);
 }
 
+#if defined(FSDPC_EMU)
+
+static void wait_a_while(void *unused)
+{
+    (void)unused;
+    nanosleep(&(struct timespec){.tv_nsec = 20 * 1000 * 1000}, NULL);
+}
+
+/* Free memory of other sizes makes room, but not before what was given to the stream has used it.
+ */
+static void test_free_memory_makes_room(void)
+{
+    enum { NUMEL = 1 << 20, BYTES = NUMEL * 4 };
+    buffer y = buffer_poison(FSDPC_F32, NUMEL, 0);
+    void *x, *z;
+    rig_leave_free(BYTES + BYTES / 2);
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES, &x));
+    for (int i = 0; i < NUMEL; i++)
+        ((float *)y.on_cpu)[i] = (float)i;
+    CHECK_OK(fsdpc_device_copy(gpu, x, y.on_cpu, BYTES, gpu_stream));
+    CHECK(cudaLaunchHostFunc(fsdpc_cuda_queue_of(gpu_stream)->raw, wait_a_while, NULL) ==
+          cudaSuccess);
+    CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, x, BYTES, gpu_stream));
+    fsdpc_device_free(gpu, x);
+    gpu->watch.wait_for = rig_no_wait;
+    CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES / 4 * 5, &z), FSDPC_ERR_TIMEOUT,
+                "a peer is gone");
+    gpu->watch.wait_for = NULL;
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES / 4 * 5, &z));
+    check_same_bits(&y, "a copy out of memory that made room");
+    CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES, &x), FSDPC_ERR_NOMEM, "are free");
+    rig_leave_free(SIZE_MAX);
+    fsdpc_device_free(gpu, z);
+    buffer_fini(&y);
+}
+
+#endif
+
 int main(void)
 {
 #if defined(FSDPC_EMU)
     emu_set_delays(12345);
 #endif
-    static const rig_test_fn tests[] = {test_memory,
-                                        test_copies_without_a_stream_are_done,
-                                        test_events_order_streams,
-                                        test_first_error_is_kept,
-                                        test_plain_streams,
-                                        test_streams_that_are_not_async_are_one,
-                                        test_adopted_streams_go_on_behind,
-                                        test_a_stream_that_the_main_one_precedes};
+    static const rig_test_fn tests[] = {
+        test_memory,
+        test_copies_without_a_stream_are_done,
+        test_events_order_streams,
+        test_first_error_is_kept,
+        test_plain_streams,
+        test_streams_that_are_not_async_are_one,
+        test_adopted_streams_go_on_behind,
+#if defined(FSDPC_EMU)
+        test_free_memory_makes_room,
+#endif
+        test_a_stream_that_the_main_one_precedes
+    };
     return rig_main("test_device_cuda", tests, sizeof tests / sizeof tests[0]);
 }

@@ -87,6 +87,26 @@ static void contents(rank_context *self)
     close_rank(&r);
 }
 
+/* What cannot be waited for stays mapped, as something may still use it. */
+static void in_use(rank_context *self)
+{
+    gpu_rank r;
+    fsdpc_cuda_shared *shared;
+    open_rank(&r, self);
+    EXPECT_OK(self, share(&r, &shared));
+    put(&r, fsdpc_cuda_shared_own(shared), FSDPC_F32, 0, NUMEL, 0);
+    EXPECT_OK(self, fsdpc_stream_sync(&r.plain));
+    r.device->watch.wait_for = rig_no_wait;
+    fsdpc_cuda_shared_destroy(shared);
+    r.device->watch.wait_for = NULL;
+    meet(self);
+    for (int p = 0; p < self->size; p++)
+        check_part(&r, shared, p, 0);
+    meet(self);
+    fsdpc_cuda_shared_destroy(shared);
+    close_rank(&r);
+}
+
 static int count_fds(void)
 {
     int n = 0;
@@ -188,14 +208,14 @@ static void not_permitted(rank_context *self)
                             FSDPC_CU_NOT_SUPPORTED};
     for (size_t i = 0; i < sizeof refusals / sizeof refusals[0]; i++) {
         meet(self);
-        emu_driver_fail_exports(refusals[i]);
+        emu_driver_fail(EMU_EXPORT, refusals[i]);
         EXPECT_FAILS(self, share(&r, &shared), FSDPC_ERR_UNSUPPORTED, "does not export memory");
     }
     meet(self);
-    emu_driver_fail_exports(ILLEGAL_ADDRESS);
+    emu_driver_fail(EMU_EXPORT, ILLEGAL_ADDRESS);
     EXPECT_FAILS(self, share(&r, &shared), FSDPC_ERR_INTERNAL, "driver failed to export");
     meet(self);
-    emu_driver_fail_exports(0);
+    emu_driver_fail(EMU_EXPORT, 0);
     emu_driver_hide_windows(1);
     meet(self);
     EXPECT_FAILS(self, share(&r, &shared), FSDPC_ERR_UNSUPPORTED,
@@ -230,6 +250,7 @@ int main(void)
     int fds = count_fds();
     for (int size = 1; size <= 4; size++)
         ranks_run_threads(size, contents, &(rank_options){0});
+    ranks_run_threads(2, in_use, &(rank_options){0});
 #if defined(FSDPC_EMU)
     ranks_run_threads(2, peers_only_read, &(rank_options){0});
     for (int size = 1; size <= 2; size++)

@@ -7,6 +7,7 @@
 #include "gpu_rig.h"
 
 #if defined(FSDPC_EMU)
+#include "cuda/driver_abi.h"
 #include "emu_driver.h"
 #endif
 
@@ -24,7 +25,7 @@ static void open_windows(void)
 static void close_windows(void)
 {
     for (int i = 0; i < SHARERS; i++)
-        fsdpc_window_destroy(windows[i]);
+        CHECK_OK(fsdpc_window_destroy(windows[i]));
 }
 
 static size_t counted_bytes(void)
@@ -153,12 +154,53 @@ static void test_memory_of_its_own(void)
     close_windows();
 }
 
+static fsdpc_status fails(void *arg, fsdpc_stream *stream)
+{
+    (void)arg;
+    (void)stream;
+    return fsdpc_fail(FSDPC_ERR_INDEX, "a bad index");
+}
+
 static void test_more_than_there_is(void)
 {
     fsdpc_window *none = NULL;
     CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, (size_t)1 << 46, NULL, &none),
                 FSDPC_ERR_NOMEM, "for a window");
     CHECK(none == NULL && counted_bytes() == 0);
+}
+
+/* What cannot be waited for stays mapped, as something may still use it. */
+static void test_windows_in_use_stay(void)
+{
+    buffer y = buffer_make(FSDPC_F32, NUMEL, 0);
+    fsdpc_graph *graph;
+    for (int i = 0; i < NUMEL; i++)
+        ((float *)y.on_cpu)[i] = 7 + (float)i;
+    buffer_send(&y);
+    open_windows();
+    put(windows[0]->address, 7);
+    gpu->watch.wait_for = rig_no_wait;
+    CHECK_FAILS(fsdpc_window_destroy(windows[1]), FSDPC_ERR_TIMEOUT, "a peer is gone");
+    gpu->watch.wait_for = NULL;
+    CHECK_OK(fsdpc_capture_begin(gpu));
+    CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, windows[1]->address, BYTES, gpu_stream));
+    CHECK_FAILS(fsdpc_window_destroy(windows[1]), FSDPC_ERR_STATE, "inside a captured step");
+    CHECK_OK(fsdpc_capture_end(gpu, &graph));
+    CHECK_OK(fsdpc_graph_launch(graph));
+    check_same_bits(&y, "a window that was in use");
+    fsdpc_graph_destroy(graph);
+    close_windows();
+    buffer_fini(&y);
+}
+
+/* Bad indices are told by the next sync, not by who gives memory back. */
+static void test_errors_of_work_are_no_reason_to_stay(void)
+{
+    open_windows();
+    CHECK_OK(fsdpc_stream_submit(gpu_stream, fails, NULL));
+    close_windows();
+    CHECK(counted_bytes() == 0);
+    CHECK_FAILS(fsdpc_stream_sync(gpu_stream), FSDPC_ERR_INDEX, "a bad index");
 }
 
 #if defined(FSDPC_EMU)
@@ -186,7 +228,7 @@ static void test_no_memory_at_any_step(void)
     }
     CHECK(calls - 1 == CALLS_OF_A_SLOT + CALLS_OF_A_WINDOW);
     emu_driver_fail_after(-1);
-    fsdpc_window_destroy(window);
+    CHECK_OK(fsdpc_window_destroy(window));
 
     open_windows();
     emu_driver_counts shared = emu_driver_look();
@@ -206,14 +248,65 @@ static void test_no_memory_at_any_step(void)
     CHECK(same_counts(emu_driver_look(), empty));
 }
 
+/* What the device keeps for reuse is the driver's to have, once nothing uses it, and no sooner. */
+static void test_free_memory_makes_room(void)
+{
+    enum { ROOM = 1 << 20 };
+    void *block;
+    fsdpc_window *window;
+    fsdpc_graph *graph;
+    rig_leave_free(ROOM + ROOM / 2);
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, ROOM, &block));
+    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
+                "for a window");
+    buffer y = buffer_make(FSDPC_F32, NUMEL, 0);
+    for (int i = 0; i < NUMEL; i++)
+        ((float *)y.on_cpu)[i] = (float)i;
+    buffer_send(&y);
+    put(block, 0);
+    CHECK_OK(fsdpc_device_copy(gpu, y.on_gpu, block, BYTES, gpu_stream));
+    fsdpc_device_free(gpu, block);
+    CHECK_OK(fsdpc_capture_begin(gpu)); /* which may not wait */
+    CHECK_FAILS(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window), FSDPC_ERR_NOMEM,
+                "for a window");
+    CHECK_OK(fsdpc_capture_end(gpu, &graph));
+    fsdpc_graph_destroy(graph);
+    CHECK_OK(fsdpc_window_create(gpu, FSDPC_MEM_WIRE, ROOM, NULL, &window));
+    check_same_bits(&y, "a copy out of memory that made room");
+    buffer_fini(&y);
+    CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, ROOM, &block), FSDPC_ERR_NOMEM,
+                "are free"); /* the window's memory is out of the same store */
+    rig_leave_free(SIZE_MAX);
+    CHECK_OK(fsdpc_window_destroy(window));
+}
+
+static size_t granule_of_another(void)
+{
+    fsdpc_device *another;
+    CHECK_OK(fsdpc_device_cuda_create(gpu_mem, 0, &another));
+    size_t granule = another->window_granule;
+    fsdpc_device_destroy(another);
+    return granule;
+}
+
 static void test_no_virtual_memory(void)
 {
-    fsdpc_device *plain;
     emu_driver_hide_windows(1);
-    CHECK_OK(fsdpc_device_cuda_create(gpu_mem, 0, &plain));
-    CHECK(plain->window_granule == 0);
+    CHECK(granule_of_another() == 0);
     emu_driver_hide_windows(0);
-    fsdpc_device_destroy(plain);
+    CHECK(granule_of_another() == gpu->window_granule);
+}
+
+/* As in a container, or on a part of a GPU; a GPU that is full now is another matter. */
+static void test_virtual_memory_that_is_refused(void)
+{
+    for (emu_driver_call call = EMU_CREATE; call <= EMU_MAP; call++) {
+        emu_driver_fail(call, FSDPC_CU_NOT_PERMITTED);
+        CHECK(granule_of_another() == 0);
+        emu_driver_fail(call, FSDPC_CU_OUT_OF_MEMORY);
+        CHECK(granule_of_another() == gpu->window_granule);
+        emu_driver_fail(call, 0);
+    }
 }
 
 static void test_the_driver_s_rules(void)
@@ -235,9 +328,13 @@ int main(void)
         test_replays_see_no_poison,
         test_memory_of_its_own,
         test_more_than_there_is,
+        test_windows_in_use_stay,
+        test_errors_of_work_are_no_reason_to_stay,
 #if defined(FSDPC_EMU)
         test_no_memory_at_any_step,
+        test_free_memory_makes_room,
         test_no_virtual_memory,
+        test_virtual_memory_that_is_refused,
         test_the_driver_s_rules
 #endif
     };
