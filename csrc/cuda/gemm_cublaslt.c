@@ -66,23 +66,8 @@ struct fsdpc_cuda_products {
 
 /* -- loading ----------------------------------------------------------------------------------- */
 
-static void *open_library(void)
+static bool has_all(void *library, cublaslt_api *api)
 {
-    static const char *const names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-    const size_t count = sizeof names / sizeof names[0];
-    void *library = NULL;
-    for (size_t i = 0; i < count && !library; i++)
-        library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    for (size_t i = 0; i < count && !library; i++)
-        library = dlopen(names[i], RTLD_NOW | RTLD_LOCAL);
-    return library;
-}
-
-static bool load_api(cublaslt_api *api)
-{
-    void *library = open_library();
-    if (!library)
-        return false;
     bool complete = true;
 #define X(result, name, parameters)                                                                \
     *(void **)&api->name = dlsym(library, #name);                                                  \
@@ -92,34 +77,36 @@ static bool load_api(cublaslt_api *api)
     return complete;
 }
 
+/* The first library that is complete and, where a handle is asked for, gives one: that of a newer
+ * CUDA than the driver's may be there and not start.  What the process has already comes first. */
+static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
+{
+    static const struct {
+        const char *name;
+        int flags;
+    } places[] = {{"libcublasLt.so.13", RTLD_NOLOAD},
+                  {"libcublasLt.so.12", RTLD_NOLOAD},
+                  {"libcublasLt.so.13", 0},
+                  {"libcublasLt.so.12", 0}};
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        void *library = dlopen(places[i].name, RTLD_NOW | RTLD_LOCAL | places[i].flags);
+        if (library && has_all(library, api) &&
+            (!handle_out || api->cublasLtCreate(handle_out) == FSDPC_LT_SUCCESS))
+            return true;
+    }
+    return false;
+}
+
 void fsdpc_cuda_products_describe(char *text, size_t bytes)
 {
     cublaslt_api api;
-    if (!load_api(&api)) {
+    if (!load_api(&api, NULL)) {
         snprintf(text, bytes, "the plain kernel (no libcublasLt.so.13 or .12)");
         return;
     }
     size_t version = api.cublasLtGetVersion();
     snprintf(text, bytes, "cuBLASLt %zu.%zu.%zu", version / 10000, version / 100 % 100,
              version % 100);
-}
-
-static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
-{
-    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
-    if (!device->gemm) {
-        fsdpc_cuda_products *gemm = calloc(1, sizeof *gemm);
-        if (!gemm)
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for cuBLASLt's products");
-        gemm->device = base;
-        device->gemm = gemm;
-        gemm->loaded =
-            load_api(&gemm->api) && gemm->api.cublasLtCreate(&gemm->handle) == FSDPC_LT_SUCCESS;
-        if (gemm->loaded)
-            FSDPC_TRY(fsdpc_device_alloc(base, FSDPC_MEM_OTHER, WORKSPACE_BYTES, &gemm->workspace));
-    }
-    *out = device->gemm;
-    return FSDPC_OK;
 }
 
 static void product_fini(const cublaslt_api *api, product *p)
@@ -143,6 +130,29 @@ void fsdpc_cuda_products_destroy(fsdpc_cuda_products *gemm)
         gemm->api.cublasLtDestroy(gemm->handle);
     fsdpc_device_free(gemm->device, gemm->workspace);
     free(gemm);
+}
+
+/* The device's, made at the first product that finds memory for a workspace. */
+static fsdpc_status gemm_of(fsdpc_device *base, fsdpc_cuda_products **out)
+{
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    if (!device->gemm) {
+        fsdpc_cuda_products *gemm = calloc(1, sizeof *gemm);
+        if (!gemm)
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for cuBLASLt's products");
+        gemm->device = base;
+        gemm->loaded = load_api(&gemm->api, &gemm->handle);
+        fsdpc_status status = FSDPC_OK;
+        if (gemm->loaded)
+            status = fsdpc_device_alloc(base, FSDPC_MEM_OTHER, WORKSPACE_BYTES, &gemm->workspace);
+        if (status != FSDPC_OK) {
+            fsdpc_cuda_products_destroy(gemm);
+            return status;
+        }
+        device->gemm = gemm;
+    }
+    *out = device->gemm;
+    return FSDPC_OK;
 }
 
 /* -- one product's descriptors ----------------------------------------------------------------- */

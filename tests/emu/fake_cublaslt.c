@@ -6,6 +6,8 @@
  * of an epilogue are known, which it takes for what they are aligned to; an aux whose rows are no
  * multiple of 8 or overlap; a product whose addresses are aligned to less than the heuristic was
  * told, or that has another descriptor's algorithm.  One host thread calls it.
+ *
+ * FAKE_CUBLASLT_REFUSES=name in the environment keeps the copy of that file name from starting.
  */
 #include "fake_cublaslt.h"
 
@@ -98,6 +100,10 @@ size_t cublasLtGetVersion(void)
 
 fsdpc_lt_result cublasLtCreate(fsdpc_lt_handle *handle)
 {
+    const char *refusing = getenv("FAKE_CUBLASLT_REFUSES");
+    Dl_info own;
+    if (refusing && dladdr(&seen, &own) && strstr(own.dli_fname, refusing))
+        return FSDPC_LT_NOT_SUPPORTED;
     *handle = make(1);
     return FSDPC_LT_SUCCESS;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,50 @@ def test_gelu_goes_with_the_products_both_ways(trained: dict[str, Any]) -> None:
     assert counts["gelus"] == counts["slopes"] == LAYERS * STEPS
     assert counts["products"] == 6 * LAYERS * 2 * STEPS and counts["forbidden"] == 0
     assert 0 <= counts["heuristics"] - 6 * 2 < 4  # once by shape, and where addresses are aligned
+
+
+ONE_PRODUCT = """
+import ctypes, os
+import numpy as np, fsdpc
+from on_cublaslt import Seen
+
+fsdpc.set_default_device("cuda")
+fakes = [ctypes.CDLL(f"libcublasLt.so.{version}") for version in (13, 12)]
+a = fsdpc.tensor(np.ones((8, 8), np.float32))
+try:
+    a @ a
+except MemoryError as error:
+    print(error)
+    del os.environ["EMU_MEMORY_BYTES"]
+assert (a @ a).tolist() == [[8.0] * 8] * 8
+for fake in fakes:
+    seen = (ctypes.c_char * 256)()
+    fake.fake_cublaslt_look(seen)
+    print(*(getattr(Seen.from_buffer(seen), name) for name in ("products", "forbidden")))
+"""
+
+
+@pytest.fixture
+def beside(emulated: dict[str, Path], environment: dict[str, str],
+           tmp_path: Path) -> dict[str, str]:
+    """Where the loader finds a fake of each version."""
+    fake = emulated["libfsdpc_cuda.so"].with_name("libcublasLt.so.13")
+    for version in (13, 12):
+        shutil.copy(fake, tmp_path / f"libcublasLt.so.{version}")
+    return {**environment, "LD_LIBRARY_PATH": str(tmp_path)}
+
+
+def test_a_newer_one_that_does_not_start(beside: dict[str, str]) -> None:
+    out = printed(beside, "-c", ONE_PRODUCT, FAKE_CUBLASLT_REFUSES="libcublasLt.so.13")
+    assert out.splitlines() == ["0 0", "2 0"]
+
+
+def test_a_first_product_that_finds_no_memory(beside: dict[str, str]) -> None:
+    """The next one is cuBLASLt's all the same, with a workspace."""
+    out = printed(beside, "-c", ONE_PRODUCT, EMU_MEMORY_BYTES=str(16 << 20))
+    message, *counts = out.splitlines()
+    assert message.startswith("no device memory for 33554432 bytes (other)")
+    assert counts == ["1 0", "0 0"]
 
 
 def test_captured_steps_have_the_bits_of_steps_without(trained: dict[str, Any]) -> None:
