@@ -320,6 +320,9 @@ static cudaStream_t raw_stream(uintptr_t handle)
 static fsdpc_status cuda_precede(fsdpc_device *base, uintptr_t raw)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    if (device->main->queue.raw == raw_stream(raw))
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_cuda_capture_check_other(base));
     FSDPC_CUDA_TRY(cudaEventRecord(device->behind, device->main->queue.raw), "record an event");
     return fsdpc_cuda_check(cudaStreamWaitEvent(raw_stream(raw), device->behind, 0),
                             "let another library's stream wait");
@@ -329,8 +332,6 @@ static fsdpc_status cuda_adopt(fsdpc_device *base, uintptr_t raw)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
     FSDPC_TRY(fsdpc_device_cuda_select(base));
-    if (device->main->queue.raw == raw_stream(raw))
-        return FSDPC_OK;
     FSDPC_TRY(cuda_precede(base, raw));
     device->main->queue.raw = raw_stream(raw);
     return FSDPC_OK;

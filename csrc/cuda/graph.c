@@ -1,8 +1,10 @@
 /* Graphs over CUDA's stream capture.
  *
- * The main stream is captured, in the mode that lets other threads be.  What CUDA would answer with
- * an error that spoils the capture is refused before CUDA hears of it, by an error that says what
- * to do instead; so a capture that was refused something can still be ended, and dropped.
+ * The main stream is captured, in the mode that lets other threads be.  It is the device's own by
+ * then, whatever it was before: another library's may be the legacy default stream, which CUDA does
+ * not capture.  What CUDA would answer with an error that spoils the capture is refused before CUDA
+ * hears of it, by an error that says what to do instead; so a capture that was refused something
+ * can still be ended, and dropped.
  *
  * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
  * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of
@@ -70,6 +72,7 @@ static void free_dropped(fsdpc_cuda_graph *capture)
 fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    FSDPC_TRY(fsdpc_device_adopt(base, (uintptr_t)device->own));
     FSDPC_TRY(fsdpc_stream_sync(&device->main->head));
     fsdpc_cuda_graph *graph = calloc(1, sizeof *graph);
     if (!graph)
@@ -180,6 +183,18 @@ fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device)
         FSDPC_ERR_STATE,
         "the host asks for a value of the GPU inside a captured step, where nothing "
         "is computed yet: read losses, norms and tensors after it, or after a replay");
+}
+
+/* Waiting for what is captured would make the other stream a part of the capture, and its work too,
+ * in which the other library knows nothing of one. */
+fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device)
+{
+    if (!device->capturing)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "a stream of another library is to wait for the GPU inside a captured step: "
+                      "give tensors to other libraries, and call modules of theirs, before it or "
+                      "after it");
 }
 
 /* 1: ordinary host memory, which a graph cannot use. */

@@ -21,6 +21,8 @@ void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
 
 /* An error inside a capture: the host is about to wait for the GPU. */
 fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device);
+/* The same: another library's stream is about to wait for the main stream. */
+fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
 /* A copy inside a capture; `stream` NULL: it was to be waited for. */
 fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void *from, size_t bytes,

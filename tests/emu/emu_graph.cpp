@@ -21,6 +21,7 @@
 #include <mutex>
 #include <queue>
 #include <stdarg.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -177,6 +178,8 @@ void emu_set_trace(const char *path)
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode)
 {
+    if (reinterpret_cast<uintptr_t>(stream) <= 1)
+        return cudaErrorStreamCaptureUnsupported; /* the legacy default stream */
     emu_part &part = emu_part_of(stream);
     if (part.open())
         return cudaErrorIllegalState;

@@ -94,6 +94,8 @@ static void test_what_cannot_be_captured_is_named(void)
     fsdpc_event *event;
     void *none;
     fsdpc_exact_sum sum = {0};
+    cudaStream_t raw;
+    CHECK(cudaStreamCreateWithFlags(&raw, cudaStreamNonBlocking) == cudaSuccess);
     CHECK_OK(fsdpc_event_create(gpu, &event));
     CHECK_OK(fsdpc_capture_begin(gpu));
     CHECK_FAILS(fsdpc_capture_begin(gpu), FSDPC_ERR_STATE, "inside another one");
@@ -110,6 +112,11 @@ static void test_what_cannot_be_captured_is_named(void)
                 FSDPC_ERR_STATE, "asks for a value of the GPU");
     CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, 77 << 20, &none), FSDPC_ERR_STATE,
                 "that no step before it did");
+    uintptr_t own = fsdpc_device_handle(gpu), other = (uintptr_t)raw;
+    CHECK_FAILS(fsdpc_device_precede(gpu, other), FSDPC_ERR_STATE, "stream of another library");
+    CHECK_FAILS(fsdpc_device_adopt(gpu, other), FSDPC_ERR_STATE, "stream of another library");
+    CHECK_OK(fsdpc_device_precede(gpu, own)); /* itself */
+    CHECK_OK(fsdpc_device_adopt(gpu, own));
     CHECK_OK(fsdpc_device_copy(gpu, x.on_gpu, &constant, sizeof constant, gpu_stream));
     CHECK_OK(fsdpc_capture_end(gpu, &graph)); /* refusals leave the capture as it was */
     check_same_bits(&x, "what was refused");
@@ -118,6 +125,7 @@ static void test_what_cannot_be_captured_is_named(void)
     CHECK_OK(fsdpc_graph_launch(graph));
     check_same_bits(&x, "a constant");
     fsdpc_graph_destroy(graph);
+    CHECK(cudaStreamDestroy(raw) == cudaSuccess);
     fsdpc_event_destroy(event);
     buffer_fini(&x);
 }
@@ -238,6 +246,32 @@ static void test_graphs_that_are_given_up_are_errors(void)
     buffer_fini(&y);
 }
 
+/* Also of work that another library's stream has still to do, such as the legacy default one. */
+static void test_what_ran_on_another_stream_before(void)
+{
+    buffer x = buffer_random(FSDPC_F32, NUMEL, 0), step = buffer_random(FSDPC_F32, NUMEL, 0);
+    uintptr_t own = fsdpc_device_handle(gpu);
+    fsdpc_graph *graph;
+    for (uintptr_t legacy = 0; legacy <= 1; legacy++) {
+        CHECK_OK(fsdpc_device_adopt(gpu, legacy));
+        add(&x, &step, gpu_stream);
+        CHECK_OK(fsdpc_capture_begin(gpu));
+        CHECK(fsdpc_device_handle(gpu) == own);
+        add(&x, &step, gpu_stream);
+        CHECK_OK(fsdpc_capture_end(gpu, &graph));
+        CHECK_OK(fsdpc_device_adopt(gpu, legacy));
+        CHECK_OK(fsdpc_graph_launch(graph)); /* on whichever is the main stream */
+        add(&x, &step, gpu_stream);
+        for (int i = 0; i < 3; i++)
+            add_here(&x, &step);
+        check_same_bits(&x, "a capture behind a default stream");
+        fsdpc_graph_destroy(graph);
+    }
+    CHECK_OK(fsdpc_device_adopt(gpu, own));
+    buffer_fini(&x);
+    buffer_fini(&step);
+}
+
 static void test_devices_without_graphs_say_so(void)
 {
     CHECK_FAILS(fsdpc_capture_begin(cpu), FSDPC_ERR_UNSUPPORTED, "device 'cpu' has no graphs");
@@ -255,6 +289,7 @@ int main(void)
                                         test_streams_join_by_events,
                                         test_a_graph_may_go_inside_a_capture,
                                         test_graphs_that_are_given_up_are_errors,
+                                        test_what_ran_on_another_stream_before,
                                         test_devices_without_graphs_say_so};
     return rig_main("test_graph", tests, sizeof tests / sizeof tests[0]);
 }
