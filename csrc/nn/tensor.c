@@ -176,6 +176,16 @@ fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage)
     return storage;
 }
 
+bool fsdpc_storage_try_acquire(fsdpc_storage *storage)
+{
+    int refs = atomic_load_explicit(&storage->refs, memory_order_relaxed);
+    while (refs > 0)
+        if (atomic_compare_exchange_weak_explicit(&storage->refs, &refs, refs + 1,
+                                                  memory_order_relaxed, memory_order_relaxed))
+            return true;
+    return false;
+}
+
 void fsdpc_storage_release(fsdpc_storage *storage)
 {
     if (!storage || atomic_fetch_sub_explicit(&storage->refs, 1, memory_order_acq_rel) != 1)

@@ -95,6 +95,9 @@ fsdpc_status fsdpc_tensor_bind(fsdpc_tensor *t, fsdpc_dtype dtype, fsdpc_storage
 fsdpc_tensor *fsdpc_tensor_acquire(fsdpc_tensor *t); /* NULL is fine */
 void fsdpc_tensor_release(fsdpc_tensor *t);          /* NULL is fine */
 fsdpc_storage *fsdpc_storage_acquire(fsdpc_storage *storage);
+/* Of one that the caller has no reference to: false if its last one went, and its release is under
+ * way, which the caller keeps from ending. */
+bool fsdpc_storage_try_acquire(fsdpc_storage *storage);
 void fsdpc_storage_release(fsdpc_storage *storage);
 
 size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);

@@ -8,11 +8,10 @@
  * a consumer's stream waits for our main stream when it takes a tensor, and a producer is told our
  * main stream, so that that one waits.  Nothing orders what happens later: who has taken a tensor
  * of ours and uses it on another stream keeps it until that stream has run, and what we have taken
- * is given back when our main stream has.
+ * is given back when our main stream has (py_import.h).
  */
 #include "py/py_tensor.h"
 
-#include <sched.h>
 #include <stdio.h>
 
 #include "py/py_ops.h"
@@ -218,50 +217,18 @@ PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *unused)
 
 /* ---- in ---- */
 
-/* Waits until the main stream has read the memory.  Its errors stay there, for the next sync. */
-static fsdpc_status wait_for_reads(fsdpc_device *device)
+static void give_back_plain(void *owner)
 {
-    fsdpc_stream main = {.device = device, .name = "main"};
-    fsdpc_event *read;
-    FSDPC_TRY(fsdpc_event_create(device, &read));
-    fsdpc_status status = fsdpc_event_record(read, &main);
-    while (status == FSDPC_OK && (status = fsdpc_event_test(read)) == FSDPC_IN_PROGRESS) {
-        sched_yield();
-        status = FSDPC_OK;
-    }
-    fsdpc_event_destroy(read);
-    return status;
-}
-
-/* What the main stream holds may need the GIL to get on; the caller may have it or not. */
-static void give_back(const fsdpc_storage *storage)
-{
-    if (!storage->device->remote)
-        return;
-    PyThreadState *thread = PyGILState_Check() ? PyEval_SaveThread() : NULL;
-    (void)wait_for_reads(storage->device); /* a device that fails reads nothing any more */
-    if (thread)
-        PyEval_RestoreThread(thread);
-}
-
-static void release_plain(fsdpc_storage *storage)
-{
-    dl_managed *managed = storage->owner;
-    give_back(storage);
-    PyGILState_STATE gil = PyGILState_Ensure(); /* many producers expect it */
+    dl_managed *managed = owner;
     if (managed->deleter)
         managed->deleter(managed);
-    PyGILState_Release(gil);
 }
 
-static void release_versioned(fsdpc_storage *storage)
+static void give_back_versioned(void *owner)
 {
-    dl_versioned *managed = storage->owner;
-    give_back(storage);
-    PyGILState_STATE gil = PyGILState_Ensure();
+    dl_versioned *managed = owner;
     if (managed->deleter)
         managed->deleter(managed);
-    PyGILState_Release(gil);
 }
 
 static int find_dtype(const dl_tensor *d)
@@ -310,8 +277,10 @@ static fsdpc_status copy_strided(fsdpc_runtime *runtime, const dl_tensor *d, fsd
     }
     args.dst = t->data;
     fsdpc_status status = runtime->device->nn->copy(&args, runtime->compute);
-    if (status == FSDPC_OK && runtime->device->remote)
-        status = wait_for_reads(runtime->device);
+    Py_BEGIN_ALLOW_THREADS;
+    if (status == FSDPC_OK) /* the memory goes back at once */
+        status = fsdpc_stream_sync(runtime->compute);
+    Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return status;
@@ -348,10 +317,11 @@ static int check_home(const fsdpc_device *device, int type, int ordinal)
     return -1;
 }
 
-/* A tensor over `d`.  *taken_out: it owns the managed tensor now. */
-static fsdpc_tensor *import_tensor(fsdpc_runtime *runtime, const dl_tensor *d, bool readonly,
-                                   void (*release)(fsdpc_storage *), void *managed, bool *taken_out)
+/* A tensor over `d`.  *taken_out: it owns the managed tensor, `lent`, now. */
+static fsdpc_tensor *import_tensor(fsdpc_py_state *state, const dl_tensor *d, bool readonly,
+                                   fsdpc_py_lent lent, bool *taken_out)
 {
+    fsdpc_runtime *runtime = &state->runtime;
     size_t shape[FSDPC_MAX_DIMS];
     *taken_out = false;
     int dtype = find_dtype(d);
@@ -368,8 +338,8 @@ static fsdpc_tensor *import_tensor(fsdpc_runtime *runtime, const dl_tensor *d, b
     fsdpc_tensor *t = NULL;
     fsdpc_status status;
     if (is_dense(d) && !readonly) {
-        status = fsdpc_tensor_wrap(runtime->device, (fsdpc_dtype)dtype, d->ndim, shape,
-                                   (char *)d->data + d->byte_offset, release, managed, &t);
+        status = fsdpc_py_import(state, (fsdpc_dtype)dtype, d->ndim, shape,
+                                 (char *)d->data + d->byte_offset, lent, &t);
         *taken_out = status == FSDPC_OK;
     } else {
         status = copy_strided(runtime, d, (fsdpc_dtype)dtype, shape, &t);
@@ -379,7 +349,7 @@ static fsdpc_tensor *import_tensor(fsdpc_runtime *runtime, const dl_tensor *d, b
     return t;
 }
 
-static fsdpc_tensor *import_capsule(fsdpc_runtime *runtime, PyObject *capsule)
+static fsdpc_tensor *import_capsule(fsdpc_py_state *state, PyObject *capsule)
 {
     bool taken;
     fsdpc_tensor *t;
@@ -388,8 +358,8 @@ static fsdpc_tensor *import_capsule(fsdpc_runtime *runtime, PyObject *capsule)
         if (managed->version.major != 1)
             return (fsdpc_tensor *)PyErr_Format(PyExc_BufferError, "from_dlpack: DLPack %u",
                                                 managed->version.major);
-        t = import_tensor(runtime, &managed->tensor, managed->flags & DL_READ_ONLY,
-                          release_versioned, managed, &taken);
+        t = import_tensor(state, &managed->tensor, managed->flags & DL_READ_ONLY,
+                          (fsdpc_py_lent){managed, give_back_versioned}, &taken);
         if (taken)
             PyCapsule_SetName(capsule, "used_dltensor_versioned");
         return t;
@@ -397,7 +367,8 @@ static fsdpc_tensor *import_capsule(fsdpc_runtime *runtime, PyObject *capsule)
     dl_managed *managed = PyCapsule_GetPointer(capsule, "dltensor");
     if (!managed)
         return NULL;
-    t = import_tensor(runtime, &managed->tensor, false, release_plain, managed, &taken);
+    t = import_tensor(state, &managed->tensor, false, (fsdpc_py_lent){managed, give_back_plain},
+                      &taken);
     if (taken)
         PyCapsule_SetName(capsule, "used_dltensor");
     return t;
@@ -456,11 +427,17 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
+    if (runtime->device->capturing)
+        return fsdpc_py_raise(
+            fsdpc_fail(FSDPC_ERR_STATE,
+                       "from_dlpack() inside a captured step, whose replays would not wait for the "
+                       "library that lends the memory: call it before the step, and copy_() new "
+                       "values before each replay"));
     PyObject *capsule =
         PyCapsule_CheckExact(source) ? Py_NewRef(source) : ask_capsule(runtime->device, source);
     if (!capsule)
         return NULL;
-    fsdpc_tensor *t = import_capsule(runtime, capsule);
+    fsdpc_tensor *t = import_capsule(PyModule_GetState(module), capsule);
     Py_DECREF(capsule);
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
@@ -473,5 +450,6 @@ static PyMethodDef functions[] = {
 
 int fsdpc_py_dlpack_setup(PyObject *module)
 {
+    fsdpc_py_imports_init(&((fsdpc_py_state *)PyModule_GetState(module))->imports);
     return PyModule_AddFunctions(module, functions);
 }

@@ -1,8 +1,9 @@
 /* StepGraph: a captured training step, thin over csrc/engine/step_graph.c.
  *
  * The object keeps units and optimizer alive, and so all memory that the graph runs on but for
- * tensors of the caller's, which the device holds (csrc/device/device.h).  Replays run no module,
- * so whether parameters require gradients is looked up here, as a unit's call does.
+ * tensors of the caller's, which the device holds (csrc/device/device.h), and those over memory of
+ * other libraries, which are held here.  Replays run no module, so whether parameters require
+ * gradients is looked up here, as a unit's call does.
  *
  * Dropout draws from streams that operations take one by one.  A replay's begin where the program
  * has come to by then, so how much further that is than at the capture is sent ahead of it.
@@ -17,6 +18,7 @@ typedef struct py_graph {
     fsdpc_runtime *runtime;
     uint64_t first_stream, n_streams; /* of the captured step */
     PyObject *units, *optimizer;      /* list of Unit, outermost first */
+    fsdpc_py_held held;
 } py_graph;
 
 /* The units of a list, outermost first, as one model; NULL with an exception. */
@@ -61,13 +63,18 @@ static fsdpc_status send_key(const py_graph *self)
                              self->runtime->compute);
 }
 
-static fsdpc_status begin(py_graph *self, fsdpc_root *root, fsdpc_optim *optim)
+static fsdpc_status begin(py_graph *self, fsdpc_py_imports *imports, fsdpc_root *root,
+                          fsdpc_optim *optim)
 {
     const fsdpc_tape *tape = self->runtime->tape;
     self->first_stream = tape->next_stream;
     if (tape->dropout_key && !self->runtime->device->capturing)
         FSDPC_TRY(send_key(self));
-    return fsdpc_step_graph_begin(root, optim, &self->step);
+    FSDPC_TRY(fsdpc_step_graph_begin(root, optim, &self->step));
+    fsdpc_status status = fsdpc_py_imports_hold(imports, &self->held);
+    if (status != FSDPC_OK)
+        fsdpc_step_graph_abandon(self->step, "no memory to note what the graph uses");
+    return status;
 }
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -89,9 +96,10 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->optimizer = Py_NewRef(optimizer);
     self->ref = fsdpc_unit_ref_acquire(unit->ref);
     self->runtime = runtime;
+    fsdpc_py_imports *imports = &((fsdpc_py_state *)PyModule_GetState(module))->imports;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = begin(self, unit->ref->unit->root, optim);
+    status = begin(self, imports, unit->ref->unit->root, optim);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
         Py_DECREF(self);
@@ -116,6 +124,7 @@ static int graph_clear(PyObject *object)
     Py_BEGIN_ALLOW_THREADS;
     fsdpc_step_graph_destroy(step); /* before what it stands on may go */
     Py_END_ALLOW_THREADS;
+    fsdpc_py_held_release(&self->held);
     fsdpc_unit_ref_release(self->ref);
     self->ref = NULL;
     Py_CLEAR(self->optimizer);
@@ -132,10 +141,11 @@ static void graph_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Its streams were not drawn. */
-static void forget_streams(const py_graph *self)
+/* Its streams were not drawn, and no graph uses what was held for it. */
+static void forget(py_graph *self)
 {
     self->runtime->tape->next_stream = self->first_stream;
+    fsdpc_py_held_release(&self->held);
 }
 
 static PyObject *graph_end(PyObject *object, PyObject *unused)
@@ -147,9 +157,11 @@ static PyObject *graph_end(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_step_graph_end(self->step);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK)
-        forget_streams(self);
-    return fsdpc_py_none(status);
+    if (status == FSDPC_OK)
+        Py_RETURN_NONE;
+    fsdpc_py_raise(status);
+    forget(self);
+    return NULL;
 }
 
 static PyObject *graph_abandon(PyObject *object, PyObject *why)
@@ -158,10 +170,10 @@ static PyObject *graph_abandon(PyObject *object, PyObject *why)
     if (!text)
         return NULL;
     py_graph *self = (py_graph *)object;
-    forget_streams(self);
     Py_BEGIN_ALLOW_THREADS;
     fsdpc_step_graph_abandon(self->step, text);
     Py_END_ALLOW_THREADS;
+    forget(self);
     Py_RETURN_NONE;
 }
 

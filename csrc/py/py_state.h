@@ -17,6 +17,7 @@
 #include "base/env.h"
 #include "base/trace.h"
 #include "nn/ops.h"
+#include "py/py_import.h"
 
 struct fsdpc_plugin; /* plugin/plugin.h */
 
@@ -39,6 +40,7 @@ typedef struct fsdpc_runtime {
 
 typedef struct fsdpc_py_state {
     fsdpc_runtime runtime;
+    fsdpc_py_imports imports;
     PyObject *dtypes[FSDPC_DTYPE_COUNT];
     PyObject *dtype_type, *tensor_type, *handle_type;
     PyObject *comm_type, *unit_type, *optimizer_type; /* the engine's */

@@ -105,11 +105,12 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
         scaler.
     RuntimeError
         No whole step was made before, or the block cannot be captured: it reads a value of the GPU
-        (``float(loss)``), makes tensors from values of the host, has other shapes than the steps
-        before it, runs another model or optimizer, does not end as it began (gradients pending or
-        not), sets the random seed, or holds another ``graph_step``. The step has not happened then:
-        weights and step counts are as before the block, pending gradients are dropped where the
-        block zeroed them, tensors made inside hold nothing, and steps without a graph go on.
+        (``float(loss)``), makes tensors from values of the host, exchanges tensors with another
+        library (DLPack), has other shapes than the steps before it, runs another model or
+        optimizer, does not end as it began (gradients pending or not), sets the random seed, or
+        holds another ``graph_step``. The step has not happened then: weights and step counts are as
+        before the block, pending gradients are dropped where the block zeroed them, tensors made
+        inside hold nothing, and steps without a graph go on.
     TypeError
         The model is not sharded, or the optimizer is none of fsdpc's.
 
@@ -123,7 +124,8 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Python does in the block is not repeated: schedulers, counters and data loading belong outside.
     Memory that lived when the block began or was taken in it serves the graph alone until that is
     dropped (``other_bytes`` of :func:`memory_stats`), so a graph costs about what a step without it
-    takes beside it.
+    takes beside it. Memory of other libraries that tensors stood on when the block began (DLPack)
+    goes back to them when the graph does.
 
     Examples
     --------

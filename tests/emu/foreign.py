@@ -71,6 +71,12 @@ class Runtime:
         self._call("cudaMemcpyAsync", ctypes.c_void_p(to), ctypes.c_void_p(source),
                    ctypes.c_size_t(n_bytes), 4, ctypes.c_void_p(stream))
 
+    def memory(self, n_bytes: int) -> int:
+        """Return the address of device memory."""
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(n_bytes))
+        return address.value or 0
+
     def pinned(self, n_bytes: int) -> int:
         """Return the address of host memory that copies do not wait for."""
         address = ctypes.c_void_p()

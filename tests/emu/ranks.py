@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ import numpy as np
 from training import MAX_NORM, MODELS, build
 
 import fsdpc
+from fsdpc import _core
 
 STEPS, MICRO_STEPS = 2, 2
 CLIPPED = MAX_NORM / 16  # below the smallest norm, that of the largest element
@@ -243,6 +245,44 @@ def memory(_: str) -> dict[str, Any]:
         results[name] = [held, found.wire, planned.wire, digest.hexdigest()]
         del model, optimizer
     return results
+
+
+class Lent(np.ndarray):
+    """An array that tells when it goes."""
+
+    def __del__(self) -> None:
+        GIVEN_BACK.append(True)
+
+
+GIVEN_BACK: list[bool] = []
+
+
+def drop_what_is_in_use(_: str) -> list[Any]:
+    """Press Ctrl-C while a tensor of another library waits for a stream that stands still."""
+    import foreign
+
+    cuda = foreign.Runtime()
+    t = _core.from_dlpack(foreign.relabel(np.arange(6, dtype=np.float32).view(Lent).__dlpack__(),
+                                          foreign.CUDA))
+    held = cuda.block(_core.stream_handle())
+    y = t * 2
+    later = [threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)),
+             threading.Timer(20, held.set)]  # in vain
+    for timer in later:
+        timer.start()
+    pressed = False
+    try:
+        del t
+        time.sleep(30)
+    except KeyboardInterrupt:
+        pressed = True
+    given_back = list(GIVEN_BACK)
+    for timer in later:
+        timer.cancel()
+    held.set()
+    cuda.synchronize(_core.stream_handle())
+    del y
+    return [pressed, given_back]
 
 
 def work(fn: Callable[[str], Any], device: str, argument: str) -> Any:

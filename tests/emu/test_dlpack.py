@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from processes import printed
+from processes import printed, run
 
 START = """
 import ctypes, sys, threading
@@ -90,6 +93,101 @@ strided = _core.from_dlpack(Source(np.arange(6.0).reshape(2, 3).T))
 print(log, strided.tolist(), strided.device)
 """)
     assert out == ["[('stream', True)] [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]] cuda"]
+
+
+LENT = ON_CUDA + """
+log = []
+
+class Lent(np.ndarray):
+    def __del__(self):
+        log.append("given back")
+        self[...] = 0
+
+class Source:
+    def __init__(self, array):
+        self.array = array
+    def __dlpack_device__(self):
+        return (CUDA, 0)
+    def __dlpack__(self, stream=None, max_version=None):
+        return relabel(self.array.__dlpack__(), CUDA)
+
+def source(values):
+    values = np.asarray(values)
+    place = (ctypes.c_char * values.nbytes).from_address(cuda.memory(values.nbytes))
+    array = np.frombuffer(place, values.dtype).reshape(values.shape).view(Lent)
+    array[...] = values
+    return Source(array)
+
+def lent(values):
+    return _core.from_dlpack(source(values))
+"""
+
+
+def test_a_graph_keeps_what_it_reads(environment: dict[str, str]) -> None:
+    """Whatever becomes of the tensors, replays read what the step has read."""
+    out = lines(environment, LENT + """
+import graphs
+
+def train(in_a_graph):
+    run = graphs.Run("perceptron")
+    run.batch = [lent(t.numpy()) for t in run.batch]
+    run.load = lambda: None
+    run.eager(2)
+    if in_a_graph:
+        x = run.batch[0]
+        with fsdpc.graph_step(run.model, run.optimizer) as step:
+            run.made = run.body()
+            run.batch = None
+        run.note(*run.made)
+        del x
+        for _ in range(2):
+            run.replay(step)
+        del step
+    else:
+        run.eager(3)
+        run.batch = None
+    return run.outcome()
+
+plain = train(in_a_graph=False)
+assert log == ["given back"] * 2
+log.clear()
+graph = train(in_a_graph=True)
+print(graph == plain, log, len(set(plain["losses"])))
+""")
+    assert out == ["True ['given back', 'given back'] 5"]
+
+
+def test_what_a_graph_was_to_read_goes_back_if_there_is_none(environment: dict[str, str]) -> None:
+    out = lines(environment, LENT + """
+import graphs
+
+run = graphs.Run("perceptron")
+run.eager(2)
+x, other = lent(run.batch[0].numpy()), source([1.0])
+for attempt in (x.__dlpack__, lambda: _core.from_dlpack(other), lambda: float(x.sum())):
+    print(graphs.attempt(lambda: graphs.captured(run, lambda run: attempt())))
+    run.eager(1)
+assert not log
+del x
+print(log)
+""")
+    *errors, log = out
+    for error, start in zip(errors, (
+            "RuntimeError: a stream of another library is to wait for the GPU inside a captured",
+            "RuntimeError: from_dlpack() inside a captured step",
+            "RuntimeError: the host asks for a value of the GPU"), strict=True):
+        assert error.startswith(start), error
+    assert log == "['given back']"
+
+
+def test_memory_that_cannot_be_waited_for_stays(nccl: dict[str, str]) -> None:
+    """Ctrl-C comes while two ranks that could wait for each other drop a tensor in use."""
+    program = Path(__file__).with_name("ranks.py")
+    done = run(nccl, program, "drop_what_is_in_use", "cuda", "2", EMU_OPEN="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *notes, results = done.stdout.splitlines()
+    assert json.loads(results) == [[True, []]] * 2
+    assert sum("24 bytes of another library stay taken" in note for note in notes) == 2, notes
 
 
 @pytest.mark.parametrize("start, attempt, error", [

@@ -248,7 +248,7 @@ static void test_no_memory_at_any_step(void)
     CHECK(same_counts(emu_driver_look(), empty));
 }
 
-/* What the device keeps for reuse is the driver's to have, once nothing uses it, and no sooner. */
+/* What the device keeps for reuse is the driver's to have. */
 static void test_free_memory_makes_room(void)
 {
     enum { ROOM = 1 << 20 };
