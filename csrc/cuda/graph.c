@@ -1,10 +1,10 @@
 /* Graphs over CUDA's stream capture.
  *
- * The main stream is captured, in the mode that lets other threads be.  It is the device's own by
- * then, whatever it was before: another library's may be the legacy default stream, which CUDA does
- * not capture.  What CUDA would answer with an error that spoils the capture is refused before CUDA
- * hears of it, by an error that says what to do instead; so a capture that was refused something
- * can still be ended, and dropped.
+ * The main stream is captured, in the mode that lets other threads be.  It is the device's own for
+ * that time, whatever it was before and will be again: another library's may be the legacy default
+ * stream, which CUDA does not capture.  What CUDA would answer with an error that spoils the
+ * capture is refused before CUDA hears of it, by an error that says what to do instead; so a
+ * capture that was refused something can still be ended, and dropped.
  *
  * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
  * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of
@@ -31,6 +31,7 @@ enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
 typedef struct fsdpc_cuda_graph {
     fsdpc_graph head;    /* first */
     cudaStream_t origin; /* the main stream of the capture */
+    cudaStream_t before; /* the main stream before it, and again behind it */
     cudaGraphExec_t exec;
     fsdpc_cuda_hold *hold;
     unsigned char *constants; /* pinned */
@@ -69,16 +70,27 @@ static void free_dropped(fsdpc_cuda_graph *capture)
     capture->dropped = NULL;
 }
 
+static fsdpc_status begin_capture(const fsdpc_cuda_graph *graph)
+{
+    fsdpc_device *device = graph->head.device;
+    FSDPC_TRY(fsdpc_device_adopt(device, (uintptr_t)graph->origin));
+    fsdpc_status status = fsdpc_cuda_check(
+        cudaStreamBeginCapture(graph->origin, cudaStreamCaptureModeThreadLocal), "begin a capture");
+    if (status != FSDPC_OK)
+        (void)fsdpc_device_adopt(device, (uintptr_t)graph->before);
+    return status;
+}
+
 fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
-    FSDPC_TRY(fsdpc_device_adopt(base, (uintptr_t)device->own));
     FSDPC_TRY(fsdpc_stream_sync(&device->main->head));
     fsdpc_cuda_graph *graph = calloc(1, sizeof *graph);
     if (!graph)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a graph");
     graph->head.device = base;
-    graph->origin = main_stream(base);
+    graph->before = main_stream(base);
+    graph->origin = device->own;
     void *constants;
     fsdpc_status status = fsdpc_cuda_pinned_alloc(MAX_CONSTANTS * CONSTANT_BYTES, &constants);
     if (status == FSDPC_OK) {
@@ -86,9 +98,7 @@ fsdpc_status fsdpc_cuda_capture_begin(fsdpc_device *base)
         status = fsdpc_cuda_pool_hold_begin(device->pool, &graph->hold);
     }
     if (status == FSDPC_OK) {
-        status = fsdpc_cuda_check(
-            cudaStreamBeginCapture(graph->origin, cudaStreamCaptureModeThreadLocal),
-            "begin a capture");
+        status = begin_capture(graph);
         if (status != FSDPC_OK)
             fsdpc_cuda_pool_hold_end(device->pool);
     }
@@ -118,6 +128,7 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *base, fsdpc_graph **out)
     device->capture = NULL;
     cudaGraph_t captured = NULL;
     fsdpc_status status = graph->lost ? given_up() : end_capture(graph, &captured);
+    FSDPC_KEEP_FIRST(status, fsdpc_device_adopt(base, (uintptr_t)graph->before));
     fsdpc_cuda_pool_hold_end(device->pool);
     if (status == FSDPC_OK && out)
         status = fsdpc_cuda_check(cudaGraphInstantiate(&graph->exec, captured, 0),

@@ -27,8 +27,8 @@
  * Graphs.  Where a device has them, what is asked of its streams from capture_begin to capture_end
  * is recorded instead of run, and a launch runs all of it again, on the same memory.  Recorded are
  * the main stream and streams that wait for its events, which must be waited for in turn before the
- * end.  The main stream is then the device's own, until another is adopted.  Inside, nothing may
- * wait: a sync, a copy out of host memory or into it (but for single constants, up to 8 bytes,
+ * end.  For that time the main stream is the device's own, whatever was adopted.  Inside, nothing
+ * may wait: a sync, a copy out of host memory or into it (but for single constants, up to 8 bytes,
  * whose value the graph keeps), an event's test, another library's stream that is to go on behind
  * ours, and memory that no step before has asked for are errors that say so; the capture is then to
  * be dropped.  A graph holds the memory it uses: what lived when the capture began, or was acquired
