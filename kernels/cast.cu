@@ -1,12 +1,12 @@
 /* Casts and additions from one flat buffer to another; twins of csrc/ops/flat_cast_body.h.
  *
- * Eight elements a thread, so that 16-bit buffers see 16-byte accesses.  A sum is made in fp32, or
+ * A thread takes as many elements as make a store of 16 bytes (map.cuh).  A sum is made in fp32, or
  * in fp64 if either side is, and rounded once.
  */
 #include "map.cuh"
 
 template <typename D, typename S> struct cast_op {
-    enum { WIDTH = 8 };
+    enum { WIDTH = 16 / sizeof(D) };
     D *dst;
     const S *src;
 
@@ -17,7 +17,7 @@ template <typename D, typename S> struct cast_op {
 };
 
 template <typename D, typename S> struct accumulate_op {
-    enum { WIDTH = 8 };
+    enum { WIDTH = 16 / sizeof(D) };
     D *dst;
     const S *src;
 

@@ -5,6 +5,10 @@
  * which handles elements i .. i + N - 1, N being WIDTH or 1.  It must do the same to an element
  * either way: what is a vector and what is an edge depends on addresses, and no result may.
  *
+ * WIDTH is 16 bytes of the widest type that is stored.  With more, a thread's store is several of
+ * 16 bytes each, and neighbours' lie further apart: every one of them fills half a 32-byte sector
+ * or less.  (Loads may be wider: what the first brings of a sector, the next finds in the L1.)
+ *
  * Buffers that can be brought to alignment together, by stepping over the same few elements, are
  * read in vectors between two edges; others one element at a time, which is still coalesced.
  */

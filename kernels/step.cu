@@ -117,7 +117,7 @@ struct any_states {
 
 template <step_rule RULE, typename Param, typename Grad, typename States, typename Wire>
 struct step_op {
-    enum { WIDTH = 8 };
+    enum { WIDTH = 4 }; /* of fp32 states; map.cuh */
     Param param;
     Grad grad;
     States states;

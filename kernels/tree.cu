@@ -75,7 +75,7 @@ template <typename W> __device__ __forceinline__ W round_through(W x, fsdpc_dtyp
 }
 
 template <typename Out, typename T, int SOURCES> struct tree_op {
-    enum { WIDTH = 8 };
+    enum { WIDTH = 16 / sizeof(Out) };
     tree_sources<SOURCES> sources;
     Out *out;
     double scale;
