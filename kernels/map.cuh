@@ -5,6 +5,11 @@
  * which handles elements i .. i + N - 1, N being WIDTH or 1.  It must do the same to an element
  * either way: what is a vector and what is an edge depends on addresses, and no result may.
  *
+ * What each thread should read once, ahead of the loop, an operation returns from
+ *     __device__ K begin() const;
+ * and gets with every run<N>(i, k): in the loop it would be read again for each vector, since a
+ * store might have changed it, and elements would wait for it.
+ *
  * WIDTH is 16 bytes of the widest type that is stored.  With more, a thread's store is several of
  * 16 bytes each, and neighbours' lie further apart: every one of them fills half a 32-byte sector
  * or less.  (Loads may be wider: what the first brings of a sector, the next finds in the L1.)
@@ -42,15 +47,38 @@ static inline map_plan map_plan_of(size_t numel, size_t width, const map_buffer 
     return map_plan{numel, 0, 0};
 }
 
+/* An operation with what it began with. */
+template <typename Op, typename K> struct map_begun {
+    const Op &op;
+    K k;
+
+    template <int N> __device__ __forceinline__ void run(size_t i) const
+    {
+        op.template run<N>(i, k);
+    }
+};
+
+template <typename Op>
+__device__ __forceinline__ auto map_begin(const Op &op, int)
+    -> map_begun<Op, decltype(op.begin())> /* no candidate where there is no begin */
+{
+    return {op, op.begin()};
+}
+template <typename Op> __device__ __forceinline__ const Op &map_begin(const Op &op, long)
+{
+    return op;
+}
+
 template <typename Op>
 __global__ void __launch_bounds__(BLOCK_THREADS) map_kernel(Op op, map_plan p)
 {
+    const auto &begun = map_begin(op, 0);
     size_t thread = grid_thread(), threads = grid_threads();
     for (size_t v = thread; v < p.vectors; v += threads)
-        op.template run<Op::WIDTH>(p.head + v * Op::WIDTH);
+        begun.template run<Op::WIDTH>(p.head + v * Op::WIDTH);
     size_t in_vectors = p.vectors * Op::WIDTH;
     for (size_t j = thread; j < p.numel - in_vectors; j += threads)
-        op.template run<1>(j < p.head ? j : j + in_vectors);
+        begun.template run<1>(j < p.head ? j : j + in_vectors);
 }
 
 /* Runs the operation over [0, numel). */

@@ -12,10 +12,13 @@ template <typename T> struct scale_op {
     const double *scale_at; /* may be NULL, as the next */
     int *nonfinite;
 
-    template <int N> __device__ __forceinline__ void run(size_t i) const
+    __device__ __forceinline__ wide<T> begin() const
+    {
+        return (wide<T>)(scale_at ? scale * *scale_at : scale);
+    }
+    template <int N> __device__ __forceinline__ void run(size_t i, wide<T> by) const
     {
         vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
-        wide<T> by = (wide<T>)(scale_at ? scale * *scale_at : scale);
         bool finite = true;
 #pragma unroll
         for (int k = 0; k < N; k++) {

@@ -124,10 +124,14 @@ struct step_op {
     Wire wire;
     step_scalars_at<float> scalars;
 
-    template <int N> __device__ __forceinline__ void run(size_t i) const
+    __device__ __forceinline__ step_scalars<float> begin() const
+    {
+        return scalars.get();
+    }
+    template <int N>
+    __device__ __forceinline__ void run(size_t i, const step_scalars<float> &k) const
     {
         const int STATES = rule_states(RULE);
-        const step_scalars<float> k = scalars.get();
         vec<float, N> g = grad.template load<N, float>(i), p = param.template load<N, float>(i);
         vec<float, N> s[FSDPC_OPTIM_MAX_STATES];
 #pragma unroll

@@ -13,13 +13,17 @@ template <step_rule RULE> struct step_f64_op {
     double *states[FSDPC_OPTIM_MAX_STATES];
     step_scalars_at<double> scalars;
 
-    template <int N> __device__ __forceinline__ void run(size_t i) const
+    __device__ __forceinline__ step_scalars<double> begin() const
+    {
+        return scalars.get();
+    }
+    template <int N>
+    __device__ __forceinline__ void run(size_t i, const step_scalars<double> &k) const
     {
         double s[FSDPC_OPTIM_MAX_STATES] = {};
 #pragma unroll
         for (int n = 0; n < rule_states(RULE); n++)
             s[n] = states[n][i];
-        const step_scalars<double> k = scalars.get();
         vec<double, 1> p;
         double g = grad.load<1, double>(i).at[0];
         p.at[0] = param[i] = step_rule_apply<RULE>(k, param[i], g, s);

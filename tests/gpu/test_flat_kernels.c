@@ -136,19 +136,22 @@ static void test_scale(void)
         for (size_t n = 0; n < SIZES; n++)
             for (int bad = 0; bad < 3; bad++) {
                 buffer x = buffer_random(floats[d], sizes[n], n % 2);
+                buffer by = buffer_random(FSDPC_F64, 1, 0); /* a factor in the device's memory */
+                bool read = (n + (size_t)bad) % 2;
                 if (bad && sizes[n])
                     element_set(x.on_cpu, sizes[n] - 1, floats[d], bad == 1 ? NAN : -INFINITY);
                 buffer_send(&x);
                 int on_cpu = 0, on_gpu = 0;
-                CHECK_OK(fsdpc_flat_scale(x.on_cpu, floats[d], sizes[n], 0.3f, NULL, &on_cpu,
-                                          cpu_stream));
-                CHECK_OK(fsdpc_flat_scale(x.on_gpu, floats[d], sizes[n], 0.3f, NULL, &on_gpu,
-                                          gpu_stream));
+                CHECK_OK(fsdpc_flat_scale(x.on_cpu, floats[d], sizes[n], 0.3f,
+                                          read ? by.on_cpu : NULL, &on_cpu, cpu_stream));
+                CHECK_OK(fsdpc_flat_scale(x.on_gpu, floats[d], sizes[n], 0.3f,
+                                          read ? by.on_gpu : NULL, &on_gpu, gpu_stream));
                 CHECK_NOTE(on_cpu == on_gpu && on_gpu == (bad && sizes[n]), "%s, %d: %d and %d",
                            fsdpc_dtype_name(floats[d]), bad, on_cpu, on_gpu);
                 CHECK_OK(fsdpc_flat_scale(x.on_gpu, floats[d], 0, 1, NULL, NULL, gpu_stream));
                 check_same_bits(&x, "scale");
                 buffer_fini(&x);
+                buffer_fini(&by);
             }
 }
 
