@@ -5,6 +5,8 @@
  * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, V being the
  * elements of 16 bytes: lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
  * loads a vector, and the lanes fold by shuffles.  So a warp reads whole sectors, no element twice.
+ * Leaves of 64, which nearly all are, have a loop of their own for squares: it loads a leaf while it
+ * adds the one before, four times 16 bytes a lane, 48 KiB an SM with three blocks.
  *
  * The accumulator (csrc/ops/exact_sum.h) is integers, so the order of additions, and thus blocks
  * and atomics, cannot change it.  Atomics for every leaf would be too slow; but leaves near each
@@ -20,6 +22,14 @@
 #include "reduce.cuh"
 
 enum { PARTIALS = 16, WINDOW = 4, DIGITS = FSDPC_EXACT_SUM_DIGITS, WORDS = DIGITS + 2 };
+enum { LEAF = 64, STEPS = LEAF / PARTIALS };
+
+/* How leaves are read: any by elements or by vectors, those of LEAF ahead. */
+enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
+
+/* As many as an SM holds at once: 80 registers a thread, so that nothing spills.  The grid has no
+ * more, since each block ends in a carry and some atomics. */
+enum { SM_BLOCKS = 3 };
 
 /* atomicAdd has no signed form; two's complement needs none. */
 __device__ __forceinline__ void add_word(int64_t *word, int64_t value)
@@ -85,6 +95,8 @@ struct digit_window {
 /* The CPU may fuse the addition, since squares of at most 24 bits are exact; those of F64 are not,
  * and this file is compiled without fusing. */
 struct square_term {
+    enum { AHEAD = 1 }; /* memory is all it waits for */
+
     __device__ __forceinline__ double of(double value) const
     {
         return value * value;
@@ -94,6 +106,7 @@ struct square_term {
 enum { WHOLE_POWER_MAX = 64 };
 
 struct power_term {
+    enum { AHEAD = 0 };
     double p;
     unsigned whole; /* p, where it is whole and at most WHOLE_POWER_MAX; else 0 */
 
@@ -157,7 +170,7 @@ template <int V> __device__ __forceinline__ double fold_partials(double (&partia
 }
 
 struct leaf_plan {
-    size_t numel, leaf, leaves, rounds;
+    size_t numel, leaf, leaves, rounds; /* BY_LEAVES: leaves are whole, what is left is shorter */
 };
 
 __device__ __forceinline__ void carry(int64_t *digits)
@@ -168,36 +181,100 @@ __device__ __forceinline__ void carry(int64_t *digits)
     }
 }
 
-template <typename T, bool VECTORS, typename Term>
-static __global__ void __launch_bounds__(BLOCK_THREADS)
-    sum_terms_kernel(const T *x, Term term, leaf_plan p, int64_t *sum)
-{
-    const int V = 16 / sizeof(T), LANES = PARTIALS / V;
-    __shared__ int64_t words[WORDS];
-    for (int w = threadIdx.x; w < WORDS; w += blockDim.x)
-        words[w] = 0;
-    __syncthreads();
+/* A team of LANES lanes takes LANES leaves at a time, so that each lane has one to add. */
+template <typename T> struct leaf_team {
+    enum { V = 16 / sizeof(T), LANES = PARTIALS / V };
+    int q;              /* the lane's place */
+    size_t first, step; /* of its first leaves, and how many leaves a round of the grid is */
 
-    /* A team of LANES lanes takes LANES leaves at a time, so that each lane has one to add. */
-    int q = threadIdx.x % LANES;
-    size_t team = grid_thread() / LANES, step = grid_threads();
-    digit_window window = {0, {0, 0, 0, 0}};
+    __device__ leaf_team()
+        : q(threadIdx.x % LANES), first(grid_thread() / LANES * LANES), step(grid_threads())
+    {
+    }
+};
+
+template <typename T, leaf_form FORM, typename Term>
+__device__ __forceinline__ void add_leaves(digit_window &window, const T *x, const Term &term,
+                                           const leaf_plan &p, int64_t *words)
+{
+    const int V = leaf_team<T>::V, LANES = leaf_team<T>::LANES;
+    leaf_team<T> team;
+    size_t first = team.first;
     for (size_t round = 0; round < p.rounds; round++) { /* all lanes, for the shuffles */
-        size_t first = round * step + team * LANES;
         double mine = 0;
 #pragma unroll
         for (int k = 0; k < LANES; k++) {
             size_t begin = (first + k) * p.leaf;
             double partial[V] = {};
             if (first + k < p.leaves)
-                leaf_partials<T, V, VECTORS>(
-                    partial, x + begin, p.leaf < p.numel - begin ? p.leaf : p.numel - begin, q,
+                leaf_partials<T, V, FORM == BY_VECTORS>(
+                    partial, x + begin, p.leaf < p.numel - begin ? p.leaf : p.numel - begin, team.q,
                     term);
             double total = fold_partials<V>(partial);
-            mine = k == q ? total : mine;
+            mine = k == team.q ? total : mine;
         }
         window.add(mine, words);
+        first += team.step;
     }
+}
+
+/* STEPS vectors of a leaf of LEAF are a lane's; as soon as one is added, the same one of the lane's
+ * next leaf is on its way into the same registers. */
+template <typename T, typename Term>
+__device__ __forceinline__ void add_leaves_ahead(digit_window &window, const T *x, const Term &term,
+                                                 const leaf_plan &p, int64_t *words)
+{
+    const int V = leaf_team<T>::V, LANES = leaf_team<T>::LANES;
+    leaf_team<T> team;
+    vec<T, V> part[STEPS] = {};
+    const T *next = x + team.first * LEAF + team.q * V;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++)
+        if (team.first < p.leaves)
+            part[j] = load<V>(next + j * PARTIALS);
+    size_t first = team.first;
+    for (size_t round = 0; round < p.rounds; round++) {
+        double mine = 0;
+#pragma unroll
+        for (int k = 0; k < LANES; k++) {
+            size_t ahead = k + 1 < LANES ? 1 : team.step - (LANES - 1);
+            next += ahead * LEAF;
+            bool more = first + k + ahead < p.leaves;
+            double partial[V] = {};
+#pragma unroll
+            for (int j = 0; j < STEPS; j++) {
+                vec<T, V> values = part[j];
+                part[j] = more ? load<V>(next + j * PARTIALS) : vec<T, V>{};
+                add_terms<T, V>(partial, values, term);
+            }
+            double total = fold_partials<V>(partial);
+            mine = k == team.q ? total : mine;
+        }
+        window.add(mine, words);
+        first += team.step;
+    }
+    if (blockIdx.x == 0 && p.numel % LEAF) { /* the short leaf at the end: the first team's */
+        double partial[V] = {};
+        if (threadIdx.x < LANES)
+            leaf_partials<T, V, false>(partial, x + p.leaves * LEAF, p.numel % LEAF, team.q, term);
+        double total = fold_partials<V>(partial);
+        window.add(team.q == 0 ? total : 0, words);
+    }
+}
+
+template <typename T, leaf_form FORM, typename Term>
+static __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS)
+    sum_terms_kernel(const T *x, Term term, leaf_plan p, int64_t *sum)
+{
+    __shared__ int64_t words[WORDS];
+    for (int w = threadIdx.x; w < WORDS; w += blockDim.x)
+        words[w] = 0;
+    __syncthreads();
+    digit_window window = {0, {0, 0, 0, 0}};
+    if constexpr (FORM == BY_LEAVES)
+        add_leaves_ahead(window, x, term, p, words);
+    else
+        add_leaves<T, FORM>(window, x, term, p, words);
     window.flush_warp(words);
     __syncthreads();
     if (threadIdx.x == 0)
@@ -214,21 +291,24 @@ static fsdpc_status sum_terms(const char *what, const void *x, fsdpc_dtype dtype
     if (plan.numel == 0)
         return FSDPC_OK;
     const fsdpc_cuda_queue *queue = fsdpc_cuda_queue_of(stream);
+    bool ahead = Term::AHEAD && plan.leaf == LEAF && (uintptr_t)x % 16 == 0;
     plan.leaf = fsdpc_min_size(plan.leaf, plan.numel);
-    plan.leaves = fsdpc_ceil_div(plan.numel, plan.leaf);
+    plan.leaves = ahead ? plan.numel / LEAF : fsdpc_ceil_div(plan.numel, plan.leaf);
     size_t bytes = fsdpc_dtype_bytes(dtype);
     bool vectors = (uintptr_t)x % 16 == 0 && (plan.leaf * bytes % 16 == 0 || plan.leaves == 1);
     int64_t *sum = sum_io->digits; /* nans and infinities follow, as words DIGITS and DIGITS + 1 */
-    /* Fewer blocks than elsewhere: each ends in a carry and some atomics. */
-    size_t blocks = fsdpc_ceil_div(plan.leaves, BLOCK_THREADS);
-    size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * 8);
+    size_t blocks = fsdpc_max_size(fsdpc_ceil_div(plan.leaves, BLOCK_THREADS), 1);
+    size_t grid = fsdpc_min_size(blocks, (size_t)queue->multiprocessors * SM_BLOCKS);
     plan.rounds = fsdpc_ceil_div(plan.leaves, grid * BLOCK_THREADS);
     FSDPC_FOR_FLOAT(dtype, T, {
-        if (vectors)
-            FSDPC_LAUNCH((sum_terms_kernel<T, true, Term>), grid, BLOCK_THREADS, 0, queue,
+        if (ahead)
+            FSDPC_LAUNCH((sum_terms_kernel<T, Term::AHEAD ? BY_LEAVES : BY_VECTORS, Term>), grid,
+                         BLOCK_THREADS, 0, queue, (const T *)x, term, plan, sum);
+        else if (vectors)
+            FSDPC_LAUNCH((sum_terms_kernel<T, BY_VECTORS, Term>), grid, BLOCK_THREADS, 0, queue,
                          (const T *)x, term, plan, sum);
         else
-            FSDPC_LAUNCH((sum_terms_kernel<T, false, Term>), grid, BLOCK_THREADS, 0, queue,
+            FSDPC_LAUNCH((sum_terms_kernel<T, BY_ELEMENTS, Term>), grid, BLOCK_THREADS, 0, queue,
                          (const T *)x, term, plan, sum);
     })
     return launched(what);

@@ -181,6 +181,11 @@ static void test_sumsq(void)
             for (size_t l = 0; l < 7; l++)
                 if (sizes[n] < 2000 || l % 4 == 0)
                     check_sumsq(floats[d], sizes[n], leaves[l], l % 2, n % 2 ? 60 : 0);
+    static const size_t rounds[] = {64,        128,           320,          64 * 782,
+                                    64 * 4096, 64 * 4096 + 1, 64 * 5000 - 1};
+    for (int d = 0; d < FLOATS; d++) /* leaves read ahead: whole ones, and a short one at the end */
+        for (size_t n = 0; n < 7; n++)
+            check_sumsq(floats[d], rounds[n], 64, 0, n % 2 ? 60 : 0);
     check_sumsq(FSDPC_F64, 50021, 64, 0, 900);
     buffer x = buffer_random(FSDPC_F32, 1000, 0);
     element_set(x.on_cpu, 100, FSDPC_F32, NAN);
