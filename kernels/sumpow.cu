@@ -92,14 +92,15 @@ struct digit_window {
     }
 };
 
-/* The CPU may fuse the addition, since squares of at most 24 bits are exact; those of F64 are not,
- * and this file is compiled without fusing. */
+/* add<T>: partial and the term of value, a T.  Squares of at most 24 bits are exact in fp64, so that
+ * fusing their addition changes no bit; those of fp64 itself are rounded before they are added. */
 struct square_term {
     enum { AHEAD = 1 }; /* memory is all it waits for */
 
-    __device__ __forceinline__ double of(double value) const
+    template <typename T>
+    __device__ __forceinline__ double add(double partial, double value) const
     {
-        return value * value;
+        return sizeof(T) < sizeof(double) ? fma(value, value, partial) : partial + value * value;
     }
 };
 
@@ -110,15 +111,16 @@ struct power_term {
     double p;
     unsigned whole; /* p, where it is whole and at most WHOLE_POWER_MAX; else 0 */
 
-    __device__ __forceinline__ double of(double value) const
+    template <typename T>
+    __device__ __forceinline__ double add(double partial, double value) const
     {
         value = fabs(value);
         if (whole == 0)
-            return pow(value, p);
+            return partial + pow(value, p);
         double power = value, result = 1;
         for (unsigned rest = whole; rest; rest >>= 1, power *= power)
             result = rest & 1 ? result * power : result;
-        return result;
+        return partial + result;
     }
 };
 
@@ -128,7 +130,7 @@ __device__ __forceinline__ void add_terms(double (&partial)[V], const vec<T, V> 
 {
 #pragma unroll
     for (int c = 0; c < V; c++)
-        partial[c] += term.of(widen<double>(values.at[c]));
+        partial[c] = term.template add<T>(partial[c], widen<double>(values.at[c]));
 }
 
 /* Lane q's part of a leaf's numel elements at x. */
@@ -146,7 +148,7 @@ __device__ __forceinline__ void leaf_partials(double (&partial)[V], const T *x, 
 #pragma unroll
         for (int c = 0; c < V; c++) {
             size_t at = i + q * V + c;
-            partial[c] += term.of(at < numel ? widen<double>(x[at]) : 0.0);
+            partial[c] = term.template add<T>(partial[c], at < numel ? widen<double>(x[at]) : 0.0);
         }
     }
 }
