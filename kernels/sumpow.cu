@@ -55,6 +55,8 @@ struct digit_window {
     /* value >= 0, or NaN or infinity */
     __device__ __forceinline__ void add(double value, int64_t *sum)
     {
+        if (value == 0) /* it would move the window to digit 0: rows of an embedding not looked up */
+            return;
         uint64_t bits = (uint64_t)__double_as_longlong(value);
         uint64_t exponent = bits >> 52 & 0x7ff, mantissa = bits & 0xfffffffffffffu;
         if (exponent == 0x7ff) {

@@ -173,6 +173,40 @@ static void check_sumsq(fsdpc_dtype dtype, size_t numel, size_t leaf, size_t shi
     buffer_fini(&x);
 }
 
+/* Leaves of zeros between others; sizes that 32 leaves in a row, a warp's, have all differ by more
+ * than a few digits of the sum. */
+static void check_sumsq_of_sizes(fsdpc_dtype dtype, size_t numel, int zeros, int step)
+{
+    buffer x = buffer_random(dtype, numel, 0);
+    for (size_t i = 0; i < numel; i++) {
+        size_t leaf = i / 64;
+        double size = ldexp(rig_value(), step * ((int)(leaf % 32) - 16));
+        bool zero = zeros && (leaf % 3 == 1 || leaf / 64 % 2 == 1);
+        element_set(x.on_cpu, i, dtype, zero ? (i % 2 ? 0.0 : -0.0) : size);
+    }
+    buffer_send(&x);
+    fsdpc_exact_sum on_cpu = {{0}, 0, 0}, on_gpu = on_cpu;
+    CHECK_OK(fsdpc_flat_sumsq(x.on_cpu, dtype, numel, 64, &on_cpu, cpu_stream));
+    CHECK_OK(fsdpc_flat_sumsq(x.on_gpu, dtype, numel, 64, &on_gpu, gpu_stream));
+    fsdpc_exact_sum_normalize(&on_cpu);
+    fsdpc_exact_sum_normalize(&on_gpu);
+    CHECK_NOTE(memcmp(&on_cpu, &on_gpu, sizeof on_cpu) == 0,
+               "%s %zu, zeros %d, step %d: %.17g, %.17g", fsdpc_dtype_name(dtype), numel, zeros,
+               step, fsdpc_exact_sum_value(&on_cpu), fsdpc_exact_sum_value(&on_gpu));
+    buffer_fini(&x);
+}
+
+static void test_sumsq_of_sizes(void)
+{
+    static const size_t numels[] = {64, 64 * 33 + 5, 64 * 3000};
+    for (int d = 0; d < FLOATS; d++)
+        for (size_t n = 0; n < 3; n++)
+            for (int zeros = 0; zeros < 2; zeros++)
+                for (int step = 0; step < 8; step += 7)
+                    check_sumsq_of_sizes(floats[d], numels[n], zeros, step);
+    check_sumsq_of_sizes(FSDPC_F64, 64 * 3000, 1, 30); /* from 2^-960 to 2^900 */
+}
+
 static void test_sumsq(void)
 {
     static const size_t leaves[] = {64, 1, 7, 16, 48, 100, 1000};
@@ -327,9 +361,10 @@ static void test_refusals(void)
 
 int main(void)
 {
-    static const rig_test_fn tests[] = {test_cast,   test_accumulate, test_equal_sees_one_bit,
-                                        test_reduce, test_scale,      test_sumsq,
-                                        test_sumpow, test_absmax,     test_clamp,
-                                        test_init,   test_refusals};
+    static const rig_test_fn tests[] = {
+        test_cast,           test_accumulate, test_equal_sees_one_bit,
+        test_reduce,         test_scale,      test_sumsq,
+        test_sumsq_of_sizes, test_sumpow,     test_absmax,
+        test_clamp,          test_init,       test_refusals};
     return rig_main("test_flat_kernels", tests, sizeof tests / sizeof tests[0]);
 }
