@@ -79,18 +79,19 @@ struct digit_window {
                 words[w] += digit + k == first + w ? parts[k] : 0;
     }
 
-    /* All lanes of a warp call; one atomic a word where their windows agree. */
-    __device__ __forceinline__ void flush_warp(int64_t *sum)
+    /* All lanes of a warp call; one atomic a word for all windows that begin at the same digit. */
+    __device__ __forceinline__ void flush_warp(int64_t *sum) const
     {
-        if (!__all_sync(0xffffffffu, first == __shfl_sync(0xffffffffu, first, 0))) {
-            flush(sum);
-            return;
-        }
+        for (unsigned left = 0xffffffffu; left;) {
+            int shared = __shfl_sync(0xffffffffu, first, __ffs((int)left) - 1);
 #pragma unroll
-        for (int w = 0; w < WINDOW; w++)
-            words[w] = warp_sum((long long)words[w]);
-        if (threadIdx.x % WARP == 0)
-            flush(sum);
+            for (int w = 0; w < WINDOW; w++) {
+                long long word = warp_sum((long long)(first == shared ? words[w] : 0));
+                if (threadIdx.x % WARP == 0)
+                    add_word(sum + shared + w, word);
+            }
+            left &= ~__ballot_sync(0xffffffffu, first == shared);
+        }
     }
 };
 

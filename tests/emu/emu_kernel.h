@@ -166,6 +166,10 @@ inline float __fdividef(float a, float b)
 {
     return a / b;
 }
+inline int __ffs(int x)
+{
+    return __builtin_ffs(x);
+}
 inline int __popc(unsigned x)
 {
     return __builtin_popcount(x);
