@@ -12,8 +12,9 @@
  * and atomics, cannot change it.  Atomics for every leaf would be too slow; but leaves near each
  * other are about equally large, so a thread keeps a window of four digits in registers, adds its
  * leaves there, and writes the window out when a leaf falls outside it and at the end.  A block
- * collects its threads' windows in shared memory, carries, and adds to the result: one addition of
- * a normalised sum, as the accumulator's rule counts.
+ * collects its threads' windows in shared memory, carries every digit once, all at the same time,
+ * and adds to the result: no more than two additions of a normalised sum, as the accumulator's rule
+ * counts.
  *
  * Squares and whole powers are the CPU's to the bit.  Other powers are CUDA's pow, which is at most
  * 2 ulp from the true one where the C library's is at most 1.
@@ -27,8 +28,8 @@ enum { LEAF = 64, STEPS = LEAF / PARTIALS };
 /* How leaves are read: any by elements or by vectors, those of LEAF ahead. */
 enum leaf_form { BY_ELEMENTS, BY_VECTORS, BY_LEAVES };
 
-/* As many as an SM holds at once: 80 registers a thread, so that nothing spills.  The grid has no
- * more, since each block ends in a carry and some atomics. */
+/* As many as an SM holds at once: 80 registers a thread, so that the loop spills nothing.  The grid
+ * has no more, since each block ends in atomics. */
 enum { SM_BLOCKS = 3 };
 
 /* atomicAdd has no signed form; two's complement needs none. */
@@ -178,12 +179,13 @@ struct leaf_plan {
     size_t numel, leaf, leaves, rounds; /* BY_LEAVES: leaves are whole, what is left is shorter */
 };
 
-__device__ __forceinline__ void carry(int64_t *digits)
+/* Digit d of a block's words, with what digit d - 1 is too large by: below 2^32 + 2^31. */
+__device__ __forceinline__ int64_t carried(const int64_t *words, int d)
 {
-    for (int d = 0; d + 1 < DIGITS; d++) {
-        digits[d + 1] += digits[d] >> 32;
-        digits[d] &= 0xffffffff;
-    }
+    if (d >= DIGITS) /* counts */
+        return words[d];
+    int64_t own = d + 1 < DIGITS ? words[d] & 0xffffffff : words[d];
+    return own + (d > 0 ? words[d - 1] >> 32 : 0);
 }
 
 /* A team of LANES lanes takes LANES leaves at a time, so that each lane has one to add. */
@@ -282,11 +284,8 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, SM_BLOCKS)
         add_leaves<T, FORM>(window, x, term, p, words);
     window.flush_warp(words);
     __syncthreads();
-    if (threadIdx.x == 0)
-        carry(words);
-    __syncthreads();
     for (int w = threadIdx.x; w < WORDS; w += blockDim.x)
-        add_word(sum + w, words[w]);
+        add_word(sum + w, carried(words, w));
 }
 
 template <typename Term>
