@@ -1,7 +1,8 @@
 /* Scaling with a look for NaN and infinity, and comparing; twins of csrc/ops/flat_cast_body.h.
  *
  * Both report through one word that any thread may set to the same value, so no order is needed.
- * `equal` compares bits after casting and looks at the word from time to time, to stop early.
+ * `equal` compares bits after casting.  A thread looks at the word as it begins, so that most blocks
+ * have nothing to do once a difference is found, and not again, since vectors would wait for it.
  */
 #include "map.cuh"
 
@@ -64,17 +65,21 @@ template <typename D, typename S> struct equal_op {
     const S *src;
     bool *equal;
 
-    template <int N> __device__ __forceinline__ void run(size_t i) const
+    __device__ __forceinline__ bool begin() const
     {
-        if (!*(volatile bool *)equal)
+        return *(volatile bool *)equal;
+    }
+    template <int N> __device__ __forceinline__ void run(size_t i, bool equal_yet) const
+    {
+        if (!equal_yet)
             return;
         vec<D, N> a = load<N>(dst + i);
         vec<S, N> b = load<N>(src + i);
         bool same = true;
 #pragma unroll
         for (int k = 0; k < N; k++)
-            same = same && same_bits(a.at[k], cast_bits<D, S>::of(b.at[k]));
-        if (!same)
+            same &= same_bits(a.at[k], cast_bits<D, S>::of(b.at[k]));
+        if (!same && *(volatile bool *)equal) /* one of many that differ writes */
             *(volatile bool *)equal = false;
     }
 };
