@@ -1,10 +1,10 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
  * The sources' addresses travel as a kernel argument, so nothing is copied ahead of the launch.  Up
- * to eight sources are one expression, all loads in flight together; more go through the binary
- * counter that the CPU uses, whose few partial sums the compiler keeps in local memory.  Partial
- * sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once through that
- * dtype, then to out's.
+ * to eight sources, and what they are added to, are all loaded before any is used; more go through
+ * the binary counter that the CPU uses, whose few partial sums the compiler keeps in local memory.
+ * Partial sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once
+ * through that dtype, then to out's.
  */
 #include "map.cuh"
 
@@ -15,34 +15,46 @@ template <int SOURCES> struct tree_sources {
     int n;
 };
 
-/* Sources first .. of a subtree 2^LEVEL wide; what is missing on the right is left out. */
-template <int LEVEL, int N, typename T> struct subtree {
-    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_sources<FEW_SOURCES> &s,
-                                                          int first, size_t i)
+/* What is added, all of it loaded before any of it is used. */
+template <int N, typename T> struct tree_leaves {
+    vec<T, N> at[FEW_SOURCES];
+
+    __device__ __forceinline__ tree_leaves(const tree_sources<FEW_SOURCES> &s, size_t i)
     {
-        vec<wide<T>, N> left = subtree<LEVEL - 1, N, T>::sum(s, first, i);
-        int middle = first + (1 << (LEVEL - 1));
-        if (middle < s.n) {
-            vec<wide<T>, N> right = subtree<LEVEL - 1, N, T>::sum(s, middle, i);
 #pragma unroll
-            for (int k = 0; k < N; k++)
-                left.at[k] += right.at[k];
-        }
+        for (int source = 0; source < FEW_SOURCES; source++)
+            at[source] = source < s.n ? load<N>((const T *)s.at[source] + i) : vec<T, N>{};
+    }
+};
+
+/* Sources FIRST .. of a subtree 2^LEVEL wide; what is missing on the right is left out. */
+template <int LEVEL, int FIRST, int N, typename T> struct subtree {
+    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int n)
+    {
+        const int MIDDLE = FIRST + (1 << (LEVEL - 1));
+        vec<wide<T>, N> left = subtree<LEVEL - 1, FIRST, N, T>::sum(leaves, n);
+        vec<wide<T>, N> right = subtree<LEVEL - 1, MIDDLE, N, T>::sum(leaves, n);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            left.at[k] = MIDDLE < n ? left.at[k] + right.at[k] : left.at[k];
         return left;
     }
 };
-template <int N, typename T> struct subtree<0, N, T> {
-    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_sources<FEW_SOURCES> &s,
-                                                          int first, size_t i)
+template <int FIRST, int N, typename T> struct subtree<0, FIRST, N, T> {
+    static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int)
     {
-        return load_wide<N, wide<T>>((const T *)s.at[first] + i);
+        vec<wide<T>, N> wider;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            wider.at[k] = widen<wide<T>>(leaves.at[FIRST].at[k]);
+        return wider;
     }
 };
 
 template <int N, typename T>
 __device__ __forceinline__ vec<wide<T>, N> tree_sum(const tree_sources<FEW_SOURCES> &s, size_t i)
 {
-    return subtree<3, N, T>::sum(s, 0, i);
+    return subtree<3, 0, N, T>::sum(tree_leaves<N, T>(s, i), s.n);
 }
 
 template <int N, typename T>
@@ -84,17 +96,17 @@ template <typename Out, typename T, int SOURCES> struct tree_op {
 
     template <int N> __device__ __forceinline__ void run(size_t i) const
     {
+        vec<Out, N> old = accumulate ? load<N>(out + i) : vec<Out, N>{};
         vec<wide<T>, N> sum = tree_sum<N, T>(sources, i);
         vec<Out, N> result;
 #pragma unroll
         for (int k = 0; k < N; k++)
             result.at[k] = narrow<Out>(round_through(sum.at[k] * (wide<T>)scale, round_dtype));
-        if (accumulate) {
-            vec<wide<Out>, N> old = load_wide<N, wide<Out>>(out + i);
+        if (accumulate)
 #pragma unroll
             for (int k = 0; k < N; k++)
-                result.at[k] = narrow<Out>(old.at[k] + widen<wide<Out>>(result.at[k]));
-        }
+                result.at[k] = narrow<Out>(widen<wide<Out>>(old.at[k]) +
+                                           widen<wide<Out>>(result.at[k]));
         store<N>(out + i, result);
     }
 };
