@@ -18,7 +18,7 @@ RULE void norm_join(const fsdpc_norm_join_args *args)
                 exact_sum_shift(&from.sum, args->exponent * (int)args->p);
             exact_sum_merge(&into.sum, &from.sum);
         } else {
-            if (args->exponent)
+            if (args->exponent && from.magnitude == from.magnitude) /* not the sign of a NaN */
                 from.magnitude = ldexp(from.magnitude, args->exponent);
             into.largest = from.largest > into.largest ? from.largest : into.largest;
         }

@@ -162,6 +162,12 @@ inline float __fsqrt_rn(float x)
 {
     return sqrtf(x);
 }
+/* By products, so that no bit of a NaN is promised, the sign neither. */
+inline double emu_ldexp(double x, int exponent)
+{
+    return x != x ? copysign(x, -1) : ldexp(x, exponent);
+}
+#define ldexp emu_ldexp
 inline float __fdividef(float a, float b)
 {
     return a / b;
