@@ -101,6 +101,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         registers_by_rows<T, DIM, TILE_ROWS>(out, s, memory->v[j % 2]);
         __syncthreads(); /* before the tile after next overwrites this one */
     }
+    copies_wait<0>(); /* of queries that see no key */
 
     float inverse[2];
     for (int half = 0; half < 2; half++) {

@@ -82,6 +82,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
         registers_by_rows<T, DIM, TILE_ROWS>(dq, s, memory->k);
         __syncthreads();
     }
+    copies_commit();
+    copies_wait<0>(); /* of queries that see no key */
     const float scales[2] = {(float)a.scale, (float)a.scale};
     rows_store<T, DIM>(row_of<T>(a.dq, a.stride_q, b, 0, h), a.stride_q[1], q0 + row, a.tokens_q,
                        a.dim, dq, scales);
@@ -163,7 +165,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
             dkv_step<T, DIM>(a, memory, hidden, dk, dv);
             __syncthreads();
         }
-    copies_wait<0>(); /* of keys that no query saw */
+    copies_commit();
+    copies_wait<0>(); /* of keys that no query sees */
     const float scales[2] = {(float)a.scale, (float)a.scale}, ones[2] = {1, 1};
     rows_store<T, DIM>(row_of<T>(a.dk, a.stride_k, b, 0, kv), a.stride_k[1], k0 + row, a.tokens_k,
                        a.dim, dk, scales);

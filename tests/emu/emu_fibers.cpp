@@ -230,6 +230,9 @@ bool run_thread(block_state *block, unsigned t, unsigned *left)
     threadIdx.x = t;
     to_fiber(block, f);
     if (f->done) {
+        for (const auto &group : f->copies)
+            if (!group.empty())
+                give_up("a thread ends before its copies to shared memory do");
         (*left)--;
         block->all.leave();
         block->warps[t / WARP_THREADS].all.leave();
