@@ -1,9 +1,9 @@
 /* Optimizers' steps in one pass, publishing the wire; twin of csrc/ops/flat_step_body.h.
  *
  * Adam over fp32 or bf16 parameters, gradients and wires with fp32 states has kernels of its own:
- * 28 bytes an element with fp32 masters, bf16 gradients and wire.  Everything else is one kernel
- * for each rule, whose dtypes are chosen as it runs.  The wire gets the cast of the parameter as
- * stored.
+ * 28 bytes an element with fp32 masters, bf16 gradients and wire.  So have SGD, momentum and Lion
+ * over fp32 parameters.  Everything else is one kernel for each rule, whose dtypes are chosen as it
+ * runs.  The wire gets the cast of the parameter as stored.
  *
  * BF16 states are rounded stochastically, by the word of base/random.h for the element: its low
  * half for the first state, its high half for the others, as the CPU has it.
@@ -176,33 +176,41 @@ static fsdpc_status step_any(const fsdpc_step_args *a, const fsdpc_stream *strea
     return step_launch<RULE, untyped, untyped, any_states, no_array>(a, stream);
 }
 
-/* -- Adam's own -------------------------------------------------------------------------------- */
+/* -- what training does all the time ----------------------------------------------------------- */
 
 static bool is_common(fsdpc_dtype dtype)
 {
     return dtype == FSDPC_F32 || dtype == FSDPC_BF16;
 }
 
-template <typename P, typename G>
-static fsdpc_status adam_wire(const fsdpc_step_args *a, const fsdpc_stream *stream)
+template <step_rule RULE, typename P, typename G>
+static fsdpc_status typed_wire(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
     if (!a->wire)
-        return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, no_array>(a, stream);
+        return step_launch<RULE, typed<P>, typed<G>, fp32_states, no_array>(a, stream);
     if (a->wire_dtype == FSDPC_BF16)
-        return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, typed<bf16>>(a, stream);
-    return step_launch<RULE_ADAM, typed<P>, typed<G>, fp32_states, typed<float>>(a, stream);
+        return step_launch<RULE, typed<P>, typed<G>, fp32_states, typed<bf16>>(a, stream);
+    return step_launch<RULE, typed<P>, typed<G>, fp32_states, typed<float>>(a, stream);
 }
 
-static fsdpc_status adam(const fsdpc_step_args *a, const fsdpc_stream *stream)
+template <step_rule RULE, typename P>
+static fsdpc_status typed_grad(const fsdpc_step_args *a, const fsdpc_stream *stream)
 {
-    bool common = is_common(a->param_dtype) && is_common(a->grad_dtype) &&
-                  a->state_dtype == FSDPC_F32 && (!a->wire || is_common(a->wire_dtype));
-    if (!common)
-        return step_any<RULE_ADAM>(a, stream);
-    bool half_grad = a->grad_dtype == FSDPC_BF16;
-    if (a->param_dtype == FSDPC_F32)
-        return half_grad ? adam_wire<float, bf16>(a, stream) : adam_wire<float, float>(a, stream);
-    return half_grad ? adam_wire<bf16, bf16>(a, stream) : adam_wire<bf16, float>(a, stream);
+    return a->grad_dtype == FSDPC_BF16 ? typed_wire<RULE, P, bf16>(a, stream)
+                                       : typed_wire<RULE, P, float>(a, stream);
+}
+
+template <step_rule RULE>
+static fsdpc_status step_of(const fsdpc_step_args *a, const fsdpc_stream *stream)
+{
+    bool common = is_common(a->grad_dtype) && a->state_dtype == FSDPC_F32 &&
+                  (!a->wire || is_common(a->wire_dtype));
+    if (common && a->param_dtype == FSDPC_F32)
+        return typed_grad<RULE, float>(a, stream);
+    if constexpr (RULE == RULE_ADAM)
+        if (common && a->param_dtype == FSDPC_BF16)
+            return typed_grad<RULE, bf16>(a, stream);
+    return step_any<RULE>(a, stream);
 }
 
 extern "C" fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *a, fsdpc_stream *stream)
@@ -211,15 +219,15 @@ extern "C" fsdpc_status fsdpc_cuda_step(const fsdpc_step_args *a, fsdpc_stream *
         return fsdpc_cuda_step_f64(a, stream);
     switch (rule_of(a)) {
     case RULE_ADAM:
-        return adam(a, stream);
+        return step_of<RULE_ADAM>(a, stream);
     case RULE_AMSGRAD:
         return step_any<RULE_AMSGRAD>(a, stream);
     case RULE_SGD:
-        return step_any<RULE_SGD>(a, stream);
+        return step_of<RULE_SGD>(a, stream);
     case RULE_MOMENTUM:
-        return step_any<RULE_MOMENTUM>(a, stream);
+        return step_of<RULE_MOMENTUM>(a, stream);
     case RULE_LION:
-        return step_any<RULE_LION>(a, stream);
+        return step_of<RULE_LION>(a, stream);
     }
     return FSDPC_ERR_VALUE;
 }
