@@ -3,13 +3,14 @@
  * Flat kernels: bytes that must be read and written, over the time, as a share of the rate of a
  * device-to-device copy measured in the same run.  Attention: FLOPs by the usual count (4 T^2 d a
  * head forward, 2.5 times that backward, half if causal) over the time.  Products likewise.
- * Random data, several times the L2's size; the best and the median of many, by the device's clock.
+ * Random data, several times the L2's size, in two lengths; the best and the median of many, by the
+ * device's clock.
  */
 #include "gpu_rig.h"
 
 #if !defined(FSDPC_EMU)
 
-enum { REPEATS = 21, NUMEL = 1 << 28 };
+enum { REPEATS = 21, SOURCES = 8, ROW = 4096 };
 
 typedef fsdpc_status (*bench_fn)(void *arg);
 
@@ -62,90 +63,235 @@ static void *noise_of(size_t numel, fsdpc_dtype dtype)
 
 /* -- flat kernels ------------------------------------------------------------------------------ */
 
-typedef struct flat_case {
-    float *x, *y, *m, *v; /* NUMEL each */
-    uint16_t *half, *wire;
+typedef struct flat_buffers {
+    size_t numel;         /* of each */
+    float *x, *y, *m, *v; /* y is written; m and v are states */
+    uint16_t *half[SOURCES], *wire;
     fsdpc_exact_sum *sum;
+    double *one; /* in the device's memory */
+    bool *equal;
+} flat_buffers;
+
+typedef struct flat_row {
+    const char *name;
+    fsdpc_status (*fn)(const struct flat_row *row, const flat_buffers *b);
+    double bytes; /* an element */
+    int sources;
+    bool accumulate, factor; /* a step reads a factor in the device's memory */
+    fsdpc_optim_kind kind;
+    double momentum;
+} flat_row;
+
+typedef struct flat_case {
+    const flat_row *row;
+    const flat_buffers *buffers;
 } flat_case;
 
-static fsdpc_status run_copy(void *arg)
+static fsdpc_status run_flat(void *arg)
 {
-    flat_case *c = arg;
-    return fsdpc_device_copy(gpu, c->y, c->x, (size_t)NUMEL * 4, gpu_stream);
+    const flat_case *c = arg;
+    return c->row->fn(c->row, c->buffers);
 }
 
-static fsdpc_status run_cast(void *arg)
+static fsdpc_status run_copy(const flat_row *row, const flat_buffers *b)
 {
-    flat_case *c = arg;
-    return fsdpc_flat_cast(c->half, FSDPC_BF16, c->x, FSDPC_F32, NUMEL, gpu_stream);
+    (void)row;
+    return fsdpc_device_copy(gpu, b->y, b->x, b->numel * 4, gpu_stream);
 }
 
-static fsdpc_status run_accumulate(void *arg)
+static fsdpc_status run_narrow(const flat_row *row, const flat_buffers *b)
 {
-    flat_case *c = arg;
-    return fsdpc_flat_accumulate(c->y, FSDPC_F32, c->half, FSDPC_BF16, NUMEL, gpu_stream);
+    (void)row;
+    return fsdpc_flat_cast(b->half[0], FSDPC_BF16, b->x, FSDPC_F32, b->numel, gpu_stream);
 }
 
-static fsdpc_status run_scale(void *arg)
+static fsdpc_status run_widen(const flat_row *row, const flat_buffers *b)
 {
-    flat_case *c = arg;
-    return fsdpc_flat_scale(c->y, FSDPC_F32, NUMEL, 1.0000001f, NULL, NULL, gpu_stream);
+    (void)row;
+    return fsdpc_flat_cast(b->y, FSDPC_F32, b->half[1], FSDPC_BF16, b->numel, gpu_stream);
 }
 
-static fsdpc_status run_sumsq(void *arg)
+static fsdpc_status run_accumulate(const flat_row *row, const flat_buffers *b)
 {
-    flat_case *c = arg;
-    return fsdpc_flat_sumsq(c->x, FSDPC_F32, NUMEL, 64, c->sum, gpu_stream);
+    (void)row;
+    return fsdpc_flat_accumulate(b->y, FSDPC_F32, b->half[1], FSDPC_BF16, b->numel, gpu_stream);
 }
 
-static fsdpc_status run_adamw(void *arg)
+static fsdpc_status run_reduce(const flat_row *row, const flat_buffers *b)
 {
-    flat_case *c = arg;
-    fsdpc_step_args args = {
-        .param = c->x,
-        .param_dtype = FSDPC_F32,
-        .grad = c->half,
-        .grad_dtype = FSDPC_BF16,
-        .states = {c->m, c->v},
-        .wire = c->wire,
-        .wire_dtype = FSDPC_BF16,
-        .numel = NUMEL,
-        .grad_scale = 1,
-        .hyper = {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1},
-        .step = 10,
-        .kind = FSDPC_OPTIM_ADAMW};
+    fsdpc_reduce_args args = {.srcs = (const void *const *)b->half,
+                              .n_srcs = row->sources,
+                              .dtype = FSDPC_BF16,
+                              .numel = b->numel,
+                              .scale = 0.125,
+                              .round_dtype = FSDPC_F32,
+                              .out = b->y,
+                              .out_dtype = FSDPC_F32,
+                              .accumulate = row->accumulate};
+    return fsdpc_flat_reduce(&args, gpu_stream);
+}
+
+static fsdpc_status run_scale(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_scale(b->y, FSDPC_F32, b->numel, 1.0000001f, NULL, NULL, gpu_stream);
+}
+
+/* Of what run_narrow left, so that it looks at everything. */
+static fsdpc_status run_equal(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_equal(b->half[0], FSDPC_BF16, b->x, FSDPC_F32, b->numel, b->equal,
+                            gpu_stream);
+}
+
+static fsdpc_status run_absmax(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_absmax(b->x, FSDPC_F32, b->numel, b->one + 1, gpu_stream);
+}
+
+static fsdpc_status run_sumsq(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_sumsq(b->x, FSDPC_F32, b->numel, 64, b->sum, gpu_stream);
+}
+
+static fsdpc_status run_sumsq_half(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_sumsq(b->half[0], FSDPC_BF16, b->numel, 64, b->sum, gpu_stream);
+}
+
+/* Of m before the steps, in which every other row is zeros. */
+static fsdpc_status run_sumsq_zeros(const flat_row *row, const flat_buffers *b)
+{
+    (void)row;
+    return fsdpc_flat_sumsq(b->m, FSDPC_F32, b->numel, 64, b->sum, gpu_stream);
+}
+
+static fsdpc_status run_step(const flat_row *row, const flat_buffers *b)
+{
+    fsdpc_step_args args = {.param = b->x,
+                            .param_dtype = FSDPC_F32,
+                            .grad = b->half[1],
+                            .grad_dtype = FSDPC_BF16,
+                            .states = {b->m, b->v},
+                            .wire = b->wire,
+                            .wire_dtype = FSDPC_BF16,
+                            .numel = b->numel,
+                            .grad_scale = 1,
+                            .grad_scale_at = row->factor ? b->one : NULL,
+                            .hyper = {.lr = 1e-3,
+                                      .beta1 = 0.9,
+                                      .beta2 = 0.95,
+                                      .eps = 1e-8,
+                                      .momentum = row->momentum,
+                                      .weight_decay = 0.1},
+                            .step = 10,
+                            .kind = row->kind};
     return fsdpc_flat_step(&args, gpu_stream);
 }
 
-static void bench_flat(void)
+/* In this order: see run_equal and run_sumsq_zeros. */
+static const flat_row flat_rows[] = {
+    {.name = "copy", .fn = run_copy, .bytes = 8},
+    {.name = "cast fp32 -> bf16", .fn = run_narrow, .bytes = 6},
+    {.name = "cast bf16 -> fp32", .fn = run_widen, .bytes = 6},
+    {.name = "accumulate fp32 += bf16", .fn = run_accumulate, .bytes = 10},
+    {.name = "reduce 1 bf16 into fp32", .fn = run_reduce, .bytes = 6, .sources = 1},
+    {.name = "reduce 2 bf16 into fp32", .fn = run_reduce, .bytes = 8, .sources = 2},
+    {.name = "reduce 8 bf16 into fp32", .fn = run_reduce, .bytes = 20, .sources = 8},
+    {.name = "reduce 1 bf16, fp32 +=",
+     .fn = run_reduce,
+     .bytes = 10,
+     .sources = 1,
+     .accumulate = true},
+    {.name = "reduce 2 bf16, fp32 +=",
+     .fn = run_reduce,
+     .bytes = 12,
+     .sources = 2,
+     .accumulate = true},
+    {.name = "reduce 8 bf16, fp32 +=",
+     .fn = run_reduce,
+     .bytes = 24,
+     .sources = 8,
+     .accumulate = true},
+    {.name = "scale fp32", .fn = run_scale, .bytes = 8},
+    {.name = "equal, bf16 and fp32", .fn = run_equal, .bytes = 6},
+    {.name = "absmax fp32", .fn = run_absmax, .bytes = 4},
+    {.name = "sumsq fp32, leaves of 64", .fn = run_sumsq, .bytes = 4},
+    {.name = "sumsq bf16, leaves of 64", .fn = run_sumsq_half, .bytes = 2},
+    {.name = "sumsq fp32, half of it zeros", .fn = run_sumsq_zeros, .bytes = 4},
+    {.name = "adamw fp32, bf16 grad and wire",
+     .fn = run_step,
+     .bytes = 28,
+     .kind = FSDPC_OPTIM_ADAMW},
+    {.name = "  and a factor in memory",
+     .fn = run_step,
+     .bytes = 28,
+     .kind = FSDPC_OPTIM_ADAMW,
+     .factor = true},
+    {.name = "momentum fp32, bf16 grad, wire",
+     .fn = run_step,
+     .bytes = 20,
+     .kind = FSDPC_OPTIM_SGD,
+     .momentum = 0.9},
+    {.name = "lion fp32, bf16 grad and wire",
+     .fn = run_step,
+     .bytes = 20,
+     .kind = FSDPC_OPTIM_LION},
+};
+
+static flat_buffers flat_buffers_of(size_t numel)
 {
-    static const struct {
-        const char *name;
-        bench_fn fn;
-        double bytes; /* an element */
-    } cases[] = {{"copy", run_copy, 8},
-                 {"cast fp32 -> bf16", run_cast, 6},
-                 {"accumulate fp32 += bf16", run_accumulate, 10},
-                 {"scale fp32", run_scale, 8},
-                 {"sumsq fp32, leaves of 64", run_sumsq, 4},
-                 {"adamw fp32, bf16 grad and wire", run_adamw, 28}};
-    flat_case c = {noise_of(NUMEL, FSDPC_F32),        memory_of((size_t)NUMEL * 4),
-                   noise_of(NUMEL, FSDPC_F32),        memory_of((size_t)NUMEL * 4),
-                   noise_of(NUMEL, FSDPC_BF16),       memory_of((size_t)NUMEL * 2),
-                   memory_of(sizeof(fsdpc_exact_sum))};
-    CHECK_OK(fsdpc_device_fill(gpu, c.v, 0, (size_t)NUMEL * 4, gpu_stream));
-    CHECK_OK(fsdpc_device_fill(gpu, c.sum, 0, sizeof *c.sum, gpu_stream));
+    const double one[] = {1, 0};
+    flat_buffers b = {.numel = numel,
+                      .x = noise_of(numel, FSDPC_F32),
+                      .y = memory_of(numel * 4),
+                      .m = noise_of(numel, FSDPC_F32),
+                      .v = memory_of(numel * 4),
+                      .wire = memory_of(numel * 2),
+                      .sum = memory_of(sizeof(fsdpc_exact_sum)),
+                      .one = memory_of(sizeof one),
+                      .equal = memory_of(sizeof(bool))};
+    for (int s = 0; s < SOURCES; s++)
+        b.half[s] = noise_of(numel, FSDPC_BF16);
+    CHECK_OK(fsdpc_device_fill(gpu, b.v, 0, numel * 4, gpu_stream));
+    for (size_t i = 0; i + ROW <= numel; i += 2 * ROW)
+        CHECK_OK(fsdpc_device_fill(gpu, b.m + i, 0, ROW * 4, gpu_stream));
+    CHECK_OK(fsdpc_device_fill(gpu, b.sum, 0, sizeof *b.sum, gpu_stream));
+    CHECK_OK(fsdpc_device_copy(gpu, b.one, one, sizeof one, gpu_stream));
+    return b;
+}
+
+static void flat_buffers_free(flat_buffers *b)
+{
+    void *all[] = {b->x, b->y, b->m, b->v, b->wire, b->sum, b->one, b->equal};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
+        fsdpc_device_free(gpu, all[i]);
+    for (int s = 0; s < SOURCES; s++)
+        fsdpc_device_free(gpu, b->half[s]);
+}
+
+static void bench_flat(size_t numel)
+{
+    flat_buffers b = flat_buffers_of(numel);
     double copy_rate = 0;
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
-        float best, median = time_of(cases[i].fn, &c, &best);
-        double rate = cases[i].bytes * NUMEL / median * 1e-9; /* TB/s */
+    printf("| %zu elements | | | | |\n", numel);
+    for (size_t i = 0; i < sizeof flat_rows / sizeof flat_rows[0]; i++) {
+        flat_case c = {&flat_rows[i], &b};
+        float best, median = time_of(run_flat, &c, &best);
+        double rate = c.row->bytes * (double)numel / (double)median * 1e-9; /* TB/s */
         copy_rate = i == 0 ? rate : copy_rate;
-        printf("| %-30s | %6.3f | %6.3f | %5.2f TB/s | %3.0f %% of copy |\n", cases[i].name,
+        printf("| %-30s | %6.3f | %6.3f | %5.2f TB/s | %3.0f %% of copy |\n", c.row->name,
                (double)median, (double)best, rate, 100 * rate / copy_rate);
     }
-    void *all[] = {c.x, c.y, c.m, c.v, c.half, c.wire, c.sum};
-    for (int b = 0; b < 7; b++)
-        fsdpc_device_free(gpu, all[b]);
+    bool equal = false;
+    CHECK_OK(fsdpc_device_copy(gpu, &equal, b.equal, sizeof equal, gpu_stream));
+    CHECK_OK(fsdpc_stream_sync(gpu_stream));
+    CHECK(equal); /* else the row above stopped early */
+    flat_buffers_free(&b);
 }
 
 /* -- products and attention -------------------------------------------------------------------- */
@@ -308,7 +454,8 @@ static void bench_all(void)
            (int)REPEATS);
     printf(
         "| kernel                         | median | best ms | rate | |\n|---|---|---|---|---|\n");
-    bench_flat();
+    bench_flat((size_t)1 << 28);
+    bench_flat(100000000);
     bench_gemm();
     bench_gemm_gelu();
     bench_attention(64);
