@@ -84,7 +84,7 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
     fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
-    /* *equal_out = every cast(src) has the bits of dst; stops at the first difference */
+    /* *equal_out = every cast(src) has the bits of dst; may stop once one differs */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
                           fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
                           fsdpc_stream *stream);
