@@ -134,6 +134,18 @@ void emu_launch_host(cudaStream_t stream, cudaHostFn_t function, void *arg, int 
 typedef void (*emu_launch_host_fn)(cudaStream_t stream, cudaHostFn_t function, void *arg,
                                    int touches_memory);
 
+/* The same for one that touches none, with what it works on: `drop` is called with that when
+ * nothing can run the function any more, also if it was captured. */
+void emu_launch_owned(cudaStream_t stream, cudaHostFn_t function, void *arg, cudaHostFn_t drop);
+typedef void (*emu_launch_owned_fn)(cudaStream_t stream, cudaHostFn_t function, void *arg,
+                                    cudaHostFn_t drop);
+/* How much the capture that a stream takes part in has captured; -1: it takes part in none. */
+long emu_captured(cudaStream_t stream);
+typedef long (*emu_captured_fn)(cudaStream_t stream);
+/* Around a wait of the host, outside of this runtime, for what streams do. */
+void emu_host_waits(int yes);
+typedef void (*emu_host_waits_fn)(int yes);
+
 /* How often, since the process began, the host waited for the device (also by a copy into ordinary
  * memory), asked whether an event was reached, and asked for memory or gave it back. */
 unsigned long long emu_waits(void);

@@ -5,8 +5,8 @@
  * which they were captured or, where threads descend too, as far in the reverse of it as that
  * allows: so an order that no event asked for does not come by itself.
  *
- * Nodes of a graph pass the gate one by one, as some wait for other ranks and touch no memory; on all
- * ranks they run in one order, that of the capture, or none would end.
+ * Nodes of a graph pass the gate one by one, as some wait for other ranks and touch no memory; on
+ * all ranks they run in one order, that of the capture, or none would end.
  *
  * What CUDA forbids in a capture is refused with CUDA's error, and the capture is over for it then,
  * as there: waits, queries, memory that is not ordered by a stream, and events of work outside.
@@ -194,7 +194,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status)
 {
     const emu_part &part = emu_part_of(stream);
-    *status = !part.open()        ? cudaStreamCaptureStatusNone
+    *status = !part.open()      ? cudaStreamCaptureStatusNone
               : part.of->broken ? cudaStreamCaptureStatusInvalidated
                                 : cudaStreamCaptureStatusActive;
     return cudaSuccess;
@@ -217,11 +217,13 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
         captures.erase(std::find(captures.begin(), captures.end(), capture));
         capture->over = true;
     }
+    std::vector<emu_node> nodes = std::move(capture->nodes); /* which streams and events keep */
+    capture->nodes.clear();
     if (capture->broken)
         return cudaErrorStreamCaptureInvalidated;
     if (!joined)
         return cudaErrorStreamCaptureUnjoined;
-    *graph = new emu_graph{std::move(capture->nodes)};
+    *graph = new emu_graph{std::move(nodes)};
     return cudaSuccess;
 }
 

@@ -112,6 +112,7 @@ struct emu_stream {
             if (delay_seed.load(std::memory_order_relaxed))
                 own.one();
             run_gated(next->run, next->touches_memory);
+            next->run = nullptr; /* with what it owns */
             delete head;
             head = next;
         }
@@ -397,6 +398,26 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void 
 void emu_launch_host(cudaStream_t stream, cudaHostFn_t function, void *arg, int touches_memory)
 {
     of(stream)->post([=] { function(arg); }, touches_memory != 0);
+}
+
+void emu_launch_owned(cudaStream_t stream, cudaHostFn_t function, void *arg, cudaHostFn_t drop)
+{
+    std::shared_ptr<void> owned(arg, drop);
+    of(stream)->post([=] { function(owned.get()); }, false);
+}
+
+long emu_captured(cudaStream_t stream)
+{
+    const emu_part &part = of(stream)->part;
+    return part.open() ? (long)part.of->nodes.size() : -1;
+}
+
+void emu_host_waits(int yes)
+{
+    if (yes)
+        emu_gate.host_enters();
+    else
+        emu_gate.host_leaves();
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
