@@ -406,9 +406,12 @@ static fsdpc_status end_run(fsdpc_work *work, fsdpc_status status)
 {
     fsdpc_stream *stream = work->op.stream;
     if (status != FSDPC_OK && work->comm) {
+        char text[512];
         fsdpc_comm_poison(work->comm, status);
-        if (stream && stream->async)
-            fsdpc_stream_sync(stream); /* its thread must not touch `work` any more */
+        snprintf(text, sizeof text, "%s", fsdpc_last_error());
+        /* Its thread must not touch `work` any more. */
+        if (stream && stream->async && fsdpc_stream_sync(stream) != FSDPC_OK)
+            fsdpc_fail(status, "%s", text);
     }
     return status;
 }
