@@ -168,7 +168,8 @@ typedef struct fsdpc_comm_ops {
     /* Life */
     void (*destroy)(fsdpc_comm *comm);
     fsdpc_status (*split)(fsdpc_comm *comm, int color, int key, fsdpc_comm **out); /* collective */
-    void (*abort)(fsdpc_comm *comm, const char *reason); /* poison, tell the peers; never blocks */
+    void (*abort)(fsdpc_comm *comm,
+                  const char *reason); /* poison, tell the peers; takes seconds at most */
     /* Tells the peers that this rank takes part no more; memory stays until destroy.  Optional. */
     void (*leave)(fsdpc_comm *comm);
 
@@ -233,8 +234,10 @@ struct fsdpc_comm {
     fsdpc_log log;     /* notes: what is created, epochs that change, long waits; debug: all */
     int64_t waited_ns; /* time spent in waits since create */
     uint32_t captured; /* hash of what was posted in captures; whoever compares it sets it to 0 */
-    char about[160];   /* which of its ways it goes, for people; "" where there is one */
-    char poison[512];  /* "" while healthy */
+    /* Why its operations cannot be captured, the same on all ranks; NULL: nothing is against it. */
+    const char *uncapturable;
+    char about[160];  /* which of its ways it goes, for people; "" where there is one */
+    char poison[512]; /* "" while healthy */
 };
 
 struct fsdpc_wire {

@@ -6,8 +6,15 @@
  * Copy engines.  A GPU moves memory by engines of its own, beside its multiprocessors, and NCCL
  * leaves gathers to them from 2.28 on: where its communicator was made to, the driver is CUDA
  * 12.5's or newer, all GPUs are one host's and reach each other, and memory is a symmetric window.
- * So it is asked for where all of that holds on every rank, and nobody has switched it off; else
- * NCCL is left to its own policy.  Ranks of one communicator are of one host, as its control is.
+ * So it is asked for where all of that holds on every rank, and all have switched it on; else NCCL
+ * gathers by kernels, also where it would choose otherwise by itself (nccl_env.c).  Ranks of one
+ * communicator are of one host, as its control is.
+ *
+ * They are not the default.  A copy waits for peers by waits of the driver's, on words that peers
+ * alone write, and no NCCL can tell those of an abort: where a peer dies the GPU is held until the
+ * process ends (nccl_abort.c).  And ranks number their copies on the host, a captured one when it
+ * is captured, so one rank that gives up a capture would leave all with numbers that do not fit;
+ * hence steps are not captured over them.
  *
  * A rank knows whether its GPU reaches another's if that one is visible to its process; where a
  * launcher shows each rank its own GPU alone, gathers do without.
@@ -64,6 +71,10 @@ static fsdpc_status all_reach(fsdpc_comm_nccl *self, const char *what, bool mine
                                                           .recv = &all,
                                                           .numel = 1}));
     self->copies = all > 0;
+    self->base.uncapturable = self->copies
+                                  ? "gathers go by copy engines, which no graph can hold: unset "
+                                    "FSDPC_COPY_ENGINES"
+                                  : NULL;
     return FSDPC_OK;
 }
 

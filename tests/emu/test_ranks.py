@@ -187,10 +187,10 @@ model(fsdpc.tensor([[1.0] * 8]))
 """
 
 
-def test_copy_engines_gather_unless_switched_off(nccl: dict[str, str], tmp_path: Path) -> None:
+def test_copy_engines_gather_where_switched_on(nccl: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(GATHERS)
-    for switch, asked in (("", True), ("0", False)):
+    for switch, asked in (("", False), ("0", False), ("1", True)):
         done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), EMU_GPUS="2",
                    FSDPC_LOG="2", FSDPC_COPY_ENGINES=switch)
         lines = [line for line in done.stdout.splitlines() if "NCCL carries gathers" in line]
