@@ -4,7 +4,7 @@
  * tests/gpu/test_nccl.py holds it against a real header.  Of the versioned config we know the first
  * fields alone: NCCL reads as many bytes as `size` says, takes its own defaults for what `version`
  * did not have, and that is why both are those of a version whose fields end there: 2.17's, or, to
- * ask for a policy, 2.27's.
+ * ask for a policy, 2.27's, or, to ask for the launch order of posts, 2.31's.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H
@@ -48,7 +48,10 @@ typedef struct ncclWindow_vidmem *fsdpc_nccl_window;
 
 enum { FSDPC_NCCL_WIN_COLL_SYMMETRIC = 1, FSDPC_NCCL_CTA_POLICY_ZERO = 2 };
 
-/* ncclConfig_t of 2.27; INT_MIN and NULL: NCCL's choice. */
+/* The first that is told of the launch order by a field of its config. */
+enum { FSDPC_NCCL_LAUNCH_ORDER_FIELD = 23100 };
+
+/* ncclConfig_t of 2.31; INT_MIN and NULL: NCCL's choice. */
 typedef struct fsdpc_nccl_config {
     size_t size;
     unsigned magic, version;
@@ -58,16 +61,24 @@ typedef struct fsdpc_nccl_config {
     int split_share, traffic_class; /* 2.17 ends before these */
     const char *name;
     int collnet, cta_policy, shrink_share, nvls_ctas;
+    int channels_per_peer, link_centric, graph_usage; /* 2.27 ends before these */
+    int rma_contexts, p2p_peers, graph_ordering, launch_order;
+    int rma_signals, rma_eager, host_cft;
 } fsdpc_nccl_config;
 
-/* `by_copies`: gathers take no multiprocessor where they can do without. */
-static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(bool by_copies)
+/* `version` of NCCL.  `by_copies`: gathers take no multiprocessor where they can do without. */
+static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version, bool by_copies)
 {
     const int unset = INT_MIN;
+    bool ordered = version >= FSDPC_NCCL_LAUNCH_ORDER_FIELD;
     return (fsdpc_nccl_config){
-        .size = by_copies ? sizeof(fsdpc_nccl_config) : offsetof(fsdpc_nccl_config, split_share),
+        .size = ordered     ? sizeof(fsdpc_nccl_config)
+                : by_copies ? offsetof(fsdpc_nccl_config, channels_per_peer)
+                            : offsetof(fsdpc_nccl_config, split_share),
         .magic = 0xcafebeef,
-        .version = by_copies ? 22700 : 21700,
+        .version = ordered     ? 23100
+                   : by_copies ? 22700
+                               : 21700,
         .blocking = 0,
         .shapes = {unset, unset, unset},
         .split_share = unset,
@@ -76,6 +87,16 @@ static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(bool by_copies)
         .cta_policy = by_copies ? FSDPC_NCCL_CTA_POLICY_ZERO : unset,
         .shrink_share = unset,
         .nvls_ctas = unset,
+        .channels_per_peer = unset,
+        .link_centric = unset,
+        .graph_usage = unset,
+        .rma_contexts = unset,
+        .p2p_peers = unset,
+        .graph_ordering = unset,
+        .launch_order = 1,
+        .rma_signals = unset,
+        .rma_eager = unset,
+        .host_cft = unset,
     };
 }
 

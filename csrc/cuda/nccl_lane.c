@@ -11,12 +11,12 @@
  * Gathers and reductions run beside each other on one GPU, each over its own communicator.  NCCL
  * must then be told that ranks post in one order, or kernels of two communicators that do not fit
  * on the GPU together may start in different orders on two ranks and wait for each other for ever.
- * It is told through the environment, there being no field for it.
+ * It is told so when a communicator is made, and before 2.31, which has no field for it, through
+ * the environment (nccl_env.c).
  *
  * Until NCCL says that a call is done no other may be made on that lane, save to abort it.
  */
 #include <sched.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "cuda/comm_nccl.h"
@@ -63,20 +63,6 @@ static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl
                                                        .numel = sizeof *id});
 }
 
-/* What NCCL has no field for: it reads its environment at the first init.  Whoever set one of these
- * knows what they do. */
-static fsdpc_status set_environment(void)
-{
-    static const char *const wanted[][2] = {
-        {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
-        {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would meet inside a capture (step_graph.c) */
-    };
-    for (size_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
-        if (setenv(wanted[i][0], wanted[i][1], 0) != 0)
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", wanted[i][0]);
-    return FSDPC_OK;
-}
-
 static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
@@ -86,8 +72,8 @@ static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
         FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_nccl_learn(self)));
     FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
-    FSDPC_TRY(set_environment());
-    fsdpc_nccl_config config = fsdpc_nccl_nonblocking(lane == FSDPC_NCCL_GATHERS && self->copies);
+    fsdpc_nccl_config config =
+        fsdpc_nccl_nonblocking(nccl->version, lane == FSDPC_NCCL_GATHERS && self->copies);
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
                                                             self->base.rank, &config);
     fsdpc_status status =

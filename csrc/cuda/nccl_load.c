@@ -9,11 +9,14 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+enum { OLDEST = 22600 };
+
 static const char soname[] = "libnccl.so.2";
 
-static fsdpc_status open_library(const char *path, void **out)
+static fsdpc_status open_library(const char *path, void **out, bool *was_here_out)
 {
     void *library = dlopen(soname, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    *was_here_out = library != NULL;
     if (!library && path) {
         library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
         if (!library) /* whoever names one does not want another */
@@ -35,22 +38,30 @@ static fsdpc_status open_library(const char *path, void **out)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_nccl_open(const char *path, fsdpc_nccl *out)
+fsdpc_status fsdpc_nccl_open(const char *path, const fsdpc_log *log, fsdpc_nccl *out)
 {
     void *library = NULL;
-    FSDPC_TRY(open_library(path, &library));
     fsdpc_nccl nccl = {0};
+    FSDPC_TRY(open_library(path, &library, &nccl.was_here));
 #define X(result, name, parameters)                                                                \
     *(void **)&nccl.name = dlsym(library, #name);                                                  \
     if (!nccl.name)                                                                                \
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,                                                   \
-                          "this NCCL has no " #name ": install 2.28 or newer");
+                          "this NCCL has no " #name ": install 2.26 or newer");
     FSDPC_NCCL_SYMBOLS(X)
 #undef X
 #define X(result, name, parameters) *(void **)&nccl.name = dlsym(library, #name);
     FSDPC_NCCL_OPTIONAL(X)
 #undef X
     FSDPC_TRY(fsdpc_nccl_check(&nccl, nccl.ncclGetVersion(&nccl.version), "tell its version"));
+    if (nccl.version < OLDEST)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "NCCL %d.%d.%d keeps no order between operations of several "
+                          "communicators, which wait for each other then: install 2.26 or newer "
+                          "(pip's nvidia-nccl-cu13), or set FSDPC_TRANSPORT=local_cuda, which "
+                          "needs no NCCL",
+                          nccl.version / 10000, nccl.version / 100 % 100, nccl.version % 100);
+    FSDPC_TRY(fsdpc_nccl_environment(&nccl, log));
     *out = nccl;
     return FSDPC_OK;
 }
@@ -67,7 +78,7 @@ fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, 
 fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
 {
     fsdpc_nccl nccl;
-    FSDPC_TRY(fsdpc_nccl_open(path, &nccl));
+    FSDPC_TRY(fsdpc_nccl_open(path, NULL, &nccl));
     Dl_info info;
     bool placed = dladdr(*(void **)&nccl.ncclGetVersion, &info) != 0;
     snprintf(text, bytes, "NCCL %d.%d.%d at %s", nccl.version / 10000, nccl.version / 100 % 100,

@@ -19,8 +19,6 @@
 enum { NCCL, LOCAL_CUDA };
 enum { SHARING_VERSION = 23000 }; /* of NCCL */
 
-static const char sharing[] = "NCCL_MULTI_RANK_GPU_ENABLE";
-
 const char *const fsdpc_cuda_transports[] = {[NCCL] = "nccl", [LOCAL_CUDA] = "local_cuda", NULL};
 
 typedef struct card {
@@ -74,7 +72,7 @@ static fsdpc_status allow_sharing(const fsdpc_comm_config *config, const card *c
                                   int peer)
 {
     fsdpc_nccl nccl;
-    FSDPC_TRY(fsdpc_nccl_open(config->library_path, &nccl));
+    FSDPC_TRY(fsdpc_nccl_open(config->library_path, NULL, &nccl));
     if (nccl.version < SHARING_VERSION)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "ranks %d and %d share GPU %s, which NCCL %d.%d.%d does not let them: "
@@ -82,9 +80,7 @@ static fsdpc_status allow_sharing(const fsdpc_comm_config *config, const card *c
                           "FSDPC_TRANSPORT=local_cuda, which needs no NCCL",
                           peer, rank, cards[rank].address, nccl.version / 10000,
                           nccl.version / 100 % 100, nccl.version % 100);
-    if (setenv(sharing, "1", 0) != 0) /* whoever set it knows what they do */
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", sharing);
-    return FSDPC_OK;
+    return fsdpc_nccl_allow_sharing();
 }
 
 static fsdpc_status create_nccl(const fsdpc_comm_config *config, const card *cards,

@@ -8,7 +8,7 @@
 #include "cuda/nccl_abi.h"
 #include "fake_nccl.h"
 
-enum { RANKS_MAX = 16, GROUP_MAX = 64, POLLS = 3, CONFIG_BYTES = 72 };
+enum { RANKS_MAX = 16, GROUP_MAX = 64, POLLS = 3, CONFIG_BYTES = 112 };
 enum { AREA_BYTES = 1 << 20, MAIL_BYTES = 4 << 20, WINDOWS_MAX = 256 };
 
 #define EXPORT __attribute__((visibility("default")))

@@ -3,7 +3,8 @@
  * Built as a libnccl.so.2 of its own, so that the loader finds in it what it would find in NCCL.
  * It keeps NCCL's rules and complains about who breaks them: nonblocking, so that inits and groups
  * stay in progress for some polls; no call on a communicator that is in progress; collectives run
- * in the order of their stream and meet the peers' there.
+ * in the order of their stream and meet the peers' there.  The environment counts as it was at the
+ * first call.
  *
  * It is NCCL 2.30.7, or what FAKE_NCCL_VERSION or a test says, and lets ranks share a GPU where the
  * environment says so, as that one does.
@@ -38,6 +39,8 @@ static pthread_mutex_t cliques_lock = PTHREAD_MUTEX_INITIALIZER;
 static clique *cliques;
 static _Atomic int fault, fault_rank, open_comms, out_of_place, forbidden;
 static _Atomic int told_version, by_copies;
+static pthread_once_t environment_read = PTHREAD_ONCE_INIT;
+static bool implicit_order;
 static _Thread_local int depth;
 static _Thread_local fsdpc_nccl_comm grouped;
 
@@ -107,11 +110,25 @@ const char *ncclGetErrorString(fsdpc_nccl_result result)
                                              : "fake error";
 }
 
+static void read_environment(void)
+{
+    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    implicit_order = order && strcmp(order, "1") == 0;
+}
+
+/* Whether the environment implies a launch order: as it did when NCCL was first used. */
+static bool implies_order(void)
+{
+    pthread_once(&environment_read, read_environment);
+    return implicit_order;
+}
+
 /* The memfd stays open for those who come. */
 fsdpc_nccl_result ncclGetUniqueId(fsdpc_nccl_id *id)
 {
     if (!id)
         return FSDPC_NCCL_INVALID_ARGUMENT;
+    implies_order();
     int fd = memfd_create("fake NCCL", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, sizeof(meeting)) != 0)
         return FSDPC_NCCL_SYSTEM_ERROR;
@@ -148,14 +165,28 @@ static meeting *meeting_of(const fsdpc_nccl_id *id)
     return it->all;
 }
 
-/* Whether a config reaches to the policy, and says so. */
-static bool has_policy(const fsdpc_nccl_config *config)
+/* Whether a config reaches to a field that ends there, and came with this version. */
+static bool has_field(const fsdpc_nccl_config *config, size_t end, unsigned version)
 {
-    size_t bytes = offsetof(fsdpc_nccl_config, cta_policy) + sizeof config->cta_policy;
-    bool long_enough = config->size >= bytes, new_enough = config->version >= 22700;
+    bool long_enough = config->size >= end, new_enough = config->version >= version;
     if (long_enough != new_enough)
         fake_complain("a config whose size is not its version's");
     return long_enough && new_enough;
+}
+
+static bool asks_for_copies(const fsdpc_nccl_config *config)
+{
+    size_t end = offsetof(fsdpc_nccl_config, cta_policy) + sizeof config->cta_policy;
+    return has_field(config, end, 22700) && config->cta_policy == FSDPC_NCCL_CTA_POLICY_ZERO;
+}
+
+static bool asks_for_order(const fsdpc_nccl_config *config)
+{
+    size_t end = offsetof(fsdpc_nccl_config, launch_order) + sizeof config->launch_order;
+    int version;
+    ncclGetVersion(&version);
+    return has_field(config, end, FSDPC_NCCL_LAUNCH_ORDER_FIELD) && config->launch_order == 1 &&
+           version >= FSDPC_NCCL_LAUNCH_ORDER_FIELD;
 }
 
 /* Whether a GPU may be that of several ranks; in C's tests at any version. */
@@ -180,14 +211,12 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
         return fake_complain("an init with nonsense");
     if (config->magic != 0xcafebeef || config->size > CONFIG_BYTES || config->blocking != 0)
         return fake_complain("a config that is none, or blocks");
-    const char *order = getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-    if (!order || strcmp(order, "1") != 0)
+    if (!asks_for_order(config) && !implies_order())
         return fake_complain("several communicators whose launch order is not implied");
     meeting *all = meeting_of(&id);
     if (!all)
         return FSDPC_NCCL_SYSTEM_ERROR;
-    if (has_policy(config))
-        atomic_fetch_add(&by_copies, config->cta_policy == FSDPC_NCCL_CTA_POLICY_ZERO);
+    atomic_fetch_add(&by_copies, asks_for_copies(config));
     int none = 0;
     if (!atomic_compare_exchange_strong(&all->size, &none, size) && none != size)
         return fake_complain("ranks disagree on their number");

@@ -198,6 +198,51 @@ def test_copy_engines_gather_where_switched_on(nccl: dict[str, str], tmp_path: P
         assert all(line.endswith(", by copy engines") == asked for line in lines), lines
 
 
+SAID = """
+import ctypes, json, sys
+import fsdpc
+if "before" in sys.argv or "used" in sys.argv:
+    theirs = ctypes.CDLL(sys.argv[1])
+    if "used" in sys.argv:
+        assert theirs.ncclGetUniqueId(ctypes.create_string_buffer(128)) == 0
+fsdpc.set_default_device("cuda")
+fsdpc.init()
+fsdpc.all_reduce(fsdpc.tensor([1.0]))
+said = ctypes.CDLL(None).getenv
+said.restype = ctypes.c_char_p
+values = [said(name.encode()) for name in sys.argv[3:]]
+if fsdpc.rank() == 0:
+    print("said", json.dumps([value and value.decode() for value in values]))
+"""
+NAMES = ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_GRAPH_REGISTER", "NCCL_SYM_CE_THRESHOLD",
+         "NCCL_RAS_ENABLE", "NCCL_SOCKET_IFNAME")
+
+
+@pytest.mark.parametrize("when, more, sockets, warned", [
+    ("fresh", {}, ["0", "=lo"], False),
+    ("before", {}, [None, None], True),
+    ("before", {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, [None, None], False),
+    ("used", {"FAKE_NCCL_VERSION": "23100"}, [None, None], False),
+    ("fresh", {"FAKE_NCCL_VERSION": "23100", "NCCL_SOCKET_IFNAME": "eth7"}, ["0", "eth7"], False),
+    ("fresh", {"NCCL_SOCKET_FAMILY": "AF_INET6"}, ["0", None], False),
+])
+def test_what_nccl_is_told_by_the_environment(
+    nccl: dict[str, str], tmp_path: Path, when: str, more: dict[str, str],
+    sockets: list[str | None], warned: bool
+) -> None:
+    """In time, and once: who has used an older one before is told what to set."""
+    script = tmp_path / "script.py"
+    script.write_text(SAID)
+    done = run({**nccl, **more}, "-m", "fsdpc", "run", "--ranks", "2", str(script),
+               nccl["FSDPC_NCCL_LIB"], when, *NAMES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    said = [line.split("said ")[1] for line in lines if "said " in line]
+    assert [json.loads(line) for line in said] == [["1", "0", str(2**63 - 1), *sockets]], lines
+    told = [line for line in lines if "set NCCL_LAUNCH_ORDER_IMPLICIT=1" in line]
+    assert len(told) == warned and all("NCCL 2.30.7 before fsdpc" in line for line in told), told
+
+
 def test_the_environment_of_torchrun(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import fsdpc\nfsdpc.set_default_device('cuda')\nfsdpc.init()\n"
@@ -270,6 +315,19 @@ def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
         assert "NotImplementedError: " in line and "FSDPC_TRANSPORT=local_cuda" in line, line
         assert ("ranks 0 and 1 share GPU 0000:1b:00.0, which NCCL 2.28.9 does not let them: "
                 "install 2.30 or newer") in line, line
+
+
+def test_nccl_that_orders_nothing_is_refused_on_every_rank(nccl: dict[str, str],
+                                                           tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    done = run(nccl, "-m", "fsdpc", "run", "--ranks", "2", str(script), EMU_GPUS="2",
+               FAKE_NCCL_VERSION="22505")
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stdout + done.stderr
+    for line in lines:
+        assert "NotImplementedError: " in line and "NCCL 2.25.5 keeps no order" in line, line
+        assert "install 2.26 or newer" in line, line
 
 
 def test_what_the_environment_says_of_sharing_a_gpu_stays(nccl: dict[str, str]) -> None:

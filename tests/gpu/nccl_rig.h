@@ -101,6 +101,9 @@ static inline void fake_open(void)
      */
     setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", 1);
     setenv("NCCL_GRAPH_REGISTER", "0", 1);
+    setenv("NCCL_SYM_CE_THRESHOLD", "1000", 1);
+    setenv("NCCL_RAS_ENABLE", "0", 1);
+    setenv("NCCL_SOCKET_IFNAME", "lo", 1);
     static char path[PATH_MAX];
     void *handle = open_beside("libnccl.so.2", path, sizeof path);
     *(void **)&break_nccl = dlsym(handle, "fake_nccl_break");

@@ -38,7 +38,8 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nccl")
     builder = native.Builder(folder)
     flags = [f"-I{ROOT / 'tests' / 'c'}", *cuda_build.host_command(TOOLKIT)[1:]]
-    files = [ROOT / "csrc/cuda/nccl_load.c", ROOT / "tests/gpu/test_nccl_load.c"]
+    files = [ROOT / "csrc/cuda/nccl_load.c", ROOT / "csrc/cuda/nccl_env.c",
+             ROOT / "tests/gpu/test_nccl_load.c"]
     objects = builder.compile(files, flags) + builder.compile(native.sources(("base",)))
     return builder.link(objects, folder / "test_nccl_load")
 
@@ -91,27 +92,42 @@ SAME(offsetof(fsdpc_nccl_config, collnet), offsetof(ncclConfig_t, collnetEnable)
 SAME(offsetof(fsdpc_nccl_config, cta_policy), offsetof(ncclConfig_t, CTAPolicy));
 SAME(offsetof(fsdpc_nccl_config, shrink_share), offsetof(ncclConfig_t, shrinkShare));
 SAME(offsetof(fsdpc_nccl_config, nvls_ctas), offsetof(ncclConfig_t, nvlsCTAs));
-SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, nChannelsPerNetPeer));
+SAME(offsetof(fsdpc_nccl_config, channels_per_peer), offsetof(ncclConfig_t, nChannelsPerNetPeer));
+SAME(offsetof(fsdpc_nccl_config, graph_usage), offsetof(ncclConfig_t, graphUsageMode));
+SAME(offsetof(fsdpc_nccl_config, rma_contexts), offsetof(ncclConfig_t, numRmaCtx));
+SAME(offsetof(fsdpc_nccl_config, graph_ordering), offsetof(ncclConfig_t, graphStreamOrdering));
+SAME(offsetof(fsdpc_nccl_config, launch_order), offsetof(ncclConfig_t, launchOrderImplicit));
+SAME(offsetof(fsdpc_nccl_config, rma_signals), offsetof(ncclConfig_t, numRmaSig));
+SAME(offsetof(fsdpc_nccl_config, host_cft), offsetof(ncclConfig_t, hostCftMode));
+SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, nvlsHostMode));
 /* All that NCCL reads but the first two fields, the version and `blocking`, is unset. */
-static int differs(ncclConfig_t theirs, fsdpc_nccl_config ours, int policy)
+static int differs(ncclConfig_t theirs, fsdpc_nccl_config ours, size_t size, int policy, int order)
 {
-    theirs.size = ours.size;
+    theirs.size = size;
     theirs.version = ours.version;
     theirs.blocking = 0;
     theirs.CTAPolicy = policy;
-    return memcmp(&theirs, &ours, ours.size) != 0;
+    theirs.launchOrderImplicit = order;
+    return memcmp(&theirs, &ours, size) != 0;
 }
 int main(void)
 {
+    enum { UNSET = NCCL_CONFIG_UNDEF_INT, COPIES = NCCL_CTA_POLICY_ZERO };
     const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
-    fsdpc_nccl_config plain = fsdpc_nccl_nonblocking(false), copies = fsdpc_nccl_nonblocking(true);
-    if (plain.size != offsetof(ncclConfig_t, splitShare) || plain.version != 21700)
+    fsdpc_nccl_config plain = fsdpc_nccl_nonblocking(23007, false);
+    fsdpc_nccl_config copies = fsdpc_nccl_nonblocking(23007, true);
+    fsdpc_nccl_config ordered = fsdpc_nccl_nonblocking(23100, false);
+    fsdpc_nccl_config both = fsdpc_nccl_nonblocking(23203, true);
+    if (plain.version != 21700 || copies.version != 22700 || ordered.version != 23100 ||
+        both.version != 23100)
         return 1;
-    if (copies.size != offsetof(ncclConfig_t, nChannelsPerNetPeer) || copies.version != 22700)
+    if (differs(theirs, plain, offsetof(ncclConfig_t, splitShare), UNSET, UNSET))
         return 2;
-    if (differs(theirs, plain, NCCL_CONFIG_UNDEF_INT))
+    if (differs(theirs, copies, offsetof(ncclConfig_t, nChannelsPerNetPeer), COPIES, UNSET))
         return 3;
-    return differs(theirs, copies, NCCL_CTA_POLICY_ZERO) ? 4 : 0;
+    if (differs(theirs, ordered, offsetof(ncclConfig_t, nvlsHostMode), UNSET, 1))
+        return 4;
+    return differs(theirs, both, offsetof(ncclConfig_t, nvlsHostMode), COPIES, 1) ? 5 : 0;
 }
 """
 

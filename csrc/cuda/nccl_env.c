@@ -1,0 +1,90 @@
+/* What NCCL is told through the environment of the process, the one place that sets it.
+ *
+ * NCCL reads a variable when it first needs it and never again, so all are set when the library is
+ * opened, before the first identity is drawn.  Whoever set one of them knows what they do: none is
+ * overwritten.
+ *
+ * A copy that the process had before us (torch's) may have been used already.  What steers its
+ * sockets is then left alone: it may talk to other hosts.  And if it is older than 2.31, whose
+ * communicators are told of the launch order one by one, a variable that is set now may be set too
+ * late, which only a warning can mend.
+ *
+ * Ranks are of one host, so sockets need no more than its loopback interface.  NCCL takes no IPv6
+ * address of that, and fails where the interface that it was told of has no other.
+ */
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda/nccl_load.h"
+
+typedef struct variable {
+    const char *name, *value;
+} variable;
+
+static const char launch_order[] = "NCCL_LAUNCH_ORDER_IMPLICIT";
+static const char sharing[] = "NCCL_MULTI_RANK_GPU_ENABLE";
+
+static const variable always[] = {
+    {launch_order, "1"},          /* nccl_lane.c */
+    {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would meet in a capture: step_graph.c */
+    {"NCCL_SYM_CE_THRESHOLD", "9223372036854775807"}, /* bytes; copies hang: nccl_means.c */
+};
+
+static bool is_set(const char *name)
+{
+    return getenv(name) != NULL;
+}
+
+static fsdpc_status set(const char *name, const char *value)
+{
+    if (!is_set(name) && setenv(name, value, 0) != 0)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to set %s", name);
+    return FSDPC_OK;
+}
+
+/* Whether NCCL can use the loopback interface alone. */
+static bool has_loopback(void)
+{
+    struct ifaddrs *all = NULL;
+    bool found = false;
+    if (getifaddrs(&all) != 0)
+        return false;
+    for (const struct ifaddrs *it = all; it; it = it->ifa_next)
+        found = found || (it->ifa_addr && it->ifa_addr->sa_family == AF_INET &&
+                          (it->ifa_flags & IFF_RUNNING) && strcmp(it->ifa_name, "lo") == 0);
+    freeifaddrs(all);
+    return found;
+}
+
+static fsdpc_status close_sockets(void)
+{
+    FSDPC_TRY(set("NCCL_RAS_ENABLE", "0")); /* a thread that listens for a monitor */
+    if (is_set("NCCL_SOCKET_IFNAME") || is_set("NCCL_SOCKET_FAMILY") || !has_loopback())
+        return FSDPC_OK;
+    return set("NCCL_SOCKET_IFNAME", "=lo");
+}
+
+fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, const fsdpc_log *log)
+{
+    bool late =
+        nccl->was_here && !is_set(launch_order) && nccl->version < FSDPC_NCCL_LAUNCH_ORDER_FIELD;
+    if (late && !log)
+        return FSDPC_OK;
+    if (late)
+        FSDPC_WARN(log,
+                   "this process had NCCL %d.%d.%d before fsdpc did; if it has used it, set %s=1 "
+                   "in its environment before it starts, or operations of fsdpc and of others may "
+                   "wait for each other for ever",
+                   nccl->version / 10000, nccl->version / 100 % 100, nccl->version % 100,
+                   launch_order);
+    for (size_t i = 0; i < sizeof always / sizeof always[0]; i++)
+        FSDPC_TRY(set(always[i].name, always[i].value));
+    return nccl->was_here ? FSDPC_OK : close_sockets();
+}
+
+fsdpc_status fsdpc_nccl_allow_sharing(void)
+{
+    return set(sharing, "1");
+}
