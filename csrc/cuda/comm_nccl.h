@@ -4,6 +4,7 @@
  *     comm_nccl.c   life, split, wires and buffers, waiting, failure
  *     nccl_lane.c   NCCL's own communicators: making them together, watching and ending them
  *     nccl_coll.c   collectives
+ *     nccl_ahead.c  how far the host may be ahead of them
  *     nccl_call.c   what they are in NCCL's calls
  *     nccl_join.c   sums and extrema that are not NCCL's
  *     nccl_means.c  what gathers can do with the machine
@@ -51,7 +52,8 @@ typedef struct fsdpc_nccl_flight {
     fsdpc_work agreement; /* on the control: that all posted the same, or, for host memory, all */
     fsdpc_nccl_stage stage;
     fsdpc_nccl_lane lane;
-    uint64_t turn; /* on_gpu: its place among all that the thread posted */
+    uint64_t turn;     /* on_gpu: its place among all that the thread posted */
+    int64_t posted_ns; /* when */
     bool on_gpu;
     bool captured; /* it runs whenever a graph does; peers compare what was captured later */
     cudaEvent_t landed;
@@ -194,6 +196,12 @@ bool fsdpc_nccl_is_registered(const fsdpc_comm_nccl *self, const void *memory);
 void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 /* Of a gather: copies the own slices to their places in the full. */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
+
+/* ---- nccl_ahead.c ---- */
+
+/* Before a post: waits until the host is not too far ahead of the GPU, and looks whether what is
+ * long in the air can still land. */
+fsdpc_status fsdpc_nccl_stay_near(fsdpc_comm_nccl *self);
 
 /* ---- nccl_coll.c ---- */
 

@@ -4,17 +4,18 @@
  * operation, moving nothing, so that peers compare it as they would any other; and it is done only
  * when both the GPU and the agreement are.  Values in host memory go over the control altogether.
  *
- * Launching.  NCCL does not block, so it may still be connecting when the call returns, and until
- * it says that it is done nothing may follow on that lane.  Flights of a rank are launched one
- * after the other in order of posting, over both lanes and all groups, so that all ranks hand NCCL
- * their operations in one order: two ranks of a mesh whose row and column took another turn on each
- * would wait for each other on the GPU.  Launched is not run: lanes overlap there.
+ * Launching.  NCCL does not block: it launches on a thread of its own, may still be connecting when
+ * the call returns, and until it says that it is done nothing may follow on that lane.  A post
+ * waits for that.  Once ranks have connected it takes some microseconds, and inside a capture
+ * nobody else may touch the graph while NCCL adds to it.  Flights of a rank are launched one after
+ * the other in order of posting, over both lanes and all groups, so that all ranks hand NCCL their
+ * operations in one order: two ranks of a mesh whose row and column took another turn on each would
+ * wait for each other on the GPU.  Launched is not run: lanes overlap there.
  *
  * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
  * and the caller's work is idle.  The flight goes on by itself until the host sees that it has
- * landed, which it looks for whenever it waits for anything.  A post waits for the oldest flight
- * where AHEAD_MAX are in the air, so a host that never waits is still stopped by what a dead peer
- * left unfinished.
+ * landed, which it looks for whenever it waits for anything; how far the host may be ahead of the
+ * device is nccl_ahead.c's.
  *
  * Captured.  While the device captures, operations are put on their streams likewise, and become
  * part of a graph.  The host may not ask for events then, so a captured flight goes on until it is
@@ -39,8 +40,6 @@
 #include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/graph.h"
-
-enum { AHEAD_MAX = 64 }; /* operations of a group that the host is ahead of the device */
 
 /* ---- Whose memory ---- */
 
@@ -403,32 +402,39 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *fli
                                                    &op, &flight->agreement));
 }
 
-typedef struct room {
-    fsdpc_comm_nccl *group;
-    const fsdpc_nccl_flight *oldest;
-} room;
-
-static fsdpc_status poll_room(void *arg)
+/* What a work that is not in flight came to. */
+static fsdpc_status outcome(const fsdpc_work *work)
 {
-    const room *r = arg;
-    FSDPC_TRY(fsdpc_nccl_carry_on(r->group));
-    FSDPC_TRY(fsdpc_comm_health(&r->group->base));
-    return r->group->flights == r->oldest ? FSDPC_IN_PROGRESS : FSDPC_OK;
+    if (work->status == FSDPC_OK)
+        return FSDPC_OK;
+    return fsdpc_fail(work->status, "%s", work->comm->poison);
 }
 
-/* The host is not too far ahead of the device. */
-static fsdpc_status wait_for_room(fsdpc_comm_nccl *self)
+static bool is_in_flight(const fsdpc_work *work)
 {
-    int ahead = 0;
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        ahead++;
-    if (ahead < AHEAD_MAX)
+    return atomic_load_explicit(&work->state, memory_order_relaxed);
+}
+
+/* A failure is reported by test, which finds it in the work. */
+static fsdpc_status poll_launch(void *arg)
+{
+    const fsdpc_work *work = arg;
+    (void)fsdpc_nccl_carry_on(fsdpc_nccl_of(work->comm));
+    if (!is_in_flight(work))
         return FSDPC_OK;
-    room r = {self, self->flights};
-    self->watching = true;
-    fsdpc_status status = fsdpc_comm_wait_for(
-        &self->base, poll_room, &r, fsdpc_coll_name(r.oldest->op.kind), r.oldest->op.what);
-    self->watching = false;
+    FSDPC_TRY(fsdpc_comm_health(work->comm));
+    return is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
+}
+
+/* Of a post.  An interrupted one goes on by itself, as one that was ordered does. */
+static fsdpc_status wait_for_launch(fsdpc_work *work)
+{
+    fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,
+                                              fsdpc_coll_name(work->op.kind), work->op.what);
+    if (status == FSDPC_OK || !is_in_flight(work))
+        return status;
+    ((fsdpc_nccl_flight *)work->impl)->work = NULL;
+    work_end(work, status);
     return status;
 }
 
@@ -442,7 +448,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
         return refused(&work->op, "ranks wait for each other in it, which a captured step cannot: "
                                   "do it before the step, or after");
     if (!is_capturing(self))
-        FSDPC_TRY(wait_for_room(self));
+        FSDPC_TRY(fsdpc_nccl_stay_near(self));
     if (for_gpu && !self->lanes[lane]) {
         FSDPC_TRY(fsdpc_nccl_launched(self));
         FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
@@ -455,6 +461,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     flight->lane = lane;
     flight->on_gpu = for_gpu;
     flight->captured = is_capturing(self);
+    flight->posted_ns = fsdpc_clock_ns();
     flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
     fsdpc_status status = for_gpu && fsdpc_nccl_is_joined(&flight->op)
                               ? fsdpc_nccl_join_open(self, flight)
@@ -473,21 +480,7 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     *last = flight;
     work->impl = flight;
     atomic_store_explicit(&work->state, 1, memory_order_relaxed);
-    fsdpc_nccl_carry_on(self); /* a failure is reported by test, which finds it in the work */
-    return FSDPC_OK;
-}
-
-/* What a work that is not in flight came to. */
-static fsdpc_status outcome(const fsdpc_work *work)
-{
-    if (work->status == FSDPC_OK)
-        return FSDPC_OK;
-    return fsdpc_fail(work->status, "%s", work->comm->poison);
-}
-
-static bool is_in_flight(const fsdpc_work *work)
-{
-    return atomic_load_explicit(&work->state, memory_order_relaxed);
+    return wait_for_launch(work);
 }
 
 /* Carries all on; IN_PROGRESS while this one is in flight. */
