@@ -5,10 +5,10 @@
  * are those of an empty wire of the control, which costs what a handful of shared words cost; a
  * buffer is idle as soon as its own operations are done.
  *
- * Failure.  A rank that fails closes the control first, which tells the peers why, and then aborts
- * its lanes, or kernels that wait for a peer would hold their streams for ever.  The peers find the
- * reason in the control, whose waits look for it and for deaths while ours look at the GPU, and do
- * the same.  All groups of a rank end together.
+ * Failure.  A rank that fails closes the controls first, which tells the peers why, and then aborts
+ * its lanes, all at once, or kernels that wait for a peer would hold their streams for ever.  The
+ * peers find the reason in the control, whose waits look for it and for deaths while ours look at
+ * the GPU, and do the same.  All groups of a rank end together.
  *
  * A kernel that waits for a peer who is gone never ends, and a host that waits blindly for the GPU
  * would never learn why.  So the first communicator of a device becomes its watch: every sync polls
@@ -30,24 +30,20 @@ static const fsdpc_comm_ops nccl_ops;
 
 /* ---- Failure ---- */
 
-static void end_group(fsdpc_comm_nccl *group, const char *reason)
-{
-    fsdpc_comm_abort_local(&group->base, reason);
-    fsdpc_comm_abort(group->control, reason);
-    fsdpc_nccl_lanes_abort(group);
-    fsdpc_nccl_flights_drop(group, FSDPC_ERR_POISONED);
-}
-
 static void nccl_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
     fsdpc_comm_abort_local(comm, reason);
     if (fsdpc_nccl_is_forked(self))
         return;
-    end_group(self, comm->poison);
-    for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
-        if (group != self && !group->base.apart)
-            end_group(group, comm->poison);
+    fsdpc_comm_nccl *group = NULL;
+    while ((group = fsdpc_nccl_ending(self, group))) {
+        fsdpc_comm_abort_local(&group->base, comm->poison);
+        fsdpc_comm_abort(group->control, comm->poison);
+    }
+    fsdpc_nccl_groups_abort(self);
+    while ((group = fsdpc_nccl_ending(self, group)))
+        fsdpc_nccl_flights_drop(group, FSDPC_ERR_POISONED);
 }
 
 /* ---- Life ---- */

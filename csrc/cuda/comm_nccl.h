@@ -2,7 +2,8 @@
  * another communicator, the control, that the ranks have already.
  *
  *     comm_nccl.c   life, split, wires and buffers, waiting, failure
- *     nccl_lane.c   NCCL's own communicators: making them together, watching and ending them
+ *     nccl_lane.c   NCCL's own communicators: making them together, watching and closing them
+ *     nccl_abort.c  ending them at once
  *     nccl_coll.c   collectives
  *     nccl_ahead.c  how far the host may be ahead of them
  *     nccl_call.c   what they are in NCCL's calls
@@ -137,11 +138,19 @@ fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane);
  * lane was made. */
 fsdpc_status fsdpc_nccl_lane_state(const fsdpc_comm_nccl *self, fsdpc_nccl_lane lane,
                                    const char *what);
-/* Whatever runs on the lane, or on both, ends, at once and unfinished. */
-void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane);
-void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self);
 /* In order, if peers let us within seconds. */
 void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self);
+
+/* ---- nccl_abort.c ---- */
+
+/* Whatever runs on the lane, on both, or on those of all groups that end with this one, ends, at
+ * once and unfinished; within seconds, or the device is lost. */
+void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane);
+void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self);
+void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
+/* The groups that a failure of `self` ends, `self` among them: the one behind `last`, or the first;
+ * NULL: there are no more. */
+fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *last);
 
 /* ---- nccl_call.c ---- */
 

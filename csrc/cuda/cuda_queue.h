@@ -55,6 +55,7 @@ typedef struct fsdpc_cuda_device {
     struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
     struct fsdpc_cuda_graph *capture;         /* in the making; NULL: none */
     struct fsdpc_cuda_graph *graphs;          /* that live */
+    bool lost;                                /* see fsdpc_device_cuda_lose */
 } fsdpc_cuda_device;
 
 static inline const fsdpc_cuda_queue *fsdpc_cuda_queue_of(const fsdpc_stream *stream)

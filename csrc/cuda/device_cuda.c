@@ -12,10 +12,12 @@
  */
 #include "cuda/device_cuda.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/wait.h"
 #include "cuda/attention_cudnn.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_pool.h"
@@ -54,11 +56,17 @@ static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
     return ((fsdpc_cuda_device *)device)->main;
 }
 
+static bool is_lost(const fsdpc_device *device)
+{
+    return ((const fsdpc_cuda_device *)device)->lost;
+}
+
 static void stream_free(fsdpc_cuda_stream *stream)
 {
     if (stream->synced)
         (void)cudaEventDestroy(stream->synced);
-    fsdpc_cuda_pinned_free(stream->queue.fault);
+    if (!is_lost(stream->head.device))
+        fsdpc_cuda_pinned_free(stream->queue.fault);
     free((char *)stream->head.name);
     free(stream);
 }
@@ -101,7 +109,7 @@ static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, boo
 static void cuda_stream_destroy(fsdpc_stream *base)
 {
     fsdpc_cuda_stream *stream = (fsdpc_cuda_stream *)base;
-    if (base->async) {
+    if (base->async && !is_lost(base->device)) {
         (void)cudaStreamSynchronize(stream->queue.raw); /* kernels may still write the fault */
         (void)cudaStreamDestroy(stream->queue.raw);
     }
@@ -151,23 +159,42 @@ static fsdpc_status poll_synced(void *arg)
     return fsdpc_cuda_check(error, "run what a stream holds");
 }
 
+static fsdpc_status held_for_good(void)
+{
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "operations of a communicator that failed hold the GPU, and nothing more "
+                      "runs on it: end this process");
+}
+
+/* Of a lost device: a stream that nothing holds may still run. */
+static fsdpc_status has_run(fsdpc_cuda_stream *stream)
+{
+    const int64_t patience_ns = 200000000;
+    int64_t until = fsdpc_clock_ns() + patience_ns;
+    fsdpc_status status = poll_synced(stream);
+    for (; status == FSDPC_IN_PROGRESS && fsdpc_clock_ns() < until; status = poll_synced(stream))
+        sched_yield();
+    return status == FSDPC_IN_PROGRESS ? held_for_good() : status;
+}
+
 static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
 {
     const fsdpc_watch *watch = &stream->head.device->watch;
-    if (!watch->wait_for)
+    bool lost = is_lost(stream->head.device);
+    if (!watch->wait_for && !lost)
         return fsdpc_cuda_check(cudaStreamSynchronize(stream->queue.raw),
                                 "run what a stream holds");
     if (!stream->synced)
         FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&stream->synced, cudaEventDisableTiming),
                        "create an event");
     FSDPC_CUDA_TRY(cudaEventRecord(stream->synced, stream->queue.raw), "record an event");
-    return watch->wait_for(watch->arg, poll_synced, stream);
+    return lost ? has_run(stream) : watch->wait_for(watch->arg, poll_synced, stream);
 }
 
 fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device)
 {
     FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
-    return wait_for_all(((fsdpc_cuda_device *)device)->main);
+    return is_lost(device) ? held_for_good() : wait_for_all(((fsdpc_cuda_device *)device)->main);
 }
 
 static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
@@ -280,7 +307,7 @@ static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, 
     if (device->capturing)
         return fsdpc_cuda_capture_copy(device, to, from, bytes, stream ? own->queue.raw : NULL);
     bool waits = false;
-    if (device->watch.wait_for)
+    if (device->watch.wait_for || is_lost(device))
         FSDPC_TRY(copy_waits(to, from, bytes, &waits));
     if (waits)
         FSDPC_TRY(wait_for_all(own));
@@ -347,18 +374,22 @@ static uintptr_t cuda_handle(const fsdpc_device *base)
 static void cuda_destroy(fsdpc_device *base)
 {
     fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
-    fsdpc_cuda_products_destroy(device->gemm);
-    fsdpc_cuda_attentions_destroy(device->attentions);
+    if (!device->lost) {
+        fsdpc_cuda_products_destroy(device->gemm);
+        fsdpc_cuda_attentions_destroy(device->attentions);
+    }
     if (device->main) {
-        if (device->main->queue.raw != device->own) /* which may have gone with its library */
+        if (device->main->queue.raw != device->own && !device->lost) /* it may be gone by now */
             (void)cudaDeviceSynchronize();
         device->main->queue.raw = device->own;
         cuda_stream_destroy(&device->main->head);
     }
     if (device->behind)
         (void)cudaEventDestroy(device->behind);
-    fsdpc_cuda_pool_destroy(device->pool);
-    fsdpc_cuda_windows_destroy(device->windows);
+    if (!device->lost) {
+        fsdpc_cuda_pool_destroy(device->pool);
+        fsdpc_cuda_windows_destroy(device->windows);
+    }
     free(device);
 }
 
@@ -393,6 +424,11 @@ static const fsdpc_device_ops cuda_ops = {
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *base)
 {
     return fsdpc_cuda_check(cudaSetDevice(base->ordinal), "select a device");
+}
+
+void fsdpc_device_cuda_lose(fsdpc_device *base)
+{
+    ((fsdpc_cuda_device *)base)->lost = true;
 }
 
 fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *base, char *text, size_t bytes)

@@ -19,12 +19,18 @@
 /* `mem` is borrowed; its counters count this device's memory. */
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
-/* Until all that the main stream holds has run; errors of submitted work stay for the next sync. An
- * error inside a capture. */
+/* For who gives memory back: until all that the main stream holds has run; errors of submitted work
+ * stay for the next sync.  An error inside a capture, and of a lost device, whose other streams may
+ * hold the memory: it stays taken then. */
 fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device);
 /* For who was told that there is no memory: what is kept for reuse goes back to CUDA, behind such a
  * wait; ask again then.  An error inside a capture. */
 fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device);
+
+/* Something holds its streams for ever.  From now on nothing waits for it for longer than a
+ * moment, work that has not run by then is an error, and what CUDA would wait to give back stays
+ * with the process. */
+void fsdpc_device_cuda_lose(fsdpc_device *device);
 
 /* Where it sits, "0000:1b:00.0": the same for all processes that share it. */
 fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, size_t bytes);

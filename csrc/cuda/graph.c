@@ -57,7 +57,8 @@ static void graph_free(fsdpc_cuda_graph *graph)
     if (graph->exec)
         (void)cudaGraphExecDestroy(graph->exec);
     fsdpc_cuda_pool_hold_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->hold);
-    fsdpc_cuda_pinned_free(graph->constants);
+    if (!((fsdpc_cuda_device *)graph->head.device)->lost)
+        fsdpc_cuda_pinned_free(graph->constants);
     free(graph);
 }
 

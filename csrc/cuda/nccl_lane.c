@@ -21,7 +21,6 @@
 
 #include "cuda/comm_nccl.h"
 #include "cuda/device_cuda.h"
-#include "cuda/graph.h"
 
 static const char *const lane_names[] = {"gathers", "reductions"};
 
@@ -101,23 +100,6 @@ fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
                    self->base.size,
                    lane == FSDPC_NCCL_GATHERS && self->copies ? ", by copy engines" : "");
     return status;
-}
-
-void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
-{
-    if (self->lanes[lane]) {
-        fsdpc_cuda_graphs_give_up(self->base.device);
-        (void)self->world->nccl.ncclCommAbort(self->lanes[lane]);
-    }
-    self->lanes[lane] = NULL;
-    if (lane == FSDPC_NCCL_GATHERS)
-        fsdpc_nccl_forget(self);
-}
-
-void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self)
-{
-    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++)
-        fsdpc_nccl_lane_abort(self, (fsdpc_nccl_lane)lane);
 }
 
 /* Finalizing ends when the peers finalize too. */

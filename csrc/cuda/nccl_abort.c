@@ -1,0 +1,179 @@
+/* Communicators of NCCL that end at once, whatever they were doing.
+ *
+ * ncclCommAbort tells what runs on the GPU to stop and then waits until it has, for a communicator
+ * that does not block too, and until no graph holds any of its operations.  One may wait on its
+ * stream for another that waits for a peer who is gone, so ending them one after the other would
+ * never end the first.  Hence graphs are given up, and then all communicators of a rank are aborted
+ * in one group of NCCL's: all are told before any is waited for.
+ *
+ * Gathers by copy engines cannot be told: what they wait for is written by peers alone.  So the
+ * group runs on a thread of its own, and who aborts waits for that for seconds at most.  If they
+ * pass, the streams are held for ever: the device is lost (device_cuda.h), and the thread with it.
+ * What it works on is counted, and goes with whoever lets go of it last.
+ */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "cuda/comm_nccl.h"
+#include "cuda/device_cuda.h"
+#include "cuda/graph.h"
+
+enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers give ranks 5 s when one has failed */
+
+typedef struct ending {
+    _Atomic int holders;
+    _Atomic bool over; /* the thread stores it, behind all that NCCL did; who waits acquires */
+    int ordinal;
+    fsdpc_nccl nccl;
+    size_t count;
+    fsdpc_nccl_comm raws[];
+} ending;
+
+static void let_go(ending *it)
+{
+    if (atomic_fetch_sub(&it->holders, 1) == 1)
+        free(it);
+}
+
+/* NCCL goes back to the GPU that the thread had: without one, it would make a context on GPU 0. */
+static void abort_all(const ending *it)
+{
+    (void)cudaSetDevice(it->ordinal);
+    (void)it->nccl.ncclGroupStart();
+    for (size_t i = 0; i < it->count; i++)
+        (void)it->nccl.ncclCommAbort(it->raws[i]);
+    (void)it->nccl.ncclGroupEnd();
+}
+
+static void *run(void *arg)
+{
+    ending *it = arg;
+    abort_all(it);
+    atomic_store_explicit(&it->over, true, memory_order_release);
+    let_go(it);
+    return NULL;
+}
+
+/* Whether all of it ended in time. */
+static bool run_in_time(ending *it)
+{
+    const struct timespec pause = {0, LOOK_NS};
+    int64_t until = fsdpc_clock_ns() + PATIENCE_S * (int64_t)1000000000;
+    pthread_t thread;
+    atomic_init(&it->holders, 2);
+    if (pthread_create(&thread, NULL, run, it) != 0) {
+        abort_all(it); /* better for ever than not at all */
+        free(it);
+        return true;
+    }
+    (void)pthread_detach(thread);
+    bool over = false;
+    while (!over && fsdpc_clock_ns() < until) {
+        nanosleep(&pause, NULL);
+        over = atomic_load_explicit(&it->over, memory_order_acquire);
+    }
+    let_go(it);
+    return over;
+}
+
+/* Whether a failure of `self` ends this group too. */
+static bool ends_with(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *group)
+{
+    return group == self || !group->base.apart;
+}
+
+fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm_nccl *last)
+{
+    fsdpc_comm_nccl *group = last ? last->next_group : self->world->groups;
+    while (group && !ends_with(self, group))
+        group = group->next_group;
+    return group;
+}
+
+/* Takes the lane from its group. */
+static void take(fsdpc_comm_nccl *group, fsdpc_nccl_lane lane, ending *into)
+{
+    if (group->lanes[lane])
+        into->raws[into->count++] = group->lanes[lane];
+    group->lanes[lane] = NULL;
+}
+
+/* The lane of gathers went, and with it what NCCL was told; if it did not, NCCL may write to the
+ * notes yet, and they stay. */
+static void forget(fsdpc_comm_nccl *group, bool over)
+{
+    if (over)
+        fsdpc_nccl_forget(group);
+    else
+        group->registered = NULL;
+}
+
+/* Whether it ended; else the device is lost. */
+static bool end(fsdpc_comm_nccl *self, ending *it)
+{
+    if (it->count == 0) {
+        free(it);
+        return true;
+    }
+    it->ordinal = self->base.device->ordinal;
+    it->nccl = self->world->nccl;
+    fsdpc_cuda_graphs_give_up(self->base.device);
+    if (run_in_time(it))
+        return true;
+    FSDPC_WARN(&self->base.log,
+               "NCCL did not end its operations within %d s: they hold the GPU until this process "
+               "ends, which waits for it no more",
+               (int)PATIENCE_S);
+    fsdpc_device_cuda_lose(self->base.device);
+    return false;
+}
+
+/* Room for the lanes of so many groups.  Without it nothing can be ended: the GPU is lost. */
+static ending *ending_new(fsdpc_comm_nccl *self, size_t groups)
+{
+    ending *made = calloc(1, sizeof *made + groups * FSDPC_NCCL_LANES * sizeof *made->raws);
+    if (!made)
+        fsdpc_device_cuda_lose(self->base.device);
+    return made;
+}
+
+void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+{
+    ending *it = ending_new(self, 1);
+    if (!it)
+        return;
+    take(self, lane, it);
+    bool over = end(self, it);
+    if (lane == FSDPC_NCCL_GATHERS)
+        forget(self, over);
+}
+
+void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self)
+{
+    ending *it = ending_new(self, 1);
+    if (!it)
+        return;
+    take(self, FSDPC_NCCL_GATHERS, it);
+    take(self, FSDPC_NCCL_REDUCES, it);
+    forget(self, end(self, it));
+}
+
+void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self)
+{
+    fsdpc_comm_nccl *group = NULL;
+    size_t groups = 0;
+    while ((group = fsdpc_nccl_ending(self, group)))
+        groups++;
+    ending *it = ending_new(self, groups);
+    if (!it)
+        return;
+    while ((group = fsdpc_nccl_ending(self, group))) {
+        take(group, FSDPC_NCCL_GATHERS, it);
+        take(group, FSDPC_NCCL_REDUCES, it);
+    }
+    bool over = end(self, it);
+    while ((group = fsdpc_nccl_ending(self, group)))
+        forget(group, over);
+}
