@@ -53,6 +53,8 @@ struct ncclComm {
     _Atomic bool aborted;
     bool begun, finalized;
     bool may_share;    /* a GPU with other ranks */
+    bool by_copies;    /* it may gather so */
+    bool spoiled;      /* a rule was broken where no call could say so */
     int polls;         /* left until the call in progress is done */
     long launched;     /* groups */
     _Atomic long turn; /* groups that have run */
@@ -61,6 +63,8 @@ struct ncclComm {
     fake_op held[GROUP_MAX];
     int n_held;
     cudaStream_t stream;
+    long captured;                /* when its group ended; -1: it is not captured */
+    struct ncclComm *next_ending; /* of those aborted in one group */
     fake_known *known;
     int windows; /* that were registered */
     bool fails;  /* it broke at one */
@@ -70,6 +74,7 @@ struct ncclComm {
 
 bool fake_is_broken(fake_nccl_fault what, int rank);
 bool fake_is_in_progress(const struct ncclComm *comm);
+bool fake_is_ended(const struct ncclComm *comm);  /* what runs on streams sees that it is aborted */
 fsdpc_nccl_result fake_complain(const char *why); /* an error to return */
 void fake_comm_release(fsdpc_nccl_comm comm);
 
@@ -84,6 +89,9 @@ void fake_look_at_gather(const struct ncclComm *comm, const fake_op *op);
 
 /* Puts the operations that are held on the group's stream. */
 void fake_run(fsdpc_nccl_comm comm);
+long fake_captured(cudaStream_t stream); /* what the capture holds that it takes part in, or -1 */
+/* Waits until no stream and no graph has anything of the communicator's. */
+void fake_wait_unused(const struct ncclComm *comm);
 
 /* ---- fake_join.c ---- */
 

@@ -4,7 +4,8 @@
  * It keeps NCCL's rules and complains about who breaks them: nonblocking, so that inits and groups
  * stay in progress for some polls; no call on a communicator that is in progress; collectives run
  * in the order of their stream and meet the peers' there.  The environment counts as it was at the
- * first call.
+ * first call.  An abort ends what runs, and waits until it has, and until no graph holds any of it;
+ * those of a group end together.
  *
  * It is NCCL 2.30.7, or what FAKE_NCCL_VERSION or a test says, and lets ranks share a GPU where the
  * environment says so, as that one does.
@@ -42,7 +43,7 @@ static _Atomic int told_version, by_copies;
 static pthread_once_t environment_read = PTHREAD_ONCE_INIT;
 static bool implicit_order;
 static _Thread_local int depth;
-static _Thread_local fsdpc_nccl_comm grouped;
+static _Thread_local fsdpc_nccl_comm grouped, ending;
 
 EXPORT void fake_nccl_break(fake_nccl_fault what, int rank);
 EXPORT void fake_nccl_counts(int *open, int *moved, int *wrong);
@@ -73,6 +74,11 @@ void fake_nccl_set_version(int version)
 int fake_nccl_by_copies(void)
 {
     return atomic_load(&by_copies);
+}
+
+bool fake_is_ended(const struct ncclComm *comm)
+{
+    return atomic_load(&comm->aborted) && !fake_is_broken(FAKE_NCCL_CLINGS, comm->rank);
 }
 
 bool fake_is_broken(fake_nccl_fault what, int rank)
@@ -216,7 +222,6 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
     meeting *all = meeting_of(&id);
     if (!all)
         return FSDPC_NCCL_SYSTEM_ERROR;
-    atomic_fetch_add(&by_copies, asks_for_copies(config));
     int none = 0;
     if (!atomic_compare_exchange_strong(&all->size, &none, size) && none != size)
         return fake_complain("ranks disagree on their number");
@@ -226,6 +231,8 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
     made->size = size;
     made->polls = POLLS;
     made->may_share = may_share();
+    made->by_copies = asks_for_copies(config);
+    atomic_fetch_add(&by_copies, made->by_copies);
     atomic_init(&made->refs, 1);
     int (*device)(void);
     *(void **)&device = fake_runtime("emu_selected_device");
@@ -257,7 +264,7 @@ fsdpc_nccl_result ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result 
         return FSDPC_NCCL_SUCCESS; /* it ends for all together */
     if (comm->n_held) {
         fake_run(comm);
-        *out = FSDPC_NCCL_SUCCESS;
+        *out = comm->spoiled ? FSDPC_NCCL_INVALID_USAGE : FSDPC_NCCL_SUCCESS;
         return FSDPC_NCCL_SUCCESS;
     }
     *out = fake_is_broken(FAKE_NCCL_REMOTE_ERROR, comm->rank) ? FSDPC_NCCL_REMOTE_ERROR
@@ -291,13 +298,33 @@ fsdpc_nccl_result ncclCommDestroy(fsdpc_nccl_comm comm)
     return FSDPC_NCCL_SUCCESS;
 }
 
-fsdpc_nccl_result ncclCommAbort(fsdpc_nccl_comm comm)
+static void end(fsdpc_nccl_comm comm)
 {
-    atomic_store(&comm->aborted, true);
+    fake_wait_unused(comm);
     fake_forget_all(comm, false);
     atomic_fetch_sub(&open_comms, 1);
     fake_comm_release(comm);
-    return FSDPC_NCCL_IN_PROGRESS;
+}
+
+fsdpc_nccl_result ncclCommAbort(fsdpc_nccl_comm comm)
+{
+    atomic_store(&comm->aborted, true);
+    if (depth > 0) {
+        comm->next_ending = ending;
+        ending = comm;
+        return FSDPC_NCCL_SUCCESS;
+    }
+    end(comm);
+    return FSDPC_NCCL_SUCCESS;
+}
+
+static void end_grouped(void)
+{
+    while (ending) {
+        fsdpc_nccl_comm comm = ending;
+        ending = comm->next_ending;
+        end(comm);
+    }
 }
 
 /* ---- Calls ---- */
@@ -314,9 +341,11 @@ fsdpc_nccl_result ncclGroupEnd(void)
     if (--depth < 0)
         return fake_complain("a group ends that never began");
     grouped = NULL;
+    end_grouped();
     if (!comm)
         return FSDPC_NCCL_SUCCESS;
     comm->polls = POLLS;
+    comm->captured = fake_captured(comm->stream);
     return FSDPC_NCCL_IN_PROGRESS;
 }
 
@@ -335,6 +364,8 @@ static fsdpc_nccl_result hold(fsdpc_nccl_comm comm, cudaStream_t stream, fake_op
         atomic_fetch_add(&out_of_place, 1);
     if (op.kind == GATHER)
         fake_look_at_gather(comm, &op);
+    if (op.kind == GATHER && comm->by_copies && fake_captured(stream) >= 0)
+        return fake_complain("a captured gather by copy engines, which count on the host");
     grouped = comm;
     comm->stream = stream;
     comm->held[comm->n_held++] = op;

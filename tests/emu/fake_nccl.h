@@ -8,6 +8,7 @@ typedef enum fake_nccl_fault {
     FAKE_NCCL_STUCK,        /* that rank's operations never get to the others */
     FAKE_NCCL_REMOTE_ERROR, /* the same, and that rank is told of a remote error */
     FAKE_NCCL_NO_WINDOW,    /* that rank's communicator fails when it registers a window */
+    FAKE_NCCL_CLINGS,       /* as stuck, and no abort ends it, as one by copy engines */
 } fake_nccl_fault;
 
 /* fake_nccl_break: from now on, for the communicators' rank `rank`; -1: for all of them. */

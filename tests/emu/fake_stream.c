@@ -11,8 +11,11 @@
  * the same order.
  *
  * A group on a stream that captures becomes part of a graph and runs whenever that does; it and
- * its communicator are kept for good.  It has no place among the groups launched since, so events
- * must keep it apart from them: two groups of a communicator at once end the process.
+ * its communicator are kept until the graph goes.  It has no place among the groups launched since,
+ * so events must keep it apart from them: two groups of a communicator at once end the process.
+ *
+ * NCCL launches on a thread of its own, between the end of a group and the poll that says so, and
+ * changes the graph that captures: whoever captures anything meanwhile breaks CUDA's rules.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,23 +27,25 @@
 
 enum { LOOK_NS = 20000 };
 
-typedef cudaError_t (*is_capturing_fn)(cudaStream_t stream, enum cudaStreamCaptureStatus *status);
+typedef struct chunk chunk;
 
 typedef struct batch {
     fsdpc_nccl_comm comm;
-    long number; /* groups run in order of launching, whatever their streams */
+    chunk *chunks; /* captured: all of them */
+    long number;   /* groups run in order of launching, whatever their streams */
     bool captured, failed;
     int n;
     fake_op ops[GROUP_MAX];
 } batch;
 
 /* A part of an operation that fits into an area, in elements of its result. */
-typedef struct chunk {
+struct chunk {
     batch *of;
+    chunk *next;
     const fake_op *op;
     size_t first, numel;
     bool last; /* of the batch */
-} chunk;
+};
 
 /* ---- Exchanges ---- */
 
@@ -125,7 +130,7 @@ static void meet(batch *b, const _Atomic long *count, long target)
 {
     const struct timespec pause = {0, LOOK_NS};
     while (!b->failed && atomic_load(count) < target) {
-        b->failed = atomic_load(&b->comm->aborted);
+        b->failed = fake_is_ended(b->comm);
         nanosleep(&pause, NULL);
     }
 }
@@ -137,10 +142,11 @@ static void chunk_arrive(void *arg)
     const struct timespec pause = {0, LOOK_NS};
     long target = ++comm->chunks * comm->size;
     while ((fake_is_broken(FAKE_NCCL_STUCK, comm->rank) ||
-            fake_is_broken(FAKE_NCCL_REMOTE_ERROR, comm->rank)) &&
-           !atomic_load(&comm->aborted))
+            fake_is_broken(FAKE_NCCL_REMOTE_ERROR, comm->rank) ||
+            fake_is_broken(FAKE_NCCL_CLINGS, comm->rank)) &&
+           !fake_is_ended(comm))
         nanosleep(&pause, NULL);
-    if (atomic_load(&comm->aborted))
+    if (fake_is_ended(comm))
         c->of->failed = true;
     if (c->of->failed)
         return;
@@ -219,29 +225,62 @@ static void batch_begin(void *arg)
 {
     batch *b = arg;
     const struct timespec pause = {0, LOOK_NS};
-    while (!b->captured && atomic_load(&b->comm->turn) < b->number &&
-           !atomic_load(&b->comm->aborted))
+    while (!b->captured && atomic_load(&b->comm->turn) < b->number && !fake_is_ended(b->comm))
         nanosleep(&pause, NULL);
-    b->failed = atomic_load(&b->comm->aborted);
+    b->failed = fake_is_ended(b->comm);
     if (atomic_exchange(&b->comm->busy, true) && !b->failed) {
         fprintf(stderr, "fake NCCL: nothing orders a graph's group and another\n");
         abort();
     }
 }
 
-static bool is_capturing(cudaStream_t stream)
+/* No graph has it any more. */
+static void batch_drop(void *arg)
 {
-    FAKE_RUNTIME(is_capturing_fn, "cudaStreamIsCapturing", call)
-    enum cudaStreamCaptureStatus status;
-    call(stream, &status);
-    return status != cudaStreamCaptureStatusNone;
+    batch *b = arg;
+    while (b->chunks) {
+        chunk *c = b->chunks;
+        b->chunks = c->next;
+        free(c);
+    }
+    fake_comm_release(b->comm);
+    free(b);
+}
+
+static void launch_owned(batch *b)
+{
+    FAKE_RUNTIME(emu_launch_owned_fn, "emu_launch_owned", call)
+    call(b->comm->stream, batch_begin, b, batch_drop);
+}
+
+long fake_captured(cudaStream_t stream)
+{
+    FAKE_RUNTIME(emu_captured_fn, "emu_captured", call)
+    return call(stream);
+}
+
+static void host_waits(bool yes)
+{
+    FAKE_RUNTIME(emu_host_waits_fn, "emu_host_waits", call)
+    call(yes);
+}
+
+void fake_wait_unused(const struct ncclComm *comm)
+{
+    const struct timespec pause = {0, LOOK_NS};
+    host_waits(true);
+    while (atomic_load(&comm->refs) > 1)
+        nanosleep(&pause, NULL);
+    host_waits(false);
 }
 
 static void chunk_enqueue(batch *b, const fake_op *op, size_t first, size_t most, bool last)
 {
     chunk *c = malloc(sizeof *c);
     size_t left = op->numel - first;
-    *c = (chunk){b, op, first, left < most ? left : most, last};
+    *c = (chunk){b, b->chunks, op, first, left < most ? left : most, last};
+    if (b->captured)
+        b->chunks = c;
     fake_launch(b->comm->stream, chunk_give, c, true);
     fake_launch(b->comm->stream, chunk_arrive, c, false);
     fake_launch(b->comm->stream, chunk_take, c, true);
@@ -253,14 +292,21 @@ void fake_run(fsdpc_nccl_comm comm)
     batch *b = calloc(1, sizeof *b);
     int n = comm->n_held;
     b->comm = comm;
-    b->captured = is_capturing(comm->stream);
+    b->captured = comm->captured >= 0;
+    if (fake_captured(comm->stream) != comm->captured) {
+        fake_complain("something was captured, or a capture ended, while NCCL launched into it");
+        comm->spoiled = true;
+    }
     if (!b->captured)
         b->number = comm->launched++;
     b->n = n;
     memcpy(b->ops, comm->held, (size_t)n * sizeof *b->ops);
     comm->n_held = 0;
     atomic_fetch_add(&comm->refs, 1);
-    fake_launch(comm->stream, batch_begin, b, false);
+    if (b->captured)
+        launch_owned(b);
+    else
+        fake_launch(comm->stream, batch_begin, b, false);
     if (fake_exchanges(&b->ops[0])) {
         chunk_enqueue(b, &b->ops[0], 0, 0, true);
         return;

@@ -79,10 +79,13 @@ typedef enum fault_case {
     ABSENT, /* a rank that does not come */
     ABORTS, /* one that gives up, its operation posted but stuck */
     REMOTE_ERROR,
+    DISAGREES,
     STUCK,
     STUCK_BEHIND,     /* the host, ahead of it, reads a value */
     STUCK_FAR_BEHIND, /* the host reads none, and goes on and on */
-    DISAGREES,
+    STUCK_SELDOM,     /* it reads none, and seldom does anything */
+    STUCK_LANES,      /* an operation of the other lane waits for it on the GPU */
+    STUCK_GROUPS,     /* one of another group does */
     FAULT_CASES,
 } fault_case;
 
@@ -127,6 +130,48 @@ static fsdpc_status reduce_ahead(gpu_rank *r, fsdpc_buffer *buffer, void *shard,
     return fsdpc_device_copy(r->device, &value, shard, sizeof value, NULL);
 }
 
+/* A post finds that an operation is overdue, though nobody waits for it. */
+static fsdpc_status reduce_seldom(gpu_rank *r, fsdpc_buffer *buffer, void *shard)
+{
+    const int64_t old_ns = 1200000000;
+    fsdpc_work work = {0};
+    fsdpc_coll op = reduction(r, buffer, shard, 3);
+    FSDPC_TRY(fsdpc_comm_post(r->comm, &op, &work));
+    FSDPC_TRY(fsdpc_comm_order(&work, &r->plain));
+    for (int64_t until = fsdpc_clock_ns() + old_ns; fsdpc_clock_ns() < until;)
+        sched_yield();
+    return fsdpc_comm_post(r->comm, &op, &work);
+}
+
+/* Of `group`, behind the first on the GPU, on the stream of gathers; in_lane: in the other lane. */
+static fsdpc_status second(gpu_rank *r, fsdpc_comm *group, void *values, bool in_lane)
+{
+    return fsdpc_comm_run(
+        group, &(fsdpc_coll){.kind = in_lane ? FSDPC_COLL_ALL_GATHER : FSDPC_COLL_ALL_REDUCE,
+                             .unit = -1,
+                             .what = "layers.4",
+                             .dtype = FSDPC_I64,
+                             .op = FSDPC_RED_SUM,
+                             .send = values,
+                             .recv = values,
+                             .stream = r->gathers,
+                             .numel = 4});
+}
+
+static fsdpc_status reduce_then_second(gpu_rank *r, fsdpc_buffer *buffer, void *shard,
+                                       fsdpc_comm *group)
+{
+    fsdpc_work work = {0};
+    fsdpc_coll op = reduction(r, buffer, shard, 3);
+    FSDPC_TRY(fsdpc_comm_post(r->comm, &op, &work));
+    FSDPC_TRY(fsdpc_comm_order(&work, r->gathers));
+    int64_t begun = fsdpc_clock_ns();
+    fsdpc_status status = second(r, group, (char *)shard + 1024, group == r->comm);
+    EXPECT(r->self, (double)(fsdpc_clock_ns() - begun) * 1e-9 < 4, "it took %.3g s",
+           (double)(fsdpc_clock_ns() - begun) * 1e-9);
+    return status;
+}
+
 /* The last rank is at fault; what all of them learn. */
 static void fault(rank_context *self)
 {
@@ -138,6 +183,9 @@ static void fault(rank_context *self)
         [STUCK] = "reduce_scatter of 'layers.3'",
         [STUCK_BEHIND] = "in what the GPU was given",
         [STUCK_FAR_BEHIND] = "s in reduce_scatter of 'layers.3'",
+        [STUCK_SELDOM] = "reduce_scatter of 'layers.3' (unit 3) has not ended",
+        [STUCK_LANES] = "s in all_gather of 'layers.4'",
+        [STUCK_GROUPS] = "s in all_reduce of 'layers.4'",
         [DISAGREES] = "rank %d posted reduce_scatter of 'layers.3' (unit 4",
     };
     fault_case which = *(const fault_case *)self->arg;
@@ -145,9 +193,13 @@ static void fault(rank_context *self)
     bool guilty = self->rank == last;
     gpu_rank r;
     fsdpc_buffer *buffer = NULL;
+    fsdpc_comm *group;
     void *shard;
     EXPECT_OK(self, rank_create(&r, self, library));
     EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_GRAD, 4096, &shard));
+    group = r.comm;
+    if (which == STUCK_GROUPS)
+        EXPECT_OK(self, fsdpc_comm_split(r.comm, 0, self->rank, &group));
     if (which == NEVER_BEGINS) {
         break_nccl(FAKE_NCCL_NEVER_BEGINS, last);
         r.comm->timeout_s = SOON_S; /* of what NCCL does; the control's is generous */
@@ -161,13 +213,19 @@ static void fault(rank_context *self)
         EXPECT(self, status == FSDPC_OK, "%s", fsdpc_last_error());
         EXPECT_OK(self, reduce(&r, buffer, shard, 3, NULL)); /* while all is well */
         EXPECT_OK(self, reduce_ahead(&r, buffer, shard, 100));
+        EXPECT_OK(self, fsdpc_device_fill(r.device, shard, 0, 4096, NULL));
+        EXPECT_OK(self, second(&r, group, (char *)shard + 1024, group == r.comm));
         pthread_barrier_wait(&all_here);
         if (guilty && which != DISAGREES)
             break_nccl(which == REMOTE_ERROR ? FAKE_NCCL_REMOTE_ERROR : FAKE_NCCL_STUCK, last);
         pthread_barrier_wait(&all_here);
-        if (which == STUCK || which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
-            r.comm->timeout_s = SOON_S;
-        if (which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
+        if (which == STUCK || which >= STUCK_BEHIND)
+            r.comm->timeout_s = group->timeout_s = SOON_S;
+        if (which == STUCK_SELDOM)
+            status = reduce_seldom(&r, buffer, shard);
+        else if (which == STUCK_LANES || which == STUCK_GROUPS)
+            status = reduce_then_second(&r, buffer, shard, group);
+        else if (which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
             status = reduce_ahead(&r, buffer, shard, which == STUCK_BEHIND ? 3 : 1000);
         else
             status = reduce(&r, buffer, shard, 3 + (which == DISAGREES && guilty),
@@ -182,13 +240,61 @@ static void fault(rank_context *self)
         EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}),
                      FSDPC_ERR_POISONED, "failed earlier");
         EXPECT_OK(self, fsdpc_stream_sync(r.reduces)); /* nothing holds the GPU any more */
+        EXPECT_OK(self, fsdpc_stream_sync(r.gathers));
     }
     pthread_barrier_wait(&all_here);
     if (guilty)
         break_nccl(FAKE_NCCL_WELL, 0);
+    if (group != r.comm)
+        fsdpc_comm_destroy(group);
     fsdpc_buffer_destroy(buffer);
     fsdpc_device_free(r.device, shard);
     rank_destroy(&r);
+}
+
+/* What no abort ends holds the GPU, and nobody waits for it: the error is told, and all that CUDA
+ * would wait for stays. */
+static void clinging(rank_context *self)
+{
+    gpu_rank r;
+    fsdpc_buffer *buffer = NULL;
+    void *shard;
+    float value;
+    EXPECT_OK(self, rank_create(&r, self, library));
+    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_GRAD, 4096, &shard));
+    EXPECT_OK(self, fsdpc_buffer_create(r.comm, 4096, &buffer));
+    EXPECT_OK(self, reduce(&r, buffer, shard, 3, NULL));
+    pthread_barrier_wait(&all_here);
+    break_nccl(FAKE_NCCL_CLINGS, -1);
+    pthread_barrier_wait(&all_here);
+    r.comm->timeout_s = SOON_S;
+    int64_t begun = fsdpc_clock_ns();
+    fsdpc_coll op = reduction(&r, buffer, shard, 3);
+    EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &op), FSDPC_ERR_TIMEOUT, "'layers.3'");
+    EXPECT_FAILS(self, fsdpc_stream_sync(r.reduces), FSDPC_ERR_STATE, "hold the GPU");
+    EXPECT_OK(self, fsdpc_device_copy(r.device, &value, shard, sizeof value, NULL));
+    fsdpc_buffer_destroy(buffer);
+    fsdpc_device_free(r.device, shard);
+    rank_destroy(&r);
+    EXPECT(self, (double)(fsdpc_clock_ns() - begun) * 1e-9 < 20, "it took %.3g s",
+           (double)(fsdpc_clock_ns() - begun) * 1e-9);
+    pthread_barrier_wait(&all_here);
+}
+
+static void test_clinging(void)
+{
+    const int64_t patience_ns = 20000000000;
+    int open, out_of_place, forbidden;
+    pthread_barrier_init(&all_here, NULL, 2);
+    ranks_run_threads(2, clinging, &(rank_options){0});
+    pthread_barrier_destroy(&all_here);
+    count_nccl(&open, &out_of_place, &forbidden);
+    CHECK_NOTE(open == 2, "%d communicators are open", open);
+    break_nccl(FAKE_NCCL_WELL, 0);
+    for (int64_t until = fsdpc_clock_ns() + patience_ns; open > 0 && fsdpc_clock_ns() < until;) {
+        sched_yield();
+        count_nccl(&open, &out_of_place, &forbidden);
+    }
 }
 
 static void test_faults(void)
@@ -214,6 +320,7 @@ int main(void)
     fake_open();
     ranks_run_threads(3, full_device, &(rank_options){0});
     test_faults();
+    test_clinging();
     fake_check();
 #endif
     return check_report("test_nccl_faults");
