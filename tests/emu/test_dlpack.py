@@ -22,6 +22,18 @@ fsdpc.set_default_device("cuda")
 cuda = foreign.Runtime()
 """
 
+PRODUCER = ON_CUDA + """
+log = []
+
+class Source:
+    def __init__(self, array):
+        self.array = array
+    def __dlpack_device__(self):
+        return (CUDA, 0)
+    def __dlpack__(self, stream=None, max_version=None):
+        return relabel(self.array.__dlpack__(), CUDA)
+"""
+
 
 def lines(environment: dict[str, str], program: str) -> list[str]:
     """What a program prints beside an emulated GPU whose memory the host may touch."""
@@ -57,17 +69,11 @@ print(t.__dlpack_device__())
 
 def test_a_producer_is_told_our_stream(environment: dict[str, str]) -> None:
     """It is not copied, and given back when our stream has read it."""
-    out = lines(environment, ON_CUDA + """
-log = []
-
-class Source:
-    def __init__(self, array):
-        self.array = array
-    def __dlpack_device__(self):
-        return (CUDA, 0)
+    out = lines(environment, PRODUCER + """
+class Told(Source):
     def __dlpack__(self, stream=None, max_version=None):
         log.append(("stream", stream == (_core.stream_handle() or 1)))
-        return relabel(self.array.__dlpack__(), CUDA)
+        return super().__dlpack__()
 
 class Watched(np.ndarray):
     def __del__(self):
@@ -77,7 +83,7 @@ for adopted in (None, cuda.stream(), 0):
     if adopted is not None:
         _core.adopt_stream(adopted)
     array = np.arange(6, dtype=np.float32).view(Watched)
-    t = _core.from_dlpack(Source(array))
+    t = _core.from_dlpack(Told(array))
     assert t.data_ptr == array.ctypes.data and (t * 2).tolist() == [0, 2, 4, 6, 8, 10]
     log.clear()
     held = cuda.block(_core.stream_handle())
@@ -89,27 +95,17 @@ for adopted in (None, cuda.stream(), 0):
     assert log == ["read", "given back"], log
     assert y.tolist() == [0, 3, 6, 9, 12, 15]
 log.clear()
-strided = _core.from_dlpack(Source(np.arange(6.0).reshape(2, 3).T))
+strided = _core.from_dlpack(Told(np.arange(6.0).reshape(2, 3).T))
 print(log, strided.tolist(), strided.device)
 """)
     assert out == ["[('stream', True)] [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]] cuda"]
 
 
-LENT = ON_CUDA + """
-log = []
-
+LENT = PRODUCER + """
 class Lent(np.ndarray):
     def __del__(self):
         log.append("given back")
         self[...] = 0
-
-class Source:
-    def __init__(self, array):
-        self.array = array
-    def __dlpack_device__(self):
-        return (CUDA, 0)
-    def __dlpack__(self, stream=None, max_version=None):
-        return relabel(self.array.__dlpack__(), CUDA)
 
 def source(values):
     values = np.asarray(values)
