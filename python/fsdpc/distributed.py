@@ -25,6 +25,7 @@ from fsdpc._launch.environment import inherited_socket, run_address
 V = TypeVar("V")
 
 _world: _core.Comm | None = None
+_met: list[_core.Comm] = []  # other groups that met by themselves; they are left with the world
 _local_rank = 0
 _deterministic = False
 
@@ -117,9 +118,11 @@ def world() -> _core.Comm:
 def shutdown() -> None:
     """Leave; the others are not waited for. Models sharded here cannot be used afterwards."""
     global _world, _deterministic
-    if _world is not None:
-        _world.close()
-        _world, _deterministic = None, False
+    for comm in (_world, *_met):
+        if comm is not None:
+            comm.close()
+    _met.clear()
+    _world, _deterministic = None, False
 
 
 def is_deterministic() -> bool:

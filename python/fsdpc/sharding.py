@@ -8,6 +8,7 @@ checks that all ranks mean the same, and joins the module's call to the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
@@ -265,13 +266,18 @@ def _describe(name: str, p: Parameter) -> str:
 def check_agreement(lines: list[str], shard: _core.Comm, replicate: _core.Comm | None) -> None:
     """Compare what every rank is about to shard; a difference is named on all of them.
 
-    All ranks at once where the mesh covers the world, else those of a row.
+    All ranks at once where the mesh holds the world, else those of a row, then of a column.
     """
-    world = distributed.world()
-    ranks = shard.size * (replicate.size if replicate else 1)
-    comm = world if ranks == world.size else shard
-    if comm.size == 1:
-        return
+    world = distributed.world() if distributed.is_initialized() else None
+    comms = [shard] if replicate is None else [shard, replicate]
+    if world is not None and world.size == prod(comm.size for comm in comms):
+        comms = [world]
+    for comm in comms:
+        if comm.size > 1:
+            _agree(lines, comm)
+
+
+def _agree(lines: list[str], comm: _core.Comm) -> None:
     text = "\n".join(lines).encode()
     mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
     all_marks = comm.all_gather(_core.tensor(mine)).numpy()

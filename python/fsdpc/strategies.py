@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from fsdpc import distributed
+from fsdpc import _core, distributed
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 
 
@@ -65,8 +65,9 @@ def apply_strategy(
             "init_device_mesh('cpu', (replicate, shard))"
         )
     if strategy is ShardingStrategy.NO_SHARD:
-        mesh = mesh or replicated_mesh()
-        if mesh.ndim != 2 or mesh.shape[1] != 1:
+        if mesh is None or mesh.ndim == 1:
+            mesh = replicated_mesh(mesh)
+        if mesh.shape[1] != 1:
             raise ValueError(f"NO_SHARD needs a mesh of world x 1, got {mesh}")
     elif not hybrid and mesh is not None and mesh.ndim == 2 and mesh.shape[0] > 1:
         raise ValueError(f"{name} shards over all ranks, but {mesh} has replicas: use HYBRID_SHARD")
@@ -90,13 +91,26 @@ def strategy_name(
     return "SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
 
 
-_replicated: list[tuple[Any, DeviceMesh]] = []
+_replicated: list[tuple[_core.Comm, DeviceMesh]] = []
 
 
-def replicated_mesh() -> DeviceMesh:
-    """Return the mesh of replicas alone, made once for all units; collective the first time."""
-    world = distributed.world()
-    if not _replicated or _replicated[0][0] is not world:
-        mesh = init_device_mesh("cpu", (world.size, 1))
-        _replicated[:] = [(world, mesh)]
-    return _replicated[0][1]
+def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
+    """Return the mesh of replicas alone, made once for all units; collective the first time.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh, optional
+        Of one dimension: the ranks that hold the same; all where not given.
+    """
+    comm = distributed.world() if mesh is None else mesh.comm(0)
+    for known, made in _replicated:
+        if known is comm:
+            return made
+    if comm is distributed._world:
+        _replicated.clear()  # what was of another world
+        made = init_device_mesh("cpu", (comm.size, 1))
+    else:
+        alone = _core.Comm(0, 1, "")
+        made = DeviceMesh([comm, alone], ("replicate", "shard"), (comm.size, 1))
+    _replicated.append((comm, made))
+    return made

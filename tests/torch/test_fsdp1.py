@@ -378,8 +378,6 @@ def test_groups_of_torch(tmp_path: Any) -> None:
     train_twins(ours, plain, optimizers, 2)
     alone = FSDP(build(), process_group=dist.group.WORLD, sharding_strategy="HYBRID_SHARD")
     assert alone.first.weight.shape == (5, 7)
-    with pytest.raises(NotImplementedError, match=r"process_group of ranks \[\[\d, \d\]\]"):
-        FSDP(build(), process_group=rows[rank // 2])
     dist.destroy_process_group()
 
 

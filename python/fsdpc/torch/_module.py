@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core, fsdp_module
-from fsdpc.sharding import _check_reshard, check_agreement
+from fsdpc.sharding import _check_reshard, _mesh_comms, check_agreement
 from fsdpc.strategies import apply_strategy, strategy_name
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
@@ -22,9 +22,10 @@ from fsdpc.torch._checks import (
     check_place,
     check_policy,
 )
+from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._plan import groups_of
 from fsdpc.torch._recipe import Found, Inside, Recipe, readers_of, values_of, widened
-from fsdpc.torch._unit import Root, UnitState, comms_of, make_root
+from fsdpc.torch._unit import Root, UnitState, make_root
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, offer_parts
 
@@ -275,7 +276,7 @@ def fully_shard(
     module : nn.Module or list of nn.Module
         A list is one unit: gathered when its first module runs.
     mesh : DeviceMesh of torch or fsdpc, optional
-        (shard) or (replicate, shard); all ranks where not given.
+        (shard) or (replicate, shard); all ranks where not given. Ranks outside of it take no part.
     reshard_after_forward : bool or int, optional
         Give parameters up after forward and gather them again for backward. None: yes, except for
         the outermost module. A number above 1 means yes, as ranks of a host share the gathered
@@ -332,7 +333,6 @@ def fully_shard(
     check_place(modules)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
-    mesh, reshard_after_forward, keep_grads = apply_strategy(strategy, mesh, reshard_after_forward)
     ignored_params = check_params("ignored_params", ignored_params)
     whole_params = check_params("whole_params", whole_params)
     if plan is not None:
@@ -357,7 +357,10 @@ def fully_shard(
     found = _collect(inside, modules, ignored, shard_placement_fn)
     _device.choose([(name, p) for name, p, _ in found], getattr(mesh, "device_type", None))
     check_offload(offload_policy)
-    comms = comms_of(mesh)
+    mesh, reshard_after_forward, keep_grads = apply_strategy(
+        strategy, as_mesh(mesh), reshard_after_forward
+    )
+    comms = [c for c in _mesh_comms(mesh, mesh.comm(0)) if c is not None]
     dtypes, policy = widened(found, mp_policy, master_dtype)
     _agree(
         modules,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _core, distributed
+from fsdpc import _core
 from fsdpc.torch import _device
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import as_piece_grad
@@ -344,70 +344,6 @@ def make_root(module: nn.Module) -> Root:
 def _encloses(state: UnitState) -> bool:
     own = set(map(id, state.modules))
     return any(id(m) not in own for top in state.modules for _, m in sharded_modules(top))
-
-
-def comms_of(mesh: Any) -> list[_core.Comm]:
-    """Return [shard] or [shard, replicate] of an fsdpc mesh, a torch one, or None."""
-    from fsdpc.mesh import DeviceMesh
-    from fsdpc.sharding import _mesh_comms
-
-    world = join()
-    if mesh is None or isinstance(mesh, DeviceMesh):
-        return [c for c in _mesh_comms(mesh, world) if c is not None]
-    if not hasattr(mesh, "mesh") or not hasattr(mesh, "device_type"):
-        raise TypeError(f"mesh: a DeviceMesh of torch or fsdpc, got {type(mesh).__name__}")
-    if mesh.device_type != _device.home().type:
-        raise ValueError(
-            f"a mesh of device type '{mesh.device_type}', and the engine computes on "
-            f"{_device.home()}: make the mesh for that"
-        )
-    if mesh.ndim > 2:
-        raise ValueError(f"a mesh of {mesh.ndim} dimensions: pick (shard) or (replicate, shard)")
-    ranks = mesh.mesh.tolist()
-    rows = ranks if mesh.ndim == 2 else [ranks]
-    shard = _group_of(rows, world)
-    columns = [list(c) for c in zip(*rows, strict=True)]
-    return [shard] if len(rows) == 1 else [shard, _group_of(columns, world)]
-
-
-_groups: list[tuple[_core.Comm, list[list[int]], _core.Comm]] = []
-
-
-def _group_of(groups: list[list[int]], world: _core.Comm) -> _core.Comm:
-    """One communicator for one grouping of ranks, made once: units of a model share it."""
-    for of, known, comm in _groups:
-        if of is world and known == groups:
-            return comm
-    _groups[:] = [each for each in _groups if each[0] is world]
-    comm = _split(groups, world)
-    _groups.append((world, groups, comm))
-    return comm
-
-
-def _split(groups: list[list[int]], world: _core.Comm) -> _core.Comm:
-    mine = next((g for g in groups if world.rank in g), None)
-    if mine is not None and len(mine) == world.size:
-        return world
-    if sum(map(len, groups)) == world.size and mine is not None:
-        return world.split(min(mine), mine.index(world.rank))
-    raise NotImplementedError(
-        f"a mesh over ranks {groups} of {world.size}: a mesh holds every rank once"
-    )
-
-
-def join() -> _core.Comm:
-    """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
-    if distributed.is_initialized() or not torch.distributed.is_available():
-        return distributed.world()
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        import uuid
-
-        address = [f"torch:{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(address, src=0)
-        distributed._world = _core.Comm(dist.get_rank(), dist.get_world_size(), address[0])
-    return distributed.world()
 
 
 def gradient_units(params: list[Any]) -> tuple[list[UnitState], list[Any]]:

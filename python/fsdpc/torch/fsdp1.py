@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from fsdpc import _core
-from fsdpc.mesh import init_device_mesh
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._module import FSDPModule, _outside_units, _sharded_class, fully_shard
-from fsdpc.torch._unit import join
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.fsdp1_options import (
     BackwardPrefetch,
@@ -44,7 +42,7 @@ class FullyShardedDataParallel(FSDPModule):
     module : nn.Module
         Is changed in place and returned.
     process_group : ProcessGroup or (shard group, replicate group), optional
-        All ranks where not given. The groups together must cover all ranks.
+        All ranks where not given.
     sharding_strategy : ShardingStrategy, default FULL_SHARD
         HYBRID_SHARD without groups or mesh shards over the ranks of the host, which are all.
     cpu_offload : CPUOffload, optional
@@ -502,49 +500,13 @@ def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:
 
 def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
     """The mesh and the engine's strategy of FSDP1's arguments."""
-    world = join()
     name = getattr(strategy or ShardingStrategy.FULL_SHARD, "name", strategy).lstrip("_")
     if group is not None and mesh is not None:
         raise ValueError("give process_group or device_mesh, not both")
-    if group is not None:
-        mesh = _mesh_of_groups(group, world)
-    if name.startswith("HYBRID") and mesh is None:  # over the ranks of the host, which are all
+    pair = isinstance(group, (tuple, list))
+    if name.startswith("HYBRID") and mesh is None and not pair:  # over the ranks of the host
         name = {"HYBRID_SHARD": "FULL_SHARD"}.get(name, "SHARD_GRAD_OP")
-    if name == "NO_SHARD":
-        mesh = None
-    return mesh, ShardingStrategy[name]
-
-
-_grids: list[tuple[Any, tuple[int, int], Any]] = []
-
-
-def _mesh_of_groups(group: Any, world: _core.Comm) -> Any:
-    """The mesh of torch's groups: all ranks, or (of a row, of a column) of the grid."""
-    import torch.distributed as dist
-
-    ranks = [dist.get_process_group_ranks(g) for g in (group if _pair(group) else (group,))]
-    if len(ranks) == 1 and ranks[0] == list(range(world.size)):
-        return None
-    if len(ranks) == 2:
-        row, column = ranks
-        first = world.rank - world.rank % len(row)
-        at = world.rank % len(row)
-        regular = row == list(range(first, first + len(row)))
-        if regular and column == list(range(at, world.size, len(row))):
-            shape = (len(column), len(row))
-            for known, grid, mesh in _grids:
-                if known is world and grid == shape:
-                    return mesh
-            _grids.append((world, shape, init_device_mesh(_device.home().type, shape)))
-            return _grids[-1][2]
-    raise NotImplementedError(
-        f"process_group of ranks {ranks} of {world.size}: units are sharded over all ranks, or "
-        "over rows of consecutive ones with replicas in columns"
-    )
-
-
-def _pair(group: Any) -> bool:
-    return isinstance(group, (tuple, list))
+    return mesh if group is None else group, ShardingStrategy[name]
 
 
 def _materialize(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import distributed
 from fsdpc.torch import _device
-from fsdpc.torch._unit import PieceInfo
+from fsdpc.torch._unit import PieceInfo, UnitState, states_of
+from fsdpc.torch.state_dict import _broadcast, _rank
 
 
 def gather_rows(info: PieceInfo, rows: torch.Tensor) -> torch.Tensor:
@@ -207,8 +207,9 @@ def to_load(
             raise KeyError(f"the optimizer has no parameter '{name}' for the state that was saved")
         return at[name][0]
 
-    if rank0_only and distributed.world().size > 1:
-        groups, values = _from_rank_0(state_dict)
+    units = states_of(model)
+    if rank0_only and units:
+        groups, values = _from_rank_0(state_dict, units)
     elif state_dict is None:
         raise ValueError("no states: only rank 0 may have none, with rank0_only")
     else:
@@ -227,12 +228,12 @@ def to_load(
 
 
 def _from_rank_0(
-    state_dict: Mapping[str, Any] | None,
+    state_dict: Mapping[str, Any] | None, units: list[UnitState]
 ) -> tuple[list[dict[str, Any]], Iterator[tuple[str, str, Any]]]:
     """Rank 0's groups, and its values one after the other."""
-    world = distributed.world()
     text = b""
-    if world.rank == 0:
+    rank = _rank(units)
+    if rank == 0:
         if not state_dict:
             raise ValueError("no states on rank 0, whose states are to be loaded")
         shapes = [
@@ -243,11 +244,11 @@ def _from_rank_0(
         text = json.dumps([state_dict["param_groups"], shapes], default=float).encode()
     home = _device.home()
     length = torch.tensor([len(text)], device=home)
-    world.broadcast(_device.to_engine(length), 0)
+    _broadcast(units[0], length)
     data = torch.zeros(int(length), dtype=torch.uint8, device=home)
     if text:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(home)
-    world.broadcast(_device.to_engine(data), 0)
+    _broadcast(units[0], data)
     groups, shapes = json.loads(data.cpu().numpy().tobytes())
     for group in groups:
         for key, value in group.items():
@@ -260,10 +261,9 @@ def _from_rank_0(
                 yield name, key, what
                 continue
             value = torch.empty(what[1], dtype=getattr(torch, what[0]), device=home)
-            if world.rank == 0 and state_dict is not None:
+            if rank == 0 and state_dict is not None:
                 value.copy_(state_dict["state"][name][key])
-            if value.numel():
-                world.broadcast(_device.to_engine(value.reshape(-1).view(torch.uint8)), 0)
+            _broadcast(units[0], value)
             yield name, key, value
 
     return groups, values()

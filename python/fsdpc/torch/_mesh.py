@@ -1,0 +1,111 @@
+"""Meshes and process groups of torch, as meshes of the engine's communicators.
+
+A mesh that holds every rank is split off the world: its messages name world ranks, and a failure
+reaches all of them. Of another one (the data parallel dimension of a pipeline, a group from
+``new_group``) the ranks meet by themselves, and no other rank takes part in anything.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fsdpc import _core, distributed
+from fsdpc.mesh import DeviceMesh
+from fsdpc.torch import _device
+
+
+def join() -> _core.Comm:
+    """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
+    if not distributed.is_initialized() and dist.is_available() and dist.is_initialized():
+        distributed._world = _meet(dist.group.WORLD)
+    return distributed.world()
+
+
+def as_mesh(mesh: Any) -> DeviceMesh:
+    """Return the engine's mesh for one of torch's or its own, or for None: all ranks.
+
+    A process group is a mesh too, and a pair of them is (shard, replicate). Collective in the mesh.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is none of these, has more than two dimensions, or this rank is not in it.
+    AssertionError
+        It has two dimensions without names, as torch raises.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if mesh is None:
+        world = join()
+        return DeviceMesh([world], ["shard"], [world.size])
+    if hasattr(mesh, "device_type") and hasattr(mesh, "get_group"):
+        groups, names = _dimensions(mesh)
+    else:
+        groups = list(reversed(mesh)) if isinstance(mesh, (tuple, list)) else [mesh]
+        names = ("replicate", "shard")[-len(groups) :]
+        if any(g == dist.GroupMember.NON_GROUP_MEMBER for g in groups):
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group that it gives")
+        if not all(isinstance(g, dist.ProcessGroup) for g in groups) or len(groups) > 2:
+            raise TypeError(f"mesh: a DeviceMesh of torch or fsdpc, got {type(mesh).__name__}")
+    comms = _comms(groups)
+    return DeviceMesh(comms, names, [comm.size for comm in comms])
+
+
+def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
+    """The process group along each dimension of a mesh of torch's, and the names of these."""
+    if mesh.device_type != _device.home().type:
+        raise ValueError(
+            f"a mesh of device type '{mesh.device_type}', and the engine computes on "
+            f"{_device.home()}: make the mesh for that"
+        )
+    if mesh.ndim > 2:
+        raise ValueError(f"a mesh of {mesh.ndim} dimensions: pick (shard) or (replicate, shard)")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "a mesh of two dimensions without names: say which one replicates, "
+            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}: call fully_shard on its ranks alone"
+        )
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)], mesh.mesh_dim_names or ("shard",)
+
+
+#: Of process groups, while these live, split off a world or met by themselves (None): units of a
+#: model share them.
+_known: WeakKeyDictionary[Any, dict[_core.Comm | None, _core.Comm]] = WeakKeyDictionary()
+
+
+def _comms(groups: list[Any]) -> list[_core.Comm]:
+    """The communicators of process groups, one along each dimension of a mesh."""
+    whole = prod(map(dist.get_world_size, groups)) == dist.get_world_size()
+    world = join() if whole else None
+    comms = []
+    for group in reversed(groups):
+        known = _known.setdefault(group, {})
+        if world not in known:
+            known[world] = _meet(group) if world is None else _part(group, world)
+        comms.insert(0, known[world])
+    return comms
+
+
+def _part(group: Any, world: _core.Comm) -> _core.Comm:
+    ranks = dist.get_process_group_ranks(group)
+    return world if len(ranks) == world.size else world.split(min(ranks), dist.get_rank(group))
+
+
+def _meet(group: Any) -> _core.Comm:
+    """Let the ranks of a process group join each other."""
+    size = dist.get_world_size(group)
+    address = [f"torch:{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(address, src=dist.get_process_group_ranks(group)[0], group=group)
+    comm = _core.Comm(dist.get_rank(group), size, address[0])
+    distributed._met.append(comm)
+    return comm
