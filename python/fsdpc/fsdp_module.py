@@ -109,8 +109,10 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are given up between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"pass True or False, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.set_reshard_after_forward(bool(reshard_after_forward))
+            unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

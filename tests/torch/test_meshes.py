@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdpc
+from fsdpc import checkpoint
 from fsdpc.torch import FullyShardedDataParallel, fully_shard
 
 from .common import assert_same_parameters, batch, build, loss_of, shard, twin
@@ -53,6 +54,8 @@ def test_every_stage_of_a_pipeline_has_a_model(tmp_path: Any) -> None:
     other = build(seed=5 + dist.get_rank())
     with pytest.raises(fsdpc.MismatchError, match="ranks disagree on the model"):
         fully_shard(other, mesh=mesh["dp"])
+    with pytest.raises(NotImplementedError, match="'Net', which 2 of all ranks share"):
+        checkpoint.save(tmp_path / "saved", {"model": ours})
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ import fsdpc
 from fsdpc.torch import MixedPrecisionPolicy, full_grad, fully_shard, optim, summon_full_params
 
 from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
+from .test_surroundings import join_gloo
 
 
 @pytest.mark.ranks([1, 2])
@@ -212,6 +213,55 @@ def test_options_of_another_type_are_named() -> None:
         with pytest.raises(TypeError, match=f"{option} takes an iterable of parameters"):
             fully_shard(linear, **{option: linear.weight})
     assert type(linear) is nn.Linear
+
+
+class Gathers(torch.Tensor):
+    """As low precision libraries hook into FSDP2's gathers."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> None: ...
+
+
+@pytest.mark.ranks(1)
+def test_parameters_that_are_no_plain_tensors(tmp_path: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    join_gloo(tmp_path)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    values = torch.ones(4, 4)
+    for value, error, what in (
+        (distribute_tensor(values, mesh["tp"], [Shard(0)]), NotImplementedError, "DTensor over"),
+        (TwoTensor(values, values), NotImplementedError, "TwoTensor, a subclass"),
+        (values.as_subclass(Gathers), NotImplementedError, "Gathers, whose fsdp_pre"),
+        (values.to(torch.int8), TypeError, "torch.int8 cannot be sharded"),
+    ):
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        model[0].weight = nn.Parameter(value, requires_grad=False)
+        with pytest.raises(error, match=f"parameter '0.weight'.*{what}.* with ignored_params"):
+            fully_shard(model, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"], ignored_params={model[0].weight})
+        assert type(model[0].weight) is type(nn.Parameter(value, requires_grad=False))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ranks(1)
+def test_errors_have_the_types_of_fsdp2() -> None:
+    ours = fully_shard(nn.Linear(4, 4))
+    plain: Any = nn.Linear(4, 5)
+    with pytest.raises(ValueError, match="gives 'x' for 'weight'"):
+        fully_shard(plain, shard_placement_fn=lambda p: "x")
+    for call in (ours.set_modules_to_forward_prefetch, ours.set_modules_to_backward_prefetch):
+        with pytest.raises(ValueError, match="Linear is not sharded"):
+            call([plain])
+    with pytest.raises(ValueError, match="True or False, got 2"):
+        ours.set_reshard_after_forward(2)
+    for wrong, error in (("2", TypeError), (True, TypeError), (0, ValueError)):
+        with pytest.raises(error, match=f"max_input_buffers takes .*{wrong}"):
+            ours.set_reduce_scatter_max_input_buffers(wrong)
+    from torch.distributed.tensor import Shard
+
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(-p.dim()))
 
 
 @pytest.mark.ranks(2)

@@ -9,6 +9,7 @@ of either front door loads into the other.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,13 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
     _device.join()
     found: dict[int, tuple[UnitState, int]] = {}
     for state in states_of(model):
+        ranks = prod(comm.size for comm in state.comms)
+        if not distributed.is_initialized() or ranks != distributed.world_size():
+            raise NotImplementedError(
+                f"a checkpoint of '{state.unit.name}', which {ranks} of all ranks share: files are "
+                "of all ranks; save what get_model_state_dict(model, rank0_only=True) and "
+                "get_optimizer_state_dict give rank 0 of each group"
+            )
         if state.summoned:
             raise RuntimeError(
                 f"a checkpoint inside summon_full_params() of '{state.unit.name}': leave it first, "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc.torch import _device, _forward
 from fsdpc.torch._unit import PieceInfo
@@ -25,7 +26,7 @@ def check_module(module: Any, sharded: type) -> None:
         )
     name = type(module).__name__
     if isinstance(module, sharded):
-        raise ValueError(f"{name} is sharded already: fully_shard was called twice")
+        raise AssertionError(f"{name} is sharded already: fully_shard was called twice")
     own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
     if not own or isinstance(
         module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -141,7 +142,7 @@ def check_parameter(
             "parameter belong into one unit; shard a module around them all, or give "
             "fully_shard a list of them"
         )
-    core_dtype(p.dtype)
+    check_kind(name, p)
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise ValueError(
             f"parameter '{name}' has hooks, which would go with it: call "
@@ -153,7 +154,7 @@ def check_parameter(
             f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
         )
     if not p.is_contiguous():
-        raise ValueError(
+        raise NotImplementedError(
             f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}): make "
             "it so before fully_shard()"
         )
@@ -162,11 +163,40 @@ def check_parameter(
             f"parameter '{name}' is on {p.device}: units live on the CPU or on a GPU of CUDA"
         )
     asked = placement(p) if placement else None
-    if asked is not None and getattr(asked, "dim", None) != 0:
+    if asked is not None and not hasattr(asked, "dim") and not hasattr(asked, "placement"):
+        raise ValueError(
+            f"shard_placement_fn gives {asked!r} for '{name}': it gives None or Shard(0)"
+        )
+    if asked is not None and getattr(asked, "dim", None) not in (0, -p.dim()):
         raise NotImplementedError(
             f"shard_placement_fn asks for {asked} of '{name}': parameters are cut along "
             "dimension 0, into whole rows"
         )
+
+
+def check_kind(name: str, p: nn.Parameter) -> None:
+    """Raise unless a parameter is a plain tensor of floats, as units hold."""
+    what = f"parameter '{name}' is of type {type(p).__name__}"
+    leave = "or leave it as it is with ignored_params"
+    if hasattr(p, "device_mesh"):
+        raise NotImplementedError(
+            f"{what} over {p.device_mesh}: tensor parallel parameters are not sharded further; "
+            f"make it plain, nn.Parameter(p.full_tensor()), {leave}"
+        )
+    if hasattr(p, "fsdp_pre_all_gather") or hasattr(p, "fsdp_post_all_gather"):
+        raise NotImplementedError(
+            f"{what}, whose fsdp_pre_all_gather and fsdp_post_all_gather would never run, as the "
+            f"engine gathers: make it a plain tensor and give mp_policy a param_dtype, {leave}"
+        )
+    if is_traceable_wrapper_subclass(p):
+        raise NotImplementedError(
+            f"{what}, a subclass that holds other tensors (quantised weights do): make it a plain "
+            f"tensor (its dequantize(), say), {leave}"
+        )
+    try:
+        core_dtype(p.dtype)
+    except TypeError as error:
+        raise TypeError(f"parameter '{name}': {error}, {leave}") from None
 
 
 #: Optimizers whose update of an element reads others of its parameter: by rows, columns, products.

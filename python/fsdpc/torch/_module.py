@@ -111,7 +111,7 @@ class FSDPModule(fsdp_module.FSDPModule):
     def _when_rooted(self, action: Callable[[], None], modules: Any) -> None:
         for m in modules:
             if not isinstance(m, FSDPModule):
-                raise TypeError(f"{type(m).__name__} is not sharded, so it is not gathered")
+                raise ValueError(f"{type(m).__name__} is not sharded, so it is not gathered")
         if self._fsdpc_state.root is not None:
             action()
         else:
@@ -188,6 +188,10 @@ class FSDPModule(fsdp_module.FSDPModule):
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Accept 2, the number of pooled reduce buffers."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers takes an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers takes 1 or more, got {max_input_buffers}")
         if max_input_buffers != 2:
             raise NotImplementedError(
                 f"set_reduce_scatter_max_input_buffers({max_input_buffers}): the pool has 2"
@@ -216,6 +220,9 @@ class FSDPModule(fsdp_module.FSDPModule):
             Take over the tensors' dtypes: refused by the copy if they differ.
         """
         return module_load_state_dict(self, state_dict, strict, assign)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("a sharded module cannot be copied: copy it before fully_shard()")
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` on every module inside; it sees full parameters; collective.
