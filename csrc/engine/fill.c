@@ -134,6 +134,10 @@ fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out)
         root->pool_reducing[i] = unit;
         root->pool_turn[i] = ++root->turns;
     }
+    for (int i = 0; i < unit->layout->n_params; i++) {
+        if (unit->filled[i])
+            unit->grads[i] = FSDPC_GRAD_NEW;
+    }
     *out = unit->buffer;
     unit->buffer = NULL;
     return FSDPC_OK;

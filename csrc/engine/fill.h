@@ -14,8 +14,8 @@
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
 fsdpc_status fsdpc_fill_open(fsdpc_unit *unit); /* unit->buffer is set */
-/* What no kernel wrote is zeroed; from here on the buffer, which was open, belongs to the
- * reduction.
+/* What no kernel wrote is zeroed, what one did is noted as a gradient; from here on the buffer,
+ * which was open, belongs to the reduction.
  */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */

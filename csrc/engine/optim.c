@@ -230,6 +230,11 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
+static bool steps(const unit_states *states, int param)
+{
+    return states->params[param].group >= 0 && fsdpc_unit_has_grad(states->unit, param);
+}
+
 /* Parameters of a band stand in declaration order, so neighbours in it are met one after the other;
  * the pieces of another band in between do not end a run of this one only if it is looked for,
  * hence the walk per band. */
@@ -242,7 +247,7 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
         const fsdpc_place *place = &unit->layout->params[i];
         if (place->group != flat_group || place->band != band)
             continue;
-        bool ours = states->params[i].group >= 0 && unit->trainable[i];
+        bool ours = steps(states, i);
         fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
         if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
@@ -263,14 +268,14 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     if (!unit->grad_live)
         return FSDPC_OK;
     for (int i = 0; i < unit->layout->n_params; i++)
-        states->params[i].steps += states->params[i].group >= 0 && unit->trainable[i];
+        states->params[i].steps += steps(states, i);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         for (size_t b = 0; b < unit->layout->groups[g].n_bands; b++)
             FSDPC_TRY(step_band(optim, states, g, (int)b));
     }
     for (int i = 0; i < unit->layout->n_params; i++) {
         param_states *own = &states->params[i];
-        if (own->group >= 0 && unit->trainable[i] && optim->hypers[own->group].momentum != 0)
+        if (steps(states, i) && optim->hypers[own->group].momentum != 0)
             own->momentum = true;
     }
     if (!unit->root)

@@ -69,7 +69,8 @@ static fsdpc_status check_units(const fsdpc_optim *optim, const fsdpc_root *root
                 return fsdpc_fail(
                     FSDPC_ERR_STATE,
                     "parameter '%s' has made no step with momentum, and its first one "
-                    "is another: run a step without a graph first",
+                    "is another: run a step without a graph first, or freeze it if no step "
+                    "uses it",
                     states->unit->layout->params[p].name);
         }
     }

@@ -19,6 +19,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/crc32c.h"
 #include "engine/gather.h"
@@ -244,6 +245,8 @@ static void give_up(fsdpc_step_graph *step)
         root->units[i]->held = step->marks[i].held;
         fsdpc_unit_zero_grad(root->units[i]);
         root->units[i]->grad_live = step->marks[i].grad_live;
+        if (step->marks[i].grad_live) /* whose they were is forgotten: zeros count as gradients */
+            memset(root->units[i]->grads, FSDPC_GRAD_OLD, (size_t)root->units[i]->layout->n_params);
         root->units[i]->pending_scale = step->marks[i].pending_scale;
     }
     if (root->overlaps && fsdpc_order_fork(root) != FSDPC_OK)

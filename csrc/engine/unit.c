@@ -71,7 +71,8 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->groups = calloc(slots, sizeof *unit->groups);
     unit->filled = calloc(slots, sizeof *unit->filled);
     unit->trainable = calloc(slots, sizeof *unit->trainable);
-    if (!unit->name || !unit->groups || !unit->filled || !unit->trainable) {
+    unit->grads = calloc(slots, sizeof *unit->grads);
+    if (!unit->name || !unit->groups || !unit->filled || !unit->trainable || !unit->grads) {
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for unit '%s'", options->name);
         goto destroy;
     }
@@ -109,6 +110,7 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     free(unit->groups);
     free(unit->filled);
     free(unit->trainable);
+    free(unit->grads);
     free(unit->name);
     free(unit);
 }
@@ -148,7 +150,7 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out)
 {
-    if (!unit->grad_live || !unit->trainable[param]) {
+    if (!fsdpc_unit_has_grad(unit, param)) {
         *out = NULL;
         return FSDPC_OK;
     }
@@ -242,7 +244,7 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    if (grads && !unit->grad_live)
+    if (grads && !fsdpc_unit_has_grad(unit, param))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "parameter '%s' of unit '%s' has no gradient: run backward first",
                           place->name, unit->name);
@@ -257,6 +259,7 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
 void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 {
     unit->grad_live = unit->partial_live = unit->folded = false;
+    memset(unit->grads, FSDPC_GRAD_NONE, (size_t)unit->layout->n_params);
     unit->n_sums = 0;
     unit->pending_scale = 1;
     unit->clipped = false;

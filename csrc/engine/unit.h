@@ -11,9 +11,11 @@
  * Who writes what: masters by optimizers, initialisation and loading (which mark the unit dirty),
  * or by the user through an exported piece (marked foreign: compared when an epoch begins).  Fulls
  * by publishing only.  Gradient shards by reductions; `grad_live` says whether they hold anything,
- * so zeroing gradients touches no memory.  `pending_scale` is a factor that clipping left to be
- * applied by whoever reads the gradients next.  On a remote device, where the norm is not known to
- * the host, clipping leaves another one in the device's memory, and says so (`clipped`).
+ * so zeroing gradients touches no memory, and `grads` of which parameters: one that no rank used
+ * has no gradient, and one that any rank used has one on all.  `pending_scale` is a factor that
+ * clipping left to be applied by whoever reads the gradients next.  On a remote device, where the
+ * norm is not known to the host, clipping leaves another one in the device's memory, and says so
+ * (`clipped`).
  *
  * The structs are open to the files of csrc/engine; others use the functions.
  */
@@ -58,6 +60,13 @@ typedef enum fsdpc_reduction {
     FSDPC_REDUCTION_SHARD,     /* over the shard group, or over replicas if that is one rank */
     FSDPC_REDUCTION_REPLICATE, /* of the partial, over the replicas */
 } fsdpc_reduction;
+
+/* Of a parameter; ranks agree on the highest. */
+typedef enum fsdpc_grad_state {
+    FSDPC_GRAD_NONE,
+    FSDPC_GRAD_OLD, /* a front door has seen it */
+    FSDPC_GRAD_NEW, /* a contribution came since */
+} fsdpc_grad_state;
 
 enum { FSDPC_PREFETCH = 1 };      /* units gathered ahead, unless somebody says otherwise */
 enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
@@ -109,6 +118,7 @@ struct fsdpc_unit {
     int n_ahead[2];
     bool *filled;    /* per parameter: the open reduce buffer holds a contribution */
     bool *trainable; /* per parameter; may change between steps */
+    uint8_t *grads;  /* per parameter, what was reduced of it: fsdpc_grad_state */
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
@@ -157,6 +167,12 @@ void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_ou
 /* This rank's piece of a parameter's gradient, any pending scale applied; NULL when there is none.
  */
 fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out);
+
+/* May an optimizer or a norm use its gradient? */
+static inline bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param)
+{
+    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
+}
 
 /* The whole parameter as modules read it: address fixed once the root exists, NULL before. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);

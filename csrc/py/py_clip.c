@@ -116,9 +116,9 @@ static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, dou
     int n = unit->layout->n_params;
     PyObject *list = PyList_New(n);
     for (int i = 0; list && i < n; i++) {
-        bool has = unit->grad_live && unit->trainable[i];
-        PyObject *value =
-            has ? PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p)) : Py_NewRef(Py_None);
+        PyObject *value = fsdpc_unit_has_grad(unit, i)
+                              ? PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p))
+                              : Py_NewRef(Py_None);
         if (!value)
             Py_CLEAR(list);
         else

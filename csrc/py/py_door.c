@@ -268,11 +268,14 @@ static PyObject *door_hide(PyObject *object, PyObject *gave_up)
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
     door->depth = 0;
-    for (int i = 0; i < door->n_params; i++)
-        door->params[i].used = false;
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    for (int i = 0; i < door->n_params; i++) {
+        if (unit->grads[i] == FSDPC_GRAD_NEW)
+            unit->grads[i] = FSDPC_GRAD_OLD;
+    }
     int any = gave_up == Py_True ? fsdpc_door_has_grads(door) : 1;
     if (any == 0)
-        fsdpc_unit_zero_grad(fsdpc_door_unit(door));
+        fsdpc_unit_zero_grad(unit);
     return any < 0 || fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -583,8 +586,7 @@ int fsdpc_py_door_setup(PyObject *module)
         return -1;
     int result = PyModule_AddObjectRef(module, "Door", type);
     Py_DECREF(type);
-    if (result < 0 || fsdpc_py_door_memory_setup(module) < 0 ||
-        fsdpc_py_door_product_setup(module) < 0)
+    if (result < 0 || fsdpc_py_door_memory_setup(module) < 0)
         return -1;
-    return fsdpc_py_door_grads_setup(module);
+    return fsdpc_py_door_product_setup(module);
 }

@@ -28,7 +28,6 @@ typedef struct fsdpc_door_param {
     bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
     bool trainable, listening;
-    bool used; /* a contribution came that is not handed out yet */
 } fsdpc_door_param;
 
 /* Where a parameter stands in a module: dict[name] is the piece or the full. */
@@ -136,7 +135,6 @@ void fsdpc_door_hook_part(PyObject *hook);
 PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args);
 
 int fsdpc_py_door_setup(PyObject *module);
-int fsdpc_py_door_grads_setup(PyObject *module);
 int fsdpc_py_door_product_setup(PyObject *module);
 int fsdpc_py_door_memory_setup(PyObject *module);
 

@@ -88,7 +88,6 @@ static int accept(fsdpc_py_door *door, int index, PyObject *grad)
     Py_DECREF(plain);
     if (status != FSDPC_OK)
         fsdpc_py_raise(status);
-    door->params[index].used = true;
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -214,7 +213,9 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
         int has = take_one(door, &door->params[i], was_live);
         if (has < 0)
             return -1;
-        unit->trainable[i] = has == 1; /* optimizers skip what has no gradient */
+        unit->trainable[i] |= has == 1;       /* given by hand to what was frozen */
+        if (unit->grads[i] != FSDPC_GRAD_NEW) /* not handed out yet */
+            unit->grads[i] = has == 1 ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
         if (has == 0) {
             size_t bytes;
             void *rows = shard_rows(unit, i, &bytes);
@@ -249,9 +250,9 @@ int fsdpc_door_give_grads(fsdpc_py_door *door)
         return fsdpc_py_raise(status), -1;
     for (int i = 0; i < door->n_params; i++) {
         fsdpc_door_param *p = &door->params[i];
-        if (!p->used)
+        if (unit->grads[i] != FSDPC_GRAD_NEW)
             continue;
-        p->used = false;
+        unit->grads[i] = FSDPC_GRAD_OLD;
         PyObject *grad = grad_for(door, p);
         if (!grad)
             return -1;
@@ -301,70 +302,4 @@ PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused)
         return NULL;
     fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_door_unit(door));
     return fsdpc_py_none(status);
-}
-
-/* ---- agree_used(doors) ---- */
-
-static fsdpc_status or_over(fsdpc_comm *comm, uint8_t *flags, size_t n)
-{
-    if (!comm || comm->size == 1)
-        return FSDPC_OK;
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
-                     .unit = -1,
-                     .what = "which parameters were used",
-                     .dtype = FSDPC_U8,
-                     .op = FSDPC_RED_MAX,
-                     .send = flags,
-                     .recv = flags,
-                     .numel = n};
-    return fsdpc_comm_run(comm, &op);
-}
-
-/* A parameter that another rank used has a gradient here too, or the ranks' pieces would part. */
-static PyObject *agree_used(PyObject *module, PyObject *doors)
-{
-    (void)module;
-    size_t n = 0, at = 0;
-    bool synced = false;
-    for (Py_ssize_t d = 0; d < PyList_GET_SIZE(doors); d++) {
-        const fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
-        n += (size_t)door->n_params;
-        synced |= fsdpc_door_unit(door)->requires_sync;
-    }
-    if (!synced) /* nothing is handed out yet */
-        Py_RETURN_NONE;
-    uint8_t *flags = PyMem_Calloc(n ? n : 1, 1);
-    if (!flags)
-        return PyErr_NoMemory();
-    for (Py_ssize_t d = 0; d < PyList_GET_SIZE(doors); d++) {
-        const fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
-        for (int i = 0; i < door->n_params; i++)
-            flags[at++] = door->params[i].used;
-    }
-    const fsdpc_mesh *mesh = &fsdpc_door_unit((fsdpc_py_door *)PyList_GET_ITEM(doors, 0))->mesh;
-    fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = or_over(mesh->shard, flags, n);
-    if (status == FSDPC_OK)
-        status = or_over(mesh->replicate, flags, n);
-    Py_END_ALLOW_THREADS;
-    at = 0;
-    for (Py_ssize_t d = 0; status == FSDPC_OK && d < PyList_GET_SIZE(doors); d++) {
-        fsdpc_py_door *door = (fsdpc_py_door *)PyList_GET_ITEM(doors, d);
-        for (int i = 0; i < door->n_params; i++)
-            door->params[i].used = flags[at++] != 0;
-    }
-    PyMem_Free(flags);
-    return fsdpc_py_none(status);
-}
-
-static PyMethodDef functions[] = {
-    {"agree_used", agree_used, METH_O,
-     "agree_used(doors): a parameter used on any rank counts as used on all; collective."},
-    {NULL, NULL, 0, NULL},
-};
-
-int fsdpc_py_door_grads_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
 }

@@ -111,7 +111,6 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
                  add_product(unit, param, &p, target, to, accumulate));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    door->params[param].used = true;
     Py_RETURN_TRUE;
 }
 

@@ -204,6 +204,13 @@ static inline fsdpc_status rig_give(rig *r, int unit, int param)
     return fsdpc_grad_ready(u, param);
 }
 
+/* As if a reduction had left gradients of all its parameters. */
+static inline void rig_own_grads(fsdpc_unit *unit)
+{
+    unit->grad_live = true;
+    memset(unit->grads, FSDPC_GRAD_NEW, (size_t)unit->layout->n_params);
+}
+
 static inline fsdpc_status rig_give_all(rig *r, int unit)
 {
     for (int p = 0; p < r->units[unit]->layout->n_params; p++) {

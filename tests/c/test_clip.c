@@ -23,7 +23,7 @@ static fsdpc_status add_units(rig *r)
 static fsdpc_status set_grads(rig *r, size_t poison, float with)
 {
     for (int u = 0; u < 2; u++) {
-        r->units[u]->grad_live = true;
+        rig_own_grads(r->units[u]);
         for (int p = 0; p < N_PARAMS; p++) {
             fsdpc_piece piece;
             void *grad;
@@ -183,7 +183,7 @@ static fsdpc_status two_groups(rig *r)
         FSDPC_TRY(rig_add(r, &options, &spec, 1));
         fsdpc_piece piece;
         void *grad;
-        r->units[u]->grad_live = true;
+        rig_own_grads(r->units[u]);
         FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, &piece, &grad));
         for (size_t i = 0; i < piece.numel; i++)
             ((float *)grad)[i] = (float)(u + 1);
@@ -222,7 +222,7 @@ static fsdpc_status on_a_mesh(rig *r)
     FSDPC_TRY(rig_add(r, &options, &spec, 1));
     fsdpc_piece piece;
     void *grad;
-    r->units[0]->grad_live = true;
+    rig_own_grads(r->units[0]);
     FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, &piece, &grad));
     for (size_t i = 0; i < piece.numel; i++)
         ((float *)grad)[i] = -3;

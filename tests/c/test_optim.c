@@ -349,7 +349,7 @@ static void test_rootless(void)
     CHECK_OK(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, r.device, NULL, &optim));
     CHECK_OK(fsdpc_optim_add(optim, r.units[0], 0, 0));
     CHECK_OK(fsdpc_optim_set_hyper(optim, 0, &hypers[0]));
-    r.units[0]->grad_live = true; /* zeros: decay alone */
+    rig_own_grads(r.units[0]); /* zeros: decay alone */
     r.units[0]->dirty = false;
     CHECK_OK(fsdpc_optim_step(optim));
     CHECK(r.units[0]->dirty);

@@ -220,7 +220,6 @@ class Root:
         self.doors = [s.door for s in states]
         self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
         self.head = states[0].door
-        self.ranks = max(comm.size for comm in states[0].comms)
         self.backwards = 0
         self.norms: tuple[Any, dict[tuple[int, int], torch.Tensor]] | None = None
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
@@ -258,8 +257,6 @@ class Root:
             for door in self.doors:
                 door.hide(True)
             raise
-        if self.ranks > 1:
-            _core.agree_used(self.doors)
         waiting = [s for s in self.states if s.door.settle()]
         for state in waiting:
             _run_hooks(state)
