@@ -28,58 +28,6 @@ static fsdpc_root *root_of(const fsdpc_py_door *door)
     return fsdpc_door_unit(door)->root;
 }
 
-/* ---- pieces ---- */
-
-/* A piece whose `.data` was replaced stands on other memory now. */
-static int follow_memory(fsdpc_py_door *door, int index)
-{
-    const fsdpc_door_param *p = &door->params[index];
-    if (!p->master)
-        return 0;
-    PyObject *number = PyObject_CallMethodNoArgs(p->piece, door->names.data_ptr);
-    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
-    Py_XDECREF(number);
-    if (PyErr_Occurred())
-        return -1;
-    if (data == p->master)
-        return 0;
-    PyObject *done = PyObject_CallFunction(door->adopt, "i", index);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-/* Follows what the user may change between steps: requires_grad of the pieces, their memory. */
-static int sync_pieces(fsdpc_py_door *door)
-{
-    fsdpc_unit *unit = fsdpc_door_unit(door);
-    for (int i = 0; i < door->n_params; i++) {
-        fsdpc_door_param *p = &door->params[i];
-        PyObject *flag = PyObject_GetAttr(p->piece, door->names.requires_grad);
-        if (!flag)
-            return -1;
-        bool trainable = flag == Py_True;
-        Py_DECREF(flag);
-        unit->trainable[i] = trainable;
-        if (follow_memory(door, i) < 0)
-            return -1;
-        if (trainable == p->trainable)
-            continue;
-        if (PyObject_SetAttr(p->full, door->names.requires_grad, trainable ? Py_True : Py_False) <
-            0)
-            return -1;
-        p->trainable = trainable;
-        if (trainable && !p->listening) {
-            PyObject *handle = PyObject_CallMethodOneArg(
-                p->full, door->names.register_post_accumulate_grad_hook, p->hook);
-            if (!handle)
-                return -1;
-            Py_DECREF(handle);
-            p->listening = true;
-        }
-    }
-    return 0;
-}
-
 /* ---- the schedule ---- */
 
 static int check_usable(const fsdpc_py_door *door)
@@ -163,7 +111,7 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
     if (recomputed && !unit->root->in_backward &&
         fsdpc_door_begin_backward(door, door->unit->seen_generation) < 0)
         return NULL;
-    if (!unit->root->in_backward && sync_pieces(door) < 0)
+    if (fsdpc_door_follow_root(door) < 0)
         return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -240,14 +188,6 @@ static PyObject *door_catch_up(PyObject *object, PyObject *unused)
     return fsdpc_door_join(door) < 0 || catch_up(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* follow(): before an outermost forward that may not run this unit on this rank. */
-static PyObject *door_follow(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    fsdpc_py_door *door = (fsdpc_py_door *)object;
-    return check_usable(door) < 0 || sync_pieces(door) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
 /* reset(): after an exception; the engine's part concerns the whole root. */
 static PyObject *door_reset(PyObject *object, PyObject *unused)
 {
@@ -293,8 +233,6 @@ static PyObject *door_hold(PyObject *object, PyObject *arg)
     if (!door->pins) /* a forward has used and given it back */
         Py_RETURN_NONE;
     door->held = true;
-    if (!root_of(door)->in_backward && sync_pieces(door) < 0)
-        return NULL;
     return fsdpc_door_show(door, true) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -343,10 +281,11 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
 
 static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *grads, *streams;
-    static char *keywords[] = {"unit", "slots", "pieces", "grads", "streams", NULL};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!O", keywords, &unit, &PyList_Type,
-                                     &slots, &PyList_Type, &pieces, &PyList_Type, &grads, &streams))
+    PyObject *unit, *slots, *pieces, *grads, *adopt, *streams;
+    static char *keywords[] = {"unit", "slots", "pieces", "grads", "adopt", "streams", NULL};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!OO", keywords, &unit, &PyList_Type,
+                                     &slots, &PyList_Type, &pieces, &PyList_Type, &grads, &adopt,
+                                     &streams))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
@@ -360,6 +299,7 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     self->unit_object = Py_NewRef(unit);
     self->unit = inner;
+    self->adopt = Py_NewRef(adopt);
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
     self->params = PyMem_Calloc(n ? (size_t)n : 1, sizeof *self->params);
     self->slots = PyMem_Calloc((size_t)PyList_GET_SIZE(slots) + 1, sizeof *self->slots);
@@ -376,13 +316,13 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* bind(fulls, bases, set_version, at_end, adopt) */
+/* bind(fulls, bases, set_version, at_end, mates) */
 static PyObject *door_bind(PyObject *object, PyObject *args)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
-    PyObject *fulls, *bases, *set, *at_end, *adopt;
-    if (!PyArg_ParseTuple(args, "O!O!OOO", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
-                          &at_end, &adopt))
+    PyObject *fulls, *bases, *set, *at_end, *mates;
+    if (!PyArg_ParseTuple(args, "O!O!OOO!", &PyList_Type, &fulls, &PyTuple_Type, &bases, &set,
+                          &at_end, &PyList_Type, &mates))
         return NULL;
     if (PyList_GET_SIZE(fulls) != door->n_params)
         return PyErr_Format(PyExc_ValueError, "bind takes a full for each of %d parameters",
@@ -397,7 +337,7 @@ static PyObject *door_bind(PyObject *object, PyObject *args)
     Py_XSETREF(door->bases, Py_NewRef(bases));
     Py_XSETREF(door->set_version, Py_NewRef(set));
     Py_XSETREF(door->at_end, Py_NewRef(at_end));
-    Py_XSETREF(door->adopt, Py_NewRef(adopt));
+    Py_XSETREF(door->mates, Py_NewRef(mates));
     door->bound = true;
     Py_RETURN_NONE;
 }
@@ -423,6 +363,7 @@ static int door_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(door->set_version);
     Py_VISIT(door->at_end);
     Py_VISIT(door->adopt);
+    Py_VISIT(door->mates);
     Py_VISIT(door->streams);
     Py_VISIT(Py_TYPE(object));
     return 0;
@@ -457,6 +398,7 @@ static int door_clear(PyObject *object)
     Py_CLEAR(door->set_version);
     Py_CLEAR(door->at_end);
     Py_CLEAR(door->adopt);
+    Py_CLEAR(door->mates);
     Py_CLEAR(door->streams);
     return 0;
 }
@@ -480,7 +422,7 @@ static void door_dealloc(PyObject *object)
 
 static PyMethodDef door_methods[] = {
     {"bind", door_bind, METH_VARARGS,
-     "bind(fulls, bases, set_version, at_end, adopt): the root is made."},
+     "bind(fulls, bases, set_version, at_end, mates): the root is made, of these doors."},
     {"enter", (PyCFunction)(void (*)(void))door_enter, METH_FASTCALL,
      "enter(grad, in_task): a module's forward begins."},
     {"leave", door_leave, METH_O, "leave(grad): it has ended."},
@@ -488,7 +430,10 @@ static PyMethodDef door_methods[] = {
     {"end_backward", door_end_backward, METH_NOARGS, "The unit's backward has ended."},
     {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
     {"catch_up", door_catch_up, METH_NOARGS, "Take gradients, unless this backward has."},
-    {"follow", door_follow, METH_NOARGS, "Follow what became of pieces between steps."},
+    {"follow", fsdpc_door_follow_method, METH_NOARGS,
+     "Take over what `.data` of pieces was replaced by."},
+    {"follow_root", fsdpc_door_follow_root_method, METH_NOARGS,
+     "Before an epoch: what became of the pieces of all units."},
     {"settle", fsdpc_door_settle_method, METH_NOARGS,
      "Hand out gradients; whether hooks wait for them."},
     {"take_grads", fsdpc_door_take_grads_method, METH_NOARGS,
@@ -568,7 +513,7 @@ static PyType_Slot door_slots[] = {
     {Py_tp_clear, door_clear},
     {Py_tp_methods, door_methods},
     {Py_tp_getset, door_getset},
-    {Py_tp_doc, "Door(unit, slots, pieces, grads, streams): a unit for foreign tensors."},
+    {Py_tp_doc, "Door(unit, slots, pieces, grads, adopt, streams): a unit for foreign tensors."},
     {0, NULL},
 };
 

@@ -74,6 +74,7 @@ struct fsdpc_py_door {
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
+    PyObject *mates;       /* the doors of all units of the root, this one too; NULL before bind */
     PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
     int depth;             /* forwards of this unit that are running, one inside the other */
     bool shown;            /* dictionaries hold fulls */
@@ -94,6 +95,13 @@ static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
 /* What the engine is asked next runs in the order of the foreign library's current stream, in this
  * thread too, which may be another than before: first in every method that reaches the schedule. */
 int fsdpc_door_join(const fsdpc_py_door *door);
+
+/* What the user may change between steps, before an epoch publishes masters: which pieces are
+ * trainable, and their memory, for all units of the root.  Does nothing inside an epoch. */
+int fsdpc_door_follow_root(fsdpc_py_door *door);
+/* Door.follow (the memory of this unit's pieces alone) and Door.follow_root. */
+PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *unused);
+PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *unused);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
 int fsdpc_door_has_grads(const fsdpc_py_door *door);

@@ -33,7 +33,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
     for state in changing:
         _check(state)
     for state in states:
-        state.adopt_replaced()
+        state.door.follow()
     on_meta = [each for each in _buffers(module) if each[3].is_meta]
     trusted = [(s, set(range(len(s.pieces))).difference(s.written())) for s in states]
     result = apply(fn, recurse)
@@ -41,7 +41,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
             _make_again(state, fn)  # unless a unit inside did, on its way
     for state, pieces in trusted:
-        state.adopt_replaced()
+        state.door.follow()
         for i in pieces - state.missing:
             state.trust(i)
     for name, owner, key, _ in on_meta:

@@ -62,9 +62,6 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     in_task = _task_id() != -1
     if not in_task and door.in_backward:
         root.reset()  # a backward was abandoned by an exception
-    if root.rank_dependent and not in_task and door.depth == 0:
-        for other in root.rank_dependent:
-            other.follow()
     outermost = door.depth == 0
     if in_task and grad and not door.in_backward:
         _recall(root, door)

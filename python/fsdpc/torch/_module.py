@@ -64,6 +64,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         """
         _root_of(self)
         _device.join()
+        self._fsdpc_state.door.follow_root()
         self._fsdpc_unit.unshard()
         self._fsdpc_state.door.pin()
         handle = UnshardHandle(self._fsdpc_state)
@@ -85,6 +86,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         """
         root = _root_of(self)
         _device.join()
+        root.head.follow_root()
         with super().hold():
             yield
         for door in root.doors:

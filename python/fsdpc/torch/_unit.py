@@ -117,7 +117,9 @@ class UnitState:
             piece.data = self.rows[i]
             self._describe(i, piece)
         self.trusted = [piece._version for piece in self.pieces]
-        self.door = _core.Door(unit, self.slots, self.pieces, self.grads, _device.streams())
+        self.door = _core.Door(
+            unit, self.slots, self.pieces, self.grads, self.adopt, _device.streams()
+        )
         self.door.guard(self.guards)
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
@@ -133,6 +135,7 @@ class UnitState:
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""
+        self.door.follow()  # or what `.data` was replaced by would be taken over afterwards
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
@@ -154,15 +157,16 @@ class UnitState:
 
     def adopt(self, i: int) -> None:
         """Take over what a piece's ``.data`` was replaced by."""
+        piece, rows = self.pieces[i], self.rows[i]
+        if piece.shape != rows.shape:
+            raise ValueError(
+                f"the .data of a parameter was replaced by {tuple(piece.shape)}, and this rank "
+                f"has {piece.fsdpc}, {tuple(rows.shape)}: give it these rows, "  # type: ignore[attr-defined]
+                "or write full values inside summon_full_params() or by load_state_dict()"
+            )
         with torch.no_grad():
-            self.rows[i].copy_(self.pieces[i].data)
-            self.pieces[i].data = self.rows[i]
-
-    def adopt_replaced(self) -> None:
-        """Take over what any piece's ``.data`` was replaced by since the engine looked."""
-        for i, (piece, rows) in enumerate(zip(self.pieces, self.rows, strict=True)):
-            if piece.numel() and piece.data_ptr() != rows.data_ptr():
-                self.adopt(i)
+            rows.copy_(piece.data)
+            piece.data = rows
 
     def bind(self, root: Root) -> None:
         """Make the fulls, now that the wire is there."""
@@ -176,7 +180,7 @@ class UnitState:
                 full.__dict__.update(self.attributes[i])
                 target(full, self, i)
                 self.fulls.append(full)
-        self.door.bind(self.fulls, bases, _set_version, root.at_end, self.adopt)
+        self.door.bind(self.fulls, bases, _set_version, root.at_end, root.doors)
 
 
 def _piece_shape(shape: torch.Size, first: int, numel: int) -> tuple[int, ...]:
@@ -205,6 +209,7 @@ def _local(piece: nn.Parameter) -> nn.Parameter:
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
     _device.join()
+    state.door.follow()
     return _device.to_torch(state.unit.collect(index, False))
 
 

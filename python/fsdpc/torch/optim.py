@@ -66,6 +66,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._pass_hypers()
+        for state in self._units.values():
+            state.door.follow()
         take_grads(list(self._units.values()))
         self._core.step()
         return loss
