@@ -171,3 +171,21 @@ def test_bad_input() -> None:
     with pytest.raises(NotImplementedError, match="dimension 0"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))
     fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(0))
+
+
+@pytest.mark.ranks([1, 2])
+def test_an_optimizer_that_stepped_before_sharding_is_refused() -> None:
+    model = build()
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = torch.optim.SGD([other], lr=0.1)
+    loss_of(model, batch(0, 0)).backward()
+    optimizer.step()
+    others.step()
+    ours = shard(model)
+    loss_of(ours, batch(0, 0)).backward()
+    with pytest.raises(RuntimeError, match="made before fully_shard.*make it after"):
+        optimizer.step()
+    other.grad = torch.ones(3)
+    others.step()  # has nothing of the model
+    assert torch.equal(other.detach(), torch.full((3,), 0.9))

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc.torch import _device, _forward
-from fsdpc.torch._unit import PieceInfo
+from fsdpc.torch._unit import PieceInfo, UnitState
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
 
@@ -221,9 +221,24 @@ def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+class _Sharded:
+    """How many units were made: what an optimizer was checked for may have been replaced since."""
+
+    units = 0
+
+
+def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> None:
+    """Let optimizers know that a unit's pieces stand in the place of these parameters."""
+    _Sharded.units += 1
+    for i, (name, p) in enumerate(params):
+        p._fsdpc_sharded = f"'{name}' of unit '{state.unit.name}'"  # type: ignore[attr-defined]
+        state.attributes[i].pop("_fsdpc_sharded", None)
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before a step that would be lost, or other than that of the whole parameter."""
-    if getattr(optimizer, "_fsdpc_checked", 0) == len(optimizer.param_groups):
+    checked = (len(optimizer.param_groups), _Sharded.units)
+    if getattr(optimizer, "_fsdpc_checked", None) == checked:
         return
     structured = next((c for c in type(optimizer).__mro__ if c.__name__ in STRUCTURED), None)
     sharded = False
@@ -246,7 +261,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     if sharded and not hasattr(optimizer, "_fsdpc_checked"):
         refuse_reader(optimizer)  # which makes a first step itself
         optimizer.register_state_dict_pre_hook(refuse_reader)
-    optimizer._fsdpc_checked = len(optimizer.param_groups)  # type: ignore[attr-defined]
+    optimizer._fsdpc_checked = checked  # type: ignore[attr-defined]
 
 
 register_optimizer_step_pre_hook(check_optimizer)

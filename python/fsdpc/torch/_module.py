@@ -21,6 +21,7 @@ from fsdpc.torch._checks import (
     check_params,
     check_place,
     check_policy,
+    mark_replaced,
 )
 from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._plan import groups_of
@@ -399,9 +400,7 @@ def fully_shard(
     for i, (_, p, _) in enumerate(found):
         if not p.is_meta:
             state.unit.write(i, values_of(p, comms, sync_module_states))
-    for i, (name, p, _) in enumerate(found):
-        p._fsdpc_sharded = f"'{name}' of unit '{state.unit.name}'"  # type: ignore[attr-defined]
-        state.attributes[i].pop("_fsdpc_sharded", None)
+    mark_replaced([(name, p) for name, p, _ in found], state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
