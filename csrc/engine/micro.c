@@ -10,6 +10,7 @@
  */
 #include "engine/micro.h"
 
+#include "engine/root.h"
 #include "ops/flat_ops.h"
 
 static unsigned char *level_of(const fsdpc_unit *unit, const fsdpc_unit_group *group, int level)
@@ -49,8 +50,23 @@ fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool
     return FSDPC_OK;
 }
 
+/* Adding to folded sums is right, but no longer the tree that other splits of the batch make. */
+static void warn_folded(const fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (!unit->folded || root->warned_folded)
+        return;
+    root->warned_folded = true;
+    FSDPC_WARN(&root->comm->log,
+               "deterministic mode: gradients of '%s' were read between micro-steps, so their sums "
+               "depend on how ranks split the batch: call set_requires_gradient_sync(False) on the "
+               "model for all backwards of a step but the last",
+               unit->name);
+}
+
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 {
+    warn_folded(unit);
     int top = unit->n_sums - 1;
     unit->folded = false;
     if (top >= 0 && unit->heights[top] == 0)

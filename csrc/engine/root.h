@@ -96,6 +96,7 @@ struct fsdpc_root {
     bool in_backward, needs_reset;
     bool captured;         /* a step of it is being captured (step_graph.h) */
     uint32_t captures;     /* that were begun */
+    bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;

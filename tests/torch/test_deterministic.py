@@ -1,0 +1,57 @@
+"""Deterministic mode under torch: the same bits however ranks and micro-steps split a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fsdpc
+from fsdpc import _core
+from fsdpc._launch.forked import Report, run_forked
+from fsdpc.torch import optim
+
+from .common import batch, build, loss_of, shard
+
+MICRO = 8
+
+
+def trained(postponed: bool) -> int:
+    """Two steps over the same micro-batches each, however ranks share them; a checksum."""
+    fsdpc.init(deterministic=True)
+    ours = shard(build())
+    optimizer = optim.AdamW(ours.parameters(), lr=1e-2)
+    ranks = fsdpc.world_size()
+    for step in range(2):
+        for micro in range(MICRO // ranks):
+            last = micro == MICRO // ranks - 1
+            ours.set_requires_gradient_sync(last or not postponed)
+            (loss_of(ours, batch(step, micro * ranks + fsdpc.rank())) * ranks / MICRO).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = torch.cat([v.reshape(-1) for v in ours.state_dict().values()])
+    fsdpc.shutdown()
+    return _core.crc32c(0, values.numpy())
+
+
+def results(ranks: int, postponed: bool) -> tuple[set[int], str]:
+    lines: list[str] = []
+    outcome = run_forked(lambda: Report("ok", trained(postponed)), ranks, lines.append, timeout=60)
+    assert not outcome.failures, outcome.describe()
+    return {report.value for report in outcome.reports if report}, "".join(lines)
+
+
+@pytest.mark.ranks(1, init=False)
+def test_micro_steps_that_postpone_gradients_do_not_see_the_split() -> None:
+    (alone,), text = results(1, True)
+    assert text == ""
+    for ranks in (2, 4):
+        assert results(ranks, True) == ({alone}, "")
+
+
+@pytest.mark.ranks(1, init=False)
+def test_micro_steps_that_hand_out_gradients_warn_once() -> None:
+    _, text = results(2, False)
+    for rank in "01":
+        named = f"fsdpc rank {rank}: warning: deterministic mode: gradients of '"
+        assert text.count(named) == 1
+    assert "call set_requires_gradient_sync(False) on the model" in text
