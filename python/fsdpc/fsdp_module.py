@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -193,8 +194,25 @@ def units_of(module: Any) -> list[_core.Unit]:
     return list(dict.fromkeys(units))
 
 
+def enclose(modules: Sequence[Any]) -> None:
+    """Let sharded modules inside of these, sharded now too, know what is around them."""
+    for outer in modules:
+        for m in outer.modules():
+            known = m.__dict__.get("_fsdpc_outer")
+            if isinstance(m, FSDPModule) and m not in modules and (not known or known() is None):
+                m.__dict__["_fsdpc_outer"] = weakref.ref(outer)
+
+
+def outermost(module: Any) -> Any:
+    """Return the sharded module around a module that no other encloses; itself if there is none."""
+    while (known := module.__dict__.get("_fsdpc_outer")) and (outer := known()) is not None:
+        module = outer
+    return module
+
+
 def make_root(module: Any) -> None:
-    """Join a module's unit and all units inside it, at its first call."""
+    """Join all units of the outermost module around this one, at the first call of any."""
+    module = outermost(module)
     encloses: dict[_core.Unit, bool] = {}
     for name, m in module.named_modules():
         if isinstance(m, FSDPModule):

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpc import _core, distributed
 from fsdpc._core import MismatchError
-from fsdpc.fsdp_module import FSDPModule
+from fsdpc.fsdp_module import FSDPModule, enclose
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.policies import MixedPrecisionPolicy
@@ -175,6 +175,7 @@ def _make_unit(
         cls = type(m)
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         object.__setattr__(m, "__class__", sharded)
+    enclose(modules)
 
 
 def _check_reshard(value: bool | int | None, ranks: int) -> bool | None:

@@ -39,6 +39,22 @@ def test_ten_adam_steps(reshard: Any) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_an_inner_module_first() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    ours.blocks[0].unshard()
+    for full, theirs in zip(ours.blocks[0].parameters(), plain.blocks[0].parameters()):
+        assert torch.equal(full, theirs)
+    ours.blocks[0].reshard()
+    optimizers = (
+        torch.optim.Adam(ours.parameters(), lr=1e-2),
+        torch.optim.Adam(plain.parameters(), lr=1e-2),
+    )
+    train_twins(ours, plain, optimizers, 2)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["fused", "foreach", "ours"])
 def test_optimizers_and_clipping(kind: str) -> None:
     model = build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import numpy as np
@@ -226,10 +227,23 @@ def test_copies_and_pickles() -> None:
 
 @pytest.mark.ranks(1)
 def test_a_child_called_before_the_outermost_module() -> None:
+    fsdpc.manual_seed(0)
     model = sharded()
     model.blocks[0](ones())
-    with pytest.raises(RuntimeError, match="'blocks.0'.*run the outermost module first"):
-        model(ones())
+    model.blocks[1].unshard()
+    model.blocks[1].reshard()
+    early = model(ones()).numpy()
+    fsdpc.manual_seed(0)
+    np.testing.assert_array_equal(sharded()(ones()).numpy(), early)
+
+
+@pytest.mark.ranks(1)
+def test_a_child_that_outlives_what_was_around_it() -> None:
+    model = sharded()
+    child = model.blocks[0]
+    del model
+    gc.collect()
+    assert child(ones()).shape == ones().shape
 
 
 @pytest.mark.ranks(1)

@@ -405,6 +405,7 @@ def fully_shard(
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = _sharded_class(type(m))
+    fsdp_module.enclose(modules)
     _initialise.offer_reset(state, [m for _, m in inside])
     offer_parts(state, [m for _, m in inside])
     return module

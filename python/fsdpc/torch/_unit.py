@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core
+from fsdpc.fsdp_module import outermost
 from fsdpc.torch import _device
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import as_piece_grad
@@ -297,7 +298,8 @@ def states_of(module: nn.Module) -> list[UnitState]:
 
 
 def make_root(module: nn.Module) -> Root:
-    """Join a module's unit and all units inside it; collective."""
+    """Join all units of the outermost module around this one; collective."""
+    module = outermost(module)
     states: dict[int, UnitState] = {}
     for name, m in sharded_modules(module):
         state = m._fsdpc_state
