@@ -268,6 +268,7 @@ typedef struct fsdpc_comm_config {
     void *notice_arg;
     fsdpc_log log;       /* all zero: silent */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
+    const char *secret;  /* shm: what ranks show each other that they know; NULL: nothing */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */

@@ -2,13 +2,13 @@
  *
  * Every rank listens under its own name and connects to all lower ranks; a rank that does not
  * listen yet refuses the connection, and is asked again after 1, 2, 4 ... 20 ms.  Both sides say
- * hello (magic, rank, size, pid), the accepting one after it has heard the other.  Sequenced
+ * hello (magic, secret, rank, size, pid), the accepting one after it has heard the other. Sequenced
  * packets keep message boundaries.
  *
  * An accepted socket stays a guest until its hello has come, so that a stranger who connects and
- * says nothing holds nobody up; guests beyond a fixed number push the oldest out.  A wrong uid or
- * magic is turned away in silence, a wrong size or a rank that came twice is an error: that is one
- * of ours, misconfigured.
+ * says nothing holds nobody up; guests beyond a fixed number push the oldest out.  A wrong uid
+ * is turned away in silence, a wrong magic or secret with a warning; a wrong size or a rank that
+ * came twice is an error: that is one of ours, misconfigured.
  *
  * The waiting itself is comm.c's: the meeting poses as a communicator whose idle is ppoll and whose
  * description lists the ranks that have not come.
@@ -28,18 +28,21 @@
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
 
-enum { MAX_RANKS = FSDPC_COLL_MAX_RANKS, GUESTS = 64, FIRST_RETRY_MS = 1, LAST_RETRY_MS = 20 };
+enum { MAX_RANKS = FSDPC_COLL_MAX_RANKS, GUESTS = 64, SECRET_BYTES = 32 };
+enum { FIRST_RETRY_MS = 1, LAST_RETRY_MS = 20 };
 
 typedef struct hello {
     char magic[8];
+    char secret[SECRET_BYTES]; /* zeros where there is none */
     int32_t rank, size, pid;
 } hello;
 
-static const char magic[8] = "fsdpc 1";
+static const char magic[8] = "fsdpc 2";
 
 typedef struct meeting {
     fsdpc_comm comm; /* first: idle and describe get it back */
     const char *address;
+    char secret[SECRET_BYTES];
     int listening;
     int guests[GUESTS];
     int *sockets; /* by rank */
@@ -101,11 +104,18 @@ fsdpc_status fsdpc_rendezvous_listen(const char *address, int rank, int *fd_out)
     return FSDPC_OK;
 }
 
+/* Who is at the other end; uid and pid are -1 if the kernel does not say. */
+static struct ucred peer_of(int fd)
+{
+    struct ucred who = {.pid = -1, .uid = (uid_t)-1};
+    socklen_t bytes = sizeof who;
+    getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &bytes);
+    return who;
+}
+
 static bool same_user(int fd)
 {
-    struct ucred who;
-    socklen_t bytes = sizeof who;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &bytes) && who.uid == geteuid();
+    return peer_of(fd).uid == geteuid();
 }
 
 fsdpc_status fsdpc_socket_send(int fd, const void *message, size_t bytes, int passed_fd)
@@ -179,6 +189,7 @@ static fsdpc_status say_hello(const meeting *m, int fd)
 {
     hello mine = {.rank = m->comm.rank, .size = m->comm.size, .pid = (int32_t)getpid()};
     memcpy(mine.magic, magic, sizeof magic);
+    memcpy(mine.secret, m->secret, sizeof m->secret);
     fsdpc_status status = fsdpc_socket_send(fd, &mine, sizeof mine, -1);
     return status == FSDPC_IN_PROGRESS ? fsdpc_fail(FSDPC_ERR_OS, "a fresh socket is full")
                                        : status;
@@ -193,7 +204,8 @@ static fsdpc_status hear_hello(const meeting *m, int fd, hello *out)
         return status;
     if (passed >= 0)
         close(passed);
-    if (status != FSDPC_OK || memcmp(out->magic, magic, sizeof magic) != 0)
+    if (status != FSDPC_OK || memcmp(out->magic, magic, sizeof magic) != 0 ||
+        memcmp(out->secret, m->secret, sizeof m->secret) != 0)
         return FSDPC_ERR_TYPE;
     if (out->size != m->comm.size || out->rank < 0 || out->rank >= m->comm.size)
         return fsdpc_fail(FSDPC_ERR_MISMATCH,
@@ -288,6 +300,11 @@ static fsdpc_status hear_guests(meeting *m)
             status = enter(m, fd, &peer);
         if (status == FSDPC_OK)
             continue;
+        if (status == FSDPC_ERR_TYPE)
+            FSDPC_WARN(&m->comm.log,
+                       "process %d, which is not of this run, knocked at rank %d of run '%s' and "
+                       "was turned away",
+                       (int)peer_of(fd).pid, m->comm.rank, m->address);
         fsdpc_fork_close(fd);
         if (status != FSDPC_ERR_TYPE)
             return status;
@@ -332,7 +349,7 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     if (status == FSDPC_ERR_TYPE || (status == FSDPC_OK && peer.rank != rank))
         return fsdpc_fail(FSDPC_ERR_PEER,
                           "the process that listens as rank %d of run '%s' closed the connection "
-                          "or is of another version; see that rank's own error",
+                          "or is of another run or version; see that rank's own error",
                           rank, m->address);
     FSDPC_TRY(status);
     m->pids[rank] = peer.pid;
@@ -423,6 +440,8 @@ fsdpc_status fsdpc_rendezvous_meet(const fsdpc_comm_config *config, int *sockets
 {
     meeting m = {
         .address = config->address, .listening = config->socket_fd, .news_fd = config->news_fd};
+    if (config->secret)
+        memcpy(m.secret, config->secret, strnlen(config->secret, sizeof m.secret));
     m.sockets = sockets_out;
     m.pids = pids_out;
     m.retry_ms = FIRST_RETRY_MS;

@@ -1,8 +1,9 @@
 /* How the ranks of one host find each other: one Unix socket between every two of them.
  *
  * Names are abstract (nothing in any file system), made of uid, run and rank.  Peers must belong to
- * this user; others are turned away.  All descriptors close on exec and in forked children, and are
- * non-blocking.  The sockets carry memory descriptors when groups, wires and buffers are created.
+ * this user and know the run's secret; others are turned away.  All descriptors close on exec and
+ * in forked children, and are non-blocking.  The sockets carry memory descriptors when groups,
+ * wires and buffers are created.
  */
 #ifndef FSDPC_COMM_RENDEZVOUS_H
 #define FSDPC_COMM_RENDEZVOUS_H

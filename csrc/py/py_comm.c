@@ -88,12 +88,12 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank",    "size",       "address", "socket_fd",
-                            "news_fd", "local_rank", "library", NULL};
+    static char *names[] = {"rank",       "size",    "address", "socket_fd", "news_fd",
+                            "local_rank", "library", "secret",  NULL};
     int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0;
-    const char *address, *library = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|iiiz", names, &rank, &size, &address,
-                                     &socket_fd, &news_fd, &local_rank, &library))
+    const char *address, *library = NULL, *secret = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|iiizz", names, &rank, &size, &address,
+                                     &socket_fd, &news_fd, &local_rank, &library, &secret))
         return NULL;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     if (state && !state->runtime.ready)
@@ -115,6 +115,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .notice = runtime->env.log > 0 ? write_notice : NULL,
                                 .log = {.level = (fsdpc_log_level)runtime->env.log},
                                 .address = address,
+                                .secret = secret,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
                                 .library_path = library,
@@ -372,8 +373,8 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_methods, comm_methods},
     {Py_tp_getset, comm_getset},
     {Py_tp_doc,
-     "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None): a group of "
-     "ranks; `library` is the NCCL to prefer."},
+     "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None, "
+     "secret=None): a group of ranks that know `secret`; `library` is the NCCL to prefer."},
     {0, NULL},
 };
 

@@ -339,6 +339,7 @@ class Comm:
         news_fd: int = -1,
         local_rank: int = 0,
         library: str | None = None,
+        secret: str | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -1,8 +1,9 @@
 """Ranks: who this process is, and collectives for the user's own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which ``fsdpc run`` and ``launch`` set too, or from :func:`init`'s arguments, or
-there is one. Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
+MASTER_PORT), which ``fsdpc run`` and ``launch`` set too; from that of ``srun`` or ``mpirun``, out
+of which :func:`init` makes torchrun's; or from :func:`init`'s arguments; or there is one.
+Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
 (:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
 are fewer; bytes go over NCCL where every rank has its own, else through memory that ranks share,
 the GPU's or, where that cannot be or ``FSDPC_STAGED`` is set, the host's (``world().about``).
@@ -66,8 +67,8 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        The transport needs NCCL, and there is none (the message says where it was looked for), or
-        one older than 2.30 for ranks that share a GPU.
+        Ranks are on several hosts.  Or the transport needs NCCL, and there is none (the message
+        says where it was looked for), or one older than 2.30 for ranks that share a GPU.
     """
     global _world, _local_rank, _deterministic
     if _world is not None:
@@ -89,7 +90,7 @@ def init(
             "supported yet"
         )
     _local_rank = _environment_int("LOCAL_RANK", rank)
-    address = run_address(os.environ)
+    address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     if world_size == 1 and listening >= 0:
         os.close(listening)  # there is nobody to meet
@@ -102,6 +103,7 @@ def init(
         news_fd=news,
         local_rank=_local_rank,
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
+        secret=secret,
     )
     _deterministic = bool(deterministic)
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import struct
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 import fsdpc
+from fsdpc._launch.environment import run_address
 
 from .common import run, wait_file
 
-HELLO = struct.pack("=8s3i", b"fsdpc 1\0", 1, 2, 4711)  # as rank 1 of 2 says it
 NOBODY = 65534
+
+
+def hello(secret: str) -> bytes:
+    """As rank 1 of 2 says it."""
+    return struct.pack("=8s32s3i", b"fsdpc 2\0", secret.encode(), 1, 2, 4711)
 
 
 def name_of_rank_0() -> bytes:
@@ -47,21 +54,28 @@ def knock(name: bytes, message: bytes, user: int | None) -> bytes:
         return ours.recv(200).removeprefix(b"got ")
 
 
-@pytest.mark.parametrize("who", ["another user", "says nothing known", "says too little"])
+@pytest.mark.parametrize(
+    "who", ["another user", "poses as rank 1", "says nothing known", "says too little"]
+)
 @pytest.mark.ranks(1, init=False)
 def test_strangers_are_sent_away_and_the_ranks_meet(who: str, tmp_path: Path) -> None:
     if who == "another user" and os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    message = {"another user": HELLO, "says nothing known": b"x" * len(HELLO)}.get(who, b"hm")
+    poses, unknown = hello("what it guessed"), b"x" * len(hello(""))
+    message = {"poses as rank 1": poses, "says nothing known": unknown}.get(who, b"hm")
     user = NOBODY if who == "another user" else None
 
     def rank_of(rank: int) -> int:
         if rank == 1:
             wait_file(tmp_path / "0 comes")
-            assert knock(name_of_rank_0(), message, user) == b""
+            told = hello(run_address(os.environ)[1]) if user else message
+            assert knock(name_of_rank_0(), told, user) == b""
         else:
             (tmp_path / "0 comes").write_text("yes")
         fsdpc.init()
         return fsdpc.all_reduce(1)
 
-    assert run(rank_of, 2) == [2, 2]
+    with redirect_stdout(io.StringIO()) as printed:
+        assert run(rank_of, 2) == [2, 2]
+    told = "which is not of this run, knocked at rank 0" in printed.getvalue()
+    assert told == (user is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
@@ -93,9 +94,42 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
 
 
-def run_address(environment: Mapping[str, str]) -> str:
-    """Return what the names of a run's sockets are made from, the same on all its ranks."""
-    return ":".join(
+def _launcher(variable: str) -> str:
+    """Return which process gave us a variable: the nearest ancestor that has none, as a text.
+
+    Ancestors that we may not read (of another user, or hidden) have none.
+    """
+    pid = os.getpid()
+    while True:
+        pid = int(_stat(pid)[1])
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as variables:
+                given = any(
+                    entry.startswith(f"{variable}=".encode())
+                    for entry in variables.read().split(b"\0")
+                )
+        except OSError:
+            given = False
+        if not given:
+            return f"{pid}.{_stat(pid)[19]}"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; zeros where it is hidden."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
+    except OSError:
+        return ["0"] * 20
+
+
+def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return what the names of a run's sockets are made from, and a secret, of one run each.
+
+    Anybody can read the names.  The secret is known to those who know FSDPC_RUN_ID, which
+    processes inherit, or, under torchrun, have the same torchrun above them.
+    """
+    parts = [
         environment.get(name, default)
         for name, default in (
             ("MASTER_ADDR", "127.0.0.1"),
@@ -103,7 +137,11 @@ def run_address(environment: Mapping[str, str]) -> str:
             ("FSDPC_RUN_ID", environment.get("TORCHELASTIC_RUN_ID", "")),
             ("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    )
+    ]
+    if "FSDPC_RUN_ID" not in environment and "TORCHELASTIC_RUN_ID" in environment:
+        parts.append(_launcher("TORCHELASTIC_RUN_ID"))
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"{parts[0]}:{parts[1]}:{digest[:16]}", digest[32:]
 
 
 def inherited_socket(address: str, rank: int) -> int:

@@ -108,7 +108,7 @@ class Supervisor:
 
         # Bound before the rank exists and closed here before the next is forked: nobody can take
         # its place, and with the rank its last holder is gone.
-        address = run_address({**os.environ, **env})
+        address, _ = run_address({**os.environ, **env})
         listening = listen_for_rank(address, int(env["RANK"]))
         try:
             sockets = {"FSDPC_NEWS_FD": str(self._news), "FSDPC_RANK_SOCKET": str(listening)}
