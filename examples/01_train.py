@@ -7,7 +7,7 @@ from fsdpc import data, lr_scheduler, optim
 from fsdpc.models import Llama, preset
 
 steps = int(sys.argv[1]) if sys.argv[1:] else 400
-fsdpc.init()  # the ranks of `fsdpc run`, of torchrun, or a world of one
+fsdpc.init()  # the ranks of `fsdpc run`, torchrun or srun, or a world of one
 fsdpc.manual_seed(0)
 
 with fsdpc.deferred_init():  # no memory yet: each rank will initialise its own slices

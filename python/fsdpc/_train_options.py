@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=None,
         metavar="N",
-        help="processes to train on (default: this one, or torchrun's)",
+        help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )
     run.add_argument(
         "--device",
@@ -241,6 +241,12 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
     if options.ranks is not None:
         check_ranks(options.ranks)
+        started = os.environ.get("WORLD_SIZE", str(options.ranks))
+        if started != str(options.ranks):
+            raise ValueError(
+                f"--ranks {options.ranks}, and this is one of {started} processes that were "
+                "started together already (WORLD_SIZE): leave --ranks out"
+            )
     if options.ranks is not None or "RANK" not in os.environ:
         _check_sharding(options, options.ranks or 1)
     check_options(options)

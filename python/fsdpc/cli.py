@@ -102,7 +102,17 @@ def _run(arguments: list[str]) -> int:
         return 0
 
     from fsdpc import launcher
+    from fsdpc._launch.environment import find_scheduler
 
+    tasks = find_scheduler(os.environ)
+    if tasks is not None:
+        print(
+            f"fsdpc run: this is one of {os.environ[tasks.world_size]} tasks of {tasks.name}, and "
+            f"each would start {options.ranks} ranks: start one task, or the script without "
+            "`fsdpc run`",
+            file=sys.stderr,
+        )
+        return 2
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
     try:
         return launcher.run(command, options.ranks, timeout=options.timeout)

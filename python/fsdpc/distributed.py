@@ -21,7 +21,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc._launch.environment import inherited_socket, run_address
+from fsdpc._launch.environment import adopt_scheduler, inherited_socket, run_address
 
 V = TypeVar("V")
 
@@ -77,6 +77,8 @@ def init(
         )
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
+    if world_size is None or world_size > 1:
+        adopt_scheduler(os.environ)
     if rank is None or world_size is None:
         named = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         rank = _environment_int("RANK", None if named else 0)

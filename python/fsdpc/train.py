@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed, models
-from fsdpc._launch.environment import available_bytes
+from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
 from fsdpc._train_options import DTYPES, OPTIMIZERS, check, checkpoint_choice, mesh_shape, parser
 from fsdpc.activation import checkpoint_activations
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
+        adopt_scheduler(os.environ)
         check(options)
         choose_device(options)
         if "RANK" not in os.environ:  # what is wrong is said once, not by every rank
@@ -71,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.ranks == 1 and "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         Trainer(options).run()
-    except (ValueError, KeyError, OSError, MemoryError, FloatingPointError) as error:
+    except (
+        ValueError, KeyError, OSError, MemoryError, FloatingPointError, NotImplementedError
+    ) as error:
         if isinstance(error, (TimeoutError, ConnectionError)):
             raise
         text = error.args[0] if isinstance(error, KeyError) and error.args else error

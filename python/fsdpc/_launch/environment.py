@@ -6,7 +6,8 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
 
 RANKS_PER_CORE = 64
 KINDS = ("active", "inactive")  # of cached files
@@ -94,6 +95,80 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(ranks)]
 
 
+class Scheduler(NamedTuple):
+    """The variables by which a launcher of others tells a task who it is."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
+SCHEDULERS = (
+    Scheduler("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+              "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Scheduler("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Scheduler("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    Scheduler("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
+)  # fmt: skip
+# Numbers from here on are SLURM's names for what is no step of srun: a batch script, a shell.
+SLURM_SPECIAL_STEPS = 0xFFFFFF00
+
+
+def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
+    """Return who started this process as one task of several; None: nobody did, or torchrun.
+
+    A script of sbatch and a shell of salloc or ``srun --pty`` have SLURM's variables too and are no
+    task among others: they are of no step, of a special one, or have a terminal.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return None
+    for each in SCHEDULERS:
+        if not all(environment.get(name, "").isdigit() for name in each[1:4]):
+            continue
+        if each.name == "srun":
+            step = environment.get("SLURM_STEP_ID", "")
+            if not step.isdigit() or int(step) >= SLURM_SPECIAL_STEPS:
+                continue
+            if "SLURM_PTY_PORT" in environment:
+                continue
+        return each if int(environment[each.world_size]) > 1 else None
+    return None
+
+
+def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
+    """Set torchrun's variables to what srun or mpirun says, where one of them started this process.
+
+    Raises
+    ------
+    NotImplementedError
+        Its tasks are on several hosts.
+    """
+    scheduler = find_scheduler(environment)
+    if scheduler is None:
+        return
+    size = environment[scheduler.world_size]
+    here, hosts = environment.get(scheduler.local_world_size, size), ""
+    if scheduler.name == "srun":
+        nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_JOB_NUM_NODES")
+        hosts = nodes if nodes and nodes != "1" else ""
+    if hosts or here != size:
+        where = f"on {hosts} hosts" if hosts else f"and {here} of them on this host"
+        raise NotImplementedError(
+            f"{scheduler.name} started {size} tasks {where}: ranks on several hosts are not "
+            "supported yet; start all of them on one host"
+        )
+    job = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
+    environment.update(
+        RANK=environment[scheduler.rank],
+        WORLD_SIZE=size,
+        LOCAL_RANK=environment[scheduler.local_rank],
+        LOCAL_WORLD_SIZE=size,
+        FSDPC_RUN_ID=":".join([scheduler.name, *job, _launcher(scheduler.rank)]),
+    )
+
+
 def _launcher(variable: str) -> str:
     """Return which process gave us a variable: the nearest ancestor that has none, as a text.
 
@@ -142,6 +217,12 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
         parts.append(_launcher("TORCHELASTIC_RUN_ID"))
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"{parts[0]}:{parts[1]}:{digest[:16]}", digest[32:]
+
+
+def this_host() -> tuple[str, str]:
+    """Return what tells apart where ranks can meet (a container may be a host), and its name."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')}", socket.gethostname()
 
 
 def inherited_socket(address: str, rank: int) -> int:

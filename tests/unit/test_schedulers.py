@@ -1,0 +1,120 @@
+"""Ranks that srun, mpirun or torchrun started: who they are, and which run they are of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdpc
+from fsdpc._launch.environment import adopt_scheduler, find_scheduler
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_JOB_NUM_NODES": "4"}  # fmt: skip
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CLEAN = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE") and not name.startswith(("FSDPC_", "SLURM_", "TORCHEL"))
+} | {"PYTHONPATH": str(Path(fsdpc.__file__).parents[1])}
+
+
+@pytest.mark.parametrize("given", [STEP, OPEN_MPI, MPICH], ids=["srun", "mpirun", "mpiexec"])
+def test_a_task_of_several_is_a_rank(given: dict[str, str]) -> None:
+    variables = dict(given)
+    adopt_scheduler(variables)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert [variables[name] for name in names] == ["1", "2", "1", "2"]
+    assert variables["FSDPC_RUN_ID"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},  # torchrun inside of a step
+        {"SLURM_STEP_ID": ""},  # a script of sbatch, a shell of salloc
+        {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # SLURM's name of a batch script
+        {"SLURM_STEP_ID": str(0xFFFFFFFA)},  # of an interactive shell
+        {"SLURM_PTY_PORT": "4711"},  # srun --pty bash
+        {"SLURM_STEP_NUM_TASKS": "1"},
+    ],
+)
+def test_who_is_no_task_of_several_is_alone(changed: dict[str, str]) -> None:
+    variables = STEP | changed
+    before = dict(variables)
+    adopt_scheduler(variables)
+    assert variables == before and find_scheduler(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "srun started 2 tasks on 2 hosts"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun started 2 tasks and 1 of them on"),
+    ],
+)
+def test_several_hosts_are_refused_at_once(variables: dict[str, str], text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import fsdpc; fsdpc.init()"],
+        env=CLEAN | variables, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "NotImplementedError" in done.stderr and text in done.stderr
+
+
+def test_tasks_of_srun_meet() -> None:
+    program = "import fsdpc; print(fsdpc.rank(), fsdpc.local_rank(), fsdpc.all_reduce(1))"
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=CLEAN | STEP | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    assert [task.communicate(timeout=60)[0].split() for task in tasks] == [
+        ["0", "0", "2"],
+        ["1", "1", "2"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "--ranks", "2", __file__], "this is one of 2 tasks of srun"),
+        (["train", "--ranks", "3"], "--ranks 3, and this is one of 2 processes"),
+    ],
+)
+def test_a_task_starts_no_ranks_of_its_own(arguments: list[str], text: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpc", *arguments],
+        env=CLEAN | STEP, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert text in done.stderr
+
+
+def test_workers_of_one_torchrun_share_a_secret() -> None:
+    """Whatever stands between it and them, and nobody else knows it."""
+    program = "import os; from fsdpc._launch.environment import run_address as a; "
+    program += "print(*a(os.environ))"
+    python = f'{sys.executable} -c "{program}"'
+
+    def seen(shell: str, **variables: str) -> str:
+        return subprocess.run(
+            ["sh", "-c", shell], env=CLEAN | variables, check=True, capture_output=True, timeout=60
+        ).stdout.decode()  # fmt: skip
+
+    first, second, stranger = (
+        seen(f"exec {python}", TORCHELASTIC_RUN_ID="none"),
+        seen(f"{python}; true", TORCHELASTIC_RUN_ID="none"),
+        seen(f"TORCHELASTIC_RUN_ID=none {python}; true"),
+    )
+    assert first == second != stranger
