@@ -40,6 +40,19 @@ def join_gloo(folder: Any) -> None:
 
 
 @pytest.mark.ranks(2, init=False)
+def test_ranks_on_several_hosts_are_refused_at_once(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = os.environ["RANK"]
+    monkeypatch.setattr("fsdpc.torch._mesh.this_host", lambda: (f"boot {rank}", f"node{rank}"))
+    join_gloo(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"2 ranks on 2 hosts \(node0, node1\)"):
+        fully_shard(build())
+    assert not fsdpc.is_initialized()
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, init=False)
 def test_as_fsdp2_in_the_same_process_group(tmp_path: Any) -> None:
     """torch.distributed alone is initialised; a torch mesh; ten steps beside torch's FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdpc import _core, distributed
+from fsdpc._launch.environment import this_host
 from fsdpc.mesh import DeviceMesh
 from fsdpc.torch import _device
 
@@ -103,9 +104,16 @@ def _part(group: Any, world: _core.Comm) -> _core.Comm:
 
 def _meet(group: Any) -> _core.Comm:
     """Let the ranks of a process group join each other."""
-    size = dist.get_world_size(group)
-    address = [f"torch:{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(address, src=dist.get_process_group_ranks(group)[0], group=group)
-    comm = _core.Comm(dist.get_rank(group), size, address[0])
+    told: list[Any] = [None] * dist.get_world_size(group)
+    mine = (this_host(), f"torch:{uuid.uuid4().hex}", uuid.uuid4().hex)
+    dist.all_gather_object(told, mine, group)
+    hosts = {host: name for (host, name), _, _ in told}
+    if len(hosts) > 1:
+        raise NotImplementedError(
+            f"{len(told)} ranks on {len(hosts)} hosts ({', '.join(sorted(hosts.values()))}): "
+            "ranks on several hosts are not supported yet; start all of them on one"
+        )
+    _, address, secret = told[0]
+    comm = _core.Comm(dist.get_rank(group), len(told), address, secret=secret)
     distributed._met.append(comm)
     return comm
