@@ -203,18 +203,19 @@ def check_kind(name: str, p: nn.Parameter) -> None:
 STRUCTURED = frozenset({"Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo"})
 
 
-_ROWS_READER = "torch.distributed.checkpoint.state_dict"
+_ROWS_READERS = ("torch.distributed.checkpoint.state_dict", "accelerate.checkpointing")
 
 
 def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if torch's state dict functions ask, which would take rows for whole states."""
+    """Raise if functions ask for states that would take this rank's rows for whole ones."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame is None:
             return
-        if frame.f_globals.get("__name__") == _ROWS_READER:
+        reader = frame.f_globals.get("__name__")
+        if reader in _ROWS_READERS:
             raise NotImplementedError(
-                f"{_ROWS_READER} takes states of {type(optimizer).__name__} for whole ones, and "
+                f"{reader} takes states of {type(optimizer).__name__} for whole ones, and "
                 "this rank has rows of them: use get_optimizer_state_dict and "
                 "set_optimizer_state_dict of fsdpc.torch, or fsdpc.checkpoint"
             )
