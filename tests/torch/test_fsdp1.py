@@ -149,7 +149,7 @@ def test_the_module_is_sharded_in_place() -> None:
     assert not ours.blocks[0].check_is_root()
     with pytest.raises(TypeError, match="make a plain one"):
         type(ours)(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="sharded already"):
+    with pytest.raises(AssertionError, match="sharded already"):
         FSDP(ours)
 
     def ones(m: nn.Module) -> None:
