@@ -264,7 +264,12 @@ def _describe(name: str, p: Parameter) -> str:
     return f"{name} {p.shape} {p.dtype.name} requires_grad={p.requires_grad} {value}"
 
 
-def check_agreement(lines: list[str], shard: _core.Comm, replicate: _core.Comm | None) -> None:
+def check_agreement(
+    lines: list[str],
+    shard: _core.Comm,
+    replicate: _core.Comm | None,
+    cure: str = "build and shard the same model, with the same seed, on every rank",
+) -> None:
     """Compare what every rank is about to shard; a difference is named on all of them.
 
     All ranks at once where the mesh holds the world, else those of a row, then of a column.
@@ -275,10 +280,10 @@ def check_agreement(lines: list[str], shard: _core.Comm, replicate: _core.Comm |
         comms = [world]
     for comm in comms:
         if comm.size > 1:
-            _agree(lines, comm)
+            _agree(lines, comm, cure)
 
 
-def _agree(lines: list[str], comm: _core.Comm) -> None:
+def _agree(lines: list[str], comm: _core.Comm, cure: str) -> None:
     text = "\n".join(lines).encode()
     mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
     all_marks = comm.all_gather(_core.tensor(mine)).numpy()
@@ -296,5 +301,5 @@ def _agree(lines: list[str], comm: _core.Comm) -> None:
             if a != b:
                 raise MismatchError(
                     f"fully_shard: ranks disagree on the model: rank 0 has [{a}], rank {other} has "
-                    f"[{b}]; build and shard the same model, with the same seed, on every rank"
+                    f"[{b}]; {cure}"
                 )

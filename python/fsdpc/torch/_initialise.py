@@ -22,6 +22,12 @@ from fsdpc.sharding import check_agreement
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
+#: What to do where ranks have different values.
+CURE = (
+    "build and shard the same model, with the same seed, on every rank, or pass "
+    "sync_module_states=True, which takes rank 0's values"
+)
+
 
 def offer_reset(state: UnitState, modules: list[nn.Module]) -> None:
     """Let ``reset_parameters()`` of a unit's modules initialise full parameters."""
@@ -79,7 +85,7 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
             for i, full in found
         ]
         replicate = state.comms[1] if len(state.comms) > 1 else None
-        check_agreement([state.unit.name, *lines], state.comms[0], replicate)
+        check_agreement([state.unit.name, *lines], state.comms[0], replicate, CURE)
     for i, full in found:
         values = values_of(full, state.comms, state.recipe.synced)
         state.unit.write(i, values)
