@@ -385,9 +385,10 @@ def test_groups_of_torch(tmp_path: Any) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="not both"):
         FSDP(build(), process_group=object(), device_mesh=object())
-    for device in ("cuda:0", 0):
-        with pytest.raises(ValueError, match="to be sharded on a GPU, and the engine computes on"):
-            FSDP(build(), device_id=device)
+    with pytest.raises(ValueError, match="to be sharded on a GPU, and the engine computes on"):
+        FSDP(build(), device_id="cuda:0")
+    with pytest.raises(TypeError, match="takes a BackwardPrefetch or None, got 'soon'"):
+        FSDP(build(), backward_prefetch="soon")
     class Elsewhere(nn.Parameter):
         is_cuda = True  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
-from fsdpc.torch import optim, sharded_grad_scaler, wrap
+from fsdpc.torch import fully_sharded_data_parallel, optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import (
     FSDPModule,
     UnshardHandle,
@@ -24,6 +24,7 @@ from fsdpc.torch._module import (
     register_fsdp_forward_method,
 )
 from fsdpc.torch.clip import clip_grad_norm_
+from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from fsdpc.torch.fsdp1_options import (
     BackwardPrefetch,
@@ -51,12 +52,13 @@ from fsdpc.torch.state_dict import (
 from fsdpc.torch.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 __all__ = [
-    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "FSDPModule", "FullOptimStateDictConfig",
-    "FullStateDictConfig", "FullyShardedDataParallel", "KernelLinear", "MixedPrecision",
-    "MixedPrecisionPolicy", "OffloadPolicy", "OptimStateDictConfig", "OptimStateKeyType",
-    "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig",
-    "StateDictSettings", "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad",
-    "fully_shard", "get_model_state_dict", "get_optimizer_state_dict", "optim",
+    "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel",
+    "FSDPModule", "FullOptimStateDictConfig", "FullStateDictConfig", "FullyShardedDataParallel",
+    "KernelLinear", "MixedPrecision", "MixedPrecisionPolicy", "OffloadPolicy",
+    "OptimStateDictConfig", "OptimStateKeyType", "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings",
+    "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
+    "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "optim",
     "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
     "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
     "transformer_auto_wrap_policy", "use_kernels", "wrap",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,9 +14,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdpc import distributed
 from fsdpc.torch import _device, _forward
 from fsdpc.torch._unit import PieceInfo, UnitState
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+
+
+@cache
+def log_once(text: str) -> None:
+    """Say once, in the log of rank 0, what an option does not do; after sharding, which joins."""
+    rank = distributed.rank() if distributed.is_initialized() else torch.distributed.get_rank()
+    if rank == 0:
+        logging.getLogger("fsdpc.torch").warning(text)
 
 
 def check_module(module: Any, sharded: type) -> None:

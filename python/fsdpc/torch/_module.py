@@ -21,6 +21,7 @@ from fsdpc.torch._checks import (
     check_params,
     check_place,
     check_policy,
+    log_once,
     mark_replaced,
 )
 from fsdpc.torch._mesh import as_mesh
@@ -406,6 +407,8 @@ def fully_shard(
         m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = _sharded_class(type(m))
     fsdp_module.enclose(modules)
+    if hasattr(offload_policy, "pin_memory"):
+        log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     _initialise.offer_reset(state, [m for _, m in inside])
     offer_parts(state, [m for _, m in inside])
     return module
@@ -481,7 +484,7 @@ def _agree(
             f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} {value}".rstrip()
         )
     replicate = comms[1] if len(comms) > 1 else None
-    check_agreement([*lines, options], comms[0], replicate)
+    check_agreement([*lines, options], comms[0], replicate, _initialise.CURE)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -133,6 +133,7 @@ class UnitState:
         piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
+        piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""

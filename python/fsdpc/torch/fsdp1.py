@@ -17,6 +17,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
+from fsdpc.torch._checks import log_once
 from fsdpc.torch._module import FSDPModule, _outside_units, _sharded_class, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.fsdp1_options import (
@@ -46,11 +47,11 @@ class FullyShardedDataParallel(FSDPModule):
     sharding_strategy : ShardingStrategy, default FULL_SHARD
         HYBRID_SHARD without groups or mesh shards over the ranks of the host, which are all.
     cpu_offload : CPUOffload, optional
-        Is what happens anyway on CPUs.
+        Is what happens anyway on CPUs, which is logged once.
     auto_wrap_policy : callable or policy, optional
         Of :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``: which submodules are units.
     backward_prefetch, forward_prefetch, limit_all_gathers
-        Accepted: gathers follow the recorded order, one unit ahead, in both directions.
+        Gathers follow the recorded order in any case; other values than these are logged once.
     mixed_precision : MixedPrecision, optional
     ignored_modules, ignored_states : iterable, optional
         Modules, or parameters, that are left alone.
@@ -58,7 +59,7 @@ class FullyShardedDataParallel(FSDPModule):
         Called on every module with meta parameters, unit by unit, before it is sharded; where not
         given, ``to_empty`` and ``reset_parameters``.
     device_id : torch.device, str or int, optional
-        Where the module goes, unless it is on the meta device; a number is a GPU's.
+        Where the module goes, unless it is on the meta device; a number is a GPU's, if there are.
     sync_module_states : bool, default False
         Take rank 0's parameters and buffers; else different initial values are an error.
     use_orig_params : bool, default False
@@ -101,13 +102,8 @@ class FullyShardedDataParallel(FSDPModule):
         if cls is not FullyShardedDataParallel:
             raise TypeError(f"{cls.__name__} is what sharding made of a module: make a plain one")
         _move(module, device_id)
-        if getattr(cpu_offload, "offload_params", False) and any(
-            p.is_cuda for p in module.parameters()
-        ):
-            raise NotImplementedError(
-                "CPUOffload(offload_params=True): masters stay on the GPU that computes; leave "
-                "cpu_offload out"
-            )
+        ahead = forward_prefetch or not limit_all_gathers
+        hints = _hints(module, cpu_offload, backward_prefetch, ahead)
         ignored = _ignored(ignored_modules, ignored_states)
         options = {
             "sharding_strategy": sharding_strategy,
@@ -121,6 +117,8 @@ class FullyShardedDataParallel(FSDPModule):
         if auto_wrap_policy is not None:
             _shard_inside(module, auto_wrap_policy, options)
         _shard(module, outer=True, **options)
+        for text in hints:
+            log_once(text)
         return module
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -398,15 +396,14 @@ def _without_class(module: Any) -> Any:
 
 # ---- sharding ----
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, type], type] = {}
 
 
-def _fsdp1_class(cls: type) -> type:
-    if cls not in _classes:
+def _fsdp1_class(cls: type, kind: type = FullyShardedDataParallel) -> type:
+    if (cls, kind) not in _classes:
         names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        bases = (FullyShardedDataParallel, cls)
-        _classes[cls] = type(f"FullyShardedDataParallel{cls.__name__}", bases, names)
-    return _classes[cls]
+        _classes[cls, kind] = type(f"{kind.__name__}{cls.__name__}", (kind, cls), names)
+    return _classes[cls, kind]
 
 
 def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
@@ -483,12 +480,33 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def _move(module: nn.Module, device_id: Any) -> None:
     """Put what has values where ``device_id`` says, as FSDP1 does."""
-    if device_id is None:
-        return
+    if device_id is None or (isinstance(device_id, int) and not torch.cuda.is_available()):
+        return  # the number of a GPU means nothing where there are none
     at = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     _device.choose([], at.type)
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
         module.to(at)
+
+
+def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[str]:
+    """Refuse what cannot be; return what there is to say of options that change nothing."""
+    found = []
+    if getattr(offload, "offload_params", False):
+        if any(p.is_cuda for p in module.parameters()):
+            raise NotImplementedError(
+                "CPUOffload(offload_params=True): masters stay on the GPU that computes; leave "
+                "cpu_offload out"
+            )
+        found.append("cpu_offload changes nothing: masters are in host memory")
+    name = getattr(backward, "name", backward)
+    if name is not None and name not in BackwardPrefetch.__members__:
+        raise TypeError(f"backward_prefetch takes a BackwardPrefetch or None, got {backward!r}")
+    if ahead or name != "BACKWARD_PRE":
+        found.append(
+            "backward_prefetch, forward_prefetch and limit_all_gathers change nothing: units are "
+            "gathered ahead in the recorded order, as far as set_prefetch_distance() says"
+        )
+    return found
 
 
 def _ignored(modules: Any, states: Any) -> list[nn.Parameter]:

@@ -1,0 +1,99 @@
+"""DDP's scripts, and what published FSDP scripts do besides: hints, checks, other import paths."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    fully_shard,
+)
+
+from .common import assert_same_parameters, average_grads, batch, build, loss_of, twin
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_a_script_of_ddp() -> None:
+    """Seeds differ; rank 0 alone evaluates and saves; micro-steps are added up locally."""
+    rank = fsdpc.rank()
+    plain = build(seed=3)
+    model = DistributedDataParallel(
+        build(seed=3 + rank), device_ids=[rank], output_device=rank, find_unused_parameters=True
+    )
+    assert isinstance(model, DistributedDataParallel) and type(model.module) is not type(model)
+    assert_same_parameters(model, plain, rtol=0, atol=0)
+    assert model.first.weight.shape == (20, 7)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+    for step in range(3):
+        with model.no_sync():
+            loss_of(model, batch(step, rank, 1)).backward()
+        loss_of(model, batch(step, rank)).backward()
+        for micro in (1, 0):
+            loss_of(plain, batch(step, rank, micro)).backward()
+        average_grads(plain)
+        for m, optimizer in zip((model, plain), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch(9, 9)), plain(batch(9, 9)))
+            twin(plain).load_state_dict(model.module.state_dict())
+    assert_same_parameters(model, plain)
+
+
+@pytest.mark.ranks(1)
+def test_options_of_ddp() -> None:
+    DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=25, static_graph=True)
+    for option in ("mixed_precision", "delay_all_reduce_named_params", "nonsense"):
+        with pytest.raises(NotImplementedError, match=rf"DistributedDataParallel\({option}=...\)"):
+            DistributedDataParallel(nn.Linear(2, 2), **{option: object()})
+
+
+@pytest.mark.ranks(2)
+def test_what_changes_nothing_is_said_once() -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdpc.torch").addHandler(handler)
+    FullyShardedDataParallel(nn.Linear(2, 2), sync_module_states=True, device_id=0)
+    assert said == []
+    for _ in range(2):
+        FullyShardedDataParallel(
+            nn.Linear(2, 2),
+            sync_module_states=True,
+            cpu_offload=CPUOffload(offload_params=True),
+            backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+            forward_prefetch=True,
+        )
+        fully_shard(nn.Linear(2, 2), sync_module_states=True, offload_policy=CPUOffloadPolicy())
+    begin = ["cpu_offload changes", "backward_prefetch, forward", "CPUOffloadPolicy changes"]
+    assert [a[: len(b)] for a, b in zip(said, begin, strict=True)] == begin if (
+        fsdpc.rank() == 0
+    ) else said == []
+
+
+@pytest.mark.ranks(2)
+def test_how_scripts_look_at_parameters() -> None:
+    from fsdpc.torch.fully_sharded_data_parallel import FullyShardedDataParallel as same
+
+    assert same is FullyShardedDataParallel
+    model = build()
+    full = {name: p.shape for name, p in model.named_parameters()}
+    assert not any(hasattr(p, "_local_tensor") for p in model.parameters())
+    fully_shard(model)
+    for name, p in model.named_parameters():
+        assert hasattr(p, "_local_tensor") and p._local_tensor.data_ptr() == p.data_ptr()
+        assert p._local_tensor.shape == p.shape and p.fsdpc.shape == full[name]
+    torch.manual_seed(fsdpc.rank())
+    with pytest.raises(fsdpc.MismatchError, match="with the same seed.* sync_module_states=True"):
+        fully_shard(nn.Linear(2, 2))
