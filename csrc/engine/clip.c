@@ -63,26 +63,6 @@ static bool can_stay_pending(const fsdpc_unit *unit, double p)
     return pending < 1 && !unit->clipped && fsdpc_norm_can_scale(p, pending);
 }
 
-/* Combines the norms of the ranks of one shard group. */
-static fsdpc_status reduce_norms(fsdpc_comm *comm, double p, fsdpc_norm *norms, size_t n,
-                                 fsdpc_stream *stream)
-{
-    if (comm->size == 1)
-        return FSDPC_OK;
-    for (size_t i = 0; i < n; i++)
-        FSDPC_TRY(fsdpc_norm_normalize(&norms[i], p, stream));
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
-                     .unit = -1,
-                     .what = "gradient norm",
-                     .dtype = FSDPC_I64,
-                     .op = fsdpc_norm_red(p),
-                     .send = norms,
-                     .recv = norms,
-                     .numel = n * FSDPC_NORM_WORDS};
-    fsdpc_trace_add(comm->trace, FSDPC_TRACE_COLLECTIVE, -1, n * sizeof *norms, 0, 0);
-    return fsdpc_comm_run_ahead(comm, &op, stream);
-}
-
 /* The units of one shard group: all in one norm, or one for each parameter of these units. */
 static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, bool each)
@@ -96,7 +76,7 @@ static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_com
         FSDPC_TRY((scaled ? add_unit_scaled : add_unit)(units[i], p, norms + n, each));
         n += each ? (size_t)units[i]->layout->n_params : 0;
     }
-    return reduce_norms(comm, p, norms, each ? n : 1, &inline_stream);
+    return fsdpc_norm_all_reduce(norms, each ? n : 1, p, comm, &inline_stream);
 }
 
 /* The norms of one shard group into the total; `params_out` NULL, or where those of single

@@ -79,15 +79,25 @@ fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p,
     return fsdpc_flat_norm_join(&args, stream);
 }
 
-fsdpc_status fsdpc_norm_normalize(fsdpc_norm *norm, double p, fsdpc_stream *stream)
+fsdpc_status fsdpc_norm_all_reduce(fsdpc_norm *norms, size_t n, double p, fsdpc_comm *comm,
+                                   fsdpc_stream *stream)
 {
-    fsdpc_norm_join_args args = {.into = norm, .p = p};
-    return fsdpc_flat_norm_join(&args, stream);
-}
-
-fsdpc_red fsdpc_norm_red(double p)
-{
-    return isinf(p) ? FSDPC_RED_MAX : FSDPC_RED_SUM;
+    if (comm->size == 1)
+        return FSDPC_OK;
+    for (size_t i = 0; i < n; i++) { /* carries are settled, so that words add up */
+        fsdpc_norm_join_args args = {.into = &norms[i], .p = p};
+        FSDPC_TRY(fsdpc_flat_norm_join(&args, stream));
+    }
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                     .unit = -1,
+                     .what = "gradient norm",
+                     .dtype = FSDPC_I64,
+                     .op = isinf(p) ? FSDPC_RED_MAX : FSDPC_RED_SUM,
+                     .send = norms,
+                     .recv = norms,
+                     .numel = n * FSDPC_NORM_WORDS};
+    fsdpc_trace_add(comm->trace, FSDPC_TRACE_COLLECTIVE, -1, n * sizeof *norms, 0, 0);
+    return fsdpc_comm_run_ahead(comm, &op, stream);
 }
 
 fsdpc_status fsdpc_norm_put(const fsdpc_norm *norm, double p, double *out, fsdpc_stream *stream)

@@ -4,7 +4,7 @@
  * (ops/exact_sum.h), whose bits depend on no cut and no order; for p = INFINITY it is the largest
  * |x|, as the bits of a double, which are ordered as integers, a NaN above infinity.  Either way it
  * is FSDPC_NORM_WORDS integers that begin as zeros, and ranks combine theirs by one integer
- * all-reduce (fsdpc_norm_red), many norms at a time.
+ * all-reduce, many norms at a time.
  *
  * Norms lie in the memory of the device whose gradients they measure, so that adding, joining and
  * combining them waits for nothing; only fsdpc_norm_read does.
@@ -46,9 +46,9 @@ bool fsdpc_norm_can_scale(double p, double factor);
 fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p, double factor,
                              fsdpc_stream *stream);
 
-/* Prepares for an all-reduce of words by fsdpc_norm_red(p). */
-fsdpc_status fsdpc_norm_normalize(fsdpc_norm *norm, double p, fsdpc_stream *stream);
-fsdpc_red fsdpc_norm_red(double p);
+/* Collective: n norms become those over all ranks, by one all-reduce. */
+fsdpc_status fsdpc_norm_all_reduce(fsdpc_norm *norms, size_t n, double p, fsdpc_comm *comm,
+                                   fsdpc_stream *stream);
 
 /* *out = its value, in the device's memory too.  A remote device is waited for if p is none of 1, 2
  * and INFINITY: such a root is the host's. */

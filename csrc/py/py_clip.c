@@ -191,6 +191,85 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     return result;
 }
 
+/* Norms of tensors that hold this rank's rows of parameters: the unit, and the leaf, of each. */
+static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double p, fsdpc_norm *out)
+{
+    size_t n = g->n_plain;
+    fsdpc_norm_room room;
+    FSDPC_TRY(fsdpc_norm_check(p));
+    fsdpc_status status = fsdpc_norm_room_init(&room, g->runtime->device, n);
+    for (size_t i = 0; status == FSDPC_OK && i < n; i++) {
+        const fsdpc_tensor *t = g->plain[i];
+        status = fsdpc_norm_add(&room.at[i], p, t->data, t->dtype, t->numel, leaves[i],
+                                g->runtime->compute);
+    }
+    if (status == FSDPC_OK)
+        status = fsdpc_norm_all_reduce(room.at, n, p, g->units[0]->mesh.shard, g->runtime->compute);
+    if (status == FSDPC_OK)
+        status = fsdpc_norm_fetch(out, room.at, n, g->runtime->device);
+    fsdpc_norm_room_fini(&room);
+    return status;
+}
+
+/* 0, or -1 with an exception where a tensor cannot be the rows of its parameter. */
+static int read_leaves(const gradients *g, PyObject *indices, size_t *leaves)
+{
+    for (size_t i = 0; i < g->n_plain; i++) {
+        const fsdpc_unit *unit = g->units[i];
+        int index = (int)PyLong_AsLong(PyList_GET_ITEM(indices, (Py_ssize_t)i));
+        if (PyErr_Occurred())
+            return -1;
+        if (index < 0 || index >= unit->layout->n_params ||
+            unit->mesh.shard != g->units[0]->mesh.shard) {
+            PyErr_Format(PyExc_ValueError, "no parameter %d of unit '%s' in this shard group",
+                         index, unit->name);
+            return -1;
+        }
+        leaves[i] = unit->layout->params[index].leaf_numel;
+    }
+    return 0;
+}
+
+static PyObject *norms_of_rows(PyObject *module, PyObject *args)
+{
+    PyObject *units, *indices, *tensors;
+    double p;
+    gradients g;
+    if (!PyArg_ParseTuple(args, "O!O!O!d", &PyList_Type, &units, &PyList_Type, &indices,
+                          &PyList_Type, &tensors, &p))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(tensors);
+    if (n == 0 || PyList_GET_SIZE(units) != n || PyList_GET_SIZE(indices) != n) {
+        PyErr_SetString(PyExc_ValueError, "norms_of_rows: a unit and an index for each tensor");
+        return NULL;
+    }
+    if (read_gradients(module, units, tensors, &g) < 0)
+        return NULL;
+    size_t *leaves = PyMem_Calloc((size_t)n, sizeof *leaves);
+    fsdpc_norm *norms = PyMem_Calloc((size_t)n, sizeof *norms);
+    PyObject *result = NULL;
+    if (!leaves || !norms)
+        PyErr_NoMemory();
+    else if (read_leaves(&g, indices, leaves) == 0) {
+        fsdpc_status status;
+        Py_BEGIN_ALLOW_THREADS;
+        status = rows_norms(&g, leaves, p, norms);
+        Py_END_ALLOW_THREADS;
+        result = status == FSDPC_OK ? PyList_New(n) : fsdpc_py_raise(status);
+    }
+    for (Py_ssize_t i = 0; result && i < n; i++) {
+        PyObject *value = PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p));
+        if (!value)
+            Py_CLEAR(result);
+        else
+            PyList_SET_ITEM(result, i, value);
+    }
+    PyMem_Free(norms);
+    PyMem_Free(leaves);
+    free_gradients(&g);
+    return result;
+}
+
 /* By `factor`, and `factor_at` in the device's memory (may be NULL); `nonfinite_io`, unless NULL,
  * becomes 1 where a NaN or infinity was read, and a remote device is waited for. */
 static fsdpc_status multiply_plain(const gradients *g, double factor, const double *factor_at,
@@ -332,6 +411,9 @@ static PyMethodDef functions[] = {
     {"grad_norms", grad_norms, METH_VARARGS,
      "grad_norms(units, tensors, p=2): of each parameter of each unit, of each tensor; "
      "collective."},
+    {"norms_of_rows", norms_of_rows, METH_VARARGS,
+     "norms_of_rows(units, indices, tensors, p): of whole parameters, of which the tensors hold "
+     "this rank's rows; collective in their shard group."},
     {"clip_grads", clip_grads, METH_VARARGS,
      "clip_grads(units, tensors, p, max_norm): the norm as a tensor, and its clipping factor left "
      "to be applied; collective."},

@@ -555,6 +555,9 @@ def grad_norm(units: list[Unit], tensors: list[Tensor], p: float = 2.0, /) -> fl
 def grad_norms(
     units: list[Unit], tensors: list[Tensor], p: float = 2.0, /
 ) -> tuple[list[list[float | None]], list[float]]: ...
+def norms_of_rows(
+    units: list[Unit], indices: list[int], tensors: list[Tensor], p: float, /
+) -> list[float]: ...
 def clip_grads(
     units: list[Unit], tensors: list[Tensor], p: float, max_norm: float, /
 ) -> Tensor: ...

@@ -113,11 +113,11 @@ def grad_norms(module: Module | Iterable[Parameter], norm_type: float = 2.0) -> 
     named = _named(module)
     units, plain = _gradients(named)
     sharded, others = _core.grad_norms(units, plain, float(norm_type))
-    rest = iter(others)
+    of, rest = dict(zip(units, sharded)), iter(others)
     norms = {}
     for name, p in named:
         if p._unit is not None:
-            norm = sharded[units.index(p._unit)][p._index]
+            norm = of[p._unit][p._index]
             if norm is not None:
                 norms[name] = norm
         elif _is_plain(p):
@@ -165,10 +165,7 @@ def _is_plain(p: Parameter) -> bool:
 
 def _gradients(named: list[tuple[str, Parameter]]) -> tuple[list[Any], list[Tensor]]:
     """Units, and gradients that are not sharded: those would differ between ranks beside units."""
-    units: list[Any] = []
-    for _, p in named:
-        if p._unit is not None and p._unit not in units:
-            units.append(p._unit)
+    units = list(dict.fromkeys(p._unit for _, p in named if p._unit is not None))
     plain = [(name, p) for name, p in named if _is_plain(p)]
     if units and plain:
         names = ", ".join(f"'{name}'" for name, _ in plain)

@@ -1,22 +1,24 @@
 """Gradients of pieces: tensors over this rank's rows that answer norms for the whole parameter.
 
 A piece's gradient holds this rank's rows alone, so ``p.grad.norm()`` of a plain tensor would
-quietly be another number on every rank. Here norms are global: the first one that is asked for
-computes those of all parameters of the model and joins them in one small collective; the others
-read its result while no gradient changes. Everything else is a plain tensor's.
+quietly be another number on every rank. Here norms are global, and the engine's: the first one read
+measures all gradients of the model in one small collective, and the others read its result while
+their own gradient is as it was. Whether to measure hangs on what the program did, never on this
+rank's rows, so that ranks decide alike. Everything else is a plain tensor's.
 
 Clipping may have left a factor for the optimizer to apply; any operation here applies it first.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _foreach_utils
 
+from fsdpc import _core
 from fsdpc.torch import _device
 
 if TYPE_CHECKING:
@@ -30,11 +32,38 @@ class _Pending:
 
     def __init__(self) -> None:
         self.states: weakref.WeakSet[UnitState] = weakref.WeakSet()
+        self.any = False
+
+    def add(self, states: Iterable[UnitState]) -> None:
+        """Note that they are; every rank does, whether or not it looks at them."""
+        for state in states:
+            self.states.add(state)
+            self.any = True
+            if state.root is not None:
+                state.root.measured.outdate()
 
     def settle(self) -> None:
+        self.any = False
         for state in self.states:
             state.door.apply_scale()
         self.states.clear()
+
+
+class Measured:
+    """How often a model's norms were read since all were measured, which costs a pass over them.
+
+    All are measured again only where half of the last ones were read, so that a loop that changes
+    a gradient after reading it stays linear in the number of parameters.
+    """
+
+    def __init__(self) -> None:
+        self.age = 0  # of gradients: what was measured at another age does not count
+        self.size = self.reads = 0
+
+    def outdate(self) -> None:
+        """Note that gradients have changed behind torch's back."""
+        self.age += 1
+        self.size = self.reads = 0
 
 
 PENDING = _Pending()
@@ -45,12 +74,14 @@ class PieceGrad(torch.Tensor):
 
     # Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
     _fsdpc: tuple[weakref.ref[UnitState], int]
+    _fsdpc_of: PieceGrad | None = None  # what it is a view of, and shares the version with
+    _fsdpc_norm: tuple[Any, torch.Tensor] | None = None  # (order, age, version), and the norm then
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if PENDING.states:
+        if PENDING.any:
             PENDING.settle()
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -77,7 +108,8 @@ class PieceGrad(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor, whose norm is theirs alone."""
-        PENDING.settle()
+        if PENDING.any:
+            PENDING.settle()
         return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -85,14 +117,17 @@ class PieceGrad(torch.Tensor):
 
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
-    """Return the rows as a gradient of parameter ``index``."""
-    return _at_home(rows, (weakref.ref(state), index))
+    """Return the rows as a gradient of parameter ``index``, with a version counter of its own."""
+    return _at_home(rows.data, (weakref.ref(state), index))
 
 
-def _at_home(rows: torch.Tensor, home: tuple[weakref.ref[UnitState], int]) -> PieceGrad:
+def _at_home(
+    rows: torch.Tensor, home: tuple[weakref.ref[UnitState], int], of: PieceGrad | None = None
+) -> PieceGrad:
     with torch._C.DisableTorchFunctionSubclass():
         grad = rows.as_subclass(PieceGrad)
     grad._fsdpc = home
+    grad._fsdpc_of = of
     return grad
 
 
@@ -112,8 +147,15 @@ def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``detach()`` and ``.data``: the gradient's memory, and its version counter in both."""
+    grad = args[0]
+    of = grad if grad._fsdpc_of is None else grad._fsdpc_of
+    return _at_home(_plain(torch.Tensor.detach, (grad,), {}), grad._fsdpc, of)
+
+
 def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Operations whose result still is the gradient, of another type or without history."""
+    """Operations whose result still is a gradient of the parameter, of another type perhaps."""
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
@@ -186,51 +228,54 @@ def _reduce(state: UnitState, values: torch.Tensor, op: str) -> None:
             comm.all_reduce(_device.to_engine(values.detach()), op)
 
 
-def _joined(local: torch.Tensor, order: float, state: UnitState) -> torch.Tensor:
-    """Global norms of several tensors from this rank's, in float64; collective."""
-    shard = state.comms[:1]  # replicas hold the same rows
-    if order == math.inf or order == -math.inf:
-        op, values = ("max" if order > 0 else "min"), local.double()
-    else:
-        op, values = "sum", (local.double() ** order if order else local.double())
-    for comm in shard:
-        if comm.size > 1:
-            comm.all_reduce(_device.to_engine(values), op)
-    finite = order not in (math.inf, -math.inf, 0.0)
-    return values ** (1.0 / order) if finite else values
+def _measure(grads: list[tuple[UnitState, int, PieceGrad]], order: float) -> torch.Tensor:
+    """Norms of whole gradients from this rank's rows, in float64; collective, exactly summed."""
+    values = _core.norms_of_rows(
+        [state.unit for state, _, _ in grads],
+        [index for _, index, _ in grads],
+        [
+            state.shards[index] if g is state.grads[index] else _device.to_engine(_dense(g))
+            for state, index, g in grads
+        ],
+        order,
+    )
+    return torch.tensor(values, dtype=torch.float64, device=_device.home())
 
 
-def _local_norm(grad: torch.Tensor, order: float) -> torch.Tensor:
+def _dense(grad: PieceGrad) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
-        if grad.numel() == 0:
-            nothing = math.inf if order < 0 else 0.0
-            return torch.tensor(nothing, dtype=grad.dtype, device=grad.device)
-        return torch.linalg.vector_norm(grad, order)
+        return grad.detach().as_subclass(torch.Tensor).contiguous()
 
 
 def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
     """Return the norm of the whole gradient; collective, batched over the model's parameters."""
     state, index = _home(grad)
     root = state.root
-    piece = state.pieces[index]
-    if root is None or piece.grad is not grad:
-        if grad.data_ptr() != state.grads[index].data_ptr():  # a copy of one gradient: alone
-            local = _local_norm(grad, order).reshape(1)
-            return _joined(local, order, state)[0].to(grad.dtype)
-    assert root is not None
-    held = [
-        (p.grad, (id(s), i))
-        for s in root.states
-        for i, p in enumerate(s.pieces)
-        if isinstance(p.grad, PieceGrad)
-    ]
-    versions = tuple(g._version for g, _ in held)
-    key = (order, root.backwards, versions)
-    if root.norms is None or root.norms[0] != key:
-        local = torch.stack([_local_norm(g, order).double() for g, _ in held])
-        values = _joined(local, order, state)
-        root.norms = (key, {place: values[k] for k, (_, place) in enumerate(held)})
-    return root.norms[1][id(state), index].to(grad.dtype)
+    own = state.pieces[index].grad
+    of = grad if grad._fsdpc_of is None else grad._fsdpc_of
+    with torch._C.DisableTorchFunctionSubclass():
+        if root is None or of is not own:  # a copy: alone
+            return _measure([(state, index, grad)], order)[0].to(grad.dtype)
+        measured = root.measured
+        known = own._fsdpc_norm  # type: ignore[union-attr]
+        if known is None or known[0] != (order, measured.age, own._version):
+            held = [(state, index, own)]
+            if 2 * measured.reads >= measured.size:
+                held = [
+                    (s, i, p.grad)
+                    for s in root.states
+                    for i, p in enumerate(s.pieces)
+                    if isinstance(p.grad, PieceGrad)
+                ]
+                measured.size, measured.reads = len(held), 0
+            norms = _measure(held, order)
+            if all(g.dtype is grad.dtype for _, _, g in held):
+                norms = norms.to(grad.dtype)
+            for (_, _, g), norm in zip(held, norms.unbind()):
+                g._fsdpc_norm = ((order, measured.age, g._version), norm.to(g.dtype))
+            known = own._fsdpc_norm  # type: ignore[union-attr]
+        measured.reads += 1
+        return known[1].clone()  # type: ignore[index]
 
 
 _HANDLERS: dict[Any, Handler] = {
@@ -240,10 +285,13 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.norm: _tensor_norm,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    torch.Tensor.detach: _keep,
-    torch.Tensor.data.__get__: _keep,
+    torch.Tensor.detach: _view,
+    torch.Tensor.data.__get__: _view,
     torch.Tensor.to: _keep,
     torch.Tensor.float: _keep,
     torch.Tensor.double: _keep,
     torch.Tensor.clone: _keep,
 }
+
+# Clipping takes its calls over lists then, as it does for DTensor, which torch adds likewise.
+_foreach_utils._foreach_supported_types.append(PieceGrad)

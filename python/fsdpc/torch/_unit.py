@@ -19,7 +19,7 @@ from fsdpc import _core
 from fsdpc.fsdp_module import outermost
 from fsdpc.torch import _device
 from fsdpc.torch._drawn import check_drawn
-from fsdpc.torch._grads import as_piece_grad
+from fsdpc.torch._grads import Measured, as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
 from fsdpc.torch.kernels import target
 
@@ -109,9 +109,13 @@ class UnitState:
         self.unit, self.dtypes = unit, dtypes
         self.places = _core.unit_places(unit)
         masters = [_device.to_torch(m) for m in _core.unit_memory(unit, "master")]
-        shards = [_device.to_torch(m) for m in _core.unit_memory(unit, "grad")]
+        flats = _core.unit_memory(unit, "grad")
+        shards = [_device.to_torch(m) for m in flats]
         n = len(self.pieces)
         self.rows = [self._rows(masters, i) for i in range(n)]
+        self.shards = [  # the engine's tensors over the rows of gradients
+            flats[group][offset : offset + numel] for group, _, _, numel, offset in self.places
+        ]
         self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(n)]
         for i, piece in enumerate(self.pieces):
             piece.grad = None
@@ -227,8 +231,7 @@ class Root:
         self.doors = [s.door for s in states]
         self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
         self.head = states[0].door
-        self.backwards = 0
-        self.norms: tuple[Any, dict[tuple[int, int], torch.Tensor]] | None = None
+        self.measured = Measured()
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
@@ -249,8 +252,7 @@ class Root:
     def finish(self) -> None:
         """Wait for reductions and hand gradients to the pieces."""
         self.ending = _none
-        self.backwards += 1
-        self.norms = None
+        self.measured.outdate()
         for door in self.rank_dependent:
             door.catch_up()
         try:

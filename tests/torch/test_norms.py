@@ -1,0 +1,90 @@
+"""Norms of sharded gradients: whole, exact, current, and few collectives for many of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc import _core
+
+from .common import batch, build, loss_of, shard
+
+
+def norms_of(parameters: Any) -> list[torch.Tensor]:
+    """From the full gradients, in float64, rounded once."""
+    return [p.grad.full_tensor().double().norm().to(p.dtype) for p in parameters]
+
+
+def collectives(action: Any) -> int:
+    before = _core.trace_counts()["collective"]
+    action()
+    return _core.trace_counts()["collective"] - before
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_norms_follow_every_change() -> None:
+    ours = shard(build())
+    params = list(ours.parameters())
+
+    def check() -> None:
+        expected = norms_of(params)
+        for p, norm in zip(params, expected):
+            assert torch.equal(p.grad.norm(), norm)
+            assert torch.equal(p.grad.data.norm(2), norm)
+        assert all(map(torch.equal, torch._foreach_norm([p.grad for p in params], 2.0), expected))
+
+    for step in range(2):
+        loss_of(ours, batch(step, fsdpc.rank())).backward()
+        check()
+    params[0].grad.mul_(3)
+    check()
+    params[1].grad.data.mul_(5)
+    check()
+    params[2].grad = params[2].grad.clone().mul_(7)
+    check()
+    params[0].grad.norm().zero_()  # what was returned is the caller's
+    check()
+    fsdpc.torch.clip_grad_norm_(params, 1e-3)
+    check()
+    copies = [p.grad.clone() for p in params]  # also of pieces without rows
+    expected = norms_of(params)
+    for p in params:
+        p.grad.zero_()
+    assert all(map(torch.equal, [copy.norm() for copy in copies], expected))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layers", [10, 40])
+def test_collectives_do_not_grow_with_parameters(layers: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(layers)])
+    for layer in model:
+        fsdpc.torch.fully_shard(layer)
+    fsdpc.torch.fully_shard(model)
+    params = list(model.parameters())
+    loss_of(model, batch(0, fsdpc.rank())).backward()
+    clip = torch.nn.utils.clip_grad_norm_
+    assert collectives(lambda: clip(params, 1e-3)) == 1
+    assert collectives(lambda: [p.grad.norm() for p in params]) == 1
+    assert collectives(lambda: clip(params, 1e-4, foreach=False)) == 0  # known since
+    assert collectives(lambda: torch.nn.utils.clip_grad_value_(params, 1e-5)) == 0
+
+    def change() -> None:
+        for p in params:
+            p.grad.norm()
+            p.grad.mul_(2)
+            p.grad.norm()
+
+    assert collectives(change) <= len(params) + 3
+
+
+@pytest.mark.ranks(2)
+def test_an_order_that_is_none() -> None:
+    ours = shard(build())
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    with pytest.raises(ValueError, match="-1"):
+        next(ours.parameters()).grad.norm(-1)
