@@ -1,4 +1,4 @@
-/* a + b, a - b, a * b, a / b with broadcasting; twin of csrc/ops/nn_binary_body.h.
+/* a + b, a - b, a * b, a / b and comparisons with broadcasting; twin of csrc/ops/nn_binary_body.h.
  *
  * After collapsing, each operand is dense, repeated or strided along the innermost dimension. Dense
  * and repeated ones are read in vectors where the inner length and the addresses allow it.
@@ -16,8 +16,22 @@ template <fsdpc_binary KIND, typename W> __device__ __forceinline__ W binary_val
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    default:
+        return a;
     }
-    return a;
+}
+
+template <typename T> __device__ __forceinline__ wide<T> comparable(T x)
+{
+    return widen<wide<T>>(x);
+}
+__device__ __forceinline__ int32_t comparable(int32_t x)
+{
+    return x;
+}
+__device__ __forceinline__ int64_t comparable(int64_t x)
+{
+    return x;
 }
 
 /* N elements from `at` on; step 0 repeats one.  N > 1 only with steps of 0 and 1. */
@@ -64,6 +78,22 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     }
 }
 
+template <fsdpc_binary KIND, typename T>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    compare_kernel(uint8_t *out, const T *a, const T *b, box shape, size_t numel)
+{
+    for (size_t i = grid_thread(); i < numel; i += grid_threads()) {
+        box_offsets at = box_row(shape, 0, i);
+        auto x = comparable(a[at.at[0]]), y = comparable(b[at.at[1]]);
+        out[i] = KIND == FSDPC_BINARY_EQ   ? x == y
+                 : KIND == FSDPC_BINARY_NE ? x != y
+                 : KIND == FSDPC_BINARY_LT ? x < y
+                 : KIND == FSDPC_BINARY_LE ? x <= y
+                 : KIND == FSDPC_BINARY_GT ? x > y
+                                           : x >= y;
+    }
+}
+
 /* Whether every row of the operand begins where a vector of so many bytes may. */
 static bool starts_align(const void *base, const box &b, int operand, size_t element, size_t bytes)
 {
@@ -93,6 +123,27 @@ static fsdpc_status float_launch(const fsdpc_binary_args *args, const box &shape
         FSDPC_LAUNCH((binary_kernel<KIND, T, 1>), grid, BLOCK_THREADS, 0, queue, out, a, b, shape,
                      numel);
     return launched("arithmetic");
+}
+
+template <fsdpc_binary KIND, typename T>
+static fsdpc_status compare_launch(const fsdpc_binary_args *args, const box &shape, size_t numel,
+                                   const fsdpc_cuda_queue *queue)
+{
+    FSDPC_LAUNCH((compare_kernel<KIND, T>), grid_of(queue, numel, BLOCK_THREADS), BLOCK_THREADS, 0,
+                 queue, (uint8_t *)args->out, (const T *)args->a, (const T *)args->b, shape, numel);
+    return launched("a comparison");
+}
+
+template <fsdpc_binary KIND>
+static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, size_t numel,
+                            const fsdpc_cuda_queue *queue)
+{
+    if (args->dtype == FSDPC_I32)
+        return compare_launch<KIND, int32_t>(args, shape, numel, queue);
+    if (args->dtype == FSDPC_I64)
+        return compare_launch<KIND, int64_t>(args, shape, numel, queue);
+    FSDPC_FOR_FLOAT(args->dtype, T, return compare_launch<KIND, T>(args, shape, numel, queue))
+    return FSDPC_ERR_DTYPE;
 }
 
 template <fsdpc_binary KIND>
@@ -136,6 +187,18 @@ extern "C" fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_s
         return launch<FSDPC_BINARY_MUL>(args, shape, numel, queue);
     case FSDPC_BINARY_DIV:
         return launch<FSDPC_BINARY_DIV>(args, shape, numel, queue);
+    case FSDPC_BINARY_EQ:
+        return compare<FSDPC_BINARY_EQ>(args, shape, numel, queue);
+    case FSDPC_BINARY_NE:
+        return compare<FSDPC_BINARY_NE>(args, shape, numel, queue);
+    case FSDPC_BINARY_LT:
+        return compare<FSDPC_BINARY_LT>(args, shape, numel, queue);
+    case FSDPC_BINARY_LE:
+        return compare<FSDPC_BINARY_LE>(args, shape, numel, queue);
+    case FSDPC_BINARY_GT:
+        return compare<FSDPC_BINARY_GT>(args, shape, numel, queue);
+    case FSDPC_BINARY_GE:
+        return compare<FSDPC_BINARY_GE>(args, shape, numel, queue);
     }
     return FSDPC_ERR_VALUE;
 }

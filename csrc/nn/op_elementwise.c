@@ -19,7 +19,11 @@ static const char *const unary_names[] = {
 #undef X
 };
 
-static const char *const binary_names[] = {"add", "sub", "mul", "div"};
+static const char *const binary_names[] = {
+#define X(name, text) text,
+    FSDPC_BINARY_TABLE(X)
+#undef X
+};
 
 /* ---- unary ---- */
 
@@ -167,7 +171,7 @@ static int float_rank(fsdpc_dtype dtype)
     return dtype == FSDPC_F64 ? 3 : dtype == FSDPC_F32 ? 2 : 1;
 }
 
-static fsdpc_status promote(const char *op, const fsdpc_tensor *a, const fsdpc_tensor *b,
+static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdpc_tensor *b,
                             fsdpc_dtype *out)
 {
     bool fa = fsdpc_dtype_is_float(a->dtype), fb = fsdpc_dtype_is_float(b->dtype);
@@ -183,9 +187,12 @@ static fsdpc_status promote(const char *op, const fsdpc_tensor *a, const fsdpc_t
         *out = FSDPC_I64;
     else
         *out = FSDPC_I32;
-    if (*out == FSDPC_U8 || *out == FSDPC_BOOL)
-        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: there is no arithmetic on %s; use to(int32)", op,
-                          fsdpc_dtype_name(*out));
+    if (*out != FSDPC_U8 && *out != FSDPC_BOOL)
+        return FSDPC_OK;
+    if (!fsdpc_binary_compares(kind))
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: there is no arithmetic on %s; use to(int32)",
+                          binary_names[kind], fsdpc_dtype_name(*out));
+    *out = FSDPC_I32;
     return FSDPC_OK;
 }
 
@@ -220,7 +227,8 @@ static fsdpc_status binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fs
         return fsdpc_op_fail_shapes(binary_names[kind], "the first tensor", a, "the second", b,
                                     "extents must be equal or 1, counted from the last");
     fsdpc_tensor *y;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, a->dtype, args.ndim, args.shape, &y));
+    fsdpc_dtype dtype = fsdpc_binary_compares(kind) ? FSDPC_BOOL : a->dtype;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, args.ndim, args.shape, &y));
     args.out = y->data;
     return fsdpc_op_return(fsdpc_op_kernels(tape)->binary(&args, tape->stream), y, out);
 }
@@ -297,7 +305,7 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     FSDPC_TRY(fsdpc_tensor_check(b));
     fsdpc_dtype dtype = a->dtype;
     if (a->dtype != b->dtype || !fsdpc_dtype_is_float(dtype))
-        FSDPC_TRY(promote(binary_names[kind], a, b, &dtype));
+        FSDPC_TRY(promote(kind, a, b, &dtype));
     if (kind == FSDPC_BINARY_DIV && !fsdpc_dtype_is_float(dtype))
         dtype = FSDPC_F32;
     fsdpc_tensor *ca, *cb, *y = NULL;
@@ -306,7 +314,8 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     if (st == FSDPC_OK) {
         st = binary_compute(tape, kind, ca, cb, &y);
         fsdpc_tensor *inputs[] = {ca, cb};
-        if (st == FSDPC_OK && fsdpc_tape_wants(tape, 2, inputs))
+        bool passes = !fsdpc_binary_compares(kind) && fsdpc_tape_wants(tape, 2, inputs);
+        if (st == FSDPC_OK && passes)
             st = binary_record(tape, kind, ca, cb, y);
         fsdpc_tensor_release(cb);
     }
@@ -314,13 +323,16 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     return fsdpc_op_return(st, y, out);
 }
 
+/* Of I32, I64 or F64. */
 static fsdpc_status scalar_tensor(fsdpc_tape *tape, fsdpc_dtype dtype, double s, fsdpc_tensor **out)
 {
-    int64_t wide = (int64_t)s;
-    int32_t narrow = dtype == FSDPC_I64 ? 0 : (int32_t)s;
+    int64_t wide = dtype == FSDPC_I64 ? (int64_t)s : 0;
+    int32_t narrow = dtype == FSDPC_I32 ? (int32_t)s : 0;
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, 0, NULL, &t));
-    const void *value = dtype == FSDPC_I64 ? (const void *)&wide : &narrow;
+    const void *value = dtype == FSDPC_I64   ? (const void *)&wide
+                        : dtype == FSDPC_I32 ? (const void *)&narrow
+                                             : &s;
     fsdpc_status st =
         fsdpc_device_copy(tape->device, t->data, value, fsdpc_tensor_bytes(t), tape->stream);
     return fsdpc_op_return(st, t, out);
@@ -337,6 +349,20 @@ static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_te
     return st;
 }
 
+/* With the number rounded to x's dtype, as if it stood in a tensor of that. */
+static fsdpc_status compare_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
+                                   fsdpc_tensor **out)
+{
+    fsdpc_tensor *wide, *t = NULL;
+    FSDPC_TRY(scalar_tensor(tape, FSDPC_F64, s, &wide));
+    fsdpc_status st = fsdpc_op_cast(tape, wide, x->dtype, &t);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_binary(tape, kind, x, t, out);
+    fsdpc_tensor_release(wide);
+    fsdpc_tensor_release(t);
+    return st;
+}
+
 fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
                                     bool s_integral, bool reversed, fsdpc_tensor **out)
 {
@@ -344,7 +370,8 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
         if (s_integral && kind != FSDPC_BINARY_DIV)
             return integer_scalar(tape, kind, x, s, reversed, out);
         fsdpc_tensor *f;
-        FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F32, &f));
+        bool compares = fsdpc_binary_compares(kind); /* exactly, integers up to 2^53 */
+        FSDPC_TRY(fsdpc_op_cast(tape, x, compares ? FSDPC_F64 : FSDPC_F32, &f));
         fsdpc_status st = fsdpc_op_binary_scalar(tape, kind, f, s, false, reversed, out);
         fsdpc_tensor_release(f);
         return st;
@@ -362,8 +389,9 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
         if (reversed)
             return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s, x, out);
         return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, 1 / s, x, out);
+    default:
+        return compare_scalar(tape, kind, x, s, out);
     }
-    return fsdpc_fail(FSDPC_ERR_INTERNAL, "no binary operation %d", (int)kind);
 }
 
 /* ---- swiglu ---- */

@@ -16,6 +16,8 @@ FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    default: /* comparisons: nn_f64.c */
+        break;
     }
     return a;
 }
@@ -102,6 +104,8 @@ FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t 
         case FSDPC_BINARY_DIV:
             binary_row_of_kind(FSDPC_BINARY_DIV, &row, dtype);
             break;
+        default:
+            break;
         }
     }
 }
@@ -126,7 +130,9 @@ static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
     if (numel == 0)
         return FSDPC_OK;
     nn_box_collapse(&plan.box);
-    nn_for(stream, numel, NN_GRAIN,
-           is_int ? fsdpc_nn_binary_wide : binary_range_kernels[args->dtype], &plan);
+    nn_range_fn run = fsdpc_binary_compares(args->kind) ? fsdpc_nn_compare
+                      : is_int                          ? fsdpc_nn_binary_wide
+                                                        : binary_range_kernels[args->dtype];
+    nn_for(stream, numel, NN_GRAIN, run, &plan);
     return FSDPC_OK;
 }

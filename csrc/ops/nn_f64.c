@@ -60,6 +60,8 @@ static double binary_f64(fsdpc_binary kind, double a, double b)
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    default:
+        break;
     }
     return a;
 }
@@ -90,6 +92,43 @@ void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
             ((int32_t *)args->out)[i] = (int32_t)value;
         else
             ((int64_t *)args->out)[i] = value;
+    }
+}
+
+#define COMPARE(name, type)                                                                        \
+    static bool name(fsdpc_binary kind, type a, type b)                                            \
+    {                                                                                              \
+        switch (kind) {                                                                            \
+        case FSDPC_BINARY_EQ:                                                                      \
+            return a == b;                                                                         \
+        case FSDPC_BINARY_NE:                                                                      \
+            return a != b;                                                                         \
+        case FSDPC_BINARY_LT:                                                                      \
+            return a < b;                                                                          \
+        case FSDPC_BINARY_LE:                                                                      \
+            return a <= b;                                                                         \
+        case FSDPC_BINARY_GT:                                                                      \
+            return a > b;                                                                          \
+        default:                                                                                   \
+            return a >= b;                                                                         \
+        }                                                                                          \
+    }
+COMPARE(compare_f64, double)
+COMPARE(compare_i64, int64_t)
+
+void fsdpc_nn_compare(const void *arg, size_t first, size_t last)
+{
+    const nn_binary_plan *plan = arg;
+    const fsdpc_binary_args *args = plan->args;
+    bool is_float = fsdpc_dtype_is_float(args->dtype);
+    for (size_t i = first; i < last; i++) {
+        size_t at[NN_OPERANDS];
+        nn_box_offsets(&plan->box, 0, i, at);
+        ((uint8_t *)args->out)[i] =
+            is_float ? compare_f64(args->kind, fsdpc_nn_load_f64(args->a, at[0], args->dtype),
+                                   fsdpc_nn_load_f64(args->b, at[1], args->dtype))
+                     : compare_i64(args->kind, fsdpc_nn_load_id(args->a, at[0], args->dtype),
+                                   fsdpc_nn_load_id(args->b, at[1], args->dtype));
     }
 }
 

@@ -41,12 +41,29 @@ typedef enum fsdpc_unary {
 #undef X
 } fsdpc_unary;
 
+/* X(name, text);  comparisons last: their results are BOOL */
+#define FSDPC_BINARY_TABLE(X)                                                                      \
+    X(ADD, "add")                                                                                  \
+    X(SUB, "sub")                                                                                  \
+    X(MUL, "mul")                                                                                  \
+    X(DIV, "div")                                                                                  \
+    X(EQ, "eq")                                                                                    \
+    X(NE, "ne")                                                                                    \
+    X(LT, "lt")                                                                                    \
+    X(LE, "le")                                                                                    \
+    X(GT, "gt")                                                                                    \
+    X(GE, "ge")
+
 typedef enum fsdpc_binary {
-    FSDPC_BINARY_ADD,
-    FSDPC_BINARY_SUB,
-    FSDPC_BINARY_MUL,
-    FSDPC_BINARY_DIV
+#define X(name, text) FSDPC_BINARY_##name,
+    FSDPC_BINARY_TABLE(X)
+#undef X
 } fsdpc_binary;
+
+static inline bool fsdpc_binary_compares(fsdpc_binary kind)
+{
+    return kind >= FSDPC_BINARY_EQ;
+}
 
 /* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR,
  * MUL_SCALAR and RSUB_SCALAR, and x alone for the others; what is not read may be NULL. */
@@ -73,7 +90,7 @@ typedef struct fsdpc_gemm_gelu_args {
 
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
-    fsdpc_dtype dtype; /* of a, b and out; I32 and I64 too for ADD, SUB, MUL */
+    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; I32 and I64 too, but for DIV */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */

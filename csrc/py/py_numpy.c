@@ -338,6 +338,11 @@ static char dtype_kind(PyObject *array)
     return clear_missing() ? 0 : result;
 }
 
+bool fsdpc_py_is_array(PyObject *object)
+{
+    return PyObject_CheckBuffer(object) && dtype_kind(object) != 0;
+}
+
 static fsdpc_tensor *from_array(fsdpc_runtime *runtime, PyObject *array)
 {
     int bf16 = is_bfloat16(array);

@@ -317,6 +317,15 @@ static PyObject *tensor_matmul(PyObject *a, PyObject *b)
 
 static int tensor_bool(PyObject *object)
 {
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    if (t->numel != 1) {
+        char text[FSDPC_SHAPE_TEXT];
+        PyErr_Format(PyExc_ValueError,
+                     "a tensor of shape %s is neither true nor false: compare one element, or ask "
+                     "(a == b).mean() for the part that is equal; for one object, use `is`",
+                     fsdpc_shape_text(t->ndim, t->shape, text));
+        return -1;
+    }
     PyObject *item = call_op("item", object);
     int truth = item ? PyObject_IsTrue(item) : -1;
     Py_XDECREF(item);
@@ -339,6 +348,12 @@ static PyObject *tensor_int(PyObject *object)
     return result;
 }
 
+/* Elements are compared, and a tensor is found in a dict by what it is. */
+static Py_hash_t tensor_hash(PyObject *object)
+{
+    return PyBaseObject_Type.tp_hash(object);
+}
+
 static PyMemberDef members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fsdpc_py_tensor, weakrefs), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
@@ -350,6 +365,8 @@ static PyType_Slot slots[] = {
     {Py_tp_traverse, tensor_traverse},
     {Py_tp_clear, tensor_clear},
     {Py_tp_repr, fsdpc_py_tensor_repr},
+    {Py_tp_richcompare, fsdpc_py_tensor_compare},
+    {Py_tp_hash, tensor_hash},
     {Py_tp_getset, getset},
     {Py_tp_members, members},
     {Py_tp_methods, fsdpc_py_tensor_methods},

@@ -15,6 +15,8 @@ extern PyMethodDef fsdpc_py_tensor_methods[]; /* py_tensor_methods.c */
 
 /* Slots of the type that stand in other files. */
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind);
+PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op);
+PyObject *fsdpc_py_tensor_format(PyObject *self, PyObject *spec);
 PyObject *fsdpc_py_tensor_getitem(PyObject *self, PyObject *index);
 int fsdpc_py_tensor_setitem(PyObject *self, PyObject *index, PyObject *value);
 int fsdpc_py_tensor_getbuffer(PyObject *self, Py_buffer *view, int flags);
@@ -36,6 +38,9 @@ PyObject *fsdpc_py_tensor_register_hook(PyObject *self, PyObject *callable);
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
 PyObject *fsdpc_py_tensor_array(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *fsdpc_py_tensor_reduce(PyObject *self, PyObject *unused);
+/* Is it NumPy's, or like it?  False, perhaps with an exception, which is not a missing attribute.
+ */
+bool fsdpc_py_is_array(PyObject *object);
 /* Any object as a new tensor of our own memory; dtype < 0: what suits the data. */
 fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype);
 

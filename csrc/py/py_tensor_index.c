@@ -24,6 +24,15 @@ static int add_extent(parsed_index *p, size_t extent)
     return 0;
 }
 
+static int refuse(PyObject *item)
+{
+    PyErr_Format(PyExc_TypeError,
+                 "a tensor is indexed by integers, slices, None and ..., not %s: use numpy() or "
+                 "embedding()",
+                 Py_TYPE(item)->tp_name);
+    return -1;
+}
+
 static int parse_one(parsed_index *p, const fsdpc_tensor *t, int dim, PyObject *item)
 {
     Py_ssize_t extent = (Py_ssize_t)t->shape[dim];
@@ -39,16 +48,11 @@ static int parse_one(parsed_index *p, const fsdpc_tensor *t, int dim, PyObject *
         p->slices[dim] = (fsdpc_range){(size_t)start, (size_t)count, (size_t)step, false};
         return add_extent(p, (size_t)count);
     }
-    if (!PyIndex_Check(item) || PyBool_Check(item) || fsdpc_py_tensor_peek(NULL, item)) {
-        PyErr_Format(PyExc_TypeError,
-                     "a tensor is indexed by integers, slices, None and ..., not %s: use numpy() "
-                     "or embedding()",
-                     Py_TYPE(item)->tp_name);
-        return -1;
-    }
+    if (!PyIndex_Check(item) || PyBool_Check(item) || fsdpc_py_tensor_peek(NULL, item))
+        return refuse(item);
     Py_ssize_t at = PyNumber_AsSsize_t(item, PyExc_IndexError);
     if (at == -1 && PyErr_Occurred())
-        return -1;
+        return PyErr_ExceptionMatches(PyExc_TypeError) ? refuse(item) : -1; /* an array */
     if (at < -extent || at >= extent) {
         PyErr_Format(PyExc_IndexError, "index %zd of dimension %d with %zd elements", at, dim,
                      extent);

@@ -549,6 +549,7 @@ PyMethodDef fsdpc_py_tensor_methods[] = {
     {"double", method_double, METH_NOARGS, "to(float64)"},
     {"clone", method_clone, METH_NOARGS, "A copy, on the tape."},
     {"contiguous", method_contiguous, METH_NOARGS, "Itself: tensors are always dense."},
+    {"__format__", fsdpc_py_tensor_format, METH_O, "Of one without dimensions: its number's."},
     {"__deepcopy__", method_deepcopy, METH_O, NULL},
     {"__reduce__", fsdpc_py_tensor_reduce, METH_NOARGS, NULL},
     {"copy_", method_copy, METH_O, "Takes the values of a tensor, array or number, broadcast."},

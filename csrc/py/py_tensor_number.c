@@ -1,6 +1,17 @@
-/* Arithmetic of tensors with tensors and Python numbers, and how a tensor prints. */
+/* Arithmetic and comparisons of tensors with tensors, arrays and Python numbers, and how a tensor
+ * prints. */
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
+
+static PyObject *both(fsdpc_py_state *state, fsdpc_tensor *a, fsdpc_tensor *b, fsdpc_binary kind)
+{
+    fsdpc_runtime *runtime = &state->runtime;
+    fsdpc_tensor *y = NULL;
+    fsdpc_status status;
+    FSDPC_PY_RUN(runtime, a->numel > b->numel ? a->numel : b->numel, status,
+                 fsdpc_op_binary(runtime->tape, kind, a, b, &y));
+    return fsdpc_py_result(state, status, y);
+}
 
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind)
 {
@@ -12,19 +23,44 @@ PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind)
     fsdpc_status status;
     if (!runtime)
         return NULL;
-    if (ta && tb) {
-        size_t work = ta->numel > tb->numel ? ta->numel : tb->numel;
-        FSDPC_PY_RUN(runtime, work, status, fsdpc_op_binary(runtime->tape, kind, ta, tb, &y));
-        return fsdpc_py_result(state, status, y);
-    }
+    if (ta && tb)
+        return both(state, ta, tb, kind);
     double value;
     bool integral;
-    if (!fsdpc_py_number(ta ? b : a, &value, &integral))
-        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *other = ta ? b : a;
+    if (!fsdpc_py_number(other, &value, &integral)) {
+        if (!fsdpc_py_is_array(other))
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+        fsdpc_tensor *of = fsdpc_py_tensor_from_data(state, other, -1);
+        PyObject *result = of ? both(state, ta ? ta : of, ta ? of : tb, kind) : NULL;
+        fsdpc_tensor_release(of);
+        return result;
+    }
     fsdpc_tensor *t = ta ? ta : tb;
     FSDPC_PY_RUN(runtime, t->numel, status,
                  fsdpc_op_binary_scalar(runtime->tape, kind, t, value, integral, ta == NULL, &y));
     return fsdpc_py_result(state, status, y);
+}
+
+PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op)
+{
+    static const fsdpc_binary kinds[] = {
+        [Py_EQ] = FSDPC_BINARY_EQ, [Py_NE] = FSDPC_BINARY_NE, [Py_LT] = FSDPC_BINARY_LT,
+        [Py_LE] = FSDPC_BINARY_LE, [Py_GT] = FSDPC_BINARY_GT, [Py_GE] = FSDPC_BINARY_GE};
+    return fsdpc_py_tensor_number(a, b, kinds[op]);
+}
+
+/* Of one without dimensions: its number's. */
+PyObject *fsdpc_py_tensor_format(PyObject *object, PyObject *spec)
+{
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    if (t->ndim > 0 || fsdpc_tensor_check(t) != FSDPC_OK)
+        return PyObject_CallMethod((PyObject *)&PyBaseObject_Type, "__format__", "OO", object,
+                                   spec);
+    PyObject *item = PyObject_CallMethod(object, "item", NULL);
+    PyObject *text = item ? PyObject_Format(item, spec) : NULL;
+    Py_XDECREF(item);
+    return text;
 }
 
 /* "tensor(<values>, dtype=..., requires_grad=True)", values as NumPy prints them. */

@@ -1,4 +1,4 @@
-/* Arithmetic with broadcasting, SwiGLU and dropout against double, all dtypes. */
+/* Arithmetic and comparisons with broadcasting, SwiGLU and dropout against double, all dtypes. */
 #include "nn_rig.h"
 
 #include "base/random.h"
@@ -14,7 +14,13 @@ static double apply(fsdpc_binary kind, double a, double b)
     return kind == FSDPC_BINARY_ADD   ? a + b
            : kind == FSDPC_BINARY_SUB ? a - b
            : kind == FSDPC_BINARY_MUL ? a * b
-                                      : a / b;
+           : kind == FSDPC_BINARY_DIV ? a / b
+           : kind == FSDPC_BINARY_EQ  ? a == b
+           : kind == FSDPC_BINARY_NE  ? a != b
+           : kind == FSDPC_BINARY_LT  ? a < b
+           : kind == FSDPC_BINARY_LE  ? a <= b
+           : kind == FSDPC_BINARY_GT  ? a > b
+                                      : a >= b;
 }
 
 /* Strides of a dense operand without its broadcast dimensions; returns its numel. */
@@ -35,10 +41,11 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
     for (int d = 0; d < c->ndim; d++)
         numel *= args.shape[d] = c->shape[d];
     bool is_int = dtype == FSDPC_I32 || dtype == FSDPC_I64;
-    double low = is_int ? -1000 : 0.5, high = is_int ? 1000 : 2;
+    bool compares = fsdpc_binary_compares(kind);
+    double low = is_int ? -1000 : 0.5, high = is_int ? compares ? -997 : 1000 : 2;
     buffer a = buffer_noise(dtype, operand(c, c->one_a, args.stride_a), 3, low, high);
     buffer b = buffer_noise(dtype, operand(c, c->one_b, args.stride_b), 4, low, high);
-    buffer out = buffer_make(dtype, numel);
+    buffer out = buffer_make(compares ? FSDPC_BOOL : dtype, numel);
     args.a = a.data;
     args.b = b.data;
     args.out = out.data;
@@ -53,7 +60,7 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
         double want = apply(kind, buffer_get(&a, at_a), buffer_get(&b, at_b));
         /* one rounding to fp32, one to the dtype */
         check_near(rig, "binary", dtype, i, buffer_get(&out, i), want,
-                   is_int ? 0 : tolerance(dtype, want, fabs(want), 0.6));
+                   is_int || compares ? 0 : tolerance(dtype, want, fabs(want), 0.6));
     }
     buffer_free(&a);
     buffer_free(&b);
@@ -155,8 +162,9 @@ static void suite(nn_rig *rig)
                                   FSDPC_F64, FSDPC_I32,  FSDPC_I64};
     for (size_t d = 0; d < 6; d++)
         for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
-            for (int kind = 0; kind < (d < 4 ? 4 : 3); kind++)
-                test_binary(rig, dtypes[d], &cases[c], (fsdpc_binary)kind);
+            for (int kind = 0; kind <= FSDPC_BINARY_GE; kind++)
+                if (d < 4 || kind != FSDPC_BINARY_DIV)
+                    test_binary(rig, dtypes[d], &cases[c], (fsdpc_binary)kind);
     test_binary_transposed(rig);
     const size_t sizes[] = {0, 1, 15, 16, 100, 70001};
     for (size_t d = 0; d < 4; d++)

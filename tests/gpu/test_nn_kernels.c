@@ -127,7 +127,7 @@ static void check_binary(fsdpc_binary kind, fsdpc_dtype dtype, fsdpc_binary_args
             element_set(b.on_cpu, i, dtype, (double)(int)(rig_bits() % 1000));
         buffer_send(&b);
     }
-    buffer out = buffer_poison(dtype, numel, 0);
+    buffer out = buffer_poison(fsdpc_binary_compares(kind) ? FSDPC_BOOL : dtype, numel, 0);
     args.kind = kind, args.dtype = dtype;
     args.a = a.on_cpu, args.b = b.on_cpu, args.out = out.on_cpu;
     CHECK_OK(on(cpu_stream)->binary(&args, cpu_stream));
@@ -141,7 +141,7 @@ static void test_binary(void)
 {
     static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16,
                                          FSDPC_F64, FSDPC_I32,  FSDPC_I64};
-    for (int kind = 0; kind < 4; kind++)
+    for (int kind = 0; kind <= FSDPC_BINARY_GE; kind++)
         for (int d = 0; d < 6; d++) {
             if (kind == FSDPC_BINARY_DIV && d > 3)
                 continue;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import numpy as np
 import pytest
@@ -151,6 +152,52 @@ def test_integers():
         _core.ones(2, dtype="bool") + _core.ones(2, dtype="bool")
     with pytest.raises(TypeError, match="exp: the tensor must have a float dtype, not int64"):
         F.exp(x)
+
+
+COMPARISONS = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
+SIDES = [((7,), (7,)), ((3, 5), (5,)), ((3, 1, 5), (4, 1)), ((0, 2), (1, 2)), ((), (3,))]
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float64", "float32"),
+    ("bfloat16", "float16"), ("int32", "int64"), ("int64", "float32"), ("uint8", "bool"),
+    ("bool", "bool"), ("uint8", "int64")])  # fmt: skip
+@pytest.mark.parametrize("compare", COMPARISONS)
+def test_comparisons(compare, dtypes):
+    rng = np.random.default_rng(1)
+    for shapes in SIDES:
+        a, b = (rng.integers(0, 3, shape) for shape in shapes)
+        x, y = (_core.tensor(v, dtype=d) for v, d in zip((a, b), dtypes, strict=True))
+        a, b = (v != 0 if d == "bool" else v for v, d in zip((a, b), dtypes, strict=True))
+        found, want = compare(x, y), compare(a, b)
+        assert found.dtype is _core.bool_ and found.shape == want.shape
+        assert found.tolist() == want.tolist()
+        assert found.numpy().dtype == np.bool_ and found.sum().item() == want.sum()
+        assert compare(x, 1).tolist() == compare(a, 1).tolist()
+        assert compare(1, x).tolist() == compare(1, a).tolist()
+        assert compare(x, 1.5).tolist() == compare(a, 1.5).tolist()
+
+
+def test_comparisons_of_what_is_special():
+    nan, x = float("nan"), _core.tensor([1.0, math.nan, math.inf, -0.0], requires_grad=True)
+    assert (x == x).tolist() == [True, False, True, True]
+    assert (x != nan).tolist() == [True] * 4 and (x < nan).tolist() == [False] * 4
+    assert (x == 0.0).tolist() == [False, False, False, True] and not (x == 0).requires_grad
+    assert (_core.tensor([0.1], dtype="bfloat16") == 0.1).item()  # as in a tensor of that dtype
+    ids = _core.tensor([2**24 + 1, 2])
+    assert (ids == 2.0**24).tolist() == [False, False] and (ids < 2**40).tolist() == [True, True]
+    assert (x == None) is False and (x != "x") is True  # noqa: E711
+    with pytest.raises(TypeError, match="not supported between"):
+        x < "x"  # noqa: B015
+    with pytest.raises(ValueError, match="extents must be equal or 1"):
+        x == _core.zeros(3)  # noqa: B015
+
+
+def test_accuracy():
+    guesses, targets = _core.tensor([[1, 2], [3, 4]]), _core.tensor([[1, 0], [3, 4]])
+    assert (guesses == targets).mean().item() == 0.75
+    assert (guesses == targets).mean(1).tolist() == [0.5, 1.0]
+    assert (guesses == targets).sum(0, keepdim=True).tolist() == [[2, 1]]
+    assert (guesses == targets).sum().dtype is _core.int64
 
 
 def test_special_values_follow_ieee():

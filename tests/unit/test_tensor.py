@@ -158,6 +158,14 @@ def test_item_and_conversions():
         bool(_core.zeros(2))
 
 
+def test_format():
+    t = _core.tensor(0.123456, dtype="float64")
+    assert f"{t:.3f} {t}" == "0.123 0.123456" and f"{_core.tensor(3):>4d}" == "   3"
+    assert f"{_core.tensor([1.0])}" == "tensor([1.], dtype=float32)"
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{_core.tensor([1.0, 2.0]):.3f}"
+
+
 def test_repr():
     assert repr(_core.tensor([1.0, 2.5])) == "tensor([1. , 2.5], dtype=float32)"
     t = _core.tensor([1.0], dtype="bfloat16", requires_grad=True)
@@ -219,8 +227,16 @@ def test_array_protocol():
     assert np.asarray(t, dtype=np.float64).dtype == np.float64
     assert np.array(t).ctypes.data != t.data_ptr
     assert np.add(np.asarray(t), 1).tolist() == [2.0, 3.0]
-    with pytest.raises(TypeError):
-        np.ones(2) + t  # no silent conversion
+    for sum_ in (np.ones(2) + t, t + np.ones(2)):  # the tensor's operators, NumPy's dtype
+        assert isinstance(sum_, _core.Tensor) and sum_.dtype is _core.float64
+        assert sum_.tolist() == [2.0, 3.0]
+    assert (np.arange(2, dtype=np.float32) - t).dtype is _core.float32
+    assert (np.array([1, 3]) < t).tolist() == [False, False]
+    with pytest.raises(TypeError, match="indexed by integers"):
+        t[np.array([0, 1])]
+    assert t[np.array(1)].item() == 2
+    with pytest.raises(TypeError, match="unsupported operand"):
+        t + [1, 2]
 
 
 def test_buffer_protocol():
@@ -392,7 +408,9 @@ def test_weak_references_and_memory_goes_back():
 
 def test_hashable_by_identity():
     a, b = _core.zeros(2), _core.zeros(2)
-    assert a != b and a == a and len({a, b, a}) == 2
+    assert len({a, b, a}) == 2 and {a: 1}[a] == 1 and a in [a, b]
+    with pytest.raises(ValueError, match=r"shape \(2,\) is neither true nor false"):
+        assert a in [b]
     assert _core.array_equal(a, b) and not _core.array_equal(a, _core.zeros(1, 2))
     assert not _core.array_equal(a, a.bfloat16())
 
