@@ -2,8 +2,9 @@
  *
  * The buffer protocol carries dtype, shape and ownership both ways without a copy, so NumPy's
  * headers are not needed: the extension runs with any NumPy, and `import fsdpc._core` does not
- * import it. bfloat16 has no format letter; it travels as uint16 ('H') and is viewed as ml_dtypes'
- * on our side of NumPy when that package is there.
+ * import it. bfloat16 has no format letter, so it is no buffer of elements (its bytes are one):
+ * else NumPy would take its bits for numbers.  numpy() views them as ml_dtypes' when that package
+ * is there, and gives a copy as float32 when not; bits() gives the bits.
  *
  * Memory of a remote device is copied both ways, and refused as a buffer: who asks for one wants
  * the tensor's own memory.
@@ -42,6 +43,11 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
     }
     if ((flags & PyBUF_WRITABLE) && t->storage->readonly) {
         PyErr_SetString(PyExc_BufferError, "the tensor stands on read-only memory: clone() it");
+        return -1;
+    }
+    if ((flags & PyBUF_FORMAT) && t->dtype == FSDPC_BF16) {
+        PyErr_SetString(PyExc_BufferError,
+                        "buffers have no bfloat16: use numpy(), float() or bits()");
         return -1;
     }
     if ((flags & PyBUF_F_CONTIGUOUS) == PyBUF_F_CONTIGUOUS && t->ndim > 1) {
@@ -99,62 +105,76 @@ static PyObject *ml_bfloat16(void)
     return type;
 }
 
-/* An array of the same shape, over a copy in host memory. */
-static PyObject *array_of_copy(const fsdpc_tensor *t)
+/* The tensor's bytes in host memory that Python owns. */
+static PyObject *bytes_of_copy(const fsdpc_tensor *t)
 {
-    fsdpc_status status = fsdpc_tensor_check(t);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
     PyObject *bytes = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)fsdpc_tensor_bytes(t));
-    PyObject *shape = PyTuple_New(t->ndim), *view = NULL, *flat = NULL, *array = NULL;
-    for (int i = 0; shape && i < t->ndim; i++)
-        PyTuple_SET_ITEM(shape, i, PyLong_FromSize_t(t->shape[i]));
-    if (!bytes || !shape || PyErr_Occurred())
-        goto done;
+    if (!bytes)
+        return NULL;
     char *to = PyByteArray_AS_STRING(bytes);
+    fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_py_tensor_read(t, to);
     Py_END_ALLOW_THREADS;
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        goto done;
-    }
-    view = numpy_call("asarray", bytes);
-    flat = view ? PyObject_CallMethod(view, "view", "s", format_of(t->dtype)) : NULL;
-    array = flat ? PyObject_CallMethod(flat, "reshape", "(O)", shape) : NULL;
-done:
+    if (status == FSDPC_OK)
+        return bytes;
+    Py_DECREF(bytes);
+    return fsdpc_py_raise(status);
+}
+
+/* Over the tensor's memory, or a copy of a remote one; `type` as NumPy takes it. */
+static PyObject *array_as(PyObject *object, const char *type)
+{
+    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    PyObject *bytes = t->storage->device->remote ? bytes_of_copy(t) : Py_NewRef(object);
+    PyObject *shape = bytes ? PyObject_GetAttrString(object, "shape") : NULL;
+    PyObject *numpy = shape ? PyImport_ImportModule("numpy") : NULL;
+    PyObject *array =
+        numpy ? PyObject_CallMethod(numpy, "ndarray", "OsO", shape, type, bytes) : NULL;
     Py_XDECREF(bytes);
     Py_XDECREF(shape);
-    Py_XDECREF(view);
-    Py_XDECREF(flat);
+    Py_XDECREF(numpy);
     return array;
 }
 
-static PyObject *array_of_memory(PyObject *object)
+/* A copy, which says so by being read-only. */
+static PyObject *wide_copy(PyObject *object)
 {
-    PyObject *view = PyMemoryView_FromObject(object);
-    PyObject *array = view ? numpy_call("asarray", view) : NULL;
-    Py_XDECREF(view);
+    fsdpc_py_tensor *self = fsdpc_py_self(object);
+    PyObject *wide = fsdpc_py_op_cast(self->state, self->tensor, FSDPC_F32);
+    PyObject *array = wide ? array_as(wide, "f") : NULL;
+    PyObject *done = array ? PyObject_CallMethod(array, "setflags", "O", Py_False) : NULL;
+    Py_XDECREF(wide);
+    if (!done)
+        Py_CLEAR(array);
+    Py_XDECREF(done);
     return array;
 }
 
 PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
-    bool remote = t->storage && t->storage->device->remote;
-    PyObject *array = remote ? array_of_copy(t) : array_of_memory(object);
-    if (!array || fsdpc_py_self(object)->tensor->dtype != FSDPC_BF16)
-        return array;
+    fsdpc_dtype dtype = fsdpc_py_self(object)->tensor->dtype;
+    if (dtype != FSDPC_BF16)
+        return array_as(object, format_of(dtype));
     PyObject *type = ml_bfloat16();
-    if (!type && PyErr_Occurred())
-        Py_CLEAR(array);
     if (!type)
-        return array;
-    PyObject *viewed = PyObject_CallMethod(array, "view", "O", type);
+        return PyErr_Occurred() ? NULL : wide_copy(object);
+    PyObject *bits = array_as(object, format_of(dtype));
+    PyObject *viewed = bits ? PyObject_CallMethod(bits, "view", "O", type) : NULL;
     Py_DECREF(type);
-    Py_DECREF(array);
+    Py_XDECREF(bits);
     return viewed;
+}
+
+PyObject *fsdpc_py_tensor_bits(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    static const char *const types[] = {[1] = "u1", [2] = "u2", [4] = "u4", [8] = "u8"};
+    return array_as(object, types[fsdpc_dtype_bytes(fsdpc_py_self(object)->tensor->dtype)]);
 }
 
 /* __array__(dtype=None, copy=None) */

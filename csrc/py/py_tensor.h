@@ -36,6 +36,7 @@ PyObject *fsdpc_py_tensor_register_hook(PyObject *self, PyObject *callable);
 
 /* NumPy, by Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
+PyObject *fsdpc_py_tensor_bits(PyObject *self, PyObject *unused);
 PyObject *fsdpc_py_tensor_array(PyObject *self, PyObject *args, PyObject *kwargs);
 PyObject *fsdpc_py_tensor_reduce(PyObject *self, PyObject *unused);
 /* Is it NumPy's, or like it?  False, perhaps with an exception, which is not a missing attribute.

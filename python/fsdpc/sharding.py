@@ -260,7 +260,7 @@ def _describe(name: str, p: Parameter) -> str:
     if p.is_deferred:
         value = f"deferred {p._recipe}"
     else:
-        value = f"crc32c {_core.crc32c(0, np.ascontiguousarray(p.detach().numpy())):08x}"
+        value = f"crc32c {_core.crc32c(0, np.ascontiguousarray(p.detach().bits())):08x}"
     return f"{name} {p.shape} {p.dtype.name} requires_grad={p.requires_grad} {value}"
 
 

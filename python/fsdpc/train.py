@@ -323,7 +323,7 @@ class Trainer:
         crc = 0
         for _, p in sorted(self.model.named_parameters()):
             full = full_tensor(p).to(_core.float32)
-            crc = _core.crc32c(crc, full.numpy())
+            crc = _core.crc32c(crc, full.bits())
         return crc
 
     def _show_sample(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import math
 import pickle
 import sys
@@ -196,13 +197,24 @@ def test_numpy_shares_memory_both_ways(shape, dtype):
 def test_numpy_of_bfloat16():
     t = _core.tensor([1.0, -2.0], dtype="bfloat16")
     array = t.numpy()
-    if array.dtype == np.uint16:
-        assert array.tolist() == [0x3F80, 0xC000]
-        assert "ml_dtypes" not in sys.modules
-    else:
-        assert array.dtype.name == "bfloat16" and array.astype(np.float32).tolist() == [1.0, -2.0]
+    if importlib.util.find_spec("ml_dtypes"):
+        assert array.dtype.name == "bfloat16" and array.ctypes.data == t.data_ptr
         assert _core.array_equal(_core.from_numpy(array), t)
-    assert memoryview(t).format == "H"
+    for values in (array, np.asarray(t), np.array(t), t.tolist()):
+        assert np.asarray(values, np.float32).tolist() == [1.0, -2.0]
+    assert t.bits().tolist() == [0x3F80, 0xC000] and t.bits().ctypes.data == t.data_ptr
+    assert memoryview(t.bits()).format == "H"
+    with pytest.raises(BufferError, match="bits"):
+        memoryview(t)
+
+
+def test_numpy_of_bfloat16_with_numpy_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    t = _core.tensor([[1.0, -2.0]], dtype="bfloat16", requires_grad=True)
+    for array in (t.numpy(), np.asarray(t)):
+        assert array.dtype == np.float32 and array.tolist() == [[1.0, -2.0]]
+        assert not array.flags.writeable  # a copy: what is written would be lost
+    assert t.bits().tolist() == [[0x3F80, 0xC000]]
 
 
 def test_from_numpy_copies_what_it_cannot_share():
