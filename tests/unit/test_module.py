@@ -117,6 +117,21 @@ def test_states_that_do_not_fit_are_listed_whole() -> None:
     assert (model.first.weight.detach().numpy() == before).all()
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_values_of_other_dtypes(sharded: bool) -> None:
+    """Real numbers are converted, others refused by name before anything changes."""
+    model = fsdpc.fully_shard(nn.Linear(2, 1)) if sharded else nn.Linear(2, 1)
+    before = fsdpc.full_tensor(model.bias).item()
+    wrong = np.ones((1, 2), np.complex64)
+    with pytest.raises(TypeError, match="no real numbers: weight: complex64; convert"):
+        model.load_state_dict({"bias": np.ones(1), "weight": wrong})
+    assert fsdpc.full_tensor(model.bias).item() == before
+    for right in (np.array([[1, 2]]), np.array([[True, False]]), [[1.0, 2.0]]):
+        model.load_state_dict({"bias": np.ones(1), "weight": right})
+        assert fsdpc.full_tensor(model.weight).tolist() == np.asarray(right).tolist()
+
+
 def test_attributes_move_between_tables() -> None:
     model = Outer()
     model.first = nn.Linear(1, 1)
@@ -142,6 +157,17 @@ def test_repr_shows_the_tree() -> None:
     text = repr(Outer())
     assert text.startswith("Outer(\n  (first): Inner()")
     assert "    (1): Dropout(p=0.5)" in text
+
+
+def test_repr_of_equal_blocks_is_one() -> None:
+    layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1), nn.Dropout(0.5), nn.Linear(1, 1)])
+    assert repr(layers).split("\n") == [
+        "ModuleList(",
+        "  (0-1): 2 x Linear(1, 1, bias=True)",
+        "  (2): Dropout(p=0.5)",
+        "  (3): Linear(1, 1, bias=True)",
+        ")",
+    ]
 
 
 def test_sequential_runs_in_order() -> None:

@@ -434,6 +434,13 @@ def test_names_that_were_given() -> None:
         optim.get_optimizer_state_dict(again.outer, nameless)
 
 
+def test_repr_shows_groups_and_options() -> None:
+    w, b = nn.Linear(2, 2).parameters()
+    text = repr(optim.SGD([{"params": [w], "lr": 0.5}, {"params": [b]}], lr=0.1, momentum=0.9))
+    assert text.startswith("SGD (\nParameter Group 0\n    dampening: 0.0\n    lr: 0.5\n")
+    assert "Parameter Group 1" in text and "    momentum: 0.9\n" in text and text.endswith("\n)")
+
+
 @pytest.mark.ranks(2)
 def test_states_that_do_not_fit() -> None:
     """Every difference is named, and nothing is changed."""
@@ -456,6 +463,8 @@ def test_states_that_do_not_fit() -> None:
         optimizer.load_state_dict({"state": {}})
     refused(ValueError, "is of 2 parameter groups, the optimizer has 1", param_groups=[group] * 2)
     refused(ValueError, r"unknown options \['speed'\]", param_groups=[{**group, "speed": 1}])
+    refused(TypeError, "exp_avg of 'outer.bias': complex64",
+            state=one(exp_avg=np.ones(3, np.complex64)), param_groups=[group])  # fmt: skip
     refused(ValueError, "lr is out of range: -1", param_groups=[{**group, "lr": -1}])
     refused(KeyError, r"missing \['outer.bias'\], unexpected \['b'\]",
             param_groups=[{**group, "params": [*(NAMES - {"outer.bias"}), "b"]}])  # fmt: skip

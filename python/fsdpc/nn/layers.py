@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -161,6 +162,15 @@ class ModuleList(Module):
         for module in modules:
             self.append(module)
         return self
+
+    def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        runs = [list(run) for _, run in itertools.groupby(children, lambda child: child[1])]
+        return [
+            run[0]
+            if len(run) == 1
+            else (f"{run[0][0]}-{run[-1][0]}", f"{len(run)} x {run[0][1]}")
+            for run in runs
+        ]
 
     def __len__(self) -> int:
         return len(self._modules)

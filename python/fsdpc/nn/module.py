@@ -321,7 +321,8 @@ class Module:
         Parameters
         ----------
         state : mapping of str to Tensor or ndarray
-            Full values; dtypes are converted. A sharded parameter takes its own rows.
+            Full values; dtypes of real numbers are converted. A sharded parameter takes its own
+            rows.
         strict : bool, default True
             Refuse missing and unexpected names.
 
@@ -335,6 +336,12 @@ class Module:
             Names are missing or unexpected and ``strict`` is set; all of them are listed.
         ValueError
             Shapes differ; all of them are listed.
+        TypeError
+            Values are no real numbers; all of them are listed.
+
+        Notes
+        -----
+        After an error nothing is changed.
         """
         own: dict[str, Tensor] = {}
         for path, module in self.named_modules():
@@ -350,18 +357,19 @@ class Module:
         unexpected = [name for name in state if name not in own]
         if strict and (missing or unexpected):
             raise KeyError(f"state does not fit: missing {missing}, unexpected {unexpected}")
+        given = {name: state[name] for name in own if name in state}
         wrong = [
-            f"{name}: {tuple(state[name].shape)} given, {t.shape} wanted"
-            for name, t in own.items()
-            if name in state and tuple(state[name].shape) != tuple(t.shape)
+            f"{name}: {np.shape(value)} given, {own[name].shape} wanted"
+            for name, value in given.items()
+            if np.shape(value) != own[name].shape
         ]
         if wrong:
             raise ValueError("shapes differ: " + "; ".join(wrong))
+        check_real(given)
         previous = _core.set_grad_enabled(False)
         try:
-            for name, t in own.items():
-                if name in state:
-                    _copy_value(t, state[name])
+            for name, value in given.items():
+                _copy_value(own[name], value)
         finally:
             _core.set_grad_enabled(previous)
         return missing, unexpected
@@ -372,20 +380,37 @@ class Module:
         """Return what stands between the parentheses of repr."""
         return ""
 
+    def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return names and texts of the lines that repr gives to children."""
+        return children
+
     def __repr__(self) -> str:
-        lines = [
-            f"({name}): {child!r}".replace("\n", "\n  ") for name, child in self.named_children()
-        ]
+        rows = self._shown([(name, repr(child)) for name, child in self.named_children()])
+        lines = [f"({name}): {text}".replace("\n", "\n  ") for name, text in rows]
         head = type(self).__name__ + "(" + self.extra_repr()
         return head + ("\n  " + "\n  ".join(lines) + "\n" if lines else "") + ")"
 
 
-def _copy_value(target: Tensor, value: Any) -> None:
+def check_real(values: Mapping[str, Any]) -> None:
+    """Refuse what would lose an imaginary part, or is no number at all."""
+    dtypes = {n: np.asarray(v).dtype for n, v in values.items() if not isinstance(v, Tensor)}
+    known = "bfloat16"  # ml_dtypes'
+    wrong = [f"{n}: {d}" for n, d in dtypes.items() if d.kind not in "fiub" and d.name != known]
+    if wrong:
+        raise TypeError(f"values that are no real numbers: {'; '.join(wrong)}; convert them first")
+
+
+def float_tensor(value: Any) -> Tensor:
+    """Return a value as a tensor that parameters and states can take, integers as float64."""
     source = value if isinstance(value, Tensor) else _core.tensor(np.ascontiguousarray(value))
+    return source if source.dtype.is_floating_point else source.double()
+
+
+def _copy_value(target: Tensor, value: Any) -> None:
     unit = getattr(target, "_unit", None)
     if unit is not None:
-        unit.write(target._index, source)
+        unit.write(target._index, float_tensor(value))
     else:
         if target.is_deferred:
             target.materialize_()
-        target.copy_(source)
+        target.copy_(value)

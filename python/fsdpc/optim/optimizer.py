@@ -57,6 +57,13 @@ class Optimizer:
         self._refuse_strays()
         self._set_options()
 
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ("]
+        for i, group in enumerate(self.param_groups):
+            lines.append(f"Parameter Group {i}")
+            lines += [f"    {name}: {group[name]}" for name in sorted(group) if name != "params"]
+        return "\n".join([*lines, ")"])
+
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Take over more parameters, with options of their own.
 

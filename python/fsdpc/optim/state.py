@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpc import _core
+from fsdpc.nn.module import check_real, float_tensor
 
 if TYPE_CHECKING:
     from fsdpc.nn.module import Module, Parameter
@@ -172,20 +173,18 @@ def _check_states(
                 f"the state of '{name}' does not fit {optimizer._KIND}: missing {missing}, "
                 f"unexpected {surplus}"
             )
-        for each, value in entry.items():
-            if each != "step" and tuple(value.shape) != tuple(p.shape):
-                raise ValueError(
-                    f"{each} of '{name}': {tuple(value.shape)} given, {tuple(p.shape)} wanted"
-                )
+        values = {f"{each} of '{name}'": v for each, v in entry.items() if each != "step"}
+        for label, value in values.items():
+            if np.shape(value) != p.shape:
+                raise ValueError(f"{label}: {np.shape(value)} given, {p.shape} wanted")
+        check_real(values)
 
 
 def _load_one(optimizer: Optimizer, p: Parameter, entry: Mapping[str, Any]) -> None:
     for k, name in enumerate(optimizer._state_names(p)):
         if name not in entry:
             continue
-        value = entry[name]
-        if not isinstance(value, _core.Tensor):
-            value = _core.tensor(np.ascontiguousarray(value))
+        value = float_tensor(entry[name])
         if p._unit is None:
             optimizer._plain_states(p)[name].copy_(value)
         else:
