@@ -245,6 +245,8 @@ def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
         theirs.save_pretrained(tmp_path / "c")
     fsdpc.barrier()
     model = by_blocks(GPT2(CONFIG.with_(max_seq=32, inner=4 * CONFIG.dim)))
+    with pytest.raises(checkpoint.CheckpointError, match=r"c_attn.*here.*names='gpt2' fits it$"):
+        checkpoint.load(tmp_path / "c", {"model": model})
     checkpoint.load(tmp_path / "c", {"model": model}, names="gpt2")
     theirs.eval()
     model.eval()

@@ -14,6 +14,7 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, saving
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.manifest import CheckpointError
+from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.pieces import FLOATS, Piece, Saved, pieces_of, states_of
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
@@ -147,12 +148,21 @@ class _Load:
             self.wrong.append(f"missing {self.report.missing}")
         if strict and self.report.unexpected:
             self.wrong.append(f"unexpected {self.report.unexpected}")
+        if self.wrong and names is None and "model" in self.state:
+            self.wrong += [f"names='{family}' fits it" for family in FAMILIES if self._fits(family)]
         if self.wrong:
             raise CheckpointError(f"{folder} does not fit: {'; '.join(self.wrong)}")
 
-    def _match_model(self, names: Names | None) -> None:
-        from fsdpc.checkpoint.names import file_names
+    def _fits(self, family: str) -> bool:
+        given = dict(self.source.model)
+        mapped = file_names(family, [p.name for p in self.held.pieces], given)
+        for piece in self.held.pieces:
+            name, turned = mapped[piece.name]
+            if name not in given or tuple(given[name].shape[:: -1 if turned else 1]) != piece.shape:
+                return False
+        return True
 
+    def _match_model(self, names: Names | None) -> None:
         held = self.held = pieces_of(self.state["model"], True)
         given = dict(self.source.model)
         mapped = file_names(names, [p.name for p in held.pieces], given)
