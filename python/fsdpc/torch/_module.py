@@ -421,12 +421,26 @@ def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any])
                 fully_shard(inner if len(inner) > 1 else inner[0], **{**options, **own})
 
 
+def _state_of(module: nn.Module) -> UnitState | None:
+    """Return what a sharded module knows of its unit; None of one that is not sharded."""
+    return module.__dict__.get("_fsdpc_state")
+
+
+fully_shard.state = _state_of  # type: ignore[attr-defined]
+
 _classes: dict[type, type] = {}
+
+
+def _new_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """Make a module of the class that was sharded: ``model[:2]`` of a Sequential is a plain one."""
+    ours = fsdp_module.FSDPModule
+    plain = next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ours))
+    return plain(*args, **kwargs)
 
 
 def _sharded_class(cls: type) -> type:
     if cls not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": _new_plain}
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
     return _classes[cls]
 

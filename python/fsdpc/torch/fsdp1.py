@@ -132,6 +132,9 @@ class FullyShardedDataParallel(FSDPModule):
                 return _without_class(self)
             raise
 
+    def __getitem__(self, key: Any) -> Any:
+        return _without_class(self)[key]
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip by the global norm and return it; collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
