@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fsdpc import _core
 from fsdpc.torch import _profile
-from fsdpc.torch._unit import Root, UnitState, make_root
+from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
 _FORWARD = CheckpointFunction.forward.__code__
 _BACKWARD = CheckpointFunction.backward.__code__
@@ -52,12 +52,9 @@ class _EndBackward(torch.autograd.Function):
 def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a forward (or another method) of a sharded module."""
     state: UnitState = module.__dict__["_fsdpc_state"]
-    door, root = state.door, state.root or make_root(module)
     if state.summoned:
-        raise RuntimeError(
-            f"{type(module).__name__} was called while its parameters stand on private copies, "
-            "inside summon_full_params() or apply(): call it after"
-        )
+        return _run_on_copies(module, state, call, args, kwargs)
+    door, root = state.door, state.root or make_root(module)
     grad = _is_grad_enabled()
     in_task = _task_id() != -1
     if not in_task and door.in_backward:
@@ -97,6 +94,32 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if span is not None:
         _profile.leave(span)
     return result
+
+
+def _run_on_copies(
+    module: Any, state: UnitState, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Run a forward on the private copies of ``summon_full_params``, without communication."""
+    name = type(module).__name__
+    if any(owner[key] is state.pieces[i] for owner, key, i in state.slots):
+        raise RuntimeError(
+            f"{name} was called inside summon_full_params(rank0_only=True) on a rank that keeps "
+            "its rows there: call it on rank 0 alone, or summon on all ranks"
+        )
+    if _is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was called while its parameters stand on private copies, inside "
+            "summon_full_params() or apply(), where gradients would reach the copies alone: call "
+            "it under torch.no_grad(), or after"
+        )
+    if state.root is None and not all(s.summoned for s in states_of(module)):
+        make_root(module)  # units inside run as ever
+    with state.computing():
+        if state.cast_to is not None:
+            args, kwargs = _cast(args, state.cast_to), _cast(kwargs, state.cast_to)
+        result = call(*args, **kwargs)
+    output = state.policy.output_dtype
+    return result if output is None else _cast(result, output)
 
 
 # ---- reentrant checkpoints ----

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -155,11 +156,27 @@ class UnitState:
         return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
     def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
-        """Let modules see private full copies and be called, or pieces again."""
+        """Let modules see private full copies and be called, or pieces again.
+
+        Shown as private copies, pieces count as summoned, and modules cannot be called.
+        """
         for owner, key, i in self.slots:
             owner[key] = (fulls or self.pieces)[i]
         self.summoned = fulls is not None
-        self.door.lift(self.summoned)
+        self.door.lift(self.summoned and fulls is not self.pieces)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let summoned copies be in the dtype of compute."""
+        dtype = self.policy.param_dtype
+        copies = [owner[key] for owner, key, _ in self.slots]
+        try:
+            for (owner, key, _), p in zip(self.slots, copies, strict=True):
+                owner[key] = p if dtype in (None, p.dtype) else nn.Parameter(p.to(dtype), False)
+            yield
+        finally:
+            for (owner, key, _), p in zip(self.slots, copies, strict=True):
+                owner[key] = p
 
     def adopt(self, i: int) -> None:
         """Take over what a piece's ``.data`` was replaced by."""

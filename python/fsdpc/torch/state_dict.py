@@ -54,7 +54,8 @@ def summon_full_params(
 
     Notes
     -----
-    The modules cannot be called inside.
+    Inside, modules can be called without gradients: they compute with the copies and communicate
+    nothing, so rank 0 alone may generate. Units that ``recurse=False`` leaves out run as ever.
     """
     if rank0_only and writeback:
         raise ValueError("rank0_only with writeback=True: other ranks would keep the old rows")
