@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import MixedPrecisionPolicy, full_grad, fully_shard, optim, summon_full_params
+from fsdpc.torch import (
+    MixedPrecisionPolicy,
+    full_grad,
+    fully_shard,
+    optim,
+    set_model_state_dict,
+    summon_full_params,
+)
 
 from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
 from .test_surroundings import join_gloo
@@ -316,3 +324,86 @@ def test_gradients_know_the_whole() -> None:
         torch.testing.assert_close(full.norm(), grad.norm())
         with pytest.raises(RuntimeError, match=r"what was a gradient of rows \d+:\d+ of '"):
             grad.clone().full_tensor()
+
+
+@pytest.mark.ranks([1, 2])
+def test_wrappers_that_take_pieces_for_parameters(tmp_path: Any) -> None:
+    join_gloo(tmp_path)
+    for used in (False, True):
+        ours = shard(build())
+        if used:
+            loss_of(ours, batch(0, 0)).backward()
+        before = ours.state_dict()
+        around = nn.Sequential(ours, nn.Linear(5, 5))
+        for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+            for model in (ours, ours.blocks[0], around):
+                with pytest.raises(RuntimeError, match="around .*, which fsdpc shards: this rank"):
+                    wrap(model)
+        for name, value in ours.state_dict().items():
+            assert torch.equal(value, before[name])
+    plain = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    for model in (plain, nn.Sequential(plain, nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="holds a .*DistributedDataParallel.*without it"):
+            fully_shard(model)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks([1, 2])
+def test_torchs_fully_shard_over_pieces_is_named(tmp_path: Any) -> None:
+    from torch.distributed.fsdp import fully_shard as theirs
+
+    join_gloo(tmp_path)
+    ours = shard(build())
+    theirs(ours)
+    with pytest.raises(RuntimeError, match="was replaced by a DTensor after fully_shard"):
+        ours(batch(0, 0))
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks([1, 2])
+def test_memory_that_parameters_share_is_named() -> None:
+    flat = torch.zeros(12)
+    apart, shared = nn.Linear(2, 2), nn.Linear(2, 2)
+    apart.weight, apart.bias = nn.Parameter(flat[:4].view(2, 2)), nn.Parameter(flat[4:6])
+    fully_shard(apart)
+    shared.weight, shared.bias = nn.Parameter(flat[6:10].view(2, 2)), nn.Parameter(flat[9:11])
+    with pytest.raises(ValueError, match="'weight' and 'bias' are over the same memory"):
+        fully_shard(shared)
+
+
+@pytest.mark.ranks([1, 2])
+def test_whole_params_of_another_model_are_named() -> None:
+    other = [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(ValueError, match="none of them is of Linear.*'weight', 'bias'"):
+        fully_shard(nn.Linear(2, 2), whole_params=other)
+    ours = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(ours[0])
+    if fsdpc.world_size() > 1:
+        with pytest.raises(ValueError, match="cut already, rows .*before the first fully_shard"):
+            fully_shard(ours, whole_params=list(ours.parameters()))
+
+
+@pytest.mark.ranks([1, 2])
+def test_complex_values_are_refused() -> None:
+    ours = shard(build())
+    before = ours.state_dict()
+    given = {**before, "last.weight": before["last.weight"] + 1j}
+    for load in (ours.load_state_dict, lambda sd: set_model_state_dict(ours, sd)):
+        with pytest.raises(TypeError, match="complex64 for 'last.weight', which is torch.float32"):
+            load(given)
+    part = nn.Sequential(ours)
+    with pytest.raises(TypeError, match="complex64 for '0.last.weight'"):
+        part.load_state_dict({f"0.{name}": value for name, value in given.items()})
+    with pytest.raises(RuntimeError, match=r"of other shapes or complex \['last.weight'\]"):
+        set_model_state_dict(ours, given if fsdpc.rank() == 0 else {}, rank0_only=True)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.ranks(1)
+def test_offload_policies() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with pytest.raises(TypeError, match="offload_policy takes an OffloadPolicy .*got int: 5"):
+        fully_shard(nn.Linear(2, 2), offload_policy=5)
+    fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())

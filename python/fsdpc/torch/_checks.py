@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -47,11 +48,46 @@ def check_module(module: Any, sharded: type) -> None:
             "modules in it (a list of them is one unit), or the module around it"
         )
     for inner in module.modules():
+        wrapper = _wrapper(inner)
+        if wrapper:
+            raise ValueError(
+                f"{name} holds a {wrapper}, which would handle parameters and gradients a second "
+                "time: give fully_shard the module without it"
+            )
         if isinstance(inner, nn.Embedding) and (inner.max_norm is not None or inner.sparse):
             what = "max_norm writes weights in forward" if inner.max_norm else "sparse gradients"
             raise NotImplementedError(
                 f"{name} holds an nn.Embedding whose {what}: make it without, or ignore its weight"
             )
+
+
+#: What takes the parameters that it wraps for whole ones, or shards them itself.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+}
+
+
+def _wrapper(module: nn.Module) -> str:
+    """Name what a module is of these; empty if none."""
+    found = ((c.__module__, c.__name__) for c in type(module).__mro__)
+    return next((".".join(each) for each in found if each in _WRAPPERS), "")
+
+
+def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raise if a sharded module is put into what would take its pieces for whole parameters."""
+    if name not in ("module", "_fsdp_wrapped_module") or not isinstance(inner, nn.Module):
+        return
+    wrapper = _wrapper(outer)
+    piece = next((p for p in inner.parameters() if hasattr(p, "fsdpc")), None) if wrapper else None
+    if piece is not None:
+        raise RuntimeError(
+            f"{wrapper} around {type(inner).__name__}, which fsdpc shards: this rank has "
+            f"{piece.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
+            "gradients over ranks themselves: leave it out (with a Trainer or accelerate's "
+            "prepare(), which add it, train in a loop of your own)"
+        )
 
 
 def check_list(modules: list[nn.Module]) -> None:
@@ -88,8 +124,44 @@ def check_params(option: str, params: Any) -> list[nn.Parameter]:
     return found
 
 
+def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]], of: str) -> None:
+    """Raise if none of these is a module's own: it may be given those of a whole model."""
+    cut = next((p.fsdpc for p in whole if getattr(p, "fsdpc", None) and p.fsdpc.is_cut), None)  # type: ignore[attr-defined]
+    if cut is not None:
+        raise ValueError(
+            f"whole_params has a piece of a parameter that is cut already, {cut}: list parameters "
+            "before the first fully_shard"
+        )
+    own = {id(p) for _, p in found}
+    if whole and not any(id(p) in own or hasattr(p, "_fsdpc_sharded") for p in whole):
+        raise ValueError(
+            f"whole_params has {len(whole)} parameters, and none of them is of {of}, which has "
+            f"{[name for name, _ in found][:5]}: pick them with model.get_parameter(name)"
+        )
+
+
+def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise if parameters share some of their memory, which they would not once they are cut."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in params
+        if not p.is_meta and p.numel()
+    )
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:], strict=False):
+        if begin < end:
+            raise ValueError(
+                f"parameters '{name}' and '{other}' are over the same memory: tie them (one "
+                "nn.Parameter under both names), or clone() one"
+            )
+
+
 def check_offload(policy: Any) -> None:
-    """Raise if masters are to be in host memory and units are not."""
+    """Raise unless this is a policy, or if masters are to be in host memory and units are not."""
+    if policy is not None and all(c.__name__ != "OffloadPolicy" for c in type(policy).__mro__):
+        raise TypeError(
+            "offload_policy takes an OffloadPolicy or a CPUOffloadPolicy, got "
+            f"{type(policy).__name__}: {policy!r:.60}"
+        )
     if hasattr(policy, "pin_memory") and not _device.on_cpu():
         raise NotImplementedError(
             "CPUOffloadPolicy: masters stay on the GPU that computes; leave offload_policy out"
@@ -277,3 +349,4 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
 
 
 register_optimizer_step_pre_hook(check_optimizer)
+register_module_module_registration_hook(refuse_wrapper)

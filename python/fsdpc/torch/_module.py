@@ -14,6 +14,7 @@ from fsdpc.sharding import _check_reshard, _mesh_comms, check_agreement
 from fsdpc.strategies import apply_strategy, strategy_name
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
+    check_apart,
     check_list,
     check_module,
     check_offload,
@@ -21,6 +22,7 @@ from fsdpc.torch._checks import (
     check_params,
     check_place,
     check_policy,
+    check_whole,
     log_once,
     mark_replaced,
 )
@@ -366,7 +368,10 @@ def fully_shard(
     ignored = {id(p) for p in ignored_params}
     inside = _inside_of(modules)
     found = _collect(inside, modules, ignored, shard_placement_fn)
-    _device.choose([(name, p) for name, p, _ in found], getattr(mesh, "device_type", None))
+    named = [(name, p) for name, p, _ in found]
+    check_apart(named)
+    check_whole(whole_params, named, type(modules[0]).__name__)
+    _device.choose(named, getattr(mesh, "device_type", None))
     check_offload(offload_policy)
     mesh, reshard_after_forward, keep_grads = apply_strategy(
         strategy, as_mesh(mesh), reshard_after_forward
@@ -401,7 +406,7 @@ def fully_shard(
     for i, (_, p, _) in enumerate(found):
         if not p.is_meta:
             state.unit.write(i, values_of(p, comms, sync_module_states))
-    mark_replaced([(name, p) for name, p, _ in found], state)
+    mark_replaced(named, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit

@@ -328,6 +328,13 @@ def make_root(module: nn.Module) -> Root:
         states[id(state)] = state
     ordered = list(states.values())
     for state in ordered:
+        for owner, key, i in [] if state.summoned else state.slots:
+            if owner.get(key) is not state.pieces[i]:
+                raise RuntimeError(
+                    f"parameter '{state.names[i]}' of unit '{state.unit.name}' was replaced by a "
+                    f"{type(owner.get(key)).__name__} after fully_shard (by another fully_shard, "
+                    "or a parametrization): do that before, or leave it out"
+                )
         for i in state.missing:
             raise RuntimeError(
                 f"parameter '{state.names[i]}' of unit '{state.unit.name}' was on the meta device "

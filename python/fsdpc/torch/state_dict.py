@@ -134,11 +134,23 @@ def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _Option.depth -= 1
 
 
+def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
+    """Raise if a value would lose its imaginary part."""
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        raise TypeError(
+            f"the state dict has {value.dtype} for '{name}', which is {p.dtype}: give it "
+            "value.real, if that is meant"
+        )
+
+
 def module_load_state_dict(
     module: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
     """``load_state_dict`` of a sharded module: each rank keeps its rows of full tensors."""
     states = states_of(module)
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if hasattr(p, "fsdpc"):
+            _check_real(name, state_dict.get(name), p)
     news: dict[int, list[Any]] = {
         id(s): [
             nn.Parameter(
@@ -189,6 +201,7 @@ def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str
         return
     for key, i in places.items():
         value = given.get(prefix + key)
+        _check_real(prefix + key, value, state.pieces[i])
         if isinstance(value, torch.Tensor) and value.shape == state.shapes[i]:
             state.write(i, value.to(state.pieces[i].dtype))
             given[prefix + key] = state.pieces[i].detach()
@@ -281,7 +294,7 @@ def _broadcast(state: UnitState, value: torch.Tensor) -> None:
             comm.broadcast(flat, 0)
 
 
-_FITS, _MISSING, _OTHER_SHAPE = 1, 0, 2
+_FITS, _MISSING, _OTHER = 1, 0, 2
 
 
 def _check_names(
@@ -294,19 +307,21 @@ def _check_names(
     """Return which of the model's tensors rank 0 has; every rank raises alike."""
     marks = torch.zeros(len(own) + 1, dtype=torch.uint8, device=_device.home())
     if _rank(units) == 0:
-        for k, (name, shape) in enumerate(zip(own, shapes, strict=True)):
-            if name in state_dict:
-                marks[k] = _FITS if state_dict[name].shape == shape else _OTHER_SHAPE
+        for k, ((name, here), shape) in enumerate(zip(own.items(), shapes, strict=True)):
+            value = state_dict.get(name)
+            if value is not None:
+                real = here.is_complex() or not value.is_complex()
+                marks[k] = _FITS if value.shape == shape and real else _OTHER
         marks[-1] = bool(set(state_dict) - set(own))
     _broadcast(units[0], marks)
     *found, extra = marks.tolist()
     names = list(own)
-    other = [names[k] for k, mark in enumerate(found) if mark == _OTHER_SHAPE]
+    other = [names[k] for k, mark in enumerate(found) if mark == _OTHER]
     missing = [names[k] for k, mark in enumerate(found) if mark == _MISSING]
     if other or (strict and (missing or extra)):
         unexpected = sorted(set(state_dict) - set(own))[:5] if _rank(units) == 0 else "on rank 0"
         raise RuntimeError(
             f"rank 0's state dict does not fit: missing {missing[:5]}, of other shapes "
-            f"{other[:5]}, unexpected {unexpected if extra else []}"
+            f"or complex {other[:5]}, unexpected {unexpected if extra else []}"
         )
     return [mark == _FITS for mark in found]
