@@ -50,23 +50,40 @@ fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool
     return FSDPC_OK;
 }
 
-/* Adding to folded sums is right, but no longer the tree that other splits of the batch make. */
-static void warn_folded(const fsdpc_unit *unit)
+/* Has the sum begun, of gradients that the number of micro-steps was to divide before?  fp16 rounds
+ * what becomes small by it; wider exponents only move. */
+static bool is_divided_in_half(const fsdpc_unit *unit)
 {
-    fsdpc_root *root = unit->root;
-    if (!unit->folded || root->warned_folded)
-        return;
-    root->warned_folded = true;
-    FSDPC_WARN(&root->comm->log,
-               "deterministic mode: gradients of '%s' were read between micro-steps, so their sums "
-               "depend on how ranks split the batch: call set_requires_gradient_sync(False) on the "
-               "model for all backwards of a step but the last",
-               unit->name);
+    if (unit->n_sums == 0 || unit->divide_factor != fsdpc_mesh_ranks(&unit->mesh))
+        return false;
+    bool half = false;
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        half |=
+            unit->groups[g].wire_dtype == FSDPC_F16 || unit->groups[g].reduce_dtype == FSDPC_F16;
+    return half;
+}
+
+/* The sums are right, but not the bits that other splits of the batch make. */
+static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
+{
+    if (!*warned)
+        FSDPC_WARN(&unit->root->comm->log,
+                   "deterministic mode: gradients of '%s' %s, so their sums depend on how ranks "
+                   "split the batch: call %s",
+                   unit->name, why, cure);
+    *warned = true;
 }
 
 fsdpc_status fsdpc_micro_added(fsdpc_unit *unit)
 {
-    warn_folded(unit);
+    if (unit->folded)
+        warn_once(unit, &unit->root->warned_folded, "were read between micro-steps",
+                  "set_requires_gradient_sync(False) on the model for all backwards of a step but "
+                  "the last");
+    else if (is_divided_in_half(unit))
+        warn_once(unit, &unit->root->warned_half, "are fp16 and divided by micro-steps too early",
+                  "set_gradient_divide_factor(ranks x micro-steps) on every sharded module, and "
+                  "leave the loss whole");
     int top = unit->n_sums - 1;
     unit->folded = false;
     if (top >= 0 && unit->heights[top] == 0)

@@ -97,6 +97,7 @@ struct fsdpc_root {
     bool captured;         /* a step of it is being captured (step_graph.h) */
     uint32_t captures;     /* that were begun */
     bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short */
+    bool warned_half;      /* likewise: that fp16 gradients are divided too early */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;

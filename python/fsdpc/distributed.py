@@ -56,7 +56,9 @@ def init(
     deterministic : bool, default False
         Sum micro-steps as the tree that ranks are summed in, so that with powers of two the result
         depends on the list of micro-batches alone, not on how ranks and accumulation split it.
-        Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is.
+        Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is. In fp16
+        that holds if the loss is left whole and the number of micro-steps times that of ranks is
+        given to ``set_gradient_divide_factor``: dividing the loss rounds gradients that are small.
 
     Raises
     ------

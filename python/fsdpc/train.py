@@ -165,6 +165,8 @@ class Trainer:
         if not distributed.is_initialized():
             distributed.init(deterministic=options.deterministic)
         self.rank, self.world = distributed.rank(), distributed.world_size()
+        whole = options.deterministic and options.dtype == "fp16"  # see distributed.init()
+        self.divisor = 1 if whole else options.accumulate  # of losses
         self.model, self.optimizer = self._build()
         self.scaler = LossScaler() if options.dtype == "fp16" else None
         warmup = max(1, options.steps // 20)
@@ -206,6 +208,9 @@ class Trainer:
         for block in model.blocks():
             fully_shard(block, **sharding)
         fully_shard(model, **sharding)
+        if self.divisor != o.accumulate:
+            for m in (*model.blocks(), model):
+                m.set_gradient_divide_factor(self.world * o.accumulate)
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim < 2]
         groups = [
@@ -270,7 +275,7 @@ class Trainer:
                 self.model.set_requires_gradient_sync(micro == o.accumulate - 1)
             x, y = next(self.loader)
             loss = self.model(x, y)
-            part = loss / o.accumulate if o.accumulate > 1 else loss
+            part = loss / self.divisor if self.divisor > 1 else loss
             (self.scaler.scale(part) if self.scaler else part).backward()
             losses.append(float(loss))
         lr = self.optimizer.param_groups[0]["lr"]

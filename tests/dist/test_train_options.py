@@ -32,6 +32,9 @@ def test_deterministic_splits_end_equal(tmp_path: Path) -> None:
         for more in ([], ["--strategy", "no_shard"])
     }
     assert len(found) == 1
+    half = ["--deterministic", "--dtype", "fp16"]
+    one, two = (crc_of(tmp_path, *half, "--ranks", n, "--accumulate", m) for n, m in splits[:2])
+    assert one == two
 
 
 def test_strategies_end_equal(tmp_path: Path) -> None:

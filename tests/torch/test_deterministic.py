@@ -8,7 +8,8 @@ import torch
 import fsdpc
 from fsdpc import _core
 from fsdpc._launch.forked import Report, run_forked
-from fsdpc.torch import optim
+from fsdpc.torch import MixedPrecisionPolicy, full_grad, optim
+from fsdpc.torch._unit import sharded_modules
 
 from .common import batch, build, loss_of, shard
 
@@ -55,3 +56,35 @@ def test_micro_steps_that_hand_out_gradients_warn_once() -> None:
         named = f"fsdpc rank {rank}: warning: deterministic mode: gradients of '"
         assert text.count(named) == 1
     assert "call set_requires_gradient_sync(False) on the model" in text
+
+
+def half(divided: bool) -> int:
+    """A checksum of small gradients in fp16, of eight micro-batches however they are split."""
+    fsdpc.init(deterministic=True)
+    ours = shard(build(), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16))
+    ranks = fsdpc.world_size()
+    if not divided:
+        for _, module in sharded_modules(ours):
+            module.set_gradient_divide_factor(MICRO)
+    for micro in range(MICRO // ranks):
+        ours.set_requires_gradient_sync(micro == MICRO // ranks - 1)
+        loss = loss_of(ours, batch(0, micro * ranks + fsdpc.rank()).half()) * 1e-2
+        (loss * ranks / MICRO if divided else loss).backward()
+    values = torch.cat([full_grad(p).reshape(-1) for p in ours.parameters()])
+    fsdpc.shutdown()
+    return _core.crc32c(0, values.numpy())
+
+
+@pytest.mark.ranks(1, init=False)
+def test_fp16_sees_the_split_unless_the_factor_divides() -> None:
+    def run(ranks: int, divided: bool) -> tuple[set[int], str]:
+        lines: list[str] = []
+        outcome = run_forked(lambda: Report("ok", half(divided)), ranks, lines.append, timeout=60)
+        assert not outcome.failures, outcome.describe()
+        return {report.value for report in outcome.reports if report}, "".join(lines)
+
+    (alone,), text = run(1, False)
+    assert text == "" and run(2, False) == ({alone}, "")
+    (rounded,), text = run(1, True)
+    assert rounded != alone and text.count("are fp16 and divided by micro-steps too early") == 1
+    assert "call set_gradient_divide_factor(ranks x micro-steps)" in text
