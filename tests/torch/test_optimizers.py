@@ -189,3 +189,29 @@ def test_an_optimizer_that_stepped_before_sharding_is_refused() -> None:
     other.grad = torch.ones(3)
     others.step()  # has nothing of the model
     assert torch.equal(other.detach(), torch.full((3,), 0.9))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_bits_of_torchs_fused_steps(kind: str) -> None:
+    """But for elements that fill no vector (of 8, or at most 16), which torch takes one by one."""
+    torch.manual_seed(0)
+    plain = nn.Linear(25, 3)
+    ours = twin(plain)
+    fully_shard(ours)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}
+    optimizer = getattr(optim, kind)(ours.parameters(), **options)
+    theirs = getattr(torch.optim, kind)(plain.parameters(), fused=True, **options)
+    for _ in range(10):
+        x = torch.randn(4, 25)
+        for m, each in ((ours, optimizer), (plain, theirs)):
+            each.zero_grad()
+            m(x).square().mean().backward()
+            each.step()
+    whole = 75 - 75 % 16
+    p, q = ours.weight, plain.weight
+    assert torch.equal(p.detach().reshape(-1)[:whole], q.detach().reshape(-1)[:whole])
+    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        a, b = optimizer.piece_state(p)[name].reshape(-1), theirs.state[q][name].reshape(-1)
+        assert torch.equal(a[:whole], b[:whole]), name
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
