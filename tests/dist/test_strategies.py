@@ -8,7 +8,7 @@ from typing import Any
 import fsdpc
 import numpy as np
 import pytest
-from fsdpc import _core
+from fsdpc import _core, nn
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
 
@@ -53,6 +53,40 @@ def test_strategies_have_the_same_bits(precision: str) -> None:
             expected, values = result, parameters(model)
         assert result == expected, name
         assert_same(parameters(model), values)
+
+
+class Tied(nn.Module):
+    """A weight that is an embedding's and a head's, or is not."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(37, 24), nn.Linear(24, 24)
+        self.head = nn.Linear(24, 37, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Any) -> Any:
+        return fsdpc.functional.silu(self.head(self.inner(self.embedding(ids)))).mean()
+
+
+def gradients(tied: bool, synced: str, sharded: bool) -> dict[str, bytes]:
+    """What micro-steps add up to; those marked 's' reduce."""
+    fsdpc.manual_seed(3)
+    model: Any = fsdpc.fully_shard(Tied(tied)) if sharded else Tied(tied)
+    for k, mark in enumerate(synced):
+        if sharded:
+            model.set_requires_gradient_sync(mark == "s")
+        ids = np.random.default_rng(k).integers(0, 37, (4, 9))
+        model(fsdpc.tensor(ids)).backward()
+    return {n: fsdpc.full_grad(p).numpy().tobytes() for n, p in model.named_parameters()}
+
+
+@pytest.mark.ranks(1)
+def test_micro_steps_add_up_as_in_an_unsharded_model() -> None:
+    """As docs/design.md says: where only the last reduces, or all do and each weight is used once."""
+    for tied, synced in ((0, "s"), (0, "ns"), (0, "nns"), (0, "sss"), (1, "s"), (1, "nns")):
+        both = [gradients(bool(tied), synced, sharded) for sharded in (False, True)]
+        assert both[0] == both[1], (tied, synced)
 
 
 def counts() -> Counter[tuple[str, bool]]:
