@@ -78,6 +78,7 @@ struct fsdpc_py_door {
     PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
     int depth;             /* forwards of this unit that are running, one inside the other */
     bool shown;            /* dictionaries hold fulls */
+    long long version;     /* that the bases were given last */
     bool taken;            /* gradients were taken in this backward */
     bool held;             /* unshard() holds it: fulls stay shown */
     int pins;              /* calls of Unit.unshard that are not given back */

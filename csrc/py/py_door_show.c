@@ -5,7 +5,8 @@
  *
  * Stale reads.  All fulls of a flat group are views of one base tensor and share its version
  * counter.  Showing fulls sets it to the generation of the weights, resharding sets it away, so the
- * foreign autograd refuses a saved full that is no longer what forward saw.
+ * foreign autograd refuses a saved full that is no longer what forward saw.  A version that
+ * somebody else moved is a write into a full, which no master sees.
  *
  * Pieces read as weights would be other weights: a submodule that is called past its unit (a head
  * from a loss function) would compute with this rank's rows.  So modules that read parameters hold
@@ -18,12 +19,13 @@
 /* No generation reaches it. */
 static const long long RESHARDED = 1LL << 40;
 
-static int set_version(const fsdpc_py_door *door, long long version)
+static int set_version(fsdpc_py_door *door, long long version)
 {
     Py_ssize_t n = PyTuple_GET_SIZE(door->bases);
     PyObject *number = PyLong_FromLongLong(version), *versions = number ? PyTuple_New(n) : NULL;
     for (Py_ssize_t i = 0; versions && i < n; i++)
         PyTuple_SET_ITEM(versions, i, Py_NewRef(number));
+    door->version = version;
     PyObject *args[] = {door->bases, versions};
     PyObject *done = versions ? PyObject_Vectorcall(door->set_version, args, 2, NULL) : NULL;
     Py_XDECREF(number);
@@ -100,14 +102,41 @@ int fsdpc_door_show(fsdpc_py_door *door, bool full)
     return fsdpc_door_set_guards(door);
 }
 
+/* Has anybody written into the fulls that are shown?  On memory that is read-only that is found by
+ * the processor; a world of one and GPUs have none. */
+static int find_writes(const fsdpc_py_door *door)
+{
+    for (Py_ssize_t i = 0; door->shown && i < PyTuple_GET_SIZE(door->bases); i++) {
+        PyObject *number = PyObject_GetAttr(PyTuple_GET_ITEM(door->bases, i), door->names._version);
+        long long version = number ? PyLong_AsLongLong(number) : -1;
+        Py_XDECREF(number);
+        if (PyErr_Occurred())
+            return -1;
+        if (version != door->version)
+            return 1;
+    }
+    return 0;
+}
+
 int fsdpc_door_hide(fsdpc_py_door *door)
 {
-    const fsdpc_unit *unit = fsdpc_door_unit(door);
+    fsdpc_unit *unit = fsdpc_door_unit(door);
     if (!door->bound)
         return 0;
-    if (unit->state == FSDPC_UNIT_SHARDED && set_version(door, RESHARDED) < 0)
+    int written = find_writes(door);
+    if (written < 0 ||
+        ((written || unit->state == FSDPC_UNIT_SHARDED) && set_version(door, RESHARDED) < 0) ||
+        (!door->held && fsdpc_door_show(door, false) < 0))
         return -1;
-    return door->held ? 0 : fsdpc_door_show(door, false);
+    if (!written)
+        return 0;
+    unit->dirty = true; /* what was written is overwritten by what the masters hold */
+    PyErr_Format(PyExc_RuntimeError,
+                 "a parameter of unit '%s' was written in place while the model ran: what forward "
+                 "sees is a copy, and the write is lost; write before or after the call, under "
+                 "no_grad()",
+                 unit->name);
+    return -1;
 }
 
 void fsdpc_door_unpin(fsdpc_py_door *door)

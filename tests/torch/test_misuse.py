@@ -228,6 +228,43 @@ def test_options_of_another_type_are_named() -> None:
     assert type(linear) is nn.Linear
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stays", [False, True])
+def test_writes_inside_of_forward(stays: bool) -> None:
+    """On several ranks the page is read-only; alone, it is found by the end of forward."""
+
+    class Writing(nn.Linear):
+        scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scale != 1:
+                with torch.no_grad():
+                    self.weight.mul_(self.scale)
+            return super().forward(x)
+
+    model: Any = Writing(3, 2)
+    before = twin(model)
+    fully_shard(model, reshard_after_forward=not stays)
+    x, lost = torch.ones(1, 3), "of unit 'Writing' was written in place .* write is lost"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=lost):
+            model(x)
+    model.scale = before.scale = 1
+    assert torch.equal(model(x), before(x))
+    model.unshard()
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.raises(RuntimeError, match=lost):
+        model.reshard()
+    y = model(x)
+    assert torch.equal(y, before(x))
+    y.sum().backward()
+    assert model.weight.grad is not None
+    with torch.no_grad():
+        model.weight.zero_()  # the rows
+    assert not torch.equal(model(x), before(x))
+
+
 class Gathers(torch.Tensor):
     """As low precision libraries hook into FSDP2's gathers."""
 
