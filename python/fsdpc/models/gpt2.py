@@ -13,6 +13,7 @@ import numpy as np
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
 from fsdpc.models.config import ModelConfig
+from fsdpc.models.llama import logits_or_loss
 
 INIT_STD = 0.02
 
@@ -80,12 +81,22 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class TiedEmbedding(nn.Embedding):
+    """A table of words that is the output layer too."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, targets: Tensor | None = None, *, as_head: bool = False
+    ) -> Tensor:
+        """Return rows of the table; as the head, logits or a loss. It may be a unit of its own."""
+        return logits_or_loss(x, self.weight, targets) if as_head else super().forward(x)
+
+
 class Transformer(nn.Module):
     """Embeddings, blocks and the final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
+        self.wte = TiedEmbedding(config.vocab_size, config.dim, std=INIT_STD)
         self.wpe = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -113,7 +124,7 @@ class GPT2(nn.Module):
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given."""
         ids = _core.tensor(ids) if not isinstance(ids, Tensor) else ids
-        batch, tokens = ids.shape
+        tokens = ids.shape[1]
         if tokens > self.config.max_seq:
             raise ValueError(
                 f"sequence of {tokens} tokens; the model was made for {self.config.max_seq}"
@@ -123,11 +134,4 @@ class GPT2(nn.Module):
         x = t.drop(t.wte(ids) + t.wpe(positions))
         for block in t.h:
             x = block(x)
-        x = t.ln_f(x)
-        if targets is None:
-            return _core.linear(x, t.wte.weight)
-        targets = _core.tensor(targets) if not isinstance(targets, Tensor) else targets
-        rows = batch * tokens
-        return _core.linear_cross_entropy(
-            x.view(rows, self.config.dim), t.wte.weight, targets.view(rows)
-        )
+        return t.wte(t.ln_f(x), targets, as_head=True)

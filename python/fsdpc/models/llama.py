@@ -75,6 +75,23 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def logits_or_loss(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+    """x (B, T, dim), weight (V, dim) -> logits (B, T, V), or the mean loss of targets (B, T)."""
+    if targets is None:
+        return _core.linear(x, weight)
+    targets = _core.tensor(targets) if not isinstance(targets, Tensor) else targets
+    rows = x.shape[0] * x.shape[1]
+    return _core.linear_cross_entropy(x.view(rows, x.shape[2]), weight, targets.view(rows))
+
+
+class Head(nn.Linear):
+    """The output layer; its loss keeps one chunk of logits at a time."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits, or the mean loss; here, as the layer may be a unit of its own."""
+        return logits_or_loss(x, self.weight, targets)
+
+
 class Decoder(nn.Module):
     """Embedding, blocks and the final norm."""
 
@@ -109,7 +126,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False, std=INIT_STD)
+        self.lm_head = Head(config.dim, config.vocab_size, bias=False, std=INIT_STD)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.__dict__["_rope"] = {}
@@ -141,14 +158,7 @@ class Llama(nn.Module):
         x = self.model.embed_tokens(ids)
         for block in self.model.layers:
             x = block(x, cos, sin)
-        x = self.model.norm(x)
-        if targets is None:
-            return self.lm_head(x)
-        targets = _core.tensor(targets) if not isinstance(targets, Tensor) else targets
-        rows = x.shape[0] * x.shape[1]
-        return _core.linear_cross_entropy(
-            x.view(rows, self.config.dim), self.lm_head.weight, targets.view(rows)
-        )
+        return self.lm_head(self.model.norm(x), targets)
 
     def _rotary_tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         tables = self._rope.get(tokens)
