@@ -32,6 +32,7 @@ typedef struct walk {
     fsdpc_py_unit *self;
     bool inputs;
     bool no_marks; /* the unit's inputs are those of the first of its modules */
+    bool dry;      /* no marks at all: nothing is scheduled */
     int cast_to;   /* -1: no cast */
     int marked;
 } walk;
@@ -99,7 +100,8 @@ static PyObject *visit_tensor(walk *w, PyObject *object, fsdpc_tensor *t)
         status = fsdpc_op_cast(w->tape, t, (fsdpc_dtype)w->cast_to, &cast);
         t = cast;
     }
-    if (status == FSDPC_OK && !(w->inputs && w->no_marks) && fsdpc_tape_wants(w->tape, 1, &t)) {
+    bool marks = !w->dry && !(w->inputs && w->no_marks);
+    if (status == FSDPC_OK && marks && fsdpc_tape_wants(w->tape, 1, &t)) {
         status = mark_tensor(w, t, &marked);
         w->marked++;
     }
@@ -275,6 +277,10 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     if (!runtime)
         return NULL;
     fsdpc_unit *unit = self->ref->unit;
+    if (runtime->dry) {
+        walk casts = {.module = module, .tape = runtime->tape, .self = self, .dry = true};
+        return call_forward(&casts, forward, args, kwargs);
+    }
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
     for (Py_ssize_t i = 0; i < self->n_params; i++)

@@ -3,11 +3,12 @@
  * fn() runs on a runtime of its own whose device is null: kernels do nothing, memory is counted and
  * costs no page as nobody touches it, so a model of any size takes no time and no memory.
  * Meanwhile the parameters stand on null memory too, in the dtypes given, with a sink for their
- * gradients, as a unit's reduce buffer is one.  Returned is the peak of what fn held at once,
- * parameters and their gradients not counted.
+ * gradients, as a unit's reduce buffer is one.  Units only cast what goes in and out: no epoch
+ * begins, so one rank may plan alone.  Returned are the peak of what fn held at once, parameters
+ * and their gradients not counted, and what it left behind.
  *
- * What fn makes dies before this returns; if some of it is kept after all, the null runtime is left
- * to it.
+ * What fn makes is to die before this returns: its values were never computed.  If some of it is
+ * kept after all, the null runtime is left to it, and the caller says so.
  */
 #include "py/py_engine.h"
 
@@ -37,7 +38,7 @@ static fsdpc_status scratch_target(void *arg, fsdpc_grad_target *out)
 
 static fsdpc_status null_runtime_create(const fsdpc_runtime *like, fsdpc_runtime *r)
 {
-    *r = (fsdpc_runtime){.env = like->env, .threads = like->threads, .ready = true};
+    *r = (fsdpc_runtime){.env = like->env, .threads = like->threads, .ready = true, .dry = true};
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_device_null_create(r->mem, true, &r->device));
     r->device->flat = fsdpc_flat_ops_null();
@@ -107,20 +108,22 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
     scratch grads = {.dtype = FSDPC_F32};
     if (status == FSDPC_OK)
         status = fsdpc_device_alloc(dry.device, FSDPC_MEM_OTHER, largest * 4, &grads.data);
-    Py_ssize_t moved = 0, peak = -1;
+    Py_ssize_t moved = 0, peak = -1, left = 0;
     for (; status == FSDPC_OK && moved < n; moved++)
         status = move_over(&dry, &stands[moved], dtypes[moved], &grads);
     if (status == FSDPC_OK)
         peak = measure(state, &dry, fn);
     while (moved > 0)
         move_back(&stands[--moved]);
-    if (dry.device && held(&dry, false) == 0) {
+    if (dry.device)
+        left = (Py_ssize_t)held(&dry, false);
+    if (dry.device && left == 0) {
         fsdpc_device_free(dry.device, grads.data);
         fsdpc_py_runtime_destroy(&dry);
     }
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    return peak < 0 ? NULL : PyLong_FromSsize_t(peak);
+    return peak < 0 ? NULL : Py_BuildValue("(nn)", peak, left);
 }
 
 static PyObject *dry_run(PyObject *module, PyObject *args)
@@ -156,9 +159,19 @@ free:
     return result;
 }
 
+static PyObject *in_dry_run(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    const fsdpc_py_state *state = PyModule_GetState(module);
+    return PyBool_FromLong(state->runtime.dry);
+}
+
 static PyMethodDef functions[] = {
     {"dry_run", dry_run, METH_VARARGS,
-     "dry_run(params, dtypes, fn): bytes that fn() would hold at once, computing nothing."},
+     "dry_run(params, dtypes, fn): bytes that fn() would hold at once, computing nothing, and "
+     "bytes "
+     "that it left behind."},
+    {"in_dry_run", in_dry_run, METH_NOARGS, "in_dry_run(): whether dry_run's function runs now."},
     {NULL, NULL, 0, NULL},
 };
 

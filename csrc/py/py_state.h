@@ -22,7 +22,7 @@
 struct fsdpc_plugin; /* plugin/plugin.h */
 
 typedef struct fsdpc_runtime {
-    bool ready;
+    bool ready, dry; /* dry: of a dry run (py_dry_run.c), where units do not gather */
     const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
     int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
     fsdpc_env env;

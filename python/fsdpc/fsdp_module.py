@@ -35,7 +35,7 @@ class FSDPModule:
 
     def _fsdpc_run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = self._fsdpc_unit
-        if not unit.has_root:
+        if not unit.has_root and not _core.in_dry_run():
             make_root(self)
         if self._fsdpc_summoned:
             raise RuntimeError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from fsdpc import _core, device, distributed
+from fsdpc._snapshot import Snapshot
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.policies import MixedPrecisionPolicy
@@ -28,7 +30,7 @@ class MemoryPlan:
     shard group; the others are each rank's own. On device ``"cuda"`` it is each rank's own too: its
     slices of all units, and room for those that are whole at a time. In deterministic mode over
     NCCL ``reduce`` includes room for what the peers send to a sum. ``activation`` is what forward
-    and backward hold at once, where a batch was given.
+    and backward hold at once, where a batch was given. ``units`` says what was counted as units.
     """
 
     wire: int
@@ -38,6 +40,7 @@ class MemoryPlan:
     reduce: int
     activation: int | None = None
     micro_sum: int = 0
+    units: str = field(default="", compare=False)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
@@ -54,7 +57,8 @@ class MemoryPlan:
         names = ["wire", "master", "grad", "state", "reduce", "activation", "total"]
         if self.activation is None:
             names.remove("activation")
-        return "\n".join(f"{name:11}{getattr(self, name) / 1e6:14.3f} MB" for name in names)
+        lines = [f"{name:11}{getattr(self, name) / 1e6:14.3f} MB" for name in names]
+        return "\n".join([*lines, *([f"of {self.units}"] if self.units else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +92,13 @@ def memory_plan(
         is sharded over, else this run's world.
     batch_shape : sequence of int, optional
         Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
-        floats. Forward and backward then run on a device that computes nothing.
+        floats. Forward and backward then run on a device that computes nothing, on this rank
+        alone, and the model's attributes are put back as they were.
     strategy : ShardingStrategy or str, optional
         NO_SHARD turns a number of ranks into replicas; SHARD_OPTIM keeps full gradients.
     plan, mp_policy
-        As :func:`fully_shard` takes them, for a model that is not sharded.
+        As :func:`fully_shard` takes them, for a model that is not sharded. Where there is no plan,
+        each of the model's ``blocks()`` is a unit, if it has that method.
     optimizer : str or int, default "adamw"
         Its name, or how many states it keeps for each parameter.
 
@@ -101,13 +107,30 @@ def memory_plan(
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
         long as no unit keeps gradients over several backwards (``no_sync``).
+
+    Raises
+    ------
+    RuntimeError
+        The model's forward keeps tensors where planning cannot take them back.
+    ValueError
+        The mesh, the strategy or the batch does not fit.
     """
     if mesh is None and isinstance(model, FSDPModule):
         mesh = model._fsdpc_unit.mesh_shape
     replicate, shard = _grid(mesh, strategy)
     keeps = strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
-    units = units or _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
+    described = f"{len(units)} units, as sharded"
+    if not units:
+        described = "the units of the plan and the rest"
+        if plan is None:
+            blocks = model.blocks() if callable(getattr(model, "blocks", None)) else []
+            described = "the whole model as one unit, as no plan was given"
+            if blocks:
+                described = f"{len(blocks)} blocks and the rest, as no plan was given"
+                own = set(map(id, blocks))
+                plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
+        units = _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
     sums = dict.fromkeys(("wire", "master", "grad", "state", "reduce", "micro_sum"), 0)
     pooled: list[dict[str, int]] = []
@@ -140,7 +163,7 @@ def memory_plan(
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
-    return MemoryPlan(**sums, activation=activation)
+    return MemoryPlan(**sums, activation=activation, units=described)
 
 
 def _contributions_are_sent() -> bool:
@@ -230,7 +253,22 @@ def _activation_bytes(
         x = _core.empty(shape, dtype=dtypes[0] if dtypes else _core.float32)
         forward(model, x).sum().backward()
 
-    return _core.dry_run(params, dtypes, step)
+    def step_without_trace() -> None:
+        before = Snapshot(model)
+        try:
+            step()
+        finally:
+            before.restore()
+            gc.collect()
+
+    peak, left = _core.dry_run(params, dtypes, step_without_trace)
+    if left:
+        raise RuntimeError(
+            f"the forward of {type(model).__name__} keeps {left} bytes of tensors outside of the "
+            "model (a global, a closure, a hook's list), where planning cannot take them back: "
+            "they were not computed, so drop them, and keep such tensors in the model's attributes"
+        )
+    return peak
 
 
 def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fsdpc
+import numpy as np
 import pytest
 from fsdpc import wrap
 from fsdpc.models import GPT2, Llama
@@ -75,6 +76,36 @@ def test_plan_of_another_world() -> None:
     assert "total" in str(many)
     with pytest.raises(ValueError, match="a mesh is"):
         fsdpc.memory_plan(model, (0, 8))
+
+
+def test_blocks_are_the_default_plan() -> None:
+    with fsdpc.deferred_init():
+        model = Llama(CONFIG)
+    one = fsdpc.memory_plan(model, 64)
+    assert one == fsdpc.memory_plan(model, 64, plan=wrap.by_class(type(model.blocks()[0])))
+    assert "of 3 blocks and the rest, as no plan was given" in str(one)
+    assert "one unit" in str(fsdpc.memory_plan(fsdpc.nn.Linear(4, 4), 64))
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("kind", [Llama, GPT2])
+def test_head_and_embedding_as_units(kind: Any) -> None:
+    """Whatever a policy by size selects, the head's weight is read inside of its own unit."""
+    fsdpc.manual_seed(7)
+    plain = kind(CONFIG)
+    fsdpc.manual_seed(7)
+    model = fsdpc.fully_shard(kind(CONFIG), plan=wrap.by_size(2900))
+    own = {type(m).__name__ for m in model.modules()}
+    assert own & {"FSDPHead", "FSDPTiedEmbedding"}
+    x, y = batch(0, 0)
+    loss, expected = model(x, y), plain(x, y)
+    assert float(loss) == float(expected)
+    loss.backward()
+    expected.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        np.testing.assert_allclose(fsdpc.full_grad(p).numpy(), q.grad.numpy(), rtol=1e-5, atol=1e-7)
+    with fsdpc.no_grad():
+        np.testing.assert_array_equal(model(x).numpy(), plain(x).numpy())
 
 
 def test_estimate_has_the_published_figures() -> None:
@@ -175,3 +206,73 @@ def test_activations_of_other_modules() -> None:
     assert layers(fsdpc.tensor([[1.0] * 64])).shape == (1, 8)
     with pytest.raises(ValueError):
         fsdpc.memory_plan(layers, 4, (32, 63))
+
+
+class Keeping(Module):
+    """Keeps what its forward computed, in every kind of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = fsdpc.nn.Linear(8, 8)
+        self.register_buffer("table", fsdpc.tensor([[1.0] * 8]))
+        self.cache: Any = {"inner": []}
+        self.calls = 0
+        self.generator = np.random.default_rng(0)
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        scale = self.generator.random() + np.random.random()
+        if not self.cache["inner"]:
+            self.cache["inner"].append((self.table * 2.0).detach())
+        self.last = y = self.fc(x) * self.cache["inner"][0] * float(scale)
+        self.table = self.table + 1.0
+        return y
+
+
+def test_a_plan_leaves_the_model_as_it_was() -> None:
+    fsdpc.manual_seed(0)
+    model = Keeping()
+    table, state = model.table, model.generator.bit_generator.state
+    np.random.seed(1)
+    for _ in range(2):
+        assert fsdpc.memory_plan(model, 2, (4, 8)).activation
+        assert model.cache == {"inner": []} and model.calls == 0 and not hasattr(model, "last")
+        assert model.table is table and model.generator.bit_generator.state == state
+    assert np.random.random() == np.random.RandomState(1).random()
+    kept: list[Any] = []
+
+    class Telling(Keeping):
+        def forward(self, x: Any) -> Any:
+            kept.append(super().forward(x))
+            return kept[-1]
+
+    model = Telling()
+    with pytest.raises(RuntimeError, match="forward of Telling keeps .* outside of the model"):
+        fsdpc.memory_plan(model, 2, (4, 8))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Llama, GPT2])
+def test_a_plan_at_any_time(kind: Any) -> None:
+    """Before the first forward, by one rank alone, between steps: losses have the same bits."""
+
+    def losses(planning: bool) -> list[float]:
+        fsdpc.manual_seed(0)
+        model = kind(CONFIG)
+        for block in model.blocks():
+            fsdpc.fully_shard(block)
+        fsdpc.fully_shard(model)
+        optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(3):
+            x, y = batch(step, fsdpc.rank())
+            if planning and fsdpc.rank() == step % 2:
+                fsdpc.memory_plan(model, None, x.shape)
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(loss))
+        return found
+
+    assert losses(True) == losses(False)

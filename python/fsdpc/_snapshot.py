@@ -1,0 +1,69 @@
+"""What Python objects hold, kept and put back: attributes, dictionaries, lists, sets, generators.
+
+Planning runs a model's forward on memory that is never computed. What modules keep from it, in
+whatever they are made of, must not be there afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from fsdpc._core import Tensor
+
+_LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, np.ndarray)
+
+
+class Snapshot:
+    """The state of everything that can be reached from an object, until :meth:`restore`.
+
+    Kept are references, not copies: what is written into an array in place stays written.
+
+    Parameters
+    ----------
+    root : object
+        A module, say. Tensors, arrays, classes, functions and imported modules are not looked into.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._held: list[tuple[Any, Any]] = []
+        self._streams = random.getstate(), np.random.get_state()
+        seen: set[int] = set()
+        waiting = [root]
+        while waiting:
+            obj = waiting.pop()
+            if id(obj) in seen or isinstance(obj, _LEAVES):
+                continue
+            seen.add(id(obj))
+            if isinstance(obj, dict):
+                self._held.append((obj, dict(obj)))
+                waiting.extend(obj.values())
+            elif isinstance(obj, (list, set)):
+                self._held.append((obj, type(obj)(obj) if type(obj) in (list, set) else list(obj)))
+                waiting.extend(obj)
+            elif isinstance(obj, (tuple, frozenset)):
+                waiting.extend(obj)
+            elif isinstance(obj, np.random.Generator):
+                self._held.append((obj, obj.bit_generator.state))
+            elif isinstance(obj, random.Random):
+                self._held.append((obj, obj.getstate()))
+            elif hasattr(obj, "__dict__"):
+                waiting.append(vars(obj))
+
+    def restore(self) -> None:
+        """Put back what was held, in the same objects."""
+        for obj, held in self._held:
+            if isinstance(obj, np.random.Generator):
+                obj.bit_generator.state = held
+            elif isinstance(obj, random.Random):
+                obj.setstate(held)
+            elif isinstance(obj, list):
+                obj[:] = held
+            else:
+                obj.clear()
+                obj.update(held)
+        random.setstate(self._streams[0])
+        np.random.set_state(self._streams[1])
