@@ -182,6 +182,21 @@ fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const cha
     return fsdpc_fail_errno("cannot rename '%s' to '%s'", from, to);
 }
 
+fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char *to,
+                               bool *exchanged_out)
+{
+    FSDPC_TRY(ask(fs, "exchange", to));
+    *exchanged_out = renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE) == 0;
+    if (*exchanged_out || errno == ENOENT)
+        return FSDPC_OK;
+    if (errno == EINVAL || errno == ENOSYS)
+        return fsdpc_fail(FSDPC_ERR_OS,
+                          "the file system of '%s' cannot replace a folder at once: save under "
+                          "another name, then remove this one",
+                          to);
+    return fsdpc_fail_errno("cannot exchange '%s' and '%s'", from, to);
+}
+
 static fsdpc_status remove_entry(const fsdpc_fs *fs, int folder, const char *path)
 {
     const char *name = strrchr(path, '/') + 1;

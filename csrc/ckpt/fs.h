@@ -42,6 +42,10 @@ fsdpc_status fsdpc_fs_sync_folder(const fsdpc_fs *fs, const char *path);
 fsdpc_status fsdpc_fs_close(const fsdpc_fs *fs, int fd, const char *path);
 /* Renames and never replaces: FSDPC_ERR_OS if `to` is there. */
 fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const char *to);
+/* Exchanges two folders at once, and says so; does nothing if there is no `to`.  Where the file
+ * system cannot, it is an error. */
+fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char *to,
+                               bool *exchanged_out);
 /* Removes a folder and the plain files and folders in it; FSDPC_OK if there is none.  Links are
  * never followed: an error if `path` is one. */
 fsdpc_status fsdpc_fs_remove_tree(const fsdpc_fs *fs, const char *path);

@@ -61,7 +61,8 @@ static fsdpc_status begin(const fsdpc_ckpt_plan *plan)
 {
     if (plan->rank != 0)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_fs_refuse_existing(&plan->fs, plan->folder));
+    if (!plan->overwrite)
+        FSDPC_TRY(fsdpc_fs_refuse_existing(&plan->fs, plan->folder));
     FSDPC_TRY(fsdpc_fs_remove_tree(&plan->fs, plan->temp));
     FSDPC_TRY(fsdpc_fs_mkdir(&plan->fs, plan->temp));
     return create_files(plan);
@@ -122,10 +123,19 @@ static fsdpc_status commit(const fsdpc_ckpt_plan *plan, const uint32_t *crcs)
         return FSDPC_OK;
     FSDPC_TRY(write_manifest(plan, crcs));
     FSDPC_TRY(fsdpc_fs_sync_folder(&plan->fs, plan->temp));
-    FSDPC_TRY(fsdpc_fs_rename_new(&plan->fs, plan->temp, plan->folder));
+    bool replaced = false;
+    if (plan->overwrite)
+        FSDPC_TRY(fsdpc_fs_exchange(&plan->fs, plan->temp, plan->folder, &replaced));
+    if (!replaced)
+        FSDPC_TRY(fsdpc_fs_rename_new(&plan->fs, plan->temp, plan->folder));
     fsdpc_status status = fsdpc_fs_sync_folder(&plan->fs, plan->parent);
-    if (status != FSDPC_OK)
-        (void)rename(plan->folder, plan->temp);
+    if (status != FSDPC_OK) {
+        bool back = false;
+        if (replaced)
+            (void)fsdpc_fs_exchange(NULL, plan->folder, plan->temp, &back);
+        else
+            (void)rename(plan->folder, plan->temp);
+    }
     return status;
 }
 
@@ -153,6 +163,8 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     status = commit(plan, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     free(crcs);
+    if (plan->rank == 0 && plan->overwrite) /* what stays of the old one, the next save removes */
+        (void)fsdpc_fs_remove_tree(&plan->fs, plan->temp);
     return FSDPC_OK;
 
 remove:

@@ -11,6 +11,11 @@
  *     rank 0 writes the manifest, fsync, fsync of the folder, rename without replacing, fsync above
  *     agree: is it there?
  *
+ * With `overwrite` the last rename exchanges the old folder and the new one, and rank 0 removes the
+ * old one when all is committed.
+ *
+ * One save of a folder at a time, over all processes: the caller sees to that.
+ *
  * What a killed save leaves behind is a temporary folder, which the next save of the same name, or
  * whoever manages the folder above, removes.
  *
@@ -34,6 +39,7 @@ typedef struct fsdpc_ckpt_plan {
     fsdpc_fs fs;
 
     char *parent, *temp, *folder; /* paths; temp and folder lie in parent */
+    bool overwrite;               /* a folder of this name is replaced, and removed then */
     fsdpc_ckpt_file *files;       /* paths inside temp; the same on all ranks */
     size_t n_files;
     fsdpc_ckpt_piece *pieces; /* this rank's */

@@ -183,15 +183,17 @@ static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject
 
 static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",     "folders", "files",       "pieces", "manifest_path",
-                            "manifest", "crc_at",  "checksum_at", "hook",   NULL};
+    static char *names[] = {"comm",          "folders",   "files",  "pieces",
+                            "manifest_path", "manifest",  "crc_at", "checksum_at",
+                            "hook",          "overwrite", NULL};
     PyObject *comm, *folders[3], *files, *pieces, *path, *manifest, *places, *hook = NULL;
     Py_ssize_t checksum_at;
+    int overwrite = 0;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
-    if (!state || !PyArg_ParseTupleAndKeywords(args, kwargs, "O(OOO)O!O!OSO!n|O", names, &comm,
-                                               &folders[0], &folders[1], &folders[2], &PyList_Type,
-                                               &files, &PyList_Type, &pieces, &path, &manifest,
-                                               &PyList_Type, &places, &checksum_at, &hook))
+    if (!state || !PyArg_ParseTupleAndKeywords(
+                      args, kwargs, "O(OOO)O!O!OSO!n|Op", names, &comm, &folders[0], &folders[1],
+                      &folders[2], &PyList_Type, &files, &PyList_Type, &pieces, &path, &manifest,
+                      &PyList_Type, &places, &checksum_at, &hook, &overwrite))
         return NULL;
     PyObject *comm_type = PyObject_GetAttrString(PyType_GetModule(type), "Comm");
     int fine = comm_type ? PyObject_IsInstance(comm, comm_type) : -1;
@@ -215,6 +217,7 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->plan.gather = gather;
     self->plan.gather_arg = comm;
     self->plan.fs = fsdpc_py_fs(hook);
+    self->plan.overwrite = overwrite;
     if (!self->keep || copy_text(folders[0], &self->plan.parent) < 0 ||
         copy_text(folders[1], &self->plan.temp) < 0 ||
         copy_text(folders[2], &self->plan.folder) < 0 ||
@@ -389,7 +392,7 @@ static PyType_Slot save_slots[] = {
     {Py_tp_methods, save_methods},
     {Py_tp_getset, save_getset},
     {Py_tp_doc, "Save(comm, folders, files, pieces, manifest_path, manifest, crc_at, checksum_at, "
-                "hook=None): one save of a checkpoint."},
+                "hook=None, overwrite=False): one save of a checkpoint."},
     {0, NULL},
 };
 

@@ -70,6 +70,7 @@ class TrainCheckpoints:
         self._manager = CheckpointManager(
             o.checkpoint, max_to_keep=o.keep, every_steps=o.save_every
         )
+        self._manager.claim()
         self._before = signal.signal(signal.SIGTERM, self._ask)
         latest = self._manager.latest()
         if latest is not None and not o.resume:

@@ -59,12 +59,12 @@ def test_ls_and_verify(tmp_path: Path) -> None:
 @alone
 def test_names_do_not_speak_to_the_terminal(tmp_path: Path) -> None:
     name = "a\x1b[2J\nb\u202e"
-    stn.save_file({name: np.ones(3, np.float32)}, tmp_path / "x.safetensors")
-    for text in (output("ls", tmp_path / "x.safetensors")[1],
-                 output("diff", tmp_path / "x.safetensors", tmp_path / "x.safetensors")[1],
-                 output("convert", tmp_path / "x.safetensors", tmp_path / f"no/{name}")[1]):
+    file = tmp_path / "x.safetensors"
+    stn.save_file({name: np.ones(3, np.float32)}, file)
+    for text in (output("ls", file)[1], output("diff", file, file)[1],
+                 output("convert", file, file / name / "c")[1]):
         assert all(line.isprintable() for line in text.splitlines()) and len(text) > 9, text
-    assert "a\\x1b[2J\\nb\\u202e" in output("ls", tmp_path / "x.safetensors")[1]
+    assert "a\\x1b[2J\\nb\\u202e" in output("ls", file)[1]
 
 
 @alone
@@ -102,7 +102,10 @@ def test_looking_at_a_run_leaves_its_save_alone(tmp_path: Path) -> None:
     assert (tmp_path / ".step-00000009.saving").is_dir()
     fsdpc.barrier()
     manager.save(3, state)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{s:08}" for s in (1, 2, 3)]
+    fsdpc.barrier()
+    kept = [f"step-{s:08}" for s in (1, 2, 3)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", *kept]
+    fsdpc.barrier()
 
 
 @alone

@@ -58,6 +58,16 @@ def test_resumed_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert names(folder) == [f"step-{step:08}" for step in (2, 4, 6)]
 
 
+def test_a_resume_that_has_nothing_to_do_removes_what_a_killed_save_left(tmp_path: Path) -> None:
+    """As a run that ended its last step and was killed in the save after it, at fewer steps."""
+    options = ("--steps", 2, "--checkpoint", tmp_path)
+    train(*options)
+    (tmp_path / ".step-00000030.saving").mkdir()
+    (tmp_path / ".lock").touch()
+    assert "resumed after step 2" in train(*options, "--resume")
+    assert names(tmp_path) == ["step-00000002"]
+
+
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
     train("--steps", 0, "--checkpoint", tmp_path / "run")
     assert names(tmp_path / "run") == ["step-00000000"]

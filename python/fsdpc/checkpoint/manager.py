@@ -15,12 +15,12 @@ from typing import Any
 from fsdpc import distributed
 from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.agree import agree
+from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.saving import SaveHandle, save
+from fsdpc.checkpoint.saving import SaveHandle, finish, save
 
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFT_OVER = re.compile(r"\.step-\d{8,}\.(saving|removing)")
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,10 @@ class CheckpointManager:
 
     Notes
     -----
-    All methods are collective but :meth:`list`. Nothing is removed before the first save, so that
-    other processes may list and load from the folder of a run that goes on.
+    All methods are collective but :meth:`list`. A folder belongs to the run that saves to it: see
+    :meth:`claim`, which a manager with ``every_steps`` or ``every_seconds`` calls when it is made,
+    and any other before its first save. Until then nothing is removed, so that other processes may
+    list and load from the folder of a run that goes on.
 
     Examples
     --------
@@ -100,7 +102,26 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of the newest save of ours
+        self._claim: Claim | None = None  # of rank 0
         self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        if every_steps is not None or every_seconds is not None:
+            self.claim()
+
+    def claim(self) -> None:
+        """Take the folder for this run until the manager or the process ends.
+
+        What killed saves left behind is removed. A folder that cannot be written to shows here.
+
+        Raises
+        ------
+        BlockingIOError
+            Another process saves there; the message names it, and its host.
+        """
+        finish()  # of whoever saves in this process: that has a claim of its own
+        self._on_rank_0(self._claim_here)
+
+    def _claim_here(self) -> None:
+        self._claim = claim_folder(self.folder)
 
     def _on_rank_0(self, work: Any) -> None:
         error: BaseException | None = None
@@ -156,6 +177,7 @@ class CheckpointManager:
             Among others, if a valid checkpoint of this step is there already.
         """
         self.wait()
+        finish()  # of whoever saves in this process
         self._on_rank_0(lambda: self._make_room(step))
         extra = state.get("extra")
         if extra is None or isinstance(extra, dict):
@@ -173,10 +195,8 @@ class CheckpointManager:
             self._on_rank_0(self._delete_old)
 
     def _make_room(self, step: int) -> None:
-        """Remove what killed saves left; a damaged checkpoint does not keep its step taken."""
-        for entry in self.folder.iterdir():
-            if _LEFT_OVER.fullmatch(entry.name):
-                shutil.rmtree(entry)
+        """Claim the folder; a damaged checkpoint does not keep its step taken."""
+        self._claim_here()
         found = _look_at(self.path(step))
         if found is not None and found.problem is not None:
             _remove(found.path)

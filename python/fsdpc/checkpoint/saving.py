@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, manifest
 from fsdpc.checkpoint.agree import agree
+from fsdpc.checkpoint.claim import Claim, claim_name
 from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.values import encode
@@ -29,8 +31,9 @@ _hook: Callable[[str, str], Any] | None = None
 class SaveHandle:
     """A save under way on a thread; see ``async_`` of :func:`save`."""
 
-    def __init__(self, running: _core.Save, path: str) -> None:
+    def __init__(self, running: _core.Save, path: str, claim: Claim | None) -> None:
         self._running: _core.Save | None = running
+        self._claim = claim
         self.path = path
 
     @property
@@ -53,6 +56,8 @@ class SaveHandle:
 
     def _forget(self) -> None:
         self._running = None
+        if self._claim is not None:
+            self._claim.release()
         if _flight.handle is self:
             _flight.handle = None
 
@@ -111,13 +116,15 @@ def save(
     dtype: Any = None,
     max_shard_bytes: float = 5e9,
     async_: bool = False,
+    overwrite: bool = False,
 ) -> SaveHandle | None:
     """Write a checkpoint; collective.
 
     Parameters
     ----------
     path : path
-        The folder to make. It appears, whole, when everything is on the disk, or not at all.
+        The folder to make, with its parents. It appears, whole, when everything is on the disk, or
+        not at all.
     state : mapping
         ``"model"``: a module, native or torch's, sharded or not. ``"optimizer"``: an optimizer
         over its parameters. ``"scheduler"``, ``"scaler"``, ``"data"``: anything with a
@@ -132,6 +139,8 @@ def save(
         Largest file, as far as no single tensor is larger.
     async_ : bool, default False
         Copy this rank's pieces, return, and write on a thread.
+    overwrite : bool, default False
+        Replace a checkpoint of this name, which stays until the new one is on the disk.
 
     Returns
     -------
@@ -142,7 +151,8 @@ def save(
     ------
     OSError, ValueError, TypeError
         On every rank, if it went wrong on any; then there is no checkpoint of this name, and
-        training can go on. With ``async_`` by the handle, the next save, or at exit.
+        training can go on. With ``async_`` by the handle, the next save, or at exit. A
+        BlockingIOError names the process that is saving there.
     MismatchError
         Ranks have different models.
 
@@ -156,24 +166,43 @@ def save(
     """
     finish()
     folder = os.path.abspath(os.fspath(path))
+    plan: _Plan | None = None
+    claim: Claim | None = None
+    error: BaseException | None = None
     try:
-        plan: _Plan | None = _Plan(folder, state, layout, dtype, max_shard_bytes)
-        error: BaseException | None = None
+        plan = _Plan(folder, state, layout, dtype, max_shard_bytes)
+        plan.overwrite = overwrite
+        if distributed.rank() == 0:
+            claim = claim_name(Path(folder))
+            _refuse_to_replace(Path(folder), overwrite)
     except Exception as caught:
-        plan, error = None, caught
-    agree(error, plan.mark() if plan else 0, "what to save")
-    assert plan is not None
-    plan.content["rng"]["ranks"] = generators.gather()
-    if layout == "per_rank":
-        plan.divide()
-    plan.lay_out()
-    if not async_:
+        error = caught
+    try:
+        agree(error, plan.mark() if plan else 0, "what to save")
+        assert plan is not None
+        plan.content["rng"]["ranks"] = generators.gather()
+        if layout == "per_rank":
+            plan.divide()
+        plan.lay_out()
+        if async_:
+            running = plan.make_save(_apart())
+            running.start()
+            _flight.handle, claim = SaveHandle(running, folder, claim), None
+            return _flight.handle
         plan.make_save(distributed.world()).run()
         return None
-    running = plan.make_save(_apart())
-    running.start()
-    _flight.handle = SaveHandle(running, folder)
-    return _flight.handle
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
+    """Refuse, with ``overwrite``, to replace what is no checkpoint of ours."""
+    if overwrite and os.path.lexists(folder) and not (folder / manifest.NAME).is_file():
+        raise FileExistsError(
+            f"{folder} is there already and is no checkpoint, so it is not written over: choose "
+            "another name, or remove it first"
+        )
 
 
 def save_pieces(
@@ -202,7 +231,11 @@ def save_pieces(
     if ranks is not None:
         plan.cut([[_share(t.shape, rank, ranks) for t in plan.tensors] for rank in range(ranks)])
     plan.lay_out()
-    plan.make_save(distributed.world()).run()
+    claim = claim_name(Path(plan.folder))
+    try:
+        plan.make_save(distributed.world()).run()
+    finally:
+        claim.release()
 
 
 def _share(shape: tuple[int, ...], rank: int, ranks: int) -> tuple[int, int]:
@@ -242,6 +275,7 @@ class _Plan:
         if state.get("optimizer") is not None and state.get("model") is None:
             raise ValueError("saving an optimizer takes the model too: it names the parameters")
         self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
+        self.overwrite = False
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
         self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
@@ -295,7 +329,7 @@ class _Plan:
     def mark(self) -> int:
         """A checksum of what all ranks must have alike."""
         lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
-        lines += [self.folder, self.layout, str(self.max_shard_bytes)]
+        lines += [self.folder, self.layout, f"{self.max_shard_bytes} {self.overwrite}"]
         return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
 
     # ---- files ----
@@ -425,6 +459,7 @@ class _Plan:
             crc_at,
             own,
             _hook,
+            self.overwrite,
         )
 
     def _own_pieces(self) -> Any:

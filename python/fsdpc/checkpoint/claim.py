@@ -1,0 +1,143 @@
+"""A folder belongs to one run: the lock that says so, and room beside a checkpoint.
+
+The lock is POSIX's, on a file: the system drops it when its process ends, however that is, no
+forked child inherits it, and it holds across hosts where the file system (NFS with locks) does so.
+It belongs to the process, and any ``close`` of the file drops it, so a process opens a file that it
+has claimed no second time: all claims of one file in a process are one object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import sys
+import weakref
+from pathlib import Path
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+
+
+class Claim:
+    """The lock on a file, until the object or the process ends; see :func:`claim`.
+
+    Parameters
+    ----------
+    path : Path
+    fd : int
+        The locked file.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd, self.pid = path, fd, os.getpid()
+        self.release = weakref.finalize(self, _release, str(path), fd, self.pid)
+
+    def is_held(self) -> bool:
+        """Whether it is this process's, not ended, and its file in place."""
+        return self.release.alive and self.pid == os.getpid() and _is_at(self.fd, self.path)
+
+
+_claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
+
+
+def claim(path: Path, folder: Path) -> Claim:
+    """Lock a file, which is made; it is removed when the claim ends.
+
+    Parameters
+    ----------
+    path : Path
+        The file to lock.
+    folder : Path
+        What is claimed by that, for the message.
+
+    Raises
+    ------
+    BlockingIOError
+        Another process has it; the message names that.
+    OSError
+        The file cannot be made.
+    """
+    path = path.parent.resolve() / path.name
+    mine = _claims.get(path)
+    if mine is not None and mine.is_held():
+        return mine
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(fd, path):  # else its owner removed it in between
+                os.ftruncate(fd, 0)
+                owner = f"process {os.getpid()} on {socket.gethostname()} ({_program()})"
+                os.pwrite(fd, owner.encode("utf-8", "backslashreplace"), 0)
+                break
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                break
+            owner = os.pread(fd, 512, 0).decode("utf-8", "replace") or "another process"
+            os.close(fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise BlockingIOError(
+                f"{folder} belongs to another run: {owner} saves there; wait until it ends or "
+                "stop it, or choose another folder"
+            ) from None
+        os.close(fd)
+    _claims[path] = own = Claim(path, fd)
+    return own
+
+
+def _program() -> str:
+    """What runs, as a user would name it."""
+    return os.path.basename(sys.argv[0] if sys.argv and sys.argv[0] else sys.executable)
+
+
+def _is_at(fd: int, path: str | Path) -> bool:
+    """Whether an open file is the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _release(path: str, fd: int, pid: int) -> None:
+    """Remove the file while it is locked; a forked child has no lock and removes nothing."""
+    with contextlib.suppress(OSError):
+        if pid == os.getpid() and _is_at(fd, path):
+            os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def claim_name(path: Path) -> Claim:
+    """Claim the name of a checkpoint, for one save; its parents are made.
+
+    Parameters
+    ----------
+    path : Path
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return claim(path.with_name(f".{path.name}.lock"), path)
+
+
+def claim_folder(folder: Path) -> Claim:
+    """Claim a folder of checkpoints; it is made, and what killed saves left in it is removed.
+
+    Parameters
+    ----------
+    folder : Path
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    own = claim(folder / ".lock", folder)
+    for entry in list(folder.glob(".step-*")):
+        _, name, state = entry.name.rsplit(".", 2) if entry.name.count(".") == 2 else ("", "", "")
+        if not name[5:].isdecimal() or state not in ("saving", "removing", "lock"):
+            continue
+        with contextlib.suppress(BlockingIOError):  # of a save() that is under way
+            saver = claim_name(folder / name)
+            if state != "lock":
+                shutil.rmtree(entry)
+            saver.release()
+    return own
