@@ -53,6 +53,9 @@ def test_resumed_at_another_number_of_ranks(tmp_path: Path) -> None:
     train("--ranks", 1, "--steps", 2, "--checkpoint", folder)
     text = train("--ranks", 2, "--steps", 4, "--checkpoint", folder, "--resume")
     assert "resumed after step 2" in text
+    train("--ranks", 3, "--steps", 5, "--checkpoint", tmp_path / "three")
+    text = train("--ranks", 2, "--steps", 7, "--checkpoint", tmp_path / "three", "--resume")
+    assert "resumed after step 5" in text  # 30 sequences, inside a batch of 4
     text = train("--ranks", 1, "--steps", 6, "--checkpoint", folder, "--resume")
     assert "resumed after step 4" in text
     assert names(folder) == [f"step-{step:08}" for step in (2, 4, 6)]

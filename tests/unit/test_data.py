@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fsdpc.data import (
     ByteDataset,
     DistributedSampler,
+    GlobalBatchSampler,
     Loader,
     PackedSequences,
     SequenceDataset,
@@ -292,8 +293,53 @@ def test_a_cursor_moves_to_another_number_of_ranks() -> None:
     rows_of_two = np.concatenate([next(loader)[0] for loader in two])
     rows_of_four = np.concatenate([next(loader)[0] for loader in four])
     assert np.array_equal(np.sort(rows_of_two, axis=0), np.sort(rows_of_four, axis=0))
-    with pytest.raises(ValueError, match="after 24 sequences, inside a batch of 5 on 1 ranks"):
-        loaders(1, 5)[0].load_state_dict({**two[0].state_dict(), "sequences": 24})
+
+
+PLACE = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))  # ranks, batch, micro
+
+
+@settings(deadline=None)
+@given(
+    length=st.integers(60, 130),
+    places=st.lists(st.tuples(PLACE, st.integers(0, 5)), min_size=2, max_size=5),
+    kind=st.sampled_from(["global", "drop_last", "repeat"]),
+)
+def test_each_sequence_is_seen_once_at_any_numbers_of_ranks(
+    length: int, places: list[tuple[tuple[int, int, int], int]], kind: str
+) -> None:
+    """Runs of some steps, each going on from the last one's cursor at another number of ranks."""
+    data = numbers(length + 1, 1)
+    seen: dict[int, list[int]] = {}
+    state: dict[str, int] | None = None
+    most = max(world for (world, _, _), _ in places)
+    for (world, batch, micro), steps in places:
+        loaders = []
+        for rank in range(world):
+            if kind == "global":
+                sampler: DistributedSampler = GlobalBatchSampler(length, rank, world, batch, micro)
+            else:
+                sampler = DistributedSampler(length, rank, world, drop_last=kind == "drop_last")
+            loaders.append(Loader(data, batch, sampler, prefetch=0))
+            if state is not None:
+                loaders[-1].load_state_dict(state)
+        together = world * batch * (micro if kind == "global" else 1)
+        for _ in range(steps * micro):
+            epochs = {loader.state_dict()["epoch"] for loader in loaders}
+            (epoch,) = epochs
+            for other in set(seen) - {epoch}:
+                del seen[other]
+            for loader in loaders:
+                seen.setdefault(epoch, []).extend(next(loader)[0].ravel().tolist())
+            if loaders[0].state_dict()["epoch"] != epoch:  # its end: all but less than a batch
+                assert length - len(set(seen[epoch])) < together
+        states = [loader.state_dict() for loader in loaders]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+        for epoch, found in seen.items():
+            again = len(found) - len(set(found))
+            assert again == 0 or (kind == "repeat" and len(set(found)) == length and again < most)
+            if epoch == state["epoch"]:
+                assert len(found) == state["sequences"]
 
 
 def test_loader_refuses() -> None:

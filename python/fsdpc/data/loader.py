@@ -74,9 +74,18 @@ class DistributedSampler:
         """Iterate over this rank's sequences of the epoch."""
         return iter(self.indices().tolist())
 
-    def indices(self) -> np.ndarray:
-        """Return this rank's sequences of the epoch as an int64 array."""
-        return np.resize(self._permutation(), len(self) * self.world)[self.rank :: self.world]
+    def indices(self, start: int = 0) -> np.ndarray:
+        """Return this rank's sequences of the epoch as an int64 array.
+
+        Parameters
+        ----------
+        start : int
+            How many of the order all ranks have taken before, whatever their number was; default 0.
+        """
+        rest = max(0, self.length - start)
+        each = rest // self.world if self.drop_last else -(-rest // self.world)
+        order = np.resize(self._permutation(), start + each * self.world)
+        return order[start + self.rank :: self.world]
 
     def _permutation(self) -> np.ndarray:
         if not self.shuffle:
@@ -129,9 +138,11 @@ class GlobalBatchSampler(DistributedSampler):
         mine = self.batch * self.accumulate
         return self.length // (mine * self.world) * mine
 
-    def indices(self) -> np.ndarray:
-        """Return this rank's sequences of the epoch as an int64 array."""
-        order = self._permutation()[: len(self) * self.world]
+    def indices(self, start: int = 0) -> np.ndarray:
+        """Return this rank's sequences of the epoch, as of the first ``start`` all are taken."""
+        together = self.batch * self.accumulate * self.world
+        steps = max(0, self.length - start) // together
+        order = self._permutation()[start : start + steps * together]
         return order.reshape(-1, self.world, self.batch)[:, self.rank].ravel()
 
 
@@ -205,6 +216,7 @@ class Loader:
         self.epochs, self.wait_seconds = epochs, 0.0
         self._dtype, self._prefetch = np.dtype(dtype), prefetch
         self._next = (0, 0)  # epoch and batch that next() returns
+        self._begun = (0, 0, 0)  # an epoch, what was taken of it before, and its batches after it
         self._ahead: deque[Future[Batch]] = deque()
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
         self._pool: ThreadPoolExecutor | None = None
@@ -236,11 +248,11 @@ class Loader:
     def state_dict(self) -> dict[str, int]:
         """Return the cursor: what has been returned of which epoch, over all ranks together.
 
-        It may be loaded at another batch size or number of ranks, as long as it falls between two
-        of the new batches.
+        It may be loaded at another batch size or number of ranks: the ranks go on with the
+        sequences that follow in the epoch's order, whoever took those before.
         """
         epoch, batch = self._next
-        taken = batch * self.batch_size * self.sampler.world
+        taken = self._taken(epoch) + batch * self.batch_size * self.sampler.world
         return {
             "epoch": epoch,
             "sequences": taken,
@@ -254,19 +266,19 @@ class Loader:
         Raises
         ------
         ValueError
-            It is of other data or another order, or falls inside a batch.
+            It is of other data or another order.
         """
         for what, own in (("length", self.sampler.length), ("seed", self.sampler.seed)):
             if state[what] != own:
                 raise ValueError(f"the cursor is of data with {what} {state[what]}, not {own}")
-        together = self.batch_size * self.sampler.world
-        batch, inside = divmod(state["sequences"], together)
-        if inside:
-            raise ValueError(
-                f"the cursor stands after {state['sequences']} sequences, inside a batch of "
-                f"{self.batch_size} on {self.sampler.world} ranks"
-            )
         self._drop_ahead()
+        batch, inside = divmod(state["sequences"], self.batch_size * self.sampler.world)
+        batch = 0 if inside else min(batch, len(self))  # beyond its end: the next epoch's beginning
+        taken = min(state["sequences"], self.sampler.length) if inside else 0
+        self._begun, self._order = (state["epoch"], taken, 0), (-1, np.empty(0, np.int64))
+        if inside:  # a batch of these ranks: what is left of the epoch is shared anew
+            left = len(self._indices_of(state["epoch"])) // self.batch_size
+            self._begun = (state["epoch"], taken, left)
         self._next = self._advance((state["epoch"], 0), batch)
 
     def stop(self) -> None:
@@ -286,17 +298,31 @@ class Loader:
     def _ended(self, position: tuple[int, int]) -> bool:
         return self.epochs is not None and position[0] >= self.epochs
 
+    def _taken(self, epoch: int) -> int:
+        """Sequences of an epoch that were taken before its first batch here."""
+        return self._begun[1] if epoch == self._begun[0] else 0
+
     def _advance(self, position: tuple[int, int], batches: int) -> tuple[int, int]:
-        epoch, batch = position
-        more, batch = divmod(batch + batches, len(self))
+        epoch, batch = position[0], position[1] + batches
+        if self._taken(epoch):
+            if batch < self._begun[2]:
+                return epoch, batch
+            epoch, batch = epoch + 1, batch - self._begun[2]
+        more, batch = divmod(batch, len(self))
         return epoch + more, batch
 
     def _indices(self, position: tuple[int, int]) -> np.ndarray:
         epoch, batch = position
+        own = self._indices_of(epoch)
+        return own[batch * self.batch_size : (batch + 1) * self.batch_size]
+
+    def _indices_of(self, epoch: int) -> np.ndarray:
+        """This rank's sequences of an epoch, from the first batch here on."""
         if self._order[0] != epoch:
             self.sampler.set_epoch(epoch)
-            self._order = (epoch, self.sampler.indices())
-        return self._order[1][batch * self.batch_size : (batch + 1) * self.batch_size]
+            start = self._taken(epoch)
+            self._order = (epoch, self.sampler.indices(start) if start else self.sampler.indices())
+        return self._order[1]
 
     def _make(self, indices: np.ndarray) -> Batch:
         return self.dataset.batch(indices.tolist(), self._dtype)
