@@ -51,6 +51,8 @@ class Piece:
     raw : str, default ""
         The dtype, as files name it, of elements whose bytes ``memory`` holds; "" where it has them
         as what they are.
+    unit : str, default ""
+        Name of the unit whose master this is; "" for what is no parameter of one.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Piece:
     memory: Tensor
     replica: int
     raw: str = ""
+    unit: str = ""
 
     @property
     def dtype(self) -> str:
@@ -158,7 +161,9 @@ def _parameter(name: str, p: Any, write: bool) -> Piece:
             p.materialize_()
         return _plain(name, p.detach())
     memory, first, replica, _ = _core.master_piece(p._unit, p._index, write)
-    return Piece(name, tuple(p.shape), first, memory.numel(), memory, replica)
+    return Piece(
+        name, tuple(p.shape), first, memory.numel(), memory, replica, unit=p._unit.name
+    )
 
 
 def _plain(name: str, tensor: Tensor) -> Piece:

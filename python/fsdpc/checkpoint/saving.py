@@ -154,7 +154,7 @@ def save(
         training can go on. With ``async_`` by the handle, the next save, or at exit. A
         BlockingIOError names the process that is saving there.
     MismatchError
-        Ranks have different models.
+        Ranks have different models, or replicas hold different values of a parameter.
 
     Notes
     -----
@@ -180,6 +180,7 @@ def save(
     try:
         agree(error, plan.mark() if plan else 0, "what to save")
         assert plan is not None
+        plan.compare_replicas()
         plan.content["rng"]["ranks"] = generators.gather()
         if layout == "per_rank":
             plan.divide()
@@ -331,6 +332,30 @@ class _Plan:
         lines = [f"{t.kind} {t.name} {t.dtype} {t.shape}" for t in self.tensors]
         lines += [self.folder, self.layout, f"{self.max_shard_bytes} {self.overwrite}"]
         return _core.crc32c(0, "\n".join(lines).encode("utf-8", "surrogatepass"))
+
+    def compare_replicas(self) -> None:
+        """Refuse replicas of a unit that drifted apart; collective."""
+        if all(mesh["replicate"] == 1 for mesh in self.description.get("meshes", [])):
+            return
+        own = [piece for _, piece in self.pieces if piece.unit]
+        crcs = [_core.crc32c(0, p.memory.numpy().view(np.uint8)) if p.numel else 0 for p in own]
+        mine = [(p.first, p.numel, crc) for p, crc in zip(own, crcs, strict=True)]
+        world = distributed.world()
+        every = world.all_gather(_core.tensor(np.array(mine, np.int64).reshape(-1, 3))).numpy()
+        for piece, rows in zip(own, every.reshape(world.size, -1, 3).swapaxes(0, 1), strict=True):
+            known: dict[tuple[int, int], tuple[int, int]] = {}
+            found = []
+            for rank, (first, numel, crc) in enumerate(rows.tolist()):
+                other, want = known.setdefault((first, numel), (rank, crc))
+                if crc != want:
+                    found.append(f"rank {rank} and its replica, rank {other}")
+            if found:
+                raise _core.MismatchError(
+                    f"replicas drifted apart: '{piece.name}' of unit '{piece.unit}' has other "
+                    f"values on {', '.join(found)}: its values or the optimizer's options were "
+                    "changed on one rank alone; change them on every rank, and load the last "
+                    "checkpoint"
+                )
 
     # ---- files ----
 

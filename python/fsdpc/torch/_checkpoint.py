@@ -99,7 +99,8 @@ def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:
             "them, or initialise them inside summon_full_params()"
         )
     memory, first, replica, _ = _core.master_piece(state.unit, i, write)
-    return Piece(name, tuple(state.shapes[i]), first, memory.numel(), memory, replica)
+    shape, unit = tuple(state.shapes[i]), state.unit.name
+    return Piece(name, shape, first, memory.numel(), memory, replica, unit=unit)
 
 
 def _whole(name: str, t: torch.Tensor) -> Piece:
