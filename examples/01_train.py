@@ -3,10 +3,11 @@
 import sys
 
 import fsdpc
-from fsdpc import data, lr_scheduler, optim
+from fsdpc import checkpoint, data, lr_scheduler, optim
 from fsdpc.models import Llama, preset
 
 steps = int(sys.argv[1]) if sys.argv[1:] else 400
+folder = sys.argv[2] if sys.argv[2:] else None  # of checkpoints: resumed from, and saved to
 fsdpc.init()  # the ranks of `fsdpc run`, torchrun or srun, or a world of one
 fsdpc.manual_seed(0)
 
@@ -23,13 +24,20 @@ optimizer = optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_d
 schedule = lr_scheduler.WarmupCosine(optimizer, steps // 20, steps, min_ratio=0.1)
 
 with data.Loader(text, 16, sampler) as batches:
-    for step in range(steps):
+    state = {"model": model, "optimizer": optimizer, "scheduler": schedule, "data": batches}
+    manager, begin = None, 0
+    if folder:
+        manager = checkpoint.CheckpointManager(folder, max_to_keep=2, every_steps=20)
+        begin = manager.restore(state) or 0
+    for step in range(begin, steps):
         loss = model(*next(batches))
         loss.backward()
         norm = fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if manager:
+            manager.step(step + 1, state)
         if step % 20 == 0 and fsdpc.rank() == 0:
             print(f"step {step}: loss {float(loss):.3f}, gradient norm {float(norm):.2f}")
 fsdpc.shutdown()

@@ -39,6 +39,13 @@ def test_training() -> None:
     assert len(seen) == 2 and seen[1] < seen[0] < 6
 
 
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    seen = losses(run("01_train.py", "20", str(tmp_path)))
+    seen += losses(run("01_train.py", "21", str(tmp_path)))
+    assert len(seen) == 2 and seen[1] < seen[0] < 6
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
+
+
 def test_the_readme_shows_the_first_example() -> None:
     script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     text = (EXAMPLES / "01_train.py").read_text()
