@@ -245,7 +245,8 @@ def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
         theirs.save_pretrained(tmp_path / "c")
     fsdpc.barrier()
     model = by_blocks(GPT2(CONFIG.with_(max_seq=32, inner=4 * CONFIG.dim)))
-    with pytest.raises(checkpoint.CheckpointError, match=r"c_attn.*here.*names='gpt2' fits it$"):
+    words = r"(?s)saved +now.*c_attn.*names='gpt2' fits it$"
+    with pytest.raises(checkpoint.CheckpointError, match=words):
         checkpoint.load(tmp_path / "c", {"model": model})
     checkpoint.load(tmp_path / "c", {"model": model}, names="gpt2")
     theirs.eval()
@@ -280,7 +281,7 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
         model = llama(seed=1)
         checkpoint.load(tmp_path / f"{file}.safetensors", {"model": model}, names=names)
         assert values(model) == want, file
-        with pytest.raises(CheckpointError, match="missing .*unexpected"):
+        with pytest.raises(CheckpointError, match="(?s)missing.*unexpected"):
             checkpoint.load(tmp_path / f"{file}.safetensors", {"model": model})
     with pytest.raises(ValueError, match="names must be 'llama', 'gpt2', a mapping or a function"):
         checkpoint.load(tmp_path / "base.safetensors", {"model": model}, names="bert")
@@ -301,7 +302,7 @@ def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     fsdpc.manual_seed(0)
     model = fsdpc.fully_shard(fsdpc.nn.Linear(5, 8))
     checkpoint.save(tmp_path / "d", {"model": fsdpc.nn.Linear(5, 7)})
-    with pytest.raises(CheckpointError, match=r"'weight' is \(7, 5\) there, \(8, 5\) here"):
+    with pytest.raises(CheckpointError, match=r"'weight' +\(7, 5\) +\(8, 5\)"):
         checkpoint.load(tmp_path / "d", {"model": model})
 
 

@@ -71,6 +71,21 @@ def test_a_resume_that_has_nothing_to_do_removes_what_a_killed_save_left(tmp_pat
     assert names(tmp_path) == ["step-00000002"]
 
 
+def test_a_resume_with_another_model_is_refused_by_a_short_table(tmp_path: Path) -> None:
+    train("--steps", 1, "--checkpoint", tmp_path, "--preset", "2M")
+    done = subprocess.run(
+        command("--steps", 2, "--checkpoint", tmp_path, "--preset", "10M", "--resume"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert re.search(r"parameter +saved +now", done.stderr), done.stderr
+    assert re.search(r"layers.\*.\S+' \(4 of them\) +\(512, 192\) +\(864, 320\)", done.stderr)
+    assert len(lines) < 30, done.stderr
+
+
 def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
     train("--steps", 0, "--checkpoint", tmp_path / "run")
     assert names(tmp_path / "run") == ["step-00000000"]

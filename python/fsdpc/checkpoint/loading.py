@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,21 +138,22 @@ class _Load:
         self.strict = strict
         self.reads: list[tuple[Piece, SourceTensor]] = []
         self.wrong: list[str] = []
+        self.differ: list[tuple[str, str, str]] = []  # name, what is saved, what is here
         for kind in ("optimizer", "scheduler", "scaler", "data"):
             if kind in self.state and kind not in self.source.content:
                 self.wrong.append(f"it has no {kind}")
         if "model" in self.state:
             self._match_model(names)
-        if "optimizer" in self.state and not self.wrong:
+        if "optimizer" in self.state and not self.wrong and not self.differ:
             self._match_optimizer()
-        if strict and self.report.missing:
-            self.wrong.append(f"missing {self.report.missing}")
-        if strict and self.report.unexpected:
-            self.wrong.append(f"unexpected {self.report.unexpected}")
+        if strict:
+            self.differ += [(name, "missing", "") for name in self.report.missing]
+            self.differ += [(name, "", "unexpected") for name in self.report.unexpected]
+        self.wrong += _table(self.differ)
         if self.wrong and names is None and "model" in self.state:
             self.wrong += [f"names='{family}' fits it" for family in FAMILIES if self._fits(family)]
         if self.wrong:
-            raise CheckpointError(f"{folder} does not fit: {'; '.join(self.wrong)}")
+            raise CheckpointError("\n  ".join([f"{folder} does not fit:", *self.wrong]))
 
     def _fits(self, family: str) -> bool:
         given = dict(self.source.model)
@@ -213,9 +215,9 @@ class _Load:
 
     def _match(self, piece: Piece, source: SourceTensor) -> None:
         if tuple(source.shape) != piece.shape:
-            self.wrong.append(f"'{piece.name}' is {tuple(source.shape)} there, {piece.shape} here")
+            self.differ.append((piece.name, str(tuple(source.shape)), str(piece.shape)))
         elif source.dtype != piece.dtype and not {source.dtype, piece.dtype} <= FLOATS:
-            self.wrong.append(f"'{piece.name}' is {source.dtype} there, {piece.dtype} here")
+            self.differ.append((piece.name, source.dtype, piece.dtype))
         else:
             self.reads.append((piece, source))
 
@@ -291,3 +293,17 @@ class _Load:
         for kind in ("scheduler", "scaler", "data"):
             if kind in self.state:
                 self.state[kind].load_state_dict(decode(content[kind]))
+
+
+def _table(differ: list[tuple[str, str, str]]) -> list[str]:
+    """What differs as lines of a table; the layers of a stack that differ alike share one."""
+    counts: dict[tuple[str, str, str], list[str]] = {}
+    for name, saved, now in differ:
+        counts.setdefault((re.sub(r"\.\d+(?=\.)", ".*", name), saved, now), []).append(name)
+    rows = [("parameter", "saved", "now")] if differ else []
+    for (pattern, saved, now), names in counts.items():
+        shown = f"'{names[0]}'" if len(names) == 1 else f"'{pattern}' ({len(names)} of them)"
+        rows.append((shown, saved, now))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else []
+    lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+    return [*lines, "give the model and the options that it was saved with"] if rows else []
