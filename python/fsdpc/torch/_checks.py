@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdpc import distributed
-from fsdpc.torch import _device, _forward
+from fsdpc.torch import _device, _forward, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
@@ -345,6 +345,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     if sharded and not hasattr(optimizer, "_fsdpc_checked"):
         refuse_reader(optimizer)  # which makes a first step itself
         optimizer.register_state_dict_pre_hook(refuse_reader)
+        if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+            optimizer.register_state_dict_post_hook(_rows.mark_all)
+            optimizer.register_load_state_dict_pre_hook(_rows.check_all)
+            for p, state in optimizer.state.items():  # of what was loaded before the first step
+                state.update(_rows.check(p, state))
     optimizer._fsdpc_checked = checked  # type: ignore[attr-defined]
 
 

@@ -22,6 +22,7 @@ from fsdpc.torch import _device
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
+from fsdpc.torch._rows import refuse_checkpoint
 from fsdpc.torch.kernels import target
 
 Slot = tuple[dict[str, Any], str, int]
@@ -138,6 +139,10 @@ class UnitState:
         piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
+        if piece.fsdpc.is_cut:  # type: ignore[attr-defined]
+            refuse = partial(refuse_checkpoint, "a piece of a parameter")
+            piece.__create_write_items__ = refuse  # type: ignore[attr-defined]
+            piece.__create_chunk_list__ = refuse  # type: ignore[attr-defined]
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:

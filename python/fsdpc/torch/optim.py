@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdpc import _core
-from fsdpc.torch import _device
+from fsdpc.torch import _device, _rows
 from fsdpc.torch._checks import refuse_reader
 from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
@@ -109,10 +109,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         order = [p for group in self.param_groups for p in group["params"]]
         states = ((i, self.piece_state(p)) for i, p in enumerate(order))
         result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
-        return result
+        return _rows.mark_all(self, result)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Take what :meth:`state_dict` returned on this rank of as many."""
+        state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
         order = [p for group in self.param_groups for p in group["params"]]
         for i, p in enumerate(order):

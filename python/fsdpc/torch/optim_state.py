@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc.torch import _device
+from fsdpc.torch import _device, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
 
@@ -162,10 +162,13 @@ def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, An
     """
     names = _names(model)
     states = {
-        _name_of(names, p): {
-            k: v.clone() if isinstance(v, torch.Tensor) else v
-            for k, v in _state_of(optimizer, p).items()
-        }
+        _name_of(names, p): _rows.mark(
+            p,
+            {
+                k: v.clone() if isinstance(v, torch.Tensor) else v
+                for k, v in _state_of(optimizer, p).items()
+            },
+        )
         for g in optimizer.param_groups
         for p in g["params"]
     }
@@ -221,7 +224,10 @@ def to_load(
         info = getattr(order[i], "fsdpc", None)
         if isinstance(value, torch.Tensor):
             whole = info is not None and value.dim() and value.shape == info.shape
-            value = own_rows(info, order[i], value) if whole else value.clone()
+            if whole:
+                value = own_rows(info, order[i], value)
+            else:
+                value = _rows.check(order[i], {key: value})[key].clone()
         states.setdefault(i, {})[key] = value
     numbered = [{**g, "params": [index(name) for name in g["params"]]} for g in groups]
     return {"state": states, "param_groups": numbered}

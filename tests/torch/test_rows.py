@@ -1,0 +1,93 @@
+"""State dicts of optimizers over pieces: each rank's are its own rows, and say so."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import fsdpc
+from fsdpc.torch import get_model_state_dict, get_optimizer_state_dict, optim
+
+from .common import batch, build, loss_of, shard
+from .test_surroundings import join_gloo
+
+MAKERS = {"torch": torch.optim.AdamW, "ours": optim.AdamW}
+
+
+def trained(kind: str) -> tuple[Any, Any]:
+    ours = shard(build())
+    optimizer = MAKERS[kind](ours.parameters())
+    for step in range(2):
+        loss_of(ours, batch(step, fsdpc.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours, optimizer
+
+
+def sent_from_rank_0(value: Any) -> Any:
+    """Through torch.save and torch.load, which takes nothing but plain types."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    given = [file.getvalue()]
+    dist.broadcast_object_list(given, src=0)
+    return torch.load(io.BytesIO(given[0]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_torchs_checkpoints_are_refused(kind: str, tmp_path: Any) -> None:
+    join_gloo(tmp_path)
+    ours, optimizer = trained(kind)
+    path = str(tmp_path / "step")
+    for state in (
+        {"optim": optimizer.state_dict()},
+        {"optim": optimizer},
+        {"model": dict(ours.named_parameters())},
+    ):
+        with pytest.raises(BaseException, match=r"fsdpc.checkpoint, or give it what"):
+            dcp.save(state, checkpoint_id=path)
+    with pytest.raises(NotImplementedError, match="takes rows 0:|takes rows [1-9]"):
+        dcp.async_save({"optim": optimizer.state_dict()}, checkpoint_id=path)
+    whole = {
+        "model": get_model_state_dict(ours),
+        "optim": get_optimizer_state_dict(ours, optimizer),
+    }
+    dcp.save(whole, checkpoint_id=path)
+    loaded = copy.deepcopy(whole)
+    loaded["model"]["last.weight"].zero_()
+    dcp.load(loaded, checkpoint_id=path)
+    assert torch.equal(loaded["model"]["last.weight"], whole["model"]["last.weight"])
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+@pytest.mark.parametrize("stepped", [False, True])
+def test_states_of_another_rank_are_refused(kind: str, stepped: bool, tmp_path: Any) -> None:
+    join_gloo(tmp_path)
+    ours, optimizer = trained(kind)
+    own = copy.deepcopy(optimizer.state_dict())
+    other = sent_from_rank_0(optimizer.state_dict())
+    fresh = optimizer if stepped else MAKERS[kind](ours.parameters())
+    if fsdpc.rank() == 0:
+        fresh.load_state_dict(other)
+    else:
+        with pytest.raises(
+            ValueError, match="in the state dict is of rows 0:.* this rank has rows"
+        ):
+            fresh.load_state_dict(other)
+            fresh.step()  # torch's had no hooks before its first step
+        fresh = MAKERS[kind](ours.parameters())
+    fresh.load_state_dict(copy.deepcopy(own))
+    loss_of(ours, batch(3, fsdpc.rank())).backward()
+    fresh.step()
+    state = fresh.state_dict()["state"][0]
+    assert state["step"] == 3
+    assert not torch.equal(state["exp_avg"], own["state"][0]["exp_avg"])
+    dist.destroy_process_group()
