@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdpc.torch import (
     fully_shard,
     summon_full_params,
 )
+from fsdpc.torch.state_dict import local_state_dict
 
 from .common import batch, build, loss_of, shard, twin
 
@@ -87,3 +89,48 @@ def test_rank_0_alone_computes_with_summoned_copies() -> None:
                     ours(x)
                 with pytest.raises(RuntimeError, match="'Net.first' was called outside"):
                     ours.first(x)
+
+
+@pytest.mark.ranks([1, 2])
+def test_the_tutorials_state_dict_loop(tmp_path: Any) -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    wanted = plain.state_dict()
+    for found in (
+        ours.state_dict(),
+        fsdpc.torch.get_model_state_dict(ours),
+        ours.first.state_dict(prefix="first."),
+        local_state_dict(ours),
+    ):
+        for name, p in found.items():
+            full = p.full_tensor()
+            assert type(full) is torch.Tensor and torch.equal(full.cpu(), wanted[name])
+    found = ours.state_dict()
+    assert copy.deepcopy(found)["last.weight"].full_tensor() is not None
+    path = tmp_path / f"{fsdpc.rank()}.pt"
+    torch.save(found, path)
+    loaded = torch.load(path, weights_only=True)
+    assert all(type(t) is torch.Tensor and torch.equal(t, wanted[n]) for n, t in loaded.items())
+    plain.load_state_dict(found)
+
+
+@pytest.mark.ranks([1, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_copies_of_parameters_gather_their_own_rows(whole: bool) -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model, whole_params=list(model.parameters()) if whole else None)
+    named = dict(ours.named_parameters())
+    for name, p in plain.named_parameters():
+        piece = named[name]
+        detached = piece.detach()
+        copies = [piece.clone(), detached.clone(), copy.deepcopy(piece), detached.double()]
+        for each in copies:
+            with torch.no_grad():
+                each.mul_(2)
+            full = each.full_tensor()
+            assert torch.equal(full, (2 * p.detach()).to(each.dtype)) and not full.requires_grad
+            assert torch.equal(copy.deepcopy(each).full_tensor(), full)
+        assert torch.equal(piece.full_tensor(), p)
+        assert copies[2].requires_grad and copies[0].requires_grad

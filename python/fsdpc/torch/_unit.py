@@ -19,6 +19,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.fsdp_module import outermost
 from fsdpc.torch import _device
+from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
@@ -143,6 +144,7 @@ class UnitState:
             refuse = partial(refuse_checkpoint, "a piece of a parameter")
             piece.__create_write_items__ = refuse  # type: ignore[attr-defined]
             piece.__create_chunk_list__ = refuse  # type: ignore[attr-defined]
+        offer_copies(piece, self, i)
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 
     def write(self, i: int, full: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdpc.torch import _device, _rows
+from fsdpc.torch._copies import FullValue
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
 
@@ -120,9 +121,19 @@ def module_state_dict(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
     _Option.depth += 1
     try:
         with summon_full_params(module, writeback=False):
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            places = {owner[key].data_ptr() for s in states_of(module) for owner, key, _ in s.slots}
+        for name, value in result.items():
+            if isinstance(value, torch.Tensor) and value.data_ptr() in places:
+                result[name] = _as_full(value)
+        return result
     finally:
         _Option.depth -= 1
+
+
+def _as_full(value: torch.Tensor) -> torch.Tensor:
+    """Let a full value have ``full_tensor()``, as what FSDP2's state dicts hold."""
+    return value if isinstance(value, nn.Parameter) else value.as_subclass(FullValue)
 
 
 def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +208,7 @@ def _give_full(
     state: UnitState, places: dict[str, int], module: nn.Module, found: Any, prefix: str, *_: Any
 ) -> None:
     if not (_Option.depth or state.summoned):
-        found.update({prefix + key: full_value(state, i) for key, i in places.items()})
+        found.update({prefix + k: _as_full(full_value(state, i)) for k, i in places.items()})
 
 
 def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str, *_: Any) -> None:
@@ -231,7 +242,7 @@ def get_model_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[
         for i, p in enumerate(s.pieces):
             value = full_value(s, i)
             if keep:
-                values[id(p)] = value
+                values[id(p)] = _as_full(value)
     if not keep:
         return result
     _Option.depth += 1

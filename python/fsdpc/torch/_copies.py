@@ -1,0 +1,105 @@
+"""Copies of pieces, and values of state dicts, that answer ``full_tensor()`` as DTensors do."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdpc.torch import _device
+
+if TYPE_CHECKING:
+    from fsdpc.torch._unit import UnitState
+
+Home = tuple["weakref.ref[UnitState]", int]
+
+
+class FullValue(torch.Tensor):
+    """A full value in a state dict; elsewhere, and in files, a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the same memory as a plain tensor; communicates nothing."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = self.clone().as_subclass(FullValue)
+        return copied
+
+
+class PieceCopy(torch.Tensor):
+    """Rows of a copy of a parameter; moved, converted and copied it still is that."""
+
+    _fsdpc: Home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in _KEEP and isinstance(args[0], PieceCopy) and result is not args[0]:
+            return _at_home(result, args[0]._fsdpc)
+        return result
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the rows of all ranks' copies as one tensor; collective."""
+        home, index = self._fsdpc
+        state = home()
+        if state is None:
+            raise RuntimeError("a copy of a sharded parameter whose model was deleted: keep it")
+        return _gather(self.to_local().detach(), state, index)
+
+    def to_local(self) -> torch.Tensor:
+        """Return this rank's rows as a plain tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_local().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied
+
+
+_KEEP = {
+    torch.Tensor.clone, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.data.__get__,
+    torch.Tensor.detach, torch.Tensor.double, torch.Tensor.float, torch.Tensor.to, torch.clone,
+}  # fmt: skip
+
+
+def _at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
+    found = rows.as_subclass(PieceCopy)
+    found._fsdpc = home
+    return found
+
+
+def offer_copies(piece: Any, state: UnitState, index: int) -> None:
+    """Let copies that a piece makes know what they are rows of."""
+    home = (weakref.ref(state), index)
+    for name in ("detach", "clone", "__deepcopy__"):
+        setattr(piece, name, partial(_copy, piece, home, name))
+
+
+def _copy(piece: Any, home: Home, name: str, *args: Any, **kwargs: Any) -> Any:
+    return _at_home(getattr(nn.Parameter, name)(piece, *args, **kwargs), home)
+
+
+def _gather(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
+    """The rows of all ranks, in their order, as bytes: of any dtype."""
+    comm = state.comms[0]
+    own = rows.to(_device.home()).contiguous().reshape(-1).view(torch.uint8)
+    count = torch.tensor([own.numel()], device=own.device)
+    counts = _device.to_torch(comm.all_gather(_device.to_engine(count))).reshape(-1).tolist()
+    padded = own.new_zeros(max(counts))
+    padded[: own.numel()] = own
+    every = _device.to_torch(comm.all_gather(_device.to_engine(padded)))
+    parts = [row[:n] for row, n in zip(every.view(len(counts), -1), counts, strict=True)]
+    return torch.cat(parts).view(rows.dtype).view(state.shapes[index])
