@@ -60,8 +60,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
             bytes += fsdpc_full_bytes(&unit->groups[g]);
         }
-        fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER, unit->id, bytes, unit->root->wire->epoch,
-                        in_backward);
+        fsdpc_root_trace(unit, FSDPC_TRACE_GATHER, bytes, in_backward);
     }
     unit->state = FSDPC_UNIT_GATHERING;
     return FSDPC_OK;
@@ -76,8 +75,7 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_gather_settle(unit));
     FSDPC_TRY(fsdpc_full_reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
-        fsdpc_trace_add(unit->trace, FSDPC_TRACE_GATHER_DONE, unit->id, 0, root->wire->epoch,
-                        in_backward);
+        fsdpc_root_trace(unit, FSDPC_TRACE_GATHER_DONE, 0, in_backward);
     unit->state = FSDPC_UNIT_FULL;
     return FSDPC_OK;
 }
@@ -88,8 +86,7 @@ void fsdpc_gather_drop(fsdpc_unit *unit)
         return;
     bool read = unit->state == FSDPC_UNIT_FULL;
     unit->state = FSDPC_UNIT_SHARDED;
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_RESHARD, unit->id, 0, unit->root->wire->epoch,
-                    unit->root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
     fsdpc_full_hide(unit);
     if (read && unit->root->overlaps)
         fsdpc_order_released(unit);
@@ -114,8 +111,7 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
             bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
         }
     }
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_PUBLISH, unit->id, bytes, root->wire->epoch,
-                    root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_PUBLISH, bytes, root->in_backward);
     unit->dirty = false;
     return FSDPC_OK;
 }

@@ -44,7 +44,7 @@ static bool communicates(const fsdpc_root *root)
 static void trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes)
 {
     if (communicates(unit->root))
-        fsdpc_trace_add(unit->trace, kind, unit->id, bytes, unit->root->wire->epoch, 1);
+        fsdpc_root_trace(unit, kind, bytes, true);
 }
 
 /* The destination of final sums. */

@@ -58,6 +58,20 @@ typedef struct fsdpc_record {
     bool ended;      /* a backward ended since the step began */
 } fsdpc_record;
 
+/* What the engine did with a unit, in the order it did it: schedule() shows these. */
+typedef struct fsdpc_act {
+    int unit;
+    fsdpc_trace_kind kind;
+    bool backward; /* the phase that it is for */
+} fsdpc_act;
+
+/* Acts of one step: a forward with gradients and the backwards that follow it. */
+typedef struct fsdpc_acts {
+    fsdpc_act *items;
+    size_t length, capacity;
+    bool whole; /* a backward came to its end */
+} fsdpc_acts;
+
 static inline void fsdpc_record_clear(fsdpc_record *record)
 {
     record->length = record->position = 0;
@@ -101,6 +115,8 @@ struct fsdpc_root {
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;
+    fsdpc_acts acts, last_acts; /* of this step, and of the last whole one */
+    bool notes_acts;            /* a step is under way */
 };
 
 /* Collective.  units[0] is the outermost; children follow in the order of their modules. `encloses`
@@ -108,6 +124,11 @@ struct fsdpc_root {
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
 void fsdpc_root_destroy(fsdpc_root *root); /* units go back to having masters only */
+
+/* Writes an event of a unit to the trace, and to the acts of a step that is under way. */
+void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward);
+void fsdpc_root_begin_acts(fsdpc_root *root);
+void fsdpc_root_end_acts(fsdpc_root *root);
 
 /* Collective.  `bits` are added to the note (grad mode); on return the wire is current. */
 fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,

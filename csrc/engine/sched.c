@@ -145,9 +145,11 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     fsdpc_comm_locate(root->comm, root->in_backward ? "backward" : "forward", unit->name);
     if (outermost && !root->holds) {
         FSDPC_TRY(fsdpc_root_epoch(root, FSDPC_EPOCH_FORWARD, unit, grad ? FSDPC_EPOCH_GRAD : 0));
-        FSDPC_TRY(gather_rank_dependent(root));
-        if (grad)
+        if (grad) {
             begin_step(&root->record);
+            fsdpc_root_begin_acts(root);
+        }
+        FSDPC_TRY(gather_rank_dependent(root));
     }
     bool recording = grad && !root->in_backward;
     if (recording)
@@ -156,8 +158,7 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     if (recording || unit->ahead[0])
         FSDPC_TRY(gather_ahead(root, unit, false));
     root->forward_depth++;
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD, unit->id, 0, root->wire->epoch,
-                    root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD, 0, root->in_backward);
     return FSDPC_OK;
 }
 
@@ -166,8 +167,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
     (void)grad;
     fsdpc_root *root = unit->root;
     root->forward_depth--;
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_FORWARD_END, unit->id, 0, root->wire->epoch,
-                    root->in_backward);
+    fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, root->in_backward);
     bool stays = unit->stays || unit->rank_dependent;
     if (unit->reshard_after_forward && !stays && !root->in_backward)
         fsdpc_gather_drop(unit);
@@ -185,7 +185,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
                           "the backward of unit '%s' after a forward was interrupted while weights "
                           "were being published: run forward again",
                           unit->name);
-    root->in_backward = true;
+    root->in_backward = root->notes_acts = true;
     if (unit->in_backward)
         return FSDPC_OK;
     unit->in_backward = true;
@@ -194,7 +194,7 @@ fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation)
     FSDPC_TRY(note_use(root, unit, true));
     FSDPC_TRY(fsdpc_gather_wait(unit, true));
     FSDPC_TRY(gather_ahead(root, unit, true));
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD, unit->id, 0, root->wire->epoch, 1);
+    fsdpc_root_trace(unit, FSDPC_TRACE_BACKWARD, 0, true);
     return FSDPC_OK;
 }
 
@@ -213,7 +213,7 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
     if (!unit->in_backward)
         return FSDPC_OK;
     unit->in_backward = false;
-    fsdpc_trace_add(unit->trace, FSDPC_TRACE_BACKWARD_END, unit->id, 0, root->wire->epoch, 1);
+    fsdpc_root_trace(unit, FSDPC_TRACE_BACKWARD_END, 0, true);
     if (unit->rank_dependent)
         return fsdpc_reduce_progress(root);
     if (reduces_now(unit))
@@ -352,6 +352,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     root->in_backward = false;
     root->record.ended = true;
+    fsdpc_root_end_acts(root);
     fsdpc_status status = FSDPC_OK;
     if (!root->record.following && root->record.length > 0)
         status = complete_record(root);
@@ -388,7 +389,7 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
 void fsdpc_root_reset(fsdpc_root *root)
 {
     root->forward_depth = 0;
-    root->in_backward = false;
+    root->in_backward = root->notes_acts = false;
     root->needs_reset = true;
     fsdpc_record_clear(&root->record);
     for (int i = 0; i < root->n_units; i++) {

@@ -386,7 +386,8 @@ PyMethodDef fsdpc_py_unit_methods[] = {
     {"set_prefetch", fsdpc_py_unit_set_prefetch, METH_O,
      "How many units ahead the root gathers; before there is one, the root that it becomes."},
     {"schedule", fsdpc_py_unit_schedule, METH_NOARGS,
-     "(uses, prefetch): recorded uses as (unit, backward), or None; distance."},
+     "(uses, acts, prefetch): recorded uses as (unit, backward), what the last step did as (unit, "
+     "kind, backward), or None twice; distance."},
     {"set_reshard_after_forward", unit_set_reshard, METH_O, "Whether forward gives fulls up."},
     {"take_options", unit_take_options, METH_O, "What was set on a unit that this one replaces."},
     {"set_divide_factor", unit_set_divide_factor, METH_O, "By what summed gradients are divided."},

@@ -159,6 +159,21 @@ PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance)
     Py_RETURN_NONE;
 }
 
+static PyObject *acts_of(const fsdpc_acts *acts)
+{
+    PyObject *list = PyList_New((Py_ssize_t)acts->length);
+    for (size_t i = 0; list && i < acts->length; i++) {
+        const fsdpc_act *act = &acts->items[i];
+        PyObject *item = Py_BuildValue("(isO)", act->unit, fsdpc_trace_kind_name(act->kind),
+                                       act->backward ? Py_True : Py_False);
+        if (!item)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+    }
+    return list;
+}
+
 PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -167,9 +182,10 @@ PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused)
         return NULL;
     const fsdpc_record *record = &root->record;
     if (!record->complete)
-        return Py_BuildValue("(Oi)", Py_None, root->prefetch);
+        return Py_BuildValue("(OOi)", Py_None, Py_None, root->prefetch);
+    PyObject *acts = acts_of(root->acts.whole ? &root->acts : &root->last_acts);
     PyObject *uses = PyList_New((Py_ssize_t)record->length);
-    for (size_t i = 0; uses && i < record->length; i++) {
+    for (size_t i = 0; acts && uses && i < record->length; i++) {
         const fsdpc_record_entry *entry = &record->entries[i];
         PyObject *use = Py_BuildValue("(iO)", entry->unit, entry->backward ? Py_True : Py_False);
         if (!use) {
@@ -178,5 +194,9 @@ PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused)
         }
         PyList_SET_ITEM(uses, (Py_ssize_t)i, use);
     }
-    return uses ? Py_BuildValue("(Ni)", uses, root->prefetch) : NULL;
+    if (acts && uses)
+        return Py_BuildValue("(NNi)", uses, acts, root->prefetch);
+    Py_XDECREF(acts);
+    Py_XDECREF(uses);
+    return NULL;
 }

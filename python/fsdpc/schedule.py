@@ -15,15 +15,44 @@ class Use(NamedTuple):
     phase: str
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The order in which a step uses units, and how far ahead they are gathered.
+class Act(NamedTuple):
+    """The engine acts on a unit: its name, what it does, and the phase that this is for.
 
-    Compares equal where order and distance are; ``diff`` says where two part.
+    ``what`` is "gather" (posted), "forward" or "backward" (the unit computes), "reshard", "reduce"
+    (posted: a reduce-scatter over the shard group) or "all_reduce" (posted: over replicas).
+    """
+
+    unit: str
+    what: str
+    phase: str
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The order in which a step uses units, how far ahead they are gathered, and what was done.
+
+    ``prefetch`` counts uses. ``acts`` are what the engine did in the last whole step, in order:
+    one forward with gradients and the backwards after it, up to the next forward. A shard group of
+    one rank gathers, reshards and reduces nothing; over replicas it has "all_reduce" alone.
+
+    Compares equal where order, distance and the acts of each unit in each phase are. When a gather
+    or a sum begins beside the other units does not count: it follows from the distance, and from
+    when the ranks come. ``diff`` says where two part.
     """
 
     uses: tuple[Use, ...]
     prefetch: int
+    acts: tuple[Act, ...] = ()
+
+    def of(self, use: Use) -> tuple[str, ...]:
+        """What the engine did with a unit for a phase, in order."""
+        return tuple(a.what for a in self.acts if (a.unit, a.phase) == use)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and not self.diff(other)
+
+    def __hash__(self) -> int:
+        return hash((self.uses, self.prefetch))
 
     def ahead(self, index: int) -> tuple[Use, ...]:
         """Uses whose gathers begin before use ``index`` computes."""
@@ -38,6 +67,11 @@ class Schedule:
             b = other.uses[i] if i < len(other.uses) else None
             if a != b:
                 return f"use {i}: {_show(a)} and {_show(b)}"
+        of_unit = {Use(a.unit, a.phase): None for a in (*self.acts, *other.acts)}
+        for use in of_unit:
+            mine, theirs = self.of(use), other.of(use)
+            if mine != theirs:
+                return f"{_show(use)}: {_list(mine)} and {_list(theirs)}"
         return ""
 
     def __str__(self) -> str:
@@ -46,7 +80,13 @@ class Schedule:
             ahead = ", ".join(f"{u.unit} ({u.phase})" for u in self.ahead(i))
             gathers = f" gathers {ahead}" if ahead else ""
             lines.append(f"{i:4} {use.phase:9}{use.unit:24}{gathers}")
+        lines += [f"{len(self.acts)} acts in the last step"]
+        lines += [f"{i:4} {a.what:11}{a.unit:24} for {a.phase}" for i, a in enumerate(self.acts)]
         return "\n".join(lines)
+
+
+def _list(acts: tuple[str, ...]) -> str:
+    return ", ".join(acts) or "nothing"
 
 
 def _show(use: Use | None) -> str:
@@ -54,7 +94,7 @@ def _show(use: Use | None) -> str:
 
 
 def schedule(model: Any) -> Schedule | None:
-    """Return what the engine recorded of a model's last whole step, which it replays.
+    """Return what the engine recorded of a model's last whole step: the order that it replays.
 
     Parameters
     ----------
@@ -77,9 +117,12 @@ def schedule(model: Any) -> Schedule | None:
         raise ValueError(f"{type(model).__name__} is not sharded, so it has no schedule")
     if not units[0].has_root:
         return None
-    uses, prefetch = units[0].schedule()
-    if uses is None:
+    uses, acts, prefetch = units[0].schedule()
+    if uses is None or acts is None:
         return None
+    phases = ("forward", "backward")
     return Schedule(
-        tuple(Use(units[i].name, "backward" if back else "forward") for i, back in uses), prefetch
+        tuple(Use(units[i].name, phases[back]) for i, back in uses),
+        prefetch,
+        tuple(Act(units[i].name, what, phases[back]) for i, what, back in acts),
     )

@@ -169,6 +169,66 @@ def test_schedule_is_data() -> None:
     assert first.diff(first) == ""
 
 
+#: What is done with a block, by strategy: in forward, and in backward.
+ACTS = {
+    "FULL_SHARD": (["gather", "forward", "reshard"], ["gather", "backward", "reduce", "reshard"]),
+    "SHARD_GRAD_OP": (["gather", "forward"], ["backward", "reduce", "reshard"]),
+    "NO_SHARD": (["forward"], ["backward", "all_reduce"]),
+    "HYBRID_SHARD": (
+        ["gather", "forward", "reshard"],
+        ["gather", "backward", "reduce", "reshard", "all_reduce"],
+    ),
+}
+
+
+def schedule_of(strategy: str) -> Any:
+    """Of the second step, which follows what the first one recorded."""
+    mesh = fsdpc.init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+    model = build(sharded=True, strategy=strategy, **({"mesh": mesh} if mesh else {}))
+    model(*batch(0, fsdpc.rank())).backward()
+    recorded = fsdpc.schedule(model)
+    loss = model(*batch(1, fsdpc.rank()))
+    assert fsdpc.schedule(model) == recorded  # of the last whole step, while one is under way
+    loss.backward()
+    followed = fsdpc.schedule(model)
+    assert recorded is not None and followed is not None
+    assert followed == recorded, followed.diff(recorded)
+    return followed
+
+
+@pytest.mark.ranks([2, 4])
+def test_schedule_shows_what_a_strategy_does() -> None:
+    found = {}
+    for name, (forward, backward) in ACTS.items():
+        if name == "HYBRID_SHARD" and fsdpc.world_size() < 4:
+            continue
+        found[name] = schedule_of(name)
+        block = "model.layers.0"
+        assert list(found[name].of((block, "forward"))) == forward, name
+        ended = list(found[name].of((block, "backward")))
+        # A sum over replicas begins once the shard group's is there, before resharding or after.
+        assert sorted(ended) == sorted(backward) and ended[:-2] == backward[:-2], name
+    assert len({str(each) for each in found.values()}) == len(found)
+    differs = found["FULL_SHARD"].diff(found["NO_SHARD"])
+    assert "gather" in differs and found["FULL_SHARD"] != found["NO_SHARD"]
+    acts = [(act.unit, act.what) for act in found["FULL_SHARD"].acts]
+    second = acts.index(("model.layers.1", "gather"))
+    assert second < acts.index(("model.layers.0", "forward")), "gathered one ahead"
+
+
+@pytest.mark.ranks(2)
+def test_schedule_of_a_micro_step_shows_no_reduction() -> None:
+    model = build(sharded=True)
+    with model.no_sync():
+        model(*batch(0, fsdpc.rank())).backward()
+        inside = fsdpc.schedule(model)
+    model(*batch(0, fsdpc.rank())).backward()
+    after = fsdpc.schedule(model)
+    assert inside is not None and after is not None
+    assert "reduce" not in [act.what for act in inside.acts]
+    assert "reduce" in [act.what for act in after.acts]
+
+
 @pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("precision", ["f32", "bf16-f32"])
 @pytest.mark.parametrize("recompute", [False, True])
