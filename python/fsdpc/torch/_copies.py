@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
 from fsdpc.torch import _device
+from fsdpc.torch._rows import refuse_checkpoint
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -60,6 +61,12 @@ class PieceCopy(torch.Tensor):
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor."""
         return self.as_subclass(torch.Tensor)
+
+    def __create_write_items__(self, name: str, _: Any) -> NoReturn:
+        refuse_checkpoint("rows of a parameter")
+
+    def __create_chunk_list__(self) -> NoReturn:
+        refuse_checkpoint("rows of a parameter")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.to_local().__reduce_ex__(protocol)

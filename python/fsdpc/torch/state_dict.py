@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc.torch import _device, _rows
+from fsdpc.torch import _device
 from fsdpc.torch._copies import FullValue
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
@@ -140,14 +140,9 @@ def local_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return this rank's pieces by name, as they are."""
     _Option.depth += 1
     try:
-        found = nn.Module.state_dict(module, *args, **kwargs)
+        return nn.Module.state_dict(module, *args, **kwargs)
     finally:
         _Option.depth -= 1
-    if not kwargs.get("keep_vars"):
-        for name, p in module.named_parameters(remove_duplicate=False):
-            if name in found:
-                found.update(_rows.mark(p, {name: found[name]}))
-    return found
 
 
 def _check_real(name: str, value: Any, p: torch.Tensor) -> None:
