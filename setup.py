@@ -4,7 +4,7 @@ setuptools would compile one file after the other, all with the same flags, and 
 whenever one changed.  The kernels need flags of their own for each instruction set, so the
 compiling is done by tools/native.py and only the placing of the result is left to setuptools.
 
-Beside the extension goes the plugin for GPUs, by tools/cuda_build.py, where there is a toolkit.
+Beside the extension goes the plugin for GPUs, by tools/cuda_build.py, if FSDPC_CUDA=1.
 """
 
 import sys

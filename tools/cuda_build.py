@@ -11,8 +11,8 @@ Python that builds it.
 Attention by cuDNN is compiled in where the headers of cuDNN and of its frontend (pip's
 nvidia-cudnn-frontend) are found.
 
-setup.py calls :func:`install`, which does as $FSDPC_CUDA says and, where it leaves the plugin out,
-writes the reason into a file that stands in the library's place.
+setup.py calls :func:`install`, which builds the plugin if FSDPC_CUDA=1 and else writes how to get
+it into a file that stands in the library's place.
 
 With --emulate it builds the plugin and the tests of tests/gpu for this processor instead
 (tests/emu, by clang) and prints their paths; with --tests, the tests for the GPU.  With --sanitizer
@@ -54,6 +54,7 @@ ARCHS = ("80", "90", "100")
 TOOLKIT_PACKAGES = ("nvidia-cuda-nvcc>=13,<14", "nvidia-cuda-runtime>=13,<14",
                     "nvidia-cuda-cccl>=13,<14")
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+LEFT_OUT = "install again with FSDPC_CUDA=1 to have it (it takes minutes to compile)"
 NO_TOOLKIT = f"no nvcc in $CUDA_HOME/bin, pip's nvidia packages, on PATH or in {SYSTEM_TOOLKIT}/bin"
 
 # Kernels whose results are promised to have the CPU's bits: a fused multiply-add only where it is
@@ -290,10 +291,10 @@ def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path, stays: 
 
 
 def wanted() -> str:
-    """What $FSDPC_CUDA says: "auto", "0" or "1"."""
-    value = os.environ.get("FSDPC_CUDA") or "auto"
-    if value not in ("auto", "0", "1"):
-        raise RuntimeError(f"FSDPC_CUDA={value} is none of auto, 0 and 1")
+    """What $FSDPC_CUDA says: "", "0" or "1"."""
+    value = os.environ.get("FSDPC_CUDA", "")
+    if value not in ("", "0", "1"):
+        raise RuntimeError(f"FSDPC_CUDA={value} is neither 0 nor 1")
     return value
 
 
@@ -310,35 +311,22 @@ def install(folder: Path, in_place: bool) -> None:
     folder : Path
         The package's folder, where the extension goes too.
     in_place : bool
-        Whether that is in the source tree.  There a plugin is made only if FSDPC_CUDA=1, or if
-        there is one already: those who edit C should not wait for nvcc.
+        Whether that is in the source tree.  A plugin that is there already is kept up to date.
 
     Raises
     ------
     RuntimeError
-        If FSDPC_CUDA=1 and the plugin cannot be built.  Otherwise a failure is reported on stderr
-        and the package is built without it.
+        If the plugin is wanted and cannot be built.
     """
-    plugin, note, choice, reason = folder / PLUGIN, folder / REASON, wanted(), ""
-    if choice == "0":
-        reason = "FSDPC_CUDA was 0"
-    elif choice == "auto" and in_place and not plugin.exists():
-        reason = "a build in place leaves it out; build with FSDPC_CUDA=1"
-    elif choice == "auto" and find_toolkit() is None:
-        reason = NO_TOOLKIT
-    else:
-        try:
-            build_plugin(plugin, stays=in_place)
-        except RuntimeError as error:
-            if choice == "1":
-                raise
-            print(f"fsdpc: building without {PLUGIN}\n{error}", file=sys.stderr)
-            reason = "it did not compile; build with FSDPC_CUDA=1 to see why"
-    if reason:
-        plugin.unlink(missing_ok=True)
-        note.write_text(reason + "\n")
-    else:
+    plugin, note, choice = folder / PLUGIN, folder / REASON, wanted()
+    if choice == "1" or (not choice and in_place and plugin.exists()):
+        build_plugin(plugin, stays=in_place)
         note.unlink(missing_ok=True)
+        return
+    plugin.unlink(missing_ok=True)
+    note.write_text(LEFT_OUT + "\n")
+    if not in_place:
+        print(f"fsdpc: the plugin for GPUs is not built: {LEFT_OUT}", file=sys.stderr)
 
 
 def core_objects(folder: Path, sanitizer: Sequence[str] = (),

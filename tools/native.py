@@ -98,7 +98,10 @@ def run_command(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     except FileNotFoundError as error:
-        raise CompileError(f"no such compiler: {command[0]} (set CC, or install gcc)") from error
+        raise CompileError(
+            f"there is no C compiler '{command[0]}': install one (apt install gcc, or dnf install "
+            "gcc), or name it in CC"
+        ) from error
     if done.returncode:
         raise CompileError(f"{shlex.join(command)}\n{done.stdout}")
     if done.stdout:
@@ -176,7 +179,7 @@ class Builder:
         """Compile all these files; every failure is reported, not the first alone."""
         with ThreadPoolExecutor(usable_cores()) as pool:
             pending = [pool.submit(self.compile_one, path, flags) for path in files]
-        errors = [str(error) for job in pending if (error := job.exception())]
+        errors = dict.fromkeys(str(error) for job in pending if (error := job.exception()))
         if errors:
             raise CompileError("\n".join(errors))
         return [job.result() for job in pending]
@@ -210,6 +213,12 @@ def build_core(target: Path) -> Path:
     import numpy
 
     python = sysconfig.get_paths()
+    if not Path(python["include"], "Python.h").is_file():
+        version = "{}.{}".format(*sys.version_info)
+        raise CompileError(
+            f"Python.h is not in {python['include']}: install this Python's headers (apt install "
+            f"python{version}-dev or python3-dev, dnf install python3-devel)"
+        )
     flags = [f"-isystem{python['include']}", f"-isystem{python['platinclude']}"]
     flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
