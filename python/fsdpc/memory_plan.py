@@ -57,7 +57,7 @@ class MemoryPlan:
         names = ["wire", "master", "grad", "state", "reduce", "activation", "total"]
         if self.activation is None:
             names.remove("activation")
-        lines = [f"{name:11}{getattr(self, name) / 1e6:14.3f} MB" for name in names]
+        lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
         return "\n".join([*lines, *([f"of {self.units}"] if self.units else [])])
 
 
