@@ -20,13 +20,15 @@ from fsdpc.strategies import ShardingStrategy, apply_strategy
 
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
+HELD_OUT_BYTES = 500_000
+
 _EPILOG = """\
 examples:
   fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
   fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
 
-The data are bytes of text; the last 500 kB (at most a tenth) are held out for the validation loss,
+The data are bytes of text; the last 500,000 (at most a tenth) are held out for the validation loss,
 which is printed at the end in nats per byte, with a sample of generated text.
 """
 
@@ -110,6 +112,13 @@ def parser() -> argparse.ArgumentParser:
         default=16,
         metavar="N",
         help="sequences in a micro-step of one rank (default: 16)",
+    )
+    data.add_argument(
+        "--eval-bytes",
+        type=int,
+        default=HELD_OUT_BYTES,
+        metavar="N",
+        help="held-out bytes to validate on at the end; 0 skips it (default: all)",
     )
     data.add_argument(
         "--seq", type=int, default=256, metavar="N", help="bytes in a sequence (default: 256)"
@@ -225,9 +234,10 @@ def check(options: argparse.Namespace) -> None:
     for name in ("batch", "seq", "accumulate"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    for name in ("steps", "sample", "seed"):
+    for name in ("steps", "sample", "seed", "eval_bytes"):
         if getattr(options, name) < 0:
-            raise ValueError(f"--{name} must be at least 0, got {getattr(options, name)}")
+            given = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{given} must be at least 0, got {getattr(options, name)}")
     if options.seed >= 2**63:
         raise ValueError(f"--seed must be below 2^63, got {options.seed}")
     if options.lr is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import math
 import os
@@ -17,7 +18,15 @@ import numpy as np
 from fsdpc import _core, distributed, models
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
-from fsdpc._train_options import DTYPES, OPTIMIZERS, check, checkpoint_choice, mesh_shape, parser
+from fsdpc._train_options import (
+    DTYPES,
+    HELD_OUT_BYTES,
+    OPTIMIZERS,
+    check,
+    checkpoint_choice,
+    mesh_shape,
+    parser,
+)
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
@@ -29,6 +38,7 @@ from fsdpc.data import (
     SequenceDataset,
     default_corpus,
 )
+from fsdpc.data.files import refuse_binary
 from fsdpc.device import set_default_device
 from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
@@ -40,10 +50,10 @@ from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
 from fsdpc.wrap import by_class
 
-HELD_OUT_BYTES = 500_000
 # The peak is that of the first square product, of doubling sizes, that takes this long.
 PRODUCT_SECONDS = 2e-3
 PRODUCT_SIZES = (96, 4096)
+LINE_WIDTH = 76  # with a rank in front it fits into 80 columns
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 
@@ -118,6 +128,7 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
             "available: take a smaller preset, or a strategy that shards more"
         )
     if options.data:
+        refuse_binary(options.data)
         length = len(datasets(options)[0])
         whole = options.batch * (options.accumulate if options.deterministic else 1)
         if length // ranks < whole:
@@ -183,6 +194,7 @@ class Trainer:
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader}  # fmt: skip
         self.checkpoints = TrainCheckpoints(options, state)
+        self.line = LiveLine(self)
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
 
@@ -238,32 +250,41 @@ class Trainer:
         """Train, validate, write metrics, show a sample."""
         o = self.options
         begin = time.perf_counter()
-        line = LiveLine(self, begin)
+        self._show_header()
         try:
             step = self.checkpoints.begin()
             with self.loader:
                 while step < o.steps:
                     step += 1
-                    line.show(step, self._step())
+                    self.line.show(step, self._step())
                     if self.checkpoints.after(step):
                         break
-            line.end()
+            self.line.end()
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
-            val_loss, val_tokens = self.validate()
-            seconds = time.perf_counter() - begin
-            crc = self._params_crc()
+            last: dict[str, Any] = {}
+            if o.eval_bytes:
+                loss, tokens = self.validate()
+                last = {"val_loss": loss, "val_tokens": tokens}
+                if self.rank == 0:
+                    print(f"validation loss {loss:.4f} nats per byte over {tokens:,} bytes")
+            seconds, crc = time.perf_counter() - begin, self._params_crc()
             if self.rank == 0:
-                last = {"val_loss": val_loss, "val_tokens": val_tokens, "seconds": seconds,
-                        "params_crc32c": f"{crc:08x}"}  # fmt: skip
-                self._write(last)
-                print(f"validation loss {val_loss:.4f} nats per byte over {val_tokens:,} bytes, "
-                      f"{seconds:.1f} s in all, parameters crc32c {crc:08x}")  # fmt: skip
+                self._write({**last, "seconds": seconds, "params_crc32c": f"{crc:08x}"})
+                print(f"{seconds:.1f} s in all, parameters crc32c {crc:08x}")
             self._show_sample()
         finally:
             if self.metrics:
                 self.metrics.close()
+
+    def _show_header(self) -> None:
+        if self.rank == 0:
+            o, data = self.options, self.train_data
+            print(f"{o.model} {o.preset}: {self.model.num_parameters():,} parameters, {o.dtype}, "
+                  f"{self.world} rank{'s' if self.world > 1 else ''}, {o.strategy}\n"
+                  f"{data.tokens:,} bytes of text to train on, {self.tokens_per_step:,} a step, "
+                  f"{self.val_data.tokens:,} held out", flush=True)  # fmt: skip
 
     def _step(self) -> dict[str, float]:
         o, world = self.options, distributed.world()
@@ -304,9 +325,10 @@ class Trainer:
         }
 
     def validate(self) -> tuple[float, int]:
-        """Return the loss in nats a byte over the held-out bytes, and how many those are."""
+        """Return the loss in nats a byte over ``--eval-bytes``, and how many those are."""
         o, data = self.options, self.val_data
-        batches = [range(i, min(i + o.batch, len(data))) for i in range(0, len(data), o.batch)]
+        length = min(len(data), max(1, o.eval_bytes // o.seq))
+        batches = [range(i, min(i + o.batch, length)) for i in range(0, length, o.batch)]
         rounds = math.ceil(len(batches) / self.world)
         total, tokens = 0.0, 0
         previous = _core.set_grad_enabled(False)
@@ -319,6 +341,7 @@ class Trainer:
             if counted:
                 total += loss * y.size
                 tokens += y.size
+            self.line.say(f"validation: batch {i + 1} of {rounds}")
         self.model.train()
         _core.set_grad_enabled(previous)
         sums = distributed.all_reduce(np.array([total, float(tokens)]))
@@ -335,13 +358,22 @@ class Trainer:
         n = self.options.sample
         if n == 0:
             return
-        prompt = np.frombuffer(b"def ", dtype=np.uint8)
-        ids = models.generate(
-            self.model, prompt, n, context=self.options.seq, seed=self.options.seed
+        prompt, decode = b"def ", codecs.getincrementaldecoder("utf-8")("replace").decode
+
+        def show(text: str) -> None:
+            if self.rank == 0:
+                print(text, end="", flush=True)
+
+        show("---- sample ----\n" + prompt.decode())
+        models.generate(
+            self.model,
+            np.frombuffer(prompt, dtype=np.uint8),
+            n,
+            context=self.options.seq,
+            seed=self.options.seed,
+            each=lambda word: show(decode(bytes([word]))),
         )
-        if self.rank == 0:
-            text = bytes(ids.astype(np.uint8)).decode("utf-8", "replace")
-            print("---- sample ----\n" + text)
+        show(decode(b"", True) + "\n")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.metrics:
@@ -352,8 +384,8 @@ class Trainer:
 class LiveLine:
     """How training goes: one line, rewritten in a terminal, printed now and then elsewhere."""
 
-    def __init__(self, trainer: Trainer, begin: float) -> None:
-        self.trainer, self.begin = trainer, begin
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
         self.live = trainer.options.live or sys.stdout.isatty()
         self.shown = 0.0
         self.rated_steps, self.rated_seconds = 0, 0.0
@@ -380,30 +412,39 @@ class LiveLine:
             "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
             **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
         })  # fmt: skip
+        speed, share, left = "-", "-", "-"
+        if self.rated_steps:
+            speed, share = f"{rate:,.0f}", f"{mfu:.0%}"
+            left = _clock((t.options.steps - step) * self.rated_seconds / self.rated_steps)
+        self.say(
+            f"step {step}/{t.options.steps}  loss {m['loss']:.4f}  norm {m['grad_norm']:.3g}  "
+            f"{speed} tokens/s  ETA {left}  MFU {share}",
+            step == t.options.steps,
+        )
+
+    def say(self, text: str, last: bool = False) -> None:
+        """Show a line if it is time to, and the last one of its kind."""
         now = time.perf_counter()
-        last = step == t.options.steps
-        if now - self.shown < (0.1 if self.live else 5.0) and not last and step > 1:
+        due = now - self.shown >= (0.1 if self.live else 5.0)
+        if self.trainer.rank != 0 or not (due or last):
             return
         self.shown = now
-        speed, share = (f"{rate:,.0f}", f"{mfu:.1%}") if self.rated_steps else ("-", "-")
-        text = (
-            f"step {step}/{t.options.steps}  loss {m['loss']:.4f}  {speed} tokens/s  "
-            f"norm {m['grad_norm']:.3f}  lr {m['lr']:.2e}  MFU {share}  "
-            f"memory {peak / 2**20:,.0f} MiB  {now - self.begin:.0f} s"
-        )
+        text = text[:LINE_WIDTH]
         if self.live:
-            padding = " " * max(0, self.width - len(text))
-            self.width = len(text)
-            sys.stdout.write(text + padding + ("\n" if last else "\r"))
-        else:
-            sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+            text, self.width = text.ljust(self.width), len(text)
+        print(text, end="\n" if last or not self.live else "\r", flush=True)
 
     def end(self) -> None:
-        """Say where the time of a step went, on average."""
+        """Say what a step took, on average."""
         t = self.trainer
         if t.rank == 0 and self.rated_steps:
             print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
                   f"{t.world} rank{'s' if t.world > 1 else ''}, "
-                  f"{t.model.num_parameters():,} parameters, "
+                  f"memory {_core.memory_stats()['total_peak_bytes'] / 2**20:,.0f} MiB, "
                   f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -60,6 +60,37 @@ def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     assert "---- sample ----" in output and "def " in output
 
 
+@pytest.mark.parametrize(("asked", "seen"), [(0, None), (100, 96)])
+def test_validation_takes_as_many_bytes_as_it_is_told(
+    asked: int, seen: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    output = run("--steps", 1, "--sample", 0, "--eval-bytes", asked, "--metrics", path)
+    assert json.loads(path.read_text().splitlines()[-1]).get("val_tokens") == seen
+    assert ("validation loss" in output) == bool(seen)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (b"\x93NUMPY\x01\x00", "a NumPy array"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"\x80\x04\x95", "a pickle"),
+        (b"\x40" + bytes(7) + b'{"w":{', "a safetensors file"),
+        (b"text and\0no text", "binary"),
+    ],
+)
+def test_data_that_are_no_text_are_refused(head: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words " * 1000)
+    (tmp_path / "x").write_bytes(head + b"x" * 5000)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--data", tmp_path],
+        capture_output=True, text=True, timeout=60, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{tmp_path}/x is {kind}" in done.stderr and "TokenDataset" in done.stderr
+
+
 def test_a_file_of_metrics_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     for _ in range(2):
@@ -105,9 +136,11 @@ def test_one_line_is_rewritten_in_a_terminal(ranks: int) -> None:
     shown = [line for line in re.split(r"[\r\n]+", output) if re.search(r"step \d+/30 ", line)]
     assert len(shown) >= 2 and "step 30/30" in shown[-1]
     assert "  - tokens/s" in shown[0]  # the first steps are no measure
-    assert re.search(r"loss [\d.]+ +[\d,]+ tokens/s +norm .* lr .* MFU [\d.]+% +memory [\d,]+ MiB",
-                     shown[-1])  # fmt: skip
-    assert output.count("/30 ") > output.count("\n") - 6  # rewritten, not scrolled
+    assert re.search(r"loss [\d.]+ +norm [\d.e+]+ +[\d,]+ tokens/s +ETA 0:00 +MFU \d+%", shown[-1])
+    assert all(len(line) <= 80 for line in re.split(r"[\r\n]+", output) if "MFU" in line)
+    assert output.count("/30 ") > output.count("\n") - 8  # rewritten, not scrolled
+    assert re.search(r"llama 2M: 1,869,504 parameters, bf16, \d ranks?, FULL_SHARD", output)
+    assert re.search(r"[\d,]+ bytes of text to train on, [\d,]+ a step, [\d,]+ held out", output)
 
 
 @pytest.mark.parametrize("ranks", [(), ("--ranks", 2)], ids=["one", "two"])
@@ -115,6 +148,7 @@ def test_one_line_is_rewritten_in_a_terminal(ranks: int) -> None:
     ("arguments", "text"),
     [
         (("--seed", -1), "--seed must be at least 0, got -1"),
+        (("--eval-bytes", -1), "--eval-bytes must be at least 0, got -1"),
         (("--seed", 2**64), "--seed must be below 2^63"),
         (("--lr", "inf"), "--lr must be finite, got inf"),
         (("--batch", 10_000), "sequences of 32 to train on, "),

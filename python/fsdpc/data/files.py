@@ -75,6 +75,33 @@ def find_files(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) 
     return files
 
 
+# How files begin that are no text, and what they are.
+_MAGIC = (
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"PK\x03\x04", "a zip archive (.npz, .pt, .docx)"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"%PDF", "a PDF"),
+    *((bytes([0x80, version]), "a pickle") for version in range(2, 6)),
+)
+_HEAD_BYTES = 1 << 16  # of a file that are looked at
+
+
+def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
+    """Raise ValueError for the first of these files that is no text."""
+    for path in find_files(paths, ()):
+        with explained(path), open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES)
+        kind = next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
+        if head[8:10] == b'{"':
+            kind = kind or "a safetensors file"
+        if kind or b"\0" in head:
+            raise ValueError(
+                f"data file {path} is {kind or 'binary (it holds NUL bytes)'}, and training takes "
+                "text, UTF-8 or the like: leave it out, or name the files that are text; a script "
+                "reads token files (.npy, .bin) with fsdpc.data.TokenDataset"
+            )
+
+
 def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
     files = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
     context: int | None = None,
+    each: Callable[[int], object] | None = None,
 ) -> np.ndarray:
     """Continue a sequence word by word.
 
@@ -34,6 +36,8 @@ def generate(
         The same on every rank of a sharded model, as all of them must run every forward.
     context : int, optional
         Words the model sees at most; ``model.config.max_seq`` by default.
+    each : callable, optional
+        Called with every word when it is known.
 
     Returns
     -------
@@ -56,6 +60,8 @@ def generate(
                 weights = np.exp((logits - logits.max()) / temperature)
                 word = int(rng.choice(weights.size, p=weights / weights.sum()))
             ids = np.append(ids, word)
+            if each is not None:
+                each(word)
     finally:
         model.train(was_training)
         _core.set_grad_enabled(previous)
