@@ -78,16 +78,21 @@ static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
     return make_cpu(r->host_mem, r->team, isa, 0, &r->host);
 }
 
+static fsdpc_status read_environment(fsdpc_env *env_out, fsdpc_isa *isa_out)
+{
+    FSDPC_TRY(fsdpc_env_read(env_out));
+    if (fsdpc_isa_parse(env_out->isa, isa_out) == FSDPC_OK)
+        return FSDPC_OK;
+    char why[256];
+    snprintf(why, sizeof why, "%s", fsdpc_last_error());
+    return fsdpc_fail(FSDPC_ERR_VALUE, "FSDPC_ISA='%s': %s", env_out->isa, why);
+}
+
 static fsdpc_status runtime_create(fsdpc_runtime *r)
 {
     fsdpc_isa isa;
     int spare;
-    FSDPC_TRY(fsdpc_env_read(&r->env));
-    if (fsdpc_isa_parse(r->env.isa, &isa) != FSDPC_OK) {
-        char why[256];
-        snprintf(why, sizeof why, "%s", fsdpc_last_error());
-        return fsdpc_fail(FSDPC_ERR_VALUE, "FSDPC_ISA='%s': %s", r->env.isa, why);
-    }
+    FSDPC_TRY(read_environment(&r->env, &isa));
     choose_threads(r, &spare);
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
@@ -259,6 +264,17 @@ static PyObject *runtime_config(PyObject *module, PyObject *unused)
                          r->compute->async ? Py_True : Py_False);
 }
 
+static PyObject *check_environment(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    fsdpc_env env;
+    fsdpc_isa isa;
+    fsdpc_status status = read_environment(&env, &isa);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"num_threads", num_threads, METH_NOARGS, "Threads of this rank's kernels."},
     {"set_num_threads", set_num_threads, METH_O,
@@ -271,6 +287,8 @@ static PyMethodDef functions[] = {
      "Bytes held now and at most, by category, and times the system was asked for memory."},
     {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,
      "Let peaks begin again at what is held now."},
+    {"check_environment", check_environment, METH_NOARGS,
+     "Raise ValueError if a variable of the library is wrong; starts nothing."},
     {"runtime_config", runtime_config, METH_NOARGS,
      "Instruction set, threads and kernel tables of this process."},
     {NULL, NULL, 0, NULL},

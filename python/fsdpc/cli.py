@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import fsdpc
+
 _EPILOG = """\
 examples:
   fsdpc run --ranks 2 script.py --its-own --options
@@ -26,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"fsdpc {fsdpc.__version__}")
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, title="commands"
     )
@@ -70,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv : sequence of str, optional
         The arguments without the program's name, default ``sys.argv[1:]``.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as in a daemon: nobody reads what is printed
+            setattr(sys, name, open(os.devnull, mode))
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()  # here, where a closed pipe is answered
@@ -83,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    try:
+        fsdpc._core.check_environment()  # once, and not by every rank
+    except ValueError as error:
+        print(f"fsdpc: {error}", file=sys.stderr)
+        return 2
     if arguments[:1] == ["train"]:  # its options are its own, argparse must not look at them
         from fsdpc import train
 
@@ -96,8 +107,6 @@ def _run(arguments: list[str]) -> int:
         return command.main(arguments[1:])
     options = _parser().parse_args(arguments)
     if options.command == "info":
-        import fsdpc
-
         fsdpc.show_config()
         return 0
 

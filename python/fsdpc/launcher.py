@@ -20,6 +20,7 @@ from fsdpc._launch.forked import (
     Outcome,
     Report,
     error_report,
+    name_ranks,
     refuse_unsafe_fork,
     run_forked,
     use_no_torch_threads,
@@ -117,9 +118,8 @@ def launch(
     if outcome.timed_out:
         raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
     if outcome.failures:
-        names = ", ".join(str(failure.rank) for failure in outcome.failures)
-        plural = "s" if len(outcome.failures) > 1 else ""
-        raise LaunchError(outcome, f"rank{plural} {names} of {n} failed")
+        names = name_ranks([failure.rank for failure in outcome.failures])
+        raise LaunchError(outcome, f"{names} of {n} failed")
     return [report.value for report in outcome.reports if report is not None]
 
 
@@ -200,25 +200,34 @@ def _share_of_cores(ranks: int) -> dict[str, str]:
 def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:
     """Say on stderr what went wrong, if anything did, and give the code for the shell."""
     if received:
-        sys.stderr.write(f"fsdpc: ended by {signal.Signals(received[0]).name}\n")
+        _say(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]
     if supervisor.timed_out:
-        sys.stderr.write(f"fsdpc: the ranks did not end within {timeout:g} s\n")
+        _say(f"the ranks did not end within {timeout:g} s")
         return 124
     first = supervisor.first_failure()
     if first is None:
         return 0
-    tail = "".join(f"    {line}\n" for line in list(first.tail)[-SHOWN_LINES:])
-    shown = f"; its last output:\n{tail}" if tail else " and printed nothing\n"
-    sys.stderr.write(f"fsdpc: rank {first.rank} failed first ({first.ending()}){shown}")
+    tail = "".join(f"\n    {line}" for line in list(first.tail)[-SHOWN_LINES:])
+    shown = f"; its last output:{tail}" if tail else " and printed nothing"
+    _say(f"rank {first.rank} failed first ({first.ending()}){shown}")
+    others: dict[str, list[int]] = {}
     for rank in supervisor.ranks:
         if rank is not first and rank.code:
             late = " by the launcher" if rank.rank in supervisor.killed else ""
             late += " because it was stopped (SIGSTOP)" if rank.rank in supervisor.stopped else ""
-            sys.stderr.write(f"fsdpc: rank {rank.rank}: {rank.ending()}{late}\n")
+            others.setdefault(rank.ending() + late, []).append(rank.rank)
+    for ending, ranks in others.items():
+        _say(f"{name_ranks(ranks)}: {ending}")
     return first.code if first.code > 0 else 128 - first.code
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # as in a daemon
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _say(text: str) -> None:
+    if sys.stderr is not None:
+        sys.stderr.write(f"fsdpc: {text}\n")

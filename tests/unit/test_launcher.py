@@ -154,6 +154,17 @@ def test_all_tracebacks_are_in_the_error() -> None:
     assert "_launch/" not in str(caught.value)
 
 
+def test_tracebacks_that_are_alike_are_shown_once() -> None:
+    def fail() -> None:
+        raise ValueError("the same" if os.environ["RANK"] != "1" else "another")
+
+    with pytest.raises(LaunchError, match="ranks 0-3 of 4 failed") as caught:
+        launch(fail, 4)
+    text = str(caught.value)
+    assert "--- ranks 0, 2, 3" in text and text.count("ValueError: the same") == 1
+    assert "--- rank 1" in text and len(caught.value.tracebacks) == 4
+
+
 def test_the_rank_that_blames_a_peer_is_not_the_first() -> None:
     class PeerError(RuntimeError):
         pass

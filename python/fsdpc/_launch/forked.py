@@ -44,13 +44,29 @@ class Outcome(NamedTuple):
     timed_out: bool
 
     def describe(self) -> str:
-        """Return every failed rank's story, the one that failed first on top."""
-        ordered = sorted(self.failures, key=lambda failure: (not failure.first, failure.rank))
+        """Return every failed rank's story, the one that failed first on top; equal ones once."""
+        first = next((failure.rank for failure in self.failures if failure.first), None)
+        alike: dict[str, list[int]] = {}
+        for failure in sorted(self.failures, key=lambda failure: (not failure.first, failure.rank)):
+            alike.setdefault(failure.text.rstrip(), []).append(failure.rank)
         parts = []
-        for failure in ordered:
-            note = " (failed first)" if failure.first and len(ordered) > 1 else ""
-            parts.append(f"--- rank {failure.rank}{note} ---\n{failure.text.rstrip()}")
+        for text, ranks in alike.items():
+            several = f"rank {first} failed first" if len(ranks) > 1 else "failed first"
+            note = f" ({several})" if first in ranks and len(self.failures) > 1 else ""
+            parts.append(f"--- {name_ranks(ranks)}{note} ---\n{text}")
         return "\n".join(parts)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return e.g. "rank 2" or "ranks 0-3, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {', '.join(texts)}"
 
 
 def refuse_unsafe_fork() -> None:

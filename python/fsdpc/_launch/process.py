@@ -40,6 +40,18 @@ class Started(NamedTuple):
     leash: int
 
 
+def fill_standard_descriptors() -> list[int]:
+    """Open the null device where stdin, stdout or stderr is closed; return what was opened.
+
+    A pipe of ours that got such a number would be lost where a rank gets streams of its own.
+    """
+    filled = []
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        filled.append(fd)
+    os.close(fd)
+    return filled
+
+
 def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> Started:
     """Fork a process that runs ``body(result_fd)`` and ends; returns the parent's side.
 
@@ -59,8 +71,8 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
     try:
         for _ in range(3):
             pipes += os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # a daemon may have none
+            stream.flush()
         with warnings.catch_warnings():
             # Python 3.12 warns when the process has threads: NumPy's wait in BLAS and survive a
             # fork, ours and CUDA's were refused before we came here.

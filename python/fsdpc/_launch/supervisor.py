@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from fsdpc._core import listen_for_rank
 from fsdpc._launch.environment import run_address
-from fsdpc._launch.process import Body, Started, fork_rank
+from fsdpc._launch.process import Body, Started, fill_standard_descriptors, fork_rank
 
 TAIL_LINES = 200
 ABORT_S = 3.0  # for stacks to be printed after SIGABRT
@@ -93,6 +93,7 @@ class Supervisor:
         self._timeout_at = None if timeout is None else time.monotonic() + timeout
         self._kill_at: float | None = None
         self._stopping: int | None = None  # the signal that asked for it
+        self._filled = fill_standard_descriptors()
         self._selector = selectors.DefaultSelector()
         self._news = os.memfd_create("fsdpc news")
         os.write(self._news, NEWS)
@@ -157,7 +158,8 @@ class Supervisor:
             for fd in self._descriptors(rank):
                 os.close(fd)
         self._selector.close()
-        os.close(self._news)
+        for fd in (self._news, *self._filled):
+            os.close(fd)
 
     def first_failure(self) -> Rank | None:
         """Return the rank that failed first, as the top of this file defines it."""

@@ -316,4 +316,5 @@ def _remove(path: Path) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"fsdpc: {text}\n")
+    if sys.stderr is not None:  # a daemon may have none
+        sys.stderr.write(f"fsdpc: {text}\n")
