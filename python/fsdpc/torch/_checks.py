@@ -85,8 +85,9 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
         raise RuntimeError(
             f"{wrapper} around {type(inner).__name__}, which fsdpc shards: this rank has "
             f"{piece.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
-            "gradients over ranks themselves: leave it out (with a Trainer or accelerate's "
-            "prepare(), which add it, train in a loop of your own)"
+            "gradients over ranks themselves: leave it out. accelerate's prepare(model), and so "
+            "transformers' Trainer, adds it: prepare() loaders, optimizer and scheduler alone, or "
+            "prepare_model(model, evaluation_mode=True)"
         )
 
 
