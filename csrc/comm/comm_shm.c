@@ -91,6 +91,8 @@ static void shm_abort(fsdpc_comm *comm, const char *reason)
 
 static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
 {
+    if (fsdpc_shm_poisoned(self->control)) /* it said why before it went */
+        return adopt_poison(self);
     char where[192];
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
     return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for %s%s%s%s",
