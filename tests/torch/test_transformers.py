@@ -232,3 +232,32 @@ def test_resumed_as_if_never_stopped() -> None:
     assert first + second == pytest.approx(whole, rel=1e-5, abs=1e-5)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-5)
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64, "rope_theta": 1e4}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rotary_buffers_of_a_meta_model_compute_themselves(scaled: bool) -> None:
+    options = {"rope_parameters": SCALED} if scaled else {}
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, max_position_embeddings=128, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(config)
+    with torch.device("meta"):
+        ours = transformers.LlamaForCausalLM(config)
+    for layer in ours.model.layers:
+        fully_shard(layer)
+    fully_shard(ours).to_empty(device="cpu")
+    ours.load_state_dict(plain.state_dict())
+    drawn = torch.get_rng_state()
+    words = torch.arange(48).view(1, 48)
+    with torch.no_grad():
+        assert torch.equal(ours(words).logits, plain(words).logits)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer), name

@@ -19,6 +19,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc.fsdp_module import outermost
 from fsdpc.torch import _device
+from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, as_piece_grad
@@ -348,17 +349,7 @@ def make_root(module: nn.Module) -> Root:
                 "and has no values yet: load_state_dict(), or initialise it inside "
                 "summon_full_params()"
             )
-        blank = [
-            name
-            for name, owner, key, made in state.blank_buffers
-            if made() is not None and owner.get(key) is made() and made()._version == 0
-        ]
-        if blank:
-            raise RuntimeError(
-                f"buffers {blank} of unit '{state.unit.name}' were on the meta device and have no "
-                "values yet (no state dict holds non-persistent ones): copy_() into them, assign "
-                "others, or call model.init_weights() inside summon_full_params() if it has that"
-            )
+        fill_blank(module, state)
         for name, piece in zip(state.names, state.pieces, strict=True):
             if piece._backward_hooks:
                 raise NotImplementedError(
