@@ -80,6 +80,11 @@ def test_collectives_do_not_grow_with_parameters(layers: int) -> None:
             p.grad.norm()
 
     assert collectives(change) <= len(params) + 3
+    if fsdpc.rank() == 0:  # what is known is no collective, and changes nothing for the others
+        assert collectives(lambda: [p.grad.norm() for p in params]) == 0
+    for p in params:
+        p.grad.mul_(2)
+    assert collectives(lambda: [p.grad.norm() for p in params]) <= 2 + len(params) / 8
 
 
 @pytest.mark.ranks(2)

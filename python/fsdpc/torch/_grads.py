@@ -22,8 +22,9 @@ from fsdpc import _core
 from fsdpc.torch import _device
 
 if TYPE_CHECKING:
-    from fsdpc.torch._unit import UnitState
+    from fsdpc.torch._unit import Root, UnitState
 
+Held = tuple["UnitState", int, "PieceGrad"]
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -50,20 +51,37 @@ class _Pending:
 
 
 class Measured:
-    """How often a model's norms were read since all were measured, which costs a pass over them.
+    """Which norms of a model are known, and whether the next miss measures one or all.
 
-    All are measured again only where half of the last ones were read, so that a loop that changes
-    a gradient after reading it stays linear in the number of parameters.
+    All are measured where half of them are of older gradients. That is looked up at one miss in n/8
+    of n gradients, so a loop that changes each gradient after reading it stays linear. Reads of
+    known norms do not count: one rank may make more of them.
     """
 
     def __init__(self) -> None:
         self.age = 0  # of gradients: what was measured at another age does not count
-        self.size = self.reads = 0
+        self.misses = 0
 
     def outdate(self) -> None:
         """Note that gradients have changed behind torch's back."""
         self.age += 1
-        self.size = self.reads = 0
+        self.misses = 0
+
+    def is_known(self, grad: PieceGrad, order: float) -> bool:
+        """Whether the norm that a gradient keeps is of what it holds now."""
+        known = grad._fsdpc_norm
+        return known is not None and known[0] == (order, self.age, grad._version)
+
+    def missing(self, one: Held, order: float, root: Root) -> list[Held]:
+        """Return what to measure where ``one`` is not known."""
+        if self.misses > 0:
+            self.misses -= 1
+            return [one]
+        held = root.grads()
+        if 2 * sum(not self.is_known(g, order) for _, _, g in held) >= len(held):
+            return held
+        self.misses = len(held) // 8
+        return [one]
 
 
 PENDING = _Pending()
@@ -228,7 +246,7 @@ def _reduce(state: UnitState, values: torch.Tensor, op: str) -> None:
             comm.all_reduce(_device.to_engine(values.detach()), op)
 
 
-def _measure(grads: list[tuple[UnitState, int, PieceGrad]], order: float) -> torch.Tensor:
+def _measure(grads: list[Held], order: float) -> torch.Tensor:
     """Norms of whole gradients from this rank's rows, in float64; collective, exactly summed."""
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in grads],
@@ -257,25 +275,14 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
         if root is None or of is not own:  # a copy: alone
             return _measure([(state, index, grad)], order)[0].to(grad.dtype)
         measured = root.measured
-        known = own._fsdpc_norm  # type: ignore[union-attr]
-        if known is None or known[0] != (order, measured.age, own._version):
-            held = [(state, index, own)]
-            if 2 * measured.reads >= measured.size:
-                held = [
-                    (s, i, p.grad)
-                    for s in root.states
-                    for i, p in enumerate(s.pieces)
-                    if isinstance(p.grad, PieceGrad)
-                ]
-                measured.size, measured.reads = len(held), 0
-            norms = _measure(held, order)
-            if all(g.dtype is grad.dtype for _, _, g in held):
+        if not measured.is_known(own, order):
+            stale = measured.missing((state, index, own), order, root)
+            norms = _measure(stale, order)
+            if all(g.dtype is grad.dtype for _, _, g in stale):
                 norms = norms.to(grad.dtype)
-            for (_, _, g), norm in zip(held, norms.unbind()):
+            for (_, _, g), norm in zip(stale, norms.unbind()):
                 g._fsdpc_norm = ((order, measured.age, g._version), norm.to(g.dtype))
-            known = own._fsdpc_norm  # type: ignore[union-attr]
-        measured.reads += 1
-        return known[1].clone()  # type: ignore[index]
+        return own._fsdpc_norm[1].clone()  # type: ignore[union-attr, index]
 
 
 _HANDLERS: dict[Any, Handler] = {

@@ -22,7 +22,7 @@ from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
-from fsdpc.torch._grads import Measured, as_piece_grad
+from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad
 from fsdpc.torch._recipe import Found, Inside, Recipe
 from fsdpc.torch._rows import refuse_checkpoint
 from fsdpc.torch.kernels import target
@@ -259,6 +259,15 @@ class Root:
         self.measured = Measured()
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
+
+    def grads(self) -> list[tuple[UnitState, int, PieceGrad]]:
+        """Return the gradients that pieces have: unit, number and tensor of each."""
+        return [
+            (s, i, p.grad)
+            for s in self.states
+            for i, p in enumerate(s.pieces)
+            if isinstance(p.grad, PieceGrad)
+        ]
 
     def at_end(self) -> None:
         """Ask autograd to call :meth:`finish` when the running backward ends, once.
