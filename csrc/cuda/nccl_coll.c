@@ -302,8 +302,9 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, b
     return flight->stage == FSDPC_NCCL_LANDED ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
-/* NCCL knows that a peer is gone, the control which; it may learn it a little later. */
-static bool death_named(fsdpc_comm_nccl *self)
+/* NCCL knows that a peer is gone, the control which one and why; it may learn it a little later.
+ * FSDPC_OK if it does not. */
+static fsdpc_status name_death(fsdpc_comm_nccl *self)
 {
     enum { LOOKS = 20, LOOK_NS = 10000000 };
     fsdpc_comm *control = self->control;
@@ -312,7 +313,7 @@ static bool death_named(fsdpc_comm_nccl *self)
         status = control->ops->idle(control, LOOK_NS);
     if (control->ops->idle)
         control->ops->idle(control, 0);
-    return status != FSDPC_OK;
+    return status;
 }
 
 static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight,
@@ -321,7 +322,9 @@ static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flig
     const fsdpc_coll *op = &flight->op;
     char text[512];
     snprintf(text, sizeof text, "%s", fsdpc_last_error());
-    if (on_gpu && status == FSDPC_ERR_PEER && death_named(self)) {
+    fsdpc_status named = on_gpu && status == FSDPC_ERR_PEER ? name_death(self) : FSDPC_OK;
+    if (named != FSDPC_OK) {
+        status = named;
         snprintf(text, sizeof text, "%s", fsdpc_last_error());
     } else if (on_gpu) {
         int n =
