@@ -17,6 +17,7 @@ from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators, manifest
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.claim import Claim, claim_name
+from fsdpc.checkpoint.config_json import config_json
 from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.values import encode
@@ -277,6 +278,7 @@ class _Plan:
             raise ValueError("saving an optimizer takes the model too: it names the parameters")
         self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
         self.overwrite = False
+        self.config: bytes | None = None
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
         self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
@@ -285,6 +287,7 @@ class _Plan:
         self.states: States | None = None
         self.description: dict[str, Any] = {}
         if state.get("model") is not None:
+            self.config = config_json(state["model"])
             held = pieces_of(state["model"], False)
             self.aliases = held.aliases
             self.description = _describe(state["model"], held)
@@ -399,6 +402,8 @@ class _Plan:
                 t.file, t.begin, t.end = number, begin, end
         if self.layout == "full":
             self._add_indices()
+            if self.config is not None:
+                self.files.append(_File("config.json", [], self.config, len(self.config)))
 
     def _key(self, t: _Tensor) -> str:
         return t.name if self.layout == "full" else f"{t.kind}/{t.name}"

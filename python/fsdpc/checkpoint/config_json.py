@@ -1,0 +1,67 @@
+"""``config.json``, by which transformers' ``from_pretrained`` knows what model a folder holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fsdpc.fsdp_module import FSDPModule
+from fsdpc.models.llama import Llama
+
+
+def config_json(model: Any) -> bytes | None:
+    """Return the file's content for a model of transformers, or one of ours with its layout.
+
+    Parameters
+    ----------
+    model : Module or torch.nn.Module
+        Sharded or not.
+
+    Returns
+    -------
+    bytes or None
+        None for models that transformers does not know, or whose tensors it stores otherwise.
+    """
+    known = [(c.__module__, c.__name__) for c in type(model).__mro__]
+    if ("transformers.modeling_utils", "PreTrainedModel") in known:
+        plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+        content = json.loads(model.config.to_json_string()) | {"architectures": [plain.__name__]}
+    elif isinstance(model, Llama):
+        content = _of_llama(model)
+    else:
+        return None
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _of_llama(model: Llama) -> dict[str, Any]:
+    """As a LlamaConfig, or a SmolLM3Config where some blocks know no positions."""
+    c = model.config
+    kind: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if c.no_rope_every:
+        kind = {
+            "architectures": ["SmolLM3ForCausalLM"],
+            "model_type": "smollm3",
+            "no_rope_layer_interval": c.no_rope_every,
+            "no_rope_layers": [int((i + 1) % c.no_rope_every != 0) for i in range(c.layers)],
+        }
+    return {
+        **kind,
+        "hidden_act": "silu",
+        "hidden_size": c.dim,
+        "intermediate_size": c.inner,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": c.max_seq,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta},
+        "tie_word_embeddings": c.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,  # transformers' defaults are words of its own vocabularies
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
