@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdpc
 from fsdpc import _core
@@ -55,6 +56,30 @@ def test_norms_follow_every_change() -> None:
     for p in params:
         p.grad.zero_()
     assert all(map(torch.equal, [copy.norm() for copy in copies], expected))
+
+
+class Watching(TorchDispatchMode):
+    """As counters of FLOPs and of collectives are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.ranks(2)
+def test_writes_to_lists_count_in_a_mode(dtype: torch.dtype) -> None:
+    """There torch does not count them in the tensors' versions."""
+    ours = shard(build().to(dtype))
+    params = list(ours.parameters())
+    model_input = batch(0, fsdpc.rank()).to(dtype)
+    loss_of(ours, model_input).backward()
+    before = [p.grad.full_tensor() for p in params]
+    norm = params[0].grad.norm()
+    with Watching():
+        torch._foreach_mul_([p.grad for p in params], 0.5)
+        assert torch.equal(params[0].grad.norm(), norm / 2)
+    for p, grad in zip(params, before, strict=True):
+        assert torch.equal(p.grad.full_tensor(), grad / 2)
 
 
 @pytest.mark.ranks(2)

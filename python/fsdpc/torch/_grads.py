@@ -104,8 +104,10 @@ class PieceGrad(torch.Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        result = _plain(func, args, kwargs or {})
+        if func in _WRITES_LISTS:
+            _count_writes(args[0])
+        return result
 
     def full_tensor(self) -> torch.Tensor:
         """Return the whole averaged gradient; collective.
@@ -233,6 +235,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """GradScaler's: infinities on any rank count on all."""
     _plain(func, args, kwargs)
+    _count_writes(args[0])
     found = args[1]
     for grad in args[0]:
         if isinstance(grad, PieceGrad):
@@ -284,6 +287,19 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
                 g._fsdpc_norm = ((order, measured.age, g._version), norm.to(g.dtype))
         return own._fsdpc_norm[1].clone()  # type: ignore[union-attr, index]
 
+
+def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write to each, which operations on lists do not in a mode (counting of FLOPs, say)."""
+    for t in tensors:
+        if isinstance(t, PieceGrad):
+            torch.autograd.graph.increment_version(t)
+
+
+_WRITES_LISTS = frozenset(
+    getattr(torch, name)
+    for name in dir(torch)
+    if name.startswith("_foreach_") and name.endswith("_")
+)
 
 _HANDLERS: dict[Any, Handler] = {
     torch.linalg.vector_norm: _vector_norm,
