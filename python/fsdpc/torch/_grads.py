@@ -289,7 +289,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a write to each, which operations on lists do not in a mode (counting of FLOPs, say)."""
+    """Count a write to each, which operations on lists do not under counters of FLOPs, say."""
     for t in tensors:
         if isinstance(t, PieceGrad):
             torch.autograd.graph.increment_version(t)
