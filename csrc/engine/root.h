@@ -103,6 +103,7 @@ struct fsdpc_root {
     int n_reducing;
     uint64_t generation; /* of the wire's contents */
     uint64_t steps;      /* optimizer steps taken */
+    uint64_t compared;   /* agree.h: bytes of masters, the next slice to compare with replicas */
     fsdpc_epoch_stage stage;
     fsdpc_epoch_note note; /* what this rank announced last */
     int holds;             /* hold() is in force */

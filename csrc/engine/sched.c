@@ -30,6 +30,7 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "engine/agree.h"
 #include "engine/fill.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
@@ -280,60 +281,6 @@ static fsdpc_status complete_record(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* A parameter that any rank of the group used has a gradient on all, or their pieces would part. */
-static fsdpc_status agree_over(fsdpc_comm *comm, uint8_t *grads, size_t n)
-{
-    if (!comm || comm->size == 1)
-        return FSDPC_OK;
-    return fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
-                                              .unit = -1,
-                                              .what = "which parameters were used",
-                                              .dtype = FSDPC_U8,
-                                              .op = FSDPC_RED_MAX,
-                                              .send = grads,
-                                              .recv = grads,
-                                              .numel = n});
-}
-
-/* Before gradients are to be seen.  All reductions are posted, so peers that wait here carry on
- * what this rank waits for, and no wait is added. */
-static fsdpc_status agree_grads(fsdpc_root *root)
-{
-    size_t n = 0, at = 0;
-    bool synced = false, summed = false;
-    for (int i = 0; i < root->n_units; i++) {
-        n += (size_t)root->units[i]->layout->n_params;
-        synced |= root->units[i]->requires_sync;
-        summed |= root->units[i]->requires_all_reduce;
-    }
-    if (!synced || n == 0 || root->ranks == 1)
-        return FSDPC_OK;
-    uint8_t *grads = malloc(n);
-    if (!grads)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for marks of %zu gradients", n);
-    for (int i = 0; i < root->n_units; i++) {
-        const fsdpc_unit *unit = root->units[i];
-        memcpy(grads + at, unit->grads, (size_t)unit->layout->n_params);
-        at += (size_t)unit->layout->n_params;
-    }
-    fsdpc_status status = FSDPC_OK;
-    if (root->captured) { /* where ranks do not meet: all must have used the same */
-        root->comm->captured = fsdpc_crc32c(root->comm->captured, grads, n);
-    } else {
-        status = agree_over(root->comm, grads, n);
-        if (status == FSDPC_OK && summed)
-            status = agree_over(root->replicate, grads, n);
-    }
-    at = 0;
-    for (int i = 0; status == FSDPC_OK && i < root->n_units; i++) {
-        const fsdpc_unit *unit = root->units[i];
-        memcpy(unit->grads, grads + at, (size_t)unit->layout->n_params);
-        at += (size_t)unit->layout->n_params;
-    }
-    free(grads);
-    return status;
-}
-
 fsdpc_status fsdpc_backward_end(fsdpc_root *root)
 {
     fsdpc_comm_locate(root->comm, "end of backward", root->units[0]->name);
@@ -347,7 +294,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         FSDPC_TRY(fsdpc_reduce_post(unit));   /* also what came after the unit's backward ended */
     }
     FSDPC_TRY(fsdpc_reduce_post_rest(root));
-    FSDPC_TRY(agree_grads(root));
+    FSDPC_TRY(fsdpc_backward_agree(root));
     if (root->is_last_backward)
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
     root->in_backward = false;

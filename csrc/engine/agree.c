@@ -1,0 +1,172 @@
+/* One small all-reduce over the replicas and one over the shard group.
+ *
+ * Both take the highest of every byte.  For marks of use that is "any rank".  For a checksum it
+ * says whether all are equal, as its complement comes along: the highest of both are complements of
+ * each other only then.
+ *
+ * Which slice is compared next is a mark too.  A rank that gave up a backward before it came here
+ * may be elsewhere than its replicas; then nothing is compared once, and all go on from one place.
+ */
+#include "engine/agree.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/crc32c.h"
+#include "ops/flat_ops.h"
+
+enum { ROUNDS = 128, SMALLEST_SLICE = 4096 };
+
+/* 24 bytes without padding. */
+typedef struct mark {
+    uint64_t at, not_at;
+    uint32_t sum, not_sum;
+} mark;
+
+static bool is_agreed(const mark *m)
+{
+    return (m->at ^ m->not_at) == UINT64_MAX;
+}
+
+static bool is_equal(const mark *m)
+{
+    return (m->sum ^ m->not_sum) == UINT32_MAX;
+}
+
+static fsdpc_status highest(fsdpc_comm *comm, uint8_t *bytes, size_t n, const char *what)
+{
+    if (!comm || comm->size == 1)
+        return FSDPC_OK;
+    return fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
+                                              .unit = -1,
+                                              .what = what,
+                                              .dtype = FSDPC_U8,
+                                              .op = FSDPC_RED_MAX,
+                                              .send = bytes,
+                                              .recv = bytes,
+                                              .numel = n});
+}
+
+/* ---- Replicas ---- */
+
+static size_t master_bytes(const fsdpc_unit_group *group)
+{
+    return group->plan->shard_numel * fsdpc_dtype_bytes(group->plan->dtype);
+}
+
+static uint64_t all_master_bytes(const fsdpc_root *root)
+{
+    uint64_t bytes = 0;
+    for (int u = 0; u < root->n_units; u++)
+        for (int g = 0; g < root->units[u]->layout->n_groups; g++)
+            bytes += master_bytes(&root->units[u]->groups[g]);
+    return bytes;
+}
+
+/* Of the slice of all masters, one behind the other, that begins where the root says. */
+static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
+{
+    uint64_t skip = root->compared;
+    uint32_t sum = 0;
+    for (int u = 0; bytes > 0 && u < root->n_units; u++) {
+        const fsdpc_unit *unit = root->units[u];
+        for (int g = 0; bytes > 0 && g < unit->layout->n_groups; g++) {
+            uint64_t size = master_bytes(&unit->groups[g]);
+            uint64_t from = skip < size ? skip : size;
+            uint64_t part = size - from < bytes ? size - from : bytes;
+            sum = fsdpc_crc32c(sum, unit->groups[g].master + from, part);
+            skip -= from;
+            bytes -= part;
+        }
+    }
+    return (mark){root->compared, ~root->compared, sum, ~sum};
+}
+
+/* Every rank of a group of replicas does this, and finds the same or nothing. */
+static fsdpc_status name_difference(fsdpc_root *root)
+{
+    for (int u = 0; u < root->n_units; u++) {
+        const fsdpc_unit *unit = root->units[u];
+        for (int p = 0; p < unit->layout->n_params; p++) {
+            fsdpc_piece piece;
+            const void *rows = fsdpc_unit_master(unit, p, &piece);
+            uint32_t sum = fsdpc_crc32c(
+                0, rows, piece.numel * fsdpc_dtype_bytes(unit->layout->params[p].dtype));
+            mark m = {.sum = sum, .not_sum = ~sum};
+            FSDPC_TRY(highest(root->replicate, (uint8_t *)&m, sizeof m, "weights of replicas"));
+            if (!is_equal(&m))
+                return fsdpc_fail(FSDPC_ERR_MISMATCH,
+                                  "replicas drifted apart: '%s' of unit '%s' has other values on "
+                                  "rank %d than on its replicas; its values or the optimizer's "
+                                  "options were changed on one rank alone: change them on every "
+                                  "rank, and load the last checkpoint",
+                                  unit->layout->params[p].name, unit->name, root->comm->world_rank);
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* ---- Together ---- */
+
+static const char used[] = "which parameters were used";
+
+/* `bytes`: n marks of use, one byte that says whether replicas differ, room for a mark. */
+static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t n)
+{
+    uint64_t all = all_master_bytes(root), slice = all / ROUNDS;
+    if (slice < SMALLEST_SLICE)
+        slice = SMALLEST_SLICE;
+    if (root->device->remote || root->device->flat == fsdpc_flat_ops_null())
+        return highest(root->replicate, bytes, n, used); /* nothing that can be read */
+    mark m = mark_slice(root, slice);
+    memcpy(bytes + n + 1, &m, sizeof m);
+    FSDPC_TRY(highest(root->replicate, bytes, n + 1 + sizeof m, used));
+    memcpy(&m, bytes + n + 1, sizeof m);
+    bytes[n] = is_agreed(&m) && !is_equal(&m);
+    root->compared = is_agreed(&m) && root->compared + slice < all ? root->compared + slice : 0;
+    return FSDPC_OK;
+}
+
+static fsdpc_status agree(fsdpc_root *root, bool summed, uint8_t *bytes, size_t n)
+{
+    if (root->captured) { /* where ranks do not meet: all must have used the same */
+        root->comm->captured = fsdpc_crc32c(root->comm->captured, bytes, n);
+        return FSDPC_OK;
+    }
+    if (summed && root->replicate)
+        FSDPC_TRY(agree_over_replicas(root, bytes, n));
+    FSDPC_TRY(highest(root->comm, bytes, n + 1, used));
+    if (!bytes[n])
+        return FSDPC_OK;
+    return fsdpc_comm_agree(root->comm, name_difference(root), "weights of replicas");
+}
+
+fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
+{
+    size_t n = 0, at = 0;
+    bool synced = false, summed = false;
+    for (int i = 0; i < root->n_units; i++) {
+        n += (size_t)root->units[i]->layout->n_params;
+        synced |= root->units[i]->requires_sync;
+        summed |= root->units[i]->requires_all_reduce;
+    }
+    if (!synced || n == 0 || root->ranks == 1)
+        return FSDPC_OK;
+    uint8_t *bytes = calloc(n + 1 + sizeof(mark), 1);
+    if (!bytes)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for marks of %zu gradients", n);
+    for (int i = 0; i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        memcpy(bytes + at, unit->grads, (size_t)unit->layout->n_params);
+        at += (size_t)unit->layout->n_params;
+    }
+    fsdpc_status status = agree(root, summed, bytes, n);
+    at = 0;
+    for (int i = 0; status == FSDPC_OK && i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        memcpy(unit->grads, bytes + at, (size_t)unit->layout->n_params);
+        at += (size_t)unit->layout->n_params;
+    }
+    free(bytes);
+    return status;
+}

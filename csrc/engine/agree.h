@@ -1,0 +1,20 @@
+/* What ranks agree upon at the end of a backward, before anybody sees gradients.
+ *
+ * A parameter has a gradient on all ranks if any rank used it, and on none otherwise: pieces that
+ * only some optimizers update would part.
+ *
+ * Replicas hold the same weights.  Each backward that sums over them compares a slice of the
+ * masters, 1/128 of them, so that all were compared after 128 backwards.  Where they differ, every
+ * rank gets FSDPC_ERR_MISMATCH, which names the first parameter that does.  Masters that the host
+ * cannot read (a remote device's) are compared at saves alone.
+ */
+#ifndef FSDPC_ENGINE_AGREE_H
+#define FSDPC_ENGINE_AGREE_H
+
+#include "engine/root.h"
+
+/* Collective, over replicas too.  All reductions are posted, so peers that wait here carry on what
+ * this rank waits for, and no wait is added. */
+fsdpc_status fsdpc_backward_agree(fsdpc_root *root);
+
+#endif
