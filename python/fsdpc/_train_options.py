@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         description="Train a language model on text with fully sharded data parallelism.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     run = p.add_argument_group("run")
     run.add_argument(

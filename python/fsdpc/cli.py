@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a Python script (or -m MODULE) on N ranks of this machine. Output carries "
         "the rank in front; when a rank fails the others get 5 s to report and are then ended.",
         usage="fsdpc run --ranks N [--timeout S] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        allow_abbrev=False,
     )
     run.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks")
     run.add_argument(

@@ -30,6 +30,20 @@ def test_the_version() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (("train", "--rank", "2"), "unrecognized arguments: --rank"),
+        (("run", "--rank", "2", __file__), "required: --ranks"),
+        (("ckpt", "convert", "--lay", "dcp", "a", "b"), "unrecognized arguments: --lay"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_options_have_one_spelling(arguments: tuple[str, ...], wrong: str) -> None:
+    done = run(fsdpc_command(*arguments))
+    assert done.returncode == 2 and wrong in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
     "arguments",
     [("info",), ("train", "--ranks", "2"), ("run", "--ranks", "2", __file__), ("ckpt", "ls", ".")],
     ids=lambda arguments: arguments[0],

@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("path", type=Path)
     diff.add_argument("other", type=Path)
     convert = commands.add_parser(
-        "convert", help="to another layout, or from and to PyTorch's formats (needs torch)"
+        "convert",
+        help="to another layout, or from and to PyTorch's formats (needs torch)",
+        allow_abbrev=False,
     )
     convert.add_argument("path", type=Path)
     convert.add_argument("to", type=Path)
