@@ -10,6 +10,7 @@
  */
 #include "engine/unit.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -206,6 +207,19 @@ static size_t largest_piece(const fsdpc_layout *layout, int param)
     return largest;
 }
 
+/* Programs written for one process like to call these on rank 0 alone. */
+static fsdpc_status say_collective(fsdpc_status status)
+{
+    if (status != FSDPC_ERR_PEER && status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_TIMEOUT)
+        return status;
+    char text[512];
+    snprintf(text, sizeof text, "%s", fsdpc_last_error());
+    return fsdpc_fail(status,
+                      "%s; state_dict() and full_tensor() are collective: call them on every rank, "
+                      "and use the result where you like",
+                      text);
+}
+
 fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
                                      const void *mine, void *out)
 {
@@ -230,7 +244,7 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
     if (status == FSDPC_OK)
         status = fsdpc_device_copy(unit->device, send, mine, own * element, &inline_stream);
     if (status == FSDPC_OK)
-        status = fsdpc_comm_run(comm, &op);
+        status = say_collective(fsdpc_comm_run(comm, &op));
     for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
         fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
         status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,

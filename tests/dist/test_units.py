@@ -460,3 +460,20 @@ def test_dropout_does_not_see_the_split_in_deterministic_mode() -> None:
     """1 rank x 4 micro-steps = 2 x 2 = 4 x 1, to the bit."""
     results = [fsdpc.launch(run_with_dropout, n) for n in (1, 2, 4)]
     assert len({crc for per_rank in results for crc in per_rank}) == 1, results
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("meanwhile", ["forward", "barrier"])
+def test_a_state_dict_of_one_rank_alone(meanwhile: str) -> None:
+    model = fsdpc.fully_shard(nn.Linear(4, 4))
+    x = fsdpc.tensor(np.ones((2, 4), np.float32))
+    model(x).mean().backward()
+    errors = (fsdpc.MismatchError, fsdpc.PeerError)
+    if fsdpc.rank() == 0:
+        words = r"state_dict\(\) and full_tensor\(\) are collective: call them on every rank"
+        with pytest.raises(errors, match=words):
+            model.state_dict()
+        return
+    with pytest.raises(errors, match="rank 0 posted all_gather of 'weight'"):
+        for _ in range(3):
+            model(x) if meanwhile == "forward" else fsdpc.barrier()
