@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import settings
 
 pytest_plugins = ["fsdpc.testing", "pytester"]
@@ -21,3 +23,11 @@ settings.load_profile("default")
 if os.environ.get("CI"):
     settings.load_profile("fixed")
     os.environ.setdefault("FSDPC_TEST_SEED", "1")
+
+
+@pytest.fixture(autouse=True)
+def _left_alone():
+    """Name a test that joins a world in pytest's own process, where later ones would find it."""
+    yield
+    joined = (fsdpc := sys.modules.get("fsdpc")) and fsdpc.is_initialized()
+    assert not joined, "fsdpc is initialised in pytest's process: mark the test with ranks(1)"

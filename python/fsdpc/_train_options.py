@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--ranks",
         type=int,
-        default=None,
         metavar="N",
         help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )

@@ -67,6 +67,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits_of(tmp_path / "saved"), ours)
 
 
+@pytest.mark.ranks(1)
 def test_other_models_have_no_config(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "saved", {"model": fsdpc.nn.Linear(2, 2)})
     assert not (tmp_path / "saved" / "config.json").exists()
