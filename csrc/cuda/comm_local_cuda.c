@@ -40,7 +40,6 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, const fsdpc_comm_o
     fsdpc_comm_init(&self->base, ops, config);
     self->control = config->control;
     self->host = config->control->device;
-    self->main = (fsdpc_stream){.device = config->device, .name = "local_cuda"};
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
     snprintf(self->base.about, sizeof self->base.about, "%s", about);
     *out = self;
@@ -130,12 +129,13 @@ fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *base)
 
 fsdpc_status fsdpc_local_copy(fsdpc_local_comm *self, void *to, const void *from, size_t bytes)
 {
-    return fsdpc_device_copy(self->base.device, to, from, bytes, &self->main);
+    return fsdpc_device_copy(self->base.device, to, from, bytes,
+                             fsdpc_device_main(self->base.device));
 }
 
 fsdpc_status fsdpc_local_copied(fsdpc_local_comm *self)
 {
-    return fsdpc_stream_sync(&self->main);
+    return fsdpc_stream_sync(fsdpc_device_main(self->base.device));
 }
 
 fsdpc_status fsdpc_local_room(fsdpc_local_comm *self, fsdpc_local_flight *it, size_t bytes)

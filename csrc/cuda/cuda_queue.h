@@ -1,7 +1,6 @@
 /* What a launcher needs to know of a stream: the CUDA stream beneath it, and where kernels report.
  *
- * C and C++ (kernels are C++).  A stream that is not async, such as one that engine code made on
- * its stack to call kernels "inline", stands for the device's main stream.
+ * C and C++ (kernels are C++).  A stream that is not async stands for the device's main stream.
  *
  * Faults.  A kernel that meets a bad index cannot return an error.  It writes the first one to the
  * queue's fault, in pinned memory, and goes on as if the index were harmless; the next sync of the

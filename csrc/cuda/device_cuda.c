@@ -473,6 +473,8 @@ fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device 
                                   .flat = &fsdpc_flat_ops_cuda,
                                   .nn = &fsdpc_nn_ops_cuda};
     fsdpc_status status = init(device);
+    if (status == FSDPC_OK)
+        status = cuda_stream_create(&device->head, "main", false, &device->head.main);
     if (status != FSDPC_OK) {
         cuda_destroy(&device->head);
         return status;

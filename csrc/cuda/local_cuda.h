@@ -27,7 +27,6 @@ typedef struct fsdpc_local_comm {
     fsdpc_comm base;
     fsdpc_comm *control; /* owned */
     fsdpc_device *host;  /* the control's */
-    fsdpc_stream main;   /* the GPU's main stream */
     fsdpc_local_flight *flights;
 } fsdpc_local_comm;
 

@@ -137,7 +137,7 @@ static fsdpc_status out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_co
         return gather_check(op);
     }
     op->buffer = ((fsdpc_local_buffer *)op->buffer)->control;
-    op->stream = &self->main;
+    op->stream = fsdpc_device_main(self->base.device);
     return fsdpc_local_copied(self); /* what fills it runs there too */
 }
 

@@ -93,8 +93,8 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
 
 static cudaStream_t raw_stream(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
 {
-    fsdpc_stream plain = {.device = self->base.device};
-    return fsdpc_cuda_queue_of(op->stream ? op->stream : &plain)->raw;
+    fsdpc_stream *main = fsdpc_device_main(self->base.device);
+    return fsdpc_cuda_queue_of(op->stream ? op->stream : main)->raw;
 }
 
 static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
@@ -229,8 +229,8 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
     const fsdpc_coll *op = &flight->op;
-    fsdpc_stream plain = {.device = self->base.device, .name = "comm"};
-    fsdpc_stream *stream = op->stream ? op->stream : &plain;
+    fsdpc_stream *main = fsdpc_device_main(self->base.device);
+    fsdpc_stream *stream = op->stream ? op->stream : main;
     if (flight->contributions)
         FSDPC_TRY(fsdpc_nccl_join(self, flight, stream));
     else if (fsdpc_coll_reduces(op->kind))

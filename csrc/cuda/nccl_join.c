@@ -30,8 +30,8 @@ enum { ALIGN = 64 }; /* of what one peer sends; as fsdpc_plan_unit counts it */
 
 static cudaStream_t main_of(const fsdpc_comm_nccl *self)
 {
-    fsdpc_stream plain = {.device = self->base.device};
-    return fsdpc_cuda_queue_of(&plain)->raw;
+    fsdpc_stream *main = fsdpc_device_main(self->base.device);
+    return fsdpc_cuda_queue_of(main)->raw;
 }
 
 bool fsdpc_nccl_is_joined(const fsdpc_coll *op)

@@ -145,8 +145,16 @@ struct fsdpc_device {
     size_t window_granule;             /* windows take multiples of it; 0: the device has none */
     const struct fsdpc_flat_ops *flat; /* set by the context that joins kernels to a device */
     const struct fsdpc_nn_ops *nn;
-    fsdpc_watch watch; /* set by a transport whose operations run on it; zero: waits are blind */
+    fsdpc_watch watch;  /* set by a transport whose operations run on it; zero: waits are blind */
+    fsdpc_stream *main; /* see fsdpc_device_main */
 };
+
+/* The stream that kernels and copies run on unless somebody gives them another: the caller itself
+ * on a host, the main stream of a remote device. */
+static inline fsdpc_stream *fsdpc_device_main(fsdpc_device *device)
+{
+    return device->main;
+}
 
 /* Common head of every stream; implementations embed it first. */
 struct fsdpc_stream {
@@ -184,8 +192,10 @@ size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_re
 
 static inline void fsdpc_device_destroy(fsdpc_device *device)
 {
-    if (device)
-        device->ops->destroy(device);
+    if (!device)
+        return;
+    device->ops->stream_destroy(device->main);
+    device->ops->destroy(device);
 }
 
 static inline fsdpc_status fsdpc_stream_create(fsdpc_device *device, const char *name,

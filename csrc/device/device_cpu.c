@@ -529,6 +529,10 @@ fsdpc_status fsdpc_device_cpu_create(fsdpc_mem *mem, fsdpc_team *team, fsdpc_isa
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device");
     device->head = (fsdpc_device){.ops = &cpu_ops, .mem = mem, .team = team, .isa = isa};
     device->spare_cores = spare_cores;
-    *out = &device->head;
-    return FSDPC_OK;
+    fsdpc_status status = cpu_stream_create(&device->head, "main", false, &device->head.main);
+    if (status != FSDPC_OK)
+        free(device);
+    else
+        *out = &device->head;
+    return status;
 }

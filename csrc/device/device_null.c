@@ -202,8 +202,12 @@ fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device");
     device->head = (fsdpc_device){.ops = &null_ops, .mem = mem};
     device->run_host_work = run_host_work;
-    *out = &device->head;
-    return FSDPC_OK;
+    fsdpc_status status = null_stream_create(&device->head, "main", false, &device->head.main);
+    if (status != FSDPC_OK)
+        null_destroy(&device->head);
+    else
+        *out = &device->head;
+    return status;
 }
 
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out)

@@ -32,17 +32,17 @@ static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm 
 /* Adds a unit's gradients to one norm, or each to its own. */
 static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_status status = FSDPC_OK;
     for (int i = 0; status == FSDPC_OK && i < unit->layout->n_params; i++)
-        status = add_param(unit, i, p, each ? &norms[i] : norms, &inline_stream);
+        status = add_param(unit, i, p, each ? &norms[i] : norms, main);
     return status;
 }
 
 /* The same with a pending scale that stays pending: sums are scaled instead. */
 static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t n = each ? (size_t)unit->layout->n_params : 1;
     double pending = unit->pending_scale;
     fsdpc_norm_room raw;
@@ -51,7 +51,7 @@ static fsdpc_status add_unit_scaled(fsdpc_unit *unit, double p, fsdpc_norm *norm
     if (status == FSDPC_OK)
         status = add_unit(unit, p, raw.at, each);
     for (size_t i = 0; status == FSDPC_OK && i < n; i++)
-        status = fsdpc_norm_join(&norms[i], &raw.at[i], p, pending, &inline_stream);
+        status = fsdpc_norm_join(&norms[i], &raw.at[i], p, pending, main);
     unit->pending_scale = pending;
     fsdpc_norm_room_fini(&raw);
     return status;
@@ -67,7 +67,7 @@ static bool can_stay_pending(const fsdpc_unit *unit, double p)
 static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_comm *comm, double p,
                                 fsdpc_norm *norms, bool each)
 {
-    fsdpc_stream inline_stream = {.device = units[0]->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(units[0]->device);
     size_t n = 0;
     for (int i = 0; i < n_units; i++) {
         if (units[i]->mesh.shard != comm)
@@ -76,7 +76,7 @@ static fsdpc_status group_norms(fsdpc_unit *const *units, int n_units, fsdpc_com
         FSDPC_TRY((scaled ? add_unit_scaled : add_unit)(units[i], p, norms + n, each));
         n += each ? (size_t)units[i]->layout->n_params : 0;
     }
-    return fsdpc_norm_all_reduce(norms, each ? n : 1, p, comm, &inline_stream);
+    return fsdpc_norm_all_reduce(norms, each ? n : 1, p, comm, main);
 }
 
 /* The norms of one shard group into the total; `params_out` NULL, or where those of single
@@ -85,16 +85,16 @@ static fsdpc_status group_total(fsdpc_unit *const *units, int n_units, fsdpc_com
                                 fsdpc_norm *norms, fsdpc_norm *total_io, fsdpc_norm *params_out)
 {
     fsdpc_device *device = units[0]->device;
-    fsdpc_stream inline_stream = {.device = device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(device);
     FSDPC_TRY(group_norms(units, n_units, comm, p, norms, params_out != NULL));
     if (!params_out)
-        return fsdpc_norm_join(total_io, norms, p, 1, &inline_stream);
+        return fsdpc_norm_join(total_io, norms, p, 1, main);
     for (int i = 0; i < n_units; i++) {
         for (int param = 0; param < units[i]->layout->n_params; param++, params_out++) {
             if (units[i]->mesh.shard != comm)
                 continue;
-            FSDPC_TRY(fsdpc_device_copy(device, params_out, norms, sizeof *norms, &inline_stream));
-            FSDPC_TRY(fsdpc_norm_join(total_io, norms++, p, 1, &inline_stream));
+            FSDPC_TRY(fsdpc_device_copy(device, params_out, norms, sizeof *norms, main));
+            FSDPC_TRY(fsdpc_norm_join(total_io, norms++, p, 1, main));
         }
     }
     return FSDPC_OK;

@@ -108,7 +108,7 @@ fsdpc_status fsdpc_fill_open(fsdpc_unit *unit)
 
 static fsdpc_status zero_unfilled(fsdpc_unit *unit)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int i = 0; i < unit->layout->n_params; i++) {
         if (unit->filled[i])
             continue;
@@ -117,7 +117,7 @@ static fsdpc_status zero_unfilled(fsdpc_unit *unit)
         size_t element = fsdpc_dtype_bytes(group->reduce_dtype);
         FSDPC_TRY(fsdpc_device_fill(
             unit->device, unit->buffer->data + group->reduce_offset + place->full_offset * element,
-            0, place->numel * element, &inline_stream));
+            0, place->numel * element, main));
     }
     return FSDPC_OK;
 }

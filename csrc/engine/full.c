@@ -108,14 +108,14 @@ void fsdpc_full_remove(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     bool copies = unit->no_alias && !unit->root->wire->moved;
     for (int g = 0; copies && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
         FSDPC_TRY(fsdpc_device_copy(unit->device, group->full,
                                     unit->root->wire->read + group->wire_offset,
-                                    fsdpc_full_bytes(group), &inline_stream));
+                                    fsdpc_full_bytes(group), main));
         FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
     }
     return FSDPC_OK;
@@ -125,13 +125,13 @@ fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
  * take the fill, the full stays as it is, readable. */
 void fsdpc_full_hide(fsdpc_unit *unit)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         if (protect(unit, group, FSDPC_ACCESS_WRITE) != FSDPC_OK)
             continue;
         (void)fsdpc_device_fill(unit->device, group->full, 0xff, /* a NaN in every float dtype */
-                                fsdpc_full_bytes(group), &inline_stream);
+                                fsdpc_full_bytes(group), main);
         protect(unit, group, FSDPC_ACCESS_NONE);
     }
 }

@@ -40,9 +40,9 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
 
 fsdpc_status fsdpc_gather_settle(fsdpc_unit *unit)
 {
-    fsdpc_stream main = {.device = unit->device, .name = "main"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].gather, &main));
+        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].gather, main));
     return FSDPC_OK;
 }
 
@@ -95,7 +95,7 @@ void fsdpc_gather_drop(fsdpc_unit *unit)
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t bytes = 0;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
@@ -107,7 +107,7 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
                 group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
             FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
                                       group->wire_dtype, from, group->plan->dtype, band->numel,
-                                      &inline_stream));
+                                      main));
             bytes += band->numel * fsdpc_dtype_bytes(group->wire_dtype);
         }
     }
@@ -122,7 +122,7 @@ fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
     if (unit->dirty || !unit->foreign)
         return FSDPC_OK;
     fsdpc_root *root = unit->root;
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
@@ -133,7 +133,7 @@ fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,
                 group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
-                group->plan->dtype, band->numel, &equal, &inline_stream));
+                group->plan->dtype, band->numel, &equal, main));
             if (!equal) {
                 *changed_out = unit->dirty = true;
                 return FSDPC_OK;

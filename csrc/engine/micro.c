@@ -21,13 +21,13 @@ static unsigned char *level_of(const fsdpc_unit *unit, const fsdpc_unit_group *g
 /* Adds level k to level k - 1. */
 static fsdpc_status merge_top(fsdpc_unit *unit)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     int top = unit->n_sums - 1;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, top - 1), group->grad_dtype,
                                         level_of(unit, group, top), group->grad_dtype,
-                                        group->plan->shard_numel, &inline_stream));
+                                        group->plan->shard_numel, main));
     }
     unit->heights[top - 1]++;
     unit->n_sums--;
@@ -102,7 +102,7 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
     while (unit->n_sums > 1)
         FSDPC_TRY(merge_top(unit));
     unit->folded = true;
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         if (group->reduce_dtype == FSDPC_F32 || group->reduce_dtype == FSDPC_F64)
@@ -116,7 +116,7 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
                                                          .round_dtype = group->reduce_dtype,
                                                          .out = group->grad,
                                                          .out_dtype = group->grad_dtype},
-                                    &inline_stream));
+                                    main));
     }
     return FSDPC_OK;
 }

@@ -36,11 +36,11 @@ fsdpc_status fsdpc_norm_room_init(fsdpc_norm_room *room, fsdpc_device *device, s
                    ? FSDPC_OK
                    : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the norms of %zu parameters", n);
     }
-    fsdpc_stream inline_stream = {.device = device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(device);
     void *memory = NULL;
     FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, n * sizeof *room->at, &memory));
     room->at = memory;
-    return fsdpc_device_fill(device, memory, 0, n * sizeof *room->at, &inline_stream);
+    return fsdpc_device_fill(device, memory, 0, n * sizeof *room->at, main);
 }
 
 void fsdpc_norm_room_fini(fsdpc_norm_room *room)

@@ -195,7 +195,7 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
     const param_states *own = &states->params[part.param];
     fsdpc_unit_group *group = &unit->groups[place->group];
     const fsdpc_slice *band = &group->plan->bands[place->band];
-    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(optim->device);
     fsdpc_step_args args = {
         .param = group->master + part.begin * fsdpc_dtype_bytes(place->dtype),
         .param_dtype = place->dtype,
@@ -218,7 +218,7 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
     }
     if (unit->root)
         args.wire = fsdpc_full_published(unit, group, band, part.begin);
-    return fsdpc_optim_step_alone(optim, own->group, &args, &inline_stream);
+    return fsdpc_optim_step_alone(optim, own->group, &args, main);
 }
 
 static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, int b)
@@ -410,9 +410,9 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
         return fsdpc_fail(FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
                           fsdpc_optim_kind_name(optim->kind), state,
                           unit->layout->params[param].name);
-    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(optim->device);
     const char *from = (const char *)full + view.piece.first * fsdpc_dtype_bytes(dtype);
-    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, &inline_stream);
+    return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, main);
 }
 
 fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,

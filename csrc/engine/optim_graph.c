@@ -167,7 +167,7 @@ fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_s
 static fsdpc_status send_scalars(fsdpc_optim_graph *graph)
 {
     const fsdpc_optim *optim = graph->optim;
-    fsdpc_stream inline_stream = {.device = optim->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(optim->device);
     for (size_t s = 0; s < graph->n_slots; s++) {
         const slot *each = &graph->slots[s];
         const fsdpc_step_args args = {.kind = optim->kind,
@@ -177,7 +177,7 @@ static fsdpc_status send_scalars(fsdpc_optim_graph *graph)
         graph->scalars[s] = fsdpc_step_prepare(&args);
     }
     return fsdpc_device_copy(optim->device, optim->scalars, graph->scalars,
-                             graph->n_slots * sizeof *graph->scalars, &inline_stream);
+                             graph->n_slots * sizeof *graph->scalars, main);
 }
 
 static fsdpc_status check_parameters(const fsdpc_optim_graph *graph)

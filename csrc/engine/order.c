@@ -65,23 +65,18 @@ void fsdpc_order_destroy(fsdpc_root *root)
     }
 }
 
-static fsdpc_stream main_of(const fsdpc_root *root)
-{
-    return (fsdpc_stream){.device = root->device, .name = "main"};
-}
-
 fsdpc_status fsdpc_order_published(fsdpc_root *root)
 {
-    fsdpc_stream main = main_of(root);
-    FSDPC_TRY(fsdpc_event_record(root->published, &main));
+    fsdpc_stream *main = fsdpc_device_main(root->device);
+    FSDPC_TRY(fsdpc_event_record(root->published, main));
     return fsdpc_stream_wait(root->gather_stream, root->published);
 }
 
 void fsdpc_order_released(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_stream main = main_of(root);
-    if (fsdpc_event_record(unit->released, &main) != FSDPC_OK)
+    fsdpc_stream *main = fsdpc_device_main(root->device);
+    if (fsdpc_event_record(unit->released, main) != FSDPC_OK)
         fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or a gather would come too early */
 }
 
@@ -92,15 +87,15 @@ fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
-    fsdpc_stream main = main_of(root);
-    FSDPC_TRY(fsdpc_event_record(root->filled, &main));
+    fsdpc_stream *main = fsdpc_device_main(root->device);
+    FSDPC_TRY(fsdpc_event_record(root->filled, main));
     return fsdpc_stream_wait(root->reduce_stream, root->filled);
 }
 
 fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 {
-    fsdpc_stream main = main_of(root);
-    FSDPC_TRY(fsdpc_event_record(root->published, &main));
+    fsdpc_stream *main = fsdpc_device_main(root->device);
+    FSDPC_TRY(fsdpc_event_record(root->published, main));
     FSDPC_TRY(fsdpc_stream_wait(root->gather_stream, root->published));
     FSDPC_TRY(fsdpc_stream_wait(root->reduce_stream, root->published));
     return root->replicate_stream ? fsdpc_stream_wait(root->replicate_stream, root->published)
@@ -109,22 +104,22 @@ fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 
 fsdpc_status fsdpc_order_fork(fsdpc_root *root)
 {
-    fsdpc_stream main = main_of(root);
+    fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_order_follow(root));
     for (int i = 0; i < root->n_units; i++)
-        FSDPC_TRY(fsdpc_event_record(root->units[i]->released, &main));
+        FSDPC_TRY(fsdpc_event_record(root->units[i]->released, main));
     return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_order_join(fsdpc_root *root)
 {
-    fsdpc_stream main = main_of(root);
+    fsdpc_stream *main = fsdpc_device_main(root->device);
     fsdpc_stream *streams[] = {root->gather_stream, root->reduce_stream, root->replicate_stream};
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++) {
         if (!streams[i])
             continue;
         FSDPC_TRY(fsdpc_event_record(root->filled, streams[i]));
-        FSDPC_TRY(fsdpc_stream_wait(&main, root->filled));
+        FSDPC_TRY(fsdpc_stream_wait(main, root->filled));
     }
     return FSDPC_OK;
 }

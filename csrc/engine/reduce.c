@@ -198,8 +198,8 @@ static bool awaits_second(const fsdpc_unit *unit)
 static fsdpc_status wait_stage(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_stream main = {.device = unit->device, .name = "main"};
-    fsdpc_stream *next = awaits_second(unit) ? second_stream(root) : &main;
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    fsdpc_stream *next = awaits_second(unit) ? second_stream(root) : main;
     for (int g = 0; g < unit->layout->n_groups; g++)
         FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].reduce, next));
     return awaits_second(unit) ? post_second(unit) : finish(unit);

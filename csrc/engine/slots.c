@@ -201,9 +201,9 @@ fsdpc_status fsdpc_slots_create(fsdpc_root *root, const bool *encloses)
 
 void fsdpc_slots_give_back(fsdpc_unit *unit)
 {
-    fsdpc_stream main = {.device = unit->device, .name = "main"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     if (unit->window) {
-        (void)fsdpc_stream_sync(&main); /* what reads it */
+        (void)fsdpc_stream_sync(main); /* what reads it */
         fsdpc_wire_detach(unit->root->wire, unit->window->memory);
     }
     if (fsdpc_window_destroy(unit->window) != FSDPC_OK)
@@ -231,11 +231,11 @@ bool fsdpc_slot_is_free(const fsdpc_unit *unit)
 static fsdpc_status part(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    fsdpc_stream main = {.device = unit->device, .name = "main"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int i = 0; i < root->n_units; i++)
         FSDPC_TRY(fsdpc_gather_settle(root->units[i]));
     FSDPC_TRY(fsdpc_reduce_wait_all(root));
-    fsdpc_status status = fsdpc_stream_sync(&main);
+    fsdpc_status status = fsdpc_stream_sync(main);
     if (status == FSDPC_OK)
         status = fsdpc_window_part(unit->window);
     FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory of its own for a unit"));

@@ -307,7 +307,7 @@ static fsdpc_status agree_on_end(fsdpc_root *root, fsdpc_status status)
 static fsdpc_status launch(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
-    fsdpc_stream main = {.device = root->device, .name = "main"};
+    fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_comm_run_ahead(root->comm,
                                    &(fsdpc_coll){.kind = FSDPC_COLL_REPLAY,
                                                  .unit = -1,
@@ -316,7 +316,7 @@ static fsdpc_status launch(fsdpc_step_graph *step)
                                                  .epoch = root->steps,
                                                  .graph = step->graph,
                                                  .numel = step->number},
-                                   &main));
+                                   main));
     return root->overlaps ? fsdpc_order_follow(root) : FSDPC_OK;
 }
 

@@ -137,12 +137,11 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_micro_fold(unit));
     if (!fsdpc_unit_is_scaled(unit))
         return FSDPC_OK;
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
-                                   unit->pending_scale, fsdpc_unit_scale_at(unit), NULL,
-                                   &inline_stream));
+                                   unit->pending_scale, fsdpc_unit_scale_at(unit), NULL, main));
     }
     unit->pending_scale = 1;
     unit->clipped = false;
@@ -172,18 +171,18 @@ void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
 fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fsdpc_dtype dtype)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_piece piece;
     void *master = fsdpc_unit_master(unit, param, &piece);
     const char *from = (const char *)value + piece.first * fsdpc_dtype_bytes(dtype);
     unit->dirty = true;
-    return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, &inline_stream);
+    return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, main);
 }
 
 fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double a, double b,
                                    uint64_t seed, uint64_t stream)
 {
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_piece piece;
     void *master = fsdpc_unit_master(unit, param, &piece);
     unit->dirty = true;
@@ -196,7 +195,7 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
                             .seed = seed,
                             .stream = stream,
                             .first = piece.first};
-    return fsdpc_flat_init(&args, &inline_stream);
+    return fsdpc_flat_init(&args, main);
 }
 
 static size_t largest_piece(const fsdpc_layout *layout, int param)
@@ -238,18 +237,17 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
                      .send = send,
                      .recv = staging,
                      .numel = largest};
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
-    fsdpc_status status =
-        fsdpc_device_fill(unit->device, send, 0, largest * element, &inline_stream);
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    fsdpc_status status = fsdpc_device_fill(unit->device, send, 0, largest * element, main);
     if (status == FSDPC_OK)
-        status = fsdpc_device_copy(unit->device, send, mine, own * element, &inline_stream);
+        status = fsdpc_device_copy(unit->device, send, mine, own * element, main);
     if (status == FSDPC_OK)
         status = say_collective(fsdpc_comm_run(comm, &op));
     for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
         fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
         status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
                                    staging + (size_t)rank * largest * element,
-                                   piece.numel * element, &inline_stream);
+                                   piece.numel * element, main);
     }
     fsdpc_device_free(unit->device, staging);
     return status;

@@ -47,15 +47,15 @@ static PyObject *dense(const fsdpc_py_door *door, const fsdpc_door_param *param,
 static fsdpc_status add_grad(fsdpc_unit *unit, int param, const void *data)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_dtype from = unit->groups[place->group].wire_dtype, to;
     void *target;
     bool accumulate;
     FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));
     if (accumulate)
-        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, &inline_stream));
+        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, main));
     else
-        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, &inline_stream));
+        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, main));
     return fsdpc_grad_ready(unit, param);
 }
 
@@ -219,8 +219,8 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
         if (has == 0) {
             size_t bytes;
             void *rows = shard_rows(unit, i, &bytes);
-            fsdpc_stream inline_stream = {.device = unit->device, .name = "inline"};
-            status = fsdpc_device_fill(unit->device, rows, 0, bytes, &inline_stream);
+            fsdpc_stream *main = fsdpc_device_main(unit->device);
+            status = fsdpc_device_fill(unit->device, rows, 0, bytes, main);
             if (status != FSDPC_OK)
                 return fsdpc_py_raise(status), -1;
         }

@@ -15,8 +15,8 @@ typedef struct product {
 
 static fsdpc_status run_product(const product *p)
 {
-    fsdpc_stream inline_stream = {.device = p->device, .name = "inline"};
-    return fsdpc_nn_ops_of(&inline_stream)->gemm(&p->args, &inline_stream);
+    fsdpc_stream *main = fsdpc_device_main(p->device);
+    return fsdpc_nn_ops_of(main)->gemm(&p->args, main);
 }
 
 /* The numbers of a product whose matrices are dense. */

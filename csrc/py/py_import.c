@@ -43,10 +43,10 @@ static fsdpc_status poll_alone(fsdpc_event *event)
 /* Until the main stream has done with what it was given. */
 static fsdpc_status wait_for_use(fsdpc_device *device)
 {
-    fsdpc_stream main = {.device = device, .name = "main"};
+    fsdpc_stream *main = fsdpc_device_main(device);
     fsdpc_event *used;
     FSDPC_TRY(fsdpc_event_create(device, &used));
-    fsdpc_status status = fsdpc_event_record(used, &main);
+    fsdpc_status status = fsdpc_event_record(used, main);
     if (status == FSDPC_OK)
         status = device->watch.wait_for
                      ? device->watch.wait_for(device->watch.arg, poll_event, used)

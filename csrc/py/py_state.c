@@ -97,7 +97,7 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
     FSDPC_TRY(make_device(r, isa, spare));
-    FSDPC_TRY(fsdpc_stream_create(r->device, "compute", false, &r->compute));
+    r->compute = fsdpc_device_main(r->device);
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
     FSDPC_TRY(fsdpc_trace_create((size_t)r->env.trace, &r->trace));
     r->ready = true;
@@ -110,7 +110,6 @@ void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
         .threads = r->threads, .plugin = r->plugin, .local_rank = r->local_rank};
     fsdpc_trace_destroy(r->trace);
     fsdpc_tape_destroy(r->tape);
-    fsdpc_stream_destroy(r->compute);
     fsdpc_device_destroy(r->device);
     fsdpc_device_destroy(r->host);
     fsdpc_team_destroy(r->team);
@@ -257,11 +256,10 @@ static PyObject *runtime_config(PyObject *module, PyObject *unused)
     fsdpc_runtime *r = fsdpc_py_runtime(module);
     if (!r)
         return NULL;
-    return Py_BuildValue("{s:s,s:s,s:i,s:i,s:s,s:s,s:O}", "device", r->device->ops->name, "isa",
+    return Py_BuildValue("{s:s,s:s,s:i,s:i,s:s,s:s}", "device", r->device->ops->name, "isa",
                          fsdpc_isa_name(r->device->isa), "threads", r->threads, "usable_cores",
                          fsdpc_usable_cores(), "nn_kernels", r->device->nn->name, "flat_kernels",
-                         r->device->flat->name, "async_compute",
-                         r->compute->async ? Py_True : Py_False);
+                         r->device->flat->name);
 }
 
 static PyObject *check_environment(PyObject *module, PyObject *unused)
