@@ -22,6 +22,9 @@ typedef struct fsdpc_slot_want {
     bool alone;   /* it never shares */
 } fsdpc_slot_want;
 
+/* `granule` in plans made where no GPU is there to say it: what NVIDIA's driver maps at a time. */
+#define FSDPC_SLOT_GRANULE ((size_t)2 << 20)
+
 /* Pure data: the slot of each unit, -1 for memory of its own; returns how many slots there are.
  * `per_class` slots serve all units of one size; memory comes in multiples of `granule`, 0 where
  * nothing can be shared. */

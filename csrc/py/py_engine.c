@@ -122,17 +122,30 @@ static PyObject *plan_unit(PyObject *module, PyObject *args)
                          "partial_contribution", plan.partial_contribution_bytes);
 }
 
+/* Of this process's GPU, if it has one: only then is a runtime made.  False with an exception. */
+static bool slot_granule(fsdpc_py_state *state, size_t *out)
+{
+    *out = FSDPC_SLOT_GRANULE;
+    if (!state->runtime.plugin)
+        return true;
+    const fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    if (runtime)
+        *out = runtime->device->window_granule;
+    return runtime;
+}
+
 static PyObject *plan_fulls(PyObject *module, PyObject *args)
 {
     PyObject *list;
-    int ranks, prefetch;
-    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
-    if (!runtime || !PyArg_ParseTuple(args, "O!ii", &PyList_Type, &list, &ranks, &prefetch))
+    int ranks, prefetch, remote;
+    if (!PyArg_ParseTuple(args, "O!iip", &PyList_Type, &list, &ranks, &prefetch, &remote))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    bool moved = runtime->device->remote && ranks > 1; /* else they are read where they stand */
+    bool moved = remote && ranks > 1; /* else they are read where they stand */
     const int per_class = prefetch + 1;
-    size_t bytes = 0, granule = moved ? runtime->device->window_granule : 0;
+    size_t bytes = 0, granule = 0;
+    if (moved && !slot_granule(PyModule_GetState(module), &granule))
+        return NULL;
     fsdpc_slot_want *wants = PyMem_Calloc((size_t)n + 1, sizeof *wants);
     int *slots = PyMem_Calloc((size_t)n + 1, sizeof *slots);
     bool fine = wants && slots;
@@ -161,8 +174,8 @@ static PyMethodDef functions[] = {
      "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
      "(dtype, shape) takes on a rank."},
     {"plan_fulls", plan_fulls, METH_VARARGS,
-     "plan_fulls(units, ranks, prefetch): bytes that the fulls of units (bytes, of own slices, "
-     "whether it shares with none) take on this process's device."},
+     "plan_fulls(units, ranks, prefetch, remote): bytes that the fulls of units (bytes, of own "
+     "slices, whether it shares with none) take on a rank's GPU, or on the host's CPUs."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
     {"trace_events", trace_events, METH_NOARGS,
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},

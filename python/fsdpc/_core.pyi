@@ -498,7 +498,9 @@ def plan_unit(
     /,
 ) -> dict[str, int]: ...
 
-def plan_fulls(units: list[tuple[int, int, bool]], ranks: int, prefetch: int, /) -> int: ...
+def plan_fulls(
+    units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
+) -> int: ...
 
 class Door:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fsdpc import _core, cuda
 
+DEVICES = ("cpu", "cuda")
+
 
 def set_default_device(device: str) -> None:
     """Choose the device on which all tensors of this process live, before the first one is made.
@@ -29,14 +31,19 @@ def set_default_device(device: str) -> None:
 
     A call for the device that was chosen already does nothing.
     """
-    if device not in ("cpu", "cuda"):
+    check_device(device)
+    if device == "cuda" and cuda.device_count() == 0:
+        raise RuntimeError(f"no device 'cuda': {cuda.describe()}")
+    _core.set_device(str(cuda._PLUGIN) if device == "cuda" else None)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError unless there are devices of that name."""
+    if device not in DEVICES:
         raise ValueError(
             f"device must be 'cpu' or 'cuda', got {device!r}: CUDA_VISIBLE_DEVICES says which GPU "
             "is the first"
         )
-    if device == "cuda" and cuda.device_count() == 0:
-        raise RuntimeError(f"no device 'cuda': {cuda.describe()}")
-    _core.set_device(str(cuda._PLUGIN) if device == "cuda" else None)
 
 
 def get_default_device() -> str:

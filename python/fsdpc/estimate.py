@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from fsdpc import _core
+from fsdpc.device import check_device, get_default_device
 from fsdpc.strategies import ShardingStrategy, as_strategy
 
 
@@ -14,9 +16,10 @@ class Estimate:
     """Bytes per rank and per step, without activations.
 
     ``published`` is the arithmetic of the ZeRO paper: parameters, gradients and optimizer states,
-    each whole or a world's share. ``held`` is what this engine has: the wire (one copy a host,
-    here counted whole on every rank's host), masters, fp32 gradients and states, reduce buffers.
-    ``sent`` is what a rank sends in a step over links; ranks of one host copy nothing to gather.
+    each whole or a world's share. ``held`` is what this engine has: the wire (on CPUs one copy a
+    host, here counted whole on every rank's host; on a GPU the rank's own slices and the units that
+    are whole at a time), masters, fp32 gradients and states, reduce buffers. ``sent`` is what a
+    rank sends in a step over links; ranks of one host copy nothing to gather.
     """
 
     strategy: str
@@ -45,6 +48,7 @@ def estimate(
     dtype: Any = None,
     states: int = 2,
     units: int = 32,
+    device: str | None = None,
 ) -> Estimate:
     """Estimate a model's memory per rank and its traffic from its number of parameters.
 
@@ -60,7 +64,10 @@ def estimate(
     states : int, default 2
         fp32 states of the optimizer for each parameter (Adam: 2).
     units : int, default 32
-        Equal units that the model is sharded in; they set the size of reduce buffers.
+        Equal units that the model is sharded in; they set the size of reduce buffers, and on a GPU
+        how much is whole at a time.
+    device : {"cpu", "cuda"}, optional
+        That the ranks compute on, default this process's. A GPU need not be here.
 
     Examples
     --------
@@ -77,14 +84,18 @@ def estimate(
     name = as_strategy(strategy).name
     if world < 1 or params <= 0 or units < 1:
         raise ValueError(f"params {params}, world {world}, units {units}: all are 1 or more")
+    device = get_default_device() if device is None else device
+    check_device(device)
     b = _core.as_dtype(dtype or _core.float32).itemsize
     n_optim = 1 if name == "NO_SHARD" else world
     n_grads = world if name not in ("NO_SHARD", "SHARD_OPTIM") else 1
     n_params = world if name in ("FULL_SHARD", "HYBRID_SHARD") else 1
     published = params * (b / n_params + b / n_grads + 4 * states / n_optim)
     buffers = params * b * (1 if name == "SHARD_OPTIM" else min(2, units) / units)
+    full = ceil(params * b / units)
+    fulls = [(full, ceil(full / n_optim), i == 0 or n_params == 1) for i in range(units)]
     held = {
-        "wire": params * b,
+        "wire": _core.plan_fulls(fulls, n_optim, 1, device == "cuda"),
         "master": params * 4 / n_optim,
         "grad": params * 4 / n_optim,
         "state": params * 4 * states / n_optim,

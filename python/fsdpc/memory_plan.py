@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, device, distributed
+from fsdpc import _core, distributed
 from fsdpc._snapshot import Snapshot
+from fsdpc.device import DEVICES, check_device, get_default_device
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.policies import MixedPrecisionPolicy
@@ -27,11 +28,13 @@ class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
 
     ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
-    shard group; the others are each rank's own. On device ``"cuda"`` it is each rank's own too: its
+    shard group; the others are each rank's own. On ``device`` "cuda" it is each rank's own too: its
     slices of all units, and room for those that are whole at a time. In deterministic mode over
     NCCL ``reduce`` includes room for what the peers send to a sum. ``activation`` is what forward
     and backward hold at once, where a batch was given. ``units`` says what was counted as units.
     """
+
+    device: str
 
     wire: int
     master: int
@@ -41,6 +44,30 @@ class MemoryPlan:
     activation: int | None = None
     micro_sum: int = 0
     units: str = field(default="", compare=False)
+    _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+
+    def for_device(self, device: str) -> MemoryPlan:
+        """Return the plan of ranks on device "cpu", or "cuda", which need not be here.
+
+        A GPU that is not here is taken to map memory in pieces of 2 MiB, as NVIDIA's do, and to
+        talk to the others over NCCL.
+
+        Raises
+        ------
+        ValueError
+            There is no device of that name.
+
+        Examples
+        --------
+        >>> import fsdpc
+        >>> layers = [fsdpc.nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+        >>> model = fsdpc.nn.Sequential(*layers)
+        >>> plan = fsdpc.memory_plan(model, 64, plan={"*": {}})
+        >>> [plan.for_device(device).wire // 2**20 for device in ("cpu", "cuda")]
+        [32, 8]
+        """
+        check_device(device)
+        return replace(self, device=device, **self._by_device[device])
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
@@ -58,7 +85,7 @@ class MemoryPlan:
         if self.activation is None:
             names.remove("activation")
         lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
-        return "\n".join([*lines, *([f"of {self.units}"] if self.units else [])])
+        return "\n".join([*lines, f"of {self.units}, on {self.device}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +133,8 @@ def memory_plan(
     -------
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
-        long as no unit keeps gradients over several backwards (``no_sync``).
+        long as no unit keeps gradients over several backwards (``no_sync``). It is of this
+        process's device; :meth:`MemoryPlan.for_device` gives that of another.
 
     Raises
     ------
@@ -132,7 +160,8 @@ def memory_plan(
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         units = _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    sums = dict.fromkeys(("wire", "master", "grad", "state", "reduce", "micro_sum"), 0)
+    sums = dict.fromkeys(("master", "grad", "state", "micro_sum"), 0)
+    reduce = 0
     pooled: list[dict[str, int]] = []
     fulls: list[tuple[int, int, bool]] = []
     two_stages = replicate > 1 and shard > 1
@@ -146,31 +175,40 @@ def memory_plan(
         sums["micro_sum"] += one["partial"]
         sums["state"] += n_states * one["state"]
         if unit.own_buffer or keeps:
-            sums["reduce"] += one["reduce"] + (one["partial"] if two_stages else 0)
+            reduce += one["reduce"] + (one["partial"] if two_stages else 0)
         elif one["reduce"]:
             pooled.append(one)
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
-    sums["wire"] = _core.plan_fulls(fulls, shard, ahead)
     if pooled:
         each = max(u["reduce"] for u in pooled)
         each += max(u["partial"] for u in pooled) if two_stages else 0
-        sums["reduce"] += each * min(POOLED_BUFFERS, len(pooled))
-    if _contributions_are_sent():
-        first = shard if shard > 1 else replicate
-        sums["reduce"] += (first - 1) * contributions["contribution"]
-        if two_stages:
-            sums["reduce"] += (replicate - 1) * contributions["partial_contribution"]
+        reduce += each * min(POOLED_BUFFERS, len(pooled))
+    first = shard if shard > 1 else replicate
+    received = (first - 1) * contributions["contribution"]
+    if two_stages:
+        received += (replicate - 1) * contributions["partial_contribution"]
+    by_device = {
+        name: {
+            "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
+            "reduce": reduce + (received if _contributions_are_sent(name) else 0),
+        }
+        for name in DEVICES
+    }
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
-    return MemoryPlan(**sums, activation=activation, units=described)
+    here = get_default_device()
+    return MemoryPlan(
+        device=here, **sums, **by_device[here], activation=activation, units=described,
+        _by_device=by_device,
+    )
 
 
-def _contributions_are_sent() -> bool:
-    """Whether peers send what a rank sums; one rank on a GPU plans for several over NCCL."""
+def _contributions_are_sent(device: str) -> bool:
+    """Whether peers send what a rank sums; ranks on GPUs that are not here do so over NCCL."""
     return (
         distributed.is_deterministic()
-        and device.get_default_device() == "cuda"
+        and device == "cuda"
         and distributed.world().transport != "local_cuda"
     )
 

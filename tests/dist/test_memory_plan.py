@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import fsdpc
@@ -78,6 +79,35 @@ def test_plan_of_another_world() -> None:
         fsdpc.memory_plan(model, (0, 8))
 
 
+def _received() -> int:
+    fsdpc.init(deterministic=True)
+    plan = fsdpc.memory_plan(fsdpc.nn.Linear(64, 64, bias=False), 4)
+    return plan.for_device("cuda").reduce - plan.reduce
+
+
+def test_plan_for_gpus() -> None:
+    """70 billion parameters in bf16 over 2,048 GPUs; no GPU is here, and nothing is built."""
+    with fsdpc.deferred_init():
+        model = Llama(fsdpc.models.preset("70B"))
+    half = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)
+    here = fsdpc.memory_plan(model, 2048, mp_policy=half)
+    there = here.for_device("cuda")
+    assert here.device == "cpu" and here.for_device("cpu") == here != there
+    n, granule = model.num_parameters(), 2**21
+    block = 2 * sum(prod(p.shape) for p in model.blocks()[0].parameters())
+    rest = 2 * n - block * len(model.blocks())  # embedding and head, which stay whole
+    slots = 2 * -(-block // granule) * granule  # the block in use and the one gathered ahead
+    assert there.wire == pytest.approx(2 * n / 2048 + rest + slots, rel=0.01)
+    assert here.wire == pytest.approx(2 * n, rel=0.01)
+    assert (there.master, there.state, there.reduce) == (here.master, here.state, here.reduce)
+    assert there.total < 0.1 * here.total
+    assert str(there).endswith("as no plan was given, on cuda")
+    # Each of three peers sends the rows of this rank's slice: 64 / 4 of 64 elements in fp32.
+    assert fsdpc.launch(_received, 1) == [3 * 16 * 64 * 4]
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'gpu'"):
+        here.for_device("gpu")
+
+
 def test_blocks_are_the_default_plan() -> None:
     with fsdpc.deferred_init():
         model = Llama(CONFIG)
@@ -125,6 +155,21 @@ def test_estimate_has_the_published_figures() -> None:
         assert sent == pytest.approx(2 * 28e9 * 7 / 8), strategy
     assert full.held_total > full.published
     assert "held" in str(full) and "published 14 GB" in str(full)
+
+
+def test_estimate_of_gpus() -> None:
+    def wire(strategy: str, device: str) -> float:
+        return fsdpc.estimate(params=64e9, world=1000, dtype=fsdpc.bfloat16, strategy=strategy,
+                              units=64, device=device).held["wire"]
+
+    unit = 2e9  # of 64
+    assert {wire(name, "cpu") for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")} == {64 * unit}
+    assert wire("NO_SHARD", "cuda") == 64 * unit
+    # The own slices of all, and what is whole: all, or the root and two that take turns.
+    assert wire("SHARD_GRAD_OP", "cuda") == pytest.approx(64 * unit / 1000 + 64 * unit, rel=1e-3)
+    assert wire("FULL_SHARD", "cuda") == pytest.approx(64 * unit / 1000 + 3 * unit, rel=1e-3)
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        wire("FULL_SHARD", "tpu")
 
 
 def _peak_of_micro_steps(n: int) -> tuple[int, int]:

@@ -26,6 +26,8 @@ from fsdpc import _core
 
 STEPS, MICRO_STEPS = 2, 2
 CLIPPED = MAX_NORM / 16  # below the smallest norm, that of the largest element
+CATEGORIES = ("wire", "master", "grad", "state", "reduce")
+HALF = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 Result = tuple[list[float], list[float], str]
 
 
@@ -192,6 +194,9 @@ class Deep(fsdpc.nn.Module):
             x = x + layer(x).tanh()
         return (self.head(x) * self.head(x)).mean()
 
+    def blocks(self) -> list[fsdpc.nn.Module]:
+        return list(self.layers)
+
 
 def ways(_: str) -> dict[str, Any]:
     """Say how ranks communicate; descriptors and mapped device memory around models.
@@ -245,6 +250,53 @@ def memory(_: str) -> dict[str, Any]:
         results[name] = [held, found.wire, planned.wire, digest.hexdigest()]
         del model, optimizer
     return results
+
+
+class Wide(Deep):
+    """Blocks of which each nearly fills 2 MiB in bf16, and some that are far smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(1000, 1000) for _ in range(3)]
+                                          + [fsdpc.nn.LayerNorm(1000) for _ in range(3)])
+        self.head = fsdpc.nn.Linear(1000, 4)
+
+
+#: Models, what each is given, and under which strategies.
+PLANNED: dict[str, tuple[Callable[[], Any], tuple[np.ndarray, ...], tuple[str, ...]]] = {
+    "wide": (Wide, (np.ones((2, 1000), np.float32),), ("FULL_SHARD", "SHARD_GRAD_OP")),
+    "deep": (Deep, (np.ones((2, 256), np.float32),), ("FULL_SHARD", "SHARD_OPTIM", "NO_SHARD")),
+    "llama": (MODELS["llama"][0], (np.zeros((2, 16), int), np.zeros((2, 16), int)),
+              ("HYBRID_SHARD 2x1", "HYBRID_SHARD_ZERO2 1x2", "SHARD_GRAD_OP")),
+}
+
+
+def planned(_: str) -> dict[str, Any]:
+    """What models take by strategy: peaks by category, and as planned."""
+    return {f"{name} {variant}": one_planned(name, **options)
+            for name, (_, _, chosen) in PLANNED.items()
+            for variant, options in variants().items() if variant in chosen}
+
+
+def one_planned(name: str, **options: Any) -> list[dict[str, int]]:
+    """Train one of them for two steps."""
+    make, batch, _ = PLANNED[name]
+    gc.collect()
+    before = fsdpc.memory_stats()
+    fsdpc.reset_peak_memory_stats()
+    model = make()
+    for module in (*model.blocks(), model):
+        fsdpc.fully_shard(module, mp_policy=HALF, **options)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(*(fsdpc.tensor(a) if a.dtype.kind == "f" else a for a in batch)).backward()
+        fsdpc.clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = fsdpc.memory_stats()
+    plan = fsdpc.memory_plan(model, options.get("mesh"), strategy=options["strategy"])
+    return [{key: after[f"{key}_peak_bytes"] - before[f"{key}_bytes"] for key in CATEGORIES},
+            {key: getattr(plan, key) for key in CATEGORIES}]
 
 
 class Lent(np.ndarray):

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from processes import TIMEOUT_S, printed, run
+from ranks import CATEGORIES, HALF, PLANNED
+
+import fsdpc
 
 SOON_S = 5.0
 PROGRAM = str(Path(__file__).with_name("ranks.py"))
@@ -347,3 +350,18 @@ def test_fulls_take_turns_in_the_memory_that_was_planned(
         assert rank["FULL_SHARD"][0] < 0.9 * rank["SHARD_GRAD_OP"][0]
         assert rank["FULL_SHARD"][0] < rank["FULL_SHARD ahead"][0] < rank["SHARD_GRAD_OP"][0]
         assert len({digest for *_, digest in rank.values()}) == 1, rank
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_process_without_a_gpu_plans_what_one_holds(nccl: dict[str, str], world: int) -> None:
+    """In pieces of 2 MiB, as a GPU that is not here is taken to map."""
+    assert fsdpc.get_default_device() == "cpu"
+    for rank in ranks(nccl, "planned", "cuda", str(world), EMU_GRANULE=str(2 << 20)):
+        for key, (held, planned) in rank.items():
+            name, strategy, *grid = key.split()
+            mesh = tuple(map(int, grid[0].split("x"))) if grid else world
+            here = fsdpc.memory_plan(PLANNED[name][0](), mesh, strategy=strategy, mp_policy=HALF)
+            there = here.for_device("cuda")
+            assert held == planned == {each: getattr(there, each) for each in CATEGORIES}, key
+        if world == 2:
+            assert rank["wide FULL_SHARD"][0]["wire"] < rank["wide SHARD_GRAD_OP"][0]["wire"]

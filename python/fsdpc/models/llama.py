@@ -114,6 +114,7 @@ class Llama(nn.Module):
     --------
     >>> import fsdpc, numpy as np
     >>> from fsdpc.models import Llama, preset
+    >>> fsdpc.manual_seed(0)
     >>> model = Llama(preset("2M"))
     >>> ids = np.zeros((1, 8), dtype=np.int64)
     >>> model(ids).shape
