@@ -137,6 +137,20 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def estimate_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``fsdpc estimate``, which takes the options of ``fsdpc train``."""
+    p = parser()
+    p.prog, p.usage = "fsdpc estimate", "fsdpc estimate [--option value ...]"
+    p.description = (
+        "Show what each rank would hold if `fsdpc train` were given these options. Nothing is\n"
+        "started, and neither the ranks nor a GPU need be here."
+    )
+    p.epilog = (
+        "example:\n  fsdpc estimate --preset 70B --ranks 2048 --device cuda --batch 1\n"
+    )
+    return p
+
+
 def _add_sharding_options(p: argparse.ArgumentParser) -> None:
     sharding = p.add_argument_group("sharding")
     sharding.add_argument(
@@ -229,8 +243,8 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     )
 
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse values, and combinations of them, that cannot be."""
+def check_values(options: argparse.Namespace) -> None:
+    """Refuse values that cannot be on any machine."""
     for name in ("batch", "seq", "accumulate"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
@@ -249,6 +263,13 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--lr must be finite, got inf")
     if not 0 <= options.weight_decay < math.inf:
         raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
+    if options.checkpoint_activations:
+        checkpoint_choice(options.checkpoint_activations)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse values, and combinations of them, that cannot be here."""
+    check_values(options)
     if options.ranks is not None:
         check_ranks(options.ranks)
         started = os.environ.get("WORLD_SIZE", str(options.ranks))
@@ -258,10 +279,8 @@ def check(options: argparse.Namespace) -> None:
                 "started together already (WORLD_SIZE): leave --ranks out"
             )
     if options.ranks is not None or "RANK" not in os.environ:
-        _check_sharding(options, options.ranks or 1)
+        check_sharding(options, options.ranks or 1)
     check_options(options)
-    if options.checkpoint_activations:
-        checkpoint_choice(options.checkpoint_activations)
     if options.metrics:
         try:
             options.metrics.open("a").close()
@@ -278,7 +297,7 @@ def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:
     return (ranks, 1) if options.strategy == "NO_SHARD" else (1, ranks)
 
 
-def _check_sharding(options: argparse.Namespace, ranks: int) -> None:
+def check_sharding(options: argparse.Namespace, ranks: int) -> None:
     """Say once, before any rank starts, what each of them would say."""
     if options.mesh is None and options.strategy.startswith("HYBRID"):
         raise ValueError(f"--strategy {options.strategy} needs --mesh RxS, replicas x shards")

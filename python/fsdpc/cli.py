@@ -15,6 +15,7 @@ examples:
   fsdpc run --ranks 2 script.py --its-own --options
   fsdpc run --ranks 4 -m package.module
   fsdpc train --ranks 2 --preset 2M --steps 200
+  fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc info
 
 Ranks are processes. They find each other without a TCP port, and none outlives this command.
@@ -58,6 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         "train", add_help=False, help="train a language model on text (fsdpc train --help)"
     )
     train.add_argument("arguments", nargs=argparse.REMAINDER)
+    estimate = commands.add_parser(
+        "estimate", add_help=False, help="show what each rank of a training run would hold"
+    )
+    estimate.add_argument("arguments", nargs=argparse.REMAINDER)
     ckpt = commands.add_parser(
         "ckpt", add_help=False, help="look at checkpoints, check and convert them"
     )
@@ -99,6 +104,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc import train
 
         return train.main(arguments[1:])
+    if arguments[:1] == ["estimate"]:
+        from fsdpc import train
+
+        return train.estimate(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 

@@ -23,7 +23,10 @@ from fsdpc._train_options import (
     HELD_OUT_BYTES,
     OPTIMIZERS,
     check,
+    check_sharding,
+    check_values,
     checkpoint_choice,
+    estimate_parser,
     mesh_shape,
     parser,
 )
@@ -42,13 +45,12 @@ from fsdpc.data.files import refuse_binary
 from fsdpc.device import set_default_device
 from fsdpc.full_params import full_tensor
 from fsdpc.lr_scheduler import WarmupCosine
-from fsdpc.memory_plan import memory_plan
+from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
 from fsdpc.optim import Optimizer
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
-from fsdpc.wrap import by_class
 
 # The peak is that of the first square product, of doubling sizes, that takes this long.
 PRODUCT_SECONDS = 2e-3
@@ -109,17 +111,8 @@ def choose_device(options: argparse.Namespace) -> None:
 
 def check_resources(options: argparse.Namespace, ranks: int) -> None:
     """Refuse what this machine's memory, or the data that were named, cannot give."""
-    model = make_model(options)
-    replicas, shards = mesh_shape(options, ranks)
-    plan = memory_plan(
-        model,
-        (replicas, shards),
-        strategy=options.strategy,
-        plan=by_class(type(model.blocks()[0])),
-        mp_policy=make_policy(options),
-        optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
-    )
-    each = plan.master + plan.grad + plan.state + plan.reduce
+    plan, replicas = plan_memory(options, ranks), mesh_shape(options, ranks)[0]
+    each = plan.total - plan.wire
     needed, available = replicas * plan.wire + ranks * each, available_bytes()
     if options.device == "cpu" and available is not None and needed > available:
         raise ValueError(
@@ -138,12 +131,51 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
             )
 
 
+def plan_memory(
+    options: argparse.Namespace, ranks: int, batch_shape: tuple[int, int] | None = None
+) -> MemoryPlan:
+    """Return what each of the ranks would hold; activations too where there is a batch."""
+    model, reshard = make_model(options), options.reshard_after_forward
+    block = type(model.blocks()[0])
+    of_block = {} if reshard is None else {"reshard_after_forward": reshard}
+    return memory_plan(
+        model,
+        mesh_shape(options, ranks),
+        batch_shape,
+        strategy=options.strategy,
+        plan=lambda _, module: of_block if isinstance(module, block) else None,
+        mp_policy=make_policy(options),
+        optimizer=1 if options.optimizer == "sgd" else options.optimizer,  # its momentum
+    )
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """Run ``fsdpc estimate`` and return its exit code."""
+    options = estimate_parser().parse_args(argv)
+    ranks = math.prod(options.mesh or (1,)) if options.ranks is None else options.ranks
+    try:
+        check_values(options)
+        check_sharding(options, ranks)
+        distributed.init(0, 1, deterministic=options.deterministic)
+        plan = plan_memory(options, ranks, (options.batch, options.seq))
+    except ValueError as error:
+        print(f"fsdpc estimate: {error}", file=sys.stderr)
+        return 2
+    if options.deterministic:
+        plan = plan.for_micro_steps(options.accumulate)
+    print(plan.for_device(options.device))
+    return 0
+
+
 def make_model(options: argparse.Namespace) -> Any:
-    """Return the model without memory."""
+    """Return the model without memory, set to recompute blocks if so."""
     config = models.preset(options.preset)
     config = config.with_(max_seq=max(config.max_seq, options.seq))
     with deferred_init():
-        return models.Llama(config) if options.model == "llama" else models.GPT2(config)
+        model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
+    if options.checkpoint_activations:
+        checkpoint_activations(model.blocks(), checkpoint_choice(options.checkpoint_activations))
+    return model
 
 
 def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
@@ -208,8 +240,6 @@ class Trainer:
         o = self.options
         _core.manual_seed(o.seed)
         model = make_model(o)
-        if o.checkpoint_activations:
-            checkpoint_activations(model.blocks(), checkpoint_choice(o.checkpoint_activations))
         mesh = init_device_mesh(o.device, o.mesh) if o.mesh else None
         sharding: dict[str, Any] = {
             "mesh": mesh,

@@ -78,3 +78,42 @@ def test_closed_streams_are_no_error(ranks: str, closed: str) -> None:
 def test_a_function_is_launched_beside_closed_streams(closed: str) -> None:
     done = run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", LAUNCH])
     assert done.returncode == 0, done.stderr
+
+
+def estimated(*options: str) -> dict[str, float]:
+    """What a rank of the 70B in bf16 holds by category, in bytes."""
+    done = run(fsdpc_command("estimate", "--preset", "70B", "--batch", "1", *options))
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.endswith(" MiB")]
+    return {name: float(mib) * 2**20 for name, mib, _ in lines}
+
+
+def test_estimate_shows_what_a_gpu_would_hold() -> None:
+    here = estimated("--ranks", "2048")
+    there = estimated("--ranks", "2048", "--device", "cuda")
+    params, rest = 69e9, 0.5e9  # of which embedding and head, the root's
+    block = (params - rest) / 80
+    wire = 2 * (params / 2048 + rest + 2 * block)  # own slices, the root, two blocks at a time
+    assert there["wire"] == pytest.approx(wire, rel=0.1)
+    assert here["wire"] == pytest.approx(2 * params, rel=0.1)  # one copy for the ranks of a host
+    assert there["master"] == pytest.approx(4 * params / 2048, rel=0.1)
+    assert there["state"] == pytest.approx(8 * params / 2048, rel=0.1)
+    assert {key for key in here if here[key] != there[key]} == {"wire", "total"}
+    assert there["total"] == pytest.approx(sum(there.values()) - there["total"], rel=1e-3)
+    kept = estimated("--mesh", "8x256", "--strategy", "hybrid_shard_zero2", "--device", "cuda")
+    assert kept["wire"] == pytest.approx(2 * params * (1 + 1 / 256), rel=0.1)
+    stays = ("--ranks", "2048", "--device", "cuda", "--reshard-after-forward", "false")
+    assert estimated(*stays)["wire"] == pytest.approx(2 * params, rel=0.1)
+    less = estimated("--ranks", "2048", "--device", "cuda", "--checkpoint-activations")
+    assert less["activation"] < 0.2 * there["activation"]
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--device", "tpu"], "choose from 'cpu', 'cuda'"),
+    (["--ranks", "0"], "at least 1 each"),
+    (["--batch", "0"], "--batch must be at least 1"),
+    (["--mesh", "2x2", "--ranks", "3"], "is of 4 ranks, not 3"),
+])  # fmt: skip
+def test_estimate_refuses_what_cannot_be(options: list[str], said: str) -> None:
+    done = run(fsdpc_command("estimate", *options))
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
