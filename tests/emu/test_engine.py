@@ -229,3 +229,9 @@ def test_clipping_has_the_cpu_s_bits(environment: dict[str, str]) -> None:
     outputs = [printed(environment, "-c", CLIPPING, device).splitlines()
                for device in ("cpu", "cuda")]
     assert len(outputs[0]) == 26 and outputs[1] == outputs[0]
+
+
+def test_an_estimate_leaves_the_device_to_be_chosen(environment: dict[str, str]) -> None:
+    program = ("import fsdpc; fsdpc.estimate(params=1e9, world=8, device='cuda'); "
+               "fsdpc.set_default_device('cuda'); print(fsdpc.tensor([1.0]).item())")
+    assert printed(environment, "-c", program) == "1.0\n"
