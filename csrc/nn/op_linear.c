@@ -1,5 +1,8 @@
 /* Linear layers, alone and with gelu behind them.
  *
+ * A weight is (out, in), or (in, out) if the caller says so.  Products take either as it is and sum
+ * in the same order, so the bits do not depend on it but where the product has few rows or columns.
+ *
  * The gradient of a weight is a product of its own, dy^T x, and goes straight to where it belongs
  * with beta = 1: a reduce buffer in fp32 even when x is bf16, so no temporary and no second pass.
  *
@@ -14,6 +17,10 @@
 #include "nn/op.h"
 
 enum { SAVED_X, SAVED_WEIGHT };
+
+typedef struct linear_extra {
+    bool in_out; /* the weight's layout */
+} linear_extra;
 
 /* All dimensions but the last. */
 static size_t rows_of(const fsdpc_tensor *t)
@@ -74,29 +81,34 @@ static fsdpc_status give_through_gelu(fsdpc_tape *tape, fsdpc_node *gelu, fsdpc_
     return FSDPC_OK;
 }
 
-/* dw = dy^T x,  db = sum of dy's rows,  dx = dy w */
+/* dw = dy^T x, or x^T dy of (in, out),  db = sum of dy's rows,  dx = dy w */
 static fsdpc_status linear_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     const fsdpc_tensor *x = node->saved[SAVED_X], *w = node->saved[SAVED_WEIGHT];
+    bool in_out = ((const linear_extra *)node->extra)->in_out;
     size_t out = dy->shape[dy->ndim - 1], rows = rows_of(dy);
-    fsdpc_gemm_args args = {.dtype = dy->dtype, .a = dy->data, .lda = out};
     if (fsdpc_edge_wanted(&node->inputs[1])) {
-        fsdpc_gemm_args dw = args;
-        dw.m = out;
-        dw.n = dw.ldb = x->shape[x->ndim - 1];
-        dw.k = rows;
-        dw.trans_a = true;
-        dw.b = x->data;
+        const fsdpc_tensor *a = in_out ? x : dy, *b = in_out ? dy : x;
+        fsdpc_gemm_args dw = {.dtype = dy->dtype, .k = rows, .trans_a = true};
+        dw.m = dw.lda = a->shape[a->ndim - 1];
+        dw.n = dw.ldb = b->shape[b->ndim - 1];
+        dw.a = a->data;
+        dw.b = b->data;
         FSDPC_TRY(fsdpc_op_gemm_into(tape, &node->inputs[1], &dw));
     }
     if (fsdpc_edge_wanted(&node->inputs[2]))
         FSDPC_TRY(give_bias(tape, &node->inputs[2], dy));
     if (!fsdpc_edge_wanted(&node->inputs[0]))
         return FSDPC_OK;
-    args.m = rows;
-    args.n = args.ldb = w->shape[1];
-    args.k = out;
-    args.b = w->data;
+    fsdpc_gemm_args args = {.m = rows,
+                            .n = w->shape[in_out ? 0 : 1],
+                            .k = out,
+                            .dtype = dy->dtype,
+                            .a = dy->data,
+                            .lda = out,
+                            .b = w->data,
+                            .ldb = w->shape[1],
+                            .trans_b = in_out};
     fsdpc_node *gelu = gelu_before(node);
     return gelu ? give_through_gelu(tape, gelu, args)
                 : fsdpc_op_gemm_into(tape, &node->inputs[0], &args);
@@ -107,54 +119,60 @@ static const fsdpc_node_ops linear_ops = {.name = "linear", .backward = linear_b
 /* ---- forward ---- */
 
 static fsdpc_status linear_check(const char *op, fsdpc_tensor *x, fsdpc_tensor *w,
-                                 fsdpc_tensor *bias)
+                                 fsdpc_tensor *bias, bool in_out)
 {
+    int in = in_out ? 0 : 1;
     FSDPC_TRY(fsdpc_op_check_float(op, "x", x));
     FSDPC_TRY(fsdpc_op_check_float(op, "weight", w));
     FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, "weight", w));
-    if (w->ndim != 2 || x->ndim < 1 || x->shape[x->ndim - 1] != w->shape[1])
+    if (w->ndim != 2 || x->ndim < 1 || x->shape[x->ndim - 1] != w->shape[in])
         return fsdpc_op_fail_shapes(op, "x", x, "weight", w,
-                                    "x must be (..., in) and weight (out, in)");
+                                    in_out ? "x must be (..., in) and weight (in, out)"
+                                           : "x must be (..., in) and weight (out, in)");
     if (!bias)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_op_check_float(op, "bias", bias));
     FSDPC_TRY(fsdpc_op_check_same_dtype(op, "x", x, "bias", bias));
-    if (bias->ndim != 1 || bias->shape[0] != w->shape[0])
+    if (bias->ndim != 1 || bias->shape[0] != w->shape[1 - in])
         return fsdpc_op_fail_shapes(op, "bias", bias, "weight", w,
-                                    "bias must be (out) and weight (out, in)");
+                                    in_out ? "bias must be (out) and weight (in, out)"
+                                           : "bias must be (out) and weight (out, in)");
     return FSDPC_OK;
 }
 
 /* Memory for a result, and the product that makes it. */
 static fsdpc_status linear_prepare(fsdpc_tape *tape, const fsdpc_tensor *x, const fsdpc_tensor *w,
-                                   const fsdpc_tensor *bias, fsdpc_gemm_args *gemm_out,
+                                   const fsdpc_tensor *bias, bool in_out, fsdpc_gemm_args *gemm_out,
                                    fsdpc_tensor **out)
 {
+    int in = in_out ? 0 : 1;
     size_t shape[FSDPC_MAX_DIMS];
     for (int i = 0; i < x->ndim - 1; i++)
         shape[i] = x->shape[i];
-    shape[x->ndim - 1] = w->shape[0];
+    shape[x->ndim - 1] = w->shape[1 - in];
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, shape, out));
     *gemm_out = (fsdpc_gemm_args){.m = rows_of(x),
-                                  .n = w->shape[0],
-                                  .k = w->shape[1],
+                                  .n = w->shape[1 - in],
+                                  .k = w->shape[in],
                                   .dtype = x->dtype,
                                   .c_dtype = x->dtype,
                                   .a = x->data,
-                                  .lda = w->shape[1],
+                                  .lda = w->shape[in],
                                   .b = w->data,
                                   .ldb = w->shape[1],
-                                  .trans_b = true,
+                                  .trans_b = !in_out,
                                   .c = (*out)->data,
-                                  .ldc = w->shape[0],
+                                  .ldc = w->shape[1 - in],
                                   .bias = bias ? bias->data : NULL};
     return FSDPC_OK;
 }
 
-static fsdpc_status linear_record(fsdpc_tape *tape, fsdpc_tensor *const inputs[3], fsdpc_tensor *y)
+static fsdpc_status linear_record(fsdpc_tape *tape, fsdpc_tensor *const inputs[3], bool in_out,
+                                  fsdpc_tensor *y)
 {
     fsdpc_node *node;
-    FSDPC_TRY(fsdpc_op_record(tape, &linear_ops, 3, inputs, y, 0, &node));
+    FSDPC_TRY(fsdpc_op_record(tape, &linear_ops, 3, inputs, y, sizeof(linear_extra), &node));
+    ((linear_extra *)node->extra)->in_out = in_out;
     if (fsdpc_edge_wanted(&node->inputs[1]))
         fsdpc_node_save(node, SAVED_X, inputs[0]);
     if (fsdpc_edge_wanted(&node->inputs[0]))
@@ -163,25 +181,25 @@ static fsdpc_status linear_record(fsdpc_tape *tape, fsdpc_tensor *const inputs[3
 }
 
 fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                             fsdpc_tensor *bias, fsdpc_tensor **out)
+                             fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out)
 {
-    FSDPC_TRY(linear_check("linear", x, weight, bias));
+    FSDPC_TRY(linear_check("linear", x, weight, bias, in_out));
     fsdpc_gemm_args gemm;
     fsdpc_tensor *inputs[] = {x, weight, bias}, *y;
-    FSDPC_TRY(linear_prepare(tape, x, weight, bias, &gemm, &y));
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &gemm, &y));
     fsdpc_status st = fsdpc_op_kernels(tape)->gemm(&gemm, tape->stream);
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs))
-        st = linear_record(tape, inputs, y);
+        st = linear_record(tape, inputs, in_out, y);
     return fsdpc_op_return(st, y, out);
 }
 
 fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                                  fsdpc_tensor *bias, fsdpc_tensor **out)
+                                  fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out)
 {
-    FSDPC_TRY(linear_check("linear_gelu", x, weight, bias));
+    FSDPC_TRY(linear_check("linear_gelu", x, weight, bias, in_out));
     fsdpc_gemm_gelu_args args = {0};
     fsdpc_tensor *inputs[] = {x, weight, bias}, *y, *before = NULL;
-    FSDPC_TRY(linear_prepare(tape, x, weight, bias, &args.gemm, &y));
+    FSDPC_TRY(linear_prepare(tape, x, weight, bias, in_out, &args.gemm, &y));
     fsdpc_status st = FSDPC_OK;
     if (fsdpc_tape_wants(tape, 3, inputs)) {
         st = fsdpc_tensor_create(tape->device, y->dtype, y->ndim, y->shape, &before);
@@ -190,7 +208,7 @@ fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tenso
     if (st == FSDPC_OK)
         st = fsdpc_op_kernels(tape)->gemm_gelu(&args, tape->stream);
     if (st == FSDPC_OK && before)
-        st = linear_record(tape, inputs, before);
+        st = linear_record(tape, inputs, in_out, before);
     if (st == FSDPC_OK && before)
         st = fsdpc_op_unary_record(tape, FSDPC_UNARY_GELU_TANH, 0, before, y);
     fsdpc_tensor_release(before);

@@ -67,12 +67,12 @@ fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc
 /* 1-D, 2-D and batched as in NumPy. */
 fsdpc_status fsdpc_op_matmul(fsdpc_tape *tape, fsdpc_tensor *a, fsdpc_tensor *b,
                              fsdpc_tensor **out);
-/* x (..., in), weight (out, in), bias (out) or NULL -> (..., out) */
+/* x (..., in), weight (out, in) or with `in_out` (in, out), bias (out) or NULL -> (..., out) */
 fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                             fsdpc_tensor *bias, fsdpc_tensor **out);
+                             fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
 /* gelu by tanh of linear's result */
 fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                                  fsdpc_tensor *bias, fsdpc_tensor **out);
+                                  fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
 
 /* ---- layers: op_norm.c, op_attention.c, op_embedding.c ---- */
 

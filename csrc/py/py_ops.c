@@ -136,14 +136,11 @@ UNARY(relu, RELU)
 static PyObject *op_gelu(FASTCALL)
 {
     PARSE("gelu", 1, "x", "approximate");
+    bool by_tanh = false;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    const char *approximate = a[1] ? PyUnicode_AsUTF8(a[1]) : "none";
-    if (!x || !approximate)
+    const char *const forms[] = {"none", "tanh"};
+    if (!x || fsdpc_py_arg_second("gelu: approximate", forms, a[1], &by_tanh) < 0)
         return NULL;
-    bool by_tanh = strcmp(approximate, "tanh") == 0;
-    if (!by_tanh && strcmp(approximate, "none") != 0)
-        return PyErr_Format(PyExc_ValueError, "gelu: approximate is 'none' or 'tanh', not '%s'",
-                            approximate);
     return fsdpc_py_op_unary(PyModule_GetState(module),
                              by_tanh ? FSDPC_UNARY_GELU_TANH : FSDPC_UNARY_GELU_ERF, 0, x);
 }
@@ -228,15 +225,18 @@ static PyObject *op_matmul(FASTCALL)
 }
 
 typedef fsdpc_status (*linear_fn)(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                                  fsdpc_tensor *bias, fsdpc_tensor **out);
+                                  fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
 
 static PyObject *linear(const char *function, linear_fn fn, FASTCALL)
 {
-    PARSE(function, 2, "x", "weight", "bias");
+    PARSE(function, 2, "x", "weight", "bias", "layout");
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL, *bias;
-    if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0)
+    bool in_out = false;
+    const char *const layouts[] = {"oi", "io"};
+    if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0 ||
+        fsdpc_py_arg_second("linear: layout", layouts, a[3], &in_out) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel + w->numel, fn(r->tape, x, w, bias, &y));
+    RETURN_OP(PyModule_GetState(module), x->numel + w->numel, fn(r->tape, x, w, bias, in_out, &y));
 }
 
 static PyObject *op_linear(FASTCALL)
@@ -341,15 +341,12 @@ static PyObject *op_attention(FASTCALL)
     fsdpc_attention_options options = {.default_scale = !a[4] || a[4] == Py_None};
     fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL;
-    const char *layout = a[5] ? PyUnicode_AsUTF8(a[5]) : "bhtd";
-    if (!v || !layout || fsdpc_py_arg_bool(a[3], &options.causal) < 0 ||
-        fsdpc_py_arg_double(a[4], &options.scale) < 0)
+    const char *const layouts[] = {"bhtd", "bthd"};
+    if (!v || fsdpc_py_arg_bool(a[3], &options.causal) < 0 ||
+        fsdpc_py_arg_double(a[4], &options.scale) < 0 ||
+        fsdpc_py_arg_second("scaled_dot_product_attention: layout", layouts, a[5],
+                            &options.tokens_first) < 0)
         return NULL;
-    options.tokens_first = strcmp(layout, "bthd") == 0;
-    if (!options.tokens_first && strcmp(layout, "bhtd") != 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "scaled_dot_product_attention: layout is 'bhtd' or 'bthd', not '%s'",
-                            layout);
     RETURN_OP(PyModule_GetState(module), 16 * q->numel,
               fsdpc_op_attention(r->tape, q, k, v, &options, &y));
 }
@@ -567,8 +564,8 @@ static PyMethodDef functions[] = {
     FAST("dropout", op_dropout, "dropout(x, p=0.5, training=True)"),
     FAST("cast", op_cast, "cast(x, dtype)"),
     FAST("matmul", op_matmul, "matmul(a, b)"),
-    FAST("linear", op_linear, "linear(x, weight, bias=None)"),
-    FAST("linear_gelu", op_linear_gelu, "linear_gelu(x, weight, bias=None)"),
+    FAST("linear", op_linear, "linear(x, weight, bias=None, layout='oi')"),
+    FAST("linear_gelu", op_linear_gelu, "linear_gelu(x, weight, bias=None, layout='oi')"),
     FAST("sum", op_sum, "sum(x, dim=None, keepdim=False)"),
     FAST("mean", op_mean, "mean(x, dim=None, keepdim=False)"),
     FAST("softmax", op_softmax, "softmax(x, dim=-1)"),

@@ -19,6 +19,9 @@ int fsdpc_py_arg_bool(PyObject *object, bool *inout);
 int fsdpc_py_arg_double(PyObject *object, double *inout); /* and for None */
 int fsdpc_py_arg_int64(PyObject *object, int64_t *inout);
 int fsdpc_py_arg_int(PyObject *object, int *inout);
+/* One of two words: whether it is the second. */
+int fsdpc_py_arg_second(const char *what, const char *const names[2], PyObject *object,
+                        bool *inout);
 /* NULL and None give NULL. */
 int fsdpc_py_arg_tensor(PyObject *object, fsdpc_tensor **out);
 

@@ -6,6 +6,7 @@
 #include "py/py_ops.h"
 
 #include <math.h>
+#include <string.h>
 
 int fsdpc_py_args(const char *function, int n, const char *const *names, int required,
                   PyObject *const *args, Py_ssize_t nargs, PyObject *keywords, PyObject **out)
@@ -49,6 +50,18 @@ int fsdpc_py_arg_bool(PyObject *object, bool *inout)
     if (truth >= 0)
         *inout = truth;
     return truth < 0 ? -1 : 0;
+}
+
+int fsdpc_py_arg_second(const char *what, const char *const names[2], PyObject *object, bool *inout)
+{
+    const char *given = object ? PyUnicode_AsUTF8(object) : names[0];
+    if (!given)
+        return -1;
+    *inout = strcmp(given, names[1]) == 0;
+    if (*inout || strcmp(given, names[0]) == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s is '%s' or '%s', not '%s'", what, names[0], names[1], given);
+    return -1;
 }
 
 int fsdpc_py_arg_double(PyObject *object, double *inout)

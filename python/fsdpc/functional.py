@@ -52,7 +52,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi"
+) -> Tensor:
     """Multiply rows by a weight: ``x @ weight.T + bias``.
 
     Parameters
@@ -60,9 +62,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x : Tensor
         (..., in)
     weight : Tensor
-        (out, in), of x's dtype.
+        (out, in), or (in, out) with layout "io"; of x's dtype.
     bias : Tensor, optional
         (out), of x's dtype.
+    layout : {"oi", "io"}
+        The second is how transformers' Conv1D, and so GPT-2, has its weights.
 
     Returns
     -------
@@ -82,10 +86,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> w.grad.tolist()
     [[1.0, 2.0]]
     """
-    return _core.linear(x, weight, bias)
+    return _core.linear(x, weight, bias, layout)
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi"
+) -> Tensor:
     """Multiply rows by a weight and apply gelu: ``gelu(linear(x, weight, bias), "tanh")``.
 
     Parameters
@@ -93,9 +99,11 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     x : Tensor
         (..., in)
     weight : Tensor
-        (out, in), of x's dtype.
+        (out, in), or (in, out) with layout "io"; of x's dtype.
     bias : Tensor, optional
         (out), of x's dtype.
+    layout : {"oi", "io"}
+        The second is how transformers' Conv1D, and so GPT-2, has its weights.
 
     Returns
     -------
@@ -125,7 +133,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     >>> fsdpc.functional.linear_gelu(x, w).tolist()
     [[11.0]]
     """
-    return _core.linear_gelu(x, weight, bias)
+    return _core.linear_gelu(x, weight, bias, layout)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -1,8 +1,8 @@
 /* nn/op_linear: gelu beside products; when it goes with them, and that nothing else can tell.
  *
- * Kernels are the CPU's behind a table that counts.  A chain w1, gelu, w2 is run with gelu fused
- * and apart, and what comes out has to have the same bits; who alone uses gelu's result, and who
- * does not, shows in the counts.
+ * Kernels are the CPU's behind a table that counts; weights are (out, in), then (in, out).  A chain
+ * w1, gelu, w2 is run with gelu fused and apart, and what comes out has to have the same bits; who
+ * alone uses gelu's result, and who does not, shows in the counts.
  */
 #include "check.h"
 
@@ -17,6 +17,7 @@ static fsdpc_tape *tape;
 static fsdpc_nn_ops counting;
 static const fsdpc_nn_ops *plain;
 static int forwards, backwards; /* of gemm_gelu, since the last look */
+static bool in_out;             /* the layout of the weights */
 
 static fsdpc_status count_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *on)
 {
@@ -66,9 +67,9 @@ static fsdpc_tensor *numbers(fsdpc_dtype dtype, int ndim, size_t rows, size_t co
 static chain chain_make(fsdpc_dtype dtype)
 {
     return (chain){.x = numbers(dtype, 2, ROWS, IN, true),
-                   .w1 = numbers(dtype, 2, INNER, IN, true),
+                   .w1 = numbers(dtype, 2, in_out ? IN : INNER, in_out ? INNER : IN, true),
                    .b1 = numbers(dtype, 1, 1, INNER, true),
-                   .w2 = numbers(dtype, 2, OUT, INNER, true),
+                   .w2 = numbers(dtype, 2, in_out ? INNER : OUT, in_out ? OUT : INNER, true),
                    .dy = numbers(dtype, 2, ROWS, OUT, false)};
 }
 
@@ -84,10 +85,10 @@ static fsdpc_tensor *first_half(const chain *c, bool fused)
 {
     fsdpc_tensor *h = NULL, *y = NULL;
     if (fused) {
-        CHECK_OK(fsdpc_op_linear_gelu(tape, c->x, c->w1, c->b1, &y));
+        CHECK_OK(fsdpc_op_linear_gelu(tape, c->x, c->w1, c->b1, in_out, &y));
         return y;
     }
-    CHECK_OK(fsdpc_op_linear(tape, c->x, c->w1, c->b1, &h));
+    CHECK_OK(fsdpc_op_linear(tape, c->x, c->w1, c->b1, in_out, &h));
     CHECK_OK(fsdpc_op_unary(tape, FSDPC_UNARY_GELU_TANH, 0, h, &y));
     fsdpc_tensor_release(h);
     return y;
@@ -96,7 +97,7 @@ static fsdpc_tensor *first_half(const chain *c, bool fused)
 static fsdpc_tensor *second_half(const chain *c, fsdpc_tensor *gelu)
 {
     fsdpc_tensor *y = NULL;
-    CHECK_OK(fsdpc_op_linear(tape, gelu, c->w2, NULL, &y));
+    CHECK_OK(fsdpc_op_linear(tape, gelu, c->w2, NULL, in_out, &y));
     return y;
 }
 
@@ -279,7 +280,7 @@ static void test_overwritten(void)
 {
     chain c = chain_make(FSDPC_F32);
     fsdpc_tensor *h = NULL, *gelu = NULL;
-    CHECK_OK(fsdpc_op_linear(tape, c.x, c.w1, c.b1, &h));
+    CHECK_OK(fsdpc_op_linear(tape, c.x, c.w1, c.b1, in_out, &h));
     CHECK_OK(fsdpc_op_unary(tape, FSDPC_UNARY_GELU_TANH, 0, h, &gelu));
     fsdpc_tensor *y = second_half(&c, gelu);
     CHECK_OK(fsdpc_tensor_check_write(h));
@@ -302,14 +303,17 @@ int main(void)
     device->flat = fsdpc_flat_ops_cpu(FSDPC_ISA_PORTABLE);
     CHECK_OK(fsdpc_stream_create(device, "compute", false, &stream));
     CHECK_OK(fsdpc_tape_create(device, stream, &tape));
-    test_bits(FSDPC_F32);
-    test_bits(FSDPC_BF16);
-    test_frozen_weight_behind();
-    test_two_users();
-    test_a_root_between();
-    test_hooks_see_the_gradient_between();
-    test_retained_graphs_and_freed_ones();
-    test_overwritten();
+    for (int layout = 0; layout < 2; layout++) {
+        in_out = layout;
+        test_bits(FSDPC_F32);
+        test_bits(FSDPC_BF16);
+        test_frozen_weight_behind();
+        test_two_users();
+        test_a_root_between();
+        test_hooks_see_the_gradient_between();
+        test_retained_graphs_and_freed_ones();
+        test_overwritten();
+    }
     CHECK(bytes_now() == 0);
     fsdpc_tape_destroy(tape);
     fsdpc_stream_destroy(stream);

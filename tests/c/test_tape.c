@@ -91,8 +91,8 @@ static void test_sinks(void)
     sink_state sink = {.buffer = {-1, -1, -1, -1}};
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, false), *y, *z, *sum;
     w->sink = (fsdpc_grad_sink){sink_target, sink_ready, &sink};
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &y));
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &z));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &z));
     CHECK_OK(fsdpc_op_binary(tape, FSDPC_BINARY_ADD, y, z, &sum));
     fsdpc_tensor_release(y);
     fsdpc_tensor_release(z);
@@ -107,7 +107,7 @@ static void test_sinks(void)
     fsdpc_tensor_release(sum);
 
     sink.fail = true;
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &y));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
     sum = total(y);
     CHECK_FAILS(fsdpc_tape_backward(tape, sum, NULL, false), FSDPC_ERR_NOMEM, "no reduce buffer");
     CHECK(tape->backward_depth == 0 && tape->frame == NULL && tape->grad_enabled);
@@ -133,7 +133,7 @@ static void test_a_sink_in_bf16(void)
     b->requires_grad = true;
     w->sink = (fsdpc_grad_sink){bf16_sink_target, NULL, buffer};
     b->sink = (fsdpc_grad_sink){bf16_sink_target, NULL, bias};
-    CHECK_OK(fsdpc_op_linear(tape, x, w, b, &y));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, b, false, &y));
     fsdpc_tensor *sum = total(y);
     CHECK_OK(fsdpc_tape_backward(tape, sum, NULL, false));
     for (int i = 0; i < 4; i++)
@@ -274,9 +274,10 @@ static void test_guarded_weights(void)
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, true), *y, *z;
     w->guard = (fsdpc_guard){guard, NULL};
     gathered = false;
-    CHECK_FAILS(fsdpc_op_linear(tape, x, w, NULL, &y), FSDPC_ERR_STATE, "'w' is not gathered");
+    CHECK_FAILS(fsdpc_op_linear(tape, x, w, NULL, false, &y), FSDPC_ERR_STATE,
+                "'w' is not gathered");
     gathered = true;
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &y));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
     z = total(fsdpc_tensor_acquire(y));
     gathered = false;
     CHECK_FAILS(fsdpc_tape_backward(tape, z, NULL, true), FSDPC_ERR_STATE, "'w' is not gathered");
@@ -314,8 +315,8 @@ static void test_leaf_hooks(void)
     fsdpc_tensor *w = matrix(2, 2, 3, true), *x = matrix(1, 2, 2, false), *y, *z, *sum;
     w->sink = (fsdpc_grad_sink){sink_target, sink_ready, &sink};
     CHECK_OK(fsdpc_hook_add(tape, w, note_hook, &expected, hook_released, &hook));
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &y));
-    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, &z));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &y));
+    CHECK_OK(fsdpc_op_linear(tape, x, w, NULL, false, &z));
     CHECK_OK(fsdpc_op_binary(tape, FSDPC_BINARY_ADD, y, z, &sum));
     fsdpc_tensor_release(y);
     fsdpc_tensor_release(z);

@@ -58,6 +58,44 @@ def test_linear_large(dtype):
     check(F.linear, _linear, inputs, dtype, scale=8)
 
 
+def _by_columns(fn):
+    def with_layout(x, w, b=None):
+        return fn(x, w, b, layout="io")
+
+    return with_layout
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("shape", "out"), LINEAR)
+def test_weights_as_inputs_by_outputs(shape, out, dtype):
+    x, w, b = _inputs(shape, 1), _inputs((shape[-1], out), 2), _inputs((out,), 3)
+    for fn, after in ((F.linear, lambda y: y), (F.linear_gelu, _gelu)):
+        one = _by_columns(fn)
+        check(one, lambda x, w, after=after: after(x @ w), [x, w], dtype, scale=4)
+        for wrt in (None, [0], [1], [2]):
+            check(one, lambda x, w, b, after=after: after(x @ w + b), [x, w, b], dtype, scale=4,
+                  wrt=wrt)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_both_layouts_have_the_same_bits(dtype):
+    inputs = [_inputs((2, 67, 193), 1), _inputs((301, 193), 2), _inputs((301,), 3),
+              _inputs((131, 301), 4)]  # fmt: skip
+    results = []
+    for layout in ("oi", "io"):
+        x, w, b, v = (_core.tensor(i).to(dtype) for i in inputs)
+        if layout == "io":
+            w, v = w.T, v.T
+        for leaf in (x, w, b, v):
+            leaf.requires_grad = True
+        z = F.linear(F.linear_gelu(x, w, b, layout), v, None, layout)
+        z.backward(z.detach())
+        turned = [g.T if layout == "io" else g for g in (w.grad, v.grad)]
+        results.append([values(t) for t in (z, x.grad, b.grad, *turned)])
+    for one, other in zip(*results, strict=True):
+        assert np.array_equal(one, other)
+
+
 def _gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
@@ -162,6 +200,12 @@ def test_errors():
         F.linear(x, _core.zeros(4, 5))
     with pytest.raises(ValueError, match=r"linear: bias has shape \(3,\)"):
         F.linear(x, _core.zeros(4, 3), _core.zeros(3))
+    with pytest.raises(ValueError, match=r"linear: x .* \(2, 3\) .* \(4, 3\).* weight \(in, out\)"):
+        F.linear(x, _core.zeros(4, 3), layout="io")
+    with pytest.raises(ValueError, match=r"linear: bias .*\(3,\) .* weight \(in, out\)"):
+        F.linear(x, _core.zeros(3, 4), _core.zeros(3), layout="io")
+    with pytest.raises(ValueError, match="linear: layout is 'oi' or 'io', not 'xy'"):
+        F.linear_gelu(x, _core.zeros(3, 4), layout="xy")
     with pytest.raises(TypeError, match="linear: x is float32 and weight is bfloat16"):
         F.linear(x, _core.zeros(4, 3, dtype="bfloat16"))
     with pytest.raises(TypeError, match="matmul: .* is float32 and .* is float64"):
