@@ -11,6 +11,7 @@ import pytest
 
 import fsdpc
 from fsdpc import checkpoint
+from fsdpc.checkpoint.convert import convert
 from fsdpc.models import Llama, ModelConfig
 
 torch = pytest.importorskip("torch")
@@ -47,6 +48,19 @@ def test_a_llama_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
         ours = model(WORDS).numpy()
     for name in ("one", "many"):
         np.testing.assert_allclose(logits_of(tmp_path / name), ours, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_what_was_converted(tmp_path: Path) -> None:
+    """The config goes along, from a file for each rank too."""
+    fsdpc.manual_seed(3)
+    model = Llama(ModelConfig(**SIZES))
+    checkpoint.save(tmp_path / "apart", {"model": model}, layout="per_rank")
+    convert(tmp_path / "apart", tmp_path / "many", "per_rank", 3)
+    convert(tmp_path / "many", tmp_path / "full")
+    with fsdpc.no_grad():
+        ours = model(WORDS).numpy()
+    np.testing.assert_allclose(logits_of(tmp_path / "full"), ours, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.ranks(2, timeout=120)

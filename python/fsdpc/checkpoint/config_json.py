@@ -8,8 +8,10 @@ from typing import Any
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.models.llama import Llama
 
+NAME = "config.json"
 
-def config_json(model: Any) -> bytes | None:
+
+def of_model(model: Any) -> bytes | None:
     """Return the file's content for a model of transformers, or one of ours with its layout.
 
     Parameters

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core
-from fsdpc.checkpoint import saving
+from fsdpc.checkpoint import config_json, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.pieces import FILE_DTYPES, Piece
 from fsdpc.checkpoint.schema import ITEM_BYTES
@@ -96,7 +96,9 @@ def convert(path: Path, to: Path, layout: str = "full", ranks: int | None = None
             _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
         else:
             pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
-            saving.save_pieces(to, pieces, content, ranks)
+            config = path / config_json.NAME
+            own = config.read_bytes() if config.is_file() else None
+            saving.save_pieces(to, pieces, content, ranks, own)
     return left_out
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint import generators, manifest
+from fsdpc.checkpoint import config_json, generators, manifest
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.claim import Claim, claim_name
-from fsdpc.checkpoint.config_json import config_json
 from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.values import encode
@@ -212,6 +211,7 @@ def save_pieces(
     pieces: Mapping[str, list[Piece]],
     content: Mapping[str, Any],
     ranks: int | None = None,
+    config: bytes | None = None,
 ) -> None:
     """Write tensors that are in no module and no optimizer, with what else a manifest holds.
 
@@ -224,9 +224,12 @@ def save_pieces(
         Parts of another checkpoint's manifest to take over.
     ranks : int, optional
         Write a file for each of so many, with equal shares of rows; full tensors where not given.
+    config : bytes, optional
+        Of the model, as transformers reads it.
     """
     layout = "full" if ranks is None else "per_rank"
     plan = _Plan(os.path.abspath(path), {}, layout, None, 5e9)
+    plan.config = config
     for kind, own in pieces.items():
         plan._add(kind, own, None)
     plan.content |= content
@@ -287,7 +290,7 @@ class _Plan:
         self.states: States | None = None
         self.description: dict[str, Any] = {}
         if state.get("model") is not None:
-            self.config = config_json(state["model"])
+            self.config = config_json.of_model(state["model"])
             held = pieces_of(state["model"], False)
             self.aliases = held.aliases
             self.description = _describe(state["model"], held)
@@ -402,8 +405,8 @@ class _Plan:
                 t.file, t.begin, t.end = number, begin, end
         if self.layout == "full":
             self._add_indices()
-            if self.config is not None:
-                self.files.append(_File("config.json", [], self.config, len(self.config)))
+        if self.config is not None:
+            self.files.append(_File(config_json.NAME, [], self.config, len(self.config)))
 
     def _key(self, t: _Tensor) -> str:
         return t.name if self.layout == "full" else f"{t.kind}/{t.name}"
