@@ -232,7 +232,8 @@ def test_it_reads_transformers(dtype: str, size: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks([1, 2])
-def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
+def test_it_reads_gpt2_of_transformers(tmp_path: Path) -> None:
+    """As it is; without the prefix of its head, with buffers that were stored once, by its name."""
     torch.manual_seed(3)
     theirs = GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -246,19 +247,23 @@ def test_it_reads_gpt2_whose_matrices_are_transposed(tmp_path: Path) -> None:
     )
     if fsdpc.rank() == 0:
         theirs.save_pretrained(tmp_path / "c")
+        theirs.transformer.save_pretrained(tmp_path / "base")
+        buffers = {f"h.0.attn.{name}": torch.ones(1, 1, 32, 32) for name in ("bias", "masked_bias")}
+        base = st.load_file(tmp_path / "base" / "model.safetensors")
+        st.save_file({**base, **buffers}, tmp_path / "base" / "model.safetensors")
     fsdpc.barrier()
-    model = by_blocks(GPT2(CONFIG.with_(max_seq=32, inner=4 * CONFIG.dim)))
-    words = r"(?s)saved +now.*c_attn.*names='gpt2' fits it$"
-    with pytest.raises(checkpoint.CheckpointError, match=words):
-        checkpoint.load(tmp_path / "c", {"model": model})
-    checkpoint.load(tmp_path / "c", {"model": model}, names="gpt2")
     theirs.eval()
-    model.eval()
     ids = np.arange(24).reshape(2, 12) % CONFIG.vocab_size
-    with fsdpc.no_grad():
-        ours = model(ids)
     want = theirs(torch.from_numpy(ids)).logits.detach().numpy()
-    np.testing.assert_allclose(ours.numpy().reshape(want.shape), want, atol=2e-5)
+    for folder, names in (("c", None), ("c", "gpt2"), ("base", "gpt2")):
+        model = by_blocks(GPT2(CONFIG.with_(max_seq=32, inner=4 * CONFIG.dim))).eval()
+        checkpoint.load(tmp_path / folder, {"model": model}, names=names)
+        with fsdpc.no_grad():
+            ours = model(ids).numpy()
+        np.testing.assert_allclose(ours.reshape(want.shape), want, atol=2e-5)
+    words = r"(?s)saved +now.*c_attn.*missing.*names='gpt2' fits it$"
+    with pytest.raises(checkpoint.CheckpointError, match=words):
+        checkpoint.load(tmp_path / "base", {"model": model})
 
 
 @pytest.mark.ranks([1, 2])

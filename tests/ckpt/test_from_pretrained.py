@@ -12,7 +12,7 @@ import pytest
 import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint.convert import convert
-from fsdpc.models import Llama, ModelConfig
+from fsdpc.models import GPT2, Llama, ModelConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -50,11 +50,33 @@ def test_a_llama_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
         np.testing.assert_allclose(logits_of(tmp_path / name), ours, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.parametrize("inner", [48, 192])
+def test_a_gpt2_of_ours(inner: int, tmp_path: Path) -> None:
+    fsdpc.manual_seed(3)
+    model = GPT2(ModelConfig(**{**SIZES, "inner": inner}, dropout=0.1))
+    for block in model.blocks():
+        fsdpc.fully_shard(block)
+    fsdpc.fully_shard(model)
+    rng = np.random.default_rng(fsdpc.rank())
+    for p in model.parameters():  # biases begin as 0 and norms as 1, and would say nothing
+        noise = rng.normal(0, 0.1, p.local.shape).astype(np.float32)
+        p.local.copy_(fsdpc.tensor(p.local.numpy() + noise))
+    checkpoint.save(tmp_path / "one", {"model": model})
+    checkpoint.save(tmp_path / "many", {"model": model}, max_shard_bytes=50_000)
+    content = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert content["tie_word_embeddings"] and content["resid_pdrop"] == 0.1
+    with fsdpc.no_grad():
+        ours = model.eval()(WORDS).numpy()
+    for name in ("one", "many"):
+        np.testing.assert_allclose(logits_of(tmp_path / name), ours, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.ranks(1, timeout=120)
 def test_what_was_converted(tmp_path: Path) -> None:
     """The config goes along, from a file for each rank too."""
     fsdpc.manual_seed(3)
-    model = Llama(ModelConfig(**SIZES))
+    model = GPT2(ModelConfig(**SIZES))
     checkpoint.save(tmp_path / "apart", {"model": model}, layout="per_rank")
     convert(tmp_path / "apart", tmp_path / "many", "per_rank", 3)
     convert(tmp_path / "many", tmp_path / "full")

@@ -81,7 +81,7 @@ MANIFESTS: dict[str, tuple[tuple[Any, ...], Any, str]] = {  # where, what is put
     "world": (("world",), 0, "'world' must be"),
     "seed": (("rng", "seed"), 2**64, "'seed' must be"),
     "strategies": (("strategies",), [3], "strategies must be str"),
-    "a newer version": (("version",), 2, "version 2; this fsdpc reads up to 1: upgrade it"),
+    "a newer version": (("version",), 3, "version 3; this fsdpc reads up to 2: upgrade it"),
     "of others": ((), None, "not a manifest of fsdpc"),
 }  # fmt: skip
 

@@ -198,7 +198,8 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     first = Run("FULL_SHARD")
     before = first.everything()
     checkpoint.save(tmp_path / "c", first.state)
-    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "model.safetensors"]
+    files = sorted(os.listdir(tmp_path / "c"))
+    assert files == ["config.json", "manifest.json", "model.safetensors"]
     fsdpc.barrier()
     resumed = Run("FULL_SHARD", seed=6).train(2)
     checkpoint.load(tmp_path / "c", resumed.state)

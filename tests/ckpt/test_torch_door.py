@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import CheckpointError
-from fsdpc.models import Llama
+from fsdpc.models import GPT2, Llama
 from fsdpc.torch import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -167,17 +167,35 @@ def hf(how: str = "sharded", seed: int = 1) -> LlamaForCausalLM:
     return model
 
 
-def door(which: str) -> tuple[dict[str, Any], Any]:
+def hf_gpt2(how: str) -> GPT2LMHeadModel:
+    """The model that ``GPT2(CONFIG)`` is, as transformers has it."""
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=CONFIG.vocab_size, n_positions=CONFIG.max_seq, n_embd=CONFIG.dim,
+            n_layer=CONFIG.layers, n_head=CONFIG.heads, n_inner=CONFIG.inner, use_cache=False,
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        )
+    )  # fmt: skip
+    if how == "sharded":
+        for layer in model.transformer.h:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def door(which: str, family: str = "llama") -> tuple[dict[str, Any], Any]:
     """A model with an optimizer of a front door, and what computes its loss."""
     rng = np.random.default_rng(fsdpc.rank())
     x, y = (rng.integers(0, CONFIG.vocab_size, (2, 16)) for _ in "xy")
     if which == "native":
         fsdpc.manual_seed(3)
-        model: Any = by_blocks(Llama(CONFIG))
+        model: Any = by_blocks((GPT2 if family == "gpt2" else Llama)(CONFIG))
         return {"model": model, "optimizer": fsdpc.optim.AdamW(model.parameters(), lr=1e-2)}, (
             lambda: model(x, y)
         )
-    model = hf("plain" if which == "plain torch" else "sharded")
+    make_model = hf_gpt2 if family == "gpt2" else hf
+    model = make_model("plain" if which == "plain torch" else "sharded")
     make = optim.AdamW if which == "torch" else torch.optim.AdamW
     ids, labels = torch.from_numpy(x), torch.from_numpy(y)
     return {"model": model, "optimizer": make(model.parameters(), lr=1e-2)}, (
@@ -191,24 +209,31 @@ def contents(state: dict[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
     get = fsdpc.optim.get_optimizer_state_dict
     if isinstance(model, nn.Module):
         get = get_optimizer_state_dict
-    values = {n: t.numpy().tobytes() for n, t in model.state_dict().items()}
     states = {
         name: {k: int(v) if k == "step" else v.numpy().tobytes() for k, v in each.items()}
         for name, each in get(model, optimizer)["state"].items()
     }
+    full = model.state_dict()
+    values = {n: t.numpy().tobytes() for n, t in full.items() if n in states}  # tied ones once
     fsdpc.barrier()
     return values, states
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("source", ["native", "torch", "torch.optim"])
+@pytest.mark.parametrize(
+    ("family", "source", "ranks"),
+    [
+        *[("llama", source, n) for source in ("native", "torch", "torch.optim") for n in (1, 2)],
+        ("gpt2", "native", 2),
+        ("gpt2", "torch", 1),
+    ],
+)
 @pytest.mark.ranks(1, init=False, timeout=240)
-def test_from_door_to_door(source: str, ranks: int, tmp_path: Path) -> None:
+def test_from_door_to_door(family: str, source: str, ranks: int, tmp_path: Path) -> None:
     """Either reads what the other wrote, at any world size, and writes the same files."""
 
     def save(rank: int) -> Any:
         fsdpc.init()
-        state, loss = door(source)
+        state, loss = door(source, family)
         for _ in range(3):
             loss().backward()
             state["optimizer"].step()
@@ -221,7 +246,7 @@ def test_from_door_to_door(source: str, ranks: int, tmp_path: Path) -> None:
 
     def load(rank: int, target: str, to: Path) -> Any:
         fsdpc.init()
-        state, loss = door(target)
+        state, loss = door(target, family)
         checkpoint.load(tmp_path / "c", state)
         checkpoint.save(to, state)
         after = contents(state)

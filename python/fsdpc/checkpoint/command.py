@@ -58,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
         "file",
     )
     convert.add_argument("--ranks", type=int, metavar="N", help="of --layout per_rank")
+    convert.add_argument(
+        "--turn-gpt2",
+        action="store_true",
+        help="a native GPT-2's projections from (out, in), as fsdpc once saved them, to (in, out)",
+    )
     return p
 
 
@@ -88,7 +93,9 @@ def _run(options: argparse.Namespace) -> int:
         return _diff(options.path, options.other)
     from fsdpc.checkpoint.convert import convert
 
-    left_out = convert(options.path, options.to, options.layout, options.ranks)
+    left_out = convert(
+        options.path, options.to, options.layout, options.ranks, options.turn_gpt2
+    )
     if left_out:
         _say(f"left out, as they are no tensors: {', '.join(left_out)}")
     return 0

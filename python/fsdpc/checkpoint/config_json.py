@@ -6,9 +6,13 @@ import json
 from typing import Any
 
 from fsdpc.fsdp_module import FSDPModule
+from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
 
 NAME = "config.json"
+
+# Transformers' defaults are words of its own vocabularies.
+_NO_WORDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def of_model(model: Any) -> bytes | None:
@@ -22,7 +26,7 @@ def of_model(model: Any) -> bytes | None:
     Returns
     -------
     bytes or None
-        None for models that transformers does not know, or whose tensors it stores otherwise.
+        None for models that transformers does not know.
     """
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]
     if ("transformers.modeling_utils", "PreTrainedModel") in known:
@@ -30,6 +34,8 @@ def of_model(model: Any) -> bytes | None:
         content = json.loads(model.config.to_json_string()) | {"architectures": [plain.__name__]}
     elif isinstance(model, Llama):
         content = _of_llama(model)
+    elif isinstance(model, GPT2):
+        content = _of_gpt2(model)
     else:
         return None
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
@@ -63,7 +69,26 @@ def _of_llama(model: Llama) -> dict[str, Any]:
         "tie_word_embeddings": c.tied,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": None,  # transformers' defaults are words of its own vocabularies
-        "eos_token_id": None,
-        "pad_token_id": None,
+        **_NO_WORDS,
+    }
+
+
+def _of_gpt2(model: GPT2) -> dict[str, Any]:
+    c = model.config
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_embd": c.dim,
+        "n_inner": c.inner,
+        "n_layer": c.layers,
+        "n_head": c.heads,
+        "vocab_size": c.vocab_size,
+        "n_positions": c.max_seq,
+        "layer_norm_epsilon": model.transformer.ln_f.eps,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        **_NO_WORDS,
     }

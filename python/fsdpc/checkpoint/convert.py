@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core
-from fsdpc.checkpoint import config_json, saving
+from fsdpc.checkpoint import config_json, projections, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.pieces import FILE_DTYPES, Piece
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
-_KEPT = ("optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world", "meshes",
-         "strategies", "units", "model_class")  # fmt: skip
+_KEPT = ("version", "optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",
+         "meshes", "strategies", "units", "model_class")  # fmt: skip
 _BY_FILE = {file: name for name, file in FILE_DTYPES.items()}
 _NORESERVE = 0x4000  # mmap knows it from Python 3.13 on: a mapping may be larger than the memory
 
@@ -46,7 +46,13 @@ class _Bytes:
 _Tensors = dict[str, _Bytes]
 
 
-def convert(path: Path, to: Path, layout: str = "full", ranks: int | None = None) -> list[str]:
+def convert(
+    path: Path,
+    to: Path,
+    layout: str = "full",
+    ranks: int | None = None,
+    turn_gpt2: bool = False,
+) -> list[str]:
     """Write a checkpoint in another format.
 
     Parameters
@@ -61,6 +67,9 @@ def convert(path: Path, to: Path, layout: str = "full", ranks: int | None = None
         PyTorch's distributed checkpoints; a ``torch.save`` file.
     ranks : int, optional
         How many ranks ``"per_rank"`` is for.
+    turn_gpt2 : bool, default False
+        Make GPT-2's projections, and their optimizer states, (in, out), as they are today, of
+        (out, in), as fsdpc once saved them.
 
     Returns
     -------
@@ -88,11 +97,15 @@ def convert(path: Path, to: Path, layout: str = "full", ranks: int | None = None
         raise ValueError(f"layout 'per_rank', and it alone, takes a number of ranks; got {ranks}")
     with contextlib.ExitStack() as stack:
         model, optimizer, content, left_out = _read(path, to, stack)
+        whole = all(len(t.parts) == 1 for t in (*model.values(), *optimizer.values()))
+        if layout in ("dcp", "torch") and not whole:
+            full = stack.enter_context(_scratch(to)) / "full"
+            convert(path, full)
+            model, optimizer, _, _ = _read(full, to, stack)
+        if turn_gpt2:
+            model, optimizer = _turned(path, model, optimizer, stack.enter_context(_scratch(to)))
+            content |= {"version": projections.VERSION}
         if layout in ("dcp", "torch"):
-            if any(len(t.parts) != 1 for t in (*model.values(), *optimizer.values())):
-                full = stack.enter_context(_scratch(to)) / "full"
-                convert(path, full)
-                model, optimizer, _, _ = _read(full, to, stack)
             _write_torch(to, model | {f"optimizer.{n}": t for n, t in optimizer.items()}, layout)
         else:
             pieces = {"model": _pieces(model), "optimizer": _pieces(optimizer)}
@@ -114,6 +127,27 @@ def _pieces(tensors: _Tensors) -> list[Piece]:
               t.dtype)
         for name, t in tensors.items() for first, own in t.parts
     ]  # fmt: skip
+
+
+def _turned(
+    path: Path, model: _Tensors, optimizer: _Tensors, scratch: Path
+) -> tuple[_Tensors, _Tensors]:
+    """The same with projections transposed, in files of the scratch folder."""
+    if projections.is_in_out(model) is not False:
+        raise CheckpointError(f"{path} has no projections of GPT-2 as (out, in): nothing to turn")
+    names = projections.named(model)
+    states = [name for name in optimizer if name.rpartition(".")[0] in names]
+    for table, turned in ((model, names), (optimizer, states)):
+        for i, name in enumerate(turned):
+            t = table[name]
+            whole = np.concatenate([own for _, own in sorted(t.parts, key=lambda part: part[0])])
+            matrix = whole.view(f"u{ITEM_BYTES[t.dtype]}").reshape(t.shape)
+            file = scratch / f"{table is model:d}-{i}"
+            made = np.memmap(file, matrix.dtype, "w+", shape=matrix.shape[::-1])
+            made[...] = matrix.T
+            own = np.asarray(made).reshape(-1).view(np.uint8)
+            table[name] = _Bytes(t.dtype, made.shape, [(0, own)])
+    return model, optimizer
 
 
 # ---- reading ----

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint import generators, saving
+from fsdpc.checkpoint import generators, projections, saving
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
@@ -62,7 +62,7 @@ def load(
         Refuse names that are missing or unexpected. Shapes must fit either way.
     names : "llama", "gpt2", mapping or callable, optional
         Name in the file for a name of the model, where they differ: those of a family of Hugging
-        Face's, or your own. ``"gpt2"`` also transposes what that family stores transposed.
+        Face's, or your own.
 
     Returns
     -------
@@ -159,8 +159,8 @@ class _Load:
         given = dict(self.source.model)
         mapped = file_names(family, [p.name for p in self.held.pieces], given)
         for piece in self.held.pieces:
-            name, turned = mapped[piece.name]
-            if name not in given or tuple(given[name].shape[:: -1 if turned else 1]) != piece.shape:
+            name = mapped[piece.name]
+            if name not in given or tuple(given[name].shape) != piece.shape:
                 return False
         return True
 
@@ -170,17 +170,21 @@ class _Load:
         mapped = file_names(names, [p.name for p in held.pieces], given)
         used: set[str] = set()
         self.filled: list[str] = []
+        pairs: list[tuple[Piece, SourceTensor]] = []
         for piece in held.pieces:
-            candidates = [mapped[piece.name][0]]
+            candidates = [mapped[piece.name]]
             aliases = [alias for alias, first in held.aliases.items() if first == piece.name]
-            candidates += [file_names(names, [a], given)[a][0] for a in aliases]
+            candidates += [file_names(names, [a], given)[a] for a in aliases]
             found = next((name for name in candidates if name in given), None)
             used.update(candidates)
             if found is None:
                 self.report.missing.append(piece.name)
                 continue
             self.filled.append(piece.name)
-            self._match(piece, given[found].transposed() if mapped[piece.name][1] else given[found])
+            pairs.append((piece, given[found]))
+        projections.check(self.state["model"], self.source, pairs)
+        for piece, saved in pairs:
+            self._match(piece, saved)
         self.report.unexpected += sorted(set(given) - used)
 
     def _match_optimizer(self) -> None:

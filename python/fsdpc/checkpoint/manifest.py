@@ -15,7 +15,7 @@ from fsdpc import _core
 from fsdpc.checkpoint import schema
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2  # of a native GPT-2's; all others are of 1, which older fsdpc read too
 MAX_BYTES = 1 << 30
 _UNKNOWN = "????????"
 _CHECKSUM = '"checksum":"'

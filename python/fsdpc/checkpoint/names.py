@@ -7,10 +7,6 @@ from typing import Any
 
 FAMILIES = ("llama", "gpt2")
 
-# GPT-2 stores the matrices of its blocks as input x output.
-_GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight",
-                    "mlp.c_proj.weight")  # fmt: skip
-
 # Buffers of old checkpoints that are computed and not stored today.
 _GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")
 
@@ -19,8 +15,8 @@ def file_names(
     names: str | Mapping[str, str] | Callable[[str], str] | None,
     wanted: Iterable[str],
     given: dict[str, Any],
-) -> dict[str, tuple[str, bool]]:
-    """Return for each name of the model its name in the file, and whether it is transposed there.
+) -> dict[str, str]:
+    """Return for each name of the model its name in the file.
 
     Parameters
     ----------
@@ -33,25 +29,19 @@ def file_names(
         taken out of it.
     """
     if names is None:
-        return {name: (name, False) for name in wanted}
+        return {name: name for name in wanted}
     if isinstance(names, Mapping):
-        return {name: (names.get(name, name), False) for name in wanted}
+        return {name: names.get(name, name) for name in wanted}
     if callable(names):
-        return {name: (names(name), False) for name in wanted}
+        return {name: names(name) for name in wanted}
     if names == "llama":
         _drop(given, (".rotary_emb.inv_freq",))
-        return {name: (_with_or_without("model.", name, given), False) for name in wanted}
+        return {name: _with_or_without("model.", name, given) for name in wanted}
     if names == "gpt2":
         _drop(given, _GPT2_BUFFERS)
         if "transformer.wte.weight" in given or "wte.weight" in given:
             given.pop("lm_head.weight", None)  # tied, stored by some
-        return {
-            name: (
-                _with_or_without("transformer.", name, given),
-                name.endswith(_GPT2_TRANSPOSED),
-            )
-            for name in wanted
-        }
+        return {name: _with_or_without("transformer.", name, given) for name in wanted}
     raise ValueError(f"names must be 'llama', 'gpt2', a mapping or a function, got {names!r}")
 
 

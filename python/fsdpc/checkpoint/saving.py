@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
-from fsdpc.checkpoint import config_json, generators, manifest
+from fsdpc.checkpoint import config_json, generators, manifest, projections
 from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.claim import Claim, claim_name
 from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
@@ -282,6 +282,7 @@ class _Plan:
         self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
         self.overwrite = False
         self.config: bytes | None = None
+        self.version = 1
         self.files: list[_File] = []
         self.tensors: list[_Tensor] = []
         self.pieces: list[tuple[int, Piece]] = []  # each with the number of its tensor
@@ -292,6 +293,8 @@ class _Plan:
         if state.get("model") is not None:
             self.config = config_json.of_model(state["model"])
             held = pieces_of(state["model"], False)
+            if projections.of_model(state["model"]):
+                self.version = projections.VERSION
             self.aliases = held.aliases
             self.description = _describe(state["model"], held)
             self._add("model", held.pieces, _float_dtype(dtype))
@@ -315,7 +318,7 @@ class _Plan:
         seed, stream = _core.rng_state()
         content: dict[str, Any] = {
             "format": "fsdpc",
-            "version": manifest.VERSION,
+            "version": self.version,
             "layout": self.layout,
             "aliases": self.aliases,
             "rng": {"seed": seed, "next_stream": stream},

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU (Radford et al. 2019).
 
-Names follow transformers' ``GPT2LMHeadModel``, but projections are stored as (out, in), as Linear
-has them: transformers' Conv1D keeps the transpose.
+Parameters carry the names and shapes of transformers' ``GPT2LMHeadModel``, so state dicts go across
+as they are.
 """
 
 from __future__ import annotations
@@ -18,14 +18,38 @@ from fsdpc.models.llama import logits_or_loss
 INIT_STD = 0.02
 
 
+class Projection(nn.Module):
+    """y = x W + b with W as transformers' Conv1D has it.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Shape of ``weight``: the transpose of a Linear's.
+    std : float
+        Standard deviation of the normal initial values; ``bias`` begins as 0.
+    """
+
+    def __init__(self, in_features: int, out_features: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.init.normal_(nn.Parameter.empty((in_features, out_features)), 0.0, std)
+        self.bias = nn.init.zeros_(nn.Parameter.empty((out_features,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return _core.linear(x, self.weight, self.bias, "io")
+
+    def extra_repr(self) -> str:
+        return "{}, {}".format(*self.weight.shape)
+
+
 class Attention(nn.Module):
     """Causal self-attention; queries, keys and values from one projection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.c_attn = nn.Linear(config.dim, 3 * config.dim, std=INIT_STD)
-        self.c_proj = nn.Linear(config.dim, config.dim, std=INIT_STD / math.sqrt(2 * config.layers))
+        self.c_attn = Projection(config.dim, 3 * config.dim, INIT_STD)
+        self.c_proj = Projection(config.dim, config.dim, INIT_STD / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,12 +65,12 @@ class Attention(nn.Module):
         return self.dropout(self.c_proj(y.view(batch, tokens, dim)))
 
 
-class Expansion(nn.Linear):
-    """gelu(W x + b), one operation; gelu by tanh."""
+class Expansion(Projection):
+    """gelu(x W + b), one operation; gelu by tanh."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, dim) -> (B, T, inner)."""
-        return _core.linear_gelu(x, self.weight, self.bias)
+        return _core.linear_gelu(x, self.weight, self.bias, "io")
 
 
 class FeedForward(nn.Module):
@@ -54,10 +78,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = Expansion(config.dim, config.inner, std=INIT_STD)
-        self.c_proj = nn.Linear(
-            config.inner, config.dim, std=INIT_STD / math.sqrt(2 * config.layers)
-        )
+        self.c_fc = Expansion(config.dim, config.inner, INIT_STD)
+        self.c_proj = Projection(config.inner, config.dim, INIT_STD / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
