@@ -76,45 +76,14 @@ static fsdpc_status read_piece(pass *p, const fsdpc_ckpt_piece *piece)
     return FSDPC_OK;
 }
 
-/* Columns of the file's rows become rows of the piece; a few file rows at a time. */
-static fsdpc_status read_transposed(pass *p, const fsdpc_ckpt_piece *piece)
-{
-    size_t memory_bytes = fsdpc_dtype_bytes(piece->memory_dtype);
-    size_t file_bytes = fsdpc_dtype_bytes(piece->file_dtype);
-    size_t columns = piece->numel / piece->file_rows, step = chunk_numel(piece);
-    unsigned char converted[8 * 64];
-    for (size_t row = 0; row < piece->file_rows; row++) {
-        for (size_t c = 0; c < columns; c += step) {
-            size_t n = columns - c < step ? columns - c : step;
-            uint64_t at = (uint64_t)row * piece->file_columns + piece->first_column + c;
-            FSDPC_TRY(fsdpc_fs_pread(p->fs, p->fd, p->file->path, p->chunk, n * file_bytes,
-                                     piece->offset + at * file_bytes));
-            for (size_t i = 0; i < n; i++) {
-                size_t in_block = i % 64, left = n - i;
-                if (in_block == 0)
-                    fsdpc_ckpt_convert(converted, piece->memory_dtype, p->chunk + i * file_bytes,
-                                       piece->file_dtype, left < 64 ? left : 64);
-                memcpy((char *)piece->data + ((c + i) * piece->file_rows + row) * memory_bytes,
-                       converted + in_block * memory_bytes, memory_bytes);
-            }
-        }
-    }
-    return FSDPC_OK;
-}
-
 /* ---- over files ---- */
 
 typedef fsdpc_status (*piece_fn)(pass *p, const fsdpc_ckpt_piece *piece);
 
-static fsdpc_status read_any(pass *p, const fsdpc_ckpt_piece *piece)
-{
-    return piece->file_rows ? read_transposed(p, piece) : read_piece(p, piece);
-}
-
 static fsdpc_status run_file(pass *p, int file, bool write, const fsdpc_ckpt_piece *pieces,
                              size_t n_pieces)
 {
-    piece_fn fn = write ? write_piece : read_any;
+    piece_fn fn = write ? write_piece : read_piece;
     fsdpc_status status = fsdpc_fs_open(p->fs, p->file->path, write, &p->fd);
     if (status != FSDPC_OK)
         return status;

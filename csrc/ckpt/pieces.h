@@ -35,10 +35,6 @@ typedef struct fsdpc_ckpt_piece {
     size_t numel;
     uint64_t offset;       /* bytes into the file */
     uint64_t bytes_behind; /* of this tensor in the file, after the piece */
-    /* Reading a matrix that the file holds transposed: `offset` is where the tensor begins in the
-     * file, which has `file_rows` rows of `file_columns`; the piece is columns `first_column` on.
-     * 0 rows: not transposed. */
-    size_t file_rows, file_columns, first_column;
 } fsdpc_ckpt_piece;
 
 /* Writes the pieces, grouped by file (in the order given), and brings each file to the disk.
@@ -46,7 +42,7 @@ typedef struct fsdpc_ckpt_piece {
 fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                               const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 
-/* Reads the pieces, likewise; crcs_io may be NULL.  Transposed pieces have no contribution. */
+/* Reads the pieces, likewise; crcs_io may be NULL. */
 fsdpc_status fsdpc_ckpt_read(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                              const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 

@@ -219,16 +219,16 @@ static PyObject *safetensors_header(PyObject *module, PyObject *arg)
 
 /* ---- reading pieces ---- */
 
-/* (file, tensor, Tensor, numel, file dtype, offset, bytes behind, rows, columns, first) */
+/* (file, tensor, Tensor, numel, file dtype, offset, bytes behind) */
 static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_tensors,
                             fsdpc_ckpt_piece *out)
 {
     PyObject *value;
     const char *dtype;
-    Py_ssize_t numel, rows, columns, first;
+    Py_ssize_t numel;
     unsigned long long offset, behind;
-    if (!PyArg_ParseTuple(item, "iiOnsKKnnn", &out->file, &out->tensor, &value, &numel, &dtype,
-                          &offset, &behind, &rows, &columns, &first))
+    if (!PyArg_ParseTuple(item, "iiOnsKK", &out->file, &out->tensor, &value, &numel, &dtype,
+                          &offset, &behind))
         return -1;
     const fsdpc_st_dtype *known = fsdpc_st_dtype_find(dtype);
     if (!known || out->file < 0 || out->file >= n_files || out->tensor < 0 ||
@@ -239,9 +239,6 @@ static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_ten
     out->numel = (size_t)numel;
     out->offset = offset;
     out->bytes_behind = behind;
-    out->file_rows = (size_t)rows;
-    out->file_columns = (size_t)columns;
-    out->first_column = (size_t)first;
     fsdpc_tensor *t = fsdpc_py_tensor_of(value);
     if (!t)
         return -1;

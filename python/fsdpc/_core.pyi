@@ -627,7 +627,7 @@ def safetensors_header(
 ) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]: ...
 def read_pieces(
     paths: list[bytes],
-    pieces: list[tuple[int, int, Tensor, int, str, int, int, int, int, int]],
+    pieces: list[tuple[int, int, Tensor, int, str, int, int]],
     n_tensors: int,
     check: bool,
     hook: Hook | None = None,

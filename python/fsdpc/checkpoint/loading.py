@@ -238,14 +238,13 @@ class _Load:
                 place = source.overlap(k, piece.first, piece.numel)
                 if place is None:
                     continue
-                begin, numel, offset, behind, columns = place
+                begin, numel, offset, behind = place
                 memory = piece.memory.reshape(-1)
                 if numel != piece.numel:
                     memory = memory[begin : begin + numel]
                 entries.append(
-                    (number_of[part.file], number, memory, numel, source.dtype, offset, behind,
-                     *columns)
-                )  # fmt: skip
+                    (number_of[part.file], number, memory, numel, source.dtype, offset, behind)
+                )
         folder = self.source.folder
         return _core.read_pieces(
             [os.fsencode(folder / name) for name in paths],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from fsdpc.checkpoint.manifest import CheckpointError, plain_name, strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_NOT_TRANSPOSED = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -36,39 +35,24 @@ class SourceTensor:
     dtype: str
     shape: tuple[int, ...]
     parts: list[Part]
-    is_transposed: bool = False
 
-    def transposed(self) -> SourceTensor:
-        """The same data as a matrix with its dimensions swapped."""
-        parts = [replace(part, crc=None) for part in self.parts]
-        return SourceTensor(self.dtype, self.shape[::-1], parts, True)
-
-    def overlap(
-        self, k: int, first: int, numel: int
-    ) -> tuple[int, int, int, int, tuple[int, int, int]] | None:
+    def overlap(self, k: int, first: int, numel: int) -> tuple[int, int, int, int] | None:
         """Where part ``k`` has elements of ``[first, first + numel)``.
 
         Returns
         -------
-        begin, numel, offset, behind, (rows, columns, first column)
-            Counted from ``first``; in elements; bytes into the file and of the part behind them;
-            zeros unless the file has it transposed. None where there are no such elements.
+        begin, numel, offset, behind
+            Counted from ``first``; in elements; bytes into the file and of the part behind them.
+            None where there are no such elements.
         """
         part = self.parts[k]
         low, high = max(first, part.first), min(first + numel, part.first + part.numel)
         if low >= high:
             return None
         item = (part.end - part.begin) // part.numel
-        if self.is_transposed:
-            columns, rows = self.shape  # of the file's matrix: rows x columns
-            if low % rows or high % rows:
-                raise CheckpointError(
-                    "a transposed tensor is cut finer than rows here: load it on fewer ranks"
-                )
-            return low - first, high - low, part.begin, 0, (rows, columns, low // rows)
         offset = part.begin + (low - part.first) * item
         behind = (part.first + part.numel - high) * item
-        return low - first, high - low, offset, behind, _NOT_TRANSPOSED
+        return low - first, high - low, offset, behind
 
 
 @dataclass
