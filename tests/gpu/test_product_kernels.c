@@ -74,18 +74,19 @@ static void test_gemm(void)
             }
 }
 
-/* C = gelu(A B + bias), or A B^T gelu'(before): what lies between may be rounded by one and not by
+/* C = gelu(A B + bias), or A B gelu'(before): what lies between may be rounded by one and not by
  * the other, which counts as far as gelu is steep, 1.13 at most. */
 static void check_gemm_gelu(fsdpc_dtype dtype, size_t m, size_t n, size_t k, unsigned bits)
 {
     bool backward = bits & 1, with_bias = (bits & 3) == 2, keeps = backward || bits & 4;
+    bool in_out = bits & 8; /* the weight's layout */
     buffer a = buffer_random(dtype, m * k, 0), b = buffer_random(dtype, k * n, 0);
     buffer bias = buffer_random(dtype, n, 0), c = buffer_poison(dtype, m * n, 0);
     buffer before = (backward ? buffer_random : buffer_poison)(dtype, m * n, 0);
     fsdpc_gemm_gelu_args args = {.backward = backward};
     args.gemm = (fsdpc_gemm_args){.m = m, .n = n, .k = k, .dtype = dtype, .c_dtype = dtype};
     args.gemm.lda = k, args.gemm.ldc = n;
-    args.gemm.trans_b = !backward, args.gemm.ldb = backward ? n : k;
+    args.gemm.trans_b = backward == in_out, args.gemm.ldb = args.gemm.trans_b ? k : n;
     args.gemm.a = a.on_cpu, args.gemm.b = b.on_cpu, args.gemm.c = c.on_cpu;
     args.gemm.bias = with_bias ? bias.on_cpu : NULL;
     args.before = keeps ? before.on_cpu : NULL;
@@ -95,8 +96,9 @@ static void check_gemm_gelu(fsdpc_dtype dtype, size_t m, size_t n, size_t k, uns
     args.before = keeps ? before.on_gpu : NULL;
     CHECK_OK(on(gpu_stream)->gemm_gelu(&args, gpu_stream));
     char what[96];
-    snprintf(what, sizeof what, "gemm_gelu %zux%zux%zu%s%s%s", m, n, k, backward ? " backward" : "",
-             with_bias ? " bias" : "", keeps ? " kept" : "");
+    snprintf(what, sizeof what, "gemm_gelu %zux%zux%zu%s%s%s%s", m, n, k,
+             backward ? " backward" : "", with_bias ? " bias" : "", keeps ? " kept" : "",
+             in_out ? " (in, out)" : "");
     double rounded = dtype == FSDPC_BF16 ? 0x1p15 : dtype == FSDPC_F16 ? 0x1p12 : 1;
     check_close(&c, 1 + sqrt((double)k), 32 + 1.2 * rounded, what);
     if (keeps)
@@ -108,9 +110,10 @@ static void test_gemm_gelu(void)
 {
     static const size_t shapes[][3] = {{1, 1, 1},    {0, 4, 3}, {7, 9, 5},     {64, 64, 64},
                                        {33, 40, 70}, {3, 8, 0}, {100, 128, 96}};
-    static const unsigned cases[] = {0, 1, 2, 4, 6}; /* the way back has neither bias nor choice */
+    /* the way back has neither bias nor choice */
+    static const unsigned cases[] = {0, 1, 2, 4, 6, 8, 9, 10, 12, 14};
     for (size_t s = 0; s < 7; s++)
-        for (int c = 0; c < 5; c++)
+        for (int c = 0; c < 10; c++)
             for (int d = 0; d < FLOATS; d++)
                 check_gemm_gelu(floats[d], shapes[s][0], shapes[s][1], shapes[s][2], cases[c]);
 }
