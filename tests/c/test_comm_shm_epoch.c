@@ -92,7 +92,7 @@ static const char *kind_text(uint32_t kind)
 static void notes_differ(rank_context *self)
 {
     const char *which = self->arg;
-    fsdpc_epoch_note note = forward, all;
+    fsdpc_epoch_note note = forward;
     bool odd = self->rank == self->size - 1;
     note.kind += odd && strcmp(which, "kind") == 0;
     note.unit += odd && strcmp(which, "unit") == 0;
@@ -101,8 +101,7 @@ static void notes_differ(rank_context *self)
     EXPECT_OK(self, fsdpc_wire_create(self->comm, 64, &wire));
     fsdpc_comm_locate(self->comm, "forward", odd ? "layers.4" : "layers.3");
     wire->kind_text = kind_text;
-    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
-    fsdpc_status status = fsdpc_wire_epoch_wait(wire, "layers.3", &all);
+    fsdpc_status status = begin(wire, &note, "layers.3");
     EXPECT(self, status == FSDPC_ERR_MISMATCH, "%s: %s", which, fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "rank 0 begins one by a forward"), "%s",
            fsdpc_last_error());
@@ -131,7 +130,7 @@ static void orders_differ(rank_context *self)
     EXPECT(self, status == FSDPC_ERR_MISMATCH, "%s", fsdpc_status_text(status));
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'teacher'"), "%s", fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "in forward of 'student'"), "%s", fsdpc_last_error());
-    EXPECT(self, fsdpc_clock_ns() - start < 1000000000, "not at once");
+    EXPECT(self, fsdpc_clock_ns() - start < 5000000000, "not at once");
     for (int i = 0; i < 2; i++)
         fsdpc_wire_destroy(wires[i]);
 }
