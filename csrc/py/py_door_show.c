@@ -90,11 +90,15 @@ int fsdpc_door_show(fsdpc_py_door *door, bool full)
         return -1;
     if (door->shown == full)
         return 0;
-    for (int s = 0; s < door->n_slots; s++) {
+    for (int s = 0; s < door->n_slots; s++) { /* all of them first: an error changes nothing */
         const fsdpc_door_slot *slot = &door->slots[s];
         const fsdpc_door_param *param = &door->params[slot->param];
         if (PyDict_GetItem(slot->dict, slot->name) != (full ? param->piece : param->full))
             return refuse_replaced(door, slot);
+    }
+    for (int s = 0; s < door->n_slots; s++) {
+        const fsdpc_door_slot *slot = &door->slots[s];
+        const fsdpc_door_param *param = &door->params[slot->param];
         if (PyDict_SetItem(slot->dict, slot->name, full ? param->full : param->piece) < 0)
             return -1;
     }

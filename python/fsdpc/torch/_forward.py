@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import profiler
@@ -32,6 +32,20 @@ _BACKWARD = CheckpointFunction.backward.__code__
 
 _task_id = torch._C._current_graph_task_id
 _is_grad_enabled = torch.is_grad_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+
+#: By what torch calls it, a transform, and those that are made of it.
+_TRANSFORMS = {
+    "Grad": "torch.func.grad (or vjp, jacrev, hessian)",
+    "Jvp": "torch.func.jvp (or jacfwd)",
+    "Vmap": "torch.func.vmap",
+}
+#: What lets a module compute with other tensors than its parameters, by the module it is in.
+_REPLACING = {
+    "torch._functorch.functional_call": "torch.func.functional_call",
+    "torch.nn.utils.stateless": "torch.func.functional_call",
+    "torch.export._trace": "torch.export",
+}
 
 
 class _EndBackward(torch.autograd.Function):
@@ -52,10 +66,12 @@ class _EndBackward(torch.autograd.Function):
 def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Run a forward (or another method) of a sharded module."""
     state: UnitState = module.__dict__["_fsdpc_state"]
+    grad = _is_grad_enabled()
+    if grad and _transform() is not None:
+        _refuse_transform(module)
     if state.summoned:
         return _run_on_copies(module, state, call, args, kwargs)
     door, root = state.door, state.root or make_root(module)
-    grad = _is_grad_enabled()
     in_task = _task_id() != -1
     if not in_task and door.in_backward:
         root.reset()  # a backward was abandoned by an exception
@@ -64,11 +80,17 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         _recall(root, door)
     span: Any = None
     marks: Any = door
-    if profiler._is_profiler_enabled:
-        span, first = _profile.enter(state, grad, in_task)
-        marks = _profile.Marks(state)
-    else:
-        first = door.enter(grad, in_task)
+    try:
+        if profiler._is_profiler_enabled:
+            span, first = _profile.enter(state, grad, in_task)
+            marks = _profile.Marks(state)
+        else:
+            first = door.enter(grad, in_task)
+    except BaseException as error:
+        if not in_task:
+            root.reset()
+        _explain(module, state, error)
+        raise
     if outermost and not grad and not in_task:
         _remember(root, door)
     try:
@@ -94,6 +116,31 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if span is not None:
         _profile.leave(span)
     return result
+
+
+def _refuse_transform(module: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{type(module).__name__} is sharded and was called with gradients under "
+        f"{_TRANSFORMS[_transform().key().name]}, whose backward no unit sees: transform a copy "  # type: ignore[union-attr]
+        "made before fully_shard(), or call it under torch.no_grad(), as vmap and jvp can"
+    )
+
+
+def _explain(module: Any, state: UnitState, error: BaseException) -> None:
+    """Raise what says who put other tensors in the place of parameters, where torch did."""
+    own = {id(p) for p in (*state.pieces, *state.fulls)}
+    if all(id(owner.get(key)) in own for owner, key, _ in state.slots):
+        return
+    frame, name = sys._getframe(2), ""
+    while frame is not None:
+        name = _REPLACING.get(frame.f_globals.get("__name__", ""), name)
+        frame = frame.f_back  # type: ignore[assignment]
+    if name:
+        raise RuntimeError(
+            f"{name} of {type(module).__name__}, which is sharded: its units gather their "
+            "parameters and cannot compute with others. Do it inside summon_full_params(), under "
+            "torch.no_grad(), or, for gradients, with a copy made before fully_shard()"
+        ) from error
 
 
 def _run_on_copies(
