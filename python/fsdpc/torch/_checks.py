@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -89,6 +89,20 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
             "transformers' Trainer, adds it: prepare() loaders, optimizer and scheduler alone, or "
             "prepare_model(model, evaluation_mode=True)"
         )
+
+
+def refuse_resizing(modules: list[nn.Module]) -> None:
+    """Let transformers' models say that their embeddings keep their size."""
+    for m in modules:
+        if hasattr(type(m), "resize_token_embeddings"):
+            m.__dict__["resize_token_embeddings"] = partial(_refuse_resize, type(m).__name__)
+
+
+def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"resize_token_embeddings() of {name}, which is sharded: units keep their shapes; call it "
+        "before fully_shard(), on every rank"
+    )
 
 
 def check_list(modules: list[nn.Module]) -> None:

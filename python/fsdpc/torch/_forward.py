@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fsdpc import _core
 from fsdpc.torch import _profile
+from fsdpc.torch._late import Registered, check_late
 from fsdpc.torch._unit import Root, UnitState, make_root, states_of
 
 _FORWARD = CheckpointFunction.forward.__code__
@@ -76,6 +77,9 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
     if not in_task and door.in_backward:
         root.reset()  # a backward was abandoned by an exception
     outermost = door.depth == 0
+    if root.registered != Registered.count and outermost and not in_task:
+        check_late(root.states)
+        root.registered = Registered.count
     if in_task and grad and not door.in_backward:
         _recall(root, door)
     span: Any = None

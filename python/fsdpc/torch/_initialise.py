@@ -1,10 +1,10 @@
 """Initialising sharded modules: what looks at shapes and draws numbers sees full parameters.
 
 ``nn.init`` on pieces would give each rank the same numbers for other rows, and know the wrong
-fan-in. So inside ``reset_parameters()`` of any module of a unit, and inside ``apply(fn)``, the
-unit's parameters stand on private full copies; afterwards ranks compare them (or take rank 0's, as
-``sync_module_states`` said), and keep their rows. Equal generators give the values that the plain
-model would have.
+fan-in. So inside ``reset_parameters()`` of any module of a unit, inside ``apply(fn)``, and where
+adapters are merged, the unit's parameters stand on private full copies; afterwards ranks compare
+them (or take rank 0's, as ``sync_module_states`` said), and keep their rows. Equal generators give
+the values that the plain model would have.
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ CURE = (
 )
 
 
-def offer_reset(state: UnitState, modules: list[nn.Module]) -> None:
-    """Let ``reset_parameters()`` of a unit's modules initialise full parameters."""
+def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
+    """Let methods that write parameters of a unit's modules see full ones.
+
+    ``reset_parameters()``, and ``merge()`` and ``unmerge()`` of adapters, as PEFT's layers have.
+    """
     for m in modules:
-        method = getattr(type(m), "reset_parameters", None)
-        if callable(method) and "reset_parameters" not in m.__dict__:
-            m.__dict__["reset_parameters"] = partial(_reset, state, m)
+        names = ["reset_parameters"]
+        if hasattr(type(m), "unmerge"):
+            names += ["merge", "unmerge"]
+        for name in names:
+            if callable(getattr(type(m), name, None)) and name not in m.__dict__:
+                m.__dict__[name] = partial(_with_full, state, m, name)
 
 
-def _reset(state: UnitState, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     units = list({id(s): s for s in (state, *states_of(module))}.values())
     with full_values(units):
-        return type(module).reset_parameters(module, *args, **kwargs)  # type: ignore[operator]
+        return getattr(type(module), name)(module, *args, **kwargs)
 
 
 @contextmanager
@@ -74,6 +80,7 @@ def _full(state: UnitState, index: int) -> nn.Parameter:
 
 
 def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
+    fulls = state.standing(fulls)
     found = [
         (i, full)
         for i, full in enumerate(fulls)

@@ -25,10 +25,20 @@ from fsdpc.torch._checks import (
     check_whole,
     log_once,
     mark_replaced,
+    refuse_resizing,
 )
+from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._plan import groups_of
-from fsdpc.torch._recipe import Found, Inside, Recipe, readers_of, values_of, widened
+from fsdpc.torch._recipe import (
+    Found,
+    Inside,
+    Recipe,
+    outside_units,
+    readers_of,
+    values_of,
+    widened,
+)
 from fsdpc.torch._unit import Root, UnitState, make_root
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, offer_parts
@@ -414,7 +424,9 @@ def fully_shard(
     fsdp_module.enclose(modules)
     if hasattr(offload_policy, "pin_memory"):
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
-    _initialise.offer_reset(state, [m for _, m in inside])
+    watch(state, inside)
+    _initialise.offer_full(state, [m for _, m in inside])
+    refuse_resizing([m for _, m in inside])
     offer_parts(state, [m for _, m in inside])
     return module
 
@@ -457,16 +469,8 @@ def _inside_of(modules: list[nn.Module]) -> Inside:
     return [
         each
         for n, top in enumerate(modules)
-        for each in _outside_units(top, f"{n}." if many else "", seen)
+        for each in outside_units(top, f"{n}." if many else "", seen)
     ]
-
-
-def _outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    seen.add(id(module))
-    yield path, module
-    for name, child in module.named_children():
-        if not isinstance(child, FSDPModule) and id(child) not in seen:
-            yield from _outside_units(child, f"{path}{name}.", seen)
 
 
 def _collect(

@@ -5,6 +5,7 @@ It lives as long as the unit and so keeps no parameter: those are full, and have
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,6 +115,15 @@ def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.T
     for comm in reversed(comms):
         comm.broadcast(values, 0)
     return values
+
+
+def outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of a module and of those inside that no inner unit has."""
+    seen.add(id(module))
+    yield path, module
+    for name, child in module.named_children():
+        if "_fsdpc_state" not in child.__dict__ and id(child) not in seen:
+            yield from outside_units(child, f"{path}{name}.", seen)
 
 
 def readers_of(params: Found, inside: Inside, modules: list[nn.Module]) -> Inside:

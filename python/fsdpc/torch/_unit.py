@@ -23,6 +23,7 @@ from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad
+from fsdpc.torch._late import Registered, check_late
 from fsdpc.torch._recipe import Found, Inside, Recipe
 from fsdpc.torch._rows import refuse_checkpoint
 from fsdpc.torch.kernels import target
@@ -102,6 +103,7 @@ class UnitState:
             if type(m).forward is not nn.Module.forward
         ]
         self.fulls: list[nn.Parameter] = []
+        self.known: list[tuple[dict[str, Any], str]] = []  # where its modules had parameters
         self.when_rooted: list[Callable[[], None]] = []
         self.cast_to = self.policy.param_dtype if self.policy.cast_forward_inputs else None
         self.stand_on(recipe.make(dtypes), dtypes)
@@ -172,6 +174,22 @@ class UnitState:
             owner[key] = (fulls or self.pieces)[i]
         self.summoned = fulls is not None
         self.door.lift(self.summoned and fulls is not self.pieces)
+
+    def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return private copies, or what was put in the place of some; raise if it does not fit."""
+        found = list(copies)
+        for owner, key, i in self.slots:
+            value = owner.get(key)
+            if value is not copies[i] or value.shape != self.shapes[i]:
+                if not isinstance(value, torch.Tensor) or value.shape != self.shapes[i]:
+                    raise RuntimeError(
+                        f"parameter '{self.names[i]}' of unit '{self.unit.name}' was "
+                        f"{tuple(self.shapes[i])} at fully_shard() and now is "
+                        f"{tuple(getattr(value, 'shape', ())) or type(value).__name__}: resize "
+                        "or take out parameters before fully_shard()"
+                    )
+                found[i] = value
+        return found
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -257,6 +275,7 @@ class Root:
         self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
         self.head = states[0].door
         self.measured = Measured()
+        self.registered = Registered.count  # when modules were looked through
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
@@ -358,6 +377,7 @@ def make_root(module: nn.Module) -> Root:
                 "and has no values yet: load_state_dict(), or initialise it inside "
                 "summon_full_params()"
             )
+        check_late([state])
         fill_blank(module, state)
         for name, piece in zip(state.names, state.pieces, strict=True):
             if piece._backward_hooks:

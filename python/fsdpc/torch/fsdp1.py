@@ -18,7 +18,8 @@ from fsdpc import _core
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
-from fsdpc.torch._module import FSDPModule, _outside_units, _sharded_class, fully_shard
+from fsdpc.torch._module import FSDPModule, _sharded_class, fully_shard
+from fsdpc.torch._recipe import outside_units
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.fsdp1_options import (
     BackwardPrefetch,
@@ -450,7 +451,7 @@ def _shard(
     if getattr(precision, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
     mesh, strategy = _mesh(sharding_strategy, process_group, device_mesh)
-    own = [] if _is_sharded(module) else [m for _, m in _outside_units(module, "", set())]
+    own = [] if _is_sharded(module) else [m for _, m in outside_units(module, "", set())]
     for m in own:
         _materialize(m, param_init_fn)
     if precision.buffer_dtype is not None:

@@ -80,8 +80,9 @@ def summon_full_params(
             s.show(fulls[id(s)] if mine else s.pieces)
         yield
         if writeback:
-            for s in states:
-                for i, full in enumerate(fulls[id(s)]):
+            now = [s.standing(fulls[id(s)]) for s in states]
+            for s, values in zip(states, now, strict=True):
+                for i, full in enumerate(values):
                     s.write(i, full)
                     if with_grads:
                         _write_grad(s, i, full.grad)
@@ -185,7 +186,7 @@ def module_load_state_dict(
     pieces = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     for s in states:
         for i, p in enumerate(s.pieces):
-            if pieces[id(p)] not in missing:
+            if id(p) in pieces and pieces[id(p)] not in missing:
                 s.write(i, news[id(s)][i])
     return result
 

@@ -1,0 +1,67 @@
+"""Parameters that come into a sharded module after ``fully_shard``: they are named.
+
+No unit holds them, so nothing would reduce their gradients, and every rank would train its own. A
+module that is put in the place of another (a resized embedding, another head) and adapters bring
+such. Modules are looked through at the first forward, and again at the first one after something
+was registered in any of them. What is frozen may come and go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fsdpc.torch._recipe import Inside, outside_units
+
+if TYPE_CHECKING:
+    from fsdpc.torch._unit import UnitState
+
+_inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Registered:
+    """How many modules and parameters were put into modules of units."""
+
+    count = 0
+
+
+def _note(module: nn.Module, name: str, value: Any) -> None:
+    if module in _inside:
+        Registered.count += 1
+
+
+def watch(state: UnitState, inside: Inside) -> None:
+    """Remember where a unit's modules have parameters, sharded or ignored."""
+    for _, m in inside:
+        _inside.add(m)
+        state.known += [(m._parameters, key) for key, p in m._parameters.items() if p is not None]
+
+
+def check_late(states: Iterable[UnitState]) -> None:
+    """Raise if a module of these units has a parameter that it had not when it was sharded."""
+    for state in states:
+        known = {(id(owner), key) for owner, key in state.known}
+        seen: set[int] = set()
+        for top in state.modules:
+            for path, m in outside_units(top, "", seen):
+                for key, p in m._parameters.items():
+                    if p is None or (id(m._parameters), key) in known:
+                        continue
+                    if p.requires_grad or hasattr(p, "fsdpc"):
+                        raise RuntimeError(
+                            f"parameter '{path}{key}' {tuple(p.shape)} of unit "
+                            f"'{state.unit.name}' came after fully_shard(), so no unit holds it "
+                            "there and each rank would train its own: add or replace modules "
+                            "before fully_shard(), or freeze it, requires_grad_(False)"
+                        )
+
+
+register_module_module_registration_hook(_note)
+register_module_parameter_registration_hook(_note)
