@@ -19,7 +19,17 @@ from fsdpc.torch import (
     summon_full_params,
 )
 
-from .common import Net, assert_same_parameters, average_grads, batch, build, loss_of, shard, twin
+from .common import (
+    Net,
+    assert_same_parameters,
+    average_grads,
+    batch,
+    build,
+    loss_of,
+    shard,
+    train_twins,
+    twin,
+)
 from .test_surroundings import join_gloo
 
 
@@ -386,14 +396,23 @@ def test_wrappers_that_take_pieces_for_parameters(tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks([1, 2])
-def test_torchs_fully_shard_over_pieces_is_named(tmp_path: Any) -> None:
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("over", ["all", "around", "unit", "layer", "replicate"])
+def test_torchs_fully_shard_over_pieces_is_named(tmp_path: Any, over: str, used: bool) -> None:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.fsdp import fully_shard as theirs
 
     join_gloo(tmp_path)
-    ours = shard(build())
-    theirs(ours)
-    with pytest.raises(RuntimeError, match="was replaced by a DTensor after fully_shard"):
-        ours(batch(0, 0))
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, plain)]
+    if used:
+        train_twins(ours, plain, optimizers, 1)
+    modules = {"around": nn.Sequential(ours, nn.ReLU()), "unit": ours.blocks[0], "layer": ours.last}
+    with pytest.raises(RuntimeError, match=r"fsdp takes rows .* fsdpc shards already: leave its"):
+        (replicate if over == "replicate" else theirs)(modules.get(over, ours))
+    train_twins(ours, plain, optimizers, 2)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ gradients come with the unit, fulls when the root is known. What happens in a st
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,6 +144,7 @@ class UnitState:
         piece.fsdpc = PieceInfo(self, i, self.names[i], self.shapes[i])  # type: ignore[attr-defined]
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
+        piece.is_contiguous = partial(_is_contiguous, piece)  # type: ignore[method-assign]
         if piece.fsdpc.is_cut:  # type: ignore[attr-defined]
             refuse = partial(refuse_checkpoint, "a piece of a parameter")
             piece.__create_write_items__ = refuse  # type: ignore[attr-defined]
@@ -253,6 +255,17 @@ def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:
 
 def _local(piece: nn.Parameter) -> nn.Parameter:
     return piece
+
+
+def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
+    """As of any tensor; torch's own ``fully_shard`` asks for it before it cuts a parameter."""
+    caller = str(sys._getframe(1).f_globals.get("__name__"))
+    if caller.startswith("torch.distributed.fsdp"):
+        raise RuntimeError(
+            f"torch.distributed.fsdp takes {piece.fsdpc} for a whole parameter, which fsdpc "  # type: ignore[attr-defined]
+            "shards already: leave its fully_shard (or replicate) out"
+        )
+    return torch.Tensor.is_contiguous(piece, *args, **kwargs)
 
 
 def full_value(state: UnitState, index: int) -> torch.Tensor:
