@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import MixedPrecisionPolicy, fully_shard, optim
+from fsdpc.torch import MixedPrecisionPolicy, fully_shard, optim, set_model_state_dict
 
 from .common import (
     ATOL,
@@ -186,3 +186,48 @@ def test_ten_steps_after_double_and_back() -> None:
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, plain)]
     train_twins(ours, plain, optimizers, 10)
     assert_same_parameters(ours, plain, rtol=RTOL, atol=ATOL)
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("by", ["to_empty", "load_state_dict", "rank 0", "reset_parameters"])
+def test_pieces_say_meta_until_they_have_memory(by: str) -> None:
+    plain = build()
+    values = plain.state_dict()
+    with torch.device("meta"):
+        model = build()
+    ours = shard(model)
+    pieces = list(ours.parameters())
+
+    def check(device: str, pieces: list[Any] = pieces) -> None:
+        for p in pieces:
+            assert p.device == torch.device(device) and p.is_meta == (device == "meta")
+            assert isinstance(p, nn.Parameter) and f"{p!r}".startswith("Parameter containing")
+
+    check("meta")
+    assert "device='meta'" in f"{ours.last.weight!r}"
+    optimizer = torch.optim.AdamW(pieces, lr=0.1)
+    ours.double().float()
+    check("meta")
+    with pytest.raises(NotImplementedError, match="to_empty"):
+        ours.to("cpu")
+    check("meta")
+    if by == "to_empty":
+        ours.blocks[1].to_empty(device="cpu")
+        check("cpu", list(ours.blocks[1].parameters()))
+        check("meta", list(ours.blocks[0].parameters()))
+        ours.to_empty(device="cpu")
+        check("cpu")
+        with pytest.raises(RuntimeError, match="was on the meta device and has no values"):
+            ours(batch(0, 0))
+    elif by == "reset_parameters":
+        ours.last.reset_parameters()
+        check("cpu", [ours.last.weight])
+        check("meta", [ours.first.weight])
+    if by == "rank 0":
+        set_model_state_dict(ours, values if fsdpc.rank() == 0 else {}, rank0_only=True)
+    else:
+        ours.load_state_dict(values)
+    check("cpu")
+    assert all(a is b for a, b in zip(ours.parameters(), pieces, strict=True))
+    assert {type(p) for p in pieces} == {nn.Parameter}
+    train_twins(ours, plain, (optimizer, torch.optim.AdamW(plain.parameters(), lr=0.1)), 2)

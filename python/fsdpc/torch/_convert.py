@@ -29,6 +29,8 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         A unit cannot follow; nothing has changed then.
     """
     states = states_of(module)
+    bare = [(s, i) for s in states for i, p in enumerate(s.pieces) if p.is_meta]
+    emptied = bool(bare) and not fn(torch.empty(0, device="meta")).is_meta
     changing = [s for s in states if _changes(s, fn)]
     for state in changing:
         _check(state)
@@ -44,6 +46,8 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         state.door.follow()
         for i in pieces - state.missing:
             state.trust(i)
+    for state, i in bare if emptied else ():
+        state.give_memory(i)
     for name, owner, key, _ in on_meta:
         buffer = owner[key]
         if not buffer.is_meta and buffer.numel():

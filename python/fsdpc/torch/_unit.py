@@ -75,6 +75,16 @@ class PieceInfo:
         return self
 
 
+class BarePiece(nn.Parameter):
+    """A piece of a parameter on the meta device, until ``to_empty()`` or values arrive.
+
+    The engine has its memory anyway, so it only says that it is there.
+    """
+
+    device = torch.device("meta")
+    is_meta = True
+
+
 class UnitState:
     """What a sharded module knows: its unit, door, tensors and options."""
 
@@ -95,8 +105,8 @@ class UnitState:
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
         ]
         self.pieces = [
-            nn.Parameter(torch.empty(0, device=_device.home()), p.requires_grad)
-            for _, p, _ in params
+            kind(torch.empty(0, device=_device.home()), p.requires_grad)
+            for kind, p in ((BarePiece if p.is_meta else nn.Parameter, p) for _, p, _ in params)
         ]
         self.guards = [
             (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
@@ -161,7 +171,12 @@ class UnitState:
     def trust(self, i: int) -> None:
         """Say that a piece holds rows of a full value."""
         self.missing.discard(i)
+        self.give_memory(i)
         self.trusted[i] = self.pieces[i]._version
+
+    def give_memory(self, i: int) -> None:
+        """Let a piece say where it is."""
+        self.pieces[i].__class__ = nn.Parameter
 
     def written(self) -> list[int]:
         """Return the pieces that were written since their values were rows of a full one."""
@@ -218,6 +233,7 @@ class UnitState:
         with torch.no_grad():
             rows.copy_(piece.data)
             piece.data = rows
+        self.give_memory(i)
 
     def bind(self, root: Root) -> None:
         """Make the fulls, now that the wire is there."""

@@ -166,7 +166,8 @@ def module_load_state_dict(
     news: dict[int, list[Any]] = {
         id(s): [
             nn.Parameter(
-                torch.full(shape, float("nan"), dtype=p.dtype, device=p.device), p.requires_grad
+                torch.full(shape, float("nan"), dtype=p.dtype, device=_device.home()),
+                p.requires_grad,
             )
             for shape, p in zip(s.shapes, s.pieces, strict=True)
         ]
