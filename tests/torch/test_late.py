@@ -108,6 +108,19 @@ def test_adapters_are_merged(whole: bool) -> None:
 
 
 @pytest.mark.ranks([1, 2])
+def test_adapters_are_not_merged_in_forward() -> None:
+    """As PEFT's layers do that are merged and disabled."""
+    ours, plain = trained()
+    layer = ours.blocks[1].linear
+    layer.register_forward_pre_hook(lambda module, _: module.merge() if early else None)
+    early = True
+    with pytest.raises(RuntimeError, match=r"Adapted.merge\(\) inside forward.*before"):
+        ours(batch(0, 0))
+    early = False
+    train(ours, plain)
+
+
+@pytest.mark.ranks([1, 2])
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_are_unloaded(merged: bool) -> None:
     """What is taken out is gathered still, and trained no more."""
@@ -169,6 +182,9 @@ def test_frozen_modules_may_come_late() -> None:
         loss_of(m, x).backward()
     average_grads(plain)
     torch.testing.assert_close(ours.first.weight.grad.full_tensor(), plain.first.weight.grad)
+    ours.last.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'last.weight' .* came after fully_shard"):
+        ours(x)
     for m in (ours, plain):
         m.last = nn.Identity()
     torch.testing.assert_close(ours(x), plain(x))

@@ -78,8 +78,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         root.reset()  # a backward was abandoned by an exception
     outermost = door.depth == 0
     if root.registered != Registered.count and outermost and not in_task:
-        check_late(root.states)
-        root.registered = Registered.count
+        root.registered = check_late(root.states)
     if in_task and grad and not door.in_backward:
         _recall(root, door)
     span: Any = None

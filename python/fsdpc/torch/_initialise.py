@@ -45,6 +45,11 @@ def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
 
 def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     units = list({id(s): s for s in (state, *states_of(module))}.values())
+    if name != "reset_parameters" and any(s.door.depth or s.door.in_backward for s in units):
+        raise RuntimeError(
+            f"{type(module).__name__}.{name}() inside forward or backward, where weights cannot be "
+            "written: call it before (unmerge_adapter() before disable_adapter())"
+        )
     with full_values(units):
         return getattr(type(module), name)(module, *args, **kwargs)
 

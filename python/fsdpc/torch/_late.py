@@ -3,7 +3,7 @@
 No unit holds them, so nothing would reduce their gradients, and every rank would train its own. A
 module that is put in the place of another (a resized embedding, another head) and adapters bring
 such. Modules are looked through at the first forward, and again at the first one after something
-was registered in any of them. What is frozen may come and go.
+was registered in any of them. What is frozen may come, and is looked at again at each forward.
 """
 
 from __future__ import annotations
@@ -44,8 +44,15 @@ def watch(state: UnitState, inside: Inside) -> None:
         state.known += [(m._parameters, key) for key, p in m._parameters.items() if p is not None]
 
 
-def check_late(states: Iterable[UnitState]) -> None:
-    """Raise if a module of these units has a parameter that it had not when it was sharded."""
+def check_late(states: Iterable[UnitState]) -> int:
+    """Raise if modules of these units have a trainable parameter that came after sharding.
+
+    Returns
+    -------
+    int
+        The count of registrations at which that is known; none where frozen ones came.
+    """
+    frozen = False
     for state in states:
         known = {(id(owner), key) for owner, key in state.known}
         seen: set[int] = set()
@@ -61,6 +68,8 @@ def check_late(states: Iterable[UnitState]) -> None:
                             "there and each rank would train its own: add or replace modules "
                             "before fully_shard(), or freeze it, requires_grad_(False)"
                         )
+                    frozen = True
+    return -1 if frozen else Registered.count
 
 
 register_module_module_registration_hook(_note)

@@ -24,7 +24,6 @@ from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad
-from fsdpc.torch._late import Registered, check_late
 from fsdpc.torch._recipe import Found, Inside, Recipe
 from fsdpc.torch._rows import refuse_checkpoint
 from fsdpc.torch.kernels import target
@@ -304,7 +303,7 @@ class Root:
         self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
         self.head = states[0].door
         self.measured = Measured()
-        self.registered = Registered.count  # when modules were looked through
+        self.registered = -1  # as many as there were when modules were looked through
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives
 
@@ -406,7 +405,6 @@ def make_root(module: nn.Module) -> Root:
                 "and has no values yet: load_state_dict(), or initialise it inside "
                 "summon_full_params()"
             )
-        check_late([state])
         fill_blank(module, state)
         for name, piece in zip(state.names, state.pieces, strict=True):
             if piece._backward_hooks:
