@@ -198,12 +198,20 @@ def test_parameters_that_are_replaced(used: bool) -> None:
     ours = shard(model)
     if used:
         train(ours, plain)
-    piece = ours.last.weight
+    piece, values = ours.last.weight, plain.state_dict()
     for value in (nn.Parameter(torch.ones(5, 20)), nn.Parameter(torch.ones(9, 20)), None):
         ours.last.weight = value
         for _ in range(2):
             with pytest.raises(RuntimeError, match="'last.weight' of unit 'Net' was replaced"):
                 ours(batch(0, 0))
+        for call in (
+            ours.state_dict,
+            lambda: ours.load_state_dict(values),
+            lambda: ours.apply(print),
+        ):
+            with pytest.raises(RuntimeError, match="'last.weight' of unit 'Net' was replaced by"):
+                call()
+        assert ours.last.weight is value
     ours.last.weight = piece
     train(ours, plain)
 

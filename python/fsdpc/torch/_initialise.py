@@ -36,7 +36,7 @@ def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
     """
     for m in modules:
         names = ["reset_parameters"]
-        if hasattr(type(m), "unmerge"):
+        if hasattr(type(m), "unmerge") and hasattr(m, "base_layer"):
             names += ["merge", "unmerge"]
         for name in names:
             if callable(getattr(type(m), name, None)) and name not in m.__dict__:
@@ -62,9 +62,9 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
     """
     states = [s for s in states if not (s.summoned or s.door.depth or s.door.in_backward)]
     fulls = {id(s): [_full(s, i) for i in range(len(s.pieces))] for s in states}
-    for state in states:
-        state.show(fulls[id(state)])
     try:
+        for state in states:
+            state.show(fulls[id(state)])
         yield
         for state in states:
             _take(state, fulls[id(state)])

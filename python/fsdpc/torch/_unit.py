@@ -181,11 +181,26 @@ class UnitState:
         """Return the pieces that were written since their values were rows of a full one."""
         return [i for i, p in enumerate(self.pieces) if p._version != self.trusted[i]]
 
+    def check_slots(self) -> None:
+        """Raise if something was put in the place of a parameter."""
+        for owner, key, i in self.slots:
+            value = owner.get(key)
+            if value is not self.pieces[i] and (not self.fulls or value is not self.fulls[i]):
+                raise RuntimeError(
+                    f"parameter '{self.names[i]}' of unit '{self.unit.name}' was replaced by a "
+                    f"{type(value).__name__} after fully_shard (by another fully_shard, or a "
+                    "parametrization): do that before, or copy into it under no_grad()"
+                )
+
     def show(self, fulls: Sequence[nn.Parameter] | None) -> None:
         """Let modules see private full copies and be called, or pieces again.
 
         Shown as private copies, pieces count as summoned, and modules cannot be called.
         """
+        if not self.summoned:
+            if fulls is None:
+                return
+            self.check_slots()
         for owner, key, i in self.slots:
             owner[key] = (fulls or self.pieces)[i]
         self.summoned = fulls is not None
@@ -392,13 +407,8 @@ def make_root(module: nn.Module) -> Root:
         states[id(state)] = state
     ordered = list(states.values())
     for state in ordered:
-        for owner, key, i in [] if state.summoned else state.slots:
-            if owner.get(key) is not state.pieces[i]:
-                raise RuntimeError(
-                    f"parameter '{state.names[i]}' of unit '{state.unit.name}' was replaced by a "
-                    f"{type(owner.get(key)).__name__} after fully_shard (by another fully_shard, "
-                    "or a parametrization): do that before, or leave it out"
-                )
+        if not state.summoned:
+            state.check_slots()
         for i in state.missing:
             raise RuntimeError(
                 f"parameter '{state.names[i]}' of unit '{state.unit.name}' was on the meta device "
