@@ -130,6 +130,7 @@ INSIDE: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
     "hessian": lambda m, h: hessian(lambda v: m(v).pow(3).sum())(h[0]),
     "vmap": lambda m, h: vmap(m)(h),
     "jvp": lambda m, h: jvp(m, (h,), (h,))[1],
+    "export": lambda m, h: exported(m, h),
 }
 
 
