@@ -3,14 +3,16 @@
     python benchmarks/bench_calls.py [--rounds 3] [--only fsdpc|torch]
 
 Layers are tiny (16 values), so that what a call does for each of them is all there is. Parameters
-grow in 8 units, units hold 16 parameters each, both on 2 ranks; ranks share the cores that there
-are. An exponent is the slope over the last three counts: 1 is linear.
+grow in 8 units, units hold 16 parameters each, both on 2 ranks. Ranks share the cores that there
+are, so their exponent is that of one rank's share of the time, times cores by ranks. An exponent is
+the slope over the last three counts: 1 is linear.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 import time
@@ -89,6 +91,7 @@ def under_torch(params: int, units: int) -> tuple[Call, Any, dict[str, Call]]:
     import fsdpc.torch
 
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     groups = [
         nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(n)])
         for n in shares(params, units)
@@ -178,6 +181,11 @@ def main() -> None:
     sys.exit(bool(steep))
 
 
+def turns(axis: str, count: int) -> float:
+    """How much of the time a rank computes, where ranks take turns."""
+    return min(1.0, len(os.sched_getaffinity(0)) / count) if axis == "ranks" else 1.0
+
+
 def measure(door: str, axis: str, counts: tuple[int, ...], rounds: int) -> list[str]:
     """Print one table; return the calls that grow faster than they may."""
     best: dict[int, dict[str, float]] = {count: {} for count in counts}
@@ -193,8 +201,8 @@ def measure(door: str, axis: str, counts: tuple[int, ...], rounds: int) -> list[
                     best[count][name] = min(ms, best[count].get(name, math.inf))
     rows, steep = [], []
     for name in best[counts[0]]:
-        ms = [math.log(best[count][name]) for count in counts[-3:]]
-        exponent = float(np.polyfit(np.log(counts[-3:]), ms, 1)[0])
+        share = [math.log(best[count][name] * turns(axis, count)) for count in counts[-3:]]
+        exponent = float(np.polyfit(np.log(counts[-3:]), share, 1)[0])
         rows.append([name, *(f"{best[count][name]:.3g}" for count in counts), f"{exponent:.2f}"])
         if exponent > MOST:
             steep.append(f"{door} {name} over {axis}")
