@@ -28,6 +28,16 @@ static fsdpc_root *root_of(const fsdpc_py_door *door)
     return fsdpc_door_unit(door)->root;
 }
 
+int fsdpc_door_param_arg(const fsdpc_py_door *door, PyObject *const *args, Py_ssize_t n)
+{
+    if (n == 0)
+        return -1;
+    long i = n == 1 ? PyLong_AsLong(args[0]) : -1;
+    if (!PyErr_Occurred() && (i < 0 || i >= door->n_params))
+        PyErr_Format(PyExc_IndexError, "one parameter of %d, or none", door->n_params);
+    return PyErr_Occurred() ? -1 : (int)i;
+}
+
 /* ---- the schedule ---- */
 
 static int check_usable(const fsdpc_py_door *door)
@@ -430,14 +440,14 @@ static PyMethodDef door_methods[] = {
     {"end_backward", door_end_backward, METH_NOARGS, "The unit's backward has ended."},
     {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
     {"catch_up", door_catch_up, METH_NOARGS, "Take gradients, unless this backward has."},
-    {"follow", fsdpc_door_follow_method, METH_NOARGS,
-     "Take over what `.data` of pieces was replaced by."},
+    {"follow", (PyCFunction)(void (*)(void))fsdpc_door_follow_method, METH_FASTCALL,
+     "follow(i=all): take over what `.data` of pieces was replaced by."},
     {"follow_root", fsdpc_door_follow_root_method, METH_NOARGS,
      "Before an epoch: what became of the pieces of all units."},
     {"settle", fsdpc_door_settle_method, METH_NOARGS,
      "Hand out gradients; whether hooks wait for them."},
-    {"take_grads", fsdpc_door_take_grads_method, METH_NOARGS,
-     "Learn what became of the pieces' gradients."},
+    {"take_grads", (PyCFunction)(void (*)(void))fsdpc_door_take_grads_method, METH_FASTCALL,
+     "take_grads(i=all): learn what became of the pieces' gradients."},
     {"add_product", fsdpc_door_add_product, METH_VARARGS,
      "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
      "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},

@@ -96,12 +96,15 @@ static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
 /* What the engine is asked next runs in the order of the foreign library's current stream, in this
  * thread too, which may be another than before: first in every method that reaches the schedule. */
 int fsdpc_door_join(const fsdpc_py_door *door);
+/* The parameter that a method was given; -1 for all where it was given none, or with an exception.
+ */
+int fsdpc_door_param_arg(const fsdpc_py_door *door, PyObject *const *args, Py_ssize_t n);
 
 /* What the user may change between steps, before an epoch publishes masters: which pieces are
  * trainable, and their memory, for all units of the root.  Does nothing inside an epoch. */
 int fsdpc_door_follow_root(fsdpc_py_door *door);
-/* Door.follow (the memory of this unit's pieces alone) and Door.follow_root. */
-PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *unused);
+/* Door.follow (the memory of this unit's pieces, or of one, alone) and Door.follow_root. */
+PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *unused);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
@@ -114,7 +117,7 @@ int fsdpc_door_give_grads(fsdpc_py_door *door);
 
 /* Door.settle, Door.take_grads and Door.apply_scale. */
 PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused);
-PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *unused);
+PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n);
 PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused);
 
 /* Gives back what Unit.unshard took, all of it. */

@@ -7,23 +7,28 @@
  */
 #include "py/py_door.h"
 
+static int follow_piece(const fsdpc_py_door *door, int i)
+{
+    const fsdpc_door_param *p = &door->params[i];
+    if (!p->master)
+        return 0;
+    PyObject *number = PyObject_CallMethodNoArgs(p->piece, door->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (data == p->master)
+        return 0;
+    PyObject *done = PyObject_CallFunction(door->adopt, "i", i);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 static int follow_memory(const fsdpc_py_door *door)
 {
     for (int i = 0; i < door->n_params; i++) {
-        const fsdpc_door_param *p = &door->params[i];
-        if (!p->master)
-            continue;
-        PyObject *number = PyObject_CallMethodNoArgs(p->piece, door->names.data_ptr);
-        void *data = number ? PyLong_AsVoidPtr(number) : NULL;
-        Py_XDECREF(number);
-        if (PyErr_Occurred())
+        if (follow_piece(door, i) < 0)
             return -1;
-        if (data == p->master)
-            continue;
-        PyObject *done = PyObject_CallFunction(door->adopt, "i", i);
-        if (!done)
-            return -1;
-        Py_DECREF(done);
     }
     return 0;
 }
@@ -73,10 +78,14 @@ int fsdpc_door_follow_root(fsdpc_py_door *door)
     return 0;
 }
 
-PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
-    (void)unused;
-    return follow_memory((fsdpc_py_door *)object) < 0 ? NULL : Py_NewRef(Py_None);
+    fsdpc_py_door *door = (fsdpc_py_door *)object;
+    int i = fsdpc_door_param_arg(door, args, n);
+    if (i < 0 && PyErr_Occurred())
+        return NULL;
+    int result = i < 0 ? follow_memory(door) : follow_piece(door, i);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *unused)

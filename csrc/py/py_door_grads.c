@@ -193,6 +193,25 @@ int fsdpc_door_has_grads(const fsdpc_py_door *door)
     return any;
 }
 
+/* Takes parameter i's gradient; rows of one that has none are zero. */
+static int take_param(fsdpc_py_door *door, int i, bool live)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    int has = take_one(door, &door->params[i], live);
+    if (has < 0)
+        return -1;
+    unit->trainable[i] |= has == 1;       /* given by hand to what was frozen */
+    if (unit->grads[i] != FSDPC_GRAD_NEW) /* not handed out yet */
+        unit->grads[i] = has == 1 ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
+    if (has == 1)
+        return 0;
+    size_t bytes;
+    void *rows = shard_rows(unit, i, &bytes);
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    fsdpc_status status = fsdpc_device_fill(unit->device, rows, 0, bytes, main);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
 int fsdpc_door_take_grads(fsdpc_py_door *door)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
@@ -210,22 +229,20 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
         return fsdpc_py_raise(status), -1;
     unit->grad_live = true;
     for (int i = 0; i < door->n_params; i++) {
-        int has = take_one(door, &door->params[i], was_live);
-        if (has < 0)
+        if (take_param(door, i, was_live) < 0)
             return -1;
-        unit->trainable[i] |= has == 1;       /* given by hand to what was frozen */
-        if (unit->grads[i] != FSDPC_GRAD_NEW) /* not handed out yet */
-            unit->grads[i] = has == 1 ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
-        if (has == 0) {
-            size_t bytes;
-            void *rows = shard_rows(unit, i, &bytes);
-            fsdpc_stream *main = fsdpc_device_main(unit->device);
-            status = fsdpc_device_fill(unit->device, rows, 0, bytes, main);
-            if (status != FSDPC_OK)
-                return fsdpc_py_raise(status), -1;
-        }
     }
     return 0;
+}
+
+/* The one of a parameter that has one, so that a loop over parameters is linear. */
+static int take_grad(fsdpc_py_door *door, int i)
+{
+    fsdpc_unit *unit = fsdpc_door_unit(door);
+    if (!unit->grad_live)
+        return fsdpc_door_take_grads(door);
+    fsdpc_status status = fsdpc_unit_apply_scale(unit);
+    return status == FSDPC_OK ? take_param(door, i, true) : (fsdpc_py_raise(status), -1);
 }
 
 /* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
@@ -284,13 +301,14 @@ PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused)
     return waiting < 0 ? NULL : PyBool_FromLong(waiting);
 }
 
-PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
-    if (fsdpc_door_join(door) < 0 || fsdpc_door_take_grads(door) < 0)
+    int i = fsdpc_door_param_arg(door, args, n);
+    if ((i < 0 && PyErr_Occurred()) || fsdpc_door_join(door) < 0)
         return NULL;
-    Py_RETURN_NONE;
+    int result = i < 0 ? fsdpc_door_take_grads(door) : take_grad(door, i);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* apply_scale(): whoever reads gradients next sees them clipped. */

@@ -118,3 +118,23 @@ def test_an_order_that_is_none() -> None:
     loss_of(ours, batch(0, fsdpc.rank())).backward()
     with pytest.raises(ValueError, match="-1"):
         next(ours.parameters()).grad.norm(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.ranks(2)
+def test_full_gradients_are_taken_one_at_a_time(dtype: torch.dtype) -> None:
+    """Each as it is then, whatever became of the others; what clipping left counts."""
+    ours = shard(build().to(dtype))
+    params = list(ours.parameters())
+    loss_of(ours, batch(0, fsdpc.rank()).to(dtype)).backward()
+    expected = [p.grad.full_tensor().mul_(0.5) for p in params]
+    fsdpc.torch.clip_grad_norm_(params, 0.5 * float(fsdpc.torch.clip_grad_norm_(params, 1e30)))
+    for k, p in enumerate(params):
+        if k % 3 == 0:
+            p.grad = p.grad.clone().mul_(4)
+            expected[k].mul_(4)
+        elif k % 3 == 1:
+            p.grad.mul_(2)
+            expected[k].mul_(2)
+    for p, grad in reversed(list(zip(params, expected, strict=True))):
+        torch.testing.assert_close(p.grad.full_tensor(), grad, atol=0, rtol=1e-2)

@@ -12,7 +12,7 @@ Clipping may have left a factor for the optimizer to apply; any operation here a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +123,7 @@ class PieceGrad(torch.Tensor):
                 f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
                 "ask the parameter's .grad itself"
             )
-        state.door.take_grads()
+        state.door.take_grads(index)
         return _device.to_torch(state.unit.collect(index, True))
 
     def to_local(self) -> torch.Tensor:
@@ -224,12 +224,26 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any, 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     tensors = args[0] if args else kwargs["self"]
-    return [
-        global_norm(g, _order(order))
-        if isinstance(g, PieceGrad)
-        else torch.linalg.vector_norm(g, order)
-        for g in tensors
-    ]
+    with torch._C.DisableTorchFunctionSubclass():
+        norms: dict[int, torch.Tensor] = {}
+        for held in _by_root(tensors):
+            measured = _measure([each for _, each in held], _order(order))
+            values = {d: measured.to(d).unbind() for d in {g.dtype for _, (_, _, g) in held}}
+            norms |= {k: values[g.dtype][at] for at, (k, (_, _, g)) in enumerate(held)}
+        return [
+            norms[k] if k in norms else torch.linalg.vector_norm(t, order)
+            for k, t in enumerate(tensors)
+        ]
+
+
+def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]]:
+    """The gradients of a list with their places in it, those of one model together."""
+    found: dict[int, list[tuple[int, Held]]] = {}
+    for k, grad in enumerate(tensors):
+        if isinstance(grad, PieceGrad):
+            state, index = _home(grad)
+            found.setdefault(id(state.root or state), []).append((k, (state, index, grad)))
+    return found.values()
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,9 +304,7 @@ def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
 
 def _count_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Count a write to each, which operations on lists do not under counters of FLOPs, say."""
-    for t in tensors:
-        if isinstance(t, PieceGrad):
-            torch.autograd.graph.increment_version(t)
+    torch.autograd.graph.increment_version([t for t in tensors if isinstance(t, PieceGrad)])
 
 
 _WRITES_LISTS = frozenset(

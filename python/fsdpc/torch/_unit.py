@@ -163,7 +163,7 @@ class UnitState:
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""
-        self.door.follow()  # or what `.data` was replaced by would be taken over afterwards
+        self.door.follow(i)  # or what `.data` was replaced by would be taken over afterwards
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
@@ -301,7 +301,7 @@ def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
     _device.join()
-    state.door.follow()
+    state.door.follow(index)
     return _device.to_torch(state.unit.collect(index, False))
 
 

@@ -111,7 +111,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
     info = getattr(p, "fsdpc", None)
     if p.grad is None or info is None:
         return p.grad
-    info._state.door.take_grads()
+    info._state.door.take_grads(info._index)
     return _device.to_torch(info.unit.collect(info._index, True))
 
 
@@ -194,9 +194,11 @@ def module_load_state_dict(
 
 def offer_parts(state: UnitState, modules: list[nn.Module]) -> None:
     """Let modules of a unit give and take full tensors when what is no unit itself is asked."""
+    owned: dict[int, dict[str, int]] = {}
+    for owner, key, i in state.slots:
+        owned.setdefault(id(owner), {})[key] = i
     for module in modules:
-        places = {key: i for owner, key, i in state.slots if owner is module._parameters}
-        if places:
+        if places := owned.get(id(module._parameters)):
             module._register_state_dict_hook(partial(_give_full, state, places))
             module._register_load_state_dict_pre_hook(partial(_take_full, state, places))
 
