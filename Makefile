@@ -5,6 +5,9 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Processes of pytest, one a core; most tests start ranks of their own.
+WORKERS ?= logical
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist worksteal
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -55,8 +58,8 @@ ctest: $(VENV)/stamp-base ## the C tests
 
 pytest: venv
 	mkdir -p build
-	bash -o pipefail -c '$(PY) -m pytest tests --ignore=tests/lint $(ARGS) | tee build/pytest.log'
-	FSDPC_NO_ALIAS=1 $(PY) -m pytest -q tests/dist $(ARGS) || [ $$? -eq 5 ] # 5: ARGS chose none
+	bash -o pipefail -c '$(PY) -m pytest tests --ignore=tests/lint $(SPREAD) $(ARGS) | tee build/pytest.log'
+	FSDPC_NO_ALIAS=1 $(PY) -m pytest -q tests/dist $(SPREAD) $(ARGS) || [ $$? -eq 5 ] # 5: ARGS chose none
 
 asan: $(VENV)/stamp-base ## the C tests under AddressSanitizer and UBSan
 	$(PY) tools/ctest.py asan $(ARGS)
