@@ -138,3 +138,19 @@ def test_full_gradients_are_taken_one_at_a_time(dtype: torch.dtype) -> None:
             expected[k].mul_(2)
     for p, grad in reversed(list(zip(params, expected, strict=True))):
         torch.testing.assert_close(p.grad.full_tensor(), grad, atol=0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.ranks(2)
+def test_the_total_norm_has_a_full_value(foreach: bool | None) -> None:
+    """As FSDP2's, which is a DTensor: loops for it ask its full_tensor()."""
+    ours = shard(build())
+    params = list(ours.parameters())
+    loss_of(ours, batch(0, fsdpc.rank())).backward()
+    expected = torch.stack(norms_of(params)).norm()
+    for clip in (torch.nn.utils.clip_grad_norm_, fsdpc.torch.clip_grad_norm_):
+        total = clip(params, 1e30, foreach=foreach)
+        assert type(total.full_tensor()) is torch.Tensor
+        torch.testing.assert_close(total.full_tensor(), expected)
+        assert float(total) == total.item() == float(total.full_tensor())
+    assert torch.equal(params[0].grad._local_tensor, params[0].grad.to_local())

@@ -87,6 +87,17 @@ class Measured:
 PENDING = _Pending()
 
 
+class TotalNorm(torch.Tensor):
+    """What torch's clipping returns of sharded gradients: a plain tensor, as good as a DTensor."""
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the norm, which is of whole gradients already, as a plain tensor."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.full_tensor().__reduce_ex__(protocol)
+
+
 class PieceGrad(torch.Tensor):
     """This rank's rows of a gradient, whose norms are those of the whole."""
 
@@ -131,6 +142,8 @@ class PieceGrad(torch.Tensor):
         if PENDING.any:
             PENDING.settle()
         return self.as_subclass(torch.Tensor)
+
+    _local_tensor = property(to_local)  # as DTensors have
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
@@ -230,6 +243,9 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             measured = _measure([each for _, each in held], _order(order))
             values = {d: measured.to(d).unbind() for d in {g.dtype for _, (_, _, g) in held}}
             norms |= {k: values[g.dtype][at] for at, (k, (_, _, g)) in enumerate(held)}
+        if norms:  # what torch makes of a list with one is one
+            first = min(norms)
+            norms[first] = norms[first].as_subclass(TotalNorm)
         return [
             norms[k] if k in norms else torch.linalg.vector_norm(t, order)
             for k, t in enumerate(tensors)
