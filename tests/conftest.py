@@ -31,3 +31,14 @@ def _left_alone():
     yield
     joined = (fsdpc := sys.modules.get("fsdpc")) and fsdpc.is_initialized()
     assert not joined, "fsdpc is initialised in pytest's process: mark the test with ranks(1)"
+
+
+@pytest.fixture
+def no_engine_threads():
+    """Other tests of this process have used kernels; launch() refuses beside their threads."""
+    import fsdpc
+
+    threads = fsdpc.num_threads()
+    fsdpc.set_num_threads(1)
+    yield
+    fsdpc.set_num_threads(threads)

@@ -15,6 +15,8 @@ from fsdpc.nn.module import Module
 from .common import CONFIG, batch, build
 from .test_strategies import PRECISIONS, variants
 
+pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
+
 CATEGORIES = ("wire", "master", "grad", "state", "reduce")
 
 

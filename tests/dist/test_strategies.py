@@ -12,6 +12,8 @@ from fsdpc import _core, nn
 
 from .common import CLIP, CONFIG, LR, assert_same, batch, build, parameters, train
 
+pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
+
 UNITS = CONFIG.layers + 1
 BF16, F32 = fsdpc.bfloat16, fsdpc.float32
 PRECISIONS = {"f32": (None, None), "bf16-f32": (BF16, F32), "bf16-bf16": (BF16, BF16)}

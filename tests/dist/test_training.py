@@ -10,6 +10,8 @@ from fsdpc.launcher import launch
 
 from .common import assert_same, batch, build, parameters, train, train_in_one_process
 
+pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
+
 BF16, F32 = fsdpc.bfloat16, fsdpc.float32
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from fsdpc import _core, nn
 
+pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
+
 WIDTH = 6
 STRATEGIES = ("FULL_SHARD", "RESHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_SHARD")
 Forward = Callable[[Any, Any], Any]

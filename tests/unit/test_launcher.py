@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +24,7 @@ from fsdpc._launch.process import STOPS
 from fsdpc._launch.supervisor import Supervisor
 from fsdpc.launcher import LaunchError, launch, run
 
-
-@pytest.fixture(autouse=True)
-def no_engine_threads() -> Iterator[None]:
-    """Other tests of this process have used kernels; launch() refuses beside their threads."""
-    threads = fsdpc_package.num_threads()
-    fsdpc_package.set_num_threads(1)
-    yield
-    fsdpc_package.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("no_engine_threads")
 PACKAGE_PARENT = str(Path(forked.__file__).parents[2])
 
 
