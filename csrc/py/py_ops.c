@@ -1,7 +1,11 @@
-/* The operations as functions of the module.
+/* The operations, each once, as functions of the module and as methods of Tensor.
  *
- * Each takes its arguments apart, calls one function of csrc/nn (without the GIL if it is worth it)
- * and wraps what comes back.  Results are plain Tensors, whatever subclass the inputs are.
+ * An operation takes its arguments, apart already, as an array with NULL where one was not given.
+ * It calls one function of csrc/nn (without the GIL if it is worth it) and wraps what comes back.
+ * Results are plain Tensors, whatever subclass the inputs are.
+ *
+ * OPERATIONS is the table: the functions come from it, and with self as the first argument the
+ * methods that py_ops.h lists.
  */
 #include "py/py_ops.h"
 
@@ -9,16 +13,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-#define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
-
-/* Parses into `a`, an array as long as `names`. */
-#define PARSE(function, required, ...)                                                             \
-    static const char *const names[] = {__VA_ARGS__};                                              \
-    PyObject *a[sizeof names / sizeof *names];                                                     \
-    if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
-                      keywords, a) < 0)                                                            \
-    return NULL
 
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t)
 {
@@ -39,18 +33,189 @@ PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tens
 
 /* ---- shared with methods ---- */
 
-PyObject *fsdpc_py_op_unary(fsdpc_py_state *state, fsdpc_unary kind, double scalar, fsdpc_tensor *x)
+static PyObject *unary(fsdpc_py_state *state, fsdpc_unary kind, double scalar, fsdpc_tensor *x)
 {
     RETURN_OP(state, x->numel, fsdpc_op_unary(r->tape, kind, scalar, x, &y));
 }
 
-PyObject *fsdpc_py_op_reduce(fsdpc_py_state *state, fsdpc_tensor *x, PyObject *dim, bool keepdim,
-                             bool mean)
+PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype)
 {
-    bool reduced[FSDPC_MAX_DIMS];
-    if (fsdpc_py_dims(mean ? "mean" : "sum", dim, x->ndim, reduced) < 0)
+    RETURN_OP(state, x->numel, fsdpc_op_cast(r->tape, x, dtype, &y));
+}
+
+PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
+                              const int64_t *shape)
+{
+    RETURN_OP(state, 0, fsdpc_op_reshape(r->tape, x, ndim, shape, &y));
+}
+
+PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, int n, const int64_t *given)
+{
+    int dims[FSDPC_MAX_DIMS];
+    if (n != x->ndim)
+        return PyErr_Format(PyExc_ValueError, "permute: %d dimensions named of %d", n, x->ndim);
+    for (int i = 0; i < n; i++)
+        dims[i] = (int)given[i];
+    RETURN_OP(state, x->numel, fsdpc_op_permute(r->tape, x, dims, &y));
+}
+
+PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim, const int64_t *shape)
+{
+    size_t sizes[FSDPC_MAX_DIMS], numel = 1;
+    for (int i = 0; i < ndim; i++) {
+        int at = i - (ndim - x->ndim);
+        if (shape[i] < -1 || (shape[i] == -1 && at < 0))
+            return PyErr_Format(PyExc_ValueError, "expand: extent %lld of dimension %d",
+                                (long long)shape[i], i);
+        sizes[i] = shape[i] == -1 ? x->shape[at] : (size_t)shape[i];
+        numel *= sizes[i];
+    }
+    RETURN_OP(state, numel, fsdpc_op_expand(r->tape, x, ndim, sizes, &y));
+}
+
+/* ---- elementwise ---- */
+
+#define UNARY(name, kind)                                                                          \
+    static PyObject *op_##name(fsdpc_py_state *state, PyObject *const *a)                          \
+    {                                                                                              \
+        fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);                                                \
+        return x ? unary(state, FSDPC_UNARY_##kind, 0, x) : NULL;                                  \
+    }
+UNARY(neg, NEG)
+UNARY(abs, ABS)
+UNARY(exp, EXP)
+UNARY(log, LOG)
+UNARY(sqrt, SQRT)
+UNARY(tanh, TANH)
+UNARY(sigmoid, SIGMOID)
+UNARY(silu, SILU)
+UNARY(relu, RELU)
+#undef UNARY
+
+static PyObject *op_gelu(fsdpc_py_state *state, PyObject *const *a)
+{
+    bool by_tanh = false;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    const char *const forms[] = {"none", "tanh"};
+    if (!x || fsdpc_py_arg_second("gelu: approximate", forms, a[1], &by_tanh) < 0)
+        return NULL;
+    return unary(state, by_tanh ? FSDPC_UNARY_GELU_TANH : FSDPC_UNARY_GELU_ERF, 0, x);
+}
+
+static PyObject *binary(const char *name, fsdpc_binary kind, PyObject *const *a)
+{
+    PyObject *result = fsdpc_py_tensor_number(a[0], a[1], kind);
+    if (result != Py_NotImplemented)
+        return result;
+    Py_DECREF(result);
+    return PyErr_Format(PyExc_TypeError, "%s() of %s and %s: a tensor and a tensor or number", name,
+                        Py_TYPE(a[0])->tp_name, Py_TYPE(a[1])->tp_name);
+}
+
+#define BINARY(name, kind)                                                                         \
+    static PyObject *op_##name(fsdpc_py_state *state, PyObject *const *a)                          \
+    {                                                                                              \
+        (void)state;                                                                               \
+        return binary(#name, FSDPC_BINARY_##kind, a);                                              \
+    }
+BINARY(add, ADD)
+BINARY(sub, SUB)
+BINARY(mul, MUL)
+BINARY(div, DIV)
+#undef BINARY
+
+static PyObject *op_pow(fsdpc_py_state *state, PyObject *const *a)
+{
+    double exponent;
+    bool integral;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x)
+        return NULL;
+    if (!fsdpc_py_number(a[1], &exponent, &integral))
+        return PyErr_Format(PyExc_TypeError, "pow: the exponent is a number, not %s",
+                            Py_TYPE(a[1])->tp_name);
+    return unary(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
+}
+
+static PyObject *op_swiglu(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_tensor *gate = fsdpc_py_tensor_of(a[0]), *up = gate ? fsdpc_py_tensor_of(a[1]) : NULL;
+    if (!up)
+        return NULL;
+    RETURN_OP(state, gate->numel, fsdpc_op_swiglu(r->tape, gate, up, &y));
+}
+
+static PyObject *op_dropout(fsdpc_py_state *state, PyObject *const *a)
+{
+    double p = 0.5;
+    bool training = true;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_double(a[1], &p) < 0 || fsdpc_py_arg_bool(a[2], &training) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_dropout(r->tape, x, p, training, &y));
+}
+
+static PyObject *op_cast(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_dtype dtype;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_dtype_parse(a[1], &dtype) < 0)
+        return NULL;
+    return fsdpc_py_op_cast(state, x, dtype);
+}
+
+/* ---- products, reductions ---- */
+
+static PyObject *op_matmul(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_tensor *left = fsdpc_py_tensor_of(a[0]), *right = left ? fsdpc_py_tensor_of(a[1]) : NULL;
+    if (!right)
+        return NULL;
+    RETURN_OP(state, left->numel + right->numel, fsdpc_op_matmul(r->tape, left, right, &y));
+}
+
+typedef fsdpc_status (*linear_fn)(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                                  fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
+
+static PyObject *linear(fsdpc_py_state *state, PyObject *const *a, linear_fn fn)
+{
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL, *bias;
+    bool in_out = false;
+    const char *const layouts[] = {"oi", "io"};
+    if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0 ||
+        fsdpc_py_arg_second("linear: layout", layouts, a[3], &in_out) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel + w->numel, fn(r->tape, x, w, bias, in_out, &y));
+}
+
+static PyObject *op_linear(fsdpc_py_state *state, PyObject *const *a)
+{
+    return linear(state, a, fsdpc_op_linear);
+}
+
+static PyObject *op_linear_gelu(fsdpc_py_state *state, PyObject *const *a)
+{
+    return linear(state, a, fsdpc_op_linear_gelu);
+}
+
+static PyObject *reduce(fsdpc_py_state *state, PyObject *const *a, bool mean)
+{
+    bool keepdim = false, reduced[FSDPC_MAX_DIMS];
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_bool(a[2], &keepdim) < 0 ||
+        fsdpc_py_dims(mean ? "mean" : "sum", a[1], x->ndim, reduced) < 0)
         return NULL;
     RETURN_OP(state, x->numel, fsdpc_op_sum(r->tape, x, reduced, keepdim, mean, &y));
+}
+
+static PyObject *op_sum(fsdpc_py_state *state, PyObject *const *a)
+{
+    return reduce(state, a, false);
+}
+
+static PyObject *op_mean(fsdpc_py_state *state, PyObject *const *a)
+{
+    return reduce(state, a, true);
 }
 
 /* Over any dimension: moved to the end and back. */
@@ -74,270 +239,66 @@ static fsdpc_status softmax_over(fsdpc_tape *tape, fsdpc_tensor *x, int dim, boo
     return st;
 }
 
-PyObject *fsdpc_py_op_softmax(fsdpc_py_state *state, fsdpc_tensor *x, int dim, bool log)
+static PyObject *softmax(fsdpc_py_state *state, PyObject *const *a, bool log)
 {
-    RETURN_OP(state, x->numel, softmax_over(r->tape, x, dim, log, &y));
-}
-
-PyObject *fsdpc_py_op_matmul(fsdpc_py_state *state, fsdpc_tensor *a, fsdpc_tensor *b)
-{
-    RETURN_OP(state, a->numel + b->numel, fsdpc_op_matmul(r->tape, a, b, &y));
-}
-
-PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype)
-{
-    RETURN_OP(state, x->numel, fsdpc_op_cast(r->tape, x, dtype, &y));
-}
-
-PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
-                              const int64_t *shape)
-{
-    RETURN_OP(state, 0, fsdpc_op_reshape(r->tape, x, ndim, shape, &y));
-}
-
-PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, const int *dims)
-{
-    RETURN_OP(state, x->numel, fsdpc_op_permute(r->tape, x, dims, &y));
-}
-
-PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim, const int64_t *shape)
-{
-    size_t sizes[FSDPC_MAX_DIMS], numel = 1;
-    for (int i = 0; i < ndim; i++) {
-        int at = i - (ndim - x->ndim);
-        if (shape[i] < -1 || (shape[i] == -1 && at < 0))
-            return PyErr_Format(PyExc_ValueError, "expand: extent %lld of dimension %d",
-                                (long long)shape[i], i);
-        sizes[i] = shape[i] == -1 ? x->shape[at] : (size_t)shape[i];
-        numel *= sizes[i];
-    }
-    RETURN_OP(state, numel, fsdpc_op_expand(r->tape, x, ndim, sizes, &y));
-}
-
-/* ---- elementwise ---- */
-
-#define UNARY(name, kind)                                                                          \
-    static PyObject *op_##name(PyObject *module, PyObject *object)                                 \
-    {                                                                                              \
-        fsdpc_tensor *x = fsdpc_py_tensor_of(object);                                              \
-        return x ? fsdpc_py_op_unary(PyModule_GetState(module), FSDPC_UNARY_##kind, 0, x) : NULL;  \
-    }
-UNARY(neg, NEG)
-UNARY(abs, ABS)
-UNARY(exp, EXP)
-UNARY(log, LOG)
-UNARY(sqrt, SQRT)
-UNARY(tanh, TANH)
-UNARY(sigmoid, SIGMOID)
-UNARY(silu, SILU)
-UNARY(relu, RELU)
-#undef UNARY
-
-static PyObject *op_gelu(FASTCALL)
-{
-    PARSE("gelu", 1, "x", "approximate");
-    bool by_tanh = false;
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    const char *const forms[] = {"none", "tanh"};
-    if (!x || fsdpc_py_arg_second("gelu: approximate", forms, a[1], &by_tanh) < 0)
-        return NULL;
-    return fsdpc_py_op_unary(PyModule_GetState(module),
-                             by_tanh ? FSDPC_UNARY_GELU_TANH : FSDPC_UNARY_GELU_ERF, 0, x);
-}
-
-static PyObject *binary(const char *name, fsdpc_binary kind, PyObject *const *args,
-                        Py_ssize_t nargs)
-{
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "%s() takes two arguments, %zd given", name, nargs);
-    PyObject *result = fsdpc_py_tensor_number(args[0], args[1], kind);
-    if (result != Py_NotImplemented)
-        return result;
-    Py_DECREF(result);
-    return PyErr_Format(PyExc_TypeError, "%s() of %s and %s: a tensor and a tensor or number", name,
-                        Py_TYPE(args[0])->tp_name, Py_TYPE(args[1])->tp_name);
-}
-
-#define BINARY(name, kind)                                                                         \
-    static PyObject *op_##name(PyObject *module, PyObject *const *args, Py_ssize_t nargs)          \
-    {                                                                                              \
-        (void)module;                                                                              \
-        return binary(#name, FSDPC_BINARY_##kind, args, nargs);                                    \
-    }
-BINARY(add, ADD)
-BINARY(sub, SUB)
-BINARY(mul, MUL)
-BINARY(div, DIV)
-#undef BINARY
-
-static PyObject *op_pow(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    double exponent;
-    bool integral;
-    fsdpc_tensor *x = nargs == 2 ? fsdpc_py_tensor_of(args[0]) : NULL;
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "pow() takes two arguments, %zd given", nargs);
-    if (!x)
-        return NULL;
-    if (!fsdpc_py_number(args[1], &exponent, &integral))
-        return PyErr_Format(PyExc_TypeError, "pow: the exponent is a number, not %s",
-                            Py_TYPE(args[1])->tp_name);
-    return fsdpc_py_op_unary(PyModule_GetState(module), FSDPC_UNARY_POW_SCALAR, exponent, x);
-}
-
-static PyObject *op_swiglu(FASTCALL)
-{
-    PARSE("swiglu", 2, "gate", "up");
-    fsdpc_tensor *gate = fsdpc_py_tensor_of(a[0]), *up = gate ? fsdpc_py_tensor_of(a[1]) : NULL;
-    if (!up)
-        return NULL;
-    RETURN_OP(PyModule_GetState(module), gate->numel, fsdpc_op_swiglu(r->tape, gate, up, &y));
-}
-
-static PyObject *op_dropout(FASTCALL)
-{
-    PARSE("dropout", 1, "x", "p", "training");
-    double p = 0.5;
-    bool training = true;
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    if (!x || fsdpc_py_arg_double(a[1], &p) < 0 || fsdpc_py_arg_bool(a[2], &training) < 0)
-        return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel, fsdpc_op_dropout(r->tape, x, p, training, &y));
-}
-
-static PyObject *op_cast(FASTCALL)
-{
-    PARSE("cast", 2, "x", "dtype");
-    fsdpc_dtype dtype;
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    if (!x || fsdpc_py_dtype_parse(a[1], &dtype) < 0)
-        return NULL;
-    return fsdpc_py_op_cast(PyModule_GetState(module), x, dtype);
-}
-
-/* ---- products, reductions ---- */
-
-static PyObject *op_matmul(FASTCALL)
-{
-    PARSE("matmul", 2, "a", "b");
-    fsdpc_tensor *left = fsdpc_py_tensor_of(a[0]), *right = left ? fsdpc_py_tensor_of(a[1]) : NULL;
-    return right ? fsdpc_py_op_matmul(PyModule_GetState(module), left, right) : NULL;
-}
-
-typedef fsdpc_status (*linear_fn)(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
-                                  fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
-
-static PyObject *linear(const char *function, linear_fn fn, FASTCALL)
-{
-    PARSE(function, 2, "x", "weight", "bias", "layout");
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL, *bias;
-    bool in_out = false;
-    const char *const layouts[] = {"oi", "io"};
-    if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0 ||
-        fsdpc_py_arg_second("linear: layout", layouts, a[3], &in_out) < 0)
-        return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel + w->numel, fn(r->tape, x, w, bias, in_out, &y));
-}
-
-static PyObject *op_linear(FASTCALL)
-{
-    return linear("linear", fsdpc_op_linear, module, args, nargs, keywords);
-}
-
-static PyObject *op_linear_gelu(FASTCALL)
-{
-    return linear("linear_gelu", fsdpc_op_linear_gelu, module, args, nargs, keywords);
-}
-
-static PyObject *reduce(const char *function, FASTCALL, bool mean)
-{
-    PARSE(function, 1, "x", "dim", "keepdim");
-    bool keepdim = false;
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    if (!x || fsdpc_py_arg_bool(a[2], &keepdim) < 0)
-        return NULL;
-    return fsdpc_py_op_reduce(PyModule_GetState(module), x, a[1], keepdim, mean);
-}
-
-static PyObject *op_sum(FASTCALL)
-{
-    return reduce("sum", module, args, nargs, keywords, false);
-}
-
-static PyObject *op_mean(FASTCALL)
-{
-    return reduce("mean", module, args, nargs, keywords, true);
-}
-
-static PyObject *softmax(const char *function, FASTCALL, bool log)
-{
-    PARSE(function, 1, "x", "dim");
     int dim = -1;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     if (!x || fsdpc_py_arg_int(a[1], &dim) < 0)
         return NULL;
-    return fsdpc_py_op_softmax(PyModule_GetState(module), x, dim, log);
+    RETURN_OP(state, x->numel, softmax_over(r->tape, x, dim, log, &y));
 }
 
-static PyObject *op_softmax(FASTCALL)
+static PyObject *op_softmax(fsdpc_py_state *state, PyObject *const *a)
 {
-    return softmax("softmax", module, args, nargs, keywords, false);
+    return softmax(state, a, false);
 }
 
-static PyObject *op_log_softmax(FASTCALL)
+static PyObject *op_log_softmax(fsdpc_py_state *state, PyObject *const *a)
 {
-    return softmax("log_softmax", module, args, nargs, keywords, true);
+    return softmax(state, a, true);
 }
 
 /* ---- layers ---- */
 
-static PyObject *op_layer_norm(FASTCALL)
+static PyObject *op_layer_norm(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("layer_norm", 1, "x", "weight", "bias", "eps");
     double eps = 1e-5;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *weight, *bias;
     if (!x || fsdpc_py_arg_tensor(a[1], &weight) < 0 || fsdpc_py_arg_tensor(a[2], &bias) < 0 ||
         fsdpc_py_arg_double(a[3], &eps) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel,
-              fsdpc_op_norm(r->tape, true, x, weight, bias, eps, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, true, x, weight, bias, eps, &y));
 }
 
-static PyObject *op_rms_norm(FASTCALL)
+static PyObject *op_rms_norm(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("rms_norm", 1, "x", "weight", "eps");
     double eps = 1e-6;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *weight;
     if (!x || fsdpc_py_arg_tensor(a[1], &weight) < 0 || fsdpc_py_arg_double(a[2], &eps) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel,
-              fsdpc_op_norm(r->tape, false, x, weight, NULL, eps, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, false, x, weight, NULL, eps, &y));
 }
 
-static PyObject *op_embedding(FASTCALL)
+static PyObject *op_embedding(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("embedding", 2, "ids", "weight");
     fsdpc_tensor *ids = fsdpc_py_tensor_of(a[0]), *weight = ids ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!weight)
         return NULL;
     size_t dim = weight->ndim == 2 ? weight->shape[1] : 0;
-    RETURN_OP(PyModule_GetState(module), ids->numel * dim,
-              fsdpc_op_embedding(r->tape, ids, weight, &y));
+    RETURN_OP(state, ids->numel * dim, fsdpc_op_embedding(r->tape, ids, weight, &y));
 }
 
-static PyObject *op_rotary(FASTCALL)
+static PyObject *op_rotary(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("rotary", 3, "x", "cos", "sin");
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *c = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *s = c ? fsdpc_py_tensor_of(a[2]) : NULL;
     if (!s)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
 }
 
-static PyObject *op_attention(FASTCALL)
+static PyObject *op_scaled_dot_product_attention(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("scaled_dot_product_attention", 3, "q", "k", "v", "causal", "scale", "layout");
     fsdpc_attention_options options = {.default_scale = !a[4] || a[4] == Py_None};
     fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL;
@@ -347,26 +308,22 @@ static PyObject *op_attention(FASTCALL)
         fsdpc_py_arg_second("scaled_dot_product_attention: layout", layouts, a[5],
                             &options.tokens_first) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), 16 * q->numel,
-              fsdpc_op_attention(r->tape, q, k, v, &options, &y));
+    RETURN_OP(state, 16 * q->numel, fsdpc_op_attention(r->tape, q, k, v, &options, &y));
 }
 
 /* ---- losses ---- */
 
-static PyObject *op_cross_entropy(FASTCALL)
+static PyObject *op_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("cross_entropy", 2, "logits", "targets", "ignore_index");
     int64_t ignore_index = -100;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *targets = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!targets || fsdpc_py_arg_int64(a[2], &ignore_index) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel,
-              fsdpc_op_cross_entropy(r->tape, x, targets, ignore_index, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_cross_entropy(r->tape, x, targets, ignore_index, &y));
 }
 
-static PyObject *op_linear_cross_entropy(FASTCALL)
+static PyObject *op_linear_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("linear_cross_entropy", 3, "x", "weight", "targets", "ignore_index", "chunk_rows");
     int64_t ignore_index = -100, chunk_rows = 0;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *targets = w ? fsdpc_py_tensor_of(a[2]) : NULL;
@@ -376,55 +333,44 @@ static PyObject *op_linear_cross_entropy(FASTCALL)
     if (chunk_rows < 0)
         return PyErr_Format(PyExc_ValueError, "linear_cross_entropy: chunk_rows is %lld; 0 chooses",
                             (long long)chunk_rows);
-    RETURN_OP(PyModule_GetState(module), x->numel + w->numel,
+    RETURN_OP(state, x->numel + w->numel,
               fsdpc_op_linear_cross_entropy(r->tape, x, w, targets, ignore_index,
                                             (size_t)chunk_rows, &y));
 }
 
 /* ---- shapes ---- */
 
-static PyObject *op_reshape(FASTCALL)
+static PyObject *op_reshape(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("reshape", 2, "x", "shape");
     int64_t shape[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     int n = x ? fsdpc_py_extents("reshape", &a[1], 1, shape) : -1;
-    return n < 0 ? NULL : fsdpc_py_op_reshape(PyModule_GetState(module), x, n, shape);
+    return n < 0 ? NULL : fsdpc_py_op_reshape(state, x, n, shape);
 }
 
-static PyObject *op_transpose(FASTCALL)
+static PyObject *op_transpose(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("transpose", 3, "x", "dim0", "dim1");
     int dim0 = 0, dim1 = 0;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     if (!x || fsdpc_py_arg_int(a[1], &dim0) < 0 || fsdpc_py_arg_int(a[2], &dim1) < 0)
         return NULL;
-    RETURN_OP(PyModule_GetState(module), x->numel, fsdpc_op_transpose(r->tape, x, dim0, dim1, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_transpose(r->tape, x, dim0, dim1, &y));
 }
 
-static PyObject *op_permute(FASTCALL)
+static PyObject *op_permute(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("permute", 2, "x", "dims");
-    int64_t given[FSDPC_MAX_DIMS];
-    int dims[FSDPC_MAX_DIMS];
+    int64_t dims[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    int n = x ? fsdpc_py_extents("permute", &a[1], 1, given) : -1;
-    if (n < 0)
-        return NULL;
-    if (n != x->ndim)
-        return PyErr_Format(PyExc_ValueError, "permute: %d dimensions named of %d", n, x->ndim);
-    for (int i = 0; i < n; i++)
-        dims[i] = (int)given[i];
-    return fsdpc_py_op_permute(PyModule_GetState(module), x, dims);
+    int n = x ? fsdpc_py_extents("permute", &a[1], 1, dims) : -1;
+    return n < 0 ? NULL : fsdpc_py_op_permute(state, x, n, dims);
 }
 
-static PyObject *op_expand(FASTCALL)
+static PyObject *op_expand(fsdpc_py_state *state, PyObject *const *a)
 {
-    PARSE("expand", 2, "x", "shape");
     int64_t shape[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     int n = x ? fsdpc_py_extents("expand", &a[1], 1, shape) : -1;
-    return n < 0 ? NULL : fsdpc_py_op_expand(PyModule_GetState(module), x, n, shape);
+    return n < 0 ? NULL : fsdpc_py_op_expand(state, x, n, shape);
 }
 
 /* Tensors of a sequence, with a new dimension each for stack. */
@@ -457,11 +403,10 @@ static int collect(fsdpc_runtime *r, PyObject *fast, int dim, bool stack, fsdpc_
     return 0;
 }
 
-static PyObject *concat(const char *function, FASTCALL, bool stack)
+static PyObject *concat(fsdpc_py_state *state, PyObject *const *a, bool stack)
 {
-    PARSE(function, 1, "tensors", "dim");
     int dim = 0;
-    fsdpc_runtime *r = fsdpc_py_runtime(module);
+    fsdpc_runtime *r = fsdpc_py_state_runtime(state);
     if (!r || fsdpc_py_arg_int(a[1], &dim) < 0)
         return NULL;
     PyObject *fast = PySequence_Fast(a[0], "a sequence of tensors is needed");
@@ -478,7 +423,7 @@ static PyObject *concat(const char *function, FASTCALL, bool stack)
             work += xs[i]->numel;
         fsdpc_status status;
         FSDPC_PY_RUN(r, work, status, fsdpc_op_concat(r->tape, (int)n, xs, dim, &y));
-        result = fsdpc_py_result(PyModule_GetState(module), status, y);
+        result = fsdpc_py_result(state, status, y);
     }
     for (Py_ssize_t i = 0; xs && i < n; i++)
         fsdpc_tensor_release(xs[i]);
@@ -487,14 +432,14 @@ static PyObject *concat(const char *function, FASTCALL, bool stack)
     return result;
 }
 
-static PyObject *op_concat(FASTCALL)
+static PyObject *op_concat(fsdpc_py_state *state, PyObject *const *a)
 {
-    return concat("concat", module, args, nargs, keywords, false);
+    return concat(state, a, false);
 }
 
-static PyObject *op_stack(FASTCALL)
+static PyObject *op_stack(fsdpc_py_state *state, PyObject *const *a)
 {
-    return concat("stack", module, args, nargs, keywords, true);
+    return concat(state, a, true);
 }
 
 static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, bool *equal_out)
@@ -515,10 +460,9 @@ static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, boo
     return status;
 }
 
-static PyObject *op_array_equal(FASTCALL)
+static PyObject *op_array_equal(fsdpc_py_state *state, PyObject *const *a)
 {
-    (void)module;
-    PARSE("array_equal", 2, "a", "b");
+    (void)state;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *y = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!y)
         return NULL;
@@ -534,60 +478,88 @@ static PyObject *op_array_equal(FASTCALL)
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
-#define FAST(name, function, doc)                                                                  \
-    {                                                                                              \
-        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, doc            \
-    }
-#define PLAIN(name, function, doc)                                                                 \
-    {                                                                                              \
-        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc                            \
-    }
+/* X(name, how many arguments must be given, documentation, arguments).  fsdpc.functional says more.
+ */
+#define OPERATIONS(X)                                                                              \
+    X(add, 2, "a, b", "a + b", "a", "b")                                                           \
+    X(sub, 2, "a, b", "a - b", "a", "b")                                                           \
+    X(mul, 2, "a, b", "a * b", "a", "b")                                                           \
+    X(div, 2, "a, b", "a / b", "a", "b")                                                           \
+    X(pow, 2, "x, exponent", "x ** exponent", "x", "exponent")                                     \
+    X(neg, 1, "x", "-x", "x")                                                                      \
+    X(abs, 1, "x", "Absolute values.", "x")                                                        \
+    X(exp, 1, "x", "e ** x", "x")                                                                  \
+    X(log, 1, "x", "Natural logarithms.", "x")                                                     \
+    X(sqrt, 1, "x", "Square roots.", "x")                                                          \
+    X(tanh, 1, "x", "Hyperbolic tangents.", "x")                                                   \
+    X(sigmoid, 1, "x", "1 / (1 + e ** -x)", "x")                                                   \
+    X(silu, 1, "x", "x * sigmoid(x)", "x")                                                         \
+    X(relu, 1, "x", "max(x, 0)", "x")                                                              \
+    X(gelu, 1, "x, approximate='none'",                                                            \
+      "x * the normal distribution up to x, or its approximation by tanh.", "x", "approximate")    \
+    X(swiglu, 2, "gate, up", "silu(gate) * up", "gate", "up")                                      \
+    X(dropout, 1, "x, p=0.5, training=True",                                                       \
+      "Zeros with probability p, the others divided by 1 - p.", "x", "p", "training")              \
+    X(cast, 2, "x, dtype", "In another dtype.", "x", "dtype")                                      \
+    X(matmul, 2, "a, b", "a @ b", "a", "b")                                                        \
+    X(linear, 2, "x, weight, bias=None, layout='oi'", "x @ weight.T + bias", "x", "weight",        \
+      "bias", "layout")                                                                            \
+    X(linear_gelu, 2, "x, weight, bias=None, layout='oi'",                                         \
+      "gelu(linear(x, weight, bias), 'tanh')", "x", "weight", "bias", "layout")                    \
+    X(sum, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", "x", "dim", "keepdim")     \
+    X(mean, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", "x", "dim", "keepdim")    \
+    X(softmax, 1, "x, dim=-1", "Over one dimension.", "x", "dim")                                  \
+    X(log_softmax, 1, "x, dim=-1", "Over one dimension.", "x", "dim")                              \
+    X(layer_norm, 1, "x, weight=None, bias=None, eps=1e-5", "Of the last dimension.", "x",         \
+      "weight", "bias", "eps")                                                                     \
+    X(rms_norm, 1, "x, weight=None, eps=1e-6", "Of the last dimension.", "x", "weight", "eps")     \
+    X(embedding, 2, "ids, weight", "Rows of the weight.", "ids", "weight")                         \
+    X(rotary, 3, "x, cos, sin", "Turned by angles.", "x", "cos", "sin")                            \
+    X(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
+      "softmax(q @ k.T * scale) @ v", "q", "k", "v", "causal", "scale", "layout")                  \
+    X(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
+      "logits", "targets", "ignore_index")                                                         \
+    X(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \
+      "cross_entropy(x @ weight.T, targets), in chunks of rows.", "x", "weight", "targets",        \
+      "ignore_index", "chunk_rows")                                                                \
+    X(reshape, 2, "x, shape", "The same memory.", "x", "shape")                                    \
+    X(transpose, 3, "x, dim0, dim1", "Two dimensions exchanged, a copy.", "x", "dim0", "dim1")     \
+    X(permute, 2, "x, dims", "Dimensions in another order, a copy.", "x", "dims")                  \
+    X(expand, 2, "x, shape", "Broadcast, a copy.", "x", "shape")                                   \
+    X(concat, 1, "tensors, dim=0", "Along a dimension.", "tensors", "dim")                         \
+    X(stack, 1, "tensors, dim=0", "Along a new dimension.", "tensors", "dim")                      \
+    X(array_equal, 2, "a, b", "Same dtype, shape and bytes.", "a", "b")
 
-/* fsdpc.functional has the documentation. */
-static PyMethodDef functions[] = {
-    PLAIN("add", op_add, "a + b"),
-    PLAIN("sub", op_sub, "a - b"),
-    PLAIN("mul", op_mul, "a * b"),
-    PLAIN("div", op_div, "a / b"),
-    PLAIN("pow", op_pow, "x ** exponent"),
-    {"neg", op_neg, METH_O, "-x"},
-    {"abs", op_abs, METH_O, "Absolute values."},
-    {"exp", op_exp, METH_O, "e ** x"},
-    {"log", op_log, METH_O, "Natural logarithms."},
-    {"sqrt", op_sqrt, METH_O, "Square roots."},
-    {"tanh", op_tanh, METH_O, "Hyperbolic tangents."},
-    {"sigmoid", op_sigmoid, METH_O, "1 / (1 + e ** -x)"},
-    {"silu", op_silu, METH_O, "x * sigmoid(x)"},
-    {"relu", op_relu, METH_O, "max(x, 0)"},
-    FAST("gelu", op_gelu, "gelu(x, approximate='none')"),
-    FAST("swiglu", op_swiglu, "swiglu(gate, up): silu(gate) * up"),
-    FAST("dropout", op_dropout, "dropout(x, p=0.5, training=True)"),
-    FAST("cast", op_cast, "cast(x, dtype)"),
-    FAST("matmul", op_matmul, "matmul(a, b)"),
-    FAST("linear", op_linear, "linear(x, weight, bias=None, layout='oi')"),
-    FAST("linear_gelu", op_linear_gelu, "linear_gelu(x, weight, bias=None, layout='oi')"),
-    FAST("sum", op_sum, "sum(x, dim=None, keepdim=False)"),
-    FAST("mean", op_mean, "mean(x, dim=None, keepdim=False)"),
-    FAST("softmax", op_softmax, "softmax(x, dim=-1)"),
-    FAST("log_softmax", op_log_softmax, "log_softmax(x, dim=-1)"),
-    FAST("layer_norm", op_layer_norm, "layer_norm(x, weight=None, bias=None, eps=1e-5)"),
-    FAST("rms_norm", op_rms_norm, "rms_norm(x, weight=None, eps=1e-6)"),
-    FAST("embedding", op_embedding, "embedding(ids, weight)"),
-    FAST("rotary", op_rotary, "rotary(x, cos, sin)"),
-    FAST("scaled_dot_product_attention", op_attention,
-         "scaled_dot_product_attention(q, k, v, causal=False, scale=None, layout='bhtd')"),
-    FAST("cross_entropy", op_cross_entropy, "cross_entropy(logits, targets, ignore_index=-100)"),
-    FAST("linear_cross_entropy", op_linear_cross_entropy,
-         "linear_cross_entropy(x, weight, targets, ignore_index=-100, chunk_rows=0)"),
-    FAST("reshape", op_reshape, "reshape(x, shape)"),
-    FAST("transpose", op_transpose, "transpose(x, dim0, dim1)"),
-    FAST("permute", op_permute, "permute(x, dims)"),
-    FAST("expand", op_expand, "expand(x, shape)"),
-    FAST("concat", op_concat, "concat(tensors, dim=0)"),
-    FAST("stack", op_stack, "stack(tensors, dim=0)"),
-    FAST("array_equal", op_array_equal, "Same dtype, shape and bytes."),
-    {NULL, NULL, 0, NULL},
-};
+#define X(op, required, signature, doc, ...)                                                       \
+    static const char *const names_##op[] = {__VA_ARGS__};                                         \
+    enum { COUNT_##op = sizeof names_##op / sizeof *names_##op, REQUIRED_##op = required };        \
+    static PyObject *function_##op(FSDPC_PY_FASTCALL(module))                                      \
+    {                                                                                              \
+        PyObject *a[COUNT_##op];                                                                   \
+        if (fsdpc_py_args(#op, COUNT_##op, names_##op, required, args, nargs, keywords, a) < 0)    \
+            return NULL;                                                                           \
+        return op_##op(PyModule_GetState(module), a);                                              \
+    }
+OPERATIONS(X)
+#undef X
+
+#define X(op)                                                                                      \
+    PyObject *fsdpc_py_method_##op(FSDPC_PY_FASTCALL(self))                                        \
+    {                                                                                              \
+        PyObject *a[COUNT_##op] = {self};                                                          \
+        if (fsdpc_py_args(#op, COUNT_##op - 1, names_##op + 1, REQUIRED_##op - 1, args, nargs,     \
+                          keywords, a + 1) < 0)                                                    \
+            return NULL;                                                                           \
+        return op_##op(fsdpc_py_self(self)->state, a);                                             \
+    }
+FSDPC_PY_OP_METHODS(X)
+#undef X
+
+#define X(op, required, signature, doc, ...)                                                       \
+    {#op, (PyCFunction)(void (*)(void))function_##op, METH_FASTCALL | METH_KEYWORDS,               \
+     #op "($module, " signature ")\n--\n\n" doc},
+static PyMethodDef functions[] = {OPERATIONS(X){NULL, NULL, 0, NULL}};
+#undef X
 
 int fsdpc_py_ops_setup(PyObject *module)
 {

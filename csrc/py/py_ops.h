@@ -14,6 +14,17 @@ int fsdpc_py_tape_setup(PyObject *module); /* py_ops_tape.c */
 int fsdpc_py_args(const char *function, int n, const char *const *names, int required,
                   PyObject *const *args, Py_ssize_t nargs, PyObject *keywords, PyObject **out);
 
+/* The parameters of a fastcall with keywords, `self` its module or object... */
+#define FSDPC_PY_FASTCALL(self)                                                                    \
+    PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
+/* ... taken apart into `a`, an array as long as the names are many; returns NULL if that fails. */
+#define FSDPC_PY_PARSE(function, required, ...)                                                    \
+    static const char *const names[] = {__VA_ARGS__};                                              \
+    PyObject *a[sizeof names / sizeof *names];                                                     \
+    if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
+                      keywords, a) < 0)                                                            \
+    return NULL
+
 /* These leave *inout alone for NULL. */
 int fsdpc_py_arg_bool(PyObject *object, bool *inout);
 int fsdpc_py_arg_double(PyObject *object, double *inout); /* and for None */
@@ -40,16 +51,32 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
 /* Wraps what an operation made, or raises. */
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
-PyObject *fsdpc_py_op_unary(fsdpc_py_state *state, fsdpc_unary kind, double scalar,
-                            fsdpc_tensor *x);
-PyObject *fsdpc_py_op_reduce(fsdpc_py_state *state, fsdpc_tensor *x, PyObject *dim, bool keepdim,
-                             bool mean);
-PyObject *fsdpc_py_op_softmax(fsdpc_py_state *state, fsdpc_tensor *x, int dim, bool log);
-PyObject *fsdpc_py_op_matmul(fsdpc_py_state *state, fsdpc_tensor *a, fsdpc_tensor *b);
+/* Operations that are methods of Tensor too; py_ops.c has their arguments. */
+#define FSDPC_PY_OP_METHODS(X)                                                                     \
+    X(sum)                                                                                         \
+    X(mean)                                                                                        \
+    X(softmax)                                                                                     \
+    X(log_softmax)                                                                                 \
+    X(matmul)                                                                                      \
+    X(pow)                                                                                         \
+    X(transpose)                                                                                   \
+    X(exp)                                                                                         \
+    X(log)                                                                                         \
+    X(sqrt)                                                                                        \
+    X(tanh)                                                                                        \
+    X(sigmoid)                                                                                     \
+    X(relu)                                                                                        \
+    X(abs)                                                                                         \
+    X(neg)
+#define X(op) PyObject *fsdpc_py_method_##op(FSDPC_PY_FASTCALL(self));
+FSDPC_PY_OP_METHODS(X)
+#undef X
+
 PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);
 PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                               const int64_t *shape);
-PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, const int *dims);
+/* `dims` as Python gave them. */
+PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, int n, const int64_t *dims);
 PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                              const int64_t *shape);
 

@@ -6,14 +6,6 @@
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
 
-#define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
-#define PARSE(function, required, ...)                                                             \
-    static const char *const names[] = {__VA_ARGS__};                                              \
-    PyObject *a[sizeof names / sizeof *names];                                                     \
-    if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
-                      keywords, a) < 0)                                                            \
-    return NULL
-
 static PyObject *set_grad_enabled(PyObject *module, PyObject *value)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
@@ -108,9 +100,9 @@ static void release_object(void *arg)
     PyGILState_Release(gil);
 }
 
-static PyObject *boundary(FASTCALL)
+static PyObject *boundary(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("boundary", 2, "x", "callback");
+    FSDPC_PY_PARSE("boundary", 2, "x", "callback");
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     fsdpc_tensor *x = runtime ? fsdpc_py_tensor_of(a[0]) : NULL, *y = NULL;
     if (!x)
@@ -152,9 +144,9 @@ static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_o
     return (int)n;
 }
 
-static PyObject *backward(FASTCALL)
+static PyObject *backward(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("backward", 1, "tensors", "gradients", "retain_graph");
+    FSDPC_PY_PARSE("backward", 1, "tensors", "gradients", "retain_graph");
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     fsdpc_tensor **roots = NULL, **grads = NULL;
     PyObject *fast_roots = NULL, *fast_grads = NULL, *result = NULL;
@@ -271,9 +263,9 @@ static fsdpc_status detach_all(int n, fsdpc_tensor *const *tensors, fsdpc_tensor
     return FSDPC_OK;
 }
 
-static PyObject *op_custom(FASTCALL)
+static PyObject *op_custom(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("custom", 3, "inputs", "outputs", "backward");
+    FSDPC_PY_PARSE("custom", 3, "inputs", "outputs", "backward");
     fsdpc_py_state *state = PyModule_GetState(module);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
     fsdpc_tensor **inputs = NULL, **outputs = NULL;

@@ -49,8 +49,15 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize
                                  PyObject *keywords);
 PyObject *fsdpc_py_tensor_dlpack_device(PyObject *self, PyObject *unused);
 
+/* ---- in place: py_tensor_write.c ---- */
+
 /* May this tensor be written in place now?  -1 with an exception if not. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
+PyObject *fsdpc_py_tensor_copy(PyObject *self, PyObject *source);
+PyObject *fsdpc_py_tensor_fill(PyObject *self, PyObject *number);
+PyObject *fsdpc_py_tensor_zero(PyObject *self, PyObject *unused);
+PyObject *fsdpc_py_tensor_set_data(PyObject *self, PyObject *source);
+PyObject *fsdpc_py_tensor_materialize(PyObject *self, PyObject *unused);
 /* dst = src over the box, broadcasting src; 0 or -1 with an exception. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const size_t *shape,
                            const size_t *strides, PyObject *value);

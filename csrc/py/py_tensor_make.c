@@ -8,14 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define FASTCALL PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *keywords
-#define PARSE(function, required, ...)                                                             \
-    static const char *const names[] = {__VA_ARGS__};                                              \
-    PyObject *a[sizeof names / sizeof *names];                                                     \
-    if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
-                      keywords, a) < 0)                                                            \
-    return NULL
-
 /* What zeros(2, 3, dtype=..., requires_grad=True) was given. */
 typedef struct request {
     fsdpc_runtime *runtime;
@@ -127,7 +119,7 @@ static PyObject *filled(const request *r, double value)
     return fsdpc_py_tensor_new(r->state, t);
 }
 
-static PyObject *make_zeros(FASTCALL)
+static PyObject *make_zeros(FSDPC_PY_FASTCALL(module))
 {
     request r;
     if (parse_request(&r, "zeros", module, args, nargs, keywords, false) < 0)
@@ -135,7 +127,7 @@ static PyObject *make_zeros(FASTCALL)
     return filled(&r, 0);
 }
 
-static PyObject *make_ones(FASTCALL)
+static PyObject *make_ones(FSDPC_PY_FASTCALL(module))
 {
     request r;
     if (parse_request(&r, "ones", module, args, nargs, keywords, false) < 0)
@@ -143,7 +135,7 @@ static PyObject *make_ones(FASTCALL)
     return filled(&r, 1);
 }
 
-static PyObject *make_empty(FASTCALL)
+static PyObject *make_empty(FSDPC_PY_FASTCALL(module))
 {
     request r;
     if (parse_request(&r, "empty", module, args, nargs, keywords, false) < 0)
@@ -152,9 +144,9 @@ static PyObject *make_empty(FASTCALL)
     return t ? fsdpc_py_tensor_new(r.state, t) : NULL;
 }
 
-static PyObject *make_full(FASTCALL)
+static PyObject *make_full(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("full", 2, "shape", "value", "dtype", "requires_grad");
+    FSDPC_PY_PARSE("full", 2, "shape", "value", "dtype", "requires_grad");
     request r;
     double value;
     bool integral;
@@ -167,9 +159,9 @@ static PyObject *make_full(FASTCALL)
     return filled(&r, value);
 }
 
-static PyObject *make_empty_deferred(FASTCALL)
+static PyObject *make_empty_deferred(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("empty_deferred", 1, "shape", "dtype", "requires_grad");
+    FSDPC_PY_PARSE("empty_deferred", 1, "shape", "dtype", "requires_grad");
     request r;
     fsdpc_tensor *t;
     if (request_begin(&r, module) < 0 || parse_options(&r, a[1], a[2]) < 0 ||
@@ -203,9 +195,9 @@ static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double sta
     return status;
 }
 
-static PyObject *make_arange(FASTCALL)
+static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("arange", 1, "start", "stop", "step", "dtype");
+    FSDPC_PY_PARSE("arange", 1, "start", "stop", "step", "dtype");
     request r;
     double start = 0, stop, step = 1;
     bool integral[3] = {true, true, true};
@@ -235,7 +227,7 @@ static PyObject *make_arange(FASTCALL)
     return fsdpc_py_tensor_new(r.state, t);
 }
 
-static PyObject *make_randn(FASTCALL)
+static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
 {
     request r;
     if (parse_request(&r, "randn", module, args, nargs, keywords, true) < 0)
@@ -284,9 +276,9 @@ static int parse_kind(PyObject *object, fsdpc_init_kind *out)
     return -1;
 }
 
-static PyObject *make_init(FASTCALL)
+static PyObject *make_init(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("init_", 6, "tensor", "kind", "a", "b", "seed", "stream", "first");
+    FSDPC_PY_PARSE("init_", 6, "tensor", "kind", "a", "b", "seed", "stream", "first");
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     fsdpc_tensor *t = runtime ? fsdpc_py_tensor_of(a[0]) : NULL;
     int64_t first = 0;
@@ -309,9 +301,9 @@ static PyObject *make_init(FASTCALL)
     return status == FSDPC_OK ? Py_NewRef(a[0]) : fsdpc_py_raise(status);
 }
 
-static PyObject *make_tensor(FASTCALL)
+static PyObject *make_tensor(FSDPC_PY_FASTCALL(module))
 {
-    PARSE("tensor", 1, "data", "dtype", "requires_grad");
+    FSDPC_PY_PARSE("tensor", 1, "data", "dtype", "requires_grad");
     request r;
     if (request_begin(&r, module) < 0 || fsdpc_py_arg_bool(a[2], &r.requires_grad) < 0)
         return NULL;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 
+import pytest
+
 from fsdpc import _core
 
 from .tree import ROOT
@@ -53,3 +55,25 @@ def test_classes_have_the_same_members() -> None:
             continue
         own = {member for member in vars(kind) if not member.startswith("_")}
         assert own == set(declared(node.body)), name
+
+
+def test_functions_have_the_signature_that_the_stub_declares() -> None:
+    """Operations say theirs to help() and take the arguments that it names."""
+    seen = 0
+    for name, node in declared(STUB.body).items():
+        function = getattr(_core, name, None)
+        if not isinstance(node, ast.FunctionDef) or not getattr(function, "__text_signature__", 0):
+            continue
+        seen += 1
+        found = inspect.signature(function).parameters
+        defaults = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
+        expected = {
+            a.arg: inspect.Parameter.empty if d is None else ast.literal_eval(d)
+            for a, d in zip(node.args.args, defaults, strict=True)
+        }
+        assert {n: p.default for n, p in found.items()} == expected, name
+        for argument in found:
+            with pytest.raises((TypeError, ValueError)) as caught:
+                function(**dict.fromkeys(list(found)[:1] + [argument], object()))
+            assert "unexpected argument" not in str(caught.value), (name, argument)
+    assert seen > 30
