@@ -106,7 +106,7 @@ def build(flavour_name: str, programs: Sequence[Path]) -> list[Path]:
     def link(main: Path) -> Path:
         return builder.link([main, *library], out / "bin" / main.stem)
 
-    with native.building(out), ThreadPoolExecutor(native.usable_cores()) as pool:
+    with native.building(objects), ThreadPoolExecutor(native.usable_cores()) as pool:
         library = builder.compile(native.sources())
         mains = builder.compile(programs, [f"-I{TESTS}"])
         return list(pool.map(link, mains))

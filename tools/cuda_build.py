@@ -265,14 +265,8 @@ def to_linker(option: str, value: str | Path) -> str:
 
 def link(command: Sequence[str], target: Path, objects: Sequence[Path]) -> Path:
     """Link objects by `command` unless it made `target` of them already."""
-    whole = [*command, "-o", str(target), *map(str, objects), "-ldl", "-lpthread", "-lrt", "-lm"]
-    stamp, line = target.with_suffix(".link"), shlex.join(whole)
-    fresh = target.exists() and stamp.exists() and stamp.read_text() == line
-    built = target.stat().st_mtime_ns if fresh else 0
-    if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
-        native.run_command(whole)
-        stamp.write_text(line)
-    return target
+    return native.link(command, target, objects, ["-ldl", "-lpthread", "-lrt", "-lm"],
+                       target.with_suffix(".link"))
 
 
 def compile_plugin(toolkit: Toolkit, archs: Sequence[str], folder: Path, stays: bool) -> Path:
@@ -457,16 +451,13 @@ def compile_emulated(folder: Path, sanitizer: str, ready: Sequence[Path],
             continue  # tests of streams multiply nothing
         fake = builder.compile_all([(EMULATION / f"{name}.c", [*c, "-fvisibility=hidden"])
                                     for name in files])
-        native.run_command(["clang", *extra, "-shared", f"-Wl,-soname,{soname}", "-o",
-                            str(folder / soname), *map(str, fake), "-lm"])
+        link(["clang", *extra, "-shared", f"-Wl,-soname,{soname}"], folder / soname, fake)
     if aliases:
         objects.append(builder.compile(ALIASES, emulated_commands()[1]))
     programs = []
     for path in tests:
-        main, program = builder.compile(path, c), folder / path.stem
-        native.run_command(["clang++", *extra, *aliases, "-pthread", "-rdynamic", "-o",
-                            str(program), str(main), *map(str, objects), "-lm", "-ldl"])
-        programs.append(program)
+        programs.append(link(["clang++", *extra, *aliases, "-pthread", "-rdynamic"],
+                             folder / path.stem, [builder.compile(path, c), *objects]))
     return programs if sanitizer else [*programs, link_emulated_plugin(builder, c, shared)]
 
 
@@ -484,10 +475,8 @@ def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Pa
     script = builder.folder / "plugin.map"
     # Beside the border, what tests call as another library of the process would.
     script.write_text("{ global: fsdpc_plugin_open; cuda*; emu_*; local: *; };\n")
-    plugin = builder.folder / PLUGIN
-    native.run_command(["clang++", "-shared", "-pthread", "-o", str(plugin), *map(str, objects),
-                        f"-Wl,--version-script={script},--no-undefined", "-lm", "-ldl"])
-    return plugin
+    return link(["clang++", "-shared", "-pthread", f"-Wl,--version-script={script},--no-undefined"],
+                builder.folder / PLUGIN, objects)
 
 
 def main() -> int:

@@ -134,6 +134,26 @@ def up_to_date(target: Path, command_line: str, depfile: Path) -> bool:
         return False
 
 
+def link(command: Sequence[str], target: Path, objects: Sequence[Path], libraries: Sequence[str],
+         stamp: Path) -> Path:
+    """Link objects and libraries by `command` unless `stamp` says that it made `target` of them.
+
+    The target is put in place whole: another process may be running the old one.
+    """
+    made = target.with_name(target.name + ".new")
+    whole = [*command, "-o", str(made), *map(str, objects), *libraries]
+    line = shlex.join(whole)
+    fresh = target.exists() and stamp.exists() and stamp.read_text() == line
+    built = target.stat().st_mtime_ns if fresh else 0
+    if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        run_command(whole)
+        made.replace(target)
+        stamp.write_text(line)
+    return target
+
+
 class Builder:
     """Compiles C files of the tree into one folder, in parallel.
 
@@ -186,22 +206,10 @@ class Builder:
 
     def link(self, objects: Iterable[Path], target: Path, flags: Sequence[str] = ()) -> Path:
         """Link objects into `target` unless it is newer than all of them."""
-        objects = list(objects)
-        target = Path(target)
-        linker_flags = shlex.split(os.environ.get("LDFLAGS", ""))
-        command = [*self.compiler, *self.extra, *flags, *map(str, objects), "-o", str(target)]
-        command += [*linker_flags, *LIBRARIES]
+        libraries = [*shlex.split(os.environ.get("LDFLAGS", "")), *LIBRARIES]
         # A build folder cannot hold the stamp of a target elsewhere, so it is named by the target.
-        stamp = self.out / f"{target.name}.link"
-        line = shlex.join(command)
-        fresh = target.exists() and stamp.exists() and stamp.read_text() == line
-        built = target.stat().st_mtime_ns if fresh else 0
-        if not fresh or any(path.stat().st_mtime_ns > built for path in objects):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self.out.mkdir(parents=True, exist_ok=True)
-            run_command(command)
-            stamp.write_text(line)
-        return target
+        return link([*self.compiler, *self.extra, *flags], Path(target), list(objects), libraries,
+                    self.out / f"{Path(target).name}.link")
 
 
 def build_core(target: Path) -> Path:

@@ -28,11 +28,12 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         import native
     finally:
         sys.path.pop(0)
-    builder = native.Builder(native.OBJECTS, native.default_compiler(), ())
-    library = builder.compile(native.sources())
     include = f"-I{ROOT / 'tests' / 'c'}"
-    main = builder.compile([ROOT / "tests" / "model" / "record_traces.c"], [include])
-    return builder.link([*main, *library], tmp_path_factory.mktemp("model") / "record_traces")
+    builder = native.Builder(native.OBJECTS)
+    with native.building(native.OBJECTS):
+        library = builder.compile(native.sources())
+        main = builder.compile([ROOT / "tests" / "model" / "record_traces.c"], [include])
+        return builder.link([*main, *library], tmp_path_factory.mktemp("model") / "record_traces")
 
 
 def record(recorder: Path, texts: Sequence[str], seeds: Iterable[int], without: str) -> list[Trace]:
