@@ -30,7 +30,8 @@ CSRC = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "objects"  # of csrc without csrc/py, for the extension and plain C tests
 LAYERS = ("base", "device", "ops", "comm", "engine", "ckpt", "nn", "plugin")
 
-WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla")
+WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla",
+            "-Werror=implicit-function-declaration")
 FLAGS = (
     "-std=c11",
     "-D_GNU_SOURCE",

@@ -11,7 +11,7 @@
 #ifndef FSDPC_ENGINE_AGREE_H
 #define FSDPC_ENGINE_AGREE_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 /* Collective, over replicas too.  All reductions are posted, so peers that wait here carry on what
  * this rank waits for, and no wait is added. */

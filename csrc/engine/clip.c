@@ -14,6 +14,7 @@
  */
 #include "engine/clip.h"
 
+#include "engine/grads.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm *norm,

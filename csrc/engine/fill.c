@@ -21,7 +21,6 @@
 #include <string.h>
 
 #include "base/size.h"
-#include "engine/reduce.h"
 
 /* Sums go through a partial only if there are two stages. */
 static bool has_partials(const fsdpc_root *root)
@@ -32,7 +31,6 @@ static bool has_partials(const fsdpc_root *root)
 static fsdpc_status create_own(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
-    FSDPC_TRY(fsdpc_reduce_wait_all(root));
     FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, unit->reduce_bytes, &unit->own_buffer));
     if (has_partials(root) && !unit->own_partial)
         FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
@@ -64,8 +62,8 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
     return FSDPC_OK;
 }
 
-/* The slot that nobody fills and that was posted longest ago; -1: all are half filled. */
-static int choose_slot(const fsdpc_root *root)
+/* The pooled buffer that nobody fills and that was posted longest ago; -1: all are half filled. */
+static int choose_pooled(const fsdpc_root *root)
 {
     int best = -1;
     for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
@@ -76,31 +74,22 @@ static int choose_slot(const fsdpc_root *root)
     return best;
 }
 
-static fsdpc_status take_slot(fsdpc_unit *unit, int slot)
+int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
-    fsdpc_root *root = unit->root;
-    if (root->pool_reducing[slot])
-        FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[slot]));
-    FSDPC_TRY(fsdpc_buffer_idle_wait(root->pool[slot], unit->name));
-    root->pool_filling[slot] = unit;
-    unit->buffer = root->pool[slot];
-    return FSDPC_OK;
+    bool stays = !unit->requires_sync && !unit->deterministic;
+    return unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
 }
 
-fsdpc_status fsdpc_fill_open(fsdpc_unit *unit)
+fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 {
-    if (unit->buffer)
-        return FSDPC_OK;
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
-    if (!unit->own_buffer) {
-        bool stays = !unit->requires_sync && !unit->deterministic;
-        int slot = stays ? -1 : choose_slot(unit->root);
-        FSDPC_TRY(slot >= 0 ? take_slot(unit, slot) : create_own(unit));
-    }
-    if (unit->own_buffer) {
-        FSDPC_TRY(fsdpc_buffer_idle_wait(unit->own_buffer, unit->name));
-        unit->buffer = unit->own_buffer;
-    }
+    fsdpc_root *root = unit->root;
+    if (pooled < 0 && !unit->own_buffer)
+        FSDPC_TRY(create_own(unit));
+    fsdpc_buffer *buffer = pooled < 0 ? unit->own_buffer : root->pool[pooled];
+    FSDPC_TRY(fsdpc_buffer_idle_wait(buffer, unit->name));
+    if (pooled >= 0)
+        root->pool_filling[pooled] = unit;
+    unit->buffer = buffer;
     memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
     unit->n_filled = 0;
     return FSDPC_OK;
@@ -161,16 +150,19 @@ void fsdpc_fill_drop(fsdpc_unit *unit)
     unit->buffer = NULL;
 }
 
+bool fsdpc_fill_creates_partial(const fsdpc_unit *unit, bool keep)
+{
+    return keep && has_partials(unit->root) && !unit->own_partial;
+}
+
 fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bool keep)
 {
     fsdpc_root *root = unit->root;
     unit->partial = NULL;
     if (!has_partials(root))
         return FSDPC_OK;
-    if (keep && !unit->own_partial) {
-        FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    if (fsdpc_fill_creates_partial(unit, keep))
         FSDPC_TRY(fsdpc_buffer_create(root->replicate, unit->grad_bytes, &unit->own_partial));
-    }
     unit->partial = unit->own_partial;
     for (int i = 0; !unit->partial && i < FSDPC_POOLED_BUFFERS; i++) {
         if (root->pool[i] == filled)

@@ -1,4 +1,4 @@
-/* Reduce buffers while they are filled.  Used by reduce.c and the schedule alone.
+/* Reduce buffers while they are filled.  Used by reduce.c alone, but for dropping.
  *
  * A buffer is taken at a unit's first gradient and given back when its reduction is complete and
  * all peers have read it.  Two pooled buffers serve units that close during backward; a unit that
@@ -8,12 +8,16 @@
 #ifndef FSDPC_ENGINE_FILL_H
 #define FSDPC_ENGINE_FILL_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 /* At the creation of a root: `encloses` as there. */
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
-fsdpc_status fsdpc_fill_open(fsdpc_unit *unit); /* unit->buffer is set */
+/* Which pooled buffer a unit without an open one would fill; -1: one of its own. */
+int fsdpc_fill_choose(const fsdpc_unit *unit);
+/* Opens it: unit->buffer is set.  Its reduction is complete; none is in flight if the unit is to
+ * get a first one of its own, whose creation is collective. */
+fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
 /* What no kernel wrote is zeroed, what one did is noted as a gradient; from here on the buffer,
  * which was open, belongs to the reduction.
  */
@@ -22,7 +26,9 @@ void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
 void fsdpc_fill_drop(fsdpc_unit *unit);     /* forgets what is half filled */
 
 /* Where the partial sums of a posted reduction go; set in unit->partial.  `keep`: they stay over
- * several backwards.  Collective over the replicas the first time that is asked for. */
+ * several backwards, in a partial of the unit's own.  Creating that is collective over the
+ * replicas, with no reduction in flight. */
+bool fsdpc_fill_creates_partial(const fsdpc_unit *unit, bool keep);
 fsdpc_status fsdpc_fill_partial(fsdpc_unit *unit, const fsdpc_buffer *filled, bool keep);
 
 #endif

@@ -11,6 +11,8 @@
 
 #include "base/fault.h"
 #include "base/size.h"
+#include "engine/acts.h"
+#include "engine/order.h"
 
 size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
 {
@@ -121,9 +123,17 @@ fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].gather, main));
+    return FSDPC_OK;
+}
+
 /* Giving up cannot fail; where the kernel has no memory for a split mapping, or the device cannot
  * take the fill, the full stays as it is, readable. */
-void fsdpc_full_hide(fsdpc_unit *unit)
+static void hide(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
@@ -134,4 +144,16 @@ void fsdpc_full_hide(fsdpc_unit *unit)
                                 fsdpc_full_bytes(group), main);
         protect(unit, group, FSDPC_ACCESS_NONE);
     }
+}
+
+void fsdpc_full_drop(fsdpc_unit *unit)
+{
+    if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
+        return;
+    bool read = unit->state == FSDPC_UNIT_FULL;
+    unit->state = FSDPC_UNIT_SHARDED;
+    fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
+    hide(unit);
+    if (read && unit->root->overlaps)
+        fsdpc_order_released(unit);
 }

@@ -8,7 +8,7 @@
 #ifndef FSDPC_ENGINE_FULL_H
 #define FSDPC_ENGINE_FULL_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 /* When the wire exists; the unit is SHARDED. */
 fsdpc_status fsdpc_full_place(fsdpc_root *root, fsdpc_unit *unit);
@@ -25,10 +25,13 @@ unsigned char *fsdpc_full_target(const fsdpc_unit *unit, const fsdpc_unit_group 
 unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
                                     const fsdpc_slice *band, size_t at);
 
-/* In no-alias mode only; else they do nothing.  Reveal copies the wire into the private memory,
- * unless gathers write there, and makes it readable, hide fills it with NaN and takes every access
- * away. */
+/* Once a gather is complete, before anybody reads.  In no-alias mode it copies the wire into the
+ * private memory, unless gathers write there, and makes it readable; else it does nothing. */
 fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit);
-void fsdpc_full_hide(fsdpc_unit *unit);
+/* What is in flight is waited for, or main's work to come is behind it (order.h). */
+fsdpc_status fsdpc_full_settle(fsdpc_unit *unit);
+/* -> SHARDED, unless it is held; what was posted stays in flight.  In no-alias mode the memory is
+ * filled with NaN and every access to it taken away. */
+void fsdpc_full_drop(fsdpc_unit *unit);
 
 #endif

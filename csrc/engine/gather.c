@@ -13,6 +13,7 @@
 
 #include <string.h>
 
+#include "engine/acts.h"
 #include "engine/full.h"
 #include "engine/order.h"
 #include "engine/slots.h"
@@ -38,19 +39,11 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
-fsdpc_status fsdpc_gather_settle(fsdpc_unit *unit)
-{
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    for (int g = 0; g < unit->layout->n_groups; g++)
-        FSDPC_TRY(fsdpc_comm_order(&unit->groups[g].gather, main));
-    return FSDPC_OK;
-}
-
 fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
 {
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_gather_settle(unit)); /* one that was gathered ahead and never used */
+    FSDPC_TRY(fsdpc_full_settle(unit)); /* one that was gathered ahead and never used */
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
         FSDPC_TRY(fsdpc_slot_take(unit));
@@ -72,24 +65,12 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
     fsdpc_root *root = unit->root;
-    FSDPC_TRY(fsdpc_gather_settle(unit));
+    FSDPC_TRY(fsdpc_full_settle(unit));
     FSDPC_TRY(fsdpc_full_reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER_DONE, 0, in_backward);
     unit->state = FSDPC_UNIT_FULL;
     return FSDPC_OK;
-}
-
-void fsdpc_gather_drop(fsdpc_unit *unit)
-{
-    if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
-        return;
-    bool read = unit->state == FSDPC_UNIT_FULL;
-    unit->state = FSDPC_UNIT_SHARDED;
-    fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
-    fsdpc_full_hide(unit);
-    if (read && unit->root->overlaps)
-        fsdpc_order_released(unit);
 }
 
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)

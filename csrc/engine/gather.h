@@ -2,13 +2,10 @@
 #ifndef FSDPC_ENGINE_GATHER_H
 #define FSDPC_ENGINE_GATHER_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward); /* SHARDED -> GATHERING */
 fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, posting if needed */
-void fsdpc_gather_drop(fsdpc_unit *unit); /* -> SHARDED; what was posted stays in flight */
-/* What is in flight is waited for, or main's work to come is behind it (order.h). */
-fsdpc_status fsdpc_gather_settle(fsdpc_unit *unit);
 
 /* Writes this rank's slices of a unit's full from its masters. */
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit);

@@ -10,7 +10,7 @@
  */
 #include "engine/micro.h"
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 #include "ops/flat_ops.h"
 
 static unsigned char *level_of(const fsdpc_unit *unit, const fsdpc_unit_group *group, int level)

@@ -13,12 +13,16 @@
  *
  * Captured steps stand in optim_graph.c.
  */
-#include "engine/optim_states.h"
+#include "engine/optim.h"
 
 #include <stdlib.h>
 
 #include "base/size.h"
+#include "engine/collect.h"
+#include "engine/epoch.h"
 #include "engine/full.h"
+#include "engine/grads.h"
+#include "engine/optim_graph.h"
 #include "ops/flat_ops.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
@@ -297,7 +301,8 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
+/* Before anything is announced to the peers: hyper-parameters and states are there. */
+static fsdpc_status prepare(fsdpc_optim *optim)
 {
     FSDPC_TRY(fsdpc_optim_graph_room(optim));
     for (int i = 0; i < optim->n_units; i++) {
@@ -310,6 +315,13 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
+                                       fsdpc_optim_graph **out)
+{
+    FSDPC_TRY(prepare(optim));
+    return fsdpc_optim_graph_create(optim, root, out);
+}
+
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
     if (optim->device->capturing && !optim->capture)
@@ -317,7 +329,7 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
             FSDPC_ERR_STATE,
             "another optimizer steps inside a captured step: a graph holds the step of "
             "the one that it was given");
-    FSDPC_TRY(fsdpc_optim_prepare(optim));
+    FSDPC_TRY(prepare(optim));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)

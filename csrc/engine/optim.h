@@ -16,7 +16,7 @@
 #ifndef FSDPC_ENGINE_OPTIM_H
 #define FSDPC_ENGINE_OPTIM_H
 
-#include "engine/root.h"
+#include "engine/unit.h"
 #include "ops/flat_step.h"
 
 typedef struct fsdpc_optim fsdpc_optim;
@@ -49,26 +49,12 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
 
 /* -- captured steps ---------------------------------------------------------------------------- */
 
-/* What steps of a graph read when they run: from capture_begin to capture_end steps of this
- * optimizer read their scalars (rates, bias corrections, the number of the step) from memory of the
- * device, which advance writes, in stream order, for the step that comes.
- */
-typedef struct fsdpc_optim_graph fsdpc_optim_graph;
+typedef struct fsdpc_optim_graph fsdpc_optim_graph; /* optim_graph.h */
 
-/* Waits for nothing but the making of states that are missing; before the device's capture.  All
- * units are the root's. */
+/* Steps from here on are captured.  Waits for nothing but the making of states that are missing;
+ * before the device's capture.  All units are the root's. */
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out);
-/* `keep`: what was captured will be launched, now for the first time; else step counts go back to
- * what they were, and there is no error. */
-fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep);
-/* An error if parameters, groups or counts are no longer such that the captured calls are those of
- * the step that comes. */
-fsdpc_status fsdpc_optim_graph_check(fsdpc_optim_graph *graph);
-/* Before each launch but the first, and checked: counts the step. */
-fsdpc_status fsdpc_optim_graph_advance(fsdpc_optim_graph *graph);
-void fsdpc_optim_graph_destroy(fsdpc_optim_graph *graph); /* NULL is fine */
-
 /* -- states ------------------------------------------------------------------------------------ */
 
 /* This rank's rows of a state, laid out as the master's piece. */

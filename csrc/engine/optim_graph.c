@@ -9,10 +9,11 @@
  *
  * There are as many slots as parameters, and more than ever differ.
  */
+#include "engine/optim_graph.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/optim_states.h"
 #include "ops/flat_ops.h"
 
 typedef struct slot {
@@ -118,10 +119,9 @@ static fsdpc_status make_room(fsdpc_optim *optim, fsdpc_optim_graph *graph)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
-                                       fsdpc_optim_graph **out)
+fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root,
+                                      fsdpc_optim_graph **out)
 {
-    FSDPC_TRY(fsdpc_optim_prepare(optim));
     FSDPC_TRY(check_units(optim, root));
     fsdpc_optim_graph *graph = calloc(1, sizeof *graph);
     if (!graph)

@@ -1,8 +1,12 @@
-/* What an optimizer keeps; open to optim.c and optim_graph.c alone. */
-#ifndef FSDPC_ENGINE_OPTIM_STATES_H
-#define FSDPC_ENGINE_OPTIM_STATES_H
+/* The struct of an optimizer, for optim.c and optim_graph.c. */
+#ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
+#define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
-#include "engine/optim.h"
+#include "engine/unit_internal.h"
+#include "ops/flat_step.h"
+
+typedef struct fsdpc_optim fsdpc_optim;
+typedef struct fsdpc_optim_graph fsdpc_optim_graph;
 
 typedef struct param_states {
     int group; /* of hyper-parameters; -1: not ours */
@@ -34,14 +38,5 @@ struct fsdpc_optim {
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
 };
-
-/* Before anything is announced to the peers: hyper-parameters and states are there. */
-fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
-
-/* Memory for the scalars of captured steps, on devices with graphs. */
-fsdpc_status fsdpc_optim_graph_room(fsdpc_optim *optim);
-
-/* Inside a capture: points a step's arguments to scalars in the device's memory. */
-fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args);
 
 #endif

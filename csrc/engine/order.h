@@ -10,7 +10,7 @@
 #ifndef FSDPC_ENGINE_ORDER_H
 #define FSDPC_ENGINE_ORDER_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root); /* decides root->overlaps; units are adopted */
 /* Streams run dry, or what they do with peers is given up, before their memory goes. */

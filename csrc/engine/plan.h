@@ -6,7 +6,40 @@
 #ifndef FSDPC_ENGINE_PLAN_H
 #define FSDPC_ENGINE_PLAN_H
 
-#include "engine/unit.h"
+#include "comm/comm.h"
+#include "engine/layout.h"
+
+/* Where the ranks of a unit stand; `replicate` is NULL for a mesh of one row. */
+typedef struct fsdpc_mesh {
+    fsdpc_comm *shard;
+    fsdpc_comm *replicate;
+} fsdpc_mesh;
+
+typedef struct fsdpc_unit_options {
+    const char *name; /* copied; shown in messages and traces */
+    fsdpc_mesh mesh;
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    bool cast_params; /* param_dtype is given; else each group keeps its original dtype */
+    fsdpc_dtype param_dtype;
+    bool cast_reduce; /* reduce_dtype is given; else the dtype of the fulls */
+    fsdpc_dtype reduce_dtype;
+    bool reshard_after_forward;
+    int first_owner;
+    bool no_alias; /* private memory for fulls, out of reach while sharded */
+} fsdpc_unit_options;
+
+/* Ranks that contribute to its gradients. */
+static inline int fsdpc_mesh_ranks(const fsdpc_mesh *mesh)
+{
+    return mesh->shard->size * (mesh->replicate ? mesh->replicate->size : 1);
+}
+
+/* Shard groups that hold the same, each in its own memory. */
+static inline bool fsdpc_mesh_is_replicated(const fsdpc_mesh *mesh)
+{
+    return mesh->replicate && mesh->replicate->size > 1;
+}
 
 /* One flat group; dtypes as the policy in `options` makes them. */
 typedef struct fsdpc_group_plan {

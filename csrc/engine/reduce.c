@@ -32,7 +32,9 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "engine/acts.h"
 #include "engine/fill.h"
+#include "engine/grads.h"
 #include "engine/micro.h"
 #include "engine/order.h"
 
@@ -229,7 +231,10 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));
     unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
-    FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, unit->postpone || unit->partial_live));
+    bool keep = unit->postpone || unit->partial_live;
+    if (fsdpc_fill_creates_partial(unit, keep))
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    FSDPC_TRY(fsdpc_fill_partial(unit, unit->buffer, keep));
     fsdpc_buffer *buffer;
     FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
     unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
@@ -257,6 +262,20 @@ fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root)
     while (root->n_reducing > 0)
         FSDPC_TRY(fsdpc_reduce_wait(root->reducing[0]));
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    if (unit->buffer)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
+    int pooled = fsdpc_fill_choose(unit);
+    if (pooled >= 0 && root->pool_reducing[pooled])
+        FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[pooled]));
+    else if (pooled < 0 && !unit->own_buffer)
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    return fsdpc_fill_take(unit, pooled);
 }
 
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root)

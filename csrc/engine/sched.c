@@ -30,8 +30,11 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "engine/acts.h"
 #include "engine/agree.h"
+#include "engine/epoch.h"
 #include "engine/fill.h"
+#include "engine/full.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
 #include "engine/slots.h"
@@ -171,7 +174,7 @@ fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
     fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, root->in_backward);
     bool stays = unit->stays || unit->rank_dependent;
     if (unit->reshard_after_forward && !stays && !root->in_backward)
-        fsdpc_gather_drop(unit);
+        fsdpc_full_drop(unit);
     if (root->forward_depth == 0 && !root->in_backward)
         fsdpc_comm_locate(root->comm, "user code", "");
     return FSDPC_OK;
@@ -220,7 +223,7 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
     if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
     if (unit->reshard_after_backward)
-        fsdpc_gather_drop(unit);
+        fsdpc_full_drop(unit);
     return fsdpc_reduce_progress(root);
 }
 
@@ -233,7 +236,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "a gradient of parameter '%s' outside the backward of unit '%s'",
                           place->name, unit->name);
-    FSDPC_TRY(fsdpc_fill_open(unit));
+    FSDPC_TRY(fsdpc_reduce_open(unit));
     *data_out = unit->buffer->data + group->reduce_offset +
                 place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);
     *dtype_out = group->reduce_dtype;
@@ -290,8 +293,8 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         if (!reduces_now(unit))
             continue;
         if (unit->rank_dependent && unit->reduce_bytes > 0)
-            FSDPC_TRY(fsdpc_fill_open(unit)); /* of zeros if it did not run */
-        FSDPC_TRY(fsdpc_reduce_post(unit));   /* also what came after the unit's backward ended */
+            FSDPC_TRY(fsdpc_reduce_open(unit)); /* of zeros if it did not run */
+        FSDPC_TRY(fsdpc_reduce_post(unit));     /* also what came after the unit's backward ended */
     }
     FSDPC_TRY(fsdpc_reduce_post_rest(root));
     FSDPC_TRY(fsdpc_backward_agree(root));
@@ -329,7 +332,7 @@ fsdpc_status fsdpc_reshard(fsdpc_unit *unit)
     if (unit->held > 0)
         unit->held--;
     if (unit->root)
-        fsdpc_gather_drop(unit);
+        fsdpc_full_drop(unit);
     return FSDPC_OK;
 }
 
@@ -343,7 +346,7 @@ void fsdpc_root_reset(fsdpc_root *root)
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = unit->stays = false;
         fsdpc_fill_drop(unit);
-        fsdpc_gather_drop(unit);
+        fsdpc_full_drop(unit);
     }
 }
 

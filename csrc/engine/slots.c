@@ -15,7 +15,7 @@
 #include <stdlib.h>
 
 #include "base/size.h"
-#include "engine/gather.h"
+#include "engine/full.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
 
@@ -233,7 +233,7 @@ static fsdpc_status part(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int i = 0; i < root->n_units; i++)
-        FSDPC_TRY(fsdpc_gather_settle(root->units[i]));
+        FSDPC_TRY(fsdpc_full_settle(root->units[i]));
     FSDPC_TRY(fsdpc_reduce_wait_all(root));
     fsdpc_status status = fsdpc_stream_sync(main);
     if (status == FSDPC_OK)
@@ -250,10 +250,10 @@ fsdpc_status fsdpc_slot_take(fsdpc_unit *unit)
     fsdpc_unit **user = &unit->root->slot_users[unit->slot];
     if (*user && *user != unit) {
         if ((*user)->state == FSDPC_UNIT_GATHERING)
-            fsdpc_gather_drop(*user); /* unless it is held */
+            fsdpc_full_drop(*user); /* unless it is held */
         if ((*user)->state != FSDPC_UNIT_SHARDED)
             return part(unit);
-        FSDPC_TRY(fsdpc_gather_settle(*user));
+        FSDPC_TRY(fsdpc_full_settle(*user));
         if (unit->root->overlaps) /* it is overwritten as by a gather of its own */
             FSDPC_TRY(fsdpc_order_gather(*user));
     }

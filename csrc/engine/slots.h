@@ -15,7 +15,7 @@
 #ifndef FSDPC_ENGINE_SLOTS_H
 #define FSDPC_ENGINE_SLOTS_H
 
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 typedef struct fsdpc_slot_want {
     size_t bytes; /* of the unit's full */

@@ -22,7 +22,10 @@
 #include <string.h>
 
 #include "base/crc32c.h"
-#include "engine/gather.h"
+#include "engine/epoch.h"
+#include "engine/full.h"
+#include "engine/grads.h"
+#include "engine/optim_graph.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
 #include "engine/sched.h"
@@ -232,7 +235,7 @@ static void give_up(fsdpc_step_graph *step)
     if (root->device->capturing) {
         /* What was posted goes into the graph first, and not to the peers after it. */
         for (int i = 0; i < root->n_units; i++)
-            (void)fsdpc_gather_settle(root->units[i]);
+            (void)fsdpc_full_settle(root->units[i]);
         (void)fsdpc_reduce_wait_all(root);
         (void)fsdpc_capture_end(root->device, NULL);
     }

@@ -3,21 +3,12 @@
  * Masters and gradient shards are allocated once, with the unit, and never move: optimizers and
  * exported pieces may keep pointers.  Loops over elements are the kernels of flat_ops; this file
  * only finds out which elements.
- *
- * Collecting a whole parameter is rare (checkpoints of other tools, tests, printing), so it goes
- * the simple way: every rank sends its piece padded to the largest one, and each puts the pieces,
- * which are runs of whole rows in rank order, end to end.
  */
 #include "engine/unit.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/size.h"
-#include "engine/fill.h"
-#include "engine/micro.h"
-#include "engine/plan.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
@@ -124,39 +115,12 @@ void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_ou
            piece_out->shard_offset * fsdpc_dtype_bytes(place->dtype);
 }
 
-static void *grad_of(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
+void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
     const fsdpc_unit_group *group = &unit->groups[place->group];
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
     return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
-}
-
-fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
-{
-    FSDPC_TRY(fsdpc_micro_fold(unit));
-    if (!fsdpc_unit_is_scaled(unit))
-        return FSDPC_OK;
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
-                                   unit->pending_scale, fsdpc_unit_scale_at(unit), NULL, main));
-    }
-    unit->pending_scale = 1;
-    unit->clipped = false;
-    return FSDPC_OK;
-}
-
-fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out)
-{
-    if (!fsdpc_unit_has_grad(unit, param)) {
-        *out = NULL;
-        return FSDPC_OK;
-    }
-    FSDPC_TRY(fsdpc_unit_apply_scale(unit));
-    *out = grad_of(unit, param, piece_out);
-    return FSDPC_OK;
 }
 
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param)
@@ -196,88 +160,6 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
                             .stream = stream,
                             .first = piece.first};
     return fsdpc_flat_init(&args, main);
-}
-
-static size_t largest_piece(const fsdpc_layout *layout, int param)
-{
-    size_t largest = 0;
-    for (int rank = 0; rank < layout->ranks; rank++)
-        largest = fsdpc_max_size(largest, fsdpc_layout_piece(layout, param, rank).numel);
-    return largest;
-}
-
-/* Programs written for one process like to call these on rank 0 alone. */
-static fsdpc_status say_collective(fsdpc_status status)
-{
-    if (status != FSDPC_ERR_PEER && status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_TIMEOUT)
-        return status;
-    char text[512];
-    snprintf(text, sizeof text, "%s", fsdpc_last_error());
-    return fsdpc_fail(status,
-                      "%s; state_dict() and full_tensor() are collective: call them on every rank, "
-                      "and use the result where you like",
-                      text);
-}
-
-fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dtype dtype,
-                                     const void *mine, void *out)
-{
-    const fsdpc_layout *layout = unit->layout;
-    fsdpc_comm *comm = unit->mesh.shard;
-    size_t element = fsdpc_dtype_bytes(dtype), largest = largest_piece(layout, param);
-    size_t ranks = (size_t)comm->size, own = fsdpc_layout_piece(layout, param, comm->rank).numel;
-    char *staging = NULL;
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, (ranks + 1) * largest * element,
-                                 (void **)&staging));
-    char *send = staging + ranks * largest * element;
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
-                     .unit = unit->id,
-                     .what = layout->params[param].name,
-                     .dtype = dtype,
-                     .send = send,
-                     .recv = staging,
-                     .numel = largest};
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_status status = fsdpc_device_fill(unit->device, send, 0, largest * element, main);
-    if (status == FSDPC_OK)
-        status = fsdpc_device_copy(unit->device, send, mine, own * element, main);
-    if (status == FSDPC_OK)
-        status = say_collective(fsdpc_comm_run(comm, &op));
-    for (int rank = 0; status == FSDPC_OK && rank < comm->size; rank++) {
-        fsdpc_piece piece = fsdpc_layout_piece(layout, param, rank);
-        status = fsdpc_device_copy(unit->device, (char *)out + piece.first * element,
-                                   staging + (size_t)rank * largest * element,
-                                   piece.numel * element, main);
-    }
-    fsdpc_device_free(unit->device, staging);
-    return status;
-}
-
-fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)
-{
-    const fsdpc_place *place = &unit->layout->params[param];
-    if (grads && !fsdpc_unit_has_grad(unit, param))
-        return fsdpc_fail(FSDPC_ERR_STATE,
-                          "parameter '%s' of unit '%s' has no gradient: run backward first",
-                          place->name, unit->name);
-    if (grads)
-        FSDPC_TRY(fsdpc_unit_apply_scale(unit));
-    fsdpc_piece mine;
-    fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
-    const void *from = grads ? grad_of(unit, param, &mine) : fsdpc_unit_master(unit, param, &mine);
-    return fsdpc_unit_collect_rows(unit, param, dtype, from, out);
-}
-
-void fsdpc_unit_zero_grad(fsdpc_unit *unit)
-{
-    unit->grad_live = unit->partial_live = unit->folded = false;
-    memset(unit->grads, FSDPC_GRAD_NONE, (size_t)unit->layout->n_params);
-    unit->n_sums = 0;
-    unit->pending_scale = 1;
-    unit->clipped = false;
-    unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
-    if (unit->root && !unit->root->in_backward)
-        fsdpc_fill_drop(unit); /* what was accumulated without synchronising */
 }
 
 fsdpc_status fsdpc_unit_check_full(fsdpc_unit *unit, int param)

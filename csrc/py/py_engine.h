@@ -12,6 +12,8 @@
 
 #include "py/py_state.h"
 
+#include "engine/collect.h"
+#include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/sched.h"
 #include "nn/tape.h"

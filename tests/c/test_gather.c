@@ -90,17 +90,17 @@ static void test_states(void)
     CHECK(unit->state == FSDPC_UNIT_GATHERING);
     CHECK_OK(fsdpc_gather_post(unit, false)); /* nothing more */
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER, 1, 0) == 1);
-    fsdpc_gather_drop(unit); /* never used: it may be gathered again all the same */
+    fsdpc_full_drop(unit); /* never used: it may be gathered again all the same */
     CHECK(unit->state == FSDPC_UNIT_SHARDED);
     CHECK_OK(fsdpc_gather_wait(unit, true));
     CHECK(unit->state == FSDPC_UNIT_FULL && rig_count(&r, FSDPC_TRACE_GATHER, 1, 1) == 1);
     CHECK_OK(fsdpc_gather_wait(unit, false));
     CHECK(rig_count(&r, FSDPC_TRACE_GATHER_DONE, 1, -1) == 1);
     unit->held = 1;
-    fsdpc_gather_drop(unit);
+    fsdpc_full_drop(unit);
     CHECK(unit->state == FSDPC_UNIT_FULL);
     unit->held = 0;
-    fsdpc_gather_drop(unit);
+    fsdpc_full_drop(unit);
     CHECK(unit->state == FSDPC_UNIT_SHARDED);
     rig_close(&r);
 }

@@ -8,6 +8,7 @@
  */
 #include "base/size.h"
 #include "engine/full.h"
+#include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/sched.h"
 #include "nccl_rig.h"

@@ -19,6 +19,7 @@
 #include "nccl_rig.h"
 
 #include "engine/clip.h"
+#include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/sched.h"
 

@@ -28,6 +28,12 @@ MAY_INCLUDE = {
     "mpi": COMMON | {"plugin"},
 }
 
+# csrc/engine is a chain: a file includes only what stands before it.
+ENGINE = """
+    layout norm plan unit_internal unit root_internal acts micro order fill full grads collect
+    clip agree reduce slots gather epoch root optim_internal optim_graph optim sched step_graph
+""".split()
+
 # Headers of others, and where alone they may be included.
 HOMES = {
     r"Python\.h|structmember\.h|numpy/.*": {"py"},
@@ -112,6 +118,14 @@ def test_includes_keep_to_the_layers(path: Path) -> None:
             other = name.split("/")[0]
             allowed = MAY_INCLUDE[layer] | {layer}
             assert other in allowed, f"{label(path)}: {layer} may not see {other} ({name})"
+
+
+@pytest.mark.parametrize("path", files(".c", ".h", under="csrc/engine"), ids=label)
+def test_the_engine_is_a_chain(path: Path) -> None:
+    below = ENGINE[: ENGINE.index(path.stem) + 1]
+    for _, name in includes(path):
+        if name.startswith("engine/"):
+            assert Path(name).stem in below, f"{label(path)} stands below {name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)

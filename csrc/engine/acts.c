@@ -1,0 +1,56 @@
+/* A step's acts are noted from its forward to its last backward; those of the last whole step are
+ * kept beside them.
+ */
+#include "engine/acts.h"
+
+#include <stdlib.h>
+
+void fsdpc_root_begin_acts(fsdpc_root *root)
+{
+    if (root->acts.whole) {
+        fsdpc_acts spare = root->last_acts;
+        root->last_acts = root->acts;
+        root->acts = spare;
+    }
+    root->acts.length = 0;
+    root->acts.whole = false;
+    root->notes_acts = true;
+}
+
+void fsdpc_root_end_acts(fsdpc_root *root)
+{
+    root->acts.whole = root->acts.whole || root->notes_acts;
+    root->notes_acts = false;
+}
+
+/* A step whose acts find no memory shows none. */
+static void note_act(fsdpc_root *root, fsdpc_act act)
+{
+    fsdpc_acts *acts = &root->acts;
+    if (acts->length == acts->capacity) {
+        size_t capacity = acts->capacity ? 2 * acts->capacity : 64;
+        fsdpc_act *items = realloc(acts->items, capacity * sizeof act);
+        if (!items) {
+            acts->length = 0;
+            root->notes_acts = false;
+            return;
+        }
+        acts->items = items;
+        acts->capacity = capacity;
+    }
+    acts->items[acts->length++] = act;
+}
+
+void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward)
+{
+    fsdpc_root *root = unit->root;
+    fsdpc_trace_add(unit->trace, kind, unit->id, bytes, root->wire->epoch, backward);
+    /* A shard group of one rank gathers nothing, reshards nothing and leaves all to replicas. */
+    bool of_shards =
+        kind == FSDPC_TRACE_GATHER || kind == FSDPC_TRACE_RESHARD || kind == FSDPC_TRACE_REDUCE;
+    bool shown = of_shards ? root->comm->size > 1
+                           : kind == FSDPC_TRACE_FORWARD || kind == FSDPC_TRACE_BACKWARD ||
+                                 kind == FSDPC_TRACE_ALL_REDUCE;
+    if (root->notes_acts && shown)
+        note_act(root, (fsdpc_act){.unit = unit->id, .kind = kind, .backward = backward});
+}

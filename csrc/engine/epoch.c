@@ -1,0 +1,255 @@
+/* Epochs: what keeps the wire true to the masters.
+ *
+ * The protocol is explained in docs/design.md, section 3, and modelled in tests/model.  In short: a
+ * rank that arrives has finished with everything it read in earlier epochs, so once all have
+ * arrived nobody reads, and whoever changed masters may write.  If nobody did, all go on at once.
+ *
+ * An optimizer's epoch always changes.  It publishes without waiting for the others to have
+ * published: the next reader begins an epoch of its own, and a rank arrives there only after it
+ * published here, so waiting for that arrival is enough.
+ *
+ * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
+ * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
+ * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
+ *
+ * An exception on any rank makes the next epoch a reset for all: half-filled gradients and the
+ * record are dropped everywhere, so that all ranks go on from the same state.
+ */
+#include "engine/epoch.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "engine/acts.h"
+#include "engine/fill.h"
+#include "engine/full.h"
+#include "engine/gather.h"
+#include "engine/order.h"
+#include "engine/reduce.h"
+
+const char *fsdpc_epoch_text(uint32_t kind)
+{
+    static const char *const texts[] = {
+#define X(name, text) [FSDPC_EPOCH_##name] = text,
+        FSDPC_EPOCH_KIND_TABLE(X)
+#undef X
+    };
+    return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
+}
+
+/* Ends what is in flight: who arrives has finished with everything it read.  Units that were asked
+ * to stay after backward do so until weights change. */
+static fsdpc_status begin_sharded(fsdpc_root *root)
+{
+    FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* after an interrupted or a not-last backward only */
+    memset(root->pool_turn, 0, sizeof root->pool_turn); /* steps use the buffers of the last one */
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        FSDPC_TRY(fsdpc_full_settle(unit));
+        if (unit->reshard_after_backward || unit->state == FSDPC_UNIT_GATHERING)
+            fsdpc_full_drop(unit);
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status find_changes(fsdpc_root *root, uint32_t *bits_io)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        bool changed;
+        FSDPC_TRY(fsdpc_gather_changed(root->units[i], &changed));
+        if (changed)
+            *bits_io |= FSDPC_EPOCH_CHANGED;
+    }
+    return FSDPC_OK;
+}
+
+/* Announces what this rank is about to do. */
+static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdpc_unit *called,
+                             uint32_t bits)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        if (root->units[i]->held)
+            bits |= FSDPC_EPOCH_HELD;
+    }
+    if (root->needs_reset)
+        bits |= FSDPC_EPOCH_RESET;
+    root->note = (fsdpc_epoch_note){
+        .bits = bits,
+        .kind = (uint32_t)kind,
+        .unit = called->id,
+        .steps = root->steps,
+    };
+    if (!root->captured)
+        FSDPC_TRY(fsdpc_wire_arrive(root->wire, &root->note));
+    fsdpc_trace_add(root->trace, FSDPC_TRACE_EPOCH, called->id, 0, root->wire->epoch, 0);
+    root->stage = FSDPC_STAGE_ARRIVED;
+    return FSDPC_OK;
+}
+
+/* A wait that was interrupted may be taken up again; after any other error the epoch is over. */
+static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
+{
+    if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)
+        root->stage = FSDPC_STAGE_IDLE;
+    return status;
+}
+
+/* Learns what the others are about to do; on return it is decided whether the wire is written. */
+static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
+{
+    fsdpc_epoch_note all = root->note;
+    if (!root->captured)
+        FSDPC_TRY(keep_stage(root, fsdpc_wire_epoch_wait(root->wire, called->name, &all)));
+    if (all.bits & FSDPC_EPOCH_RESET) {
+        fsdpc_record_clear(&root->record);
+        for (int i = 0; i < root->n_units; i++)
+            fsdpc_fill_drop(root->units[i]);
+    }
+    root->needs_reset = false;
+    root->stage = all.bits & FSDPC_EPOCH_CHANGED ? FSDPC_STAGE_WRITING : FSDPC_STAGE_IDLE;
+    if (root->stage != FSDPC_STAGE_WRITING)
+        return FSDPC_OK;
+    root->generation++;
+    for (int i = 0; i < root->n_units; i++)
+        fsdpc_full_drop(root->units[i]);
+    return FSDPC_OK;
+}
+
+/* Nobody reads the wire now. */
+static fsdpc_status publish_dirty(fsdpc_root *root)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        if (root->units[i]->dirty)
+            FSDPC_TRY(fsdpc_gather_publish(root->units[i]));
+    }
+    return FSDPC_OK;
+}
+
+/* Carries an epoch from whatever stage it is in to its end. */
+static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
+{
+    if (root->stage == FSDPC_STAGE_ARRIVED)
+        FSDPC_TRY(decide(root, called));
+    if (root->stage == FSDPC_STAGE_WRITING) {
+        FSDPC_TRY(publish_dirty(root));
+        if (root->overlaps)
+            FSDPC_TRY(fsdpc_order_published(root));
+        if (!root->captured)
+            FSDPC_TRY(fsdpc_wire_publish(root->wire));
+        root->stage = root->captured ? FSDPC_STAGE_IDLE : FSDPC_STAGE_PUBLISHED;
+    }
+    if (root->stage == FSDPC_STAGE_PUBLISHED)
+        FSDPC_TRY(keep_stage(root, fsdpc_wire_published_wait(root->wire, called->name)));
+    root->stage = FSDPC_STAGE_IDLE;
+    return FSDPC_OK;
+}
+
+/* Before a new epoch.  That all ranks refused the interrupted one (weights changed under unshard())
+ * is no longer news. */
+static fsdpc_status complete_interrupted(fsdpc_root *root)
+{
+    fsdpc_status status = complete(root, root->units[0]);
+    return status == FSDPC_ERR_STATE ? FSDPC_OK : status;
+}
+
+/* A graph replays what it holds, and counts for one model. */
+static fsdpc_status check_capture(const fsdpc_root *root)
+{
+    if (!root->device->capturing || root->captured)
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "'%s' runs inside the captured step of another model: a graph holds the step "
+                      "of one",
+                      root->units[0]->name);
+}
+
+fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_unit *called,
+                              uint32_t bits)
+{
+    FSDPC_TRY(check_capture(root));
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(begin_sharded(root));
+    FSDPC_TRY(find_changes(root, &bits));
+    FSDPC_TRY(announce(root, kind, called, bits));
+    return complete(root, called);
+}
+
+/* The others take the step that this rank announced, and its rows would stay one behind for good:
+ * nobody goes on. */
+static void close_half_step(fsdpc_root *root, const char *what)
+{
+    char text[160];
+    snprintf(text, sizeof text,
+             "rank %d was interrupted in %s that others may have taken; go on from the last "
+             "checkpoint",
+             root->comm->world_rank, what);
+    fsdpc_comm_abort(root->comm, text);
+    if (root->replicate)
+        fsdpc_comm_abort(root->replicate, text);
+}
+
+fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)
+{
+    const char *inside = root->holds           ? "hold()"
+                         : root->in_backward   ? "backward"
+                         : root->forward_depth ? "forward"
+                                               : NULL;
+    if (inside)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "an optimizer stepped inside %s of '%s': the weights are fixed there",
+                          inside, root->units[0]->name);
+    FSDPC_TRY(check_capture(root));
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(begin_sharded(root));
+    fsdpc_comm_locate(root->comm, "an optimizer's step", root->units[0]->name);
+    root->steps++;
+    FSDPC_TRY(
+        announce(root, FSDPC_EPOCH_OPTIM, root->units[0], FSDPC_EPOCH_CHANGED | FSDPC_EPOCH_STEP));
+    fsdpc_status status = decide(root, root->units[0]);
+    if (status == FSDPC_ERR_INTERRUPT)
+        close_half_step(root, fsdpc_epoch_text(FSDPC_EPOCH_OPTIM));
+    FSDPC_TRY(status);
+    return publish_dirty(root);
+}
+
+fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
+{
+    fsdpc_comm_locate(root->comm, "user code", "");
+    if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
+        return FSDPC_OK;
+    root->stage = FSDPC_STAGE_IDLE;
+    fsdpc_status status = root->overlaps ? fsdpc_order_published(root) : FSDPC_OK;
+    if (!root->captured)
+        FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
+    return status;
+}
+
+static fsdpc_status end_all(fsdpc_root *root)
+{
+    FSDPC_TRY(begin_sharded(root));
+    for (int i = 0; i < root->n_units; i++)
+        fsdpc_full_drop(root->units[i]);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status)
+{
+    char text[512];
+    const char *what = fsdpc_epoch_text((uint32_t)kind);
+    fsdpc_epoch_note all;
+    if (status == FSDPC_OK)
+        status = end_all(root);
+    snprintf(text, sizeof text, "%s", status == FSDPC_OK ? "" : fsdpc_last_error());
+    FSDPC_TRY(complete_interrupted(root));
+    FSDPC_TRY(announce(root, kind, root->units[0], status == FSDPC_OK ? 0 : FSDPC_EPOCH_REFUSED));
+    fsdpc_status met = fsdpc_wire_epoch_wait(root->wire, root->units[0]->name, &all);
+    root->stage = FSDPC_STAGE_IDLE;
+    if (met == FSDPC_ERR_INTERRUPT)
+        close_half_step(root, what);
+    FSDPC_TRY(met);
+    if (status != FSDPC_OK)
+        fsdpc_fail(status, "%s", text);
+    if (all.bits & FSDPC_EPOCH_REFUSED)
+        status = fsdpc_comm_agree(root->comm, status, what);
+    return root->replicate ? fsdpc_comm_agree(root->replicate, status, what) : status;
+}

@@ -1,0 +1,95 @@
+/* The struct of a root, for the files of csrc/engine and the C tests of them. */
+#ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
+#define FSDPC_ENGINE_ROOT_INTERNAL_H
+
+#include "engine/unit.h"
+
+/* How far the last epoch came.  An interrupt (Ctrl-C) may end the wait of any stage; the next epoch
+ * first completes this one as it was announced, since the peers count on that. */
+typedef enum fsdpc_epoch_stage {
+    FSDPC_STAGE_IDLE,
+    FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
+    FSDPC_STAGE_WRITING,   /* somebody changed: nobody reads, own slices are to be written */
+    FSDPC_STAGE_PUBLISHED, /* waits for all publications */
+} fsdpc_epoch_stage;
+
+enum { FSDPC_POOLED_BUFFERS = 2 };
+
+typedef struct fsdpc_record_entry {
+    int unit;
+    bool backward;
+} fsdpc_record_entry;
+
+/* The order in which units were used, for prefetching; see sched.h. */
+typedef struct fsdpc_record {
+    fsdpc_record_entry *entries;
+    size_t length, capacity;
+    size_t position; /* replaying: the next expected entry */
+    bool complete;   /* a whole step was recorded */
+    bool following;  /* this step has agreed with the record so far */
+    bool ended;      /* a backward ended since the step began */
+} fsdpc_record;
+
+/* What the engine did with a unit, in the order it did it: schedule() shows these. */
+typedef struct fsdpc_act {
+    int unit;
+    fsdpc_trace_kind kind;
+    bool backward; /* the phase that it is for */
+} fsdpc_act;
+
+/* Acts of one step: a forward with gradients and the backwards that follow it. */
+typedef struct fsdpc_acts {
+    fsdpc_act *items;
+    size_t length, capacity;
+    bool whole; /* a backward came to its end */
+} fsdpc_acts;
+
+static inline void fsdpc_record_clear(fsdpc_record *record)
+{
+    record->length = record->position = 0;
+    record->complete = record->following = record->ended = false;
+}
+
+struct fsdpc_root {
+    fsdpc_unit **units;
+    int n_units;
+    fsdpc_comm *comm;        /* of the shard group */
+    fsdpc_comm *replicate;   /* NULL without replicas */
+    fsdpc_comm *reduce_comm; /* whose buffers gradients are filled into */
+    int ranks;               /* of the mesh; one rank communicates nothing */
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    fsdpc_wire *wire;
+    fsdpc_unit **slot_users; /* slots.h: who was gathered into each slot last */
+    fsdpc_stream *gather_stream, *reduce_stream;
+    fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
+    bool overlaps;                   /* streams are ordered by events; see order.h */
+    fsdpc_event *published, *filled; /* of the main stream, likewise */
+    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
+    fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
+    fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */
+    fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* whose posted reduction reads it */
+    uint64_t pool_turn[FSDPC_POOLED_BUFFERS];         /* its place in the order of posts */
+    uint64_t turns;
+    fsdpc_unit **reducing; /* units whose reduction is posted, oldest first; n_units slots */
+    int n_reducing;
+    uint64_t generation; /* of the wire's contents */
+    uint64_t steps;      /* optimizer steps taken */
+    uint64_t compared;   /* agree.h: bytes of masters, the next slice to compare with replicas */
+    fsdpc_epoch_stage stage;
+    fsdpc_epoch_note note; /* what this rank announced last */
+    int holds;             /* hold() is in force */
+    int forward_depth;     /* nested forwards of units of this root */
+    bool in_backward, needs_reset;
+    bool captured;         /* a step of it is being captured (step_graph.h) */
+    uint32_t captures;     /* that were begun */
+    bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short */
+    bool warned_half;      /* likewise: that fp16 gradients are divided too early */
+    bool is_last_backward; /* the end of backward waits for the reductions */
+    int prefetch;          /* how many units ahead to gather */
+    fsdpc_record record;
+    fsdpc_acts acts, last_acts; /* of this step, and of the last whole one */
+    bool notes_acts;            /* a step is under way */
+};
+
+#endif

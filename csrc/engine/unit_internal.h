@@ -1,0 +1,107 @@
+/* The struct of a unit, for the files of csrc/engine and the C tests of them. */
+#ifndef FSDPC_ENGINE_UNIT_INTERNAL_H
+#define FSDPC_ENGINE_UNIT_INTERNAL_H
+
+#include "engine/plan.h"
+
+typedef struct fsdpc_unit fsdpc_unit;
+typedef struct fsdpc_root fsdpc_root;
+
+typedef enum fsdpc_unit_state {
+    FSDPC_UNIT_SHARDED,
+    FSDPC_UNIT_GATHERING, /* posted */
+    FSDPC_UNIT_FULL,
+} fsdpc_unit_state;
+
+/* Where a reduction is; a posted one has left `buffer`. */
+typedef enum fsdpc_reduction {
+    FSDPC_REDUCTION_NONE,
+    FSDPC_REDUCTION_SHARD,     /* over the shard group, or over replicas if that is one rank */
+    FSDPC_REDUCTION_REPLICATE, /* of the partial, over the replicas */
+} fsdpc_reduction;
+
+/* Of a parameter; ranks agree on the highest. */
+typedef enum fsdpc_grad_state {
+    FSDPC_GRAD_NONE,
+    FSDPC_GRAD_OLD, /* a front door has seen it */
+    FSDPC_GRAD_NEW, /* a contribution came since */
+} fsdpc_grad_state;
+
+enum { FSDPC_PREFETCH = 1 };      /* units gathered ahead, unless somebody says otherwise */
+enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
+
+typedef struct fsdpc_unit_group {
+    const fsdpc_group *plan;
+    fsdpc_dtype wire_dtype, reduce_dtype, grad_dtype;
+    size_t wire_offset;   /* bytes into the root's wire */
+    size_t reduce_offset; /* bytes into a reduce buffer of this unit */
+    size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
+    fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
+    unsigned char *master, *grad;
+    unsigned char *full;      /* what modules read, at a fixed address; see full.h */
+    void *own_block;          /* the block that holds it in no-alias mode */
+    unsigned char *published; /* this rank's slices, where gathers move bytes; else NULL */
+    fsdpc_work gather, reduce;
+} fsdpc_unit_group;
+
+struct fsdpc_unit {
+    int id; /* order within the root; -1 before */
+    char *name;
+    fsdpc_layout *layout;
+    fsdpc_unit_group *groups; /* layout->n_groups */
+    fsdpc_mesh mesh;
+    fsdpc_device *device;
+    fsdpc_trace *trace;
+    fsdpc_root *root;      /* NULL before the first forward */
+    fsdpc_event *released; /* order.h; NULL unless its root overlaps */
+    size_t reduce_bytes, wire_bytes, grad_bytes;
+
+    /* Where gathers move bytes (slots.h): where the full lies, unless no-alias mode says. */
+    int slot;             /* -1: it shares with nobody */
+    fsdpc_window *window; /* what shares, or did */
+    unsigned char *room;  /* of its own */
+
+    fsdpc_unit_state state;
+    bool reshard_after_forward, reshard_after_backward, no_alias;
+    bool keep_grads;     /* a reduce buffer of its own (SHARD_OPTIM); set before there is a root */
+    bool deterministic;  /* micro-steps are summed as a tree (micro.h); likewise */
+    bool rank_dependent; /* it runs on some ranks only (sched.c); set before there is a root */
+    bool stays;          /* more modules of it are to run in this forward */
+    int prefetch;        /* units gathered ahead by the root that it may become the first of */
+    int held;            /* unshard() calls not yet given back */
+    bool dirty;          /* masters are known to differ from the wire */
+    bool foreign;        /* masters may differ: somebody holds a writable piece */
+    bool requires_sync;  /* gradients are reduced at the end of this backward */
+    bool requires_all_reduce; /* and summed over the replicas */
+    fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
+    int n_ahead[2];
+    bool *filled;    /* per parameter: the open reduce buffer holds a contribution */
+    bool *trainable; /* per parameter; may change between steps */
+    uint8_t *grads;  /* per parameter, what was reduced of it: fsdpc_grad_state */
+    int n_filled;
+    fsdpc_buffer *buffer;     /* being filled; NULL: none open */
+    fsdpc_buffer *own_buffer; /* of units that stay open through backward */
+    fsdpc_buffer *partial;    /* of the posted reduction, or holding postponed sums */
+    fsdpc_buffer *own_partial;
+    bool in_backward; /* between pre_backward and post_backward */
+    fsdpc_reduction reduction;
+    bool partial_live; /* the partial holds sums whose all-reduce was postponed */
+    bool postpone;     /* the posted reduction ends in the partial */
+    bool hidden;       /* what is being reduced is not to be seen yet (no_sync) */
+    bool forget;       /* gradients were zeroed meanwhile: the sum is not wanted */
+    bool grad_live;
+    unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
+    int heights[FSDPC_MICRO_LEVELS], n_sums;
+    bool folded;
+    double pending_scale;
+    double *clip_factor;  /* in a remote device's memory; NULL on others */
+    bool clipped;         /* clip_factor is pending too */
+    double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
+};
+
+static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
+{
+    return unit->mesh.shard->rank;
+}
+
+#endif
