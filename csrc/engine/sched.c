@@ -162,18 +162,24 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     if (recording || unit->ahead[0])
         FSDPC_TRY(gather_ahead(root, unit, false));
     root->forward_depth++;
+    unit->running++;
     fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD, 0, root->in_backward);
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad)
+bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
-    (void)grad;
+    return unit->reshard_after_forward && !unit->stays && !unit->rank_dependent;
+}
+
+fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
+{
     fsdpc_root *root = unit->root;
     root->forward_depth--;
+    unit->running -= unit->running > 0;
     fsdpc_root_trace(unit, FSDPC_TRACE_FORWARD_END, 0, root->in_backward);
-    bool stays = unit->stays || unit->rank_dependent;
-    if (unit->reshard_after_forward && !stays && !root->in_backward)
+    bool inner = unit->running > 0; /* a method of the unit called its forward */
+    if (!inner && !root->in_backward && fsdpc_unit_reshards(unit))
         fsdpc_full_drop(unit);
     if (root->forward_depth == 0 && !root->in_backward)
         fsdpc_comm_locate(root->comm, "user code", "");
@@ -345,6 +351,7 @@ void fsdpc_root_reset(fsdpc_root *root)
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         unit->in_backward = unit->stays = false;
+        unit->running = 0;
         fsdpc_fill_drop(unit);
         fsdpc_full_drop(unit);
     }

@@ -2,10 +2,10 @@
  *
  *     pre_forward  post_forward  pre_backward  post_backward  grad_target/grad_ready  backward_end
  *
- * Both front doors call these and nothing else.  The schedule alone decides when a unit is
- * gathered, resharded and reduced.  The first step runs on demand and is recorded; later steps
- * follow the record and gather `prefetch` units ahead, in forward and in backward.  A step that
- * departs from the record falls back to on-demand, stays correct, and is recorded anew.
+ * Both front doors reach these through call.h, and add gradients.  The schedule alone decides when
+ * a unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
+ * steps follow the record and gather `prefetch` units ahead, in forward and in backward.  A step
+ * that departs from the record falls back to on-demand, stays correct, and is recorded anew.
  *
  * Reductions are posted in post_backward (or backward_end for units whose inputs needed no
  * gradient) and completed at later entry points; backward_end waits for all, unless it was said
@@ -20,7 +20,11 @@
 /* `grad`: gradients are recorded.  The outermost call begins an epoch.  On return the unit is FULL.
  */
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
-fsdpc_status fsdpc_post_forward(fsdpc_unit *unit, bool grad);
+fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
+
+/* Does the end of its forward give the full up?  Not where modules of it are still to run, and not
+ * where other ranks may run it. */
+bool fsdpc_unit_reshards(const fsdpc_unit *unit);
 
 /* `generation` is the root's when the forward ran (fsdpc_unit_generation).  Idempotent. */
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);

@@ -51,6 +51,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->no_alias = options->no_alias;
     unit->requires_sync = unit->requires_all_reduce = true;
     unit->prefetch = FSDPC_PREFETCH;
+    unit->n_modules = 1;
     unit->dirty = true;
     unit->pending_scale = 1;
     unit->divide_factor = fsdpc_mesh_ranks(&unit->mesh);

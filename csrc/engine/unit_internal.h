@@ -67,11 +67,20 @@ struct fsdpc_unit {
     bool deterministic;  /* micro-steps are summed as a tree (micro.h); likewise */
     bool rank_dependent; /* it runs on some ranks only (sched.c); set before there is a root */
     bool stays;          /* more modules of it are to run in this forward */
-    int prefetch;        /* units gathered ahead by the root that it may become the first of */
-    int held;            /* unshard() calls not yet given back */
-    bool dirty;          /* masters are known to differ from the wire */
-    bool foreign;        /* masters may differ: somebody holds a writable piece */
-    bool requires_sync;  /* gradients are reduced at the end of this backward */
+    int running;         /* forwards of it, one inside the other */
+
+    /* Calls (call.c). */
+    int n_modules; /* that make it up; set before there is a root */
+    int runs;      /* of them, in the forward of epoch `run_epoch` */
+    uint64_t run_epoch;
+    uint64_t seen_generation; /* of the weights, by the last forward outside backward */
+    uint64_t seen_from;       /* on the front door's clock, when it was first seen */
+
+    int prefetch;             /* units gathered ahead by the root that it may become the first of */
+    int held;                 /* unshard() calls not yet given back */
+    bool dirty;               /* masters are known to differ from the wire */
+    bool foreign;             /* masters may differ: somebody holds a writable piece */
+    bool requires_sync;       /* gradients are reduced at the end of this backward */
     bool requires_all_reduce; /* and summed over the replicas */
     fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
     int n_ahead[2];

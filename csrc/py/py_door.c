@@ -74,7 +74,7 @@ int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
         return -1;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_pre_backward(unit, generation);
+    status = fsdpc_call_begin_backward(unit, generation);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status), -1;
@@ -114,46 +114,41 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_TypeError, "enter(grad, in_task)");
         return NULL;
     }
-    bool grad = args[0] == Py_True, recomputed = grad && args[1] == Py_True;
+    bool grad = args[0] == Py_True;
+    const fsdpc_call call = {
+        .grad = grad, .recomputed = grad && args[1] == Py_True, .ran_at = FSDPC_CALL_UNKNOWN};
     if (check_usable(door) < 0)
         return NULL;
     fsdpc_unit *unit = fsdpc_door_unit(door);
-    if (recomputed && !unit->root->in_backward &&
-        fsdpc_door_begin_backward(door, door->unit->seen_generation) < 0)
+    uint64_t generation;
+    if (fsdpc_call_begins_backward(unit, &call, &generation) &&
+        fsdpc_door_begin_backward(door, generation) < 0)
         return NULL;
     if (fsdpc_door_follow_root(door) < 0)
         return NULL;
+    bool first;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_pre_forward(unit, grad);
+    status = fsdpc_call_enter(unit, &call, &first);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    door->depth++;
-    if (!recomputed)
-        door->unit->seen_generation = fsdpc_unit_generation(unit);
-    if (fsdpc_door_show(door, true) < 0)
-        return NULL;
-    return PyBool_FromLong(fsdpc_py_unit_count_run(door->unit, recomputed) == 0);
+    return fsdpc_door_show(door, true) < 0 ? NULL : PyBool_FromLong(first);
 }
 
-static PyObject *door_leave(PyObject *object, PyObject *arg)
+static PyObject *door_leave(PyObject *object, PyObject *unused)
 {
+    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (fsdpc_door_join(door) < 0)
         return NULL;
-    fsdpc_unit *unit = fsdpc_door_unit(door);
-    bool stays = unit->stays, inner = door->depth > 1;
-    bool gives_up = unit->reshard_after_forward && !stays && !unit->rank_dependent;
-    door->depth -= door->depth > 0;
-    unit->stays |= inner; /* a method of the unit called its forward */
-    fsdpc_status status = fsdpc_post_forward(unit, arg == Py_True);
-    unit->stays = stays;
+    fsdpc_left left;
+    fsdpc_status status = fsdpc_call_leave(fsdpc_door_unit(door), &left);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    if (inner || unit->root->in_backward)
+    if (left == FSDPC_LEFT_INSIDE)
         Py_RETURN_NONE;
-    if (gives_up)
+    if (left == FSDPC_LEFT_RESHARD)
         fsdpc_door_unpin(door);
     return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -183,9 +178,7 @@ static PyObject *door_finish(PyObject *object, PyObject *unused)
         return NULL;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_backward_end(root);
-    if (status != FSDPC_OK)
-        fsdpc_root_reset(root);
+    status = fsdpc_call_end_backward(root, FSDPC_OK);
     Py_END_ALLOW_THREADS;
     return fsdpc_py_none(status);
 }
@@ -217,7 +210,6 @@ static PyObject *door_hide(PyObject *object, PyObject *gave_up)
 {
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
-    door->depth = 0;
     fsdpc_unit *unit = fsdpc_door_unit(door);
     for (int i = 0; i < door->n_params; i++) {
         if (unit->grads[i] == FSDPC_GRAD_NEW)
@@ -435,7 +427,7 @@ static PyMethodDef door_methods[] = {
      "bind(fulls, bases, set_version, at_end, mates): the root is made, of these doors."},
     {"enter", (PyCFunction)(void (*)(void))door_enter, METH_FASTCALL,
      "enter(grad, in_task): a module's forward begins."},
-    {"leave", door_leave, METH_O, "leave(grad): it has ended."},
+    {"leave", door_leave, METH_NOARGS, "leave(): it has ended."},
     {"mark", door_mark, METH_NOARGS, "A callable for nodes: the unit's backward begins."},
     {"end_backward", door_end_backward, METH_NOARGS, "The unit's backward has ended."},
     {"finish", door_finish, METH_NOARGS, "The root's backward has ended: wait for reductions."},
@@ -502,7 +494,7 @@ static int set_generation(PyObject *object, PyObject *value, void *unused)
     unsigned long long seen = value ? PyLong_AsUnsignedLongLong(value) : 0;
     if (PyErr_Occurred())
         return -1;
-    ((fsdpc_py_door *)object)->unit->seen_generation = seen;
+    fsdpc_call_set_seen(fsdpc_door_unit((fsdpc_py_door *)object), seen);
     return 0;
 }
 

@@ -76,7 +76,6 @@ struct fsdpc_py_door {
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
     PyObject *mates;       /* the doors of all units of the root, this one too; NULL before bind */
     PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
-    int depth;             /* forwards of this unit that are running, one inside the other */
     bool shown;            /* dictionaries hold fulls */
     long long version;     /* that the bases were given last */
     bool taken;            /* gradients were taken in this backward */

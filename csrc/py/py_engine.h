@@ -15,7 +15,7 @@
 #include "engine/collect.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
-#include "engine/sched.h"
+#include "engine/call.h"
 #include "nn/tape.h"
 
 typedef struct fsdpc_unit_ref fsdpc_unit_ref;
@@ -31,9 +31,6 @@ typedef struct fsdpc_root_ref {
     fsdpc_root *root;
     fsdpc_unit_ref **units;
     int n_units;
-    bool end_asked; /* backward_end stands on the running tape */
-    /* deterministic mode: random streams of this step begin here; see py_call.c */
-    uint64_t step_streams, streams_step, step_forwards;
 } fsdpc_root_ref;
 
 struct fsdpc_unit_ref {
@@ -57,13 +54,8 @@ typedef struct fsdpc_py_unit {
     fsdpc_unit_ref *ref;
     fsdpc_tensor **params; /* acquired; not their objects, which refer to this one */
     Py_ssize_t n_params;
-    bool explicit_reshard; /* reshard_after_forward was given */
-    int n_modules;         /* that make up the unit */
-    int runs;              /* of them, in the forward of epoch `run_epoch` */
-    uint64_t run_epoch;
+    bool explicit_reshard;         /* reshard_after_forward was given */
     int input_dtype, output_dtype; /* what tensors are cast to; -1: left as they are */
-    uint64_t seen_generation;      /* of the weights, by the last forward outside backward */
-    uint64_t seen_from; /* the tape's next_number when it was first seen, in the native door */
 } fsdpc_py_unit;
 
 int fsdpc_py_engine_setup(PyObject *module);
@@ -92,10 +84,6 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 
 /* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
-
-/* A unit of several modules stays gathered until all of them have run, and its backward ends with
- * that of the first.  Returns how many ran before this one. */
-int fsdpc_py_unit_count_run(fsdpc_py_unit *self, bool recomputed);
 
 /* Methods of Unit that manage its schedule: py_unit_schedule.c. */
 PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused);

@@ -296,7 +296,6 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_dtype input = FSDPC_F32, output = FSDPC_F32;
     PyObject *comms[2] = {shard, replicate == Py_None ? NULL : replicate};
     self->explicit_reshard = reshard != Py_None;
-    self->n_modules = n_modules;
     if (take_params(self, params) < 0 ||
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
@@ -306,6 +305,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->input_dtype = input_given && cast_inputs ? (int)input : -1;
     self->output_dtype = output_given ? (int)output : -1;
+    self->ref->unit->n_modules = n_modules;
     self->ref->unit->keep_grads = keep_grads != 0;
     self->ref->unit->deterministic = deterministic != 0;
     if (self->explicit_reshard)

@@ -64,9 +64,9 @@ static void step(model *m)
     CHECK_OK(fsdpc_pre_forward(m->units[0], true));
     for (int u = 1; u < m->n_units; u++) {
         CHECK_OK(fsdpc_pre_forward(m->units[u], true));
-        CHECK_OK(fsdpc_post_forward(m->units[u], true));
+        CHECK_OK(fsdpc_post_forward(m->units[u]));
     }
-    CHECK_OK(fsdpc_post_forward(m->units[0], true));
+    CHECK_OK(fsdpc_post_forward(m->units[0]));
     uint64_t seen = m->r.root->generation;
     CHECK_OK(fsdpc_pre_backward(m->units[0], seen));
     for (int u = m->n_units - 1; u > 0; u--) {

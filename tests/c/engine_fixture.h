@@ -171,7 +171,7 @@ static inline fsdpc_status rig_root(rig *r)
 static inline fsdpc_status rig_use(rig *r, int unit, bool grad)
 {
     FSDPC_TRY(fsdpc_pre_forward(r->units[unit], grad));
-    return fsdpc_post_forward(r->units[unit], grad);
+    return fsdpc_post_forward(r->units[unit]);
 }
 
 static inline fsdpc_status rig_forward(rig *r, bool grad)
@@ -180,7 +180,7 @@ static inline fsdpc_status rig_forward(rig *r, bool grad)
     for (int i = 1; i < r->n_units; i++)
         FSDPC_TRY(rig_use(r, i, grad));
     r->seen = r->root->generation;
-    return fsdpc_post_forward(r->units[0], grad);
+    return fsdpc_post_forward(r->units[0]);
 }
 
 /* Element i of rank's gradient: small, uneven, exactly summed in fp32 for a few ranks. */

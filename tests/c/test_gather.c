@@ -54,10 +54,10 @@ static fsdpc_status gather_values(rig *r)
         FSDPC_TRY(fsdpc_pre_forward(r->units[0], false));
         FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
         r->result[step] = wrong_values(r);
-        FSDPC_TRY(fsdpc_post_forward(r->units[1], false));
+        FSDPC_TRY(fsdpc_post_forward(r->units[1]));
         const uint16_t *full = fsdpc_unit_full(r->units[1], 0);
         r->result[3] += !rig_can_read(full); /* given up */
-        FSDPC_TRY(fsdpc_post_forward(r->units[0], false));
+        FSDPC_TRY(fsdpc_post_forward(r->units[0]));
     }
     return FSDPC_OK;
 }

@@ -356,7 +356,7 @@ static void test_rootless(void)
     CHECK_OK(rig_root(&r));
     CHECK_OK(fsdpc_pre_forward(r.units[0], false));
     CHECK(fabsf(*(float *)fsdpc_unit_full(r.units[0], 0) - 0.999029f) < 1e-6f);
-    CHECK_OK(fsdpc_post_forward(r.units[0], false));
+    CHECK_OK(fsdpc_post_forward(r.units[0]));
     fsdpc_optim_destroy(optim);
     rig_close(&r);
 }

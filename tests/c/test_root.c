@@ -40,7 +40,7 @@ static fsdpc_status epochs(rig *r)
     FSDPC_TRY(fsdpc_pre_forward(r->units[1], false));
     fsdpc_piece last = fsdpc_layout_piece(r->units[1]->layout, 0, r->world - 1);
     r->result[5] = ((const float *)fsdpc_unit_full(r->units[1], 0))[last.first];
-    FSDPC_TRY(fsdpc_post_forward(r->units[1], false));
+    FSDPC_TRY(fsdpc_post_forward(r->units[1]));
     r->result[6] = published(r);
     r->result[7] = (double)r->root->generation;
     r->result[8] = fsdpc_pre_backward(r->units[0], r->seen) == FSDPC_ERR_STATE;
@@ -126,10 +126,10 @@ static fsdpc_status train(rig *r)
         for (int u = 1; u < 4; u++) {
             FSDPC_KEEP_FIRST(st, fsdpc_pre_forward(r->units[u], true));
             FSDPC_KEEP_FIRST(st, count_stale(r, u));
-            FSDPC_KEEP_FIRST(st, fsdpc_post_forward(r->units[u], true));
+            FSDPC_KEEP_FIRST(st, fsdpc_post_forward(r->units[u]));
         }
         r->seen = r->root->generation;
-        FSDPC_KEEP_FIRST(st, fsdpc_post_forward(r->units[0], true));
+        FSDPC_KEEP_FIRST(st, fsdpc_post_forward(r->units[0]));
         FSDPC_KEEP_FIRST(st, rig_backward(r));
         double norm = 0;
         FSDPC_KEEP_FIRST(st, fsdpc_clip_norm(r->units, 4, &norm));
@@ -184,9 +184,9 @@ static void test_no_alias(bool protects)
         CHECK_OK(fsdpc_pre_forward(r.units[1], true));
         CHECK(full[0] == 3 && fsdpc_unit_full(r.units[1], 0) == full);
         CHECK(rig_can_write((void *)(uintptr_t)full) == !protects);
-        CHECK_OK(fsdpc_post_forward(r.units[1], true));
+        CHECK_OK(fsdpc_post_forward(r.units[1]));
         CHECK(protects ? !rig_can_read(full) : full[0] != full[0]);
-        CHECK_OK(fsdpc_post_forward(r.units[0], true));
+        CHECK_OK(fsdpc_post_forward(r.units[0]));
     }
     rig_close(&r);
 }

@@ -128,7 +128,7 @@ static fsdpc_status step_of(rig *r, const int *order, int n)
     for (int i = 0; i < n; i++)
         FSDPC_TRY(rig_use(r, order[i], true));
     r->seen = r->root->generation;
-    FSDPC_TRY(fsdpc_post_forward(r->units[0], true));
+    FSDPC_TRY(fsdpc_post_forward(r->units[0]));
     FSDPC_TRY(fsdpc_pre_backward(r->units[0], r->seen));
     for (int i = n - 1; i >= 0; i--)
         FSDPC_TRY(rig_backward_of(r, order[i]));
@@ -387,7 +387,7 @@ static void test_generation(void)
     /* and none belongs inside a forward or a backward */
     CHECK_OK(fsdpc_pre_forward(r.units[0], true));
     CHECK_FAILS(fsdpc_optim_step(optim), FSDPC_ERR_STATE, "inside forward");
-    CHECK_OK(fsdpc_post_forward(r.units[0], true));
+    CHECK_OK(fsdpc_post_forward(r.units[0]));
     CHECK_OK(fsdpc_pre_backward(r.units[0], r.root->generation));
     CHECK_FAILS(fsdpc_optim_step(optim), FSDPC_ERR_STATE, "inside backward");
     CHECK_OK(fsdpc_backward_end(r.root));

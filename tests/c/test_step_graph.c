@@ -158,7 +158,7 @@ static void test_what_cannot_begin_is_named(void)
     r.units[1]->deterministic = false;
     CHECK_OK(fsdpc_pre_forward(r.units[0], true));
     CHECK_FAILS(fsdpc_step_graph_begin(r.root, optim, &step), FSDPC_ERR_STATE, "inside forward");
-    CHECK_OK(fsdpc_post_forward(r.units[0], true));
+    CHECK_OK(fsdpc_post_forward(r.units[0]));
     fsdpc_optim_destroy(optim);
     rig_close(&r);
 }

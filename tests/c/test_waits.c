@@ -321,7 +321,7 @@ static fsdpc_status use(rig *r, int unit)
 {
     FSDPC_TRY(fsdpc_pre_forward(r->units[unit], true));
     compute(r, unit);
-    return unit ? fsdpc_post_forward(r->units[unit], true) : FSDPC_OK;
+    return unit ? fsdpc_post_forward(r->units[unit]) : FSDPC_OK;
 }
 
 static fsdpc_status forward(rig *r, int units)
@@ -330,7 +330,7 @@ static fsdpc_status forward(rig *r, int units)
     for (int u = 0; u < units; u++)
         FSDPC_TRY(use(r, u));
     r->seen = r->root->generation;
-    return fsdpc_post_forward(r->units[0], true);
+    return fsdpc_post_forward(r->units[0]);
 }
 
 static fsdpc_status give(rig *r, int unit, const char *phase)

@@ -53,7 +53,7 @@ static fsdpc_status use(model *m, int u)
                                     &plain));
     if (m->script == ONE_IN_ANOTHER && u == 1)
         FSDPC_TRY(use(m, 3)); /* which shares with it */
-    return fsdpc_post_forward(m->units[u], true);
+    return fsdpc_post_forward(m->units[u]);
 }
 
 static fsdpc_status forward(model *m)
@@ -62,7 +62,7 @@ static fsdpc_status forward(model *m)
     for (int u = 1; u < UNITS; u++)
         FSDPC_TRY(use(m, u));
     m->seen = m->root->generation;
-    return fsdpc_post_forward(m->units[0], true);
+    return fsdpc_post_forward(m->units[0]);
 }
 
 /* The unit's weights, or on top of them. */

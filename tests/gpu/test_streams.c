@@ -231,7 +231,7 @@ static fsdpc_status forward_of(model *m, int unit, bool grad)
 {
     FSDPC_TRY(fsdpc_pre_forward(m->units[unit], grad));
     FSDPC_TRY(use(m, unit));
-    return fsdpc_post_forward(m->units[unit], grad);
+    return fsdpc_post_forward(m->units[unit]);
 }
 
 /* Of the first `n_units`; fewer than all is a forward that ends early. */
@@ -244,7 +244,7 @@ static fsdpc_status forward(model *m, int n_units, bool grad)
     for (int u = 1; u < n_units; u++)
         FSDPC_TRY(forward_of(m, u, grad));
     m->seen = fsdpc_unit_generation(m->units[0]);
-    return fsdpc_post_forward(m->units[0], grad);
+    return fsdpc_post_forward(m->units[0]);
 }
 
 static fsdpc_status gradients(model *m, int unit, int step)

@@ -203,17 +203,17 @@ static fsdpc_status forward(recorder *rec, model *m, bool grad)
     FSDPC_TRY(fsdpc_pre_forward(m->units[0], grad));
     FSDPC_TRY(fsdpc_pre_forward(m->units[1], grad));
     look(rec, m->units[rig_random(&rec->random) % UNITS]);
-    FSDPC_TRY(fsdpc_post_forward(m->units[1], grad));
+    FSDPC_TRY(fsdpc_post_forward(m->units[1]));
     if (grad)
         m->graphs[m->n_graphs++] = m->root->generation;
-    return fsdpc_post_forward(m->units[0], grad);
+    return fsdpc_post_forward(m->units[0]);
 }
 
 static fsdpc_status child_forward(recorder *rec, model *m)
 {
     FSDPC_TRY(fsdpc_pre_forward(m->units[1], false));
     look(rec, m->units[1]);
-    return fsdpc_post_forward(m->units[1], false);
+    return fsdpc_post_forward(m->units[1]);
 }
 
 static fsdpc_status give(fsdpc_unit *unit)

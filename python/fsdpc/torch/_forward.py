@@ -109,13 +109,13 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
             _mark_outputs(marks, result)
     except BaseException:
         if in_task and door.in_backward:
-            door.leave(grad)
+            door.leave()
         else:
             root.reset()
         if span is not None:
             _profile.leave(span)
         raise
-    door.leave(grad)
+    door.leave()
     if span is not None:
         _profile.leave(span)
     return result

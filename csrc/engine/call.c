@@ -1,0 +1,139 @@
+/* Calls of units.
+ *
+ * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
+ * has to see the weights that its first run saw.  Where a boundary was met, that carries their
+ * generation.  Else the unit notes which generation its forwards saw, and since when (on the front
+ * door's clock): what ran first before that saw an older one.  A forward without gradients inside a
+ * recomputation (a checkpoint inside a checkpoint, a teacher) is one like others, whose epoch may
+ * have brought newer weights, so it is checked as well.
+ *
+ * A unit of several modules stays gathered until all of them have run in one epoch, and so does one
+ * whose method calls its forward, until the method returns (sched.c).
+ *
+ * Deterministic mode: dropout draws by contribution = forward * ranks + rank, not by rank, so that
+ * masks do not see how ranks and accumulation split a batch.  A step's streams begin at the next
+ * multiple of 2^40, the same however many were taken; a contribution has 2^20 of them.  Forwards
+ * with gradients are counted, so there is to be one a micro-step.
+ */
+#include "engine/call.h"
+
+static uint64_t generation_of(const fsdpc_unit *unit, const fsdpc_call *call)
+{
+    return call->ran_at < unit->seen_from ? FSDPC_GENERATION_PAST : unit->seen_generation;
+}
+
+bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
+                                uint64_t *generation_out)
+{
+    *generation_out = generation_of(unit, call);
+    return call->recomputed && !unit->root->in_backward;
+}
+
+static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
+{
+    fsdpc_root *root = unit->root;
+    if (!unit->deterministic || root->forward_depth != 1 || root->in_backward)
+        return;
+    uint64_t step = root->steps + 1;
+    if (root->streams_step != step) {
+        root->streams_step = step;
+        root->step_streams = ((*next_stream >> 40) + 1) << 40;
+        root->step_forwards = 0;
+    }
+    const fsdpc_mesh *mesh = &unit->mesh;
+    uint64_t rank = (uint64_t)mesh->shard->rank;
+    if (mesh->replicate)
+        rank += (uint64_t)mesh->replicate->rank * (uint64_t)mesh->shard->size;
+    uint64_t contribution = root->step_forwards++ * (uint64_t)fsdpc_mesh_ranks(mesh) + rank;
+    *next_stream = root->step_streams + (contribution << 20);
+}
+
+static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
+{
+    uint64_t now = fsdpc_unit_generation(unit);
+    if (unit->seen_generation != now)
+        unit->seen_from = call->clock;
+    unit->seen_generation = now;
+}
+
+/* How many modules of the unit ran before this one. */
+static int count_run(fsdpc_unit *unit)
+{
+    if (unit->n_modules == 1)
+        return 0;
+    if (unit->run_epoch != unit->root->wire->epoch)
+        unit->runs = 0;
+    unit->run_epoch = unit->root->wire->epoch;
+    int before = unit->runs;
+    unit->runs = (unit->runs + 1) % unit->n_modules;
+    unit->stays = unit->runs > 0;
+    return before;
+}
+
+fsdpc_status fsdpc_call_enter(fsdpc_unit *unit, const fsdpc_call *call, bool *first_out)
+{
+    bool again = call->ran_at != FSDPC_CALL_UNKNOWN;
+    if (call->recomputed && again)
+        FSDPC_TRY(fsdpc_unit_check_generation(unit, generation_of(unit, call)));
+    FSDPC_TRY(fsdpc_pre_forward(unit, call->grad));
+    *first_out = true;
+    if (call->recomputed)
+        return FSDPC_OK;
+    if (call->grad && call->next_stream)
+        key_streams(unit, call->next_stream);
+    fsdpc_status status = FSDPC_OK;
+    if (again)
+        status = fsdpc_unit_check_generation(unit, generation_of(unit, call));
+    else
+        note_generation(unit, call);
+    if (status != FSDPC_OK)
+        fsdpc_call_failed(unit);
+    else
+        *first_out = count_run(unit) == 0;
+    return status;
+}
+
+fsdpc_status fsdpc_call_leave(fsdpc_unit *unit, fsdpc_left *left_out)
+{
+    FSDPC_TRY(fsdpc_post_forward(unit));
+    if (unit->running > 0 || unit->root->in_backward)
+        *left_out = FSDPC_LEFT_INSIDE;
+    else
+        *left_out = fsdpc_unit_reshards(unit) ? FSDPC_LEFT_RESHARD : FSDPC_LEFT_KEPT;
+    return FSDPC_OK;
+}
+
+void fsdpc_call_failed(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    unit->running -= unit->running > 0;
+    root->forward_depth -= root->forward_depth > 0;
+    if (root->forward_depth == 0 && !root->in_backward)
+        fsdpc_root_reset(root);
+}
+
+void fsdpc_call_set_seen(fsdpc_unit *unit, uint64_t generation)
+{
+    unit->seen_generation = generation;
+}
+
+bool fsdpc_call_wants_end(const fsdpc_unit *unit)
+{
+    return !unit->root->end_asked;
+}
+
+fsdpc_status fsdpc_call_begin_backward(fsdpc_unit *unit, uint64_t generation)
+{
+    unit->root->end_asked = true;
+    return fsdpc_pre_backward(unit, generation);
+}
+
+fsdpc_status fsdpc_call_end_backward(fsdpc_root *root, fsdpc_status status)
+{
+    root->end_asked = false;
+    if (status == FSDPC_OK)
+        status = fsdpc_backward_end(root);
+    if (status != FSDPC_OK)
+        fsdpc_root_reset(root);
+    return status;
+}
