@@ -132,8 +132,7 @@ static fsdpc_status complete(fsdpc_root *root, const fsdpc_unit *called)
         FSDPC_TRY(decide(root, called));
     if (root->stage == FSDPC_STAGE_WRITING) {
         FSDPC_TRY(publish_dirty(root));
-        if (root->overlaps)
-            FSDPC_TRY(fsdpc_order_published(root));
+        FSDPC_TRY(fsdpc_order_published(root));
         if (!root->captured)
             FSDPC_TRY(fsdpc_wire_publish(root->wire));
         root->stage = root->captured ? FSDPC_STAGE_IDLE : FSDPC_STAGE_PUBLISHED;
@@ -218,7 +217,7 @@ fsdpc_status fsdpc_root_write_end(fsdpc_root *root)
     if (root->stage != FSDPC_STAGE_WRITING) /* begin failed */
         return FSDPC_OK;
     root->stage = FSDPC_STAGE_IDLE;
-    fsdpc_status status = root->overlaps ? fsdpc_order_published(root) : FSDPC_OK;
+    fsdpc_status status = fsdpc_order_published(root);
     if (!root->captured)
         FSDPC_KEEP_FIRST(status, fsdpc_wire_publish(root->wire));
     return status;

@@ -1,13 +1,5 @@
-/* Fulls: shared memory mapped read-only, memory that gathers write, or private pages in no-alias
- * mode.
- *
- * Private memory is whole pages of an ordinary block that is two pages larger, so that its bytes
- * are counted and nothing else lies on a page that is protected.  A device that cannot protect
- * memory fills it with NaN all the same: there a read too early or too late is a NaN, not a death.
- */
+/* What every way to make fulls has in common: order of creation, watching addresses, dropping. */
 #include "engine/full.h"
-
-#include <unistd.h>
 
 #include "base/fault.h"
 #include "base/size.h"
@@ -19,14 +11,9 @@ size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
     return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
 }
 
-static size_t offset_in_unit(const fsdpc_unit *unit, const fsdpc_unit_group *group)
+size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group)
 {
     return group->wire_offset - unit->groups[0].wire_offset;
-}
-
-unsigned char *fsdpc_full_target(const fsdpc_unit *unit, const fsdpc_unit_group *group)
-{
-    return unit->window ? unit->window->memory + offset_in_unit(unit, group) : group->full;
 }
 
 unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
@@ -39,15 +26,27 @@ unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_gro
            fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
 }
 
-static size_t page_bytes(void)
+static size_t own_slices_bytes(const fsdpc_unit_group *group)
 {
-    return (size_t)sysconf(_SC_PAGESIZE);
+    enum { ALIGN = 64 };
+    return fsdpc_round_up(group->plan->shard_numel * fsdpc_dtype_bytes(group->wire_dtype), ALIGN);
 }
 
-static fsdpc_status protect(fsdpc_unit *unit, fsdpc_unit_group *group, fsdpc_access access)
+fsdpc_status fsdpc_full_own_slices(fsdpc_root *root)
 {
-    return fsdpc_device_protect(unit->device, group->full,
-                                fsdpc_round_up(fsdpc_full_bytes(group), page_bytes()), access);
+    size_t bytes = 0;
+    unsigned char *at;
+    for (int i = 0; i < root->n_units; i++)
+        for (int g = 0; g < root->units[i]->layout->n_groups; g++)
+            bytes += own_slices_bytes(&root->units[i]->groups[g]);
+    FSDPC_TRY(fsdpc_wire_own(root->wire, bytes, &at));
+    for (int i = 0; i < root->n_units; i++)
+        for (int g = 0; g < root->units[i]->layout->n_groups; g++) {
+            fsdpc_unit_group *group = &root->units[i]->groups[g];
+            group->published = at;
+            at += own_slices_bytes(group);
+        }
+    return FSDPC_OK;
 }
 
 /* Runs in the handler of a fault: only reads. */
@@ -66,61 +65,40 @@ static const char *name_at(const void *owner, const void *address)
     return NULL; /* padding */
 }
 
-static fsdpc_status place_privately(fsdpc_unit *unit, fsdpc_unit_group *group)
+fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses)
 {
-    size_t page = page_bytes(), bytes = fsdpc_round_up(fsdpc_full_bytes(group), page);
-    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, bytes + page, &group->own_block));
-    group->full = (unsigned char *)fsdpc_round_up((size_t)group->own_block, page);
-    FSDPC_TRY(fsdpc_device_fill(unit->device, group->full, 0xff, bytes, NULL));
-    return protect(unit, group, FSDPC_ACCESS_NONE);
-}
-
-fsdpc_status fsdpc_full_place(fsdpc_root *root, fsdpc_unit *unit)
-{
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        if (unit->no_alias)
-            FSDPC_TRY(place_privately(unit, group));
-        else if (root->wire->moved)
-            group->full =
-                (unit->window ? unit->window->address : unit->room) + offset_in_unit(unit, group);
-        else
-            group->full = (unsigned char *)root->wire->read + group->wire_offset;
-        fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
-                                               .bytes = fsdpc_full_bytes(group),
-                                               .rank = root->comm->world_rank,
-                                               .unit = unit->name,
-                                               .owner = unit,
-                                               .name = name_at});
+    if (root->full->create)
+        FSDPC_TRY(root->full->create(root, encloses));
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        for (int g = 0; g < unit->layout->n_groups; g++) {
+            fsdpc_unit_group *group = &unit->groups[g];
+            FSDPC_TRY(root->full->place(unit, group));
+            fsdpc_fault_watch(&(fsdpc_fault_range){.begin = group->full,
+                                                   .bytes = fsdpc_full_bytes(group),
+                                                   .rank = root->comm->world_rank,
+                                                   .unit = unit->name,
+                                                   .owner = unit,
+                                                   .name = name_at});
+        }
     }
     return FSDPC_OK;
 }
 
 void fsdpc_full_remove(fsdpc_unit *unit)
 {
-    for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        fsdpc_fault_unwatch(group->full, unit);
-        if (group->own_block && protect(unit, group, FSDPC_ACCESS_WRITE) == FSDPC_OK)
-            fsdpc_device_free(unit->device, group->own_block);
-        group->full = NULL;
-        group->own_block = NULL;
-    }
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        fsdpc_fault_unwatch(unit->groups[g].full, unit);
+    if (unit->root->full && unit->root->full->remove)
+        unit->root->full->remove(unit);
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        unit->groups[g].full = unit->groups[g].target = unit->groups[g].published = NULL;
 }
 
-fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit)
+bool fsdpc_full_has_room(const fsdpc_unit *unit)
 {
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    bool copies = unit->no_alias && !unit->root->wire->moved;
-    for (int g = 0; copies && g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
-        FSDPC_TRY(fsdpc_device_copy(unit->device, group->full,
-                                    unit->root->wire->read + group->wire_offset,
-                                    fsdpc_full_bytes(group), main));
-        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
-    }
-    return FSDPC_OK;
+    const fsdpc_full_ops *ops = unit->root->full;
+    return !ops->has_room || ops->has_room(unit);
 }
 
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)
@@ -131,21 +109,6 @@ fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* Giving up cannot fail; where the kernel has no memory for a split mapping, or the device cannot
- * take the fill, the full stays as it is, readable. */
-static void hide(fsdpc_unit *unit)
-{
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    for (int g = 0; unit->no_alias && g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
-        if (protect(unit, group, FSDPC_ACCESS_WRITE) != FSDPC_OK)
-            continue;
-        (void)fsdpc_device_fill(unit->device, group->full, 0xff, /* a NaN in every float dtype */
-                                fsdpc_full_bytes(group), main);
-        protect(unit, group, FSDPC_ACCESS_NONE);
-    }
-}
-
 void fsdpc_full_drop(fsdpc_unit *unit)
 {
     if (unit->state == FSDPC_UNIT_SHARDED || unit->held)
@@ -153,7 +116,8 @@ void fsdpc_full_drop(fsdpc_unit *unit)
     bool read = unit->state == FSDPC_UNIT_FULL;
     unit->state = FSDPC_UNIT_SHARDED;
     fsdpc_root_trace(unit, FSDPC_TRACE_RESHARD, 0, unit->root->in_backward);
-    hide(unit);
-    if (read && unit->root->overlaps)
+    if (unit->root->full->hide)
+        unit->root->full->hide(unit);
+    if (read)
         fsdpc_order_released(unit);
 }

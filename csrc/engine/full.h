@@ -1,37 +1,69 @@
-/* Where the fulls of a unit lie: in the wire of its root; where gathers move bytes, in the memory
- * that slots.h gives it; or, in no-alias mode, in private memory that can be touched while the unit
- * is FULL and not otherwise.
+/* Fulls: how the whole parameters of a unit come into being, and where they lie.
  *
- * The address is fixed from place to remove.  Both announce it to base/fault.h, so that a write to
- * a full, or a read of one that was given up, names rank, unit and parameter.
+ * A root chooses one way for all its units, once, by a table:
+ *
+ *     fsdpc_full_shared    ranks share a wire that holds every full; a gather copies nothing
+ *     fsdpc_full_moved     a gather moves bytes, into slots that units share (slots.h)
+ *     fsdpc_full_private   no-alias mode: pages of the unit's own, unreadable while it is SHARDED
+ *
+ * Another way (other hosts, a disk) is another table.  The simplest, full_shared.c, is the
+ * template.
+ *
+ * The address of a full is fixed from place to remove.  Both announce it to base/fault.h, so that a
+ * write to a full, or a read of one that was given up, names rank, unit and parameter.
+ *
+ * Publishing writes a rank's own slices, between the arrival of all ranks in an epoch and its own
+ * publication (epoch.h).  Modules read between reveal and drop.
  */
 #ifndef FSDPC_ENGINE_FULL_H
 #define FSDPC_ENGINE_FULL_H
 
 #include "engine/root_internal.h"
 
-/* When the wire exists; the unit is SHARDED. */
-fsdpc_status fsdpc_full_place(fsdpc_root *root, fsdpc_unit *unit);
+struct fsdpc_full_ops {
+    const char *name;
+
+    /* Once for each root. */
+    fsdpc_status (*create)(fsdpc_root *root, const bool *encloses); /* collective; NULL: no room is
+                                                                       needed but the wire */
+    fsdpc_status (*place)(fsdpc_unit *unit, fsdpc_unit_group *group); /* sets `full` and `target` */
+    void (*remove)(fsdpc_unit *unit); /* also of a unit that was not placed; NULL: nothing */
+
+    /* Before a gather. */
+    bool (*has_room)(const fsdpc_unit *unit);    /* without taking another's; NULL: always */
+    fsdpc_status (*make_room)(fsdpc_unit *unit); /* collective; NULL: it is there */
+
+    /* Before the first reader, and behind the last one. */
+    fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: what was gathered is readable */
+    void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
+};
+
+extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_moved, fsdpc_full_private;
+
+/* When the wire exists; units are SHARDED.  Collective. */
+fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_full_remove(fsdpc_unit *unit); /* also of a unit that was not placed, or half */
+
+/* Gives every unit memory for its own slices of fulls that gathers move. */
+fsdpc_status fsdpc_full_own_slices(fsdpc_root *root);
 
 size_t fsdpc_full_bytes(const fsdpc_unit_group *group);
 
-/* Where a gather writes the full of a group that it moves: the same memory, by the address that
- * transports are given. */
-unsigned char *fsdpc_full_target(const fsdpc_unit *unit, const fsdpc_unit_group *group);
+/* Where a group begins in the memory of its unit's full. */
+size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group);
 
 /* Where this rank's slice of a band is published: its elements from `at` on, counted in the shard.
  */
 unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
                                     const fsdpc_slice *band, size_t at);
 
-/* Once a gather is complete, before anybody reads.  In no-alias mode it copies the wire into the
- * private memory, unless gathers write there, and makes it readable; else it does nothing. */
-fsdpc_status fsdpc_full_reveal(fsdpc_unit *unit);
+/* Whether the unit could be gathered now without taking memory from another. */
+bool fsdpc_full_has_room(const fsdpc_unit *unit);
+
 /* What is in flight is waited for, or main's work to come is behind it (order.h). */
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit);
-/* -> SHARDED, unless it is held; what was posted stays in flight.  In no-alias mode the memory is
- * filled with NaN and every access to it taken away. */
+
+/* -> SHARDED, unless it is held; what was posted stays in flight. */
 void fsdpc_full_drop(fsdpc_unit *unit);
 
 #endif

@@ -1,13 +1,9 @@
-/* Gathering: a look at the wire where ranks share it, a collective where they do not.
- *
- * Over shared memory a gather copies nothing: the wire holds every full all the time, and the
- * operation only lets the ranks check that they agree on what they do.  Where a gather moves bytes
- * (slots.h) it brings the slices that ranks have published into the unit's memory.  In no-alias
- * mode the unit has memory of its own instead (full.c), out of reach whenever the unit is sharded,
- * and a gather copies: slower, but whoever reads a full too early or too late dies at that place.
+/* Gathering: one operation for each group of a unit, by which ranks also check that they agree on
+ * what they do.  Where ranks share a wire it copies nothing; elsewhere it brings the slices that
+ * ranks have published into the unit's full (full.h).
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
- * only between the arrival of all ranks in an epoch and the own publication of it (root.c).
+ * only between the arrival of all ranks in an epoch and the own publication of it (epoch.h).
  */
 #include "engine/gather.h"
 
@@ -16,7 +12,6 @@
 #include "engine/acts.h"
 #include "engine/full.h"
 #include "engine/order.h"
-#include "engine/slots.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
@@ -30,12 +25,10 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .stream = root->gather_stream,
                      .slices = group->plan->bands,
                      .n_slices = group->plan->n_bands,
+                     .send = group->published,
+                     .recv = group->target,
                      .wire = root->wire,
                      .offset = group->wire_offset};
-    if (group->published) {
-        op.send = group->published;
-        op.recv = fsdpc_full_target(unit, group);
-    }
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
@@ -46,9 +39,9 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_full_settle(unit)); /* one that was gathered ahead and never used */
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
-        FSDPC_TRY(fsdpc_slot_take(unit));
-        if (unit->root->overlaps)
-            FSDPC_TRY(fsdpc_order_gather(unit));
+        if (unit->root->full->make_room)
+            FSDPC_TRY(unit->root->full->make_room(unit));
+        FSDPC_TRY(fsdpc_order_gather(unit));
         for (int g = 0; g < unit->layout->n_groups; g++) {
             FSDPC_TRY(post_group(unit, &unit->groups[g]));
             bytes += fsdpc_full_bytes(&unit->groups[g]);
@@ -66,7 +59,8 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward)
     FSDPC_TRY(fsdpc_gather_post(unit, in_backward));
     fsdpc_root *root = unit->root;
     FSDPC_TRY(fsdpc_full_settle(unit));
-    FSDPC_TRY(fsdpc_full_reveal(unit));
+    if (root->full->reveal)
+        FSDPC_TRY(root->full->reveal(unit));
     if (root->comm->size > 1 && unit->layout->n_groups > 0)
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER_DONE, 0, in_backward);
     unit->state = FSDPC_UNIT_FULL;

@@ -67,6 +67,8 @@ void fsdpc_order_destroy(fsdpc_root *root)
 
 fsdpc_status fsdpc_order_published(fsdpc_root *root)
 {
+    if (!root->overlaps)
+        return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_event_record(root->published, main));
     return fsdpc_stream_wait(root->gather_stream, root->published);
@@ -75,6 +77,8 @@ fsdpc_status fsdpc_order_published(fsdpc_root *root)
 void fsdpc_order_released(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
+    if (!root->overlaps)
+        return;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     if (fsdpc_event_record(unit->released, main) != FSDPC_OK)
         fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or a gather would come too early */
@@ -82,11 +86,14 @@ void fsdpc_order_released(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
 {
-    return fsdpc_stream_wait(unit->root->gather_stream, unit->released);
+    const fsdpc_root *root = unit->root;
+    return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
+    if (!root->overlaps)
+        return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_event_record(root->filled, main));
     return fsdpc_stream_wait(root->reduce_stream, root->filled);
@@ -94,6 +101,8 @@ fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 
 fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 {
+    if (!root->overlaps)
+        return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_event_record(root->published, main));
     FSDPC_TRY(fsdpc_stream_wait(root->gather_stream, root->published));
@@ -104,6 +113,8 @@ fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 
 fsdpc_status fsdpc_order_fork(fsdpc_root *root)
 {
+    if (!root->overlaps)
+        return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     FSDPC_TRY(fsdpc_order_follow(root));
     for (int i = 0; i < root->n_units; i++)
@@ -113,6 +124,8 @@ fsdpc_status fsdpc_order_fork(fsdpc_root *root)
 
 fsdpc_status fsdpc_order_join(fsdpc_root *root)
 {
+    if (!root->overlaps)
+        return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(root->device);
     fsdpc_stream *streams[] = {root->gather_stream, root->reduce_stream, root->replicate_stream};
     for (size_t i = 0; i < sizeof streams / sizeof *streams; i++) {

@@ -1,22 +1,22 @@
-/* Order between the streams of a remote device.  Used by root.c, gather.c and reduce.c.
+/* Order between the streams of a remote device.  Used by the files of csrc/engine.
  *
  * Four streams: main, on which everything is computed, and those of gathers, of reductions and of
  * sums over replicas.  The host does not wait for any of them; who reads what another stream wrote,
  * or overwrites what it read, has an event waited for.  order.c lists what is ordered by what.
  *
  * Where the device is not remote, or one rank is alone and its communicator leaves all on main,
- * none of this exists: root->overlaps says which.
+ * they are one stream and nothing is to be ordered.
  */
 #ifndef FSDPC_ENGINE_ORDER_H
 #define FSDPC_ENGINE_ORDER_H
 
 #include "engine/root_internal.h"
 
-fsdpc_status fsdpc_order_create(fsdpc_root *root); /* decides root->overlaps; units are adopted */
+fsdpc_status fsdpc_order_create(fsdpc_root *root); /* units are adopted */
 /* Streams run dry, or what they do with peers is given up, before their memory goes. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
-/* What follows is called where root->overlaps, and nowhere else. */
+/* What follows does nothing where streams do not overlap. */
 
 /* Main has written own slices of the wire: gathers to come are behind it. */
 fsdpc_status fsdpc_order_published(fsdpc_root *root);

@@ -241,8 +241,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
     unit->forget = false;
     root->reducing[root->n_reducing++] = unit;
-    if (root->overlaps)
-        FSDPC_TRY(fsdpc_order_filled(root));
+    FSDPC_TRY(fsdpc_order_filled(root));
     return post_first(unit, buffer);
 }
 

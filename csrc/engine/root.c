@@ -1,5 +1,5 @@
 /* The wire holds the fulls of all units end to end, each group on a page boundary, or says where
- * they would lie if a gather moves bytes (slots.h).  Reduce buffers are sized for the largest unit
+ * they would lie if a gather moves bytes (full.h).  Reduce buffers are sized for the largest unit
  * that uses them.
  */
 #include "engine/root.h"
@@ -11,7 +11,6 @@
 #include "engine/fill.h"
 #include "engine/full.h"
 #include "engine/order.h"
-#include "engine/slots.h"
 
 static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size_t *wire_bytes_out)
 {
@@ -67,10 +66,10 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
     root->wire->kind_text = fsdpc_epoch_text;
-    if (root->wire->moved)
-        FSDPC_TRY_GOTO(status, fsdpc_slots_create(root, encloses), destroy);
-    for (int i = 0; i < n_units; i++)
-        FSDPC_TRY_GOTO(status, fsdpc_full_place(root, units[i]), destroy);
+    root->full = units[0]->no_alias  ? &fsdpc_full_private
+                 : root->wire->moved ? &fsdpc_full_moved
+                                     : &fsdpc_full_shared;
+    FSDPC_TRY_GOTO(status, fsdpc_full_create(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),
                    destroy);
@@ -92,7 +91,6 @@ destroy:
 static void disown_unit(fsdpc_unit *unit)
 {
     fsdpc_full_remove(unit);
-    fsdpc_slots_give_back(unit);
     fsdpc_buffer_destroy(unit->own_buffer);
     fsdpc_buffer_destroy(unit->own_partial);
     unit->own_buffer = unit->buffer = unit->own_partial = unit->partial = NULL;

@@ -13,6 +13,8 @@ typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_PUBLISHED, /* waits for all publications */
 } fsdpc_epoch_stage;
 
+typedef struct fsdpc_full_ops fsdpc_full_ops; /* full.h */
+
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_record_entry {
@@ -60,7 +62,8 @@ struct fsdpc_root {
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_wire *wire;
-    fsdpc_unit **slot_users; /* slots.h: who was gathered into each slot last */
+    const fsdpc_full_ops *full; /* how fulls come into being */
+    fsdpc_unit **slot_users;    /* full_moved.c: who was gathered into each slot last */
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
     bool overlaps;                   /* streams are ordered by events; see order.h */

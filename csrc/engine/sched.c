@@ -37,7 +37,6 @@
 #include "engine/full.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
-#include "engine/slots.h"
 
 static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
 {
@@ -94,7 +93,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
         return FSDPC_OK;
     if (unit->ahead[backward]) {
         for (int i = 0; i < unit->n_ahead[backward]; i++) {
-            if (fsdpc_slot_is_free(unit->ahead[backward][i]))
+            if (fsdpc_full_has_room(unit->ahead[backward][i]))
                 FSDPC_TRY(fsdpc_gather_post(unit->ahead[backward][i], backward));
         }
         return FSDPC_OK;
@@ -104,7 +103,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     size_t end = record->position + (size_t)root->prefetch;
     for (size_t i = record->position; i < end && i < record->length; i++) {
         fsdpc_unit *next = root->units[record->entries[i].unit];
-        if (!fsdpc_slot_is_free(next))
+        if (!fsdpc_full_has_room(next))
             break; /* no further than there is memory */
         FSDPC_TRY(fsdpc_gather_post(next, record->entries[i].backward));
     }

@@ -1,4 +1,4 @@
-/* Memory for fulls where a gather moves bytes: a few slots that many units share.
+/* A plan of memory for fulls where a gather moves bytes: a few slots that many units share.
  *
  * Where ranks share a wire it holds every full, and nothing of this is used.  Elsewhere a rank has
  * its slices of all fulls, as published, and room for the fulls that exist at a time.  Units of the
@@ -15,7 +15,8 @@
 #ifndef FSDPC_ENGINE_SLOTS_H
 #define FSDPC_ENGINE_SLOTS_H
 
-#include "engine/root_internal.h"
+#include <stdbool.h>
+#include <stddef.h>
 
 typedef struct fsdpc_slot_want {
     size_t bytes; /* of the unit's full */
@@ -35,17 +36,8 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots);
 
-/* Collective, before fulls are placed; memory that one rank could not have is an error on all. */
-fsdpc_status fsdpc_slots_create(fsdpc_root *root, const bool *encloses);
-void fsdpc_slots_give_back(fsdpc_unit *unit); /* also of a unit that got nothing, or half */
-
-/* Whether the unit could be gathered now without taking memory from another. */
-bool fsdpc_slot_is_free(const fsdpc_unit *unit);
-
-/* Before a gather: the unit's slot is its own from now on.  A unit that was gathered into it ahead
- * and not used is given up.  If one is full there, the two overlap, and this unit gets memory of
- * its own for good, beneath the same address: collective, and everything in flight is waited for.
- */
-fsdpc_status fsdpc_slot_take(fsdpc_unit *unit);
+/* Whether a unit's memory of its own is a window too, so that a transport can prepare it: granules
+ * that are filled but for a little. */
+bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 
 #endif

@@ -214,7 +214,7 @@ fsdpc_status fsdpc_step_graph_begin(fsdpc_root *root, fsdpc_optim *optim, fsdpc_
     step->number = ++root->captures;
     step->begun = root->captured = true;
     status = fsdpc_capture_begin(root->device);
-    if (status == FSDPC_OK && root->overlaps)
+    if (status == FSDPC_OK)
         status = fsdpc_order_fork(root);
     if (status != FSDPC_OK) {
         char text[512];
@@ -252,7 +252,7 @@ static void give_up(fsdpc_step_graph *step)
             memset(root->units[i]->grads, FSDPC_GRAD_OLD, (size_t)root->units[i]->layout->n_params);
         root->units[i]->pending_scale = step->marks[i].pending_scale;
     }
-    if (root->overlaps && fsdpc_order_fork(root) != FSDPC_OK)
+    if (fsdpc_order_fork(root) != FSDPC_OK)
         fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or gathers would not be ordered */
     fsdpc_root_reset(root);
 }
@@ -270,8 +270,7 @@ static fsdpc_status end_capture(fsdpc_step_graph *step)
 {
     fsdpc_root *root = step->root;
     FSDPC_TRY(check_all(step, "when it ends"));
-    if (root->overlaps)
-        FSDPC_TRY(fsdpc_order_join(root));
+    FSDPC_TRY(fsdpc_order_join(root));
     return fsdpc_capture_end(root->device, &step->graph);
 }
 
@@ -320,7 +319,7 @@ static fsdpc_status launch(fsdpc_step_graph *step)
                                                  .graph = step->graph,
                                                  .numel = step->number},
                                    main));
-    return root->overlaps ? fsdpc_order_follow(root) : FSDPC_OK;
+    return fsdpc_order_follow(root);
 }
 
 fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
@@ -332,9 +331,9 @@ fsdpc_status fsdpc_step_graph_end(fsdpc_step_graph *step)
     if (status != FSDPC_OK)
         give_up(step);
     root->captured = false;
-    if (status == FSDPC_OK && root->overlaps)
+    if (status == FSDPC_OK)
         status = fsdpc_order_fork(root);
-    else if (status != FSDPC_OK)
+    else
         fsdpc_fail(status, "%s", text);
     uint64_t steps = root->steps;
     root->steps = step->steps; /* as on ranks that gave up */

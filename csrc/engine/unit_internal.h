@@ -39,6 +39,8 @@ typedef struct fsdpc_unit_group {
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
     unsigned char *full;      /* what modules read, at a fixed address; see full.h */
+    unsigned char *target;    /* where a gather writes it: the same memory, by the address that
+                                 transports are given; NULL where a gather moves nothing */
     void *own_block;          /* the block that holds it in no-alias mode */
     unsigned char *published; /* this rank's slices, where gathers move bytes; else NULL */
     fsdpc_work gather, reduce;

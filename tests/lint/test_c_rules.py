@@ -30,8 +30,9 @@ MAY_INCLUDE = {
 
 # csrc/engine is a chain: a file includes only what stands before it.
 ENGINE = """
-    layout norm plan unit_internal unit root_internal acts micro order fill full grads collect
-    clip agree reduce slots gather epoch root optim_internal optim_graph optim sched call step_graph
+    layout slots norm plan unit_internal unit root_internal acts micro order fill full full_shared
+    grads collect clip agree reduce full_moved full_private gather epoch root optim_internal
+    optim_graph optim sched call step_graph
 """.split()
 
 # Headers of others, and where alone they may be included.

@@ -1,0 +1,179 @@
+/* Fulls that a gather moves into: slots that units share, or memory of a unit's own (slots.h).
+ *
+ * A slot notes the unit that was gathered into it last.  A gather ahead of demand goes only where
+ * that unit is sharded again (sched.c); a gather on demand takes the slot from a unit that waits
+ * there unused, and never from one that is full.  The gather waits for what read the full of that
+ * unit last, as one of that unit would (order.h).
+ *
+ * Two units that share and are full together (held by unshard(), used inside each other's forward,
+ * told to stay after backward) are parted where they are first met: this rank's operations are
+ * waited for, then the stream that reads fulls, and the one that comes second gets memory of its
+ * own beneath the same address.  All ranks come here at the same place of the program, so they
+ * agree on the outcome.
+ */
+#include <stdlib.h>
+
+#include "engine/full.h"
+#include "engine/order.h"
+#include "engine/reduce.h"
+#include "engine/slots.h"
+
+/* ---- Memory ---- */
+
+/* What every rank can do; ranks whose devices differ share nothing. */
+static fsdpc_status agree_granule(const fsdpc_root *root, size_t *granule_out)
+{
+    int64_t mine = (int64_t)root->device->window_granule, ends[2] = {mine, -mine};
+    FSDPC_TRY(fsdpc_comm_run(root->comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
+                                                       .unit = -1,
+                                                       .what = "windows",
+                                                       .dtype = FSDPC_I64,
+                                                       .op = FSDPC_RED_MAX,
+                                                       .send = ends,
+                                                       .recv = ends,
+                                                       .numel = 2}));
+    *granule_out = ends[0] == -ends[1] ? (size_t)mine : 0;
+    return FSDPC_OK;
+}
+
+static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granule)
+{
+    size_t n = (size_t)root->n_units;
+    fsdpc_slot_want *wants = calloc(n, sizeof *wants);
+    int *slots = calloc(n, sizeof *slots);
+    int n_slots = 0;
+    if (wants && slots) {
+        for (int i = 0; i < root->n_units; i++) {
+            const fsdpc_unit *unit = root->units[i];
+            wants[i].bytes = unit->wire_bytes;
+            wants[i].alone =
+                i == 0 || encloses[i] || unit->rank_dependent || !unit->reshard_after_forward;
+        }
+        n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule, slots);
+        root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));
+        for (int i = 0; i < root->n_units; i++)
+            root->units[i]->slot = slots[i];
+    }
+    bool done = wants && slots && root->slot_users;
+    free(wants);
+    free(slots);
+    return done ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to assign %zu units", n);
+}
+
+static const fsdpc_window *sharer(const fsdpc_unit *unit)
+{
+    for (int i = 0; i < unit->id && unit->slot >= 0; i++)
+        if (unit->root->units[i]->slot == unit->slot)
+            return unit->root->units[i]->window;
+    return NULL;
+}
+
+static fsdpc_status give_memory(fsdpc_unit *unit, size_t granule)
+{
+    fsdpc_device *device = unit->device;
+    if (unit->slot < 0 && !fsdpc_slots_is_windowed(unit->wire_bytes, granule))
+        return fsdpc_device_alloc(device, FSDPC_MEM_WIRE, unit->wire_bytes, (void **)&unit->room);
+    return fsdpc_window_create(device, FSDPC_MEM_WIRE, unit->wire_bytes, sharer(unit),
+                               &unit->window);
+}
+
+/* The memory of each window, once: by the first unit that has it. */
+static fsdpc_status attach(const fsdpc_root *root)
+{
+    for (int i = 0; i < root->n_units; i++) {
+        fsdpc_unit *unit = root->units[i];
+        if (unit->window && !sharer(unit))
+            FSDPC_TRY(fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes));
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status create(fsdpc_root *root, const bool *encloses)
+{
+    size_t granule;
+    FSDPC_TRY(agree_granule(root, &granule));
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, assign(root, encloses, granule), "slots"));
+    fsdpc_status status = fsdpc_full_own_slices(root);
+    for (int i = 0; status == FSDPC_OK && i < root->n_units; i++)
+        status = give_memory(root->units[i], granule);
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory for fulls"));
+    return attach(root);
+}
+
+static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    size_t offset = fsdpc_full_offset(unit, group);
+    group->full = (unit->window ? unit->window->address : unit->room) + offset;
+    group->target = (unit->window ? unit->window->memory : unit->room) + offset;
+    return FSDPC_OK;
+}
+
+static void give_back(fsdpc_unit *unit)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    if (unit->window) {
+        (void)fsdpc_stream_sync(main); /* what reads it */
+        fsdpc_wire_detach(unit->root->wire, unit->window->memory);
+    }
+    if (fsdpc_window_destroy(unit->window) != FSDPC_OK)
+        FSDPC_WARN(&unit->root->comm->log,
+                   "%zu bytes of the device stay taken: unit %s may still be read there (%s)",
+                   unit->wire_bytes, unit->name, fsdpc_last_error());
+    fsdpc_device_free(unit->device, unit->room);
+    unit->window = NULL;
+    unit->room = NULL;
+    unit->slot = -1;
+}
+
+/* ---- Turns ---- */
+
+static bool has_room(const fsdpc_unit *unit)
+{
+    if (unit->slot < 0)
+        return true;
+    const fsdpc_unit *user = unit->root->slot_users[unit->slot];
+    return !user || user == unit || user->state == FSDPC_UNIT_SHARDED;
+}
+
+static fsdpc_status part(fsdpc_unit *unit)
+{
+    fsdpc_root *root = unit->root;
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    for (int i = 0; i < root->n_units; i++)
+        FSDPC_TRY(fsdpc_full_settle(root->units[i]));
+    FSDPC_TRY(fsdpc_reduce_wait_all(root));
+    fsdpc_status status = fsdpc_stream_sync(main);
+    if (status == FSDPC_OK)
+        status = fsdpc_window_part(unit->window);
+    FSDPC_TRY(fsdpc_comm_agree(root->comm, status, "memory of its own for a unit"));
+    unit->slot = -1;
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        FSDPC_TRY(place(unit, &unit->groups[g])); /* at the same address, over other memory */
+    return fsdpc_wire_attach(root->wire, unit->window->memory, unit->window->bytes);
+}
+
+static fsdpc_status make_room(fsdpc_unit *unit)
+{
+    if (unit->slot < 0)
+        return FSDPC_OK;
+    fsdpc_unit **user = &unit->root->slot_users[unit->slot];
+    if (*user && *user != unit) {
+        if ((*user)->state == FSDPC_UNIT_GATHERING)
+            fsdpc_full_drop(*user); /* unless it is held */
+        if ((*user)->state != FSDPC_UNIT_SHARDED)
+            return part(unit);
+        FSDPC_TRY(fsdpc_full_settle(*user));
+        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten as by a gather of its own */
+    }
+    *user = unit;
+    return FSDPC_OK;
+}
+
+const fsdpc_full_ops fsdpc_full_moved = {
+    .name = "moved",
+    .create = create,
+    .place = place,
+    .remove = give_back,
+    .has_room = has_room,
+    .make_room = make_room,
+};

@@ -1,0 +1,90 @@
+/* No-alias mode: fulls in private pages, readable while the unit is FULL and not otherwise.
+ *
+ * Slower, but whoever reads a full too early or too late dies at that place.  The pages belong to
+ * an ordinary block that is two pages larger, so that its bytes are counted and nothing else lies
+ * on a page that is protected.  A device that cannot protect memory fills it with NaN all the same:
+ * there a read too early or too late is a NaN, not a death.
+ *
+ * Where ranks share a wire, reveal copies it; elsewhere gathers write the pages.
+ */
+#include <unistd.h>
+
+#include "base/size.h"
+#include "engine/full.h"
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static fsdpc_status protect(fsdpc_unit *unit, fsdpc_unit_group *group, fsdpc_access access)
+{
+    return fsdpc_device_protect(unit->device, group->full,
+                                fsdpc_round_up(fsdpc_full_bytes(group), page_bytes()), access);
+}
+
+static fsdpc_status create(fsdpc_root *root, const bool *encloses)
+{
+    (void)encloses;
+    if (!root->wire->moved)
+        return FSDPC_OK;
+    return fsdpc_comm_agree(root->comm, fsdpc_full_own_slices(root), "memory for fulls");
+}
+
+static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
+{
+    size_t page = page_bytes(), bytes = fsdpc_round_up(fsdpc_full_bytes(group), page);
+    FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_OTHER, bytes + page, &group->own_block));
+    group->full = (unsigned char *)fsdpc_round_up((size_t)group->own_block, page);
+    group->target = unit->root->wire->moved ? group->full : NULL;
+    FSDPC_TRY(fsdpc_device_fill(unit->device, group->full, 0xff, bytes, NULL));
+    return protect(unit, group, FSDPC_ACCESS_NONE);
+}
+
+static void remove_pages(fsdpc_unit *unit)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (group->own_block && protect(unit, group, FSDPC_ACCESS_WRITE) == FSDPC_OK)
+            fsdpc_device_free(unit->device, group->own_block);
+        group->own_block = NULL;
+    }
+}
+
+static fsdpc_status reveal(fsdpc_unit *unit)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    const fsdpc_wire *wire = unit->root->wire;
+    for (int g = 0; !wire->moved && g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_WRITE));
+        FSDPC_TRY(fsdpc_device_copy(unit->device, group->full, wire->read + group->wire_offset,
+                                    fsdpc_full_bytes(group), main));
+        FSDPC_TRY(protect(unit, group, FSDPC_ACCESS_READ));
+    }
+    return FSDPC_OK;
+}
+
+/* Where the kernel has no memory for a split mapping, or the device cannot take the fill, the full
+ * stays as it is, readable. */
+static void hide(fsdpc_unit *unit)
+{
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_unit_group *group = &unit->groups[g];
+        if (protect(unit, group, FSDPC_ACCESS_WRITE) != FSDPC_OK)
+            continue;
+        (void)fsdpc_device_fill(unit->device, group->full, 0xff, /* a NaN in every float dtype */
+                                fsdpc_full_bytes(group), main);
+        protect(unit, group, FSDPC_ACCESS_NONE);
+    }
+}
+
+const fsdpc_full_ops fsdpc_full_private = {
+    .name = "private",
+    .create = create,
+    .place = place,
+    .remove = remove_pages,
+    .reveal = reveal,
+    .hide = hide,
+};
