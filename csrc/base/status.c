@@ -1,7 +1,7 @@
 /* The error text of a thread.
  *
  * One thread-local buffer holds the message of the last failure; it is one of the three documented
- * mutable globals of the library (design section 6).  It is never freed and never allocated, so
+ * mutable globals of the library (docs/design.md).  It is never freed and never allocated, so
  * that reporting "out of memory" cannot itself run out of memory.  A message that does not fit is
  * cut and ends in "...".
  */

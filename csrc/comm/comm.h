@@ -9,7 +9,7 @@
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
  * epoch and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note
  * said CHANGED, write the own slices, publish, and wait for all publications before anything is
- * read. docs/design.md section 3 says why this order and no simpler one is safe.
+ * read.  docs/design/communication.md says why this order and no simpler one is safe.
  *
  * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
  * would lie.  A gather there sends this rank's slices, as they lie in its

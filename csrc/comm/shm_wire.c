@@ -3,11 +3,11 @@
  * One memfd for the group: data, then a line of words a rank.  Every rank maps it twice, read-only
  * for the modules and writable for its own slices and words.  Threads share one mapping.
  *
- * The epoch protocol (design section 3; explored over every interleaving of 2-3 ranks): a rank
- * writes its note into the half that the epoch's parity names and raises `arrived`.  When all have
- * arrived, every rank sees the same notes and so decides the same.  A note is overwritten two
- * epochs later, which its writer cannot reach before all have arrived in the epoch between, and so
- * have read it. The exception is a rank that abandoned an epoch (an exception in user code) and
+ * The epoch protocol (docs/design/communication.md; explored over every interleaving of 2-3 ranks):
+ * a rank writes its note into the half that the epoch's parity names and raises `arrived`.  When
+ * all have arrived, every rank sees the same notes and so decides the same.  A note is overwritten
+ * two epochs later, which its writer cannot reach before all have arrived in the epoch between, and
+ * so have read it. The exception is a rank that abandoned an epoch (an exception in user code) and
  * went on alone; who still waits in the old one finds it two ahead, or ahead without having
  * published, and says so.
  */

@@ -1,8 +1,9 @@
 /* Epochs: what keeps the wire true to the masters.
  *
- * The protocol is explained in docs/design.md, section 3, and modelled in tests/model.  In short: a
- * rank that arrives has finished with everything it read in earlier epochs, so once all have
- * arrived nobody reads, and whoever changed masters may write.  If nobody did, all go on at once.
+ * The protocol is explained in docs/design/communication.md, and modelled in tests/model.  In
+ * short: a rank that arrives has finished with everything it read in earlier epochs, so once all
+ * have arrived nobody reads, and whoever changed masters may write.  If nobody did, all go on at
+ * once.
  *
  * An optimizer's epoch always changes.  It publishes without waiting for the others to have
  * published: the next reader begins an epoch of its own, and a rank arrives there only after it

@@ -1,4 +1,4 @@
-/* Epochs (docs/design.md, section 3).  fsdpc_root_epoch brings the wire up to date with the
+/* Epochs (docs/design/communication.md).  fsdpc_root_epoch brings the wire up to date with the
  * masters: compare where needed, arrive, wait, and if any rank changed anything write the own
  * slices and publish.  A change advances `generation`; a backward whose forward saw an older one is
  * refused.  Epochs of a captured step are this rank's alone: ranks agree on it before and after.

@@ -1,4 +1,4 @@
-"""The epoch protocol (docs/design.md, section 3) as a machine whose every step can be enumerated.
+"""The epoch protocol (docs/design/communication.md) as a machine whose steps can be enumerated.
 
 A *world* is what all ranks are and what they share; a *step* is something that one rank does at one
 moment: raise its arrival word, decide once all have arrived, begin to write its slice.  A rank's

@@ -1,0 +1,194 @@
+"""The pages are true where a program can tell: links, names of files, numbers, words, sizes."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from .tree import ROOT, files, label
+
+DESIGN = ROOT / "docs" / "design.md"
+PAGES = files(".md")
+OVERVIEW_WORDS = 2000
+PARAGRAPH_WORDS = 100
+
+# Words of names that need no line in the glossary: plain English, or PyTorch's, NCCL's, MPI's, C's.
+PLAIN = set("""
+    abi abort access acts address adopted agree ahead algo amx args array atomic attention
+    attentions attribute avx2 avx512 avx512bf16 backward base binary bits body boundary buffer
+    call cast channel check checkpoint ckpt clip coll collect comm common compute config control
+    convert copy cpu crc32c cross cu cublaslt cuda cudnn custom desc device dlpack driver
+    dropout dry dtype edge elementwise embedding end engine entropy entry env epilogue error
+    event exact exp extremum f32 f64 fault file flag flush fn fork forward found fs fused gate
+    gather gelu gemm global gpu grad gradient grads graph guard handle header hook hooks host
+    hyper id import imports index init integer internal interrupt isa join json kernel kernels
+    key kind level linear load local location log loss lt magnitude main make map math matmul
+    mem memory mesh methods mma mode module moved name names nccl nn node norm null number numpy
+    op open operand ops optim options order pack pair pairs param parts philox pieces plan
+    plugin pool portable preference private product products properties py queue random range
+    read real red reduce reduction ref register registered registers registry remote rendezvous
+    request result ring rotary round rows rules run runtime safetensors save scalars scale sched
+    schedule self settings shape shared shm size softmax sort spec st staged staging state stats
+    status step storage stream sum sums sumsq swiglu table tables target tensor thread tile
+    tiles torch trace transport tree type unary vec vector version view wait window windows work
+    world write
+""".split())
+
+# A number in a page -> the file and the constant (or default of a variable) that it stands for.
+NUMBERS = [
+    ("docs/design/gpu.md", r"by at most (\d+) operations of a group", "csrc/cuda/nccl_ahead.c",
+     r"AHEAD_MAX = (\d+)"),
+    ("docs/design/gpu.md", r"once (\d+) of a group are in flight", "csrc/cuda/nccl_ahead.c",
+     r"AHEAD_MAX = (\d+)"),
+    ("docs/design/gpu.md", r"waits while (\d+) operations", "csrc/cuda/nccl_ahead.c",
+     r"AHEAD_MAX = (\d+)"),
+    ("docs/design/communication.md", r"a deadline \((\d+) s\)", "csrc/base/env.h",
+     r'"FSDPC_TIMEOUT_S", (\d+)'),
+    ("docs/design/communication.md", r"After (\d+) s it logs", "csrc/base/env.h",
+     r'"FSDPC_NOTICE_S", (\d+)'),
+    ("docs/design/engine.md", r"1/(\d+) of the masters", "csrc/engine/agree.c", r"ROUNDS = (\d+)"),
+    ("docs/design/engine.md", r"within (\d+) backwards", "csrc/engine/agree.c", r"ROUNDS = (\d+)"),
+    ("docs/reliability.md", r"within (\d+) backwards", "csrc/engine/agree.c", r"ROUNDS = (\d+)"),
+    ("docs/design/engine.md", r"(\d+) int64 words", "csrc/ops/exact_sum.h",
+     r"FSDPC_EXACT_SUM_DIGITS = (\d+)"),
+    ("docs/design/engine.md", r"and ([\d,]+) elements \(fused", "csrc/engine/layout.c",
+     r"PADDING_FLOOR = (\d+)"),
+]
+
+
+def prose(path: Path) -> list[tuple[int, str]]:
+    """Return numbered lines of a page without its programs."""
+    lines, in_program = [], False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        in_program ^= line.lstrip().startswith("```")
+        if not in_program and not line.lstrip().startswith("```"):
+            lines.append((number, line))
+    return lines
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """Return the headings of a page as links name them."""
+    found = re.findall(r"^#+ (.*)$", "\n".join(line for _, line in prose(path)), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=label)
+def test_links_lead_somewhere(path: Path) -> None:
+    for number, line in prose(path):
+        for link in re.findall(r"\]\(([^)\s]+)\)", line):
+            if re.match(r"\w+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.exists(), f"{label(path)}:{number}: {link}: no such file"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{label(path)}:{number}: {link}: no such heading"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=label)
+def test_files_that_pages_name_exist(path: Path) -> None:
+    for number, line in prose(path):
+        for name in re.findall(r"`((?:csrc|kernels|python|tests|benchmarks|examples|docs|tools)/"
+                               r"[\w./-]+)`", line):
+            exists = (ROOT / name).exists()
+            assert exists, f"{label(path)}:{number}: {name}: no such file"
+
+
+def test_overview_is_short() -> None:
+    words = len(DESIGN.read_text().split())
+    assert words <= OVERVIEW_WORDS, f"docs/design.md has {words} words: move details to docs/design"
+
+
+@pytest.mark.parametrize("path", [DESIGN, *files(".md", under="docs/design")], ids=label)
+def test_design_pages_ask_and_answer(path: Path) -> None:
+    """A heading is a question; a paragraph has few words."""
+    lines = [line for _, line in prose(path)]
+    for heading in [line for line in lines if line.startswith("## ")]:
+        assert heading.endswith("?"), f"{label(path)}: {heading}: ask a question"
+    for block in map(str.strip, "\n".join(lines).split("\n\n")):
+        if not block.startswith(("|", "#", "- ", "1. ")):
+            words = len(block.split())
+            begin = " ".join(block.split()[:6])
+            assert words < PARAGRAPH_WORDS, f"{label(path)}: {words} words: {begin!r} ..."
+
+
+@pytest.mark.parametrize(("page", "says", "source", "has"), NUMBERS)
+def test_numbers_are_the_sources(page: str, says: str, source: str, has: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    said = re.findall(says, text)
+    found = re.search(has, (ROOT / source).read_text())
+    assert said, f"{page} no longer says {says!r}: change the table in {label(Path(__file__))}"
+    assert found, f"{source} no longer has {has!r}: change the table in {label(Path(__file__))}"
+    assert {number.replace(",", "") for number in said} == {found[1]}, f"{page}: {says}: {found[1]}"
+
+
+# ---- the glossary -------------------------------------------------------------------------------
+
+
+@cache
+def glossary() -> set[str]:
+    """Return the words in the first column of the table of words."""
+    table = DESIGN.read_text().split("\n| word | meaning |\n")[1]
+    cells = re.findall(r"^\| ([^|]+) \|", table, re.M)
+    return {word for cell in cells for word in re.findall(r"[a-z]+", cell)}
+
+
+def words_of_names() -> dict[str, str]:
+    """Return the words in names of files of csrc and of types in its headers -> one such name."""
+    found: dict[str, str] = {}
+    for path in files(".c", ".h", under="csrc"):
+        for word in path.stem.split("_"):
+            found.setdefault(word, label(path))
+        types = re.findall(r"^\}? ?(?:typedef )?(?:struct|enum|union)? ?(fsdpc_\w+)(?:;| \{)",
+                           path.read_text(), re.M) if path.suffix == ".h" else []
+        types += re.findall(r"^typedef .*\b(fsdpc_\w+);$", path.read_text(), re.M)
+        for name in types:
+            for word in name.split("_")[1:]:
+                found.setdefault(word, f"{name} of {label(path)}")
+    return found
+
+
+def test_words_of_names_are_known() -> None:
+    known = PLAIN | glossary()
+    unknown = {
+        word: name
+        for word, name in words_of_names().items()
+        if not {word, word.removesuffix("s")} & known
+    }
+    assert not unknown, (
+        "take a word of PyTorch, NCCL or MPI (and name it in PLAIN, in "
+        f"{label(Path(__file__))}), or give it a line in the glossary of docs/design.md: {unknown}"
+    )
+
+
+def test_words_of_the_glossary_are_used() -> None:
+    text = " ".join(path.read_text().lower() for path in files(".h", ".c", under="csrc"))
+    used = set(re.findall(r"[a-z]+", text))
+    assert not glossary() - used, f"no source says {sorted(glossary() - used)}"
+
+
+# ---- budgets ------------------------------------------------------------------------------------
+
+
+def budgets() -> dict[str, int]:
+    """Return folder -> lines at most, as docs/design.md has them."""
+    rows = re.findall(r"^\| `([\w/]+)` \| ([\d,]+) \|", DESIGN.read_text(), re.M)
+    return {folder: int(lines.replace(",", "")) for folder, lines in rows}
+
+
+def test_budgets_are_found() -> None:
+    assert set(budgets()) == {"csrc", "csrc/py", "csrc/cuda", "kernels", "python/fsdpc"}
+
+
+@pytest.mark.parametrize("folder", budgets())
+def test_code_keeps_to_its_budget(folder: str) -> None:
+    sources = files(".c", ".h", ".cpp", ".cu", ".cuh", ".py", ".pyi", under=folder)
+    lines = sum(len(path.read_text().splitlines()) for path in sources)
+    assert lines <= budgets()[folder], (
+        f"{folder} has {lines} lines: delete what is not needed, or raise the number in "
+        "docs/design.md and say in the commit why"
+    )
