@@ -59,6 +59,13 @@ NUMBERS = [
 ]
 
 
+# Messages that pages show filled in -> what the source has of them.
+PARTS = {
+    "rank 0 waits since 10 s in ...": ["waits since %.3g s in"],
+    "something wrote to parameter ...": ["wrote to", " parameter '"],
+}
+
+
 def prose(path: Path) -> list[tuple[int, str]]:
     """Return numbered lines of a page without its programs."""
     lines, in_program = [], False
@@ -124,6 +131,19 @@ def test_numbers_are_the_sources(page: str, says: str, source: str, has: str) ->
     assert said, f"{page} no longer says {says!r}: change the table in {label(Path(__file__))}"
     assert found, f"{source} no longer has {has!r}: change the table in {label(Path(__file__))}"
     assert {number.replace(",", "") for number in said} == {found[1]}, f"{page}: {says}: {found[1]}"
+
+
+def literals(path: Path) -> str:
+    """Return a source's text with neighbouring string literals joined."""
+    return re.sub(r'"\s*f?"', "", path.read_text())
+
+
+def test_messages_that_are_explained_exist() -> None:
+    """The first column of troubleshooting, but what stands for a rank's own numbers."""
+    rows = re.findall(r"^\| `([^`]+)`", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    text = "".join(map(literals, files(".c", under="csrc") + files(".py", under="python")))
+    for message in rows:
+        assert all(part in text for part in PARTS.get(message, [message])), message
 
 
 # ---- the glossary -------------------------------------------------------------------------------
