@@ -146,6 +146,17 @@ def test_messages_that_are_explained_exist() -> None:
         assert all(part in text for part in PARTS.get(message, [message])), message
 
 
+def test_functions_of_the_tour_are_where_it_says() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w/.]+)` \|", tour, re.M)
+    assert len(rows) > 30
+    for name, path in rows:
+        method, text = name.split(".")[-1], (ROOT / path).read_text()
+        defined = rf"^ *def {method}\(" if path.endswith(".py") else rf"^\w[\w \*]*\b{method}\("
+        made = method.startswith("function_")  # by FSDPC_PY_OPERATIONS, of py_ops.c
+        assert made or re.search(defined, text, re.M), f"{path} has no {name}"
+
+
 # ---- the glossary -------------------------------------------------------------------------------
 
 
