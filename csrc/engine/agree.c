@@ -147,8 +147,8 @@ fsdpc_status fsdpc_backward_agree(fsdpc_root *root)
     bool synced = false, summed = false;
     for (int i = 0; i < root->n_units; i++) {
         n += (size_t)root->units[i]->layout->n_params;
-        synced |= root->units[i]->requires_sync;
-        summed |= root->units[i]->requires_all_reduce;
+        synced |= root->units[i]->settings.requires_sync;
+        summed |= root->units[i]->settings.requires_all_reduce;
     }
     if (!synced || n == 0 || root->ranks == 1)
         return FSDPC_OK;

@@ -17,6 +17,8 @@
  */
 #include "engine/call.h"
 
+#include "engine/root_internal.h"
+
 static uint64_t generation_of(const fsdpc_unit *unit, const fsdpc_call *call)
 {
     return call->ran_at < unit->seen_from ? FSDPC_GENERATION_PAST : unit->seen_generation;
@@ -32,7 +34,7 @@ bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
 static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
 {
     fsdpc_root *root = unit->root;
-    if (!unit->deterministic || root->forward_depth != 1 || root->in_backward)
+    if (!unit->settings.deterministic || root->forward_depth != 1 || root->in_backward)
         return;
     uint64_t step = root->steps + 1;
     if (root->streams_step != step) {
@@ -59,13 +61,13 @@ static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
 /* How many modules of the unit ran before this one. */
 static int count_run(fsdpc_unit *unit)
 {
-    if (unit->n_modules == 1)
+    if (unit->settings.n_modules == 1)
         return 0;
     if (unit->run_epoch != unit->root->wire->epoch)
         unit->runs = 0;
     unit->run_epoch = unit->root->wire->epoch;
     int before = unit->runs;
-    unit->runs = (unit->runs + 1) % unit->n_modules;
+    unit->runs = (unit->runs + 1) % unit->settings.n_modules;
     unit->stays = unit->runs > 0;
     return before;
 }

@@ -15,6 +15,7 @@
 #include "engine/clip.h"
 
 #include "engine/grads.h"
+#include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
 
 static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm *norm,
@@ -124,22 +125,6 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
         FSDPC_TRY(status);
     }
     return FSDPC_OK;
-}
-
-fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out)
-{
-    fsdpc_norm_room total;
-    if (n_units == 0) {
-        *norm_out = 0;
-        return FSDPC_OK;
-    }
-    fsdpc_status status = fsdpc_norm_room_init(&total, units[0]->device, 1);
-    if (status == FSDPC_OK)
-        status = fsdpc_clip_norms(units, n_units, 2, total.at, NULL);
-    if (status == FSDPC_OK)
-        status = fsdpc_norm_read(total.at, 2, units[0]->device, norm_out);
-    fsdpc_norm_room_fini(&total);
-    return status;
 }
 
 void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm)

@@ -21,9 +21,6 @@
 fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
                               fsdpc_norm *params_out);
 
-/* The global 2-norm; 0 without any gradient.  Waits for a remote device. */
-fsdpc_status fsdpc_clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out);
-
 /* Leaves min(1, max_norm / (norm + 1e-6)) to be applied by whoever reads the gradients next. */
 void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
 

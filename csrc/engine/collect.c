@@ -8,6 +8,7 @@
 
 #include "base/size.h"
 #include "engine/grads.h"
+#include "engine/unit_internal.h"
 
 static size_t largest_piece(const fsdpc_layout *layout, int param)
 {

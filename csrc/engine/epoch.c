@@ -47,7 +47,7 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         FSDPC_TRY(fsdpc_full_settle(unit));
-        if (unit->reshard_after_backward || unit->state == FSDPC_UNIT_GATHERING)
+        if (unit->settings.reshard_after_backward || unit->state == FSDPC_UNIT_GATHERING)
             fsdpc_full_drop(unit);
     }
     return FSDPC_OK;

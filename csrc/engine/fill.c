@@ -45,7 +45,7 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
         fsdpc_unit *unit = root->units[i];
         if (unit->reduce_bytes == 0)
             continue;
-        if (i == 0 || encloses[i] || unit->keep_grads || unit->rank_dependent) {
+        if (i == 0 || encloses[i] || unit->settings.keep_grads || unit->settings.rank_dependent) {
             FSDPC_TRY(create_own(unit));
         } else {
             largest = fsdpc_max_size(largest, unit->reduce_bytes);
@@ -76,7 +76,7 @@ static int choose_pooled(const fsdpc_root *root)
 
 int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
-    bool stays = !unit->requires_sync && !unit->deterministic;
+    bool stays = !unit->settings.requires_sync && !unit->settings.deterministic;
     return unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
 }
 

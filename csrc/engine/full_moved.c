@@ -46,8 +46,8 @@ static fsdpc_status assign(fsdpc_root *root, const bool *encloses, size_t granul
         for (int i = 0; i < root->n_units; i++) {
             const fsdpc_unit *unit = root->units[i];
             wants[i].bytes = unit->wire_bytes;
-            wants[i].alone =
-                i == 0 || encloses[i] || unit->rank_dependent || !unit->reshard_after_forward;
+            wants[i].alone = i == 0 || encloses[i] || unit->settings.rank_dependent ||
+                             !unit->settings.reshard_after_forward;
         }
         n_slots = fsdpc_slots_assign(wants, root->n_units, root->prefetch + 1, granule, slots);
         root->slot_users = calloc((size_t)n_slots + 1, sizeof(fsdpc_unit *));

@@ -9,7 +9,23 @@
 
 #include "engine/fill.h"
 #include "engine/micro.h"
+#include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
+
+bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param)
+{
+    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
+}
+
+bool fsdpc_unit_has_grads(const fsdpc_unit *unit)
+{
+    return unit->grad_live;
+}
+
+double fsdpc_unit_pending_scale(const fsdpc_unit *unit)
+{
+    return unit->pending_scale;
+}
 
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 {
@@ -48,4 +64,40 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
     unit->forget = unit->reduction != FSDPC_REDUCTION_NONE;
     if (unit->root && !unit->root->in_backward)
         fsdpc_fill_drop(unit); /* what was accumulated without synchronising */
+}
+
+fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
+{
+    if (unit->grad_live)
+        FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    unit->grad_live = true;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
+{
+    unit->trainable[param] |= given;          /* to what was frozen, by hand */
+    if (unit->grads[param] != FSDPC_GRAD_NEW) /* not handed out yet */
+        unit->grads[param] = given ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
+    if (given)
+        return FSDPC_OK;
+    fsdpc_piece piece;
+    void *rows = fsdpc_unit_grad_rows(unit, param, &piece);
+    fsdpc_dtype dtype = unit->groups[unit->layout->params[param].group].grad_dtype;
+    return fsdpc_device_fill(unit->device, rows, 0, piece.numel * fsdpc_dtype_bytes(dtype),
+                             fsdpc_device_main(unit->device));
+}
+
+fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out)
+{
+    *any_out = unit->grad_live && !unit->buffer; /* something was reduced, and no more is to come */
+    return *any_out && unit->settings.deterministic ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
+}
+
+bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param)
+{
+    if (unit->grads[param] != FSDPC_GRAD_NEW)
+        return false;
+    unit->grads[param] = FSDPC_GRAD_OLD;
+    return true;
 }

@@ -9,10 +9,10 @@
 #include "engine/unit.h"
 
 /* May an optimizer or a norm use its gradient? */
-static inline bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param)
-{
-    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
-}
+bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
+
+/* Do the shards hold anything? */
+bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
 /* This rank's piece of a parameter's gradient, any pending scale applied; NULL when there is none.
  */
@@ -21,20 +21,23 @@ fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
-/* Is a factor pending? */
-static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
-{
-    return unit->pending_scale != 1 || unit->clipped;
-}
-
-/* The part of it in the device's memory; NULL: none. */
-static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
-{
-    return unit->clipped ? unit->clip_factor : NULL;
-}
+/* The factor that is pending, as far as the host knows it. */
+double fsdpc_unit_pending_scale(const fsdpc_unit *unit);
 
 /* Makes the gradient shards what they are said to be: micro-steps brought together, multiplied by
  * what clipping left to be applied. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
+
+/* ---- Gradients that a front door keeps for its users ---- */
+
+/* Users may have changed gradients: the front door writes what they gave into the rows, between
+ * take_begin and one take for each parameter; `given` false: it has none. */
+fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit);
+fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
+
+/* After a backward: are there gradients to hand out?  Then one call for each parameter says whether
+ * a contribution came since it was handed out last. */
+fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out);
+bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 
 #endif

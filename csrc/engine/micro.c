@@ -54,7 +54,7 @@ fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool
  * what becomes small by it; wider exponents only move. */
 static bool is_divided_in_half(const fsdpc_unit *unit)
 {
-    if (unit->n_sums == 0 || unit->divide_factor != fsdpc_mesh_ranks(&unit->mesh))
+    if (unit->n_sums == 0 || unit->settings.divide_factor != fsdpc_mesh_ranks(&unit->mesh))
         return false;
     bool half = false;
     for (int g = 0; g < unit->layout->n_groups; g++)

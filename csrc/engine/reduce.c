@@ -57,7 +57,7 @@ typedef struct final_sums {
 
 static fsdpc_status final_of(fsdpc_unit *unit, final_sums *out)
 {
-    if (unit->deterministic)
+    if (unit->settings.deterministic)
         return fsdpc_micro_target(unit, &out->base, &out->accumulate);
     *out = (final_sums){.base = NULL, .accumulate = unit->grad_live};
     return FSDPC_OK;
@@ -69,8 +69,8 @@ static void make_final(const fsdpc_unit *unit, const fsdpc_unit_group *group,
 {
     op->shard = sums->base ? sums->base + group->grad_offset : group->grad;
     op->shard_dtype = group->grad_dtype;
-    op->scale = 1.0 / unit->divide_factor;
-    op->round_dtype = unit->deterministic ? group->grad_dtype : group->reduce_dtype;
+    op->scale = 1.0 / unit->settings.divide_factor;
+    op->round_dtype = unit->settings.deterministic ? group->grad_dtype : group->reduce_dtype;
     op->accumulate = sums->accumulate;
 }
 
@@ -86,7 +86,7 @@ static void make_partial(const fsdpc_unit *unit, const fsdpc_unit_group *group, 
  * need not have seen it. */
 static uint32_t hash_trainable(const fsdpc_unit *unit)
 {
-    if (unit->rank_dependent)
+    if (unit->settings.rank_dependent)
         return 0;
     return fsdpc_crc32c(0, unit->trainable,
                         (size_t)unit->layout->n_params * sizeof *unit->trainable);
@@ -117,7 +117,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
                          .offset = group->reduce_offset,
                          .trains = trains,
                          .same_filling = g > 0,
-                         .tree = unit->deterministic};
+                         .tree = unit->settings.deterministic};
         if (unit->partial)
             make_partial(unit, group, &op);
         else
@@ -158,7 +158,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
                          .offset = group->grad_offset,
                          .trains = trains,
                          .same_filling = g > 0,
-                         .tree = unit->deterministic};
+                         .tree = unit->settings.deterministic};
         make_final(unit, group, &sums, &op);
         FSDPC_TRY(fsdpc_comm_post(root->replicate, &op, &group->reduce));
     }
@@ -187,7 +187,7 @@ static fsdpc_status finish(fsdpc_unit *unit)
         return FSDPC_OK;
     }
     unit->grad_live |= !unit->hidden;
-    return unit->deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
+    return unit->settings.deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
 }
 
 /* Whether it is in its first stage and a second one follows. */
@@ -230,7 +230,7 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     if (unit->grad_live && fsdpc_unit_is_scaled(unit))
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));
-    unit->postpone = !unit->requires_all_reduce && !unit->deterministic;
+    unit->postpone = !unit->settings.requires_all_reduce && !unit->settings.deterministic;
     bool keep = unit->postpone || unit->partial_live;
     if (fsdpc_fill_creates_partial(unit, keep))
         FSDPC_TRY(fsdpc_reduce_wait_all(root));
@@ -238,7 +238,8 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     fsdpc_buffer *buffer;
     FSDPC_TRY(fsdpc_fill_close(unit, &buffer));
     unit->reduction = FSDPC_REDUCTION_SHARD; /* also if a post fails: others may be in flight */
-    unit->hidden = !unit->requires_sync || (root->replicate && !unit->requires_all_reduce);
+    unit->hidden =
+        !unit->settings.requires_sync || (root->replicate && !unit->settings.requires_all_reduce);
     unit->forget = false;
     root->reducing[root->n_reducing++] = unit;
     FSDPC_TRY(fsdpc_order_filled(root));

@@ -2,7 +2,7 @@
  * they would lie if a gather moves bytes (full.h).  Reduce buffers are sized for the largest unit
  * that uses them.
  */
-#include "engine/root.h"
+#include "engine/root_internal.h"
 
 #include <stdlib.h>
 
@@ -55,7 +55,7 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     root->is_last_backward = true;
     root->device = units[0]->device;
     root->trace = units[0]->trace;
-    root->prefetch = units[0]->prefetch;
+    root->prefetch = units[0]->settings.prefetch;
     root->units = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->reducing = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     if (!root->units || !root->reducing) {
@@ -150,4 +150,48 @@ void fsdpc_root_destroy(fsdpc_root *root)
     free(root->reducing);
     free(root->units);
     free(root);
+}
+
+const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root)
+{
+    return root->units[0];
+}
+
+bool fsdpc_root_in_backward(const fsdpc_root *root)
+{
+    return root->in_backward;
+}
+
+int fsdpc_root_forward_depth(const fsdpc_root *root)
+{
+    return root->forward_depth;
+}
+
+int fsdpc_root_prefetch(const fsdpc_root *root)
+{
+    return root->prefetch;
+}
+
+void fsdpc_root_set_prefetch(fsdpc_root *root, int distance)
+{
+    root->prefetch = distance;
+}
+
+bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last)
+{
+    bool before = root->is_last_backward;
+    root->is_last_backward = last;
+    return before;
+}
+
+fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root)
+{
+    const fsdpc_acts *acts = root->acts.whole ? &root->acts : &root->last_acts;
+    if (!root->record.complete)
+        return (fsdpc_schedule){.complete = false};
+    return (fsdpc_schedule){.uses = root->record.entries,
+                            .n_uses = root->record.length,
+                            .acts = acts->items,
+                            .n_acts = acts->length,
+                            .complete = true};
 }

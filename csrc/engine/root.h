@@ -8,12 +8,47 @@
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H
 
-#include "engine/root_internal.h"
+#include "base/trace.h"
+#include "engine/unit.h"
 
 /* Collective.  units[0] is the outermost; children follow in the order of their modules. `encloses`
  * says of each unit whether it holds others. */
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out);
 void fsdpc_root_destroy(fsdpc_root *root); /* units go back to having masters only */
+
+const fsdpc_unit *fsdpc_root_outermost(const fsdpc_root *root);
+bool fsdpc_root_in_backward(const fsdpc_root *root);
+int fsdpc_root_forward_depth(const fsdpc_root *root); /* forwards of its units, one in the other */
+
+/* How many units ahead it gathers. */
+int fsdpc_root_prefetch(const fsdpc_root *root);
+void fsdpc_root_set_prefetch(fsdpc_root *root, int distance);
+
+/* Whether the end of backward waits for reductions; returns what it was. */
+bool fsdpc_root_set_last_backward(fsdpc_root *root, bool last);
+
+/* A use of a unit, as recorded for prefetching. */
+typedef struct fsdpc_record_entry {
+    int unit;
+    bool backward;
+} fsdpc_record_entry;
+
+/* What the engine did with a unit, in the order it did it. */
+typedef struct fsdpc_act {
+    int unit;
+    fsdpc_trace_kind kind;
+    bool backward; /* the phase that it is for */
+} fsdpc_act;
+
+/* Borrowed from the root until its next step. */
+typedef struct fsdpc_schedule {
+    const fsdpc_record_entry *uses;
+    const fsdpc_act *acts; /* of the last whole step */
+    size_t n_uses, n_acts;
+    bool complete; /* a whole step was recorded; else there is nothing */
+} fsdpc_schedule;
+
+fsdpc_schedule fsdpc_root_schedule(const fsdpc_root *root);
 
 #endif

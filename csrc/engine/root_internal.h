@@ -2,7 +2,8 @@
 #ifndef FSDPC_ENGINE_ROOT_INTERNAL_H
 #define FSDPC_ENGINE_ROOT_INTERNAL_H
 
-#include "engine/unit.h"
+#include "engine/root.h"
+#include "engine/unit_internal.h"
 
 /* How far the last epoch came.  An interrupt (Ctrl-C) may end the wait of any stage; the next epoch
  * first completes this one as it was announced, since the peers count on that. */
@@ -17,11 +18,6 @@ typedef struct fsdpc_full_ops fsdpc_full_ops; /* full.h */
 
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
-typedef struct fsdpc_record_entry {
-    int unit;
-    bool backward;
-} fsdpc_record_entry;
-
 /* The order in which units were used, for prefetching; see sched.h. */
 typedef struct fsdpc_record {
     fsdpc_record_entry *entries;
@@ -31,13 +27,6 @@ typedef struct fsdpc_record {
     bool following;  /* this step has agreed with the record so far */
     bool ended;      /* a backward ended since the step began */
 } fsdpc_record;
-
-/* What the engine did with a unit, in the order it did it: schedule() shows these. */
-typedef struct fsdpc_act {
-    int unit;
-    fsdpc_trace_kind kind;
-    bool backward; /* the phase that it is for */
-} fsdpc_act;
 
 /* Acts of one step: a forward with gradients and the backwards that follow it. */
 typedef struct fsdpc_acts {

@@ -37,6 +37,8 @@
 #include "engine/full.h"
 #include "engine/gather.h"
 #include "engine/reduce.h"
+#include "ops/flat_ops.h"
+#include "engine/root_internal.h"
 
 static fsdpc_status append(fsdpc_record *record, fsdpc_record_entry entry)
 {
@@ -69,7 +71,7 @@ static void begin_step(fsdpc_record *record)
 static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     fsdpc_record *record = &root->record;
-    if (unit->rank_dependent)
+    if (unit->settings.rank_dependent)
         return FSDPC_OK;
     fsdpc_record_entry entry = {.unit = unit->id, .backward = backward};
     if (record->following) {
@@ -89,7 +91,7 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
     const fsdpc_record *record = &root->record;
-    if (unit->rank_dependent)
+    if (unit->settings.rank_dependent)
         return FSDPC_OK;
     if (unit->ahead[backward]) {
         for (int i = 0; i < unit->n_ahead[backward]; i++) {
@@ -114,7 +116,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
 static fsdpc_status gather_rank_dependent(fsdpc_root *root)
 {
     for (int i = 0; i < root->n_units; i++) {
-        if (root->units[i]->rank_dependent)
+        if (root->units[i]->settings.rank_dependent)
             FSDPC_TRY(fsdpc_gather_wait(root->units[i], root->in_backward));
     }
     return FSDPC_OK;
@@ -168,7 +170,7 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
 
 bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
-    return unit->reshard_after_forward && !unit->stays && !unit->rank_dependent;
+    return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
 }
 
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
@@ -212,8 +214,9 @@ static bool reduces_now(const fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
     bool replicas_alone = root->reduce_comm == root->replicate;
-    return unit->deterministic ||
-           (unit->requires_sync && (unit->requires_all_reduce || !replicas_alone));
+    return unit->settings.deterministic ||
+           (unit->settings.requires_sync &&
+            (unit->settings.requires_all_reduce || !replicas_alone));
 }
 
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
@@ -223,11 +226,11 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit)
         return FSDPC_OK;
     unit->in_backward = false;
     fsdpc_root_trace(unit, FSDPC_TRACE_BACKWARD_END, 0, true);
-    if (unit->rank_dependent)
+    if (unit->settings.rank_dependent)
         return fsdpc_reduce_progress(root);
     if (reduces_now(unit))
         FSDPC_TRY(fsdpc_reduce_post(unit));
-    if (unit->reshard_after_backward)
+    if (unit->settings.reshard_after_backward)
         fsdpc_full_drop(unit);
     return fsdpc_reduce_progress(root);
 }
@@ -256,6 +259,21 @@ fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param)
         unit->n_filled++;
     }
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data)
+{
+    const fsdpc_place *place = &unit->layout->params[param];
+    fsdpc_stream *main = fsdpc_device_main(unit->device);
+    fsdpc_dtype from = unit->groups[place->group].wire_dtype, to = from;
+    void *target = NULL;
+    bool accumulate = false;
+    FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));
+    if (accumulate)
+        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, main));
+    else
+        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, main));
+    return fsdpc_grad_ready(unit, param);
 }
 
 /* A step was recorded to its end: do all ranks mean to replay the same? */
@@ -297,7 +315,7 @@ fsdpc_status fsdpc_backward_end(fsdpc_root *root)
         FSDPC_TRY(fsdpc_post_backward(unit));
         if (!reduces_now(unit))
             continue;
-        if (unit->rank_dependent && unit->reduce_bytes > 0)
+        if (unit->settings.rank_dependent && unit->reduce_bytes > 0)
             FSDPC_TRY(fsdpc_reduce_open(unit)); /* of zeros if it did not run */
         FSDPC_TRY(fsdpc_reduce_post(unit));     /* also what came after the unit's backward ended */
     }

@@ -34,6 +34,8 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
 fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param);
+/* Both, for a contribution that lies in `data`: whole, dense, of the full's dtype. */
+fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
 /* Closes units that are still open, waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);

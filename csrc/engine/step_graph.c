@@ -28,6 +28,7 @@
 #include "engine/optim_graph.h"
 #include "engine/order.h"
 #include "engine/reduce.h"
+#include "engine/root_internal.h"
 #include "engine/sched.h"
 
 /* Of a unit, when the capture began. */
@@ -52,10 +53,11 @@ struct fsdpc_step_graph {
 /* Whatever a program may set between steps and steps go by. */
 static uint32_t settings_of(const fsdpc_unit *unit)
 {
-    const bool flags[] = {unit->requires_sync, unit->requires_all_reduce,
-                          unit->reshard_after_forward, unit->reshard_after_backward};
+    const bool flags[] = {unit->settings.requires_sync, unit->settings.requires_all_reduce,
+                          unit->settings.reshard_after_forward,
+                          unit->settings.reshard_after_backward};
     uint32_t crc = fsdpc_crc32c(0, flags, sizeof flags);
-    crc = fsdpc_crc32c(crc, &unit->divide_factor, sizeof unit->divide_factor);
+    crc = fsdpc_crc32c(crc, &unit->settings.divide_factor, sizeof unit->settings.divide_factor);
     return fsdpc_crc32c(crc, unit->trainable,
                         (size_t)unit->layout->n_params * sizeof *unit->trainable);
 }
@@ -162,7 +164,7 @@ static fsdpc_status check_can_begin(const fsdpc_root *root)
                           "the host: ranks replay steps over NCCL, with a GPU each",
                           root->ranks, root->reduce_comm->ops->name);
     for (int i = 0; i < root->n_units; i++) {
-        if (root->units[i]->deterministic)
+        if (root->units[i]->settings.deterministic)
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                               "a graph of a step in deterministic mode: its random numbers are of "
                               "the step that was captured");

@@ -4,7 +4,7 @@
  * exported pieces may keep pointers.  Loops over elements are the kernels of flat_ops; this file
  * only finds out which elements.
  */
-#include "engine/unit.h"
+#include "engine/unit_internal.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -46,15 +46,16 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
     unit->mesh = options->mesh;
     unit->device = options->device;
     unit->trace = options->trace;
-    unit->reshard_after_forward = options->reshard_after_forward;
-    unit->reshard_after_backward = true;
+    unit->settings = (fsdpc_unit_settings){.reshard_after_forward = options->reshard_after_forward,
+                                           .reshard_after_backward = true,
+                                           .requires_sync = true,
+                                           .requires_all_reduce = true,
+                                           .divide_factor = fsdpc_mesh_ranks(&unit->mesh),
+                                           .prefetch = FSDPC_PREFETCH,
+                                           .n_modules = 1};
     unit->no_alias = options->no_alias;
-    unit->requires_sync = unit->requires_all_reduce = true;
-    unit->prefetch = FSDPC_PREFETCH;
-    unit->n_modules = 1;
     unit->dirty = true;
     unit->pending_scale = 1;
-    unit->divide_factor = fsdpc_mesh_ranks(&unit->mesh);
     FSDPC_TRY_GOTO(status,
                    fsdpc_layout_create(specs, n_specs, unit->mesh.shard->size, options->first_owner,
                                        &unit->layout),
@@ -106,6 +107,137 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     free(unit->grads);
     free(unit->name);
     free(unit);
+}
+
+const char *fsdpc_unit_name(const fsdpc_unit *unit)
+{
+    return unit->name;
+}
+
+fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
+{
+    char *copy = strdup(name);
+    if (!copy)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the name '%s'", name);
+    free(unit->name);
+    unit->name = copy;
+    return FSDPC_OK;
+}
+
+const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit)
+{
+    return unit->layout;
+}
+
+const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit)
+{
+    return &unit->mesh;
+}
+
+fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit)
+{
+    return unit->device;
+}
+
+fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit)
+{
+    return unit->root;
+}
+
+fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit)
+{
+    return unit->state;
+}
+
+bool fsdpc_unit_in_backward(const fsdpc_unit *unit)
+{
+    return unit->in_backward;
+}
+
+/* ---- settings ---- */
+
+const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit)
+{
+    return &unit->settings;
+}
+
+fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings)
+{
+    const fsdpc_unit_settings *now = &unit->settings;
+    if (unit->root && settings->rank_dependent != now->rank_dependent)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "whether unit '%s' may run on some ranks only is said before its first "
+                          "forward",
+                          unit->name);
+    if (unit->root &&
+        (settings->n_modules != now->n_modules || settings->keep_grads != now->keep_grads ||
+         settings->deterministic != now->deterministic))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "unit '%s' has a root: its modules, buffers and sums are "
+                          "set before its first forward",
+                          unit->name);
+    unit->settings = *settings;
+    return FSDPC_OK;
+}
+
+bool fsdpc_unit_is_trainable(const fsdpc_unit *unit, int param)
+{
+    return unit->trainable[param];
+}
+
+void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable)
+{
+    unit->trainable[param] = trainable;
+}
+
+fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n)
+{
+    fsdpc_unit **ahead = NULL;
+    if (units && !(ahead = malloc(((size_t)n + 1) * sizeof *ahead)))
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a list of %d units", n);
+    for (int i = 0; ahead && i < n; i++) {
+        ahead[i] = units[i];
+        if (units[i]->root && units[i]->root == unit->root)
+            continue;
+        free(ahead);
+        return fsdpc_fail(FSDPC_ERR_VALUE, "units '%s' and '%s' are not of one model",
+                          units[i]->name, unit->name);
+    }
+    free(unit->ahead[backward]);
+    unit->ahead[backward] = ahead;
+    unit->n_ahead[backward] = units ? n : 0;
+    return FSDPC_OK;
+}
+
+/* ---- memory ---- */
+
+fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group)
+{
+    const fsdpc_unit_group *g = &unit->groups[group];
+    return (fsdpc_unit_flat){.dtype = g->plan->dtype,
+                             .wire_dtype = g->wire_dtype,
+                             .reduce_dtype = g->reduce_dtype,
+                             .grad_dtype = g->grad_dtype,
+                             .shard_numel = g->plan->shard_numel,
+                             .full_numel = g->plan->full_numel,
+                             .master = g->master,
+                             .grad = g->grad,
+                             .full = g->full};
+}
+
+fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
+{
+    return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
+}
+
+void fsdpc_unit_mark_written(fsdpc_unit *unit)
+{
+    unit->dirty = true;
+}
+
+void fsdpc_unit_mark_shared(fsdpc_unit *unit)
+{
+    unit->foreign = true;
 }
 
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)

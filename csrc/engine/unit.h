@@ -20,14 +20,79 @@
 #ifndef FSDPC_ENGINE_UNIT_H
 #define FSDPC_ENGINE_UNIT_H
 
-#include "engine/unit_internal.h"
+#include "engine/plan.h"
+
+typedef struct fsdpc_unit fsdpc_unit;
+typedef struct fsdpc_root fsdpc_root;
+
+typedef enum fsdpc_unit_state {
+    FSDPC_UNIT_SHARDED,
+    FSDPC_UNIT_GATHERING, /* posted */
+    FSDPC_UNIT_FULL,
+} fsdpc_unit_state;
+
+/* What users set, at any time but where it says otherwise. */
+typedef struct fsdpc_unit_settings {
+    bool reshard_after_forward, reshard_after_backward;
+    bool requires_sync;       /* gradients are reduced at the end of this backward */
+    bool requires_all_reduce; /* and summed over the replicas */
+    double divide_factor;     /* of gradients; ranks of the mesh by default */
+    int prefetch;             /* units gathered ahead by the root that it may become the first of */
+    /* Before there is a root: */
+    int n_modules;       /* that make it up */
+    bool keep_grads;     /* a reduce buffer of its own (SHARD_OPTIM) */
+    bool deterministic;  /* micro-steps are summed as a tree (micro.h) */
+    bool rank_dependent; /* it runs on some ranks only (sched.c) */
+} fsdpc_unit_settings;
+
+enum { FSDPC_PREFETCH = 1 }; /* the default */
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out);
 void fsdpc_unit_destroy(fsdpc_unit *unit); /* not while its root lives */
 
+/* ---- What it is ---- */
+
+const char *fsdpc_unit_name(const fsdpc_unit *unit);
+fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
+const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
+const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit);
+fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
+fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */
+fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit);
+bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun and not ended */
+
+/* ---- What users set ---- */
+
+const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
+/* An error, and nothing changed, if what is fixed by now would change. */
+fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
+bool fsdpc_unit_is_trainable(const fsdpc_unit *unit, int param);
+void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
+/* What is gathered ahead when this unit runs, in forward or in backward; `units` are of its root;
+ * NULL: as recorded. */
+fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
+
+/* ---- Memory ---- */
+
+/* One flat group: dtypes, elements and addresses of this rank's masters and gradient shard, and of
+ * the full (NULL before there is a root). */
+typedef struct fsdpc_unit_flat {
+    fsdpc_dtype dtype, wire_dtype, reduce_dtype, grad_dtype;
+    size_t shard_numel, full_numel;
+    void *master, *grad, *full;
+} fsdpc_unit_flat;
+
+fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
+fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group it is in */
+
 /* This rank's piece of a parameter's master; marks nothing. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
+
+/* Masters were written; or they may be from now on, as somebody holds them: they are compared with
+ * the wire when an epoch begins. */
+void fsdpc_unit_mark_written(fsdpc_unit *unit);
+void fsdpc_unit_mark_shared(fsdpc_unit *unit);
 
 /* Where its rows of the gradient lie, whatever they hold. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);

@@ -2,16 +2,7 @@
 #ifndef FSDPC_ENGINE_UNIT_INTERNAL_H
 #define FSDPC_ENGINE_UNIT_INTERNAL_H
 
-#include "engine/plan.h"
-
-typedef struct fsdpc_unit fsdpc_unit;
-typedef struct fsdpc_root fsdpc_root;
-
-typedef enum fsdpc_unit_state {
-    FSDPC_UNIT_SHARDED,
-    FSDPC_UNIT_GATHERING, /* posted */
-    FSDPC_UNIT_FULL,
-} fsdpc_unit_state;
+#include "engine/unit.h"
 
 /* Where a reduction is; a posted one has left `buffer`. */
 typedef enum fsdpc_reduction {
@@ -27,7 +18,6 @@ typedef enum fsdpc_grad_state {
     FSDPC_GRAD_NEW, /* a contribution came since */
 } fsdpc_grad_state;
 
-enum { FSDPC_PREFETCH = 1 };      /* units gathered ahead, unless somebody says otherwise */
 enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
 
 typedef struct fsdpc_unit_group {
@@ -47,6 +37,7 @@ typedef struct fsdpc_unit_group {
 } fsdpc_unit_group;
 
 struct fsdpc_unit {
+    /* What it is.  Written by unit.c; id, root and offsets by root.c. */
     int id; /* order within the root; -1 before */
     char *name;
     fsdpc_layout *layout;
@@ -54,61 +45,75 @@ struct fsdpc_unit {
     fsdpc_mesh mesh;
     fsdpc_device *device;
     fsdpc_trace *trace;
-    fsdpc_root *root;      /* NULL before the first forward */
-    fsdpc_event *released; /* order.h; NULL unless its root overlaps */
+    fsdpc_root *root; /* NULL before the first forward */
     size_t reduce_bytes, wire_bytes, grad_bytes;
 
-    /* Where gathers move bytes (slots.h): where the full lies, unless no-alias mode says. */
+    /* Settings.  Written by unit.c, and by grads.c where a frozen parameter was given a gradient.
+     */
+    fsdpc_unit_settings settings;
+    bool no_alias;
+    bool *trainable;       /* per parameter; may change between steps */
+    fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
+    int n_ahead[2];
+
+    /* Memory where gathers move bytes.  Written by full_moved.c. */
     int slot;             /* -1: it shares with nobody */
     fsdpc_window *window; /* what shares, or did */
     unsigned char *room;  /* of its own */
 
+    /* Gather.  Written by gather.c, full.c and sched.c; changes of masters by whoever makes them.
+     */
     fsdpc_unit_state state;
-    bool reshard_after_forward, reshard_after_backward, no_alias;
-    bool keep_grads;     /* a reduce buffer of its own (SHARD_OPTIM); set before there is a root */
-    bool deterministic;  /* micro-steps are summed as a tree (micro.h); likewise */
-    bool rank_dependent; /* it runs on some ranks only (sched.c); set before there is a root */
-    bool stays;          /* more modules of it are to run in this forward */
-    int running;         /* forwards of it, one inside the other */
+    fsdpc_event *released; /* order.c; NULL unless its root overlaps */
+    int held;              /* unshard() calls not yet given back */
+    bool dirty;            /* masters are known to differ from the wire */
+    bool foreign;          /* masters may differ: somebody holds a writable piece */
 
-    /* Calls (call.c). */
-    int n_modules; /* that make it up; set before there is a root */
-    int runs;      /* of them, in the forward of epoch `run_epoch` */
+    /* Calls.  Written by sched.c and call.c. */
+    bool stays;       /* more modules of it are to run in this forward */
+    bool in_backward; /* between pre_backward and post_backward */
+    int running;      /* forwards of it, one inside the other */
+    int runs;         /* of its modules, in the forward of epoch `run_epoch` */
     uint64_t run_epoch;
     uint64_t seen_generation; /* of the weights, by the last forward outside backward */
     uint64_t seen_from;       /* on the front door's clock, when it was first seen */
 
-    int prefetch;             /* units gathered ahead by the root that it may become the first of */
-    int held;                 /* unshard() calls not yet given back */
-    bool dirty;               /* masters are known to differ from the wire */
-    bool foreign;             /* masters may differ: somebody holds a writable piece */
-    bool requires_sync;       /* gradients are reduced at the end of this backward */
-    bool requires_all_reduce; /* and summed over the replicas */
-    fsdpc_unit **ahead[2]; /* gathered ahead of forward [0] and backward [1]; NULL: as recorded */
-    int n_ahead[2];
-    bool *filled;    /* per parameter: the open reduce buffer holds a contribution */
-    bool *trainable; /* per parameter; may change between steps */
-    uint8_t *grads;  /* per parameter, what was reduced of it: fsdpc_grad_state */
+    /* Reduce.  Written by fill.c and reduce.c; `forget` by grads.c. */
+    bool *filled; /* per parameter: the open reduce buffer holds a contribution */
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
     fsdpc_buffer *partial;    /* of the posted reduction, or holding postponed sums */
     fsdpc_buffer *own_partial;
-    bool in_backward; /* between pre_backward and post_backward */
     fsdpc_reduction reduction;
     bool partial_live; /* the partial holds sums whose all-reduce was postponed */
     bool postpone;     /* the posted reduction ends in the partial */
     bool hidden;       /* what is being reduced is not to be seen yet (no_sync) */
     bool forget;       /* gradients were zeroed meanwhile: the sum is not wanted */
+
+    /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
+    uint8_t *grads;                          /* per parameter, what was reduced of it:
+                                                fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
     int heights[FSDPC_MICRO_LEVELS], n_sums;
     bool folded;
     double pending_scale;
-    double *clip_factor;  /* in a remote device's memory; NULL on others */
-    bool clipped;         /* clip_factor is pending too */
-    double divide_factor; /* gradients are divided by it; ranks of the mesh by default */
+    double *clip_factor; /* in a remote device's memory; NULL on others */
+    bool clipped;        /* clip_factor is pending too */
 };
+
+/* Is a factor pending on its gradients? */
+static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
+{
+    return unit->pending_scale != 1 || unit->clipped;
+}
+
+/* The part of it in the device's memory; NULL: none. */
+static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
+{
+    return unit->clipped ? unit->clip_factor : NULL;
+}
 
 static inline int fsdpc_unit_rank(const fsdpc_unit *unit)
 {

@@ -50,7 +50,7 @@ static fsdpc_status begin_backward(fsdpc_unit_ref *ref, uint64_t generation)
     if (((const fsdpc_py_comm *)ref->comms[0])->closed)
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "backward of unit '%s' after fsdpc.shutdown(): the ranks have parted",
-                          ref->unit->name);
+                          fsdpc_unit_name(ref->unit));
     if (fsdpc_call_wants_end(ref->unit)) {
         fsdpc_py_state *state = fsdpc_py_state_of_ref(ref->comms[0]);
         FSDPC_TRY(
@@ -197,8 +197,7 @@ static fsdpc_status enter(fsdpc_unit_ref *ref, fsdpc_tape *tape, bool *first_out
     return fsdpc_call_enter(ref->unit, &call, first_out);
 }
 
-PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
-                             PyObject *kwargs)
+static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, PyObject *kwargs)
 {
     PyObject *module = PyType_GetModule(Py_TYPE(self));
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
@@ -212,7 +211,7 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     if (fsdpc_py_unit_check_open(self) < 0)
         return NULL;
     for (Py_ssize_t i = 0; i < self->n_params; i++)
-        unit->trainable[i] = self->params[i]->requires_grad;
+        fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
     bool first;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -234,3 +233,18 @@ PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *a
     }
     return result;
 }
+
+static PyObject *unit_call(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    if (n != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "call(forward, args, kwargs)");
+        return NULL;
+    }
+    return call((fsdpc_py_unit *)object, args[0], args[1], args[2]);
+}
+
+PyMethodDef fsdpc_py_unit_call_methods[] = {
+    {"call", (PyCFunction)(void (*)(void))unit_call, METH_FASTCALL,
+     "call(forward, args, kwargs): run a module's forward as this unit."},
+    {NULL, NULL, 0, NULL},
+};

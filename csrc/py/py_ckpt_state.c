@@ -11,23 +11,12 @@
 static PyObject *piece_tuple(PyObject *module, fsdpc_py_unit *unit, fsdpc_dtype dtype,
                              const fsdpc_piece *piece, void *data)
 {
-    const fsdpc_comm *replicate = unit->ref->unit->mesh.replicate;
+    const fsdpc_comm *replicate = fsdpc_unit_mesh(unit->ref->unit)->replicate;
     PyObject *tensor = fsdpc_py_unit_tensor(module, unit->ref, dtype, 1, &piece->numel, data);
     if (!tensor)
         return NULL;
     return Py_BuildValue("Nnii", tensor, (Py_ssize_t)piece->first, replicate ? replicate->rank : 0,
                          replicate ? replicate->size : 1);
-}
-
-static fsdpc_py_unit *unit_and_param(PyObject *module, PyObject *object, int param)
-{
-    fsdpc_py_unit *unit = fsdpc_py_unit_of(module, object);
-    if (unit && (param < 0 || param >= unit->ref->unit->layout->n_params)) {
-        PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param,
-                     unit->ref->unit->name, unit->ref->unit->layout->n_params);
-        return NULL;
-    }
-    return unit;
 }
 
 static PyObject *master_piece(PyObject *module, PyObject *args)
@@ -36,14 +25,15 @@ static PyObject *master_piece(PyObject *module, PyObject *args)
     int param, write;
     if (!PyArg_ParseTuple(args, "Oip", &object, &param, &write))
         return NULL;
-    fsdpc_py_unit *unit = unit_and_param(module, object, param);
-    if (!unit)
+    fsdpc_py_unit *unit = fsdpc_py_unit_of(module, object);
+    if (!unit || fsdpc_py_unit_check_param(unit, param) < 0)
         return NULL;
     fsdpc_piece piece;
     void *data = fsdpc_unit_master(unit->ref->unit, param, &piece);
     if (write)
-        unit->ref->unit->dirty = true;
-    return piece_tuple(module, unit, unit->ref->unit->layout->params[param].dtype, &piece, data);
+        fsdpc_unit_mark_written(unit->ref->unit);
+    return piece_tuple(module, unit, fsdpc_unit_flat_with(unit->ref->unit, param).dtype, &piece,
+                       data);
 }
 
 static PyObject *rng_state(PyObject *module, PyObject *unused)

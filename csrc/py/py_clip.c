@@ -113,7 +113,7 @@ static PyObject *grad_norm(PyObject *module, PyObject *args)
 /* A list of floats, None where a parameter has no gradient. */
 static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, double p)
 {
-    int n = unit->layout->n_params;
+    int n = fsdpc_unit_layout(unit)->n_params;
     PyObject *list = PyList_New(n);
     for (int i = 0; list && i < n; i++) {
         PyObject *value = fsdpc_unit_has_grad(unit, i)
@@ -134,7 +134,7 @@ static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, doubl
     bool ok = sharded && plain;
     for (int i = 0; ok && i < g->n_units; i++) {
         PyObject *list = unit_norms(g->units[i], norms, p);
-        norms += g->units[i]->layout->n_params;
+        norms += fsdpc_unit_layout(g->units[i])->n_params;
         ok = list && PyList_SetItem(sharded, i, list) == 0;
     }
     for (size_t i = 0; ok && i < g->n_plain; i++) {
@@ -173,7 +173,7 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
         return NULL;
     size_t n_params = 0;
     for (int i = 0; i < g.n_units; i++)
-        n_params += (size_t)g.units[i]->layout->n_params;
+        n_params += (size_t)fsdpc_unit_layout(g.units[i])->n_params;
     size_t n = n_params + g.n_plain;
     fsdpc_norm *norms = PyMem_Calloc(n + 1, sizeof *norms);
     PyObject *result = NULL;
@@ -204,7 +204,8 @@ static fsdpc_status rows_norms(const gradients *g, const size_t *leaves, double 
                                 g->runtime->compute);
     }
     if (status == FSDPC_OK)
-        status = fsdpc_norm_all_reduce(room.at, n, p, g->units[0]->mesh.shard, g->runtime->compute);
+        status = fsdpc_norm_all_reduce(room.at, n, p, fsdpc_unit_mesh(g->units[0])->shard,
+                                       g->runtime->compute);
     if (status == FSDPC_OK)
         status = fsdpc_norm_fetch(out, room.at, n, g->runtime->device);
     fsdpc_norm_room_fini(&room);
@@ -216,16 +217,17 @@ static int read_leaves(const gradients *g, PyObject *indices, size_t *leaves)
 {
     for (size_t i = 0; i < g->n_plain; i++) {
         const fsdpc_unit *unit = g->units[i];
+        const fsdpc_layout *layout = fsdpc_unit_layout(unit);
         int index = (int)PyLong_AsLong(PyList_GET_ITEM(indices, (Py_ssize_t)i));
         if (PyErr_Occurred())
             return -1;
-        if (index < 0 || index >= unit->layout->n_params ||
-            unit->mesh.shard != g->units[0]->mesh.shard) {
+        if (index < 0 || index >= layout->n_params ||
+            fsdpc_unit_mesh(unit)->shard != fsdpc_unit_mesh(g->units[0])->shard) {
             PyErr_Format(PyExc_ValueError, "no parameter %d of unit '%s' in this shard group",
-                         index, unit->name);
+                         index, fsdpc_unit_name(unit));
             return -1;
         }
-        leaves[i] = unit->layout->params[index].leaf_numel;
+        leaves[i] = layout->params[index].leaf_numel;
     }
     return 0;
 }

@@ -19,13 +19,13 @@ int fsdpc_door_join(const fsdpc_py_door *door)
     Py_XDECREF(number);
     if (PyErr_Occurred())
         return -1;
-    fsdpc_status status = fsdpc_device_adopt(door->unit->ref->unit->device, raw);
+    fsdpc_status status = fsdpc_device_adopt(fsdpc_unit_device(fsdpc_door_unit(door)), raw);
     return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
 }
 
 static fsdpc_root *root_of(const fsdpc_py_door *door)
 {
-    return fsdpc_door_unit(door)->root;
+    return fsdpc_unit_root(fsdpc_door_unit(door));
 }
 
 int fsdpc_door_param_arg(const fsdpc_py_door *door, PyObject *const *args, Py_ssize_t n)
@@ -68,7 +68,7 @@ int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
     if (!asked)
         return -1;
     Py_DECREF(asked);
-    if (unit->in_backward && door->shown)
+    if (fsdpc_unit_in_backward(unit) && door->shown)
         return 0;
     if (catch_up(door) < 0)
         return -1;
@@ -211,10 +211,8 @@ static PyObject *door_hide(PyObject *object, PyObject *gave_up)
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     door->taken = false;
     fsdpc_unit *unit = fsdpc_door_unit(door);
-    for (int i = 0; i < door->n_params; i++) {
-        if (unit->grads[i] == FSDPC_GRAD_NEW)
-            unit->grads[i] = FSDPC_GRAD_OLD;
-    }
+    for (int i = 0; i < door->n_params; i++)
+        (void)fsdpc_unit_give_grad(unit, i); /* as if it had been */
     int any = gave_up == Py_True ? fsdpc_door_has_grads(door) : 1;
     if (any == 0)
         fsdpc_unit_zero_grad(unit);
@@ -256,11 +254,11 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
     fsdpc_unit *unit = fsdpc_door_unit(door);
     for (int i = 0; i < door->n_params; i++) {
         fsdpc_door_param *p = &door->params[i];
-        const fsdpc_place *place = &unit->layout->params[i];
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, i);
         fsdpc_piece piece;
         void *master = fsdpc_unit_master(unit, i, &piece);
         p->master = piece.numel ? master : NULL;
-        p->narrow = place->dtype != unit->groups[place->group].grad_dtype;
+        p->narrow = flat.dtype != flat.grad_dtype;
         p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
         p->grad = Py_NewRef(PyList_GET_ITEM(grads, i));
         p->given = Py_NewRef(p->grad);
@@ -277,7 +275,7 @@ static int fill(fsdpc_py_door *door, PyObject *slots, PyObject *pieces, PyObject
         Py_INCREF(slot->dict);
         Py_INCREF(slot->name);
     }
-    unit->foreign = true; /* whoever holds the pieces may write them: compared from now on */
+    fsdpc_unit_mark_shared(unit); /* whoever holds the pieces may write them */
     return 0;
 }
 
@@ -292,7 +290,7 @@ static PyObject *door_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
         return NULL;
-    int n = inner->ref->unit->layout->n_params;
+    int n = fsdpc_unit_layout(inner->ref->unit)->n_params;
     if (PyList_GET_SIZE(pieces) != n || PyList_GET_SIZE(grads) != n)
         return PyErr_Format(PyExc_ValueError, "a Door needs a piece and a gradient for each of %d",
                             n);
@@ -459,33 +457,33 @@ static PyObject *get_in_backward(PyObject *object, void *unused)
 {
     (void)unused;
     const fsdpc_root *root = root_of((fsdpc_py_door *)object);
-    return PyBool_FromLong(root && root->in_backward);
+    return PyBool_FromLong(root && fsdpc_root_in_backward(root));
 }
 
 static PyObject *get_depth(PyObject *object, void *unused)
 {
     (void)unused;
     const fsdpc_root *root = root_of((fsdpc_py_door *)object);
-    return PyLong_FromLong(root ? root->forward_depth : 0);
+    return PyLong_FromLong(root ? fsdpc_root_forward_depth(root) : 0);
 }
 
 static PyObject *get_live(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(fsdpc_door_unit((fsdpc_py_door *)object)->grad_live);
+    return PyBool_FromLong(fsdpc_unit_has_grads(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
 static PyObject *get_pending(PyObject *object, void *unused)
 {
     (void)unused;
-    return PyFloat_FromDouble(fsdpc_door_unit((fsdpc_py_door *)object)->pending_scale);
+    return PyFloat_FromDouble(fsdpc_unit_pending_scale(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
 static PyObject *get_generation(PyObject *object, void *unused)
 {
     (void)unused;
-    const fsdpc_root *root = root_of((fsdpc_py_door *)object);
-    return PyLong_FromUnsignedLongLong(root ? (unsigned long long)root->generation : 0);
+    return PyLong_FromUnsignedLongLong(
+        fsdpc_unit_generation(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
 static int set_generation(PyObject *object, PyObject *value, void *unused)

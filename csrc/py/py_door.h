@@ -92,6 +92,11 @@ static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
     return door->unit->ref->unit;
 }
 
+static inline const fsdpc_place *fsdpc_door_place(const fsdpc_py_door *door, int param)
+{
+    return &fsdpc_unit_layout(fsdpc_door_unit(door))->params[param];
+}
+
 /* What the engine is asked next runs in the order of the foreign library's current stream, in this
  * thread too, which may be another than before: first in every method that reaches the schedule. */
 int fsdpc_door_join(const fsdpc_py_door *door);

@@ -52,7 +52,7 @@ static int follow_trainable(fsdpc_py_door *door)
             return -1;
         bool trainable = flag == Py_True;
         Py_DECREF(flag);
-        unit->trainable[i] = trainable;
+        fsdpc_unit_set_trainable(unit, i, trainable);
         if (trainable == p->trainable)
             continue;
         if (PyObject_SetAttr(p->full, door->names.requires_grad, trainable ? Py_True : Py_False) <
@@ -67,8 +67,8 @@ static int follow_trainable(fsdpc_py_door *door)
 
 int fsdpc_door_follow_root(fsdpc_py_door *door)
 {
-    const fsdpc_root *root = fsdpc_door_unit(door)->root;
-    if (root->in_backward || root->forward_depth > 0)
+    const fsdpc_root *root = fsdpc_unit_root(fsdpc_door_unit(door));
+    if (fsdpc_root_in_backward(root) || fsdpc_root_forward_depth(root) > 0)
         return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(door->mates); i++) {
         fsdpc_py_door *mate = (fsdpc_py_door *)PyList_GET_ITEM(door->mates, i);

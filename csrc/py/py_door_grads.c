@@ -44,21 +44,6 @@ static PyObject *dense(const fsdpc_py_door *door, const fsdpc_door_param *param,
     return result;
 }
 
-static fsdpc_status add_grad(fsdpc_unit *unit, int param, const void *data)
-{
-    const fsdpc_place *place = &unit->layout->params[param];
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_dtype from = unit->groups[place->group].wire_dtype, to;
-    void *target;
-    bool accumulate;
-    FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));
-    if (accumulate)
-        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, main));
-    else
-        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, main));
-    return fsdpc_grad_ready(unit, param);
-}
-
 static void *data_of(const fsdpc_py_door *door, PyObject *tensor)
 {
     PyObject *number = PyObject_CallMethodNoArgs(tensor, door->names.data_ptr);
@@ -72,7 +57,7 @@ static int accept(fsdpc_py_door *door, int index, PyObject *grad)
     fsdpc_unit *unit = fsdpc_door_unit(door);
     if (fsdpc_door_join(door) < 0)
         return -1;
-    if (!unit->root->in_backward && /* the unit's outputs were by-passed */
+    if (!fsdpc_root_in_backward(fsdpc_unit_root(unit)) && /* the unit's outputs were by-passed */
         fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
         return -1;
     PyObject *plain = dense(door, &door->params[index], grad);
@@ -82,8 +67,8 @@ static int accept(fsdpc_py_door *door, int index, PyObject *grad)
     fsdpc_status status = FSDPC_OK;
     if (!PyErr_Occurred()) {
         fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(door->unit_object)->runtime;
-        FSDPC_PY_RUN(runtime, unit->layout->params[index].numel, status,
-                     add_grad(unit, index, data));
+        FSDPC_PY_RUN(runtime, fsdpc_door_place(door, index)->numel, status,
+                     fsdpc_grad_add(unit, index, data));
     }
     Py_DECREF(plain);
     if (status != FSDPC_OK)
@@ -134,15 +119,6 @@ void fsdpc_door_hook_part(PyObject *hook)
 }
 
 /* ---- between backwards ---- */
-
-static void *shard_rows(const fsdpc_unit *unit, int param, size_t *bytes_out)
-{
-    const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
-    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    size_t element = fsdpc_dtype_bytes(group->grad_dtype);
-    *bytes_out = piece.numel * element;
-    return group->grad + (piece.numel ? piece.shard_offset * element : 0);
-}
 
 static int read_version(const fsdpc_py_door *door, PyObject *tensor, long long *out)
 {
@@ -196,26 +172,17 @@ int fsdpc_door_has_grads(const fsdpc_py_door *door)
 /* Takes parameter i's gradient; rows of one that has none are zero. */
 static int take_param(fsdpc_py_door *door, int i, bool live)
 {
-    fsdpc_unit *unit = fsdpc_door_unit(door);
     int has = take_one(door, &door->params[i], live);
     if (has < 0)
         return -1;
-    unit->trainable[i] |= has == 1;       /* given by hand to what was frozen */
-    if (unit->grads[i] != FSDPC_GRAD_NEW) /* not handed out yet */
-        unit->grads[i] = has == 1 ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
-    if (has == 1)
-        return 0;
-    size_t bytes;
-    void *rows = shard_rows(unit, i, &bytes);
-    fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_status status = fsdpc_device_fill(unit->device, rows, 0, bytes, main);
+    fsdpc_status status = fsdpc_unit_take_grad(fsdpc_door_unit(door), i, has == 1);
     return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
 }
 
 int fsdpc_door_take_grads(fsdpc_py_door *door)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
-    bool was_live = unit->grad_live;
+    bool was_live = fsdpc_unit_has_grads(unit);
     int any = fsdpc_door_has_grads(door);
     if (any < 0)
         return -1;
@@ -224,10 +191,9 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
             fsdpc_unit_zero_grad(unit);
         return 0;
     }
-    fsdpc_status status = was_live ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status), -1;
-    unit->grad_live = true;
     for (int i = 0; i < door->n_params; i++) {
         if (take_param(door, i, was_live) < 0)
             return -1;
@@ -239,9 +205,9 @@ int fsdpc_door_take_grads(fsdpc_py_door *door)
 static int take_grad(fsdpc_py_door *door, int i)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
-    if (!unit->grad_live)
+    if (!fsdpc_unit_has_grads(unit))
         return fsdpc_door_take_grads(door);
-    fsdpc_status status = fsdpc_unit_apply_scale(unit);
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
     return status == FSDPC_OK ? take_param(door, i, true) : (fsdpc_py_raise(status), -1);
 }
 
@@ -260,16 +226,14 @@ int fsdpc_door_give_grads(fsdpc_py_door *door)
 {
     fsdpc_unit *unit = fsdpc_door_unit(door);
     int waiting = 0;
-    if (!unit->grad_live || unit->buffer) /* nothing reduced, or more to come */
-        return 0;
-    fsdpc_status status = unit->deterministic ? fsdpc_unit_apply_scale(unit) : FSDPC_OK;
+    bool any;
+    fsdpc_status status = fsdpc_unit_give_begin(unit, &any);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status), -1;
-    for (int i = 0; i < door->n_params; i++) {
+    for (int i = 0; any && i < door->n_params; i++) {
         fsdpc_door_param *p = &door->params[i];
-        if (unit->grads[i] != FSDPC_GRAD_NEW)
+        if (!fsdpc_unit_give_grad(unit, i))
             continue;
-        unit->grads[i] = FSDPC_GRAD_OLD;
         PyObject *grad = grad_for(door, p);
         if (!grad)
             return -1;
@@ -293,7 +257,7 @@ PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused)
     if (fsdpc_door_join(door) < 0)
         return NULL;
     door->taken = false;
-    if (fsdpc_door_unit(door)->reshard_after_backward)
+    if (fsdpc_unit_settings_of(fsdpc_door_unit(door))->reshard_after_backward)
         fsdpc_door_unpin(door);
     if (fsdpc_door_hide(door) < 0)
         return NULL;

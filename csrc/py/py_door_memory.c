@@ -13,10 +13,11 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     if (!self)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
-    PyObject *list = PyList_New(unit->layout->n_params);
-    for (int i = 0; list && i < unit->layout->n_params; i++) {
-        const fsdpc_place *place = &unit->layout->params[i];
-        fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    PyObject *list = PyList_New(layout->n_params);
+    for (int i = 0; list && i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        fsdpc_piece piece = fsdpc_layout_piece(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
         PyObject *item = Py_BuildValue("(innnn)", place->group, (Py_ssize_t)place->full_offset,
                                        (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel,
                                        (Py_ssize_t)(piece.numel ? piece.shard_offset : 0));
@@ -40,15 +41,14 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     if (!self)
         return NULL;
     const fsdpc_unit *unit = self->ref->unit;
-    PyObject *list = PyList_New(unit->layout->n_groups);
-    for (int g = 0; list && g < unit->layout->n_groups; g++) {
-        const fsdpc_unit_group *group = &unit->groups[g];
+    int n_groups = fsdpc_unit_layout(unit)->n_groups;
+    PyObject *list = PyList_New(n_groups);
+    for (int g = 0; list && g < n_groups; g++) {
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
         bool full = strcmp(kind, "full") == 0, grad = strcmp(kind, "grad") == 0;
-        fsdpc_dtype dtype = full   ? group->wire_dtype
-                            : grad ? group->grad_dtype
-                                   : group->plan->dtype;
-        size_t numel = full ? group->plan->full_numel : group->plan->shard_numel;
-        void *data = full ? group->full : grad ? group->grad : group->master;
+        fsdpc_dtype dtype = full ? flat.wire_dtype : grad ? flat.grad_dtype : flat.dtype;
+        size_t numel = full ? flat.full_numel : flat.shard_numel;
+        void *data = full ? flat.full : grad ? flat.grad : flat.master;
         PyObject *item = fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data);
         if (!item) {
             Py_CLEAR(list);

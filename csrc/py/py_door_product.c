@@ -85,15 +85,15 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
         return NULL;
     if (param < 0 || param >= door->n_params)
         return PyErr_Format(PyExc_IndexError, "parameter %d of %d", param, door->n_params);
-    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_place *place = fsdpc_door_place(door, param);
     if (n_out < 0 || n_in < 0 || (size_t)n_out * (size_t)n_in != place->numel)
         return PyErr_Format(PyExc_ValueError, "a gradient of %zd x %zd for '%s' of %zu elements",
                             n_out, n_in, place->name, place->numel);
-    fsdpc_dtype dtype = unit->groups[place->group].wire_dtype;
-    fsdpc_dtype to = unit->groups[place->group].reduce_dtype;
+    const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, param);
+    fsdpc_dtype dtype = flat.wire_dtype, to = flat.reduce_dtype;
     if (to != dtype && to != FSDPC_F32) /* gemm.h: nothing else can be written */
         Py_RETURN_FALSE;
-    if (!unit->root->in_backward && /* the unit's outputs were by-passed */
+    if (!fsdpc_root_in_backward(fsdpc_unit_root(unit)) && /* the unit's outputs were by-passed */
         fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
         return NULL;
     if (fsdpc_door_join(door) < 0)
@@ -103,7 +103,7 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
     fsdpc_status status = fsdpc_grad_target_of(unit, param, &target, &to, &accumulate);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    product p = {dense_args(n_out, n_in, rows, true, false, dtype), unit->device};
+    product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
     p.args.a = address((size_t)dy);
     p.args.b = address((size_t)x);
     fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(door->unit_object)->runtime;

@@ -40,7 +40,7 @@ static int refuse_replaced(const fsdpc_py_door *door, const fsdpc_door_slot *slo
     PyErr_Format(PyExc_RuntimeError,
                  "parameter '%s' of unit '%s' was replaced after fully_shard: copy into it under "
                  "no_grad() instead (p.copy_(...), load_state_dict), or replace it before",
-                 unit->layout->params[slot->param].name, unit->name);
+                 fsdpc_door_place(door, slot->param)->name, fsdpc_unit_name(unit));
     return -1;
 }
 
@@ -86,7 +86,7 @@ int fsdpc_door_take_guards(fsdpc_py_door *door, PyObject *modules)
 
 int fsdpc_door_show(fsdpc_py_door *door, bool full)
 {
-    if (full && set_version(door, (long long)fsdpc_door_unit(door)->root->generation) < 0)
+    if (full && set_version(door, (long long)fsdpc_unit_generation(fsdpc_door_unit(door))) < 0)
         return -1;
     if (door->shown == full)
         return 0;
@@ -129,17 +129,18 @@ int fsdpc_door_hide(fsdpc_py_door *door)
         return 0;
     int written = find_writes(door);
     if (written < 0 ||
-        ((written || unit->state == FSDPC_UNIT_SHARDED) && set_version(door, RESHARDED) < 0) ||
+        ((written || fsdpc_unit_where(unit) == FSDPC_UNIT_SHARDED) &&
+         set_version(door, RESHARDED) < 0) ||
         (!door->held && fsdpc_door_show(door, false) < 0))
         return -1;
     if (!written)
         return 0;
-    unit->dirty = true; /* what was written is overwritten by what the masters hold */
+    fsdpc_unit_mark_written(unit); /* what was written is overwritten by what the masters hold */
     PyErr_Format(PyExc_RuntimeError,
                  "a parameter of unit '%s' was written in place while the model ran: what forward "
                  "sees is a copy, and the write is lost; write before or after the call, under "
                  "no_grad()",
-                 unit->name);
+                 fsdpc_unit_name(unit));
     return -1;
 }
 

@@ -72,6 +72,8 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 fsdpc_py_unit *fsdpc_py_unit_of(PyObject *module, PyObject *object);
 /* The optimizer behind an object, or NULL with TypeError. */
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object);
+/* 0, or -1 with IndexError. */
+int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
 /* 0, or -1 with an exception when shutdown() has ended what the unit communicates over. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 
@@ -85,23 +87,13 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 /* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
 
-/* Methods of Unit that manage its schedule: py_unit_schedule.c. */
-PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused);
-PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused);
-PyObject *fsdpc_py_unit_reshard(PyObject *object, PyObject *unused);
-PyObject *fsdpc_py_unit_reset(PyObject *object, PyObject *unused);
-PyObject *fsdpc_py_unit_hold(PyObject *object, PyObject *begin);
-PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args);
-PyObject *fsdpc_py_unit_set_ahead(PyObject *object, PyObject *args);
-PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance);
-PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused);
+/* Its methods and attributes: py_unit_values.c, py_unit_schedule.c, py_call.c. */
+extern PyMethodDef fsdpc_py_unit_value_methods[], fsdpc_py_unit_schedule_methods[];
+extern PyMethodDef fsdpc_py_unit_call_methods[];
+extern PyGetSetDef fsdpc_py_unit_value_getset[], fsdpc_py_unit_schedule_getset[];
 
 /* The shape of a piece and its dimensions: as the parameter, with fewer rows; cut finer than rows,
  * it is (1, ..., n). */
 int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape);
-
-/* unit.call(forward, args, kwargs) */
-PyObject *fsdpc_py_unit_call(fsdpc_py_unit *self, PyObject *forward, PyObject *args,
-                             PyObject *kwargs);
 
 #endif

@@ -35,13 +35,14 @@ static fsdpc_py_unit *model_of(PyObject *module, PyObject *units)
     }
     fsdpc_py_unit *outermost = (fsdpc_py_unit *)PyList_GET_ITEM(units, 0);
     const fsdpc_unit *unit = outermost->ref->unit;
-    if (unit->root && unit->root->units[0] == unit)
+    const fsdpc_root *root = fsdpc_unit_root(unit);
+    if (root && fsdpc_root_outermost(root) == unit)
         return outermost;
     PyErr_Format(PyExc_RuntimeError,
-                 unit->root ? "unit '%s' is inside another one: a graph is of a step of the "
-                              "outermost module"
-                            : "unit '%s' has made no step: run a step or two without a graph first",
-                 unit->name);
+                 root ? "unit '%s' is inside another one: a graph is of a step of the "
+                        "outermost module"
+                      : "unit '%s' has made no step: run a step or two without a graph first",
+                 fsdpc_unit_name(unit));
     return NULL;
 }
 
@@ -50,7 +51,7 @@ static void look_up_trainable(const py_graph *self)
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->units); i++) {
         const fsdpc_py_unit *unit = (fsdpc_py_unit *)PyList_GET_ITEM(self->units, i);
         for (Py_ssize_t p = 0; p < unit->n_params; p++)
-            unit->ref->unit->trainable[p] = unit->params[p]->requires_grad;
+            fsdpc_unit_set_trainable(unit->ref->unit, (int)p, unit->params[p]->requires_grad);
     }
 }
 
@@ -99,7 +100,7 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_py_imports *imports = &((fsdpc_py_state *)PyModule_GetState(module))->imports;
     fsdpc_status status;
     Py_BEGIN_ALLOW_THREADS;
-    status = begin(self, imports, unit->ref->unit->root, optim);
+    status = begin(self, imports, fsdpc_unit_root(unit->ref->unit), optim);
     Py_END_ALLOW_THREADS;
     if (status != FSDPC_OK) {
         Py_DECREF(self);

@@ -86,12 +86,7 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
-    if (unit && (param < 0 || param >= unit->ref->unit->layout->n_params)) {
-        PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param,
-                     unit->ref->unit->name, unit->ref->unit->layout->n_params);
-        return NULL;
-    }
-    return unit;
+    return unit && fsdpc_py_unit_check_param(unit, param) == 0 ? unit : NULL;
 }
 
 static PyObject *optimizer_add(PyObject *object, PyObject *args)
@@ -259,10 +254,10 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
     if (!view.data)
         Py_RETURN_NONE;
     size_t shape[FSDPC_MAX_DIMS];
-    int ndim = fsdpc_py_piece_shape(&unit->layout->params[param], &view.piece, shape);
+    int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(unit)->params[param], &view.piece, shape);
     fsdpc_tensor *t;
-    status = fsdpc_tensor_wrap(unit->device, view.dtype, ndim, shape, view.data, release_optimizer,
-                               Py_NewRef(object), &t);
+    status = fsdpc_tensor_wrap(fsdpc_unit_device(unit), view.dtype, ndim, shape, view.data,
+                               release_optimizer, Py_NewRef(object), &t);
     if (status != FSDPC_OK) {
         Py_DECREF(object);
         return fsdpc_py_raise(status);
@@ -293,7 +288,7 @@ static PyObject *optimizer_write(PyObject *object, PyObject *args)
     fsdpc_tensor *t = unit ? fsdpc_py_tensor_of(value) : NULL;
     if (!t)
         return NULL;
-    const fsdpc_place *place = &unit->ref->unit->layout->params[param];
+    const fsdpc_place *place = &fsdpc_unit_layout(unit->ref->unit)->params[param];
     if (which < 0 || which >= FSDPC_OPTIM_MAX_STATES || t->numel != place->numel ||
         !fsdpc_dtype_is_float(t->dtype))
         return PyErr_Format(PyExc_ValueError,
@@ -314,11 +309,12 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
     fsdpc_unit *unit = state_args(object, args, &param, &which);
     if (!unit || fsdpc_py_unit_check_open((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0)) < 0)
         return NULL;
-    const fsdpc_place *place = &unit->layout->params[param];
+    const fsdpc_place *place = &fsdpc_unit_layout(unit)->params[param];
     fsdpc_tensor *t = NULL;
     fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, &view);
     if (status == FSDPC_OK)
-        status = fsdpc_tensor_create(unit->device, view.dtype, place->ndim, place->shape, &t);
+        status =
+            fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_BEGIN_ALLOW_THREADS;

@@ -292,6 +292,27 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int set_descriptor(PyObject *type, const char *name, PyObject *descriptor)
+{
+    int result = descriptor ? PyObject_SetAttrString(type, name, descriptor) : -1;
+    Py_XDECREF(descriptor);
+    return result;
+}
+
+int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset)
+{
+    PyTypeObject *of = (PyTypeObject *)type;
+    for (PyMethodDef *m = methods; m->ml_name; m++) {
+        if (set_descriptor(type, m->ml_name, PyDescr_NewMethod(of, m)) < 0)
+            return -1;
+    }
+    for (PyGetSetDef *g = getset; g && g->name; g++) {
+        if (set_descriptor(type, g->name, PyDescr_NewGetSet(of, g)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 int fsdpc_py_state_setup(PyObject *module)
 {
     return PyModule_AddFunctions(module, functions);

@@ -89,6 +89,9 @@ fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
+/* Adds methods, and attributes (NULL: none), to a type that is made; 0, or -1 with an exception. */
+int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset);
+
 int fsdpc_py_state_setup(PyObject *module);
 int fsdpc_py_plugin_setup(PyObject *module);
 int fsdpc_py_stream_setup(PyObject *module);

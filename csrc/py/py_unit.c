@@ -5,7 +5,7 @@
  * at the first call of the outermost module, gives each tensor the address of its full, which never
  * changes, and a sink that points gradients at the reduce buffer.
  *
- * What runs in a module's call stands in py_call.c.
+ * Its methods stand where their subject does: py_call.c, py_unit_values.c, py_unit_schedule.c.
  */
 #include "py/py_engine.h"
 
@@ -64,8 +64,8 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 {
     fsdpc_tensor *t;
     fsdpc_unit_ref_acquire(ref);
-    fsdpc_status status =
-        fsdpc_tensor_wrap(ref->unit->device, dtype, ndim, shape, data, release_storage, ref, &t);
+    fsdpc_status status = fsdpc_tensor_wrap(fsdpc_unit_device(ref->unit), dtype, ndim, shape, data,
+                                            release_storage, ref, &t);
     if (status != FSDPC_OK) {
         fsdpc_unit_ref_release(ref);
         return fsdpc_py_raise(status);
@@ -111,20 +111,20 @@ static fsdpc_status check_full(void *arg)
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t)
 {
     const fsdpc_unit *unit = ref->unit;
-    const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
+    fsdpc_dtype dtype = fsdpc_unit_flat_with(unit, param).wire_dtype;
     fsdpc_storage *storage = calloc(1, sizeof *storage);
     if (!storage)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for parameter '%s'",
-                          unit->layout->params[param].name);
+                          fsdpc_unit_layout(unit)->params[param].name);
     void *full = fsdpc_unit_full(unit, param);
     storage->refs = 1;
     storage->data = full;
-    storage->bytes = t->numel * fsdpc_dtype_bytes(group->wire_dtype);
-    storage->device = unit->device;
+    storage->bytes = t->numel * fsdpc_dtype_bytes(dtype);
+    storage->device = fsdpc_unit_device(unit);
     storage->release = release_storage;
     storage->readonly = true; /* publishing writes through a mapping of its own */
     storage->owner = fsdpc_unit_ref_acquire(ref);
-    fsdpc_status status = fsdpc_tensor_bind(t, group->wire_dtype, storage, full);
+    fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
     fsdpc_storage_release(storage);
     t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
     t->sink =
@@ -165,9 +165,9 @@ static int parse_optional_dtype(PyObject *object, bool *given, fsdpc_dtype *out)
 static fsdpc_status take_values(fsdpc_py_unit *self)
 {
     fsdpc_unit *unit = self->ref->unit;
-    for (int i = 0; i < unit->layout->n_params; i++) {
+    for (int i = 0; i < (int)self->n_params; i++) {
         fsdpc_tensor *t = self->params[i];
-        unit->trainable[i] = t->requires_grad;
+        fsdpc_unit_set_trainable(unit, i, t->requires_grad);
         if (t->data)
             FSDPC_TRY(fsdpc_unit_write(unit, i, t->data, t->dtype));
         FSDPC_TRY(fsdpc_py_unit_bind_param(self->ref, i, t));
@@ -305,11 +305,13 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     self->input_dtype = input_given && cast_inputs ? (int)input : -1;
     self->output_dtype = output_given ? (int)output : -1;
-    self->ref->unit->n_modules = n_modules;
-    self->ref->unit->keep_grads = keep_grads != 0;
-    self->ref->unit->deterministic = deterministic != 0;
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(self->ref->unit);
+    settings.n_modules = n_modules;
+    settings.keep_grads = keep_grads != 0;
+    settings.deterministic = deterministic != 0;
     if (self->explicit_reshard)
-        self->ref->unit->reshard_after_forward = PyObject_IsTrue(reshard) == 1;
+        settings.reshard_after_forward = PyObject_IsTrue(reshard) == 1;
+    (void)fsdpc_unit_configure(self->ref->unit, &settings); /* nothing is fixed yet */
     return (PyObject *)self;
 }
 
@@ -346,6 +348,14 @@ static fsdpc_status bind_units(PyObject *units)
     return FSDPC_OK;
 }
 
+/* The root is needed again at once: backward begins with it. */
+static void stay_for_backward(fsdpc_unit *unit)
+{
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit);
+    settings.reshard_after_forward = false;
+    (void)fsdpc_unit_configure(unit, &settings); /* never fixed */
+}
+
 static PyObject *make_root(PyObject *module, PyObject *args)
 {
     PyObject *units, *encloses;
@@ -371,7 +381,7 @@ static PyObject *make_root(PyObject *module, PyObject *args)
         plain[i] = unit->ref->unit;
         flags[i] = PyObject_IsTrue(PyList_GET_ITEM(encloses, i)) == 1;
         if (i == 0 && !unit->explicit_reshard)
-            unit->ref->unit->reshard_after_forward = false; /* the root stays for its backward */
+            stay_for_backward(unit->ref->unit);
     }
     if (status == FSDPC_OK) {
         Py_BEGIN_ALLOW_THREADS;
@@ -398,10 +408,7 @@ free:
     return status == FSDPC_OK ? NULL : fsdpc_py_raise(status);
 }
 
-/* ---- methods: csrc/py/py_unit_methods.c ---- */
-
-extern PyMethodDef fsdpc_py_unit_methods[];
-extern PyGetSetDef fsdpc_py_unit_getset[];
+/* ---- the type ---- */
 
 static PyMemberDef unit_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(fsdpc_py_unit, weakrefs), READONLY, NULL},
@@ -412,8 +419,6 @@ static PyType_Slot unit_slots[] = {
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_traverse, unit_traverse},
-    {Py_tp_methods, fsdpc_py_unit_methods},
-    {Py_tp_getset, fsdpc_py_unit_getset},
     {Py_tp_members, unit_members},
     {Py_tp_doc, "Unit(name, names, params, shard, replicate=None, **options)"},
     {0, NULL},
@@ -436,7 +441,12 @@ int fsdpc_py_unit_setup(PyObject *module)
 {
     fsdpc_py_state *state = PyModule_GetState(module);
     state->unit_type = PyType_FromModuleAndSpec(module, &unit_spec, NULL);
-    if (!state->unit_type || PyModule_AddObjectRef(module, "Unit", state->unit_type) < 0)
+    if (!state->unit_type || PyModule_AddObjectRef(module, "Unit", state->unit_type) < 0 ||
+        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_call_methods, NULL) < 0 ||
+        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_value_methods,
+                          fsdpc_py_unit_value_getset) < 0 ||
+        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_schedule_methods,
+                          fsdpc_py_unit_schedule_getset) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

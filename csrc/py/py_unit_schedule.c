@@ -1,4 +1,7 @@
-/* Methods of Unit that manage the schedule: gathering by hand, holding, flags, what was recorded.
+/* Unit: gathering by hand, settings, and what was recorded.
+ *
+ * Each setting is an attribute: read from a copy of the unit's settings, or written to one that is
+ * handed back whole, so that the engine decides what may change when.
  *
  * Collective calls release the GIL: they wait for the other ranks.
  */
@@ -14,53 +17,55 @@ static fsdpc_unit *unit_of(PyObject *object)
 /* The unit's root, for calls that need one. */
 static fsdpc_root *root_of(PyObject *object)
 {
-    fsdpc_root *root = unit_of(object)->root;
+    fsdpc_root *root = fsdpc_unit_root(unit_of(object));
     if (!root)
         PyErr_Format(PyExc_RuntimeError,
                      "unit '%s' has no root yet: the outermost module has not run",
-                     unit_of(object)->name);
+                     fsdpc_unit_name(unit_of(object)));
     return root;
 }
 
-PyObject *fsdpc_py_unit_unshard(PyObject *object, PyObject *unused)
+/* ---- gathering by hand ---- */
+
+static PyObject *run(PyObject *object, fsdpc_status (*fn)(fsdpc_unit *unit))
 {
-    (void)unused;
     fsdpc_status status;
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0 || !root_of(object))
         return NULL;
     Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unshard_begin(unit_of(object));
+    status = fn(unit_of(object));
     Py_END_ALLOW_THREADS;
     return fsdpc_py_none(status);
 }
 
-PyObject *fsdpc_py_unit_unshard_wait(PyObject *object, PyObject *unused)
+static PyObject *unit_unshard(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    fsdpc_status status;
-    if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0 || !root_of(object))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unshard_wait(unit_of(object));
-    Py_END_ALLOW_THREADS;
-    return fsdpc_py_none(status);
+    return run(object, fsdpc_unshard_begin);
 }
 
-PyObject *fsdpc_py_unit_reshard(PyObject *object, PyObject *unused)
+static PyObject *unit_unshard_wait(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return run(object, fsdpc_unshard_wait);
+}
+
+static PyObject *unit_reshard(PyObject *object, PyObject *unused)
 {
     (void)unused;
     return fsdpc_py_none(fsdpc_reshard(unit_of(object)));
 }
 
-PyObject *fsdpc_py_unit_reset(PyObject *object, PyObject *unused)
+static PyObject *unit_reset(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    if (unit_of(object)->root)
-        fsdpc_root_reset(unit_of(object)->root);
+    fsdpc_root *root = fsdpc_unit_root(unit_of(object));
+    if (root)
+        fsdpc_root_reset(root);
     Py_RETURN_NONE;
 }
 
-PyObject *fsdpc_py_unit_hold(PyObject *object, PyObject *begin)
+static PyObject *unit_hold(PyObject *object, PyObject *begin)
 {
     fsdpc_status status;
     fsdpc_root *root = root_of(object);
@@ -73,130 +78,260 @@ PyObject *fsdpc_py_unit_hold(PyObject *object, PyObject *begin)
     return fsdpc_py_none(status);
 }
 
-PyObject *fsdpc_py_unit_set_flag(PyObject *object, PyObject *args)
+/* ---- settings ---- */
+
+static PyObject *get_flag(PyObject *object, void *offset)
 {
-    static const struct {
-        const char *name;
-        size_t offset;
-    } flags[] = {
-        {"requires_sync", offsetof(fsdpc_unit, requires_sync)},
-        {"requires_all_reduce", offsetof(fsdpc_unit, requires_all_reduce)},
-        {"reshard_after_backward", offsetof(fsdpc_unit, reshard_after_backward)},
-        {"rank_dependent", offsetof(fsdpc_unit, rank_dependent)},
-    };
-    const char *name;
-    int value;
-    if (!PyArg_ParseTuple(args, "sp", &name, &value))
-        return NULL;
-    if (strcmp(name, "is_last_backward") == 0) {
-        fsdpc_root *root = root_of(object);
-        if (!root)
-            return NULL;
-        bool before = root->is_last_backward;
-        root->is_last_backward = value != 0;
-        return PyBool_FromLong(before);
-    }
-    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
-        if (strcmp(name, flags[i].name) == 0) {
-            bool *flag = (bool *)((char *)unit_of(object) + flags[i].offset);
-            bool before = *flag;
-            if (flag == &unit_of(object)->rank_dependent && before != (value != 0) &&
-                unit_of(object)->root)
-                return PyErr_Format(PyExc_RuntimeError,
-                                    "whether unit '%s' may run on some ranks only is said before "
-                                    "its first forward",
-                                    unit_of(object)->name);
-            *flag = value != 0;
-            return PyBool_FromLong(before);
-        }
-    }
-    return PyErr_Format(PyExc_ValueError, "units have no flag '%s'", name);
+    const char *settings = (const char *)fsdpc_unit_settings_of(unit_of(object));
+    return PyBool_FromLong(*(const bool *)(settings + (uintptr_t)offset));
 }
 
-PyObject *fsdpc_py_unit_set_ahead(PyObject *object, PyObject *args)
+/* 1 or 0, or -1 with an exception: attributes cannot be deleted. */
+static int truth(PyObject *value)
+{
+    if (value)
+        return PyObject_IsTrue(value);
+    PyErr_SetString(PyExc_TypeError, "a unit's settings cannot be deleted");
+    return -1;
+}
+
+static int configure(PyObject *object, const fsdpc_unit_settings *settings)
+{
+    fsdpc_status status = fsdpc_unit_configure(unit_of(object), settings);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+static int set_flag(PyObject *object, PyObject *value, void *offset)
+{
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
+    int flag = truth(value);
+    *(bool *)((char *)&settings + (uintptr_t)offset) = flag == 1;
+    return flag < 0 ? -1 : configure(object, &settings);
+}
+
+static int set_reshard_after_forward(PyObject *object, PyObject *value, void *offset)
+{
+    ((fsdpc_py_unit *)object)->explicit_reshard = true;
+    return set_flag(object, value, offset);
+}
+
+static PyObject *get_divide_factor(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyFloat_FromDouble(fsdpc_unit_settings_of(unit_of(object))->divide_factor);
+}
+
+static int set_divide_factor(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
+    if (truth(value) < 0)
+        return -1;
+    settings.divide_factor = PyFloat_AsDouble(value);
+    return PyErr_Occurred() ? -1 : configure(object, &settings);
+}
+
+static PyObject *get_prefetch(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch);
+}
+
+/* Of the root, or of the one that it becomes. */
+static int set_prefetch(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
+    fsdpc_root *root = fsdpc_unit_root(unit_of(object));
+    if (truth(value) < 0)
+        return -1;
+    settings.prefetch = (int)PyLong_AsLong(value);
+    if (PyErr_Occurred())
+        return -1;
+    if (!root)
+        return configure(object, &settings);
+    fsdpc_root_set_prefetch(root, settings.prefetch);
+    return 0;
+}
+
+/* set_is_last_backward(flag) */
+static PyObject *unit_set_is_last_backward(PyObject *object, PyObject *value)
+{
+    int last = PyObject_IsTrue(value);
+    fsdpc_root *root = last < 0 ? NULL : root_of(object);
+    return root ? PyBool_FromLong(fsdpc_root_set_last_backward(root, last == 1)) : NULL;
+}
+
+/* take_options(other): what was set on a unit that this one replaces. */
+static PyObject *unit_take_options(PyObject *object, PyObject *other)
+{
+    if (!Py_IS_TYPE(other, Py_TYPE(object)))
+        return PyErr_Format(PyExc_TypeError, "take_options takes a Unit, got %.100s",
+                            Py_TYPE(other)->tp_name);
+    fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(other));
+    ((fsdpc_py_unit *)object)->explicit_reshard = ((fsdpc_py_unit *)other)->explicit_reshard;
+    return configure(object, &settings) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 {
     int backward;
     PyObject *list;
-    if (!PyArg_ParseTuple(args, "pO", &backward, &list))
+    if (!PyArg_ParseTuple(args, "pO!", &backward, &PyList_Type, &list))
         return NULL;
-    fsdpc_unit *unit = unit_of(object), **ahead = NULL;
-    PyObject *items = list == Py_None ? NULL : PySequence_Fast(list, "a list of units, or None");
-    if (!items && list != Py_None)
-        return NULL;
-    Py_ssize_t n = items ? PySequence_Fast_GET_SIZE(items) : 0;
-    if (items && !(ahead = malloc(((size_t)n + 1) * sizeof(fsdpc_unit *)))) {
-        Py_DECREF(items);
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_unit **ahead = PyMem_Calloc((size_t)n + 1, sizeof *ahead);
+    if (!ahead)
         return PyErr_NoMemory();
-    }
     for (Py_ssize_t i = 0; i < n; i++) {
-        fsdpc_py_unit *other =
-            fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(object)), PySequence_Fast_GET_ITEM(items, i));
-        if (other && other->ref->unit->root && other->ref->unit->root == unit->root) {
-            ahead[i] = other->ref->unit;
-            continue;
+        const fsdpc_py_unit *other =
+            fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(object)), PyList_GET_ITEM(list, i));
+        if (!other) {
+            PyMem_Free(ahead);
+            return NULL;
         }
-        if (other)
-            PyErr_Format(PyExc_ValueError, "units '%s' and '%s' are not of one model",
-                         other->ref->unit->name, unit->name);
-        free(ahead);
-        Py_DECREF(items);
-        return NULL;
+        ahead[i] = other->ref->unit;
     }
-    Py_XDECREF(items);
-    free(unit->ahead[backward]);
-    unit->ahead[backward] = ahead;
-    unit->n_ahead[backward] = (int)n;
+    fsdpc_status status = fsdpc_unit_set_ahead(unit_of(object), backward != 0, ahead, (int)n);
+    PyMem_Free(ahead);
+    return fsdpc_py_none(status);
+}
+
+/* ---- what it is ---- */
+
+static PyObject *get_has_root(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL);
+}
+
+static PyObject *get_name(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(fsdpc_unit_name(unit_of(object)));
+}
+
+static int set_name(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    const char *name = truth(value) < 0 ? NULL : PyUnicode_AsUTF8(value);
+    if (!name)
+        return -1;
+    fsdpc_status status = fsdpc_unit_rename(unit_of(object), name);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+/* The dtype that a policy gave, known by what a group became; mixed groups keep their own. */
+static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
+{
+    const fsdpc_unit *unit = unit_of(object);
+    const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
+    for (int g = 0; g < fsdpc_unit_layout(unit)->n_groups; g++) {
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
+        fsdpc_dtype own = of_gradients ? flat.wire_dtype : flat.dtype;
+        fsdpc_dtype became = of_gradients ? flat.reduce_dtype : flat.wire_dtype;
+        if (became != own)
+            return Py_NewRef(state->dtypes[became]);
+    }
     Py_RETURN_NONE;
 }
 
-PyObject *fsdpc_py_unit_set_prefetch(PyObject *object, PyObject *distance)
+static PyObject *get_param_dtype(PyObject *object, void *unused)
 {
-    fsdpc_unit *unit = unit_of(object);
-    int value = (int)PyLong_AsLong(distance);
-    if (value == -1 && PyErr_Occurred())
-        return NULL;
-    *(unit->root ? &unit->root->prefetch : &unit->prefetch) = value;
-    Py_RETURN_NONE;
+    (void)unused;
+    return get_policy_dtype(object, false);
 }
 
-static PyObject *acts_of(const fsdpc_acts *acts)
+static PyObject *get_reduce_dtype(PyObject *object, void *unused)
 {
-    PyObject *list = PyList_New((Py_ssize_t)acts->length);
-    for (size_t i = 0; list && i < acts->length; i++) {
-        const fsdpc_act *act = &acts->items[i];
-        PyObject *item = Py_BuildValue("(isO)", act->unit, fsdpc_trace_kind_name(act->kind),
-                                       act->backward ? Py_True : Py_False);
-        if (!item)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, (Py_ssize_t)i, item);
-    }
-    return list;
+    (void)unused;
+    return get_policy_dtype(object, true);
 }
 
-PyObject *fsdpc_py_unit_schedule(PyObject *object, PyObject *unused)
+static PyObject *get_mesh_shape(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_mesh *mesh = fsdpc_unit_mesh(unit_of(object));
+    return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
+}
+
+static PyObject *get_state(PyObject *object, void *unused)
+{
+    (void)unused;
+    static const char *const names[] = {"sharded", "gathering", "full"};
+    return PyUnicode_FromString(names[fsdpc_unit_where(unit_of(object))]);
+}
+
+static PyObject *unit_schedule(PyObject *object, PyObject *unused)
 {
     (void)unused;
     const fsdpc_root *root = root_of(object);
     if (!root)
         return NULL;
-    const fsdpc_record *record = &root->record;
-    if (!record->complete)
-        return Py_BuildValue("(OOi)", Py_None, Py_None, root->prefetch);
-    PyObject *acts = acts_of(root->acts.whole ? &root->acts : &root->last_acts);
-    PyObject *uses = PyList_New((Py_ssize_t)record->length);
-    for (size_t i = 0; acts && uses && i < record->length; i++) {
-        const fsdpc_record_entry *entry = &record->entries[i];
-        PyObject *use = Py_BuildValue("(iO)", entry->unit, entry->backward ? Py_True : Py_False);
-        if (!use) {
+    const fsdpc_schedule schedule = fsdpc_root_schedule(root);
+    if (!schedule.complete)
+        return Py_BuildValue("(OOi)", Py_None, Py_None, fsdpc_root_prefetch(root));
+    PyObject *uses = PyList_New(0), *acts = PyList_New(0);
+    for (size_t i = 0; uses && i < schedule.n_uses; i++) {
+        const fsdpc_record_entry *use = &schedule.uses[i];
+        PyObject *item = Py_BuildValue("(iO)", use->unit, use->backward ? Py_True : Py_False);
+        if (!item || PyList_Append(uses, item) < 0)
             Py_CLEAR(uses);
-            break;
-        }
-        PyList_SET_ITEM(uses, (Py_ssize_t)i, use);
+        Py_XDECREF(item);
     }
-    if (acts && uses)
-        return Py_BuildValue("(NNi)", uses, acts, root->prefetch);
-    Py_XDECREF(acts);
+    for (size_t i = 0; acts && i < schedule.n_acts; i++) {
+        const fsdpc_act *act = &schedule.acts[i];
+        PyObject *item = Py_BuildValue("(isO)", act->unit, fsdpc_trace_kind_name(act->kind),
+                                       act->backward ? Py_True : Py_False);
+        if (!item || PyList_Append(acts, item) < 0)
+            Py_CLEAR(acts);
+        Py_XDECREF(item);
+    }
+    if (uses && acts)
+        return Py_BuildValue("(NNi)", uses, acts, fsdpc_root_prefetch(root));
     Py_XDECREF(uses);
+    Py_XDECREF(acts);
     return NULL;
 }
+
+PyMethodDef fsdpc_py_unit_schedule_methods[] = {
+    {"unshard", unit_unshard, METH_NOARGS,
+     "Begin to gather and hold; collective. unshard_wait() ends it."},
+    {"unshard_wait", unit_unshard_wait, METH_NOARGS, "Wait for what unshard began."},
+    {"reshard", unit_reshard, METH_NOARGS, "Give up what unshard holds."},
+    {"reset", unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
+    {"hold", unit_hold, METH_O, "hold(begin): fix the root's weights, or end that."},
+    {"set_is_last_backward", unit_set_is_last_backward, METH_O,
+     "Whether the root's end of backward waits for reductions; returns what it was."},
+    {"set_ahead", unit_set_ahead, METH_VARARGS,
+     "set_ahead(backward, units): what to gather ahead when this unit runs."},
+    {"take_options", unit_take_options, METH_O, "What was set on a unit that this one replaces."},
+    {"schedule", unit_schedule, METH_NOARGS,
+     "(uses, acts, prefetch): recorded uses as (unit, backward), what the last step did as (unit, "
+     "kind, backward), or None twice; distance."},
+    {NULL, NULL, 0, NULL},
+};
+
+#define FLAG(name, set, text)                                                                      \
+    {                                                                                              \
+#name, get_flag, set, text, (void *)offsetof(fsdpc_unit_settings, name)                    \
+    }
+
+PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
+    FLAG(reshard_after_forward, set_reshard_after_forward, "Whether forward gives fulls up."),
+    FLAG(reshard_after_backward, set_flag, "Whether backward gives fulls up."),
+    FLAG(requires_sync, set_flag, "Whether backward reduces gradients."),
+    FLAG(requires_all_reduce, set_flag, "Whether it sums them over replicas."),
+    FLAG(rank_dependent, set_flag, "Whether some ranks alone may run it."),
+    FLAG(keep_grads, NULL, "Whether it has a reduce buffer of its own."),
+    {"divide_factor", get_divide_factor, set_divide_factor, "By what sums are divided.", NULL},
+    {"prefetch", get_prefetch, set_prefetch,
+     "Units that its root gathers ahead; read, what was set before there was one.", NULL},
+    {"has_root", get_has_root, NULL, "Whether the outermost module has run.", NULL},
+    {"name", get_name, set_name, "Shown in messages and traces.", NULL},
+    {"param_dtype", get_param_dtype, NULL, "Of fulls, or None: the original.", NULL},
+    {"reduce_dtype", get_reduce_dtype, NULL, "Of gradients, or None: that of fulls.", NULL},
+    {"mesh_shape", get_mesh_shape, NULL, "(replicas, ranks of a shard group).", NULL},
+    {"state", get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};

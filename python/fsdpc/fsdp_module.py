@@ -85,12 +85,14 @@ class FSDPModule:
     @contextmanager
     def no_sync(self, recurse: bool = True) -> Iterator[None]:
         """Keep gradients local inside: backward adds them up in the reduce dtype, unreduced."""
-        before = [(unit, unit.set_flag("requires_sync", False)) for unit in self._units(recurse)]
+        before = [(unit, unit.requires_sync) for unit in self._units(recurse)]
+        for unit, _ in before:
+            unit.requires_sync = False
         try:
             yield
         finally:
             for unit, flag in before:
-                unit.set_flag("requires_sync", flag)
+                unit.requires_sync = flag
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -106,14 +108,14 @@ class FSDPModule:
         """Say whether the end of backward waits for reductions; pass False between micro-steps."""
         if not self._fsdpc_unit.has_root:
             make_root(self)
-        self._fsdpc_unit.set_flag("is_last_backward", bool(is_last_backward))
+        self._fsdpc_unit.set_is_last_backward(bool(is_last_backward))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are given up between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"pass True or False, got {reshard_after_forward!r}")
         for unit in self._units(recurse):
-            unit.set_reshard_after_forward(reshard_after_forward)
+            unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -142,13 +144,13 @@ class FSDPModule:
     def _want_prefetch(self, distance: int) -> None:
         if int(distance) < 0:
             raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
-        self._fsdpc_unit.set_prefetch(int(distance))
+        self._fsdpc_unit.prefetch = int(distance)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks."""
         if not factor > 0:
             raise ValueError(f"the divide factor must be above 0, got {factor}")
-        self._fsdpc_unit.set_divide_factor(float(factor))
+        self._fsdpc_unit.divide_factor = float(factor)
 
     def set_post_optim_event(self, event: Any) -> None:
         """Refuse: the engine orders gathers after optimizer steps by epochs, on every device."""
@@ -163,7 +165,7 @@ class FSDPModule:
 
     def _set(self, flag: str, value: bool, recurse: bool) -> None:
         for unit in self._units(recurse):
-            unit.set_flag(flag, bool(value))
+            setattr(unit, flag, bool(value))
 
     def _set_ahead(self, backward: bool, modules: Sequence[FSDPModule]) -> None:
         for m in modules:

@@ -46,7 +46,7 @@ static void test_several_modules(void)
 {
     rig r = open_rig();
     fsdpc_unit *unit = r.units[1];
-    unit->n_modules = 3;
+    unit->settings.n_modules = 3;
     CHECK_OK(rig_root(&r));
     for (int forward = 0; forward < 2; forward++) {
         enter(r.units[0]);
@@ -115,7 +115,7 @@ static void test_recomputation(void)
 static void test_streams(void)
 {
     rig r = open_rig();
-    r.units[0]->deterministic = true;
+    r.units[0]->settings.deterministic = true;
     CHECK_OK(rig_root(&r));
     uint64_t stream = 5;
     fsdpc_call call = TRAINING;

@@ -51,15 +51,15 @@ static fsdpc_status norms(rig *r)
     } cases[] = {{SIZE_MAX, 0}, {1000, NAN}, {3000, INFINITY}, {29 * 128 - 1, -INFINITY}};
     for (int c = 0; c < 4; c++) {
         FSDPC_TRY(set_grads(r, cases[c].poison, cases[c].with));
-        FSDPC_TRY(fsdpc_clip_norm(r->units, 2, &r->result[c]));
+        FSDPC_TRY(clip_norm(r->units, 2, &r->result[c]));
     }
     r->units[0]->trainable[1] = false; /* frozen: not counted */
     FSDPC_TRY(set_grads(r, SIZE_MAX, 0));
-    FSDPC_TRY(fsdpc_clip_norm(r->units, 2, &r->result[4]));
+    FSDPC_TRY(clip_norm(r->units, 2, &r->result[4]));
     fsdpc_unit_zero_grad(r->units[0]);
-    FSDPC_TRY(fsdpc_clip_norm(r->units, 2, &r->result[5]));
+    FSDPC_TRY(clip_norm(r->units, 2, &r->result[5]));
     fsdpc_unit_zero_grad(r->units[1]);
-    FSDPC_TRY(fsdpc_clip_norm(r->units, 2, &r->result[6]));
+    FSDPC_TRY(clip_norm(r->units, 2, &r->result[6]));
     return FSDPC_OK;
 }
 
@@ -226,7 +226,7 @@ static fsdpc_status on_a_mesh(rig *r)
     FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, &piece, &grad));
     for (size_t i = 0; i < piece.numel; i++)
         ((float *)grad)[i] = -3;
-    FSDPC_TRY(fsdpc_clip_norm(r->units, 1, &r->result[0]));
+    FSDPC_TRY(clip_norm(r->units, 1, &r->result[0]));
     if (r->rank % 2 == 0) /* on both replicas, as an all-reduce would have left it */
         ((float *)grad)[7] = INFINITY;
     fsdpc_norm largest = {{{0}, 0, 0}};
@@ -309,16 +309,16 @@ static void test_scale(void)
     CHECK_OK(fsdpc_unit_grad(r.units[1], 2, &piece, &grad));
     float before = ((float *)grad)[5];
     double norm, again;
-    CHECK_OK(fsdpc_clip_norm(r.units, 2, &norm));
+    CHECK_OK(clip_norm(r.units, 2, &norm));
     fsdpc_clip_scale(r.units, 2, norm, norm * 2); /* below the limit: nothing */
     CHECK(r.units[1]->pending_scale == 1);
     fsdpc_clip_scale(r.units, 2, norm, norm / 4);
     CHECK(r.units[0]->pending_scale == norm / 4 / (norm + 1e-6));
-    CHECK(((float *)grad)[5] == before);           /* not yet */
-    CHECK_OK(fsdpc_clip_norm(r.units, 2, &again)); /* who reads applies it, once */
+    CHECK(((float *)grad)[5] == before);     /* not yet */
+    CHECK_OK(clip_norm(r.units, 2, &again)); /* who reads applies it, once */
     CHECK(fabs(again / norm - 0.25) < 1e-6 && r.units[0]->pending_scale == 1);
     CHECK(fabsf(((float *)grad)[5] / before - 0.25f) < 1e-6f);
-    CHECK_OK(fsdpc_clip_norm(r.units, 2, &norm));
+    CHECK_OK(clip_norm(r.units, 2, &norm));
     CHECK(norm == again);
     fsdpc_clip_scale(r.units, 2, NAN, 1);
     CHECK(r.units[0]->pending_scale == 1);

@@ -106,7 +106,7 @@ static void test_accumulation(int world)
     sum = 0;
     for (int step = 0; step < 3; step++) {
         for (int u = 0; u < 3; u++)
-            r.units[u]->requires_sync = step == 2;
+            r.units[u]->settings.requires_sync = step == 2;
         sum += rig_gradient(0, r.step, 1, 0, 0);
         fsdpc_trace_reset(r.trace);
         CHECK_OK(rig_step(&r));
@@ -116,11 +116,11 @@ static void test_accumulation(int world)
     CHECK(grad_at(&r, 1, 0) == sum);
     /* zeroing drops those, too */
     for (int u = 0; u < 3; u++)
-        r.units[u]->requires_sync = false;
+        r.units[u]->settings.requires_sync = false;
     CHECK_OK(rig_step(&r));
     for (int u = 0; u < 3; u++) {
         fsdpc_unit_zero_grad(r.units[u]);
-        r.units[u]->requires_sync = true;
+        r.units[u]->settings.requires_sync = true;
     }
     sum = rig_gradient(0, r.step, 1, 0, 0);
     CHECK_OK(rig_step(&r));

@@ -132,7 +132,7 @@ static fsdpc_status train(rig *r)
         FSDPC_KEEP_FIRST(st, fsdpc_post_forward(r->units[0]));
         FSDPC_KEEP_FIRST(st, rig_backward(r));
         double norm = 0;
-        FSDPC_KEEP_FIRST(st, fsdpc_clip_norm(r->units, 4, &norm));
+        FSDPC_KEEP_FIRST(st, clip_norm(r->units, 4, &norm));
         fsdpc_clip_scale(r->units, 4, norm, 1);
         FSDPC_KEEP_FIRST(st, fsdpc_optim_step(optim));
         for (int u = 0; u < 4; u++)
@@ -225,13 +225,13 @@ static fsdpc_status reset_of_one(rig *r)
     FSDPC_TRY(rig_step(r));
     for (int u = 0; u < 5; u++) {
         fsdpc_unit_zero_grad(r->units[u]);
-        r->units[u]->requires_sync = false;
+        r->units[u]->settings.requires_sync = false;
     }
     FSDPC_TRY(rig_step(r)); /* accumulated locally */
     if (r->rank == 0)
         fsdpc_root_reset(r->root);
     for (int u = 0; u < 5; u++)
-        r->units[u]->requires_sync = true;
+        r->units[u]->settings.requires_sync = true;
     FSDPC_TRY(rig_step(r));
     for (int u = 0; u < 5; u++) {
         fsdpc_piece piece;

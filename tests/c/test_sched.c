@@ -178,7 +178,7 @@ static void test_rank_dependent(void)
     rig r;
     CHECK_OK(rig_open(&r, 4, true));
     CHECK_OK(rig_add_units(&r, 3, false));
-    r.units[2]->rank_dependent = true;
+    r.units[2]->settings.rank_dependent = true;
     CHECK_OK(rig_root(&r));
     CHECK(r.units[2]->own_buffer && !r.units[1]->own_buffer);
     for (size_t s = 0; s < sizeof orders / sizeof *orders; s++) {
@@ -514,7 +514,7 @@ static void test_steady_state(int world, bool no_alias)
         }
         double norm = 0;
         CHECK_OK(rig_step(&r));
-        CHECK_OK(fsdpc_clip_norm(r.units, 5, &norm));
+        CHECK_OK(clip_norm(r.units, 5, &norm));
         fsdpc_clip_scale(r.units, 5, norm, 1.0);
         CHECK_OK(fsdpc_optim_step(optim));
         for (int u = 0; u < 5; u++)

@@ -152,10 +152,10 @@ static void test_what_cannot_begin_is_named(void)
     open_model(&r, 1);
     optim = make_optim(&r);
     whole_step(&r, optim);
-    r.units[1]->deterministic = true;
+    r.units[1]->settings.deterministic = true;
     CHECK_FAILS(fsdpc_step_graph_begin(r.root, optim, &step), FSDPC_ERR_UNSUPPORTED,
                 "in deterministic mode");
-    r.units[1]->deterministic = false;
+    r.units[1]->settings.deterministic = false;
     CHECK_OK(fsdpc_pre_forward(r.units[0], true));
     CHECK_FAILS(fsdpc_step_graph_begin(r.root, optim, &step), FSDPC_ERR_STATE, "inside forward");
     CHECK_OK(fsdpc_post_forward(r.units[0]));

@@ -166,7 +166,7 @@ static void test_dtypes(void)
         CHECK(plain->grad_dtype == (g == 1 ? FSDPC_F64 : FSDPC_F32));
         CHECK(plain->wire_offset % 4096 == 0 && plain->reduce_offset % 4096 == 0);
     }
-    CHECK(r.units[0]->divide_factor == 2);
+    CHECK(r.units[0]->settings.divide_factor == 2);
     rig_close(&r);
 }
 

@@ -10,6 +10,7 @@
 #include "engine/full.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
+#include "engine/root_internal.h"
 #include "engine/sched.h"
 #include "nccl_rig.h"
 

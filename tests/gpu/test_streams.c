@@ -21,6 +21,7 @@
 #include "engine/clip.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
+#include "engine/root_internal.h"
 #include "engine/sched.h"
 
 enum { UNITS = 4, STEPS = 6, WIDE = 40, TALL = 36, LONG = 70, DATA = 1 << 13 };
@@ -171,7 +172,7 @@ static fsdpc_status units_create(model *m)
                                       .reduce_dtype = FSDPC_F32,
                                       .reshard_after_forward = u > 0};
         FSDPC_TRY(fsdpc_unit_create(specs, 2, &options, &m->units[u]));
-        m->units[u]->deterministic = m->way->deterministic;
+        m->units[u]->settings.deterministic = m->way->deterministic;
         for (int p = 0; p < 2; p++) {
             FSDPC_TRY(fsdpc_unit_init_param(m->units[u], p, FSDPC_INIT_NORMAL, 0, 0.5, 7,
                                             (uint64_t)(2 * u + p)));

@@ -30,7 +30,7 @@ MAY_INCLUDE = {
 
 # csrc/engine is a chain: a file includes only what stands before it.
 ENGINE = """
-    layout slots norm plan unit_internal unit root_internal acts micro order fill full full_shared
+    layout slots norm plan unit unit_internal root_internal acts micro order fill full full_shared
     grads collect clip agree reduce full_moved full_private gather epoch root optim_internal
     optim_graph optim sched call step_graph
 """.split()
@@ -123,10 +123,32 @@ def test_includes_keep_to_the_layers(path: Path) -> None:
 
 @pytest.mark.parametrize("path", files(".c", ".h", under="csrc/engine"), ids=label)
 def test_the_engine_is_a_chain(path: Path) -> None:
-    below = ENGINE[: ENGINE.index(path.stem) + 1]
+    below = ENGINE[: ENGINE.index(path.stem) + 1] + [f"{path.stem}_internal"]
     for _, name in includes(path):
-        if name.startswith("engine/"):
+        if name.startswith("engine/") and name != "engine/root.h":  # what others may know of it
             assert Path(name).stem in below, f"{label(path)} stands below {name}"
+
+
+def reached(name: str) -> set[str]:
+    """A header of csrc and all that it includes."""
+    found, left = {name}, [name]
+    while left:
+        for quote, other in includes(CSRC / left.pop()):
+            if quote == '"' and other not in found:
+                found.add(other)
+                left.append(other)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_the_engine_is_closed(path: Path) -> None:
+    """Members of units and roots are the engine's: others see functions and settings alone."""
+    if path.relative_to(CSRC).parts[0] == "engine":
+        return
+    for quote, name in includes(path):
+        if quote == '"':
+            inner = {h for h in reached(name) if re.fullmatch(r"engine/.*_internal\.h", h)}
+            assert not inner, f"{label(path)}: {name} shows {sorted(inner)}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)

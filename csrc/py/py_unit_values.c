@@ -1,0 +1,238 @@
+/* Unit: its parameters, one by one: pieces, gradients, whole values, what their tensors stand on.
+ */
+#include "py/py_engine.h"
+
+#include "ops/flat_ops.h"
+
+static fsdpc_unit *unit_of(PyObject *object)
+{
+    return ((fsdpc_py_unit *)object)->ref->unit;
+}
+
+static const fsdpc_place *place_of(PyObject *object, int param)
+{
+    return &fsdpc_unit_layout(unit_of(object))->params[param];
+}
+
+int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit->ref->unit);
+    if (param >= 0 && param < layout->n_params)
+        return 0;
+    PyErr_Format(PyExc_IndexError, "parameter %d of unit '%s', which has %d", param,
+                 fsdpc_unit_name(unit->ref->unit), layout->n_params);
+    return -1;
+}
+
+static int index_arg(PyObject *object, PyObject *arg)
+{
+    int param = (int)PyLong_AsLong(arg);
+    if (param == -1 && PyErr_Occurred())
+        return -1;
+    return fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ? -1 : param;
+}
+
+int fsdpc_py_piece_shape(const fsdpc_place *place, const fsdpc_piece *piece, size_t *shape)
+{
+    size_t row = place->numel && place->ndim > 0 ? place->numel / place->shape[0] : 1;
+    memcpy(shape, place->shape, sizeof place->shape);
+    if (place->ndim == 0 && piece->numel == 0) { /* a scalar that another rank owns */
+        shape[0] = 0;
+        return 1;
+    }
+    if (place->ndim == 0 || piece->numel == place->numel)
+        return place->ndim;
+    if (piece->first % row == 0 && piece->numel % row == 0) {
+        shape[0] = piece->numel / row;
+        return place->ndim;
+    }
+    for (int d = 0; d < place->ndim - 1; d++)
+        shape[d] = 1;
+    shape[place->ndim - 1] = piece->numel;
+    return place->ndim;
+}
+
+static PyObject *piece_tensor(PyObject *object, int param, const fsdpc_piece *piece,
+                              fsdpc_dtype dtype, void *data)
+{
+    size_t shape[FSDPC_MAX_DIMS];
+    int ndim = fsdpc_py_piece_shape(place_of(object, param), piece, shape);
+    return fsdpc_py_unit_tensor(PyType_GetModule(Py_TYPE(object)), ((fsdpc_py_unit *)object)->ref,
+                                dtype, ndim, shape, data);
+}
+
+static PyObject *unit_local(PyObject *object, PyObject *arg)
+{
+    int param = index_arg(object, arg);
+    if (param < 0)
+        return NULL;
+    fsdpc_piece piece;
+    void *data = fsdpc_unit_master(unit_of(object), param, &piece);
+    fsdpc_unit_mark_shared(unit_of(object));
+    return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
+}
+
+static PyObject *unit_grad(PyObject *object, PyObject *arg)
+{
+    int param = index_arg(object, arg);
+    if (param < 0)
+        return NULL;
+    fsdpc_piece piece;
+    void *data;
+    fsdpc_status status = fsdpc_unit_grad(unit_of(object), param, &piece, &data);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    if (!data)
+        Py_RETURN_NONE;
+    return piece_tensor(object, param, &piece,
+                        fsdpc_unit_flat_with(unit_of(object), param).grad_dtype, data);
+}
+
+/* The (param, value) that a method takes; -1 with an exception. */
+static int param_and_value(PyObject *object, PyObject *args, PyObject **value_out)
+{
+    int param;
+    if (!PyArg_ParseTuple(args, "iO", &param, value_out) ||
+        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0)
+        return -1;
+    return param;
+}
+
+static PyObject *unit_write(PyObject *object, PyObject *args)
+{
+    PyObject *value;
+    int param = param_and_value(object, args, &value);
+    fsdpc_tensor *t = param < 0 ? NULL : fsdpc_py_tensor_of(value);
+    if (!t)
+        return NULL;
+    const fsdpc_place *place = place_of(object, param);
+    fsdpc_status status = fsdpc_tensor_check(t);
+    if (status == FSDPC_OK && t->numel != place->numel)
+        status = fsdpc_fail(FSDPC_ERR_SHAPE, "parameter '%s' has %zu elements, the value %zu",
+                            place->name, place->numel, t->numel);
+    if (status == FSDPC_OK && !fsdpc_dtype_is_float(t->dtype))
+        status = fsdpc_fail(FSDPC_ERR_DTYPE, "parameter '%s' cannot take %s values", place->name,
+                            fsdpc_dtype_name(t->dtype));
+    if (status == FSDPC_OK)
+        status = fsdpc_unit_write(unit_of(object), param, t->data, t->dtype);
+    return fsdpc_py_none(status);
+}
+
+static PyObject *unit_init(PyObject *object, PyObject *args)
+{
+    int param, kind;
+    const char *name;
+    double a, b;
+    unsigned long long seed, stream;
+    if (!PyArg_ParseTuple(args, "isddKK", &param, &name, &a, &b, &seed, &stream) ||
+        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0)
+        return NULL;
+    if (strcmp(name, "constant") == 0)
+        kind = FSDPC_INIT_CONSTANT;
+    else if (strcmp(name, "normal") == 0)
+        kind = FSDPC_INIT_NORMAL;
+    else if (strcmp(name, "uniform") == 0)
+        kind = FSDPC_INIT_UNIFORM;
+    else
+        return PyErr_Format(PyExc_ValueError,
+                            "initial values are constant, normal or uniform, got '%s'", name);
+    fsdpc_status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream);
+    Py_END_ALLOW_THREADS;
+    return fsdpc_py_none(status);
+}
+
+static PyObject *unit_collect(PyObject *object, PyObject *args)
+{
+    int param, grads;
+    if (!PyArg_ParseTuple(args, "ip", &param, &grads) ||
+        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ||
+        fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
+        return NULL;
+    fsdpc_unit *unit = unit_of(object);
+    const fsdpc_place *place = place_of(object, param);
+    fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
+    fsdpc_tensor *t;
+    fsdpc_status status =
+        fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    Py_BEGIN_ALLOW_THREADS;
+    status = fsdpc_unit_collect(unit, param, grads != 0, t->data);
+    Py_END_ALLOW_THREADS;
+    if (status != FSDPC_OK) {
+        fsdpc_tensor_release(t);
+        return fsdpc_py_raise(status);
+    }
+    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+}
+
+static PyObject *unit_zero_grad(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    fsdpc_unit_zero_grad(unit_of(object));
+    Py_RETURN_NONE;
+}
+
+static PyObject *unit_bind(PyObject *object, PyObject *args)
+{
+    PyObject *value;
+    int param = param_and_value(object, args, &value);
+    if (param < 0)
+        return NULL;
+    fsdpc_py_unit *self = (fsdpc_py_unit *)object;
+    fsdpc_tensor *own = self->params[param];
+    if (value == Py_None)
+        return fsdpc_py_none(fsdpc_py_unit_bind_param(self->ref, param, own));
+    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    if (!t)
+        return NULL;
+    if (t->numel != own->numel)
+        return PyErr_Format(PyExc_ValueError, "%zu elements for a parameter of %zu", t->numel,
+                            own->numel);
+    fsdpc_status status = fsdpc_tensor_bind(own, t->dtype, t->storage, t->data);
+    own->guard = (fsdpc_guard){0};
+    own->sink = (fsdpc_grad_sink){0};
+    return fsdpc_py_none(status);
+}
+
+/* (name, original dtype, shape) of each parameter */
+static PyObject *get_params(PyObject *object, void *unused)
+{
+    (void)unused;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit_of(object));
+    const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *list = PyList_New(layout->n_params);
+    for (int i = 0; list && i < layout->n_params; i++) {
+        const fsdpc_place *place = &layout->params[i];
+        PyObject *item = NULL, *shape = PyTuple_New(place->ndim);
+        for (int d = 0; shape && d < place->ndim; d++)
+            PyTuple_SET_ITEM(shape, d, PyLong_FromSize_t(place->shape[d]));
+        if (shape && !PyErr_Occurred())
+            item = Py_BuildValue("(sON)", place->name, state->dtypes[place->dtype], shape);
+        if (!item) {
+            Py_CLEAR(list);
+            break;
+        }
+        PyList_SET_ITEM(list, i, item);
+    }
+    return list;
+}
+
+PyMethodDef fsdpc_py_unit_value_methods[] = {
+    {"local", unit_local, METH_O, "local(i): this rank's rows of parameter i, original dtype."},
+    {"grad", unit_grad, METH_O, "grad(i): their gradient, or None."},
+    {"write", unit_write, METH_VARARGS, "write(i, full): take the own rows of a full value."},
+    {"init", unit_init, METH_VARARGS, "init(i, kind, a, b, seed, stream): initialise the rows."},
+    {"collect", unit_collect, METH_VARARGS, "collect(i, grads): the full value; collective."},
+    {"zero_grad", unit_zero_grad, METH_NOARGS, "Drop the gradients."},
+    {"bind", unit_bind, METH_VARARGS,
+     "bind(i, full): let parameter i stand on a private full; None: on the unit again."},
+    {NULL, NULL, 0, NULL},
+};
+
+PyGetSetDef fsdpc_py_unit_value_getset[] = {
+    {"params", get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
