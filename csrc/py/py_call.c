@@ -214,9 +214,7 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
         fsdpc_unit_set_trainable(unit, (int)i, self->params[i]->requires_grad);
     bool first;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = enter(self->ref, runtime->tape, &first);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = enter(self->ref, runtime->tape, &first));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     walk w = {.module = module, .tape = runtime->tape, .self = self, .no_marks = !first};

@@ -87,9 +87,8 @@ static PyObject *layout_result(const char *header, size_t header_bytes,
     return places ? Py_BuildValue("y#N", header, (Py_ssize_t)header_bytes, places) : NULL;
 }
 
-static PyObject *safetensors_layout(PyObject *module, PyObject *args)
+static PyObject *safetensors_layout(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *list, *metadata, *key, *value;
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyDict_Type, &metadata))
         return NULL;
@@ -197,18 +196,15 @@ static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
                          (unsigned long)crc);
 }
 
-static PyObject *safetensors_header(PyObject *module, PyObject *arg)
+static PyObject *safetensors_header(PyObject *Py_UNUSED(module), PyObject *arg)
 {
-    (void)module;
     PyObject *path;
     if (!PyUnicode_FSConverter(arg, &path))
         return NULL;
     fsdpc_st_header header;
     uint32_t crc;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = load_header(PyBytes_AS_STRING(path), &header, &crc);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = load_header(PyBytes_AS_STRING(path), &header, &crc));
     Py_DECREF(path);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
@@ -320,9 +316,8 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
     reading r = {runtime,   fsdpc_py_fs(hook),  files, (size_t)n_files, pieces,
                  (size_t)n, check ? crcs : NULL};
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = runtime->device->remote ? read_remotely(&r, pieces + n) : read_into(&r, pieces);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = runtime->device->remote ? read_remotely(&r, pieces + n)
+                                                          : read_into(&r, pieces));
     result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
 
 free_arrays:
@@ -353,9 +348,8 @@ static int read_run_tuple(PyObject *item, PyObject *paths, Py_ssize_t n_tensors,
     return out->path ? 0 : -1;
 }
 
-static PyObject *sum_runs(PyObject *module, PyObject *args)
+static PyObject *sum_runs(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     enum { MAX_READERS = 8 }; /* beyond which it is the disk or the memory that limits */
     PyObject *paths, *list, *hook = NULL, *result = NULL;
     Py_ssize_t n_tensors;
@@ -375,9 +369,8 @@ static PyObject *sum_runs(PyObject *module, PyObject *args)
     fsdpc_fs fs = fsdpc_py_fs(hook);
     int cores = fsdpc_usable_cores();
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_ckpt_sum(&fs, runs, (size_t)n, cores < MAX_READERS ? cores : MAX_READERS, crcs);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_ckpt_sum(&fs, runs, (size_t)n,
+                                                 cores < MAX_READERS ? cores : MAX_READERS, crcs));
     result = status == FSDPC_OK ? words_list(crcs, n_tensors) : fsdpc_py_raise(status);
 
 free_arrays:
@@ -386,9 +379,8 @@ free_arrays:
     return result;
 }
 
-static PyObject *crc32c_combine(PyObject *module, PyObject *args)
+static PyObject *crc32c_combine(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned long a, b;
     unsigned long long bytes;
     if (!PyArg_ParseTuple(args, "kkK", &a, &b, &bytes))

@@ -242,9 +242,7 @@ static int join(py_save *self)
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_sec += (until.tv_nsec + LOOK_NS) / SECOND_NS;
         until.tv_nsec = (until.tv_nsec + LOOK_NS) % SECOND_NS;
-        Py_BEGIN_ALLOW_THREADS;
-        result = pthread_timedjoin_np(self->thread, NULL, &until);
-        Py_END_ALLOW_THREADS;
+        FSDPC_PY_WITHOUT_GIL(result = pthread_timedjoin_np(self->thread, NULL, &until));
         if (result == ETIMEDOUT && PyErr_CheckSignals() < 0)
             return -1;
     }
@@ -255,9 +253,8 @@ static int join(py_save *self)
     return 0;
 }
 
-static PyObject *save_run(PyObject *object, PyObject *unused)
+static PyObject *save_run(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     py_save *self = (py_save *)object;
     if (self->started || self->done) {
         PyErr_SetString(PyExc_RuntimeError, "this save was run before");
@@ -267,9 +264,7 @@ static PyObject *save_run(PyObject *object, PyObject *unused)
     if (!fsdpc_py_comm_of(self->comm))
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_ckpt_save(&self->plan);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_ckpt_save(&self->plan));
     return fsdpc_py_none(status);
 }
 
@@ -300,9 +295,8 @@ static fsdpc_status stage(py_save *self)
     return FSDPC_OK;
 }
 
-static PyObject *save_start(PyObject *object, PyObject *unused)
+static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     py_save *self = (py_save *)object;
     if (self->started || self->done) {
         PyErr_SetString(PyExc_RuntimeError, "this save was run before");
@@ -325,9 +319,8 @@ static PyObject *save_start(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *save_wait(PyObject *object, PyObject *unused)
+static PyObject *save_wait(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     py_save *self = (py_save *)object;
     if (join(self) < 0)
         return NULL;
@@ -337,9 +330,8 @@ static PyObject *save_wait(PyObject *object, PyObject *unused)
     return fsdpc_py_raise(self->status);
 }
 
-static PyObject *save_done(PyObject *object, void *unused)
+static PyObject *save_done(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(atomic_load_explicit(&((py_save *)object)->done, memory_order_acquire) !=
                            0);
 }

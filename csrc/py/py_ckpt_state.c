@@ -36,9 +36,8 @@ static PyObject *master_piece(PyObject *module, PyObject *args)
                        data);
 }
 
-static PyObject *rng_state(PyObject *module, PyObject *unused)
+static PyObject *rng_state(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? Py_BuildValue("KK", (unsigned long long)runtime->tape->seed,
                                    (unsigned long long)runtime->tape->next_stream)

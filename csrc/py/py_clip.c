@@ -179,9 +179,7 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     PyObject *result = NULL;
     if (norms) {
         fsdpc_status status;
-        Py_BEGIN_ALLOW_THREADS;
-        status = all_norms(&g, p, n_params, norms);
-        Py_END_ALLOW_THREADS;
+        FSDPC_PY_WITHOUT_GIL(status = all_norms(&g, p, n_params, norms));
         result = status == FSDPC_OK ? norms_result(&g, norms, p) : fsdpc_py_raise(status);
     } else {
         PyErr_NoMemory();
@@ -254,9 +252,7 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
         PyErr_NoMemory();
     else if (read_leaves(&g, indices, leaves) == 0) {
         fsdpc_status status;
-        Py_BEGIN_ALLOW_THREADS;
-        status = rows_norms(&g, leaves, p, norms);
-        Py_END_ALLOW_THREADS;
+        FSDPC_PY_WITHOUT_GIL(status = rows_norms(&g, leaves, p, norms));
         result = status == FSDPC_OK ? PyList_New(n) : fsdpc_py_raise(status);
     }
     for (Py_ssize_t i = 0; result && i < n; i++) {
@@ -340,9 +336,7 @@ static PyObject *clip_grads(PyObject *module, PyObject *args)
         return NULL;
     fsdpc_status status = fsdpc_tensor_create(g.runtime->device, FSDPC_F64, 0, NULL, &norm);
     if (status == FSDPC_OK) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = clip_all(&g, p, max_norm, norm->data);
-        Py_END_ALLOW_THREADS;
+        FSDPC_PY_WITHOUT_GIL(status = clip_all(&g, p, max_norm, norm->data));
         if (status != FSDPC_OK)
             fsdpc_tensor_release(norm);
     }
@@ -400,9 +394,7 @@ static PyObject *clamp(PyObject *module, PyObject *args)
     if (!ok)
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = clamp_plain(&g, limit);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = clamp_plain(&g, limit));
     free_gradients(&g);
     return fsdpc_py_none(status);
 }

@@ -14,9 +14,8 @@
 #include "comm/rendezvous.h"
 #include "plugin/plugin.h"
 
-static fsdpc_status check_signals(void *arg)
+static fsdpc_status check_signals(void *Py_UNUSED(arg))
 {
-    (void)arg;
     PyGILState_STATE gil = PyGILState_Ensure();
     bool interrupted = !PyErr_Occurred() && PyErr_CheckSignals() != 0;
     if (interrupted)
@@ -27,9 +26,8 @@ static fsdpc_status check_signals(void *arg)
     return FSDPC_OK;
 }
 
-static void write_notice(void *arg, const char *text)
+static void write_notice(void *Py_UNUSED(arg), const char *text)
 {
-    (void)arg;
     PyGILState_STATE gil = PyGILState_Ensure();
     PySys_WriteStderr("fsdpc: %.900s\n", text);
     PyGILState_Release(gil);
@@ -123,9 +121,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .staged = runtime->env.staged,
                                 .spin = fsdpc_usable_cores() >= size};
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = create(runtime, &config, &self->comm);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, &self->comm));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -133,9 +129,8 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static PyObject *listen_for_rank(PyObject *module, PyObject *args)
+static PyObject *listen_for_rank(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *address;
     int rank, fd;
     if (!PyArg_ParseTuple(args, "si:listen_for_rank", &address, &rank))
@@ -144,9 +139,8 @@ static PyObject *listen_for_rank(PyObject *module, PyObject *args)
     return status == FSDPC_OK ? PyLong_FromLong(fd) : fsdpc_py_raise(status);
 }
 
-static PyObject *comm_close(PyObject *object, PyObject *unused)
+static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     self->closed = true;
     if (self->comm)
@@ -174,9 +168,7 @@ static void comm_dealloc(PyObject *object)
 static PyObject *run_op(fsdpc_comm *comm, const fsdpc_coll *op)
 {
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_comm_run(comm, op);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_comm_run(comm, op));
     return fsdpc_py_none(status);
 }
 
@@ -269,9 +261,8 @@ static PyObject *comm_all_gather(PyObject *object, PyObject *value)
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), all);
 }
 
-static PyObject *comm_barrier(PyObject *object, PyObject *unused)
+static PyObject *comm_barrier(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     if (!comm)
         return NULL;
@@ -290,9 +281,7 @@ static PyObject *comm_split(PyObject *object, PyObject *args)
     if (!child)
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_comm_split(comm, color, key, &child->comm);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_comm_split(comm, color, key, &child->comm));
     if (status != FSDPC_OK) {
         Py_DECREF(child);
         return fsdpc_py_raise(status);
@@ -311,37 +300,32 @@ static PyObject *comm_abort(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_get_rank(PyObject *object, void *unused)
+static PyObject *comm_get_rank(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     return comm ? PyLong_FromLong(comm->rank) : NULL;
 }
 
-static PyObject *comm_get_size(PyObject *object, void *unused)
+static PyObject *comm_get_size(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     return comm ? PyLong_FromLong(comm->size) : NULL;
 }
 
-static PyObject *comm_get_waited_ns(PyObject *object, void *unused)
+static PyObject *comm_get_waited_ns(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     return comm ? PyLong_FromLongLong(comm->waited_ns) : NULL;
 }
 
-static PyObject *comm_get_transport(PyObject *object, void *unused)
+static PyObject *comm_get_transport(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     return comm ? PyUnicode_FromString(comm->ops->name) : NULL;
 }
 
-static PyObject *comm_get_about(PyObject *object, void *unused)
+static PyObject *comm_get_about(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
     return comm ? PyUnicode_DecodeUTF8(comm->about, (Py_ssize_t)strlen(comm->about), "replace")
                 : NULL;

@@ -206,9 +206,8 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssi
     return capsule;
 }
 
-PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_storage *storage = fsdpc_py_self(object)->tensor->storage;
     if (!storage) /* deferred */
         return Py_BuildValue("(ii)", DL_CPU, 0);

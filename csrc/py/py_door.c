@@ -73,18 +73,15 @@ int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation)
     if (catch_up(door) < 0)
         return -1;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_call_begin_backward(unit, generation);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_begin_backward(unit, generation));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status), -1;
     return fsdpc_door_show(door, true);
 }
 
 /* mark(): what a node calls with its gradients before it runs. */
-static PyObject *mark_call(PyObject *self, PyObject *grads)
+static PyObject *mark_call(PyObject *self, PyObject *Py_UNUSED(grads))
 {
-    (void)grads;
     fsdpc_py_door *door = (fsdpc_py_door *)PyTuple_GET_ITEM(self, 0);
     uint64_t generation = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(self, 1));
     if (fsdpc_door_begin_backward(door, generation) < 0)
@@ -94,9 +91,8 @@ static PyObject *mark_call(PyObject *self, PyObject *grads)
 
 static PyMethodDef mark_def = {"mark", mark_call, METH_O, "A unit's backward begins."};
 
-static PyObject *door_mark(PyObject *object, PyObject *unused)
+static PyObject *door_mark(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     PyObject *self = Py_BuildValue(
         "(OK)", object, (unsigned long long)fsdpc_unit_generation(fsdpc_door_unit(door)));
@@ -128,17 +124,14 @@ static PyObject *door_enter(PyObject *object, PyObject *const *args, Py_ssize_t 
         return NULL;
     bool first;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_call_enter(unit, &call, &first);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_enter(unit, &call, &first));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     return fsdpc_door_show(door, true) < 0 ? NULL : PyBool_FromLong(first);
 }
 
-static PyObject *door_leave(PyObject *object, PyObject *unused)
+static PyObject *door_leave(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (fsdpc_door_join(door) < 0)
         return NULL;
@@ -153,48 +146,40 @@ static PyObject *door_leave(PyObject *object, PyObject *unused)
     return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *door_end_backward(PyObject *object, PyObject *unused)
+static PyObject *door_end_backward(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (fsdpc_door_join(door) < 0)
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_post_backward(fsdpc_door_unit(door));
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_post_backward(fsdpc_door_unit(door)));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     return fsdpc_door_hide(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* finish(): of the root; every rank's reductions are done after it. */
-static PyObject *door_finish(PyObject *object, PyObject *unused)
+static PyObject *door_finish(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root *root = root_of(door);
     if (fsdpc_door_join(door) < 0)
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_call_end_backward(root, FSDPC_OK);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_end_backward(root, FSDPC_OK));
     return fsdpc_py_none(status);
 }
 
 /* catch_up(): before the reduction of a unit whose backward may not have run on this rank. */
-static PyObject *door_catch_up(PyObject *object, PyObject *unused)
+static PyObject *door_catch_up(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     return fsdpc_door_join(door) < 0 || catch_up(door) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* reset(): after an exception; the engine's part concerns the whole root. */
-static PyObject *door_reset(PyObject *object, PyObject *unused)
+static PyObject *door_reset(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     fsdpc_root_ref *root = door->unit->ref->root;
     if (fsdpc_door_join(door) < 0)
@@ -453,42 +438,36 @@ static PyMethodDef door_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyObject *get_in_backward(PyObject *object, void *unused)
+static PyObject *get_in_backward(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_root *root = root_of((fsdpc_py_door *)object);
     return PyBool_FromLong(root && fsdpc_root_in_backward(root));
 }
 
-static PyObject *get_depth(PyObject *object, void *unused)
+static PyObject *get_depth(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_root *root = root_of((fsdpc_py_door *)object);
     return PyLong_FromLong(root ? fsdpc_root_forward_depth(root) : 0);
 }
 
-static PyObject *get_live(PyObject *object, void *unused)
+static PyObject *get_live(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(fsdpc_unit_has_grads(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
-static PyObject *get_pending(PyObject *object, void *unused)
+static PyObject *get_pending(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyFloat_FromDouble(fsdpc_unit_pending_scale(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
-static PyObject *get_generation(PyObject *object, void *unused)
+static PyObject *get_generation(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromUnsignedLongLong(
         fsdpc_unit_generation(fsdpc_door_unit((fsdpc_py_door *)object)));
 }
 
-static int set_generation(PyObject *object, PyObject *value, void *unused)
+static int set_generation(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     unsigned long long seen = value ? PyLong_AsUnsignedLongLong(value) : 0;
     if (PyErr_Occurred())
         return -1;

@@ -88,9 +88,8 @@ PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *const *args, Py_s
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (!door->mates)
         Py_RETURN_NONE;

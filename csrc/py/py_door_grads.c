@@ -250,9 +250,8 @@ int fsdpc_door_give_grads(fsdpc_py_door *door)
     return waiting;
 }
 
-PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (fsdpc_door_join(door) < 0)
         return NULL;
@@ -276,9 +275,8 @@ PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *const *args, 
 }
 
 /* apply_scale(): whoever reads gradients next sees them clipped. */
-PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_door *door = (fsdpc_py_door *)object;
     if (fsdpc_door_join(door) < 0)
         return NULL;

@@ -171,9 +171,8 @@ PyObject *fsdpc_door_lift_method(PyObject *object, PyObject *arg)
 
 /* pin(): after Unit.unshard, which is given back by reshard, or by the unit's own next forward or
  * backward, whichever gives parameters up. */
-PyObject *fsdpc_door_pin_method(PyObject *object, PyObject *unused)
+PyObject *fsdpc_door_pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     ((fsdpc_py_door *)object)->pins++;
     Py_RETURN_NONE;
 }

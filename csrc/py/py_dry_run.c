@@ -159,9 +159,8 @@ free:
     return result;
 }
 
-static PyObject *in_dry_run(PyObject *module, PyObject *unused)
+static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_py_state *state = PyModule_GetState(module);
     return PyBool_FromLong(state->runtime.dry);
 }

@@ -5,24 +5,20 @@
 #include "engine/plan.h"
 #include "engine/slots.h"
 
-static PyObject *crc32c(PyObject *module, PyObject *args)
+static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     unsigned long crc;
     Py_buffer view;
     if (!PyArg_ParseTuple(args, "ky*", &crc, &view))
         return NULL;
     uint32_t result;
-    Py_BEGIN_ALLOW_THREADS;
-    result = fsdpc_crc32c((uint32_t)crc, view.buf, (size_t)view.len);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(result = fsdpc_crc32c((uint32_t)crc, view.buf, (size_t)view.len));
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(result);
 }
 
-static PyObject *trace_events(PyObject *module, PyObject *unused)
+static PyObject *trace_events(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
@@ -43,9 +39,8 @@ static PyObject *trace_events(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *trace_counts(PyObject *module, PyObject *unused)
+static PyObject *trace_counts(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     PyObject *counts = runtime ? PyDict_New() : NULL;
     for (int k = 0; counts && k < FSDPC_TRACE_KIND_COUNT; k++) {
@@ -59,9 +54,8 @@ static PyObject *trace_counts(PyObject *module, PyObject *unused)
     return counts;
 }
 
-static PyObject *trace_reset(PyObject *module, PyObject *unused)
+static PyObject *trace_reset(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
@@ -87,9 +81,8 @@ static int read_spec(PyObject *item, fsdpc_param_spec *spec)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *plan_unit(PyObject *module, PyObject *args)
+static PyObject *plan_unit(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     PyObject *list, *param_dtype, *reduce_dtype;
     int ranks;
     if (!PyArg_ParseTuple(args, "O!iOO", &PyList_Type, &list, &ranks, &param_dtype, &reduce_dtype))

@@ -99,9 +99,7 @@ static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->runtime = runtime;
     fsdpc_py_imports *imports = &((fsdpc_py_state *)PyModule_GetState(module))->imports;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = begin(self, imports, fsdpc_unit_root(unit->ref->unit), optim);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = begin(self, imports, fsdpc_unit_root(unit->ref->unit), optim));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -149,15 +147,12 @@ static void forget(py_graph *self)
     fsdpc_py_held_release(&self->held);
 }
 
-static PyObject *graph_end(PyObject *object, PyObject *unused)
+static PyObject *graph_end(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     py_graph *self = (py_graph *)object;
     self->n_streams = self->runtime->tape->next_stream - self->first_stream;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_step_graph_end(self->step);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_step_graph_end(self->step));
     if (status == FSDPC_OK)
         Py_RETURN_NONE;
     fsdpc_py_raise(status);
@@ -178,9 +173,8 @@ static PyObject *graph_abandon(PyObject *object, PyObject *why)
     Py_RETURN_NONE;
 }
 
-static PyObject *graph_replay(PyObject *object, PyObject *unused)
+static PyObject *graph_replay(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     py_graph *self = (py_graph *)object;
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(self->units, 0)) < 0)
         return NULL;
@@ -223,9 +217,8 @@ static PyType_Spec graph_spec = {
 };
 
 /* Does not make the runtime. */
-static PyObject *is_capturing(PyObject *module, PyObject *unused)
+static PyObject *is_capturing(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
     return PyBool_FromLong(r->ready && r->device->capturing);
 }

@@ -79,9 +79,8 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
     return 0;
 }
 
-void fsdpc_py_tensor_releasebuffer(PyObject *object, Py_buffer *view)
+void fsdpc_py_tensor_releasebuffer(PyObject *Py_UNUSED(object), Py_buffer *view)
 {
-    (void)object;
     PyMem_Free(view->internal);
 }
 
@@ -113,9 +112,7 @@ static PyObject *bytes_of_copy(const fsdpc_tensor *t)
         return NULL;
     char *to = PyByteArray_AS_STRING(bytes);
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_py_tensor_read(t, to);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_py_tensor_read(t, to));
     if (status == FSDPC_OK)
         return bytes;
     Py_DECREF(bytes);
@@ -154,9 +151,8 @@ static PyObject *wide_copy(PyObject *object)
     return array;
 }
 
-PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_dtype dtype = fsdpc_py_self(object)->tensor->dtype;
     if (dtype != FSDPC_BF16)
         return array_as(object, format_of(dtype));
@@ -170,9 +166,8 @@ PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *unused)
     return viewed;
 }
 
-PyObject *fsdpc_py_tensor_bits(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_bits(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     static const char *const types[] = {[1] = "u1", [2] = "u2", [4] = "u4", [8] = "u8"};
     return array_as(object, types[fsdpc_dtype_bytes(fsdpc_py_self(object)->tensor->dtype)]);
 }
@@ -204,9 +199,8 @@ PyObject *fsdpc_py_tensor_array(PyObject *object, PyObject *args, PyObject *kwar
 }
 
 /* Pickles as tensor(array, dtype, requires_grad); bf16 as fp32, which holds it exactly. */
-PyObject *fsdpc_py_tensor_reduce(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_reduce(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     const fsdpc_tensor *t = self->tensor;
     if (t->node)

@@ -460,9 +460,8 @@ static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, boo
     return status;
 }
 
-static PyObject *op_array_equal(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *op_array_equal(fsdpc_py_state *Py_UNUSED(state), PyObject *const *a)
 {
-    (void)state;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *y = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!y)
         return NULL;

@@ -17,16 +17,14 @@ static PyObject *set_grad_enabled(PyObject *module, PyObject *value)
     return PyBool_FromLong(before);
 }
 
-static PyObject *is_grad_enabled(PyObject *module, PyObject *unused)
+static PyObject *is_grad_enabled(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyBool_FromLong(runtime->tape->grad_enabled) : NULL;
 }
 
-static PyObject *in_backward(PyObject *module, PyObject *unused)
+static PyObject *in_backward(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyBool_FromLong(runtime->tape->backward_depth > 0) : NULL;
 }
@@ -50,9 +48,8 @@ static PyObject *manual_seed(PyObject *module, PyObject *value)
     Py_RETURN_NONE;
 }
 
-static PyObject *initial_seed(PyObject *module, PyObject *unused)
+static PyObject *initial_seed(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyLong_FromUnsignedLongLong(runtime->tape->seed) : NULL;
 }
@@ -69,9 +66,8 @@ int fsdpc_py_take_stream(fsdpc_runtime *runtime, uint64_t *stream_out)
     return 0;
 }
 
-static PyObject *next_stream(PyObject *module, PyObject *unused)
+static PyObject *next_stream(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     uint64_t stream;
     if (!runtime || fsdpc_py_take_stream(runtime, &stream) < 0)
@@ -228,9 +224,8 @@ static int take_gradients(PyObject *returned, int n, fsdpc_tensor **out)
 }
 
 static fsdpc_status custom_backward(void *arg, int n_out, fsdpc_tensor *const *dys, int n_in,
-                                    const bool *wanted, fsdpc_tensor **dxs_out)
+                                    const bool *Py_UNUSED(wanted), fsdpc_tensor **dxs_out)
 {
-    (void)wanted;
     custom *c = arg;
     PyGILState_STATE gil = PyGILState_Ensure();
     PyObject *gradients = wrap_all(c->state, n_out, dys);

@@ -108,9 +108,8 @@ static PyObject *optimizer_add(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *optimizer_take_number(PyObject *object, PyObject *unused)
+static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromUnsignedLong(fsdpc_optim_take_number(((py_optimizer *)object)->optim));
 }
 
@@ -150,18 +149,15 @@ static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
     return names;
 }
 
-static PyObject *optimizer_step(PyObject *object, PyObject *unused)
+static PyObject *optimizer_step(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_status status;
     PyObject *units = ((py_optimizer *)object)->units;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(units); i++) {
         if (fsdpc_py_unit_check_open((fsdpc_py_unit *)PyList_GET_ITEM(units, i)) < 0)
             return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_optim_step(((py_optimizer *)object)->optim);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step(((py_optimizer *)object)->optim));
     return fsdpc_py_none(status);
 }
 
@@ -210,9 +206,7 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
     fsdpc_status status = fsdpc_tensor_check_write(p);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_step_alone(self->optim, group, &a, runtime->compute));
     return fsdpc_py_none(status);
 }
 
@@ -317,9 +311,7 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
             fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_optim_collect(optim, unit, param, which, t->data);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return fsdpc_py_raise(status);

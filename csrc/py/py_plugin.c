@@ -6,9 +6,8 @@
 #include "py/py_error.h"
 
 /* Opening may start a driver, so others run meanwhile. */
-static PyObject *plugin_config(PyObject *module, PyObject *path)
+static PyObject *plugin_config(PyObject *Py_UNUSED(module), PyObject *path)
 {
-    (void)module;
     const char *text = PyUnicode_AsUTF8(path);
     if (!text)
         return NULL;
@@ -29,9 +28,8 @@ static PyObject *plugin_config(PyObject *module, PyObject *path)
     return Py_BuildValue("{s:s,s:i}", "description", description, "devices", devices);
 }
 
-static PyObject *plugin_library(PyObject *module, PyObject *args)
+static PyObject *plugin_library(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    (void)module;
     const char *path, *library;
     if (!PyArg_ParseTuple(args, "sz:plugin_library", &path, &library))
         return NULL;
@@ -74,18 +72,15 @@ static PyObject *set_device(PyObject *module, PyObject *path)
     if (path != Py_None && !(text = PyUnicode_AsUTF8(path)))
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = choose_device(&state->runtime, text);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = choose_device(&state->runtime, text));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_RETURN_NONE;
 }
 
 /* Does not make the runtime. */
-static PyObject *device_name(PyObject *module, PyObject *unused)
+static PyObject *device_name(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
     return PyUnicode_FromString(r->plugin ? r->plugin->name : "cpu");
 }

@@ -158,9 +158,8 @@ fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what)
 
 /* ---- functions of the module ---- */
 
-static PyObject *num_threads(PyObject *module, PyObject *unused)
+static PyObject *num_threads(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyLong_FromLong(runtime->threads) : NULL;
 }
@@ -191,9 +190,8 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
 }
 
 /* Does not make the runtime: asking must start nothing. */
-static PyObject *engine_threads(PyObject *module, PyObject *unused)
+static PyObject *engine_threads(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_runtime *r = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
     int threads = r->ready ? fsdpc_team_workers(r->team) : 0;
     if (r->ready && !r->plugin)
@@ -216,9 +214,8 @@ static int put(PyObject *dict, const char *key, const char *suffix, size_t value
     return result;
 }
 
-static PyObject *memory_stats(PyObject *module, PyObject *unused)
+static PyObject *memory_stats(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     PyObject *dict = runtime ? PyDict_New() : NULL;
     if (!dict)
@@ -240,9 +237,8 @@ static PyObject *memory_stats(PyObject *module, PyObject *unused)
     return dict;
 }
 
-static PyObject *reset_peak_memory_stats(PyObject *module, PyObject *unused)
+static PyObject *reset_peak_memory_stats(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
@@ -250,9 +246,8 @@ static PyObject *reset_peak_memory_stats(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *runtime_config(PyObject *module, PyObject *unused)
+static PyObject *runtime_config(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *r = fsdpc_py_runtime(module);
     if (!r)
         return NULL;

@@ -96,6 +96,14 @@ int fsdpc_py_state_setup(PyObject *module);
 int fsdpc_py_plugin_setup(PyObject *module);
 int fsdpc_py_stream_setup(PyObject *module);
 
+/* A statement that may wait: other threads run Python meanwhile. */
+#define FSDPC_PY_WITHOUT_GIL(...)                                                                  \
+    do {                                                                                           \
+        Py_BEGIN_ALLOW_THREADS;                                                                    \
+        __VA_ARGS__;                                                                               \
+        Py_END_ALLOW_THREADS;                                                                      \
+    } while (0)
+
 /* status = expression, without the GIL if there is `work` (elements touched) to do. */
 #define FSDPC_PY_RUN(runtime_, work, status, expression)                                           \
     do {                                                                                           \

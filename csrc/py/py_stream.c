@@ -13,30 +13,25 @@ static PyObject *adopt_stream(PyObject *module, PyObject *handle)
     return runtime ? fsdpc_py_none(fsdpc_device_adopt(runtime->device, raw)) : NULL;
 }
 
-static PyObject *stream_handle(PyObject *module, PyObject *unused)
+static PyObject *stream_handle(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyLong_FromSize_t(fsdpc_device_handle(runtime->device)) : NULL;
 }
 
-static PyObject *device_ordinal(PyObject *module, PyObject *unused)
+static PyObject *device_ordinal(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyLong_FromLong(runtime->device->ordinal) : NULL;
 }
 
-static PyObject *synchronize(PyObject *module, PyObject *unused)
+static PyObject *synchronize(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     if (!runtime)
         return NULL;
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_stream_sync(runtime->compute);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_stream_sync(runtime->compute));
     return fsdpc_py_none(status);
 }
 

@@ -54,9 +54,8 @@ fsdpc_tensor *fsdpc_py_tensor_of(PyObject *object)
     return NULL;
 }
 
-fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object)
+fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     return is_tensor(object) ? fsdpc_py_self(object)->tensor : NULL;
 }
 

@@ -22,28 +22,24 @@ static PyObject *dtype_repr(PyObject *self)
                                 dtype == FSDPC_BOOL ? "_" : "");
 }
 
-static PyObject *dtype_name(PyObject *self, void *unused)
+static PyObject *dtype_name(PyObject *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyUnicode_FromString(fsdpc_dtype_name(((fsdpc_py_dtype *)self)->dtype));
 }
 
-static PyObject *dtype_itemsize(PyObject *self, void *unused)
+static PyObject *dtype_itemsize(PyObject *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromSize_t(fsdpc_dtype_bytes(((fsdpc_py_dtype *)self)->dtype));
 }
 
-static PyObject *dtype_is_float(PyObject *self, void *unused)
+static PyObject *dtype_is_float(PyObject *self, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(fsdpc_dtype_is_float(((fsdpc_py_dtype *)self)->dtype));
 }
 
 /* Pickles, and copies, as the one object of its name. */
-static PyObject *dtype_reduce(PyObject *self, PyObject *unused)
+static PyObject *dtype_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     PyObject *module = PyImport_ImportModule("fsdpc._core");
     PyObject *parse = module ? PyObject_GetAttrString(module, "as_dtype") : NULL;
     Py_XDECREF(module);

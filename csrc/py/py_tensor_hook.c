@@ -75,9 +75,8 @@ static void handle_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyObject *handle_remove(PyObject *object, PyObject *unused)
+static PyObject *handle_remove(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_hook_remove(((fsdpc_py_handle *)object)->hook);
     Py_RETURN_NONE;
 }

@@ -21,21 +21,18 @@ static PyObject *method_size(PyObject *object, PyObject *const *args, Py_ssize_t
     return extent;
 }
 
-static PyObject *method_dim(PyObject *object, PyObject *unused)
+static PyObject *method_dim(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromLong(TENSOR(object)->ndim);
 }
 
-static PyObject *method_numel(PyObject *object, PyObject *unused)
+static PyObject *method_numel(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromSize_t(TENSOR(object)->numel);
 }
 
-static PyObject *method_item(PyObject *object, PyObject *unused)
+static PyObject *method_item(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_tensor *t = TENSOR(object);
     fsdpc_status status = fsdpc_tensor_check(t);
     if (status != FSDPC_OK)
@@ -77,9 +74,8 @@ static PyObject *method_item(PyObject *object, PyObject *unused)
     }
 }
 
-static PyObject *method_tolist(PyObject *object, PyObject *unused)
+static PyObject *method_tolist(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     PyObject *plain = Py_NewRef(object);
     if (TENSOR(object)->dtype == FSDPC_BF16) {
         Py_DECREF(plain);
@@ -109,9 +105,8 @@ static PyObject *method_backward(FSDPC_PY_FASTCALL(object))
     return fsdpc_py_none(status);
 }
 
-static PyObject *method_detach(PyObject *object, PyObject *unused)
+static PyObject *method_detach(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_tensor *y = NULL;
     fsdpc_status status = fsdpc_tensor_detach(TENSOR(object), &y);
     return fsdpc_py_result(STATE(object), status, y);
@@ -152,9 +147,8 @@ CAST(half, F16)
 CAST(double, F64)
 #undef CAST
 
-static PyObject *method_clone(PyObject *object, PyObject *unused)
+static PyObject *method_clone(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
     fsdpc_tensor *y = NULL;
     fsdpc_status status;
@@ -165,16 +159,14 @@ static PyObject *method_clone(PyObject *object, PyObject *unused)
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-static PyObject *method_contiguous(PyObject *object, PyObject *unused)
+static PyObject *method_contiguous(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return Py_NewRef(object);
 }
 
 /* A leaf's copy is a leaf, as copy.deepcopy of a module needs. */
-static PyObject *method_deepcopy(PyObject *object, PyObject *memo)
+static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 {
-    (void)memo;
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(STATE(object));
     const fsdpc_tensor *t = TENSOR(object);
     fsdpc_tensor *leaf, *y = NULL;

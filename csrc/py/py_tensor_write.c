@@ -109,9 +109,8 @@ PyObject *fsdpc_py_tensor_fill(PyObject *object, PyObject *value)
     return fsdpc_py_tensor_copy(object, value);
 }
 
-PyObject *fsdpc_py_tensor_zero(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     if (fsdpc_py_tensor_check_inplace(self, "zero_") < 0)
         return NULL;
@@ -140,9 +139,8 @@ PyObject *fsdpc_py_tensor_set_data(PyObject *object, PyObject *source)
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
 }
 
-PyObject *fsdpc_py_tensor_materialize(PyObject *object, PyObject *unused)
+PyObject *fsdpc_py_tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_tensor *t = fsdpc_py_self(object)->tensor, *fresh;
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(fsdpc_py_self(object)->state);
     if (!runtime)

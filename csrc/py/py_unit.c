@@ -384,9 +384,7 @@ static PyObject *make_root(PyObject *module, PyObject *args)
             stay_for_backward(unit->ref->unit);
     }
     if (status == FSDPC_OK) {
-        Py_BEGIN_ALLOW_THREADS;
-        status = fsdpc_root_create(plain, flags, (int)n, &root->root);
-        Py_END_ALLOW_THREADS;
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_root_create(plain, flags, (int)n, &root->root));
     }
     if (status != FSDPC_OK)
         goto free;

@@ -32,33 +32,27 @@ static PyObject *run(PyObject *object, fsdpc_status (*fn)(fsdpc_unit *unit))
     fsdpc_status status;
     if (fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0 || !root_of(object))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fn(unit_of(object));
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fn(unit_of(object)));
     return fsdpc_py_none(status);
 }
 
-static PyObject *unit_unshard(PyObject *object, PyObject *unused)
+static PyObject *unit_unshard(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return run(object, fsdpc_unshard_begin);
 }
 
-static PyObject *unit_unshard_wait(PyObject *object, PyObject *unused)
+static PyObject *unit_unshard_wait(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return run(object, fsdpc_unshard_wait);
 }
 
-static PyObject *unit_reshard(PyObject *object, PyObject *unused)
+static PyObject *unit_reshard(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return fsdpc_py_none(fsdpc_reshard(unit_of(object)));
 }
 
-static PyObject *unit_reset(PyObject *object, PyObject *unused)
+static PyObject *unit_reset(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_root *root = fsdpc_unit_root(unit_of(object));
     if (root)
         fsdpc_root_reset(root);
@@ -72,9 +66,7 @@ static PyObject *unit_hold(PyObject *object, PyObject *begin)
     int begins = PyObject_IsTrue(begin);
     if (!root || begins < 0 || fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    status = begins ? fsdpc_hold_begin(root) : fsdpc_hold_end(root);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = begins ? fsdpc_hold_begin(root) : fsdpc_hold_end(root));
     return fsdpc_py_none(status);
 }
 
@@ -115,15 +107,13 @@ static int set_reshard_after_forward(PyObject *object, PyObject *value, void *of
     return set_flag(object, value, offset);
 }
 
-static PyObject *get_divide_factor(PyObject *object, void *unused)
+static PyObject *get_divide_factor(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyFloat_FromDouble(fsdpc_unit_settings_of(unit_of(object))->divide_factor);
 }
 
-static int set_divide_factor(PyObject *object, PyObject *value, void *unused)
+static int set_divide_factor(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
     if (truth(value) < 0)
         return -1;
@@ -131,16 +121,14 @@ static int set_divide_factor(PyObject *object, PyObject *value, void *unused)
     return PyErr_Occurred() ? -1 : configure(object, &settings);
 }
 
-static PyObject *get_prefetch(PyObject *object, void *unused)
+static PyObject *get_prefetch(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch);
 }
 
 /* Of the root, or of the one that it becomes. */
-static int set_prefetch(PyObject *object, PyObject *value, void *unused)
+static int set_prefetch(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_unit_settings settings = *fsdpc_unit_settings_of(unit_of(object));
     fsdpc_root *root = fsdpc_unit_root(unit_of(object));
     if (truth(value) < 0)
@@ -199,21 +187,18 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 
 /* ---- what it is ---- */
 
-static PyObject *get_has_root(PyObject *object, void *unused)
+static PyObject *get_has_root(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL);
 }
 
-static PyObject *get_name(PyObject *object, void *unused)
+static PyObject *get_name(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return PyUnicode_FromString(fsdpc_unit_name(unit_of(object)));
 }
 
-static int set_name(PyObject *object, PyObject *value, void *unused)
+static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     const char *name = truth(value) < 0 ? NULL : PyUnicode_AsUTF8(value);
     if (!name)
         return -1;
@@ -236,35 +221,30 @@ static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
     Py_RETURN_NONE;
 }
 
-static PyObject *get_param_dtype(PyObject *object, void *unused)
+static PyObject *get_param_dtype(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return get_policy_dtype(object, false);
 }
 
-static PyObject *get_reduce_dtype(PyObject *object, void *unused)
+static PyObject *get_reduce_dtype(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return get_policy_dtype(object, true);
 }
 
-static PyObject *get_mesh_shape(PyObject *object, void *unused)
+static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_mesh *mesh = fsdpc_unit_mesh(unit_of(object));
     return Py_BuildValue("ii", mesh->replicate ? mesh->replicate->size : 1, mesh->shard->size);
 }
 
-static PyObject *get_state(PyObject *object, void *unused)
+static PyObject *get_state(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     static const char *const names[] = {"sharded", "gathering", "full"};
     return PyUnicode_FromString(names[fsdpc_unit_where(unit_of(object))]);
 }
 
-static PyObject *unit_schedule(PyObject *object, PyObject *unused)
+static PyObject *unit_schedule(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_root *root = root_of(object);
     if (!root)
         return NULL;

@@ -137,9 +137,8 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
         return PyErr_Format(PyExc_ValueError,
                             "initial values are constant, normal or uniform, got '%s'", name);
     fsdpc_status status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(
+        status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream));
     return fsdpc_py_none(status);
 }
 
@@ -158,9 +157,7 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
         fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_unit_collect(unit, param, grads != 0, t->data);
-    Py_END_ALLOW_THREADS;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_unit_collect(unit, param, grads != 0, t->data));
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return fsdpc_py_raise(status);
@@ -168,9 +165,8 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 
-static PyObject *unit_zero_grad(PyObject *object, PyObject *unused)
+static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     fsdpc_unit_zero_grad(unit_of(object));
     Py_RETURN_NONE;
 }
@@ -198,9 +194,8 @@ static PyObject *unit_bind(PyObject *object, PyObject *args)
 }
 
 /* (name, original dtype, shape) of each parameter */
-static PyObject *get_params(PyObject *object, void *unused)
+static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit_of(object));
     const fsdpc_py_state *state = PyType_GetModuleState(Py_TYPE(object));
     PyObject *list = PyList_New(layout->n_params);
