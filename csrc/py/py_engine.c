@@ -1,5 +1,5 @@
 /* What Python sees of the engine beside its types: the trace, layouts, checksums. */
-#include "py/py_door.h"
+#include "py/py_torch_unit.h"
 
 #include "base/crc32c.h"
 #include "engine/plan.h"
@@ -182,7 +182,7 @@ int fsdpc_py_engine_setup(PyObject *module)
     if (fsdpc_py_comm_setup(module) < 0 || fsdpc_py_unit_setup(module) < 0 ||
         fsdpc_py_optim_setup(module) < 0 || fsdpc_py_dry_run_setup(module) < 0 ||
         fsdpc_py_clip_setup(module) < 0 || fsdpc_py_graph_setup(module) < 0 ||
-        fsdpc_py_door_setup(module) < 0)
+        fsdpc_py_torch_unit_setup(module) < 0)
         return -1;
     return PyModule_AddFunctions(module, functions);
 }

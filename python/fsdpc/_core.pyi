@@ -503,7 +503,7 @@ def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int: ...
 
-class Door:
+class TorchUnit:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""
 
     def __init__(
@@ -530,7 +530,7 @@ class Door:
         bases: tuple[Any, ...],
         set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None],
         at_end: Callable[[], None],
-        mates: list[Door],
+        mates: list[TorchUnit],
         /,
     ) -> None: ...
     def enter(self, grad: bool, in_task: bool, /) -> bool: ...

@@ -53,7 +53,7 @@ class _EndBackward(torch.autograd.Function):
     """The identity; its backward runs when the gradients of all inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, door: _core.Door, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, door: _core.TorchUnit, *inputs: torch.Tensor) -> Any:
         ctx.door = door
         ctx.set_materialize_grads(False)
         return inputs
@@ -184,13 +184,13 @@ def _contexts(of: Any) -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _remember(root: Root, door: _core.Door) -> None:
+def _remember(root: Root, door: _core.TorchUnit) -> None:
     """Let checkpoints around this forward know which weights it saw."""
     for ctx in _contexts(_FORWARD):
         ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = door.generation
 
 
-def _recall(root: Root, door: _core.Door) -> None:
+def _recall(root: Root, door: _core.TorchUnit) -> None:
     """Let backward begin for the weights that the forward saw which is computed again."""
     for ctx in _contexts(_BACKWARD):
         seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))

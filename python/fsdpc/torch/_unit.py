@@ -1,7 +1,7 @@
 """A unit over torch parameters: its pieces, its fulls, and the root that joins units.
 
 Memory is the engine's; the tensors made here stand over it and are made once. Pieces and their
-gradients come with the unit, fulls when the root is known. What happens in a step is the Door's
+gradients come with the unit, fulls when the root is known. What happens in a step is the TorchUnit's
 (csrc/py/py_door.c); what stands here runs once, or once a backward.
 """
 
@@ -138,7 +138,7 @@ class UnitState:
             piece.data = self.rows[i]
             self._describe(i, piece)
         self.trusted = [piece._version for piece in self.pieces]
-        self.door = _core.Door(
+        self.door = _core.TorchUnit(
             unit, self.slots, self.pieces, self.grads, self.adopt, _device.streams()
         )
         self.door.guard(self.guards)

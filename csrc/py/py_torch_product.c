@@ -1,10 +1,10 @@
-/* Matrix products of a foreign front door, on the engine's kernels.
+/* Matrix products of a foreign front self, on the engine's kernels.
  *
  * Operands are addresses of dense row-major memory of one dtype; who calls has looked at shapes and
  * keeps the tensors alive.  The one product that needs more than numbers is the gradient of a
  * unit's weight: it lands in the unit's reduce buffer, so it never exists anywhere else.
  */
-#include "py/py_door.h"
+#include "py/py_torch_unit.h"
 
 #include "ops/nn_ops.h"
 
@@ -75,17 +75,17 @@ static fsdpc_status add_product(fsdpc_unit *unit, int param, product *p, void *t
     return fsdpc_grad_ready(unit, param);
 }
 
-PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
+static PyObject *add_product_method(PyObject *object, PyObject *args)
 {
-    fsdpc_py_door *door = (fsdpc_py_door *)object;
-    fsdpc_unit *unit = fsdpc_door_unit(door);
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
     Py_ssize_t dy, x, rows, n_out, n_in;
     int param;
     if (!PyArg_ParseTuple(args, "innnnn", &param, &dy, &x, &rows, &n_out, &n_in))
         return NULL;
-    if (param < 0 || param >= door->n_params)
-        return PyErr_Format(PyExc_IndexError, "parameter %d of %d", param, door->n_params);
-    const fsdpc_place *place = fsdpc_door_place(door, param);
+    if (param < 0 || param >= self->n_params)
+        return PyErr_Format(PyExc_IndexError, "parameter %d of %d", param, self->n_params);
+    const fsdpc_place *place = fsdpc_torch_place(self, param);
     if (n_out < 0 || n_in < 0 || (size_t)n_out * (size_t)n_in != place->numel)
         return PyErr_Format(PyExc_ValueError, "a gradient of %zd x %zd for '%s' of %zu elements",
                             n_out, n_in, place->name, place->numel);
@@ -94,9 +94,9 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
     if (to != dtype && to != FSDPC_F32) /* gemm.h: nothing else can be written */
         Py_RETURN_FALSE;
     if (!fsdpc_root_in_backward(fsdpc_unit_root(unit)) && /* the unit's outputs were by-passed */
-        fsdpc_door_begin_backward(door, fsdpc_unit_generation(unit)) < 0)
+        fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit)) < 0)
         return NULL;
-    if (fsdpc_door_join(door) < 0)
+    if (fsdpc_torch_join(self) < 0)
         return NULL;
     void *target;
     bool accumulate;
@@ -106,13 +106,20 @@ PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args)
     product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
     p.args.a = address((size_t)dy);
     p.args.b = address((size_t)x);
-    fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(door->unit_object)->runtime;
+    fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
     FSDPC_PY_RUN(runtime, n_out * n_in, status,
                  add_product(unit, param, &p, target, to, accumulate));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_RETURN_TRUE;
 }
+
+PyMethodDef fsdpc_torch_product_methods[] = {
+    {"add_product", add_product_method, METH_VARARGS,
+     "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
+     "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
+    {NULL, NULL, 0, NULL},
+};
 
 static PyMethodDef functions[] = {
     {"product", run, METH_VARARGS,
@@ -121,7 +128,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int fsdpc_py_door_product_setup(PyObject *module)
+int fsdpc_py_torch_product_setup(PyObject *module)
 {
     return PyModule_AddFunctions(module, functions);
 }

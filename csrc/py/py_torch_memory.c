@@ -4,7 +4,7 @@
  * gets pieces, pieces of gradients and fulls without copying, and all fulls of a flat group are
  * views of one tensor.  The tensors keep the unit's memory alive, no Python object of the model.
  */
-#include "py/py_door.h"
+#include "py/py_torch_unit.h"
 
 /* unit_places(unit): of each parameter (group, full_offset, first, numel, shard_offset). */
 static PyObject *unit_places(PyObject *module, PyObject *object)
@@ -67,7 +67,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-int fsdpc_py_door_memory_setup(PyObject *module)
+int fsdpc_py_torch_memory_setup(PyObject *module)
 {
     return PyModule_AddFunctions(module, functions);
 }

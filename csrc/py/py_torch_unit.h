@@ -1,24 +1,24 @@
-/* Door: what a front door over foreign tensors (torch) calls for one unit.
+/* TorchUnit: what a front door over foreign tensors (torch) calls for one unit.
  *
  * The front door makes, once per unit, a foreign tensor for every piece, full and piece of the
- * gradient shard, all over the unit's own memory (unit_memory, unit_places).  A Door keeps them and
- * does what must be cheap: it drives the schedule, swaps pieces and fulls in the modules'
+ * gradient shard, all over the unit's own memory (unit_memory, unit_places).  A TorchUnit keeps
+ * them and does what must be cheap: it drives the schedule, swaps pieces and fulls in the modules'
  * dictionaries, takes gradients by pointer, and keeps the pieces' `.grad` and the engine's gradient
  * shard telling the same.  It knows nothing of torch but the names of a few attributes and methods.
  *
- * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the Door's own tensor over
- * the shard after a backward, or anything that was assigned.  take_grads brings the engine up to
- * date with it (before the first reduction of a backward, before clipping and stepping); settle
+ * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the TorchUnit's own tensor
+ * over the shard after a backward, or anything that was assigned.  take_grads brings the engine up
+ * to date with it (before the first reduction of a backward, before clipping and stepping); settle
  * hands out what a backward has reduced.
  */
-#ifndef FSDPC_PY_PY_DOOR_H
-#define FSDPC_PY_PY_DOOR_H
+#ifndef FSDPC_PY_PY_TORCH_UNIT_H
+#define FSDPC_PY_PY_TORCH_UNIT_H
 
 #include "py/py_engine.h"
 
-typedef struct fsdpc_py_door fsdpc_py_door;
+typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 
-typedef struct fsdpc_door_param {
+typedef struct fsdpc_torch_param {
     PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
     PyObject *grad;         /* over the rows of the gradient shard */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
@@ -28,22 +28,22 @@ typedef struct fsdpc_door_param {
     bool narrow;            /* the piece's dtype is not the gradient shard's */
     long long version;      /* of `given` when it was handed out, if a copy */
     bool trainable, listening;
-} fsdpc_door_param;
+} fsdpc_torch_param;
 
 /* Where a parameter stands in a module: dict[name] is the piece or the full. */
-typedef struct fsdpc_door_slot {
+typedef struct fsdpc_torch_slot {
     PyObject *dict, *name;
     int param;
-} fsdpc_door_slot;
+} fsdpc_torch_slot;
 
 /* A module that reads parameters of the unit: while it would see pieces its dictionary holds
  * `refuse` as its forward, so that who calls it past the unit is told. */
-typedef struct fsdpc_door_guard {
+typedef struct fsdpc_torch_guard {
     PyObject *dict, *refuse;
-} fsdpc_door_guard;
+} fsdpc_torch_guard;
 
 /* Attributes and methods of foreign tensors, and of modules, interned. */
-#define FSDPC_DOOR_NAMES(X)                                                                        \
+#define FSDPC_TORCH_NAMES(X)                                                                       \
     X(grad)                                                                                        \
     X(dtype)                                                                                       \
     X(requires_grad)                                                                               \
@@ -57,24 +57,24 @@ typedef struct fsdpc_door_guard {
     X(_post_accumulate_grad_hooks)                                                                 \
     X(register_post_accumulate_grad_hook)
 
-typedef struct fsdpc_door_names {
+typedef struct fsdpc_torch_names {
 #define X(name) PyObject *name;
-    FSDPC_DOOR_NAMES(X)
+    FSDPC_TORCH_NAMES(X)
 #undef X
-} fsdpc_door_names;
+} fsdpc_torch_names;
 
-struct fsdpc_py_door {
+struct fsdpc_py_torch_unit {
     PyObject_HEAD PyObject *unit_object;
     fsdpc_py_unit *unit;
     int n_params, n_slots;
-    fsdpc_door_param *params;
-    fsdpc_door_slot *slots;
-    fsdpc_door_guard *guards;
+    fsdpc_torch_param *params;
+    fsdpc_torch_slot *slots;
+    fsdpc_torch_guard *guards;
     int n_guards;
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
-    PyObject *mates;       /* the doors of all units of the root, this one too; NULL before bind */
+    PyObject *mates;       /* the TorchUnits of the root, this one too; NULL before bind */
     PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
     bool shown;            /* dictionaries hold fulls */
     long long version;     /* that the bases were given last */
@@ -84,74 +84,61 @@ struct fsdpc_py_door {
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
     PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
-    fsdpc_door_names names;
+    fsdpc_torch_names names;
 };
 
-static inline fsdpc_unit *fsdpc_door_unit(const fsdpc_py_door *door)
+static inline fsdpc_unit *fsdpc_torch_unit(const fsdpc_py_torch_unit *self)
 {
-    return door->unit->ref->unit;
+    return self->unit->ref->unit;
 }
 
-static inline const fsdpc_place *fsdpc_door_place(const fsdpc_py_door *door, int param)
+static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *self, int param)
 {
-    return &fsdpc_unit_layout(fsdpc_door_unit(door))->params[param];
+    return &fsdpc_unit_layout(fsdpc_torch_unit(self))->params[param];
 }
 
 /* What the engine is asked next runs in the order of the foreign library's current stream, in this
  * thread too, which may be another than before: first in every method that reaches the schedule. */
-int fsdpc_door_join(const fsdpc_py_door *door);
+int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
 /* The parameter that a method was given; -1 for all where it was given none, or with an exception.
  */
-int fsdpc_door_param_arg(const fsdpc_py_door *door, PyObject *const *args, Py_ssize_t n);
+int fsdpc_torch_param_arg(const fsdpc_py_torch_unit *self, PyObject *const *args, Py_ssize_t n);
 
 /* What the user may change between steps, before an epoch publishes masters: which pieces are
  * trainable, and their memory, for all units of the root.  Does nothing inside an epoch. */
-int fsdpc_door_follow_root(fsdpc_py_door *door);
-/* Door.follow (the memory of this unit's pieces, or of one, alone) and Door.follow_root. */
-PyObject *fsdpc_door_follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n);
-PyObject *fsdpc_door_follow_root_method(PyObject *object, PyObject *unused);
+int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self);
 
 /* Whether any piece has a `.grad`; -1 with an exception. */
-int fsdpc_door_has_grads(const fsdpc_py_door *door);
+int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self);
 /* Pieces' `.grad` -> the engine; 0 or -1 with an exception. */
-int fsdpc_door_take_grads(fsdpc_py_door *door);
+int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
 /* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
  * for that, 0, or -1. */
-int fsdpc_door_give_grads(fsdpc_py_door *door);
-
-/* Door.settle, Door.take_grads and Door.apply_scale. */
-PyObject *fsdpc_door_settle_method(PyObject *object, PyObject *unused);
-PyObject *fsdpc_door_take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n);
-PyObject *fsdpc_door_apply_scale_method(PyObject *object, PyObject *unused);
+int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
 
 /* Gives back what Unit.unshard took, all of it. */
-void fsdpc_door_unpin(fsdpc_py_door *door);
-/* Door.guard, Door.lift and Door.pin. */
-PyObject *fsdpc_door_guard_method(PyObject *object, PyObject *modules);
-PyObject *fsdpc_door_lift_method(PyObject *object, PyObject *arg);
-PyObject *fsdpc_door_pin_method(PyObject *object, PyObject *unused);
+void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);
 /* Modules' dictionaries hold fulls, or pieces. */
-int fsdpc_door_show(fsdpc_py_door *door, bool full);
+int fsdpc_torch_show(fsdpc_py_torch_unit *self, bool full);
 /* After the schedule may have resharded. */
-int fsdpc_door_hide(fsdpc_py_door *door);
-/* [(dict, refuse)] of the modules that read parameters of the unit; once. */
-int fsdpc_door_take_guards(fsdpc_py_door *door, PyObject *modules);
-/* Puts refusals there or takes them away, as `shown` and `lifted` say. */
-int fsdpc_door_set_guards(const fsdpc_py_door *door);
+int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 
 /* Backward of the unit begins, for weights of `generation`. */
-int fsdpc_door_begin_backward(fsdpc_py_door *door, uint64_t generation);
+int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
 /* A callable for the full of one parameter: takes its `.grad` and drops it. */
-PyObject *fsdpc_door_hook_new(fsdpc_py_door *door, int param);
-/* The door goes: the hook, which a graph may keep, no longer knows it. */
-void fsdpc_door_hook_part(PyObject *hook);
+PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
+/* The TorchUnit goes: the hook, which a graph may keep, no longer knows it. */
+void fsdpc_torch_hook_part(PyObject *callable);
 
-/* Door.add_product; see py_door_product.c. */
-PyObject *fsdpc_door_add_product(PyObject *object, PyObject *args);
+/* Its methods, each where its subject is. */
+extern PyMethodDef fsdpc_torch_call_methods[], fsdpc_torch_follow_methods[];
+extern PyMethodDef fsdpc_torch_grads_methods[], fsdpc_torch_product_methods[];
+extern PyMethodDef fsdpc_torch_show_methods[];
+extern PyGetSetDef fsdpc_torch_call_getset[];
 
-int fsdpc_py_door_setup(PyObject *module);
-int fsdpc_py_door_product_setup(PyObject *module);
-int fsdpc_py_door_memory_setup(PyObject *module);
+int fsdpc_py_torch_unit_setup(PyObject *module);
+int fsdpc_py_torch_product_setup(PyObject *module);
+int fsdpc_py_torch_memory_setup(PyObject *module);
 
 #endif

@@ -1,0 +1,105 @@
+/* TorchUnit: following what the user may change between steps.
+ *
+ * An epoch publishes the masters of every unit of its root, whichever unit it begins with.  So all
+ * of them are followed before it, not the one that is called: a piece whose `.data` was replaced
+ * stands on other memory, and what is there is taken over into the master (`adopt`).  Whatever else
+ * reads or writes masters (gathers of full values, loading, an optimizer's step) follows its unit.
+ */
+#include "py/py_torch_unit.h"
+
+static int follow_piece(const fsdpc_py_torch_unit *self, int i)
+{
+    const fsdpc_torch_param *p = &self->params[i];
+    if (!p->master)
+        return 0;
+    PyObject *number = PyObject_CallMethodNoArgs(p->piece, self->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (data == p->master)
+        return 0;
+    PyObject *done = PyObject_CallFunction(self->adopt, "i", i);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int follow_memory(const fsdpc_py_torch_unit *self)
+{
+    for (int i = 0; i < self->n_params; i++) {
+        if (follow_piece(self, i) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int listen(fsdpc_py_torch_unit *self, fsdpc_torch_param *p)
+{
+    PyObject *handle =
+        PyObject_CallMethodOneArg(p->full, self->names.register_post_accumulate_grad_hook, p->hook);
+    Py_XDECREF(handle);
+    p->listening = handle != NULL;
+    return handle ? 0 : -1;
+}
+
+static int follow_trainable(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    for (int i = 0; i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        PyObject *flag = PyObject_GetAttr(p->piece, self->names.requires_grad);
+        if (!flag)
+            return -1;
+        bool trainable = flag == Py_True;
+        Py_DECREF(flag);
+        fsdpc_unit_set_trainable(unit, i, trainable);
+        if (trainable == p->trainable)
+            continue;
+        if (PyObject_SetAttr(p->full, self->names.requires_grad, trainable ? Py_True : Py_False) <
+            0)
+            return -1;
+        p->trainable = trainable;
+        if (trainable && !p->listening && listen(self, p) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
+{
+    const fsdpc_root *root = fsdpc_unit_root(fsdpc_torch_unit(self));
+    if (fsdpc_root_in_backward(root) || fsdpc_root_forward_depth(root) > 0)
+        return 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
+        fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
+        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *follow_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int i = fsdpc_torch_param_arg(self, args, n);
+    if (i < 0 && PyErr_Occurred())
+        return NULL;
+    int result = i < 0 ? follow_memory(self) : follow_piece(self, i);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *follow_root_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (!self->mates)
+        Py_RETURN_NONE;
+    return fsdpc_torch_follow_root(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyMethodDef fsdpc_torch_follow_methods[] = {
+    {"follow", (PyCFunction)(void (*)(void))follow_method, METH_FASTCALL,
+     "follow(i=all): take over what `.data` of pieces was replaced by."},
+    {"follow_root", follow_root_method, METH_NOARGS,
+     "Before an epoch: what became of the pieces of all units."},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,294 @@
+/* Gradients between foreign tensors and the engine.
+ *
+ * In backward: the foreign autograd puts a gradient into a full's `.grad` and calls our hook, which
+ * writes it into the reduce buffer (a cast, or a sum after the first) and drops it.  So the
+ * gradient exists once, for as long as one parameter's backward.
+ *
+ * Between backwards `.grad` of a piece belongs to the user.  What was handed out is a tensor over
+ * the gradient shard itself, so scaling it in place reaches the engine by itself.  Dropping and
+ * assigning do not, and are found here by identity: no gradient on any piece drops the unit's shard
+ * without touching memory; on some, their rows are zeroed; a tensor that is not ours is copied in.
+ */
+#include "py/py_torch_unit.h"
+
+#include "ops/flat_ops.h"
+
+typedef struct hook_data {
+    fsdpc_py_torch_unit *owner; /* borrowed; NULL once it has gone */
+    int param;
+} hook_data;
+
+static void free_hook_data(PyObject *capsule)
+{
+    PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
+}
+
+/* The gradient as a dense tensor of the full's dtype: itself nearly always. */
+static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *param,
+                       PyObject *grad)
+{
+    PyObject *its = PyObject_GetAttr(grad, self->names.dtype);
+    if (!its)
+        return NULL;
+    PyObject *result = its == param->dtype
+                           ? Py_NewRef(grad)
+                           : PyObject_CallMethodOneArg(grad, self->names.to, param->dtype);
+    Py_DECREF(its);
+    if (!result)
+        return NULL;
+    PyObject *yes = PyObject_CallMethodNoArgs(result, self->names.is_contiguous);
+    if (yes != Py_True) {
+        PyObject *copy = yes ? PyObject_CallMethodNoArgs(result, self->names.contiguous) : NULL;
+        Py_SETREF(result, copy);
+    }
+    Py_XDECREF(yes);
+    return result;
+}
+
+static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
+{
+    PyObject *number = PyObject_CallMethodNoArgs(tensor, self->names.data_ptr);
+    void *data = number ? PyLong_AsVoidPtr(number) : NULL;
+    Py_XDECREF(number);
+    return data;
+}
+
+static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (fsdpc_torch_join(self) < 0)
+        return -1;
+    if (!fsdpc_root_in_backward(fsdpc_unit_root(unit)) && /* the unit's outputs were by-passed */
+        fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit)) < 0)
+        return -1;
+    PyObject *plain = dense(self, &self->params[index], grad);
+    if (!plain)
+        return -1;
+    void *data = data_of(self, plain);
+    fsdpc_status status = FSDPC_OK;
+    if (!PyErr_Occurred()) {
+        fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
+        FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
+                     fsdpc_grad_add(unit, index, data));
+    }
+    Py_DECREF(plain);
+    if (status != FSDPC_OK)
+        fsdpc_py_raise(status);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *hook_call(PyObject *capsule, PyObject *full)
+{
+    hook_data *hook = PyCapsule_GetPointer(capsule, NULL);
+    if (!hook->owner) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "a gradient for a model that was deleted: keep the model until backward");
+        return NULL;
+    }
+    PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(full, grad_name);
+    if (!grad)
+        return NULL;
+    int result = grad == Py_None ? 0 : accept(hook->owner, hook->param, grad);
+    Py_DECREF(grad);
+    if (result < 0 || PyObject_SetAttr(full, grad_name, Py_None) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_def = {"grad_hook", hook_call, METH_O, "Take a full's gradient."};
+
+PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param)
+{
+    hook_data *hook = PyMem_Malloc(sizeof *hook);
+    if (!hook)
+        return PyErr_NoMemory();
+    *hook = (hook_data){.owner = self, .param = param};
+    PyObject *capsule = PyCapsule_New(hook, NULL, free_hook_data);
+    if (!capsule) {
+        PyMem_Free(hook);
+        return NULL;
+    }
+    PyObject *callable = PyCFunction_New(&hook_def, capsule);
+    Py_DECREF(capsule);
+    return callable;
+}
+
+void fsdpc_torch_hook_part(PyObject *callable)
+{
+    hook_data *hook = PyCapsule_GetPointer(PyCFunction_GET_SELF(callable), NULL);
+    hook->owner = NULL;
+}
+
+/* ---- between backwards ---- */
+
+static int read_version(const fsdpc_py_torch_unit *self, PyObject *tensor, long long *out)
+{
+    PyObject *number = PyObject_GetAttr(tensor, self->names._version);
+    *out = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* One piece's `.grad`: 1 if there is one, 0 if not, -1.  Copies in what is not the shard itself. */
+static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
+{
+    PyObject *grad = PyObject_GetAttr(p->piece, self->names.grad);
+    if (!grad || grad == Py_None) {
+        Py_XDECREF(grad);
+        return grad ? 0 : -1;
+    }
+    long long version = p->version;
+    int result = 1;
+    bool same = live && grad == p->given;
+    if (same && grad != p->grad)
+        result = read_version(self, grad, &version) < 0 ? -1 : 1;
+    if (result == 1 && (!same || version != p->version)) {
+        PyObject *copied = PyObject_CallMethodOneArg(p->grad, self->names.copy_, grad);
+        result = copied ? 1 : -1;
+        Py_XDECREF(copied);
+        p->version = version;
+        if (result == 1 && grad != p->given) {
+            PyObject *given = p->given == p->grad ? p->grad : grad;
+            result = PyObject_SetAttr(p->piece, self->names.grad, given) < 0 ? -1 : 1;
+            Py_SETREF(p->given, Py_NewRef(given));
+        }
+    }
+    Py_DECREF(grad);
+    return result;
+}
+
+int fsdpc_torch_has_grads(const fsdpc_py_torch_unit *self)
+{
+    int any = 0;
+    for (int i = 0; i < self->n_params; i++) {
+        PyObject *grad = PyObject_GetAttr(self->params[i].piece, self->names.grad);
+        if (!grad)
+            return -1;
+        any |= grad != Py_None;
+        Py_DECREF(grad);
+    }
+    return any;
+}
+
+/* Takes parameter i's gradient; rows of one that has none are zero. */
+static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
+{
+    int has = take_one(self, &self->params[i], live);
+    if (has < 0)
+        return -1;
+    fsdpc_status status = fsdpc_unit_take_grad(fsdpc_torch_unit(self), i, has == 1);
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    bool was_live = fsdpc_unit_has_grads(unit);
+    int any = fsdpc_torch_has_grads(self);
+    if (any < 0)
+        return -1;
+    if (!any) {
+        if (was_live)
+            fsdpc_unit_zero_grad(unit);
+        return 0;
+    }
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status), -1;
+    for (int i = 0; i < self->n_params; i++) {
+        if (take_param(self, i, was_live) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* The one of a parameter that has one, so that a loop over parameters is linear. */
+static int take_grad(fsdpc_py_torch_unit *self, int i)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (!fsdpc_unit_has_grads(unit))
+        return fsdpc_torch_take_grads(self);
+    fsdpc_status status = fsdpc_unit_take_begin(unit);
+    return status == FSDPC_OK ? take_param(self, i, true) : (fsdpc_py_raise(status), -1);
+}
+
+/* `.grad` has the piece's dtype; the shard is wider where the piece is narrow. */
+static PyObject *grad_for(const fsdpc_py_torch_unit *self, const fsdpc_torch_param *p)
+{
+    if (!p->narrow)
+        return Py_NewRef(p->grad);
+    PyObject *dtype = PyObject_GetAttr(p->piece, self->names.dtype);
+    PyObject *grad = dtype ? PyObject_CallMethodOneArg(p->grad, self->names.to, dtype) : NULL;
+    Py_XDECREF(dtype);
+    return grad;
+}
+
+int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    int waiting = 0;
+    bool any;
+    fsdpc_status status = fsdpc_unit_give_begin(unit, &any);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status), -1;
+    for (int i = 0; any && i < self->n_params; i++) {
+        fsdpc_torch_param *p = &self->params[i];
+        if (!fsdpc_unit_give_grad(unit, i))
+            continue;
+        PyObject *grad = grad_for(self, p);
+        if (!grad)
+            return -1;
+        Py_XSETREF(p->given, grad);
+        if (PyObject_SetAttr(p->piece, self->names.grad, grad) < 0 ||
+            (grad != p->grad && read_version(self, grad, &p->version) < 0))
+            return -1;
+        PyObject *hooks = PyObject_GetAttr(p->piece, self->names._post_accumulate_grad_hooks);
+        if (!hooks)
+            return -1;
+        waiting |= hooks != Py_None;
+        Py_DECREF(hooks);
+    }
+    return waiting;
+}
+
+static PyObject *settle_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (fsdpc_torch_join(self) < 0)
+        return NULL;
+    self->taken = false;
+    if (fsdpc_unit_settings_of(fsdpc_torch_unit(self))->reshard_after_backward)
+        fsdpc_torch_unpin(self);
+    if (fsdpc_torch_hide(self) < 0)
+        return NULL;
+    int waiting = fsdpc_torch_give_grads(self);
+    return waiting < 0 ? NULL : PyBool_FromLong(waiting);
+}
+
+static PyObject *take_grads_method(PyObject *object, PyObject *const *args, Py_ssize_t n)
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    int i = fsdpc_torch_param_arg(self, args, n);
+    if ((i < 0 && PyErr_Occurred()) || fsdpc_torch_join(self) < 0)
+        return NULL;
+    int result = i < 0 ? fsdpc_torch_take_grads(self) : take_grad(self, i);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* apply_scale(): whoever reads gradients next sees them clipped. */
+static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
+    if (fsdpc_torch_join(self) < 0)
+        return NULL;
+    fsdpc_status status = fsdpc_unit_apply_scale(fsdpc_torch_unit(self));
+    return fsdpc_py_none(status);
+}
+
+PyMethodDef fsdpc_torch_grads_methods[] = {
+    {"settle", settle_method, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
+    {"take_grads", (PyCFunction)(void (*)(void))take_grads_method, METH_FASTCALL,
+     "take_grads(i=all): learn what became of the pieces' gradients."},
+    {"apply_scale", apply_scale_method, METH_NOARGS, "Apply what clipping left."},
+    {NULL, NULL, 0, NULL},
+};
