@@ -18,9 +18,10 @@ int fsdpc_py_ckpt_setup(PyObject *module);
 static int module_exec(PyObject *module)
 {
     static int (*const setups[])(PyObject *) = {
-        fsdpc_py_error_setup,  fsdpc_py_state_setup, fsdpc_py_dtype_setup,  fsdpc_py_hook_setup,
-        fsdpc_py_tensor_setup, fsdpc_py_make_setup,  fsdpc_py_dlpack_setup, fsdpc_py_numpy_setup,
-        fsdpc_py_ops_setup,    fsdpc_py_tape_setup,  fsdpc_py_plugin_setup, fsdpc_py_stream_setup,
+        fsdpc_py_error_setup, fsdpc_py_state_setup, fsdpc_py_dtype_setup,  fsdpc_py_tensor_setup,
+        fsdpc_py_hook_setup,  fsdpc_py_shape_setup, fsdpc_py_value_setup,  fsdpc_py_number_setup,
+        fsdpc_py_write_setup, fsdpc_py_make_setup,  fsdpc_py_dlpack_setup, fsdpc_py_numpy_setup,
+        fsdpc_py_ops_setup,   fsdpc_py_tape_setup,  fsdpc_py_plugin_setup, fsdpc_py_stream_setup,
 #ifdef ENGINE_SETUP
         ENGINE_SETUP,
 #endif

@@ -171,8 +171,8 @@ static int check_wanted(const fsdpc_device *device, PyObject *wanted)
     return -1;
 }
 
-PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
-                                 PyObject *keywords)
+static PyObject *tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
+                               PyObject *keywords)
 {
     static const char *const names[] = {"stream", "max_version", "dl_device", "copy"};
     PyObject *a[4];
@@ -206,7 +206,7 @@ PyObject *fsdpc_py_tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssi
     return capsule;
 }
 
-PyObject *fsdpc_py_tensor_dlpack_device(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *tensor_dlpack_device(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_storage *storage = fsdpc_py_self(object)->tensor->storage;
     if (!storage) /* deferred */
@@ -441,6 +441,13 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
 
+static PyMethodDef methods[] = {
+    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_FASTCALL | METH_KEYWORDS,
+     "A DLPack capsule."},
+    {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, "(1, 0): the CPU."},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef functions[] = {
     {"from_dlpack", from_dlpack, METH_O,
      "The memory of an object with __dlpack__ as a tensor; a copy if strided or read-only."},
@@ -450,5 +457,5 @@ static PyMethodDef functions[] = {
 int fsdpc_py_dlpack_setup(PyObject *module)
 {
     fsdpc_py_imports_init(&((fsdpc_py_state *)PyModule_GetState(module))->imports);
-    return PyModule_AddFunctions(module, functions);
+    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -166,14 +166,14 @@ PyObject *fsdpc_py_tensor_numpy(PyObject *object, PyObject *Py_UNUSED(unused))
     return viewed;
 }
 
-PyObject *fsdpc_py_tensor_bits(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *tensor_bits(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     static const char *const types[] = {[1] = "u1", [2] = "u2", [4] = "u4", [8] = "u8"};
     return array_as(object, types[fsdpc_dtype_bytes(fsdpc_py_self(object)->tensor->dtype)]);
 }
 
 /* __array__(dtype=None, copy=None) */
-PyObject *fsdpc_py_tensor_array(PyObject *object, PyObject *args, PyObject *kwargs)
+static PyObject *tensor_array(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"dtype", "copy", NULL};
     PyObject *dtype = Py_None, *copy = Py_None;
@@ -199,7 +199,7 @@ PyObject *fsdpc_py_tensor_array(PyObject *object, PyObject *args, PyObject *kwar
 }
 
 /* Pickles as tensor(array, dtype, requires_grad); bf16 as fp32, which holds it exactly. */
-PyObject *fsdpc_py_tensor_reduce(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *tensor_reduce(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     const fsdpc_tensor *t = self->tensor;
@@ -458,6 +458,17 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
     return t;
 }
 
+static PyMethodDef methods[] = {
+    {"numpy", fsdpc_py_tensor_numpy, METH_NOARGS,
+     "The same memory as an array; bfloat16 as ml_dtypes' if importable, else copied as float32."},
+    {"bits", tensor_bits, METH_NOARGS,
+     "The same memory as unsigned integers: of bfloat16, uint16."},
+    {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS,
+     "For numpy.asarray()."},
+    {"__reduce__", tensor_reduce, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
 static PyMethodDef functions[] = {
     {"from_numpy", from_numpy, METH_O,
      "The array's memory as a tensor; a copy if it is read-only or not contiguous, or the device a "
@@ -467,5 +478,5 @@ static PyMethodDef functions[] = {
 
 int fsdpc_py_numpy_setup(PyObject *module)
 {
-    return PyModule_AddFunctions(module, functions);
+    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -542,8 +542,25 @@ static PyObject *op_array_equal(fsdpc_py_state *Py_UNUSED(state), PyObject *cons
 OPERATIONS(X)
 #undef X
 
+/* Operations that are methods of Tensor too. */
+#define METHODS(X)                                                                                 \
+    X(sum)                                                                                         \
+    X(mean)                                                                                        \
+    X(softmax)                                                                                     \
+    X(log_softmax)                                                                                 \
+    X(matmul)                                                                                      \
+    X(pow)                                                                                         \
+    X(transpose)                                                                                   \
+    X(exp)                                                                                         \
+    X(log)                                                                                         \
+    X(sqrt)                                                                                        \
+    X(tanh)                                                                                        \
+    X(sigmoid)                                                                                     \
+    X(relu)                                                                                        \
+    X(abs)                                                                                         \
+    X(neg)
 #define X(op)                                                                                      \
-    PyObject *fsdpc_py_method_##op(FSDPC_PY_FASTCALL(self))                                        \
+    static PyObject *method_##op(FSDPC_PY_FASTCALL(self))                                          \
     {                                                                                              \
         PyObject *a[COUNT_##op] = {self};                                                          \
         if (fsdpc_py_args(#op, COUNT_##op - 1, names_##op + 1, REQUIRED_##op - 1, args, nargs,     \
@@ -551,7 +568,7 @@ OPERATIONS(X)
             return NULL;                                                                           \
         return op_##op(fsdpc_py_self(self)->state, a);                                             \
     }
-FSDPC_PY_OP_METHODS(X)
+METHODS(X)
 #undef X
 
 #define X(op, required, signature, doc, ...)                                                       \
@@ -560,7 +577,13 @@ FSDPC_PY_OP_METHODS(X)
 static PyMethodDef functions[] = {OPERATIONS(X){NULL, NULL, 0, NULL}};
 #undef X
 
+#define X(op)                                                                                      \
+    {#op, (PyCFunction)(void (*)(void))method_##op, METH_FASTCALL | METH_KEYWORDS,                 \
+     "As the function."},
+static PyMethodDef methods[] = {METHODS(X){NULL, NULL, 0, NULL}};
+#undef X
+
 int fsdpc_py_ops_setup(PyObject *module)
 {
-    return PyModule_AddFunctions(module, functions);
+    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -51,27 +51,6 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
 /* Wraps what an operation made, or raises. */
 PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
-/* Operations that are methods of Tensor too; py_ops.c has their arguments. */
-#define FSDPC_PY_OP_METHODS(X)                                                                     \
-    X(sum)                                                                                         \
-    X(mean)                                                                                        \
-    X(softmax)                                                                                     \
-    X(log_softmax)                                                                                 \
-    X(matmul)                                                                                      \
-    X(pow)                                                                                         \
-    X(transpose)                                                                                   \
-    X(exp)                                                                                         \
-    X(log)                                                                                         \
-    X(sqrt)                                                                                        \
-    X(tanh)                                                                                        \
-    X(sigmoid)                                                                                     \
-    X(relu)                                                                                        \
-    X(abs)                                                                                         \
-    X(neg)
-#define X(op) PyObject *fsdpc_py_method_##op(FSDPC_PY_FASTCALL(self));
-FSDPC_PY_OP_METHODS(X)
-#undef X
-
 PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);
 PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                               const int64_t *shape);

@@ -119,8 +119,8 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 /* ---- attributes ---- */
 
-#define GETTER(name) static PyObject *name(PyObject *object, void *unused)
-#define TENSOR ((void)unused, fsdpc_py_self(object)->tensor)
+#define GETTER(name) static PyObject *name(PyObject *object, void *Py_UNUSED(unused))
+#define TENSOR (fsdpc_py_self(object)->tensor)
 
 GETTER(get_shape)
 {
@@ -163,7 +163,7 @@ GETTER(get_requires_grad)
     return PyBool_FromLong(TENSOR->requires_grad);
 }
 
-static int set_requires_grad(PyObject *object, PyObject *value, void *unused)
+static int set_requires_grad(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
     fsdpc_tensor *t = TENSOR;
     int truth = value ? PyObject_IsTrue(value) : -1;
@@ -194,7 +194,7 @@ GETTER(get_grad)
     return fsdpc_py_tensor_new(fsdpc_py_self(object)->state, fsdpc_tensor_acquire(grad));
 }
 
-static int set_grad(PyObject *object, PyObject *value, void *unused)
+static int set_grad(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
     fsdpc_tensor *t = TENSOR, *grad = NULL;
     if (value && value != Py_None) {
@@ -243,7 +243,6 @@ GETTER(get_data_ptr)
 
 GETTER(get_transposed)
 {
-    (void)unused;
     return PyObject_CallMethod(object, "transpose", "ii", -2, -1);
 }
 
@@ -368,7 +367,6 @@ static PyType_Slot slots[] = {
     {Py_tp_hash, tensor_hash},
     {Py_tp_getset, getset},
     {Py_tp_members, members},
-    {Py_tp_methods, fsdpc_py_tensor_methods},
     {Py_tp_doc, "A dense row-major array with an optional place on the tape."},
     {Py_mp_length, tensor_length},
     {Py_mp_subscript, fsdpc_py_tensor_getitem},
@@ -395,6 +393,12 @@ static PyType_Spec spec = {
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
+
+int fsdpc_py_tensor_add(PyObject *module, PyMethodDef *methods)
+{
+    return fsdpc_py_type_add(((fsdpc_py_state *)PyModule_GetState(module))->tensor_type, methods,
+                             NULL);
+}
 
 int fsdpc_py_tensor_setup(PyObject *module)
 {

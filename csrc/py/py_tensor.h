@@ -7,16 +7,20 @@
 int fsdpc_py_dtype_setup(PyObject *module);  /* py_tensor_dtype.c */
 int fsdpc_py_hook_setup(PyObject *module);   /* py_tensor_hook.c */
 int fsdpc_py_tensor_setup(PyObject *module); /* py_tensor.c */
+int fsdpc_py_shape_setup(PyObject *module);  /* py_tensor_shape.c */
+int fsdpc_py_value_setup(PyObject *module);  /* py_tensor_value.c */
+int fsdpc_py_number_setup(PyObject *module); /* py_tensor_number.c */
+int fsdpc_py_write_setup(PyObject *module);  /* py_tensor_write.c */
 int fsdpc_py_make_setup(PyObject *module);   /* py_tensor_make.c */
 int fsdpc_py_dlpack_setup(PyObject *module); /* py_dlpack.c */
 int fsdpc_py_numpy_setup(PyObject *module);  /* py_numpy.c */
 
-extern PyMethodDef fsdpc_py_tensor_methods[]; /* py_tensor_methods.c */
+/* Adds methods to the type: each file adds those that it implements. */
+int fsdpc_py_tensor_add(PyObject *module, PyMethodDef *methods);
 
 /* Slots of the type that stand in other files. */
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind);
 PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op);
-PyObject *fsdpc_py_tensor_format(PyObject *self, PyObject *spec);
 PyObject *fsdpc_py_tensor_getitem(PyObject *self, PyObject *index);
 int fsdpc_py_tensor_setitem(PyObject *self, PyObject *index, PyObject *value);
 int fsdpc_py_tensor_getbuffer(PyObject *self, Py_buffer *view, int flags);
@@ -32,32 +36,19 @@ static inline fsdpc_py_tensor *fsdpc_py_self(PyObject *object)
 /* Python callables as hooks: visited by the collector through the tensor that holds them. */
 int fsdpc_py_hooks_traverse(const fsdpc_tensor *t, visitproc visit, void *arg);
 void fsdpc_py_hooks_clear(fsdpc_tensor *t);
-PyObject *fsdpc_py_tensor_register_hook(PyObject *self, PyObject *callable);
 
 /* NumPy, by Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
-PyObject *fsdpc_py_tensor_bits(PyObject *self, PyObject *unused);
-PyObject *fsdpc_py_tensor_array(PyObject *self, PyObject *args, PyObject *kwargs);
-PyObject *fsdpc_py_tensor_reduce(PyObject *self, PyObject *unused);
 /* Is it NumPy's, or like it?  False, perhaps with an exception, which is not a missing attribute.
  */
 bool fsdpc_py_is_array(PyObject *object);
 /* Any object as a new tensor of our own memory; dtype < 0: what suits the data. */
 fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, int dtype);
 
-PyObject *fsdpc_py_tensor_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                                 PyObject *keywords);
-PyObject *fsdpc_py_tensor_dlpack_device(PyObject *self, PyObject *unused);
-
 /* ---- in place: py_tensor_write.c ---- */
 
 /* May this tensor be written in place now?  -1 with an exception if not. */
 int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
-PyObject *fsdpc_py_tensor_copy(PyObject *self, PyObject *source);
-PyObject *fsdpc_py_tensor_fill(PyObject *self, PyObject *number);
-PyObject *fsdpc_py_tensor_zero(PyObject *self, PyObject *unused);
-PyObject *fsdpc_py_tensor_set_data(PyObject *self, PyObject *source);
-PyObject *fsdpc_py_tensor_materialize(PyObject *self, PyObject *unused);
 /* dst = src over the box, broadcasting src; 0 or -1 with an exception. */
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const size_t *shape,
                            const size_t *strides, PyObject *value);

@@ -100,7 +100,7 @@ static PyType_Spec handle_spec = {
     .slots = handle_slots,
 };
 
-PyObject *fsdpc_py_tensor_register_hook(PyObject *object, PyObject *callable)
+static PyObject *register_hook(PyObject *object, PyObject *callable)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(self->state);
@@ -128,11 +128,17 @@ PyObject *fsdpc_py_tensor_register_hook(PyObject *object, PyObject *callable)
     return (PyObject *)handle;
 }
 
+static PyMethodDef methods[] = {
+    {"register_hook", register_hook, METH_O,
+     "register_hook(fn): fn(gradient) runs in backward and may return a replacement."},
+    {NULL, NULL, 0, NULL},
+};
+
 int fsdpc_py_hook_setup(PyObject *module)
 {
     fsdpc_py_state *state = PyModule_GetState(module);
     state->handle_type = PyType_FromModuleAndSpec(module, &handle_spec, NULL);
-    if (!state->handle_type)
+    if (!state->handle_type || fsdpc_py_tensor_add(module, methods) < 0)
         return -1;
     return PyModule_AddObjectRef(module, "RemovableHandle", state->handle_type);
 }

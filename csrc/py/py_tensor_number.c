@@ -51,7 +51,7 @@ PyObject *fsdpc_py_tensor_compare(PyObject *a, PyObject *b, int op)
 }
 
 /* Of one without dimensions: its number's. */
-PyObject *fsdpc_py_tensor_format(PyObject *object, PyObject *spec)
+static PyObject *tensor_format(PyObject *object, PyObject *spec)
 {
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     if (t->ndim > 0 || fsdpc_tensor_check(t) != FSDPC_OK)
@@ -118,4 +118,14 @@ PyObject *fsdpc_py_tensor_repr(PyObject *object)
                                                      fsdpc_dtype_name(t->dtype), grad);
     Py_DECREF(values);
     return text;
+}
+
+static PyMethodDef methods[] = {
+    {"__format__", tensor_format, METH_O, "Of one without dimensions: its number's."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_number_setup(PyObject *module)
+{
+    return fsdpc_py_tensor_add(module, methods);
 }

@@ -83,7 +83,7 @@ int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const siz
     return -1;
 }
 
-PyObject *fsdpc_py_tensor_copy(PyObject *object, PyObject *source)
+static PyObject *tensor_copy(PyObject *object, PyObject *source)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     const fsdpc_tensor *t = self->tensor;
@@ -99,17 +99,17 @@ PyObject *fsdpc_py_tensor_copy(PyObject *object, PyObject *source)
     return Py_NewRef(object);
 }
 
-PyObject *fsdpc_py_tensor_fill(PyObject *object, PyObject *value)
+static PyObject *tensor_fill(PyObject *object, PyObject *value)
 {
     double number;
     bool integral;
     if (!fsdpc_py_number(value, &number, &integral))
         return PyErr_Format(PyExc_TypeError, "fill_: a number is needed, not %s",
                             Py_TYPE(value)->tp_name);
-    return fsdpc_py_tensor_copy(object, value);
+    return tensor_copy(object, value);
 }
 
-PyObject *fsdpc_py_tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     if (fsdpc_py_tensor_check_inplace(self, "zero_") < 0)
@@ -122,7 +122,7 @@ PyObject *fsdpc_py_tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
 }
 
-PyObject *fsdpc_py_tensor_set_data(PyObject *object, PyObject *source)
+static PyObject *tensor_set_data(PyObject *object, PyObject *source)
 {
     fsdpc_tensor *t = fsdpc_py_self(object)->tensor, *from = fsdpc_py_tensor_of(source);
     if (!from)
@@ -139,7 +139,7 @@ PyObject *fsdpc_py_tensor_set_data(PyObject *object, PyObject *source)
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
 }
 
-PyObject *fsdpc_py_tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused))
+static PyObject *tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_tensor *t = fsdpc_py_self(object)->tensor, *fresh;
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(fsdpc_py_self(object)->state);
@@ -153,4 +153,18 @@ PyObject *fsdpc_py_tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unus
         fsdpc_tensor_release(fresh);
     }
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
+}
+
+static PyMethodDef methods[] = {
+    {"copy_", tensor_copy, METH_O, "Takes the values of a tensor, array or number, broadcast."},
+    {"fill_", tensor_fill, METH_O, "Sets every element to a number."},
+    {"zero_", tensor_zero, METH_NOARGS, "Sets every element to 0."},
+    {"set_data_", tensor_set_data, METH_O, "Stands on another tensor's memory from now on."},
+    {"materialize_", tensor_materialize, METH_NOARGS, "Gives a deferred tensor memory."},
+    {NULL, NULL, 0, NULL},
+};
+
+int fsdpc_py_write_setup(PyObject *module)
+{
+    return fsdpc_py_tensor_add(module, methods);
 }
