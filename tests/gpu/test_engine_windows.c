@@ -142,7 +142,7 @@ static fsdpc_status model_open(model *m, gpu_rank *r, script how, mode memory, s
     }
     FSDPC_TRY(fsdpc_optim_set_hyper(
         m->optim, 0, &(fsdpc_hyper){.lr = 0.1, .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8}));
-    m->units[0]->prefetch = prefetch;
+    m->units[0]->settings.prefetch = prefetch;
     FSDPC_TRY(fsdpc_root_create(m->units, encloses, UNITS, &m->root));
     for (int u = 0; u < UNITS; u++)
         m->fulls[u] = fsdpc_unit_full(m->units[u], 0);
