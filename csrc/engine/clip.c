@@ -127,11 +127,12 @@ fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, f
     return FSDPC_OK;
 }
 
-void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm)
+double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm)
 {
-    double scale = max_norm / (norm + 1e-6);
-    if (scale < 1) /* not when the norm is NaN: the caller decides what that means */
-        fsdpc_clip_multiply(units, n_units, scale);
+    double factor = FSDPC_CLIP_FACTOR(norm, max_norm);
+    if (factor < 1)
+        fsdpc_clip_multiply(units, n_units, factor);
+    return factor;
 }
 
 fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,

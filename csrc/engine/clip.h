@@ -21,8 +21,9 @@
 fsdpc_status fsdpc_clip_norms(fsdpc_unit *const *units, int n_units, double p, fsdpc_norm *total_io,
                               fsdpc_norm *params_out);
 
-/* Leaves min(1, max_norm / (norm + 1e-6)) to be applied by whoever reads the gradients next. */
-void fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
+/* Leaves FSDPC_CLIP_FACTOR (at most 1) to be applied by whoever reads the gradients next; returns
+ * it. */
+double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, double max_norm);
 
 /* The same on a remote device, by a norm in its memory (fsdpc_norm_put): nothing waits. */
 fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,

@@ -31,10 +31,15 @@ typedef struct fsdpc_norm_join_args {
     int exponent; /* not 0 for p of 1, 2 and INFINITY alone */
 } fsdpc_norm_join_args;
 
+/* What clipping multiplies by, on any device; 1 where the norm is NaN: the caller decides what that
+ * means. */
+#define FSDPC_CLIP_FACTOR(norm, max_norm)                                                          \
+    ((max_norm) / ((norm) + 1e-6) < 1 ? (max_norm) / ((norm) + 1e-6) : 1.0)
+
 enum { FSDPC_CLIP_FACTORS = 64 };
 
-/* Every factor is to be min(1, max_norm / (norm + 1e-6)), and 1 where the norm is NaN; or is
- * multiplied by that, where it is pending already. */
+/* Every factor is to be FSDPC_CLIP_FACTOR; or is multiplied by that, where it is pending already.
+ */
 typedef struct fsdpc_clip_args {
     const double *norm;
     double max_norm;

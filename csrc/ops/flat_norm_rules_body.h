@@ -39,9 +39,7 @@ RULE double norm_value(const fsdpc_norm *norm, double p)
 
 RULE void clip(const fsdpc_clip_args *args)
 {
-    double factor = args->max_norm / (*args->norm + 1e-6);
-    if (!(factor < 1)) /* nor where the norm is NaN: the caller decides what that means */
-        factor = 1;
+    double factor = FSDPC_CLIP_FACTOR(*args->norm, args->max_norm);
     for (int i = 0; i < args->n; i++) {
         bool pending = args->pending >> i & 1;
         *args->factors[i] = pending ? *args->factors[i] * factor : factor;

@@ -285,8 +285,7 @@ static fsdpc_status multiply_plain(const gradients *g, double factor, const doub
 /* Leaves the factor to be applied to units, and applies it to the others. */
 static fsdpc_status clip_by(const gradients *g, double norm, double max_norm)
 {
-    double scale = max_norm / (norm + 1e-6);
-    fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
+    double scale = fsdpc_clip_scale(g->units, g->n_units, norm, max_norm);
     return scale < 1 ? multiply_plain(g, scale, NULL, NULL) : FSDPC_OK;
 }
 
