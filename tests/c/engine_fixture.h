@@ -13,6 +13,7 @@
 
 #include "base/mem.h"
 #include "check.h"
+#include "clip_norm.h"
 #include "engine/clip.h"
 #include "engine/collect.h"
 #include "engine/epoch.h"
@@ -168,20 +169,6 @@ static inline fsdpc_status rig_root(rig *r)
 }
 
 /* ---- steps ---- */
-
-/* The global 2-norm of all gradients. */
-static inline fsdpc_status clip_norm(fsdpc_unit *const *units, int n_units, double *norm_out)
-{
-    fsdpc_norm_room total;
-    fsdpc_device *device = fsdpc_unit_device(units[0]);
-    fsdpc_status status = fsdpc_norm_room_init(&total, device, 1);
-    if (status == FSDPC_OK)
-        status = fsdpc_clip_norms(units, n_units, 2, total.at, NULL);
-    if (status == FSDPC_OK)
-        status = fsdpc_norm_read(total.at, 2, device, norm_out);
-    fsdpc_norm_room_fini(&total);
-    return status;
-}
 
 static inline fsdpc_status rig_use(rig *r, int unit, bool grad)
 {

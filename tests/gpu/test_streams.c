@@ -18,7 +18,7 @@
  */
 #include "nccl_rig.h"
 
-#include "engine/clip.h"
+#include "clip_norm.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
 #include "engine/root_internal.h"
@@ -295,7 +295,7 @@ static fsdpc_status train_step(model *m, int step)
     }
     if (step % 2) {
         double norm;
-        FSDPC_TRY(fsdpc_clip_norm(m->units, UNITS, &norm));
+        FSDPC_TRY(clip_norm(m->units, UNITS, &norm));
         fsdpc_clip_scale(m->units, UNITS, norm, 1.0);
     }
     FSDPC_TRY(fsdpc_optim_step(m->optim));
