@@ -23,7 +23,7 @@ void fsdpc_root_end_acts(fsdpc_root *root)
     root->notes_acts = false;
 }
 
-/* A step whose acts find no memory shows none. */
+/* Without memory for them, a step shows no acts. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {
     fsdpc_acts *acts = &root->acts;

@@ -13,8 +13,8 @@
 
 #include "engine/root_internal.h"
 
-/* Collective, over replicas too.  All reductions are posted, so peers that wait here carry on what
- * this rank waits for, and no wait is added. */
+/* Collective, over replicas too.  All reductions are posted by now: peers that wait here still make
+ * progress on them, so this adds no wait. */
 fsdpc_status fsdpc_backward_agree(fsdpc_root *root);
 
 #endif

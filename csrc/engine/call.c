@@ -1,11 +1,11 @@
 /* Calls of units.
  *
  * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
- * has to see the weights that its first run saw.  Where a boundary was met, that carries their
- * generation.  Else the unit notes which generation its forwards saw, and since when (on the front
- * door's clock): what ran first before that saw an older one.  A forward without gradients inside a
- * recomputation (a checkpoint inside a checkpoint, a teacher) is one like others, whose epoch may
- * have brought newer weights, so it is checked as well.
+ * has to see the weights that its first run saw.  A boundary on the tape carries their generation.
+ * Without one, the unit notes which generation its forwards saw, and since when on the front door's
+ * clock: anything that first ran before that saw an older one.  A forward without gradients inside
+ * a recomputation (a checkpoint inside a checkpoint, a teacher) begins an epoch like any other,
+ * which may bring newer weights, so it is checked as well.
  *
  * A unit of several modules stays gathered until all of them have run in one epoch, and so does one
  * whose method calls its forward, until the method returns (sched.c).

@@ -3,9 +3,10 @@
  *     begin_recomputed?  enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
- * A front door keeps the modules, tensors and graph of its own framework, and says what the engine
- * cannot see: whether gradients are recorded, whether its backward runs, and where its graph is
- * (`clock`).  All else about a call is decided here: which of a unit's modules it is, which weights
+ * A front door keeps the modules, tensors and graph of its own framework.  It passes what the
+ * engine cannot see: whether gradients are recorded, whether its backward runs, and where its graph
+ * is
+ * (`clock`).  This file decides the rest of a call: which of a unit's modules it is, which weights
  * a recomputation must see, and where random streams begin.
  */
 #ifndef FSDPC_ENGINE_CALL_H
@@ -19,13 +20,13 @@ typedef struct fsdpc_call {
     bool grad;       /* gradients are recorded */
     bool recomputed; /* and the front door's backward runs */
     uint64_t clock;  /* a count that grows with the front door's graph; 0 if it keeps none */
-    uint64_t ran_at; /* the clock when that ran first which runs again; FSDPC_CALL_UNKNOWN: nothing
-                        does, or nobody knows */
+    uint64_t ran_at; /* the clock at the first run of what is recomputed; FSDPC_CALL_UNKNOWN where
+                        nothing is, or nobody knows */
     uint64_t *next_stream; /* of dropout, keyed in deterministic mode; NULL: not ours to key */
 } fsdpc_call;
 
-/* A recomputation met no boundary yet (a checkpoint stands around the outermost unit): the front
- * door begins the unit's backward, for weights of this generation, before it enters. */
+/* True where a recomputation has met no boundary yet (a checkpoint around the outermost unit). Then
+ * the front door begins the unit's backward, for weights of this generation, before it enters. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
 

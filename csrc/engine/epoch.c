@@ -2,7 +2,7 @@
  *
  * The protocol is explained in docs/design/communication.md, and modelled in tests/model.  In
  * short: a rank that arrives has finished with everything it read in earlier epochs, so once all
- * have arrived nobody reads, and whoever changed masters may write.  If nobody did, all go on at
+ * have arrived nobody reads, and ranks that changed masters may write.  If none did, all go on at
  * once.
  *
  * An optimizer's epoch always changes.  It publishes without waiting for the others to have
@@ -38,8 +38,8 @@ const char *fsdpc_epoch_text(uint32_t kind)
     return kind < sizeof texts / sizeof *texts ? texts[kind] : "something unknown";
 }
 
-/* Ends what is in flight: who arrives has finished with everything it read.  Units that were asked
- * to stay after backward do so until weights change. */
+/* Completes gathers: a rank that arrives has finished with everything it read.  Units that stay
+ * after backward do so until weights change. */
 static fsdpc_status begin_sharded(fsdpc_root *root)
 {
     FSDPC_TRY(fsdpc_reduce_wait_all(root)); /* after an interrupted or a not-last backward only */
@@ -87,7 +87,7 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     return FSDPC_OK;
 }
 
-/* A wait that was interrupted may be taken up again; after any other error the epoch is over. */
+/* An interrupted wait may be resumed; any other error ends the epoch. */
 static fsdpc_status keep_stage(fsdpc_root *root, fsdpc_status status)
 {
     if (status != FSDPC_OK && status != FSDPC_ERR_INTERRUPT)
@@ -174,8 +174,8 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
     return complete(root, called);
 }
 
-/* The others take the step that this rank announced, and its rows would stay one behind for good:
- * nobody goes on. */
+/* The others take the step that this rank announced, and this rank's rows would miss it: nobody may
+ * go on. */
 static void close_half_step(fsdpc_root *root, const char *what)
 {
     char text[160];

@@ -7,11 +7,11 @@
  *
  * A unit takes the pooled buffer that nobody fills and that was posted longest ago, and waits for
  * its reduction; a wait for a buffer is therefore always a wait for a posted reduction, never for
- * another unit's half-filled one.  When both are half filled the unit gets its own, for good.
- * Ranks must choose alike, since peers read each other's buffers by their names, so the choice
- * hangs on the order of opens and posts, which is the program's, and never on which reduction
- * happens to be complete.  For the same reason buffers, whose creation is collective, are created
- * with no reduction in flight.
+ * another unit's half-filled one.  When both are half filled the unit gets one that it keeps.
+ * Ranks must choose alike, since peers read each other's buffers by name.  So the choice depends on
+ * the order of opens and posts, which the program sets, and never on which reduction happens to be
+ * complete.  For the same reason a buffer, whose creation is collective, is created only while no
+ * reduction is in flight.
  *
  * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, an
  * own one beside an own buffer, and one of its own for a unit that postpones its all-reduce.

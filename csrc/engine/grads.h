@@ -1,7 +1,7 @@
 /* The gradient shards of a unit: whether they hold anything, what is pending on them.
  *
- * Reductions write them (reduce.h).  Whoever reads them has micro-steps brought together and the
- * factor that clipping left applied first, or applies it while reading.
+ * Reductions write them (reduce.h).  Before a gradient is read, micro-steps are folded together and
+ * the pending factor of clipping is applied; optimizers apply it while they read.
  */
 #ifndef FSDPC_ENGINE_GRADS_H
 #define FSDPC_ENGINE_GRADS_H
@@ -24,8 +24,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 /* The factor that is pending, as far as the host knows it. */
 double fsdpc_unit_pending_scale(const fsdpc_unit *unit);
 
-/* Makes the gradient shards what they are said to be: micro-steps brought together, multiplied by
- * what clipping left to be applied. */
+/* Folds micro-steps together and applies the pending factor. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
 
 /* ---- Gradients that a front door keeps for its users ---- */

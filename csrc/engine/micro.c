@@ -50,8 +50,8 @@ fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool
     return FSDPC_OK;
 }
 
-/* Has the sum begun, of gradients that the number of micro-steps was to divide before?  fp16 rounds
- * what becomes small by it; wider exponents only move. */
+/* Were gradients divided by the number of micro-steps before they were summed?  fp16 then rounds
+ * small ones away; formats with wider exponents do not. */
 static bool is_divided_in_half(const fsdpc_unit *unit)
 {
     if (unit->n_sums == 0 || unit->settings.divide_factor != fsdpc_mesh_ranks(&unit->mesh))
@@ -63,7 +63,7 @@ static bool is_divided_in_half(const fsdpc_unit *unit)
     return half;
 }
 
-/* The sums are right, but not the bits that other splits of the batch make. */
+/* The sums are correct, but other splits of the batch give other bits. */
 static void warn_once(const fsdpc_unit *unit, bool *warned, const char *why, const char *cure)
 {
     if (!*warned)

@@ -1,4 +1,4 @@
-/* A p-norm in the making: what sums and ranks add up, and the norm it comes to.
+/* A p-norm as it is added up, over tensors and ranks, and its value.
  *
  * For p from above 0 up to, but without, infinity it is an exact sum of |x|^p over leaves
  * (ops/exact_sum.h), whose bits depend on no cut and no order; for p = INFINITY it is the largest
@@ -38,11 +38,12 @@ void fsdpc_norm_room_fini(fsdpc_norm_room *room);
 fsdpc_status fsdpc_norm_add(fsdpc_norm *norm, double p, const void *x, fsdpc_dtype dtype,
                             size_t numel, size_t leaf, fsdpc_stream *stream);
 
-/* Can it be told exactly what the norm would be, had all elements been times `factor`?  For powers
- * of two, and p of 1, 2 and INFINITY. */
+/* Is the norm of elements times `factor` known exactly?  For powers of two, and p of 1, 2 and
+ * INFINITY. */
 bool fsdpc_norm_can_scale(double p, double factor);
 
-/* Adds `from`, as if its elements had been times `factor`: 1, or what it can be scaled by. */
+/* Adds `from` as if its elements were multiplied by `factor`: 1, or one that it can be scaled by.
+ */
 fsdpc_status fsdpc_norm_join(fsdpc_norm *into, const fsdpc_norm *from, double p, double factor,
                              fsdpc_stream *stream);
 

@@ -2,10 +2,10 @@
  *
  * Per unit the optimizer keeps which group each parameter belongs to, its step count, and one state
  * buffer per flat group and state, as large as the shard, made before the first step that uses it.
- * At every step the parameters of a band
- * that may be updated together are joined into runs; that costs nanoseconds a parameter and follows
- * freezing and unfreezing without bookkeeping.  With bf16 states a run is one parameter: the random
- * bits of their rounding belong to the parameter's own elements.
+ * Every step joins the parameters of a band that may be updated together into runs.  That costs
+ * nanoseconds a parameter, and needs no bookkeeping when parameters are frozen or unfrozen.  With
+ * bf16 states a run is one parameter, since the random bits of their rounding belong to its
+ * elements.
  *
  * The wire is written in the same pass.  That is legal because the step opens an epoch on every
  * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no

@@ -1,6 +1,7 @@
-/* What steps of a graph read when they run: from capture_begin to capture_end steps of this
- * optimizer read their scalars (rates, bias corrections, the number of the step) from memory of the
- * device, which advance writes, in stream order, for the step that comes.
+/* Scalars of captured steps (rates, bias corrections, the number of the step).
+ *
+ * From capture_begin to capture_end, steps of this optimizer read them from the device's memory.
+ * Before each replay, advance writes those of the next step there, in stream order.
  */
 #ifndef FSDPC_ENGINE_OPTIM_GRAPH_H
 #define FSDPC_ENGINE_OPTIM_GRAPH_H

@@ -1,8 +1,8 @@
 /* Order between the streams of a remote device.  Used by the files of csrc/engine.
  *
- * Four streams: main, on which everything is computed, and those of gathers, of reductions and of
- * sums over replicas.  The host does not wait for any of them; who reads what another stream wrote,
- * or overwrites what it read, has an event waited for.  order.c lists what is ordered by what.
+ * Four streams: main, which computes, and those of gathers, of reductions and of sums over
+ * replicas.  The host waits for none of them.  A stream waits for an event before it reads what
+ * another one wrote, or overwrites what another one read; order.c lists these events.
  *
  * Where the device is not remote, or one rank is alone and its communicator leaves all on main,
  * they are one stream and nothing is to be ordered.
@@ -13,7 +13,7 @@
 #include "engine/root_internal.h"
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root); /* units are adopted */
-/* Streams run dry, or what they do with peers is given up, before their memory goes. */
+/* Waits for the streams, or aborts their operations with peers, before their memory is freed. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
 /* What follows does nothing where streams do not overlap. */
@@ -24,12 +24,13 @@ fsdpc_status fsdpc_order_published(fsdpc_root *root);
 void fsdpc_order_released(fsdpc_unit *unit);
 /* ... so the gather that follows may overwrite it. */
 fsdpc_status fsdpc_order_gather(fsdpc_unit *unit);
-/* All streams come behind what main holds, and every event marks that point: a capture begins with
- * it, which takes them in, and ends with it, as what was marked in a capture is nothing outside. */
+/* Every stream waits for main, and every event is recorded there.  A capture begins with this, to
+ * include the streams, and ends with it, since events recorded in a capture mean nothing outside.
+ */
 fsdpc_status fsdpc_order_fork(fsdpc_root *root);
 /* The streams alone: a graph was launched. */
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
-/* Main comes behind all that the streams hold. */
+/* Main waits for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);
 /* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
 fsdpc_status fsdpc_order_filled(fsdpc_root *root);

@@ -16,9 +16,8 @@
  * for completed reductions in between posts nothing.
  *
  * That costs no time where buffers are pooled.  The next reduction is posted a whole unit's
- * backward after this one.  A first stage that is not in by then is a peer's that is as far behind;
- * and a first gradient later, at the next unit, the second of two pooled buffers is needed, whose
- * reduction is this one.
+ * backward after this one.  If a first stage is not complete by then, a peer is that far behind,
+ * and the next unit's first gradient would wait for this reduction's buffer anyway.
  *
  * Where the communicator orders streams, nothing is waited for and a second stage follows its first
  * at once, on a stream of its own; waiting then means that the main stream does, once the sum or
@@ -166,7 +165,7 @@ static fsdpc_status post_second(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* The last stage is in. */
+/* The last stage is complete. */
 static fsdpc_status finish(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;

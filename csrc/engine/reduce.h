@@ -14,8 +14,8 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit); /* posts what is filled; nothing if nothing is */
 /* Posts the second stages of what was posted, in its order, once the first ones are in. */
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root);
-/* Completes what can be without waiting and posts nothing; but where the communicator orders
- * streams, posts second stages, for which it need not wait. */
+/* Completes reductions that are done, without waiting.  Posts nothing, but for second stages where
+ * the communicator orders streams and they need no wait. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root);
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root);

@@ -5,8 +5,8 @@
 #include "engine/root.h"
 #include "engine/unit_internal.h"
 
-/* How far the last epoch came.  An interrupt (Ctrl-C) may end the wait of any stage; the next epoch
- * first completes this one as it was announced, since the peers count on that. */
+/* How far the last epoch came.  Ctrl-C may end the wait of any stage.  The next epoch then
+ * completes this one first, as announced, since the peers rely on that. */
 typedef enum fsdpc_epoch_stage {
     FSDPC_STAGE_IDLE,
     FSDPC_STAGE_ARRIVED,   /* announced; waits for all arrivals */
@@ -56,7 +56,7 @@ struct fsdpc_root {
     fsdpc_stream *gather_stream, *reduce_stream;
     fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
     bool overlaps;                   /* streams are ordered by events; see order.h */
-    fsdpc_event *published, *filled; /* of the main stream, likewise */
+    fsdpc_event *published, *filled; /* of the main stream, for the same */
     fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
     fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */
@@ -78,7 +78,7 @@ struct fsdpc_root {
     bool captured;         /* a step of it is being captured (step_graph.h) */
     uint32_t captures;     /* that were begun */
     bool warned_folded;    /* deterministic: that the tree of micro-steps was cut short */
-    bool warned_half;      /* likewise: that fp16 gradients are divided too early */
+    bool warned_half;      /* and that fp16 gradients are divided too early */
     bool is_last_backward; /* the end of backward waits for the reductions */
     int prefetch;          /* how many units ahead to gather */
     fsdpc_record record;

@@ -9,7 +9,7 @@
  * The record.  The first step with gradients notes each (unit, phase) as it comes.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
  * first entry that differs cuts the record there and the rest of the step is recorded in its place,
- * so a branch taken for good costs one step on demand, and a branch taken once costs two.
+ * so a branch that stays taken costs one step on demand, and a branch taken once costs two.
  *
  * Weights are released in post_backward alone, never because all gradients have arrived: a frozen
  * layer behind the last trainable one still needs its weight for the gradient of its input.

@@ -8,9 +8,9 @@
  * that departs from the record falls back to on-demand, stays correct, and is recorded anew.
  *
  * Reductions are posted in post_backward (or backward_end for units whose inputs needed no
- * gradient) and completed at later entry points; backward_end waits for all, unless it was said
- * that another backward follows (is_last_backward).  A unit that is not to synchronise now keeps
- * its gradients in its reduce buffer and adds the next backward's to them.
+ * gradient) and completed at later entry points.  backward_end waits for all of them, unless
+ * set_is_last_backward(false) announced another backward.  A unit that does not synchronise now
+ * keeps its gradients in its reduce buffer, and the next backward adds to them.
  */
 #ifndef FSDPC_ENGINE_SCHED_H
 #define FSDPC_ENGINE_SCHED_H
@@ -40,8 +40,8 @@ fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 /* Closes units that are still open, waits for every reduction. */
 fsdpc_status fsdpc_backward_end(fsdpc_root *root);
 
-/* What a backward or a recomputation must have been told by its forward: an error if the weights
- * have changed since.  FSDPC_GENERATION_PAST is older than any. */
+/* The generation of the weights.  A backward or a recomputation passes the one that its forward
+ * saw, and fails if the weights have changed since.  FSDPC_GENERATION_PAST is older than any. */
 #define FSDPC_GENERATION_PAST UINT64_MAX
 uint64_t fsdpc_unit_generation(const fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_check_generation(const fsdpc_unit *unit, uint64_t generation);

@@ -7,12 +7,11 @@
  * memory. What a step changes on the host (step counts, generations) each replay changes too, and
  * the optimizer's scalars are those of the step that it is by then.
  *
- * A step is only worth recording if the next one would be the same, so what the host decides by
- * must be at the end as it was at the beginning, and at each replay as it was then: gradients
- * pending or not, weights in step with the wire, settings.  A difference is an error that names the
- * unit, and nothing has happened then.  After an error between begin and end the step is abandoned:
- * the host is as it was before, gradients that were made in it are gone, and tensors that were made
- * in it hold nothing.
+ * A replay repeats the recorded step, so the host's decisions must come out the same: pending
+ * gradients, weights in step with the wire, and settings are compared at the end of the capture and
+ * at each replay.  A difference is an error that names the unit, and nothing is launched.  An error
+ * between begin and end abandons the step: the host's state is restored, gradients made in it are
+ * dropped, and tensors made in it hold nothing.
  *
  * Collective, all of it, where operations are ordered on the device (fsdpc_comm_order); elsewhere
  * one rank only.  An error of one rank is an error on all, unless it is a graph inside a graph.

@@ -8,14 +8,13 @@
  * replicas the sums of the shard group go into a `partial` first, which is then summed over the
  * replicas; where the shard group is one rank alone, the buffer itself is.
  *
- * Who writes what: masters by optimizers, initialisation and loading (which mark the unit dirty),
- * or by the user through an exported piece (marked foreign: compared when an epoch begins).  Fulls
- * by publishing only.  Gradient shards by reductions; `grad_live` says whether they hold anything,
- * so zeroing gradients touches no memory, and `grads` of which parameters: one that no rank used
- * has no gradient, and one that any rank used has one on all.  `pending_scale` is a factor that
- * clipping left to be applied by whoever reads the gradients next.  On a remote device, where the
- * norm is not known to the host, clipping leaves another one in the device's memory, and says so
- * (`clipped`).
+ * Optimizers, initialisation and loading write masters and mark the unit as written.  Users write
+ * them through exported pieces; such a unit is compared with the wire when an epoch begins.  Only
+ * publishing writes fulls.  Reductions write gradient shards.
+ *
+ * Zeroing gradients touches no memory: the unit notes which parameters have one.  A parameter has a
+ * gradient on every rank if any rank used it, and on none otherwise.  Clipping leaves a pending
+ * factor, which the next reader of the gradients applies.
  */
 #ifndef FSDPC_ENGINE_UNIT_H
 #define FSDPC_ENGINE_UNIT_H

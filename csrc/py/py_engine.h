@@ -1,11 +1,11 @@
 /* The engine's Python types: Comm, Unit, Optimizer, and functions over them.
  *
  * Lifetimes.  A tensor over a unit's memory (a full, an exported piece) may outlive every Python
- * object of the model, and is released by whoever drops it last.  So units and roots are counted in
- * C (fsdpc_unit_ref, fsdpc_root_ref): a unit lives while a Unit object, a tensor over it or a
- * boundary on the tape refers to it, and the units of a root go together, after the last of them is
- * let go.  The references hold the communicator's Python object; no reference leads back to a Unit,
- * so no cycle escapes the garbage collector.
+ * object of the model.  So C counts references to units and roots (fsdpc_unit_ref, fsdpc_root_ref):
+ * a unit lives while a Unit object, a tensor over it or a boundary on the tape refers to it, and
+ * the units of a root are freed together, after the last reference.  References hold the
+ * communicator's Python object; none leads back to a Unit, so no cycle escapes the garbage
+ * collector.
  */
 #ifndef FSDPC_PY_PY_ENGINE_H
 #define FSDPC_PY_PY_ENGINE_H

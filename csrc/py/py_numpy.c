@@ -6,7 +6,7 @@
  * else NumPy would take its bits for numbers.  numpy() views them as ml_dtypes' when that package
  * is there, and gives a copy as float32 when not; bits() gives the bits.
  *
- * Memory of a remote device is copied both ways, and refused as a buffer: who asks for one wants
+ * Memory of a remote device is copied both ways, and refused as a buffer: users of a buffer want
  * the tensor's own memory.
  */
 #include "py/py_tensor.h"

@@ -275,7 +275,7 @@ static PyObject *take_grads_method(PyObject *object, PyObject *const *args, Py_s
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* apply_scale(): whoever reads gradients next sees them clipped. */
+/* apply_scale(): the next reader of gradients sees them clipped. */
 static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;

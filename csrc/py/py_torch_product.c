@@ -1,8 +1,8 @@
 /* Matrix products of a foreign front self, on the engine's kernels.
  *
- * Operands are addresses of dense row-major memory of one dtype; who calls has looked at shapes and
- * keeps the tensors alive.  The one product that needs more than numbers is the gradient of a
- * unit's weight: it lands in the unit's reduce buffer, so it never exists anywhere else.
+ * Operands are addresses of dense row-major memory of one dtype; the caller has checked shapes and
+ * keeps the tensors alive.  The gradient of a unit's weight is written into the unit's reduce
+ * buffer, so it exists nowhere else.
  */
 #include "py/py_torch_unit.h"
 

@@ -38,7 +38,7 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, Py
         Py_INCREF(slot->dict);
         Py_INCREF(slot->name);
     }
-    fsdpc_unit_mark_shared(unit); /* whoever holds the pieces may write them */
+    fsdpc_unit_mark_shared(unit); /* users may write the pieces */
     return 0;
 }
 

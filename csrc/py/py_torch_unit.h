@@ -37,7 +37,7 @@ typedef struct fsdpc_torch_slot {
 } fsdpc_torch_slot;
 
 /* A module that reads parameters of the unit: while it would see pieces its dictionary holds
- * `refuse` as its forward, so that who calls it past the unit is told. */
+ * `refuse` as its forward, so that a call past the unit raises. */
 typedef struct fsdpc_torch_guard {
     PyObject *dict, *refuse;
 } fsdpc_torch_guard;
@@ -75,7 +75,7 @@ struct fsdpc_py_torch_unit {
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
     PyObject *mates;       /* the TorchUnits of the root, this one too; NULL before bind */
-    PyObject *at_end;      /* at_end(): sees to it that the running backward ends, once in one */
+    PyObject *at_end;      /* at_end(): arranges that finish() runs when this backward ends */
     bool shown;            /* dictionaries hold fulls */
     long long version;     /* that the bases were given last */
     bool taken;            /* gradients were taken in this backward */
@@ -97,8 +97,8 @@ static inline const fsdpc_place *fsdpc_torch_place(const fsdpc_py_torch_unit *se
     return &fsdpc_unit_layout(fsdpc_torch_unit(self))->params[param];
 }
 
-/* What the engine is asked next runs in the order of the foreign library's current stream, in this
- * thread too, which may be another than before: first in every method that reaches the schedule. */
+/* Makes the engine's next work run in the order of the foreign library's current stream, in this
+ * thread too.  Every method that reaches the schedule calls it first. */
 int fsdpc_torch_join(const fsdpc_py_torch_unit *self);
 /* The parameter that a method was given; -1 for all where it was given none, or with an exception.
  */
