@@ -274,13 +274,3 @@ fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank)
     piece.shard_offset = band->shard_offset + (begin - slice_begin);
     return piece;
 }
-
-double fsdpc_layout_padding(const fsdpc_layout *layout)
-{
-    size_t full = 0;
-    for (int g = 0; g < layout->n_groups; g++)
-        full += layout->groups[g].full_numel;
-    if (layout->real_numel == 0)
-        return 0;
-    return (double)(full - layout->real_numel) / (double)layout->real_numel;
-}

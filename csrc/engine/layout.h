@@ -84,7 +84,4 @@ static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t 
     return begin + (shard_offset - band->shard_offset);
 }
 
-/* Elements of padding in the fulls of all groups, over real_numel. */
-double fsdpc_layout_padding(const fsdpc_layout *layout);
-
 #endif

@@ -180,11 +180,6 @@ fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *s
     return FSDPC_OK;
 }
 
-bool fsdpc_unit_is_trainable(const fsdpc_unit *unit, int param)
-{
-    return unit->trainable[param];
-}
-
 void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable)
 {
     unit->trainable[param] = trainable;

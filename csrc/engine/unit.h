@@ -66,7 +66,6 @@ bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun a
 const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* An error, and nothing changed, if what is fixed by now would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
-bool fsdpc_unit_is_trainable(const fsdpc_unit *unit, int param);
 void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
 /* What is gathered ahead when this unit runs, in forward or in backward; `units` are of its root;
  * NULL: as recorded. */
