@@ -1,8 +1,8 @@
 """A unit over torch parameters: its pieces, its fulls, and the root that joins units.
 
 Memory is the engine's; the tensors made here stand over it and are made once. Pieces and their
-gradients come with the unit, fulls when the root is known. What happens in a step is the TorchUnit's
-(csrc/py/py_door.c); what stands here runs once, or once a backward.
+gradients come with the unit, fulls when the root is known. What happens in a step is done by
+TorchUnit (csrc/py/py_torch_unit.h); this file runs once, or once a backward.
 """
 
 from __future__ import annotations
