@@ -33,8 +33,8 @@ PLAIN = set("""
     request result ring rotary round rows rules run runtime safetensors save scalars scale sched
     schedule self settings shape shared shm size softmax sort spec st staged staging state stats
     status step storage stream sum sums sumsq swiglu table tables target tensor thread tile
-    tiles torch trace transport tree type unary vec vector version view wait window windows work
-    world write
+    tiles torch trace transport tree type unary value vec vector version view wait window windows
+    work world write
 """.split())
 
 # A number in a page -> the file and the constant (or default of a variable) that it stands for.
