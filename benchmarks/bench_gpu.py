@@ -241,7 +241,7 @@ def measure(engine: str, shape: str, rest: list[str], limit_s: float) -> dict[st
 
 
 def main() -> None:
-    """Run what is asked for and print the rows."""
+    """Run the chosen benchmarks and print the rows."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

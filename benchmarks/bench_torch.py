@@ -303,7 +303,7 @@ def run_host(rounds: int) -> None:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the chosen benchmarks."""
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -179,7 +179,7 @@ def checks_of(programs: Sequence[Path], sanitizer: Path | None) -> list[Check]:
 
 
 def chosen(name: str, stage: str, only: Sequence[str], skip: Sequence[str]) -> bool:
-    """Whether a check is asked for, by its stage or by a part of its name."""
+    """Whether a check is chosen, by its stage or by a part of its name."""
 
     def named(words: Sequence[str]) -> bool:
         return any(word == stage or (word not in STAGES and word in name) for word in words)
@@ -282,7 +282,7 @@ def say_what_is_lacking(built: Built, gpus: Sequence[str], record: Record) -> No
 
 
 def check_gpus(o: argparse.Namespace, record: Record) -> int:
-    """Build and check everything that is asked for; the exit status."""
+    """Build and check everything chosen; return the exit status."""
     end = time.monotonic() + o.seconds
     record.say(f"gpu_check {' '.join(sys.argv[1:])}\nmachine: {common.machine()}\n"
                f"commit: {common.commit()}  date: {time.strftime('%Y-%m-%d %H:%M:%S')}\n"

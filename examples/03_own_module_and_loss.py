@@ -1,4 +1,4 @@
-"""A model and a loss of one's own, from the operations of fsdpc.functional.
+"""A custom model and loss, from the operations of fsdpc.functional.
 
     fsdpc run --ranks 2 examples/03_own_module_and_loss.py [STEPS]
 

@@ -1,6 +1,6 @@
 /* Which kernels this processor runs, and how many cores are ours.
  *
- * The instruction set is read from cpuid each time it is asked for (once per context), never cached
+ * The instruction set is read from cpuid on each call (once per context), never cached
  * in a global.  AMX needs more than cpuid: its 8 KiB of tile state must be granted by the kernel to
  * the process (arch_prctl), which it refuses where any thread has a signal stack too small for it;
  * then the next lower path is the best.

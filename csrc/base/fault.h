@@ -5,8 +5,8 @@
  * inside one the handler writes rank, unit and parameter, and hands the fault on to whatever
  * handled it before: Python's faulthandler, a sanitizer, or the end of the process.
  *
- * The first range installs the handler, for SIGSEGV and SIGBUS and for good.  Any thread may
- * announce and withdraw.  Nothing here costs anything until a fault.
+ * The first range installs the handler, for SIGSEGV and SIGBUS, and nothing removes it.  Any thread
+ * may announce and withdraw.  Nothing here costs anything until a fault.
  */
 #ifndef FSDPC_BASE_FAULT_H
 #define FSDPC_BASE_FAULT_H

@@ -42,7 +42,7 @@ typedef struct fsdpc_ckpt_piece {
 fsdpc_status fsdpc_ckpt_write(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                               const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 
-/* Reads the pieces, likewise; crcs_io may be NULL. */
+/* Reads the pieces in the same way; crcs_io may be NULL. */
 fsdpc_status fsdpc_ckpt_read(const fsdpc_fs *fs, const fsdpc_ckpt_file *files, size_t n_files,
                              const fsdpc_ckpt_piece *pieces, size_t n_pieces, uint32_t *crcs_io);
 

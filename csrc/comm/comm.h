@@ -215,7 +215,7 @@ typedef struct fsdpc_comm_ops {
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
     /* Where this rank is, shown to peers that wait for it.  Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
-    /* What this rank begins to sleep in, "" when it goes on; shown likewise.  Optional. */
+    /* What this rank begins to sleep in, "" when it goes on; shown too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
 } fsdpc_comm_ops;
 

@@ -2,9 +2,9 @@
  *
  * Scores are computed transposed, S^T = K Q^T with one row per key and the 64 queries of a block in
  * its lanes: maxima and sums over keys are then plain vector operations, the causal mask is a
- * prefix of a row, and of K and Q only Q's block needs a transpose.  Likewise O^T = V^T P^T and
- * dQ^T = K^T dS^T; dV = P^T dO and dK = dS^T Q have their rows by key as they should.  Operands are
- * packed as units (attention_units.h); with pairs, P^T is packed both ways as it is made.
+ * prefix of a row, and of K and Q only Q's block needs a transpose.  In the same way O^T = V^T P^T
+ * and dQ^T = K^T dS^T; dV = P^T dO and dK = dS^T Q have their rows by key as they should.  Operands
+ * are packed as units (attention_units.h); with pairs, P^T is packed both ways as it is made.
  *
  * Softmax: a lane's reference m is raised, and the output so far rescaled, only when the scores of
  * a block exceed it by more than 2^8 for some lane; so m need not be the maximum, which changes

@@ -1,9 +1,9 @@
 /* Matrix products on the CPU:  C = A' B' + bias  or  C += A' B',  row-major, fp32 accumulation.
  *
- * A' is A (m x k) or, with trans_a, the transpose of A (k x m); B' likewise (k x n).  A and B share
- * a dtype (F32, BF16; F16 and F64 are accepted and slower); C is that dtype or F32.  k == 0 gives
- * zeros (plus bias, plus C).  The result does not depend on the number of threads: k is never split
- * over them.  Called through the nn_ops table.
+ * A' is A (m x k) or, with trans_a, the transpose of A (k x m); B' is k x n, or n x k transposed.
+ * A and B share a dtype (F32, BF16; F16 and F64 are accepted and slower); C is that dtype or F32.
+ * k == 0 gives zeros (plus bias, plus C).  The result does not depend on the number of threads: k
+ * is never split over them.  Called through the nn_ops table.
  */
 #ifndef FSDPC_OPS_GEMM_H
 #define FSDPC_OPS_GEMM_H

@@ -55,7 +55,7 @@ FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
 }
 
 /* The same for two neighbouring blocks, up to 32 lines: each cache line is read once, whole.  Rows
- * are far apart, often pages, which hardware does not prefetch: the next 32 k are asked for, and
+ * are far apart, often pages, which hardware does not prefetch: the next 32 k are prefetched, and
  * the next 32 lines, which are taken after a whole panel, as far as L2. */
 FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, size_t lines)
 {

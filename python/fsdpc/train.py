@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         adopt_scheduler(os.environ)
         check(options)
         choose_device(options)
-        if "RANK" not in os.environ:  # what is wrong is said once, not by every rank
+        if "RANK" not in os.environ:  # one rank reports the error
             check_resources(options, options.ranks or 1)
         if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:
             from fsdpc import launcher

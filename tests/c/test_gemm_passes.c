@@ -177,7 +177,7 @@ static void product_check(fsdpc_stream *stream, product *it, int form, bool accu
                numel - rounded);
 }
 
-/* x W^T, dy W and dy^T x; blocks of k that are whole and not, panels of A likewise, and more rows
+/* x W^T, dy W and dy^T x; blocks of k that are whole and not, panels of A too, and more rows
  * than keep their sums at a time. */
 static void test_passes(fsdpc_stream *stream)
 {

@@ -31,7 +31,7 @@ static void test_sizes(void)
     CHECK_NOTE(wrong == 0, "%zu", wrong);
     fsdpc_mem_stats_read(mem, &stats);
     CHECK(stats.total_now_bytes == 0 && stats.total_peak_bytes == (8 << 20) + 64);
-    /* a class is at most an eighth larger than what is asked for, from 512 bytes up */
+    /* a class is at most an eighth larger than the request, from 512 bytes up */
     fsdpc_mem_trim(mem);
     for (size_t bytes = 512; bytes < 100000; bytes = bytes * 9 / 8 + 1) {
         void *block;

@@ -146,7 +146,7 @@ static void test_bits(fsdpc_dtype dtype)
     chain c = chain_make(dtype);
     size_t start = bytes_now();
     bits want = chain_run(&c, false, true);
-    expect_counts(0, 1); /* a gelu of one's own is found too */
+    expect_counts(0, 1); /* a hand-written gelu is found too */
     for (int keep = 0; keep < 2; keep++) {
         bits got = chain_run(&c, true, keep);
         CHECK(memcmp(&got, &want, sizeof got) == 0);

@@ -41,7 +41,7 @@ static void test_pool(void)
     rig_close(&r);
 }
 
-/* Units that stay open fill both pooled buffers: the next gets one of its own, for good. */
+/* Units that stay open fill both pooled buffers: the next gets and keeps one of its own. */
 static void test_own_buffer(void)
 {
     rig r;

@@ -144,7 +144,7 @@ def test_a_rank_that_cannot_start_a_thread(tmp_path: Path) -> None:
 
 @pytest.mark.ranks(1, init=False)
 def test_at_exit_of_several_ranks(tmp_path: Path) -> None:
-    """Each waits for its part, so that the checkpoint is there; an error is said by all."""
+    """Each waits for its part, so that the checkpoint is there; all ranks raise an error."""
     script = tmp_path / "script.py"
     script.write_text(AT_EXIT)
     for call, there in (("none", True), ("fsync", False)):

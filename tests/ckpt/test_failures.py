@@ -222,7 +222,7 @@ def test_folders_that_cannot_be_written(problem: str, tmp_path: Path) -> None:
 
 @pytest.mark.ranks([1, 2])
 def test_folders_with_names_of_any_bytes(tmp_path: Path) -> None:
-    """Saved and loaded; what is wrong with one is said on every rank, not only where it is."""
+    """Saved and loaded; every rank raises an error in one, not only its owner."""
     folder = tmp_path / os.fsdecode(b"\xff\xc3")
     state = {"model": llama()}
     before = values(state["model"])

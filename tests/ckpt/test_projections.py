@@ -83,7 +83,7 @@ def test_old_ones_are_refused_and_nothing_is_read(config: Any, tmp_path: Path) -
             tmp_path / "c", {"model": part}, strict=False, names=lambda n: f"{PART}.{n}"
         )
     assert values(model) == before
-    checkpoint.load(tmp_path / "c", {"model": old(config)})  # a model of one's own that is so
+    checkpoint.load(tmp_path / "c", {"model": old(config)})  # a custom model that is so
 
 
 @pytest.mark.ranks([1, 2])

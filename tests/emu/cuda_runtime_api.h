@@ -110,7 +110,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph);
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 /* Not CUDA's: the order in which a block's threads run, random delays before work of a stream (0:
- * none), and device memory that the host may not touch, from the next allocation on and for good
+ * none), and device memory that the host may not touch, from the next allocation on
  * (emu_gate.h). */
 void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);

@@ -158,7 +158,7 @@ static void memory_end(physical *memory)
 
 /* ---- The driver's calls, under the lock ---- */
 
-/* A want of memory is still there when it is asked for again at once. */
+/* A want of memory is still there when it is requested again at once. */
 static bool memory_runs_out(void)
 {
     static _Thread_local bool again;

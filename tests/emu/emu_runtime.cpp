@@ -169,7 +169,7 @@ static void host_waits_for(const std::atomic<bool> &flag)
     wait_for(flag);
 }
 
-/* The same for so long: what is asked for may wait for another process. */
+/* The same for so long: the call may wait for another process. */
 static void host_waits_for(const std::atomic<bool> &flag, std::chrono::nanoseconds patience)
 {
     host_inside here;

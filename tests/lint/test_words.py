@@ -46,3 +46,41 @@ def test_prose_is_wrapped(path: Path) -> None:
     for number, line in enumerate(path.read_text().splitlines(), 1):
         in_program ^= line.lstrip().startswith("```")
         assert in_program or line.startswith("|") or len(line) <= 110, f"{label(path)}:{number}"
+
+
+# Phrases that a native writer would not use.  Error texts are not held: tests assert them.
+NOT_ENGLISH = [
+    r"\bfor good\b",
+    r"\b[Ll]ikewise\b",
+    r"\b(is|are) asked for\b",
+    r"\bis said\b",
+    r"\bof one's own\b",
+]
+
+
+def comments(path: Path) -> list[tuple[int, str]]:
+    """Return the comments and docstrings of a source with their lines; all of a page."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return [(1, text)]
+    if path.suffix in {".py", ".pyi"}:
+        pattern = r'"""(?:[^"\\]|\\.|"(?!""))*"""|(?<!["\'\w])#[^\n]*'
+    else:
+        pattern = r"//[^\n]*|/\*.*?\*/"
+    return [(text.count("\n", 0, found.start()) + 1, found.group())
+            for found in re.finditer(pattern, text, re.DOTALL)]
+
+
+#: Not edited yet.
+NOT_YET = r"csrc/cuda/.*|csrc/device/device\.h|docs/STATUS\.md|tests/gpu/test_nccl_register\.c"
+PLAIN = [path for path in TEXT
+         if "lint" not in path.parts and not re.fullmatch(NOT_YET, label(path))]
+
+
+@pytest.mark.parametrize("path", PLAIN, ids=label)
+def test_comments_are_plain_english(path: Path) -> None:
+    for number, text in comments(path):
+        for pattern in NOT_ENGLISH:
+            found = re.search(pattern, text)
+            line = number + text.count("\n", 0, found.start()) if found else 0
+            assert not found, f"{label(path)}:{line}: {found and found.group()!r}: say it plainly"

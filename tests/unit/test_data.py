@@ -119,7 +119,7 @@ def test_default_corpus_is_the_library() -> None:
     assert 8e6 < sum(path.stat().st_size for path in files) < 20e6
 
 
-# ---- what is wrong with a file is said with its name
+# ---- errors in a file name it
 
 
 @pytest.mark.parametrize("dataset", [ByteDataset, TokenDataset])

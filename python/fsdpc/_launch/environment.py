@@ -47,7 +47,7 @@ def check_ranks(ranks: int) -> int:
     Parameters
     ----------
     ranks : int
-        How many processes are asked for.
+        How many processes are to start.
 
     Raises
     ------

@@ -302,7 +302,7 @@ class _Plan:
             self.states = states_of(state["optimizer"], state["model"])
             self._add("optimizer", self.states.pieces, None)
         self.content = self._content(state)
-        manifest.render({**self.content, "tensors": {}}, 0)  # what is no JSON is said before
+        manifest.render({**self.content, "tensors": {}}, 0)  # values that are not JSON raise here
 
     def _add(self, kind: str, pieces: list[Piece], dtype: str | None) -> None:
         for piece in pieces:

@@ -160,7 +160,7 @@ class Loader:
     dtype : numpy dtype
         int32 or int64 (the default).
     prefetch : int
-        Batches made ahead; 0 makes each when it is asked for, without a thread.  Default 2.
+        Batches made ahead; 0 makes each on demand, without a thread.  Default 2.
     epochs : int, optional
         After how many to stop; default never.
 

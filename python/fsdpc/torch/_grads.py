@@ -344,5 +344,5 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.clone: _keep,
 }
 
-# Clipping takes its calls over lists then, as it does for DTensor, which torch adds likewise.
+# Clipping takes its calls over lists then, as it does for DTensor, which torch adds the same way.
 _foreach_utils._foreach_supported_types.append(PieceGrad)

@@ -42,7 +42,7 @@ class DistributedDataParallel(FullyShardedDataParallel):
     Raises
     ------
     NotImplementedError
-        ``mixed_precision`` or a delayed all-reduce is asked for, or an option is unknown.
+        ``mixed_precision`` or a delayed all-reduce is requested, or an option is unknown.
 
     Notes
     -----
