@@ -1,8 +1,8 @@
 /* One stage or two.
  *
- *     no replicas        buffers --reduce-scatter--> gradient shard
- *     replicas alone     buffers --all-reduce--> gradient shard             (the shard is all of
- * it) both               buffers --reduce-scatter--> partial --all-reduce--> gradient shard
+ *     no replicas      buffers --reduce-scatter--> gradient shard
+ *     replicas alone   buffers --all-reduce--> gradient shard (which is all of the unit's)
+ *     both             buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
  * A partial is wide and neither scaled nor rounded, so that the two stages together are the tree
  * over all ranks (where the shard group is a power of two) and round once.  Postponing the

@@ -1,8 +1,10 @@
 /* The schedule: when units are gathered, resharded and reduced.
  *
- * A unit's life in a step is
- *     pre_forward (gather), post_forward (reshard), pre_backward (gather), post_backward (reduce,
- *     reshard).
+ *     pre_forward    gather
+ *     post_forward   reshard
+ *     pre_backward   gather
+ *     post_backward  reduce, reshard
+ *
  * Everything is on demand: a unit that is needed is gathered, so any order of calls is correct, on
  * every rank that makes the same calls.  The record only adds gathers ahead of demand.
  *

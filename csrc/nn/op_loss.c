@@ -5,11 +5,13 @@
  * a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the weight
  * may reach its sink in backward only, so what is kept depends on how many chunks there are:
  *
- *   one chunk (the usual case: chunks hold up to 64 MiB): the chunk itself, now the gradient of the
- *       logits; backward makes dx and dW from it, dW straight into the target, nothing is done
- * twice; several: dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
- * added to the target in backward.  Recomputing the logits instead would cost a third more
- * arithmetic for the head; a private dW costs one more pass over memory as big as the weight.
+ *     one chunk   (the usual case: chunks hold up to 64 MiB) the chunk itself, now the gradient of
+ *                 the logits; backward makes dx and dW from it, dW straight into the target
+ *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
+ *                 added to the target in backward
+ *
+ * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
+ * costs one more pass over memory as big as the weight.
  *
  * Gradients are kept for the SUM over rows (softmax - onehot, no small factors before rounding to
  * bf16) and scaled by incoming gradient / counted rows in backward.  Sums, counts and incoming
