@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import torch
 import torch._dynamo  # optimizers import it at their first use: here once, not on every rank
+import torch.distributed as dist
 from torch import nn
 
 import fsdpc
@@ -117,3 +119,48 @@ def assert_same_parameters(ours: nn.Module, plain: nn.Module, **tolerance: float
 def twin(model: nn.Module) -> nn.Module:
     """A copy made before sharding."""
     return copy.deepcopy(model)
+
+
+def assert_same_grads(ours: nn.Module, plain: nn.Module, **tolerance: float) -> None:
+    """Full gradients, by name; collective."""
+    tolerance = tolerance or {"rtol": RTOL, "atol": ATOL}
+    theirs = dict(plain.named_parameters())
+    for name, p in ours.named_parameters():
+        grad = fsdpc.torch.full_grad(p)
+        expected = theirs[name].grad
+        assert (grad is None) == (expected is None), name
+        if grad is not None:
+            torch.testing.assert_close(
+                grad, expected, **tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def end_step(ours: Any, plain: nn.Module) -> None:
+    """The gradients of both agree; the next step begins with none."""
+    assert_same_grads(ours, plain)
+    ours.zero_grad()
+    plain.zero_grad()
+
+
+def both(ours: Any, plain: nn.Module, step: int = 0) -> None:
+    """One backward of each, the plain one on averaged gradients."""
+    x = batch(step, fsdpc.rank())
+    for model in (ours, plain):
+        loss_of(model, x).backward()
+    average_grads(plain)
+
+
+def assert_same_steps(ours: Any, plain: nn.Module) -> None:
+    """Three backwards of each end with the same gradients."""
+    for step in range(3):
+        both(ours, plain, step)
+        end_step(ours, plain)
+
+
+def join_gloo(folder: Any) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )

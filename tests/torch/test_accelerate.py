@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fsdpc
 from fsdpc import checkpoint
 
-from .common import assert_same_parameters, average_grads, build, shard, twin
-from .test_surroundings import join_gloo
+from .common import assert_same_parameters, average_grads, build, join_gloo, shard, twin
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fsdpc
 import fsdpc.torch
 from fsdpc.torch import fully_shard
 
 from .common import (
+    assert_same_grads,
     assert_same_parameters,
+    assert_same_steps,
+    average_grads,
     batch,
     build,
     full_parameters,
@@ -173,3 +177,72 @@ def test_rank_0_is_taken_on_request() -> None:
     ours = fully_shard(layer, sync_module_states=True)
     torch.manual_seed(0)
     assert_same_parameters(ours, torch.nn.Linear(5, 3), rtol=0, atol=0)
+
+
+@pytest.mark.ranks(2)
+def test_a_list_is_one_unit() -> None:
+    model = build()
+    plain = twin(model)
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard([model.first, model.last])
+    ours: Any = fully_shard(model)
+    assert ours.first._fsdpc_unit is ours.last._fsdpc_unit
+    assert_same_steps(ours, plain)
+
+
+@pytest.mark.ranks(2)
+def test_structured_outputs_and_views() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(7, 6)
+
+        def forward(self, x: torch.Tensor, scale: Any = None) -> Any:
+            y = self.linear(x)
+            return {"out": (y[:, :3], [y[:, 3:]]), "n": 3, "text": "t", "x": scale["s"] * 2}
+
+    torch.manual_seed(0)
+    plain = Odd()
+    ours = fully_shard(twin(plain))
+    for m in (ours, plain):
+        x = batch(0, fsdpc.rank()).requires_grad_()
+        out = m(x, scale={"s": x.mean() * 3})
+        a, (b,) = out["out"]
+        a += 1.0
+        (a.sum() * b.sum() + out["x"]).backward()
+        m.input_grad = x.grad
+    average_grads(plain)
+    assert_same_grads(ours, plain)
+    torch.testing.assert_close(ours.input_grad, plain.input_grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_plan_hands_the_strategy_on() -> None:
+    model = fully_shard(build(), plan={"blocks.*": {}}, strategy="SHARD_OPTIM")
+    assert model._fsdpc_unit.keep_grads
+    assert all(block._fsdpc_unit.keep_grads for block in model.blocks)
+
+
+class Normed(nn.Sequential):
+    """Normalisations of every kind, with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(7, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8)
+        )
+
+
+@pytest.mark.ranks(2)
+def test_norm_modules() -> None:
+    torch.manual_seed(0)
+    plain = Normed()
+    ours: Any = twin(plain)
+    for m in ours:
+        fully_shard(m)
+    fully_shard(ours)
+    assert_same_steps(ours, plain)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer), name
+    ours.eval()
+    plain.eval()
+    torch.testing.assert_close(ours(batch(0, 0)), plain(batch(0, 0)))

@@ -9,9 +9,21 @@ import torch
 from torch import nn
 
 import fsdpc
-from fsdpc.torch import fully_shard, set_model_state_dict, summon_full_params
+from fsdpc.torch import (
+    fully_shard,
+    set_model_state_dict,
+    summon_full_params,
+)
 
-from .common import Net, assert_same_parameters, batch, build, loss_of, shard
+from .common import (
+    Block,
+    Net,
+    assert_same_parameters,
+    batch,
+    build,
+    loss_of,
+    shard,
+)
 
 
 class Scaled(nn.Module):
@@ -257,3 +269,19 @@ def test_rank_0_alone_has_the_values() -> None:
     part = {**plain.state_dict(), "more": torch.zeros(1)}
     with pytest.raises(RuntimeError, match=r"unexpected (\['more'\]|on rank 0)"):
         set_model_state_dict(model, part, rank0_only=True)
+
+
+@pytest.mark.ranks(2)
+def test_meta_models_are_filled_unit_by_unit() -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(Block(8), Block(8))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="'norm.weight' of unit .* has no values yet"):
+        model(torch.ones(2, 8))
+    torch.manual_seed(3)
+    plain = nn.Sequential(Block(8), Block(8))
+    model.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+    assert_same_parameters(model, plain, rtol=0, atol=0)

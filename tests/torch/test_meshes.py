@@ -13,10 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.torch import FullyShardedDataParallel, fully_shard
+from fsdpc.torch import (
+    FullyShardedDataParallel,
+    fully_shard,
+)
 
-from .common import assert_same_parameters, batch, build, loss_of, shard, twin
-from .test_surroundings import join_gloo
+from .common import (
+    assert_same_grads,
+    assert_same_parameters,
+    assert_same_steps,
+    batch,
+    both,
+    build,
+    join_gloo,
+    loss_of,
+    shard,
+    twin,
+)
 
 
 def train(ours: Any, plain: nn.Module, group: Any) -> None:
@@ -99,5 +112,46 @@ def test_replicas_of_a_part_of_a_mesh_begin_alike(tmp_path: Any) -> None:
     plain = twin(model)
     ours = shard(model, mesh=mesh["replicate", "shard"])
     train(ours, plain, dist.group.WORLD)
+    dist.destroy_process_group()
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(2)
+def test_hybrid_and_replicated() -> None:
+    for shape in ((2, 1), (1, 2)):
+        model = build()
+        plain = twin(model)
+        ours = shard(model, mesh=fsdpc.init_device_mesh("cpu", shape))
+        both(ours, plain)
+        assert_same_grads(ours, plain)
+    model = build()
+    plain = twin(model)
+    for block in model.blocks:
+        fully_shard(block, strategy="NO_SHARD")
+    ours = fully_shard(model, strategy="NO_SHARD")
+    assert ours.first.weight.shape == (20, 7)
+    both(ours, plain)
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.ranks(4)
+def test_hybrid_two_by_two() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model, mesh=fsdpc.init_device_mesh("cpu", (2, 2)))
+    assert_same_steps(ours, plain)
+
+
+@pytest.mark.ranks(4, init=False)
+def test_a_torch_mesh_of_two_dimensions(tmp_path: Any) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    join_gloo(tmp_path)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = build()
+    plain = twin(model)
+    ours = shard(model, mesh=mesh)
+    both(ours, plain)
+    assert_same_grads(ours, plain)
     dist.destroy_process_group()
     fsdpc.shutdown()

@@ -25,12 +25,12 @@ from .common import (
     average_grads,
     batch,
     build,
+    join_gloo,
     loss_of,
     shard,
     train_twins,
     twin,
 )
-from .test_surroundings import join_gloo
 
 
 @pytest.mark.ranks([1, 2])

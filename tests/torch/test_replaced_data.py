@@ -11,9 +11,18 @@ from torch import nn
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.torch import get_model_state_dict, optim, summon_full_params
+from fsdpc.torch import (
+    get_model_state_dict,
+    optim,
+    summon_full_params,
+)
 
-from .common import batch, build, loss_of, shard
+from .common import (
+    batch,
+    build,
+    loss_of,
+    shard,
+)
 
 VALUE = 0.5
 
@@ -125,3 +134,29 @@ def test_full_values_in_their_place_are_refused() -> None:
         ValueError, match=r"was replaced by \(.*this rank has rows .*give it these rows"
     ):
         ours(batch(0, fsdpc.rank()))
+
+
+@pytest.mark.ranks(2)
+def test_data_replaced_by_the_user_is_taken_over() -> None:
+    model = build()
+    ours = shard(model)
+    loss_of(ours, batch(0, 0)).backward()
+    averages = {n: p.detach().clone().mul_(0.5) for n, p in ours.named_parameters()}
+    for name, p in ours.named_parameters():
+        p.data = averages[name]
+    with torch.no_grad():
+        ours(batch(0, 0))
+    for name, p in ours.named_parameters():
+        full = p.full_tensor()
+        begin, end = p.fsdpc.rows
+        rows = full[begin:end] if p.dim() == 2 else None
+        if rows is not None:
+            assert torch.equal(rows, averages[name]), name
+
+
+@pytest.mark.ranks(2)
+def test_parameters_replaced_later_are_named() -> None:
+    ours = shard(build())
+    ours.first.weight = nn.Parameter(torch.zeros(20, 7))
+    with pytest.raises(RuntimeError, match=r"'first.weight' of unit 'Net' was replaced"):
+        ours(batch(0, 0))

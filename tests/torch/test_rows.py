@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 import fsdpc
 from fsdpc.torch import get_model_state_dict, get_optimizer_state_dict, optim
 
-from .common import batch, build, loss_of, shard
-from .test_surroundings import join_gloo
+from .common import batch, build, join_gloo, loss_of, shard
 
 MAKERS = {"torch": torch.optim.AdamW, "ours": optim.AdamW}
 

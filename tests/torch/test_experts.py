@@ -65,6 +65,7 @@ def test_experts_inside_one_unit(opt_in: bool) -> None:
         ours.zero_grad()
         plain.zero_grad()
 
+
 def experts_of(model: Any, opt_in: bool) -> Any:
     """Every expert a unit."""
     for expert in model.experts:

@@ -1,0 +1,120 @@
+"""What a step holds, and that it is given back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import fsdpc
+from fsdpc.torch import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    optim,
+)
+
+from .common import (
+    batch,
+    build,
+    loss_of,
+    shard,
+)
+
+
+@pytest.mark.ranks(2)
+def test_memory_of_a_step() -> None:
+    """Shards, not the whole: masters and gradients are halves; nothing grows over steps."""
+    model = build(dim=256, blocks=4)
+    total = 4 * sum(p.numel() for p in model.parameters())
+    ours = shard(model)
+    optimizer = optim.AdamW(ours.parameters())
+    stats = []
+    for step in range(4):
+        loss_of(ours, batch(step, fsdpc.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stats.append(fsdpc.memory_stats())
+    assert stats[-1]["master_bytes"] < 0.55 * total
+    assert stats[-1]["grad_bytes"] < 0.55 * total
+    assert stats[-1]["state_bytes"] < 1.1 * total
+    assert stats[1]["system_allocs"] == stats[3]["system_allocs"]
+    assert stats[1]["total_bytes"] == stats[3]["total_bytes"]
+    assert isinstance(ours, FSDPModule)
+
+
+@pytest.mark.ranks(2)
+def test_full_parameters_go_when_they_are_cut_up() -> None:
+    model = build()
+    full = [weakref.ref(p) for p in model.parameters()]
+    ours = shard(model)
+    gc.collect()
+    assert [r for r in full if r() is not None] == []
+    assert len(list(ours.parameters())) == len(full)
+
+
+@pytest.mark.ranks([2, 4])
+@pytest.mark.parametrize("wide", [True, False])
+def test_memory_bounds(wide: bool) -> None:
+    """Forward: shards, and one copy of the fulls on the host. Backward: gradients and buffers."""
+    ranks = fsdpc.world_size()
+    model = build(dim=128, blocks=3)
+    numel = sum(p.numel() for p in model.parameters())
+    largest = sum(p.numel() for p in model.blocks[0].parameters())
+    outer = numel - 3 * largest
+    dtype = torch.float32 if wide else torch.bfloat16
+    ours = shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    for p in ours.parameters():
+        p.grad = None
+
+    def held(*kinds: str) -> float:
+        """Peaks of all ranks together, each kind by itself."""
+        stats = fsdpc.memory_stats()
+        return fsdpc.all_reduce(float(sum(stats[f"{kind}_peak_bytes"] for kind in kinds)))
+
+    page = 1.05 * 4096 * ranks * 8  # padding, and the ends of pages
+    for _ in range(3):
+        fsdpc.reset_peak_memory_stats()
+        loss = loss_of(ours, batch(0, fsdpc.rank()).to(dtype))
+        fulls = dtype.itemsize * numel
+        forward = held("master", "wire")
+        assert 4 * numel + fulls <= forward <= 1.05 * (4 * numel + fulls) + page
+        loss.backward()
+        buffers = dtype.itemsize * ranks * (2 * largest + outer)
+        backward = held("master", "wire", "grad", "reduce")
+        assert backward <= 1.05 * (8 * numel + fulls + buffers) + page
+        ours.zero_grad()
+        # FSDP2's bounds, where two units and the outer one are at most what the host shares.
+        two_units = dtype.itemsize * (2 * largest + outer)
+        assert forward / ranks <= 1.05 * (4 * numel / ranks + two_units) + page
+        assert backward / ranks <= 1.05 * (8 * numel / ranks + 2 * two_units) + page
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", ["zero_grad", "backward", "norm", "clip", "step"])
+def test_a_deleted_model_frees_everything(after: str) -> None:
+    ours = shard(build())
+    loss_of(ours, batch(0, 0)).backward()
+    grad = next(ours.parameters()).grad if after == "norm" else None
+    optimizer = fsdpc.torch.optim.AdamW(ours.parameters()) if after == "step" else None
+    if after == "zero_grad":
+        ours.zero_grad()
+    elif grad is not None:
+        grad.norm()
+    elif after != "backward":
+        fsdpc.torch.clip_grad_norm_(ours.parameters(), 1e-3)
+    if optimizer is not None:
+        optimizer.step()
+    before = fsdpc.memory_stats()
+    assert before["master_bytes"] > 0
+    dead = weakref.ref(ours._fsdpc_state)
+    del ours, optimizer
+    gc.collect()
+    assert dead() is None
+    if grad is not None:
+        assert grad.clone().sum() == grad.sum()
+        with pytest.raises(RuntimeError, match="whose model was deleted"):
+            grad.norm()
+        del grad
+    assert fsdpc.memory_stats()["master_bytes"] == 0

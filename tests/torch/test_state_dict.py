@@ -1,0 +1,99 @@
+"""State dicts of models and their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+from fsdpc.torch import fully_shard
+
+from .common import (
+    assert_same_parameters,
+    batch,
+    both,
+    build,
+    loss_of,
+    shard,
+    twin,
+)
+
+
+@pytest.mark.ranks(2)
+def test_state_dict_is_full() -> None:
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    for _ in range(2):
+        state = ours.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value), name
+        both(ours, plain)
+    fresh = build(seed=8)
+    target = shard(twin(fresh))
+    target.load_state_dict(plain.state_dict())
+    assert_same_parameters(target, plain, rtol=0, atol=0)
+    partial = {k: v for k, v in fresh.state_dict().items() if k.startswith("first")}
+    result = target.load_state_dict(partial, strict=False)
+    assert "last.weight" in result.missing_keys
+    assert torch.equal(target.first.weight.full_tensor(), fresh.first.weight)
+    assert torch.equal(target.last.weight.full_tensor(), plain.last.weight)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        target.load_state_dict(partial)
+    loss_of(target, batch(0, 0)).backward()
+    full = fsdpc.torch.get_model_state_dict(ours, rank0_only=True)
+    assert len(full) == (len(plain.state_dict()) if fsdpc.rank() == 0 else 0)
+
+
+class Around(nn.Module):
+    """A unit with a parameter of its own, and modules that are none."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.net = build(seed=seed)
+        self.head = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x)) * self.scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_state_dicts_of_parts_are_full_too(when: str) -> None:
+    """Parts that are no unit, in front of the first forward and behind it."""
+    plain = nn.ModuleDict({"model": Around(3), "more": nn.Linear(3, 3)})
+    ours: Any = twin(plain)
+    fresh = nn.ModuleDict({"model": Around(9), "more": nn.Linear(3, 3)})
+    for block in ours.model.net.blocks:
+        fully_shard(block)
+    fully_shard(ours.model)
+    if when == "after":
+        loss_of(ours.model, batch(0, fsdpc.rank())).backward()
+    for source in (plain, fresh):
+        if source is fresh:
+            for part in ("model.net.blocks", "model.net.first", "model.net.last", "model.head"):
+                ours.get_submodule(part).load_state_dict(fresh.get_submodule(part).state_dict())
+            ours.load_state_dict(fresh.state_dict())
+        for part in ("", "model", "model.net", "model.net.blocks", "model.head", "more"):
+            found, expected = (m.get_submodule(part).state_dict() for m in (ours, source))
+            assert list(found) == list(expected)
+            assert all(torch.equal(found[name], expected[name]) for name in expected), part
+    torch.testing.assert_close(ours.model(batch(0, 0)), fresh.model(batch(0, 0)))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        ours.model.head.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(3)})
+
+
+@pytest.mark.ranks(2, timeout=40)
+def test_a_state_dict_of_rank_0_alone_is_named_on_both() -> None:
+    ours = shard(build())
+    both(ours, build())
+    named = "rank 0 posted all_gather of 'first.weight' .* but rank 1 .*in forward of 'Net'"
+    with pytest.raises(fsdpc.PeerError, match=named):
+        if fsdpc.rank() == 0:
+            ours.state_dict()
+        loss_of(ours, batch(0, 0)).backward()
