@@ -2,7 +2,7 @@
 
     python benchmarks/bench_comm.py [--rounds 5]
 
-fsdpc's gather and reduce-scatter are those of training, timed in C by tests/c/bench_comm.c (a
+fsdpc's gather and reduce-scatter are those of training, timed in C by benchmarks/c/bench_comm.c (a
 gather looks at shared memory and copies nothing); run from here in turn with gloo's in torch.
 """
 

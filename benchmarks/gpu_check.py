@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import time
@@ -132,7 +133,8 @@ def demand_products(plugin: str) -> None:
 
 def first_error(text: str) -> str:
     """The line of a compiler's output that says what is wrong."""
-    errors = [line.strip() for line in text.splitlines() if "error" in line.lower()]
+    says = re.compile(r"(?<!-W)error", re.IGNORECASE)  # not in the compiler's own options
+    errors = [line.strip() for line in text.splitlines() if says.search(line)]
     return errors[0] if errors else checks.last_line(text)
 
 

@@ -1,4 +1,4 @@
-"""Build and run the C tests (tests/c/test_*.c), plain or under sanitizers, and the C benchmarks.
+"""Build and run the C tests (tests/c) and benchmarks (benchmarks/c), tests under sanitizers too.
 
     python tools/ctest.py plain|asan|tsan|bench [--build] [name ...]
 
@@ -24,6 +24,7 @@ from pathlib import Path
 import native
 
 TESTS = native.ROOT / "tests" / "c"
+BENCHMARKS = native.ROOT / "benchmarks" / "c"
 TIMEOUT_S = 400
 
 
@@ -92,7 +93,8 @@ def fixed_addresses() -> list[str]:
 
 def selected(kind: str, names: Sequence[str]) -> list[Path]:
     """The sources of this kind (test, bench) whose name contains one of `names`."""
-    found = sorted(TESTS.glob(f"{kind}_*.c"))
+    folder = BENCHMARKS if kind == "bench" else TESTS
+    found = sorted(folder.glob(f"{kind}_*.c"))
     return [path for path in found if not names or any(name in path.stem for name in names)]
 
 

@@ -40,6 +40,7 @@ import native
 
 KERNELS = native.ROOT / "kernels"
 TESTS = native.ROOT / "tests" / "gpu"
+BENCHMARKS = native.ROOT / "benchmarks" / "gpu"
 EMULATION = native.ROOT / "tests" / "emu"
 ALIASES = EMULATION / "emu_alias.c"
 # What the emulated tests open in the place of NVIDIA's libraries.
@@ -334,8 +335,8 @@ def core_objects(folder: Path, sanitizer: Sequence[str] = (),
 
 
 def test_sources() -> list[Path]:
-    """Tests, and benchmarks, of tests/gpu."""
-    return sorted(TESTS.glob("*.c"))
+    """Tests, and benchmarks, for GPUs."""
+    return sorted([*TESTS.glob("*.c"), *BENCHMARKS.glob("*.c")])
 
 
 def tests_folder() -> Path:
