@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from fsdpc import _core, models
 from fsdpc._launch.environment import check_ranks
+from fsdpc._shard import check_reshard
 from fsdpc._train_checkpoint import add_options, check_options
 from fsdpc.mesh import DeviceMesh
 from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
-from fsdpc.sharding import _check_reshard
 from fsdpc.strategies import ShardingStrategy, apply_strategy
 
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
@@ -305,7 +305,7 @@ def check_sharding(options: argparse.Namespace, ranks: int) -> None:
     if math.prod(shape) != ranks:
         text = "x".join(map(str, shape))
         raise ValueError(f"--mesh {text} is of {math.prod(shape)} ranks, not {ranks}")
-    _check_reshard(options.reshard_after_forward, shape[1])
+    check_reshard(options.reshard_after_forward, shape[1])
     mesh = DeviceMesh((), ("replicate", "shard"), shape)
     apply_strategy(options.strategy, mesh, options.reshard_after_forward)
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._shard import ShardedError, enclosing, name_units, outermost, units_of
 
 
 class UnshardHandle:
     """A gather under way; :meth:`wait` ends it."""
 
-    def __init__(self, unit: _core.Unit) -> None:
-        self._unit: _core.Unit | None = unit
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
 
     def wait(self) -> None:
         """Wait until the parameters can be read."""
-        if self._unit is not None:
-            self._unit.unshard_wait()
-            self._unit = None
+        if self._end is not None:
+            self._end()
+            self._end = None
 
 
 class FSDPModule:
@@ -53,14 +54,22 @@ class FSDPModule:
             Return at once with a handle whose ``wait()`` ends the gather. Outside of a forward the
             ranks meet here first in any case.
         """
-        if not self._fsdpc_unit.has_root:
-            make_root(self)
-        self._fsdpc_unit.unshard()
-        handle = UnshardHandle(self._fsdpc_unit)
+        self._fsdpc_join()
+        handle = UnshardHandle(self._fsdpc_gather())
         if async_op:
             return handle
         handle.wait()
         return None
+
+    def _fsdpc_join(self) -> None:
+        """Join the units of the model, if no call has."""
+        if not self._fsdpc_unit.has_root:
+            make_root(self)
+
+    def _fsdpc_gather(self) -> Callable[[], None]:
+        """Begin to gather; returns what waits for it."""
+        self._fsdpc_unit.unshard()
+        return self._fsdpc_unit.unshard_wait
 
     def reshard(self) -> None:
         """Give up the parameters that :meth:`unshard` gathered."""
@@ -74,8 +83,7 @@ class FSDPModule:
         of them: evaluation on one rank, generation of unequal length. Optimizer steps and forwards
         with gradients raise.
         """
-        if not self._fsdpc_unit.has_root:
-            make_root(self)
+        self._fsdpc_join()
         self._fsdpc_unit.hold(True)
         try:
             yield
@@ -106,8 +114,7 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the end of backward waits for reductions; pass False between micro-steps."""
-        if not self._fsdpc_unit.has_root:
-            make_root(self)
+        self._fsdpc_join()
         self._fsdpc_unit.set_is_last_backward(bool(is_last_backward))
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -137,14 +144,10 @@ class FSDPModule:
         Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
         they gather no further ahead than they have memory for.
         """
-        self._want_prefetch(distance)
-        if not self._fsdpc_unit.has_root:
-            make_root(self)
-
-    def _want_prefetch(self, distance: int) -> None:
         if int(distance) < 0:
             raise ValueError(f"the prefetch distance is 0 or more, got {distance}")
         self._fsdpc_unit.prefetch = int(distance)
+        self._fsdpc_join()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of ranks."""
@@ -170,7 +173,7 @@ class FSDPModule:
     def _set_ahead(self, backward: bool, modules: Sequence[FSDPModule]) -> None:
         for m in modules:
             if not isinstance(m, FSDPModule):
-                raise TypeError(f"{type(m).__name__} is not sharded, so it is not gathered")
+                raise ShardedError(f"{type(m).__name__} is not sharded, so it is not gathered")
         if not self._fsdpc_unit.has_root:
             raise RuntimeError(
                 "prefetch lists are set after the first forward of the outermost module, which "
@@ -179,50 +182,20 @@ class FSDPModule:
         self._fsdpc_unit.set_ahead(backward, [m._fsdpc_unit for m in modules])
 
     def _units(self, recurse: bool) -> list[_core.Unit]:
-        if not recurse:
-            return [self._fsdpc_unit]
-        return units_of(self)
+        return units_of(self) if recurse else [self._fsdpc_unit]
 
     def __reduce__(self) -> Any:
         raise TypeError("a sharded module is not pickled: save its state_dict()")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a sharded module cannot be copied: copy it before fully_shard()")
-
-
-def units_of(module: Any) -> list[_core.Unit]:
-    """Units of a module and of all below it, each once, outermost first."""
-    units = [m._fsdpc_unit for m in module.modules() if isinstance(m, FSDPModule)]
-    return list(dict.fromkeys(units))
-
-
-def enclose(modules: Sequence[Any]) -> None:
-    """Let sharded modules inside of these, sharded now too, know what is around them."""
-    for outer in modules:
-        for m in outer.modules():
-            known = m.__dict__.get("_fsdpc_outer")
-            if isinstance(m, FSDPModule) and m not in modules and (not known or known() is None):
-                m.__dict__["_fsdpc_outer"] = weakref.ref(outer)
-
-
-def outermost(module: Any) -> Any:
-    """Return the sharded module around a module that no other encloses; itself if there is none."""
-    while (known := module.__dict__.get("_fsdpc_outer")) and (outer := known()) is not None:
-        module = outer
-    return module
+        raise ShardedError("a sharded module cannot be copied: copy it before fully_shard()")
 
 
 def make_root(module: Any) -> None:
     """Join all units of the outermost module around this one, at the first call of any."""
     module = outermost(module)
-    encloses: dict[_core.Unit, bool] = {}
-    for name, m in module.named_modules():
-        if isinstance(m, FSDPModule):
-            unit = m._fsdpc_unit
-            if unit not in encloses and name:
-                unit.name = name
-            inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
-            encloses[unit] = encloses.get(unit, False) or inner
+    name_units(module)
+    encloses = enclosing(module)
     try:
         _core.make_root(list(encloses), list(encloses.values()))
     except MemoryError as error:
@@ -253,6 +226,7 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     if not callable(method):
         raise AttributeError(f"{type(module).__name__} has no method '{method_name}'")
 
+    @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         return module._fsdpc_run(method, args, kwargs)
 

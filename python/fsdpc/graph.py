@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Any
 
 from fsdpc import _core, device
-from fsdpc.fsdp_module import FSDPModule, units_of
+from fsdpc._shard import units_of
+from fsdpc.fsdp_module import FSDPModule
 from fsdpc.optim.optimizer import Optimizer
 
 

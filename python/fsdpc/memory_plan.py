@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed
+from fsdpc import _core, _shard, distributed
 from fsdpc._snapshot import Snapshot
 from fsdpc.device import DEVICES, check_device, get_default_device
 from fsdpc.fsdp_module import FSDPModule
@@ -227,11 +227,6 @@ def _grid(mesh: Any, strategy: Any) -> tuple[int, int]:
 
 
 def _sharded_units(model: Any) -> list[_UnitShape]:
-    found: dict[Any, bool] = {}
-    for m in model.modules():
-        if isinstance(m, FSDPModule):
-            inner = any(isinstance(c, FSDPModule) for c in m.modules() if c is not m)
-            found[m._fsdpc_unit] = found.get(m._fsdpc_unit, False) or inner or not found
     return [
         _UnitShape(
             specs=[(dtype, shape) for _, dtype, shape in unit.params],
@@ -240,7 +235,7 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
             own_buffer=own or unit.keep_grads,
             own_full=own or unit.rank_dependent or not unit.reshard_after_forward,
         )
-        for unit, own in found.items()
+        for unit, own in {**_shard.enclosing(model), model._fsdpc_unit: True}.items()
     ]
 
 
@@ -249,14 +244,14 @@ def _planned_units(
 ) -> list[_UnitShape]:
     stays = strategy is not None and as_strategy(strategy).name not in ("FULL_SHARD",
                                                                         "HYBRID_SHARD")
-    chosen: list[tuple[Any, dict[str, Any]]] = []
+    chosen: list[tuple[list[Any], dict[str, Any]]] = []
     if plan is not None:
-        chosen = units_by(plan if callable(plan) else by_name(plan), model)
-    chosen.append((model, {}))
-    ids = {id(m) for m, _ in chosen}
+        chosen = units_by(plan if callable(plan) else by_name(plan), [model])
+    chosen.append(([model], {}))
+    ids = {id(m) for (m,), _ in chosen}
     claimed: set[int] = set()
     units = []
-    for module, options in chosen:
+    for (module,), options in chosen:
         own = options.get("mp_policy") or policy
         params = [p for p in module.parameters() if id(p) not in claimed]
         claimed.update(map(id, params))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fsdpc.fsdp_module import units_of
+from fsdpc._shard import units_of
 
 
 class Use(NamedTuple):

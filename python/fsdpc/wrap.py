@@ -70,12 +70,13 @@ def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
             raise ValueError(f"the plan's '{pattern}' fits no submodule; there are {known}")
 
 
-def units_by(policy: WrapPolicy, module: Module) -> list[tuple[Module, dict[str, Any]]]:
-    """Return the submodules that a policy makes units, with their options, children first."""
-    found = []
-    for name, child in reversed(list(module.named_modules())):
-        if name:
-            options = policy(name, child)
-            if options is not None:
-                found.append((child, options))
-    return found
+def units_by(
+    policy: Callable[[str, Any], dict[str, Any] | None], modules: Iterable[Any]
+) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Return what a policy makes units, submodules each by itself, and their options.
+
+    Children first, and all of them before any is sharded.
+    """
+    inside = [each for m in modules for each in reversed(list(m.named_modules())) if each[0]]
+    answers = [(child, policy(name, child)) for name, child in inside]
+    return [([child], options) for child, options in answers if options is not None]

@@ -15,14 +15,10 @@ Importing this module imports torch; nothing else of fsdpc does.
 from __future__ import annotations
 
 import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
+from fsdpc.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
 from fsdpc.torch import fully_sharded_data_parallel, optim, sharded_grad_scaler, wrap
-from fsdpc.torch._module import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy

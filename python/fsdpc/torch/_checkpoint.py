@@ -88,7 +88,7 @@ def _(model: nn.Module, write: bool) -> Held:
                 state, i = units[id(named[name])]
                 state.trust(i)
 
-    sharded = [(state.unit, state.recipe.strategy) for state in states_of(model)]
+    sharded = [(state.unit, state.recipe.where.strategy) for state in states_of(model)]
     return Held(pieces, aliases, sharded, loaded)
 
 

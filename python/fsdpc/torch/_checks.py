@@ -29,24 +29,9 @@ def log_once(text: str) -> None:
         logging.getLogger("fsdpc.torch").warning(text)
 
 
-def check_module(module: Any, sharded: type) -> None:
-    """Raise if a module cannot be a unit."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"fully_shard takes a torch.nn.Module or a list of them, got {type(module).__name__}; "
-            "for fsdpc.nn modules use fsdpc.fully_shard"
-        )
+def check_module(module: nn.Module) -> None:
+    """Raise if a module holds what cannot be in a unit."""
     name = type(module).__name__
-    if isinstance(module, sharded):
-        raise AssertionError(f"{name} is sharded already: fully_shard was called twice")
-    own = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-    if not own or isinstance(
-        module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    ):
-        raise ValueError(
-            f"{name} has no forward of its own, so nothing would gather its parameters: shard the "
-            "modules in it (a list of them is one unit), or the module around it"
-        )
     for inner in module.modules():
         wrapper = _wrapper(inner)
         if wrapper:
@@ -103,40 +88,6 @@ def _refuse_resize(name: str, *args: Any, **kwargs: Any) -> NoReturn:
         f"resize_token_embeddings() of {name}, which is sharded: units keep their shapes; call it "
         "before fully_shard(), on every rank"
     )
-
-
-def check_list(modules: list[nn.Module]) -> None:
-    """Raise if modules cannot be one unit together."""
-    if not modules:
-        raise ValueError("fully_shard takes a module or a list of them, got an empty list")
-    for k, m in enumerate(modules):
-        for other in modules[k + 1 :]:
-            if m is other:
-                raise ValueError(f"fully_shard was given one {type(m).__name__} twice in a list")
-        names = {id(inner): name for name, inner in m.named_modules() if name}
-        for other in modules:
-            if id(other) in names:
-                raise ValueError(
-                    f"fully_shard was given a {type(m).__name__} and its own "
-                    f"'{names[id(other)]}' in one list: leave the inner one out, which the outer "
-                    "one holds anyway, or shard it first, by itself"
-                )
-
-
-def check_params(option: str, params: Any) -> list[nn.Parameter]:
-    """Return what an option lists, and raise unless these are parameters."""
-    if params is None:
-        return []
-    if isinstance(params, torch.Tensor) or not hasattr(params, "__iter__"):
-        raise TypeError(f"{option} takes an iterable of parameters, got {type(params).__name__}")
-    found = list(params)
-    for p in found:
-        if not isinstance(p, torch.Tensor):
-            raise TypeError(
-                f"{option} takes parameters, got {type(p).__name__} {p!r:.60}: pick them with "
-                "model.get_parameter(name)"
-            )
-    return found
 
 
 def check_whole(whole: list[nn.Parameter], found: list[tuple[str, nn.Parameter]], of: str) -> None:
@@ -246,10 +197,6 @@ def check_parameter(
             f"parameter '{name}' has hooks, which would go with it: call "
             "register_post_accumulate_grad_hook on it after fully_shard(), when it is this rank's "
             "rows"
-        )
-    if p.dim() == 0:
-        raise ValueError(
-            f"parameter '{name}' is a scalar, which cannot be sharded: give it shape (1,)"
         )
     if not p.is_contiguous():
         raise NotImplementedError(

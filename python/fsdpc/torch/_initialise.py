@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fsdpc import _core
-from fsdpc.sharding import check_agreement
+from fsdpc._shard import check_agreement
 from fsdpc.torch._recipe import values_of
 from fsdpc.torch._unit import UnitState, full_value, states_of
 
@@ -93,16 +93,16 @@ def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
     ]
     if not state.recipe.synced:
         lines = [
-            f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {_checksum(full):08x}"
+            f"{state.names[i]} {tuple(full.shape)} {full.dtype} crc32c {checksum(full):08x}"
             for i, full in found
         ]
-        replicate = state.comms[1] if len(state.comms) > 1 else None
-        check_agreement([state.unit.name, *lines], state.comms[0], replicate, CURE)
+        check_agreement([state.unit.name, *lines], state.comms, CURE)
     for i, full in found:
         values = values_of(full, state.comms, state.recipe.synced)
         state.unit.write(i, values)
         state.trust(i)
 
 
-def _checksum(full: torch.Tensor) -> int:
+def checksum(full: torch.Tensor) -> int:
+    """Return the checksum of a value's bytes, wherever it is."""
     return _core.crc32c(0, full.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy())

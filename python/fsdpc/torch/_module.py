@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdpc import _core, fsdp_module
-from fsdpc.sharding import _check_reshard, _mesh_comms, check_agreement
-from fsdpc.strategies import apply_strategy, strategy_name
+from fsdpc import _shard, fsdp_module
+from fsdpc.fsdp_module import UnshardHandle
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
     check_apart,
-    check_list,
     check_module,
     check_offload,
     check_parameter,
-    check_params,
     check_place,
     check_policy,
     check_whole,
@@ -30,32 +28,10 @@ from fsdpc.torch._checks import (
 from fsdpc.torch._late import watch
 from fsdpc.torch._mesh import as_mesh
 from fsdpc.torch._plan import groups_of
-from fsdpc.torch._recipe import (
-    Found,
-    Inside,
-    Recipe,
-    outside_units,
-    readers_of,
-    values_of,
-    widened,
-)
+from fsdpc.torch._recipe import Recipe, readers_of, values_of, widened
 from fsdpc.torch._unit import Root, UnitState, make_root
 from fsdpc.torch.policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, offer_parts
-
-
-class UnshardHandle:
-    """A gather under way; :meth:`wait` ends it and shows the parameters."""
-
-    def __init__(self, state: UnitState) -> None:
-        self._state: UnitState | None = state
-
-    def wait(self) -> None:
-        """Wait until the parameters can be read."""
-        if self._state is not None:
-            self._state.unit.unshard_wait()
-            self._state.door.hold(True)
-            self._state = None
 
 
 class FSDPModule(fsdp_module.FSDPModule):
@@ -63,10 +39,18 @@ class FSDPModule(fsdp_module.FSDPModule):
 
     _fsdpc_state: UnitState
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module of the class: ``model[:2]`` of a sharded Sequential is one."""
+        ours = fsdp_module.FSDPModule
+        plain = next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ours))
+        return plain(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+    _fsdpc_run = _forward.run
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; collective.
 
         They stay until :meth:`reshard`, or until the unit's next forward or backward gives them up.
@@ -76,16 +60,23 @@ class FSDPModule(fsdp_module.FSDPModule):
         async_op : bool, default False
             Return at once with a handle whose ``wait()`` ends the gather.
         """
+        return super().unshard(async_op)
+
+    def _fsdpc_join(self) -> None:
         _root_of(self)
+
+    def _fsdpc_gather(self) -> Callable[[], None]:
+        unit, door = self._fsdpc_unit, self._fsdpc_state.door
         _device.join()
-        self._fsdpc_state.door.follow_root()
-        self._fsdpc_unit.unshard()
-        self._fsdpc_state.door.pin()
-        handle = UnshardHandle(self._fsdpc_state)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        door.follow_root()
+        unit.unshard()
+        door.pin()
+
+        def end() -> None:
+            unit.unshard_wait()
+            door.hold(True)
+
+        return end
 
     def reshard(self) -> None:
         """Give up the parameters that :meth:`unshard` gathered."""
@@ -111,11 +102,6 @@ class FSDPModule(fsdp_module.FSDPModule):
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.root.reset()
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the end of backward waits for reductions; pass False between micro-steps."""
-        _root_of(self)
-        super().set_is_last_backward(is_last_backward)
-
     def set_modules_to_forward_prefetch(self, modules: Any) -> None:
         """Name the modules to gather while this one's forward computes, instead of the record's."""
         self._when_rooted(lambda: self._set_ahead(False, modules), modules)
@@ -127,20 +113,13 @@ class FSDPModule(fsdp_module.FSDPModule):
     def _when_rooted(self, action: Callable[[], None], modules: Any) -> None:
         for m in modules:
             if not isinstance(m, FSDPModule):
-                raise ValueError(f"{type(m).__name__} is not sharded, so it is not gathered")
+                raise _shard.ShardedError(
+                    f"{type(m).__name__} is not sharded, so it is not gathered"
+                )
         if self._fsdpc_state.root is not None:
             action()
         else:
             self._fsdpc_state.when_rooted.append(action)
-
-    def set_prefetch_distance(self, distance: int) -> None:
-        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first.
-
-        Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
-        they gather no further ahead than they have memory for.
-        """
-        self._want_prefetch(distance)
-        _root_of(self)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``; FSDP2's older name."""
@@ -236,9 +215,6 @@ class FSDPModule(fsdp_module.FSDPModule):
             Take over the tensors' dtypes: refused by the copy if they differ.
         """
         return module_load_state_dict(self, state_dict, strict, assign)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise AssertionError("a sharded module cannot be copied: copy it before fully_shard()")
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` on every module inside; it sees full parameters; collective.
@@ -349,79 +325,65 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    modules = _shard.as_modules(
+        module, nn.Module, "a torch.nn.Module", "for fsdpc.nn modules use fsdpc.fully_shard"
+    )
     for m in modules:
-        check_module(m, FSDPModule)
-    check_list(modules)
+        check_module(m)
     check_place(modules)
     mp_policy = mp_policy or MixedPrecisionPolicy()
     check_policy(mp_policy)
-    ignored_params = check_params("ignored_params", ignored_params)
-    whole_params = check_params("whole_params", whole_params)
+    ignored = _shard.as_params("ignored_params", ignored_params, torch.Tensor)
+    whole = _shard.as_params("whole_params", whole_params, torch.Tensor)
     if plan is not None:
-        _shard_by_plan(
-            modules,
-            plan,
-            {
-                "mesh": mesh,
-                "reshard_after_forward": reshard_after_forward,
-                "mp_policy": mp_policy,
-                "ignored_params": ignored_params,
-                "strategy": strategy,
-                "sync_module_states": sync_module_states,
-                "shard_placement_fn": shard_placement_fn,
-                "offload_policy": offload_policy,
-                "master_dtype": master_dtype,
-                "whole_params": whole_params,
-            },
-        )
-    ignored = {id(p) for p in ignored_params}
-    inside = _inside_of(modules)
-    found = _collect(inside, modules, ignored, shard_placement_fn)
+        options = {
+            "mesh": mesh,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": mp_policy,
+            "ignored_params": ignored,
+            "strategy": strategy,
+            "sync_module_states": sync_module_states,
+            "shard_placement_fn": shard_placement_fn,
+            "offload_policy": offload_policy,
+            "master_dtype": master_dtype,
+            "whole_params": whole,
+        }
+        _shard.shard_by_plan(groups_of(modules, plan), options, fully_shard)
+    inside = _shard.inside_of(modules)
+    check = partial(check_parameter, modules=modules, placement=shard_placement_fn)
+    found = _shard.collect(inside, ignored, check)
     named = [(name, p) for name, p, _ in found]
     check_apart(named)
-    check_whole(whole_params, named, type(modules[0]).__name__)
+    check_whole(whole, named, type(modules[0]).__name__)
     _device.choose(named, getattr(mesh, "device_type", None))
     check_offload(offload_policy)
-    mesh, reshard_after_forward, keep_grads = apply_strategy(
-        strategy, as_mesh(mesh), reshard_after_forward
-    )
-    comms = [c for c in _mesh_comms(mesh, mesh.comm(0)) if c is not None]
+    where = _shard.place(as_mesh(mesh), strategy, reshard_after_forward)
     dtypes, policy = widened(found, mp_policy, master_dtype)
-    _agree(
-        modules,
-        found,
-        comms,
-        f"{policy} mesh {[c.size for c in comms]} reshard_after_forward={reshard_after_forward}",
-        sync_module_states,
-    )
-    whole = {id(p) for p in whole_params}
-    reshard = _check_reshard(reshard_after_forward, comms[0].size)
-    replicas = comms[1].size if len(comms) > 1 else 1
+    title = "+".join(type(m).__name__ for m in modules)
+    lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
+    _shard.check_agreement([title, *lines, f"{policy}, {where}"], where.comms, _initialise.CURE)
+    kept = {id(p) for p in whole}
     recipe = Recipe(
-        name="+".join(type(m).__name__ for m in modules),
+        name=title,
         modules=modules,
-        names=[name for name, _, _ in found],
-        shapes=[p.shape for _, p, _ in found],
-        comms=comms,
+        names=[name for name, _ in named],
+        shapes=[p.shape for _, p in named],
+        where=where,
         policy=policy,
-        whole=frozenset(i for i, (_, p, _) in enumerate(found) if id(p) in whole),
-        reshard_after_forward=reshard,
-        keep_grads=keep_grads,
+        whole=frozenset(i for i, (_, p) in enumerate(named) if id(p) in kept),
         synced=sync_module_states,
-        strategy=strategy_name(strategy, replicas, comms[0].size, reshard),
     )
     with torch.inference_mode(False):  # pieces are to be trained, whoever shards
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))
-    for i, (_, p, _) in enumerate(found):
+    for i, (_, p) in enumerate(named):
         if not p.is_meta:
-            state.unit.write(i, values_of(p, comms, sync_module_states))
+            state.unit.write(i, values_of(p, where.comms, sync_module_states))
     mark_replaced(named, state)
     for m in modules:
         m.__dict__["_fsdpc_state"] = state
         m.__dict__["_fsdpc_unit"] = state.unit
-        m.__class__ = _sharded_class(type(m))
-    fsdp_module.enclose(modules)
+        m.__class__ = _shard.sharded_class(FSDPModule, type(m))
+    _shard.enclose(modules)
     if hasattr(offload_policy, "pin_memory"):
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)
@@ -431,11 +393,10 @@ def fully_shard(
     return module
 
 
-def _shard_by_plan(modules: list[nn.Module], plan: Any, options: dict[str, Any]) -> None:
-    for outer in modules:
-        for inner, own in groups_of(outer, plan):
-            if not any(isinstance(m, FSDPModule) for m in inner):
-                fully_shard(inner if len(inner) > 1 else inner[0], **{**options, **own})
+def _value(p: nn.Parameter, synced: bool) -> str:
+    if p.is_meta:
+        return "deferred"
+    return "" if synced else f"crc32c {_initialise.checksum(p):08x}"
 
 
 def _state_of(module: nn.Module) -> UnitState | None:
@@ -444,90 +405,3 @@ def _state_of(module: nn.Module) -> UnitState | None:
 
 
 fully_shard.state = _state_of  # type: ignore[attr-defined]
-
-_classes: dict[type, type] = {}
-
-
-def _new_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Make a module of the class that was sharded: ``model[:2]`` of a Sequential is a plain one."""
-    ours = fsdp_module.FSDPModule
-    plain = next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ours))
-    return plain(*args, **kwargs)
-
-
-def _sharded_class(cls: type) -> type:
-    if cls not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": _new_plain}
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), names)
-    return _classes[cls]
-
-
-def _inside_of(modules: list[nn.Module]) -> Inside:
-    """The modules of a unit that is to be; those of inner units are not among them."""
-    seen: set[int] = set()
-    many = len(modules) > 1
-    return [
-        each
-        for n, top in enumerate(modules)
-        for each in outside_units(top, f"{n}." if many else "", seen)
-    ]
-
-
-def _collect(
-    inside: Inside,
-    modules: list[nn.Module],
-    ignored: set[int],
-    placement: Callable[[nn.Parameter], Any] | None,
-) -> Found:
-    found: dict[int, tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]] = {}
-    for path, owner in inside:
-        for name, p in owner._parameters.items():
-            if p is None or id(p) in ignored:
-                continue
-            if id(p) not in found:
-                check_parameter(path + name, p, modules, placement)
-                found[id(p)] = (path + name, p, [])
-            found[id(p)][2].append((owner._parameters, name))
-    return list(found.values())
-
-
-def _bytes(p: nn.Parameter) -> Any:
-    return p.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-
-
-def _agree(
-    modules: list[nn.Module], found: Found, comms: list[_core.Comm], options: str, sync: bool
-) -> None:
-    lines = [type(m).__name__ for m in modules]
-    for name, p, _ in found:
-        value = "deferred"
-        if not p.is_meta:
-            value = "" if sync else f"crc32c {_core.crc32c(0, _bytes(p)):08x}"
-        lines.append(
-            f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad} {value}".rstrip()
-        )
-    replicate = comms[1] if len(comms) > 1 else None
-    check_agreement([*lines, options], comms[0], replicate, _initialise.CURE)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a module gather its parameters as forward does.
-
-    Parameters
-    ----------
-    module : nn.Module
-        Left as it is unless sharded.
-    method_name : str
-        Of a method that reads parameters.
-    """
-    if not isinstance(module, FSDPModule):
-        return
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module).__name__} has no method '{method_name}'")
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _forward.run(self, method, args, kwargs)
-
-    wrapped.__name__ = method_name
-    object.__setattr__(module, method_name, wrapped.__get__(module))

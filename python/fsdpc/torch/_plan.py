@@ -9,11 +9,13 @@ with what no pattern names is left to the module around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+
+from fsdpc.wrap import units_by
 
 STYLES: dict[str, dict[str, Any]] = {
     "free_full_weight": {"reshard_after_forward": True},
@@ -23,13 +25,13 @@ STYLES: dict[str, dict[str, Any]] = {
 Group = tuple[list[nn.Module], dict[str, Any]]
 
 
-def groups_of(module: nn.Module, plan: Any) -> list[Group]:
+def groups_of(modules: list[nn.Module], plan: Any) -> list[Group]:
     """Return (modules of a unit, its options), inner units first.
 
     Parameters
     ----------
-    module : nn.Module
-        Itself not part of it.
+    modules : list of nn.Module
+        Not part of it themselves.
     plan : callable or mapping
 
     Raises
@@ -38,25 +40,14 @@ def groups_of(module: nn.Module, plan: Any) -> list[Group]:
         A value is no option, or no pattern fits any module.
     """
     if callable(plan):
-        return _by_function(module, plan)
-    return _tied_together(module, _by_patterns(module, plan))
-
-
-def _inner_first(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, m) for name, m in reversed(list(module.named_modules())) if name]
-
-
-def _by_function(
-    module: nn.Module, plan: Callable[[str, nn.Module], dict[str, Any] | None]
-) -> list[Group]:
-    answers = ((m, plan(name, m)) for name, m in _inner_first(module))
-    return [([m], own) for m, own in answers if own is not None]
+        return units_by(plan, modules)
+    return [g for m in modules for g in _tied_together(m, _by_patterns(m, plan))]
 
 
 def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
     found: list[Group] = []
     units: dict[tuple[str, ...], Group] = {}
-    for name, m in _inner_first(module):
+    for name, m in reversed(list(module.named_modules())[1:]):
         for key, value in plan.items():
             patterns = key if isinstance(key, tuple) else (key,)
             if not any(_fits(name.split("."), pattern.split(".")) for pattern in patterns):

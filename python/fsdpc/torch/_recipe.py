@@ -5,21 +5,15 @@ It lives as long as the unit and so keeps no parameter: those are full, and have
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdpc import _core, distributed
+from fsdpc._shard import Found, Inside, Placement
 from fsdpc.torch import _device
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
-
-#: Of every parameter: its name, itself, and (dictionary, key) of all places where it stands.
-Found = list[tuple[str, nn.Parameter, list[tuple[dict[str, Any], str]]]]
-#: (path with a dot at its end, module) of those that belong to a unit.
-Inside = list[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +28,22 @@ class Recipe:
         What was handed to one ``fully_shard``.
     names : list of str
     shapes : list of torch.Size
-    comms : list of Comm
-        [shard] or [shard, replicate].
+    where : Placement
     policy : MixedPrecisionPolicy
     whole : frozenset of int
         Parameters that are not cut.
-    reshard_after_forward : bool, optional
-    keep_grads : bool
-        A reduce buffer of its own.
     synced : bool
         Rank 0's initial values are taken.
-    strategy : str
-        Its name, for people alone.
     """
 
     name: str
     modules: list[nn.Module]
     names: list[str]
     shapes: list[torch.Size]
-    comms: list[_core.Comm]
+    where: Placement
     policy: MixedPrecisionPolicy
     whole: frozenset[int]
-    reshard_after_forward: bool | None
-    keep_grads: bool
     synced: bool
-    strategy: str
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Return a unit whose parameters have these dtypes, and no values yet."""
@@ -69,12 +54,12 @@ class Recipe:
                 _core.empty_deferred(tuple(shape), core_dtype(dtype))
                 for shape, dtype in zip(self.shapes, dtypes, strict=True)
             ],
-            self.comms[0],
-            self.comms[1] if len(self.comms) > 1 else None,
+            self.where.comms[0],
+            self.where.replicate,
             param_dtype=core_dtype(self.policy.param_dtype),
             reduce_dtype=core_dtype(self.policy.reduce_dtype),
-            reshard_after_forward=self.reshard_after_forward,
-            keep_grads=self.keep_grads,
+            reshard_after_forward=self.where.reshard_after_forward,
+            keep_grads=self.where.keep_grads,
             deterministic=distributed.is_deterministic(),
             modules=len(self.modules),
             whole=sorted(self.whole),
@@ -115,15 +100,6 @@ def values_of(p: torch.Tensor, comms: list[_core.Comm], synced: bool) -> _core.T
     for comm in reversed(comms):
         comm.broadcast(values, 0)
     return values
-
-
-def outside_units(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of a module and of those inside that no inner unit has."""
-    seen.add(id(module))
-    yield path, module
-    for name, child in module.named_children():
-        if "_fsdpc_state" not in child.__dict__ and id(child) not in seen:
-            yield from outside_units(child, f"{path}{name}.", seen)
 
 
 def readers_of(params: Found, inside: Inside, modules: list[nn.Module]) -> Inside:

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from fsdpc import _core
-from fsdpc.fsdp_module import outermost
+from fsdpc._shard import Found, Inside, enclosing, name_units, outermost, sharded_modules
 from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import offer_copies
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad
-from fsdpc.torch._recipe import Found, Inside, Recipe
+from fsdpc.torch._recipe import Recipe
 from fsdpc.torch._rows import refuse_checkpoint
 from fsdpc.torch.kernels import target
 
@@ -91,7 +91,7 @@ class UnitState:
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
     ) -> None:
         self.recipe, self.modules = recipe, recipe.modules
-        self.policy, self.comms, self.whole = recipe.policy, recipe.comms, recipe.whole
+        self.policy, self.comms, self.whole = recipe.policy, recipe.where.comms, recipe.whole
         self.root: Root | None = None
         self.summoned = False  # parameters stand on private full copies
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step the unit itself
@@ -383,13 +383,6 @@ def _run_hooks(state: UnitState) -> None:
                 hook(piece)
 
 
-def sharded_modules(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of all sharded modules inside, itself included, outermost first."""
-    for name, m in module.named_modules():
-        if "_fsdpc_state" in m.__dict__:
-            yield name, m
-
-
 def states_of(module: nn.Module) -> list[UnitState]:
     """Return the states of all units inside, each once."""
     states = (m._fsdpc_state for _, m in sharded_modules(module))
@@ -399,13 +392,8 @@ def states_of(module: nn.Module) -> list[UnitState]:
 def make_root(module: nn.Module) -> Root:
     """Join all units of the outermost module around this one; collective."""
     module = outermost(module)
-    states: dict[int, UnitState] = {}
-    for name, m in sharded_modules(module):
-        state = m._fsdpc_state
-        if id(state) not in states and name:
-            state.unit.name = name
-        states[id(state)] = state
-    ordered = list(states.values())
+    name_units(module)
+    ordered = states_of(module)
     for state in ordered:
         if not state.summoned:
             state.check_slots()
@@ -425,7 +413,8 @@ def make_root(module: nn.Module) -> Root:
                 )
     _device.join()
     check_drawn(ordered)
-    _core.make_root([s.unit for s in ordered], [_encloses(s) for s in ordered])
+    encloses = enclosing(module)
+    _core.make_root(list(encloses), list(encloses.values()))
     root = Root(ordered)
     for state in ordered:
         state.bind(root)
@@ -434,11 +423,6 @@ def make_root(module: nn.Module) -> Root:
             action()
         state.when_rooted.clear()
     return root
-
-
-def _encloses(state: UnitState) -> bool:
-    own = set(map(id, state.modules))
-    return any(id(m) not in own for top in state.modules for _, m in sharded_modules(top))
 
 
 def gradient_units(params: list[Any]) -> tuple[list[UnitState], list[Any]]:

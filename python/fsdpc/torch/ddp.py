@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdpc.torch.fsdp1 import FullyShardedDataParallel, _fsdp1_class
+from fsdpc._shard import sharded_class
+from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 
 #: What torch's takes besides, and what means nothing here.
 _ACCEPTED = frozenset({
@@ -75,5 +76,5 @@ class DistributedDataParallel(FullyShardedDataParallel):
             sync_module_states=True,
             device_mesh=device_mesh,
         )
-        ours.__class__ = _fsdp1_class(ours.__dict__["_fsdp1_plain"], cls)
+        ours.__class__ = sharded_class(cls, ours.__dict__["_fsdp1_plain"], cls.__name__)
         return ours

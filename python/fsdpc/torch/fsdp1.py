@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from fsdpc import _core
+from fsdpc._shard import is_sharded, outside_units, sharded_class
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
-from fsdpc.torch._module import FSDPModule, _sharded_class, fully_shard
-from fsdpc.torch._recipe import outside_units
+from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.fsdp1_options import (
     BackwardPrefetch,
@@ -393,22 +393,12 @@ def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
 
 def _without_class(module: Any) -> Any:
     """The same module, without FSDP1's class: loops that unwrap ``.module`` come to an end."""
-    face = object.__new__(_sharded_class(module.__dict__["_fsdp1_plain"]))
+    face = object.__new__(sharded_class(FSDPModule, module.__dict__["_fsdp1_plain"]))
     face.__dict__ = module.__dict__
     return face
 
 
 # ---- sharding ----
-
-_classes: dict[tuple[type, type], type] = {}
-
-
-def _fsdp1_class(cls: type, kind: type = FullyShardedDataParallel) -> type:
-    if (cls, kind) not in _classes:
-        names = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls, kind] = type(f"{kind.__name__}{cls.__name__}", (kind, cls), names)
-    return _classes[cls, kind]
-
 
 def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
     """Make units of the submodules that a policy names; batch norms keep their dtype."""
@@ -418,7 +408,7 @@ def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> No
         classes = tuple(getattr(precision, "_module_classes_to_ignore", ()))
         for m in module.modules():
             own = [p for p in m.parameters() if not any(p is q for q in ignored)]
-            if isinstance(m, classes) and own and m is not module and not _is_sharded(m):
+            if isinstance(m, classes) and own and m is not module and not is_sharded(m):
                 keep = MixedPrecisionPolicy(own[0].dtype, None, precision.param_dtype)
                 _shard(m, **{**options, "mixed_precision": None}, policy=keep)
 
@@ -451,7 +441,7 @@ def _shard(
     if getattr(precision, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
     mesh, strategy = _mesh(sharding_strategy, process_group, device_mesh)
-    own = [] if _is_sharded(module) else [m for _, m in outside_units(module, "", set())]
+    own = [] if is_sharded(module) else [m for _, m in outside_units(module, "", set())]
     for m in own:
         _materialize(m, param_init_fn)
     if precision.buffer_dtype is not None:
@@ -469,17 +459,14 @@ def _shard(
     )  # fmt: skip
     module.__dict__["_fsdp1_plain"] = plain
     module.__dict__["_fsdp1_settings"] = StateDictSettings()
-    module.__class__ = _fsdp1_class(plain)
+    kind = FullyShardedDataParallel
+    module.__class__ = sharded_class(kind, plain, kind.__name__)
     if sync_module_states:
         for m in own:
             for buffer in m._buffers.values():
                 if buffer is not None and buffer.numel():
                     for comm in reversed(module._fsdpc_state.comms):  # type: ignore[union-attr]
                         _take_rank_0(buffer, comm)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def _move(module: nn.Module, device_id: Any) -> None:
