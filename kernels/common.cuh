@@ -1,8 +1,8 @@
 /* What every kernel file begins with: launching, geometry and errors.
  *
  * FSDPC_LAUNCH hides the <<<>>> syntax, so that tests/emu can compile the same source for the CPU.
- * A launcher ends in `return launched("name")`, which asks for the launch's own error only: what
- * goes wrong while a kernel runs shows at the next sync.
+ * A launcher ends in `return launched("name")`, which asks for the launch's own error only: errors
+ * of a running kernel show at the next sync.
  */
 #ifndef FSDPC_KERNELS_COMMON_CUH
 #define FSDPC_KERNELS_COMMON_CUH

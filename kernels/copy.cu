@@ -41,7 +41,7 @@ __device__ __forceinline__ any_value any_load(const void *base, size_t i, fsdpc_
     }
 }
 
-/* Truncates; what does not fit becomes the nearest that does, NaN becomes 0. */
+/* Truncates; values out of range become the nearest limit, NaN becomes 0. */
 __device__ __forceinline__ long long truncate(double x, double low, double high)
 {
     if (!(x > low))

@@ -3,7 +3,7 @@
  * An operation is a struct of plain values with an enum WIDTH and
  *     template <int N> __device__ void run(size_t i) const;
  * which handles elements i .. i + N - 1, N being WIDTH or 1.  It must do the same to an element
- * either way: what is a vector and what is an edge depends on addresses, and no result may.
+ * either way: the division into vectors and edges depends on addresses, and no result may.
  *
  * What each thread should read once, ahead of the loop, an operation returns from
  *     __device__ K begin() const;

@@ -27,7 +27,7 @@ template <int N, typename T> struct tree_leaves {
     }
 };
 
-/* Sources FIRST .. of a subtree 2^LEVEL wide; what is missing on the right is left out. */
+/* Sources FIRST .. of a subtree 2^LEVEL wide; missing nodes on the right are left out. */
 template <int LEVEL, int FIRST, int N, typename T> struct subtree {
     static __device__ __forceinline__ vec<wide<T>, N> sum(const tree_leaves<N, T> &leaves, int n)
     {

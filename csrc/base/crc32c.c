@@ -11,10 +11,10 @@
  *
  * The instruction takes 8 bytes a cycle; memory delivers more.  Where carry-less products of 512
  * bits are there, sixteen lanes of 128 bits hold 256 bytes whose remainder is that of all bytes so
- * far: a step multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes. What
- * the lanes hold in the end goes through the SSE4.2 form as if it were data.  (The folding of
- * Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009; 11.8
- * GB/s become 64 from the cache on a Zen 5 core.)
+ * far: a step multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The
+ * final content of the lanes goes through the SSE4.2 form like data.  (The folding of Gopal et al.,
+ * "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009; 11.8 GB/s become 64
+ * from the cache on a Zen 5 core.)
  *
  * The portable form reads eight bytes a step through eight tables ("slicing by 8", Kounavis & Berry
  * 2005).  The tables live on the stack of the call and cost some 2 us to make, so short inputs go
@@ -158,7 +158,7 @@ TARGET_SSE42 static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *dat
 
 enum { FOLD_BYTES = 256, FOLD_FROM_BYTES = 1024 };
 
-/* What moves a lane 2048 bits on.  Its low half, whose powers are the higher, is multiplied by
+/* Moves a lane 2048 bits on.  Its low half, whose powers are the higher, is multiplied by
  * x^(2048 + 32), its high half by x^(2048 - 32), both mod P; the 32 are the place of a constant of
  * 32 bits in its 64, and the numbers are shifted by one as products of reflected numbers are. */
 #define FOLD_LOW 0xdcb17aa4

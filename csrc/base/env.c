@@ -117,7 +117,7 @@ static fsdpc_status parse_flag(const char *variable, const char *value, double l
     return FSDPC_OK;
 }
 
-/* Which texts make sense is known to whoever reads the field (fsdpc_isa_parse). */
+/* The reader of the field knows which texts are valid (fsdpc_isa_parse). */
 static fsdpc_status parse_text(const char *variable, const char *value, double lowest,
                                double highest, const char **out)
 {

@@ -1,8 +1,8 @@
 /* One line, formatted on the stack, handed on in one piece.
  *
  * Nothing is allocated and no lock is taken: a write of at most PIPE_BUF (4096) bytes to a pipe is
- * atomic, which is what keeps ranks that share a launcher's pipe from mixing their lines.  What
- * stderr does not take is dropped; a log that fails must not fail the program.
+ * atomic, which is what keeps ranks that share a launcher's pipe from mixing their lines.  Bytes
+ * that stderr does not take are dropped; a log that fails must not fail the program.
  */
 #include "base/log.h"
 

@@ -10,7 +10,7 @@
  * dumps (a dying rank with a hundred GB must not write them); the slack of such a class is never
  * touched and so costs address space only.
  *
- * What is counted is not the class but the bytes asked for, rounded up to 64: that is the number
+ * The count is not of the class but of the requested bytes, rounded up to 64: that is the number
  * memory_plan() can compute without knowing classes.  One mutex guards lists and counts.
  *
  * Under AddressSanitizer cached blocks and the slack behind a block are poisoned, so use after free

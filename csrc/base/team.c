@@ -10,10 +10,11 @@
  * sleep on a futex; with more threads than cores they sleep at once.  The caller, out of parts,
  * spins the same way before it sleeps on `done`.
  *
- * `running` admits one run; whoever finds it taken (a nested call, another thread) does its parts
- * inline.  A forked child has no workers, which costs it nothing but speed: the caller never waits
- * for anyone who took nothing, and if the fork fell into another thread's run, `running` stays set
- * in the child and everything there is inline.  Only destroy must know whose the threads are.
+ * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
+ * parts inline.  A forked child has no workers, which costs it nothing but speed: the caller never
+ * waits for anyone who took nothing, and if the fork fell into another thread's run, `running`
+ * stays set in the child and everything there is inline.  Only destroy must know whose the threads
+ * are.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
  * while the next run writes them.  What it read is used only if its compare-and-swap then succeeds,
@@ -79,7 +80,7 @@ static bool spin_until_changed(const fsdpc_team *team, _Atomic uint32_t *word, u
     int64_t begin = 0;
     for (;;) {
         for (int i = 0; i < SPINS_PER_LOOK; i++) {
-            /* pairs with the release of whoever changed the word */
+            /* pairs with the release of the thread that changed the word */
             if (atomic_load_explicit(word, memory_order_acquire) != old)
                 return true;
             fsdpc_cpu_relax();

@@ -1,8 +1,8 @@
 /* Moving pieces of tensors between memory and files.
  *
  * A piece is a run of elements of one tensor: what one rank holds of it.  It has a place in memory
- * and a place in a file, each with a dtype.  Whoever joins the engine to this folder makes pieces;
- * nothing here knows of layouts, units or ranks.
+ * and a place in a file, each with a dtype.  csrc/py makes pieces; nothing here knows of layouts,
+ * units or ranks.
  *
  * Checksums.  CRC-32C is linear: the CRC of a tensor is the exclusive or, over its pieces, of the
  * piece's CRC moved over the bytes behind it.  So each rank gives one word per tensor, its
@@ -25,7 +25,7 @@ typedef struct fsdpc_ckpt_file {
     uint64_t bytes;
     const void *header; /* what it begins with, written by its creator; may be all of it */
     size_t header_bytes;
-    int creator; /* rank; what rank 0 did not create only its creator writes */
+    int creator; /* rank; a file of another rank is written by its creator only */
 } fsdpc_ckpt_file;
 
 typedef struct fsdpc_ckpt_piece {

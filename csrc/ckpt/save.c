@@ -163,7 +163,7 @@ fsdpc_status fsdpc_ckpt_save(const fsdpc_ckpt_plan *plan)
     status = commit(plan, crcs);
     FSDPC_TRY_GOTO(status, fsdpc_ckpt_agree(plan, status), remove);
     free(crcs);
-    if (plan->rank == 0 && plan->overwrite) /* what stays of the old one, the next save removes */
+    if (plan->rank == 0 && plan->overwrite) /* the next save removes the rest of the old one */
         (void)fsdpc_fs_remove_tree(&plan->fs, plan->temp);
     return FSDPC_OK;
 

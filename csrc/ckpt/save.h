@@ -16,8 +16,8 @@
  *
  * One save of a folder at a time, over all processes: the caller sees to that.
  *
- * What a killed save leaves behind is a temporary folder, which the next save of the same name, or
- * whoever manages the folder above, removes.
+ * A killed save leaves a temporary folder.  The next save of the same name removes it, or the
+ * manager of the folder above.
  *
  * Ranks agree through one function, an all-gather of a few bytes; it is the only thing that can
  * wait for others.  The save holds nothing of Python and may run on any thread.

@@ -1,7 +1,7 @@
 /* The copy that a save on a thread is made from.
  *
  * Pieces move to memory of the save, as they will stand in the file, and from then on name that
- * memory; whoever owns the originals may write them as soon as the copy is done.  The copy is the
+ * memory; the owner of the originals may write them as soon as the copy is done.  The copy is the
  * only time that such a save takes from its caller, so it goes past the caches: nobody reads it
  * soon, and a store that need not fetch its line first saves a third of the traffic.
  */

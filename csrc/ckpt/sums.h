@@ -1,7 +1,7 @@
 /* Checksums of what files hold, by several threads, without keeping any of it.
  *
  * A run of bytes is read in spans that threads take in turn.  CRC-32C is linear, so each span gives
- * its contribution whoever took it and whenever: pieces.h says how contributions join.
+ * its contribution on any thread and at any time: pieces.h says how contributions join.
  */
 #ifndef FSDPC_CKPT_SUMS_H
 #define FSDPC_CKPT_SUMS_H

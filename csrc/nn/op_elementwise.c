@@ -4,8 +4,8 @@
  * rules among floats: equal dtypes stay, bf16 with fp16 gives fp32, else the wider; a float beside
  * an integer gives the float; Python scalars change nothing but integer tensors.
  *
- * What a backward needs is its input or its output, whichever is cheaper to keep (the output, where
- * it is kept anyway by what follows); a binary operation keeps only what the wanted sides need.
+ * A backward needs its input or its output, whichever is cheaper to keep (the output, where it is
+ * kept anyway by what follows); a binary operation keeps only what the wanted sides need.
  */
 #include "nn/op.h"
 

@@ -10,9 +10,9 @@
  * a linear layer passes back to its input, if that is gelu's result, is at once multiplied by
  * gelu's slope.  On the tape the two stay what they are: linear_gelu records a linear node and a
  * gelu node, and a linear layer that finds it is the only user of a gelu node does that node's
- * backward with its own and hands the gradient to the node before.  So whoever else looks at what
- * lies between (a hook, a second use) gets it, by the separate way; and the bits are those of
- * gelu(linear(x)) wherever the kernel makes one of two.
+ * backward with its own and hands the gradient to the node before.  So any other reader of the
+ * intermediate tensor (a hook, a second use) gets it, by separate operations; and the bits are
+ * those of gelu(linear(x)) wherever the kernel makes one of two.
  */
 #include "nn/op.h"
 

@@ -1,4 +1,5 @@
-/* Shapes: what only renames (reshape) shares memory, what moves elements is one strided copy.
+/* Shapes: an operation that only renames (reshape) shares memory; one that moves elements is a
+ * strided copy.
  *
  * The copy kernel walks a box with one stride per dimension on either side, so a permutation
  * permutes strides, an expansion sets them to zero, and a slice offsets the pointer.  The backward

@@ -69,7 +69,7 @@ struct fsdpc_tape {
     /* In the device's memory, for captured steps; NULL before the first dropout, and where there
      * are no graphs. */
     struct fsdpc_dropout_key *dropout_key;
-    uint64_t recomputing; /* what is run again was run first when next_number had come so far */
+    uint64_t recomputing; /* next_number when the running recomputation ran first */
 
     /* of the running backward */
     pthread_t backward_thread;

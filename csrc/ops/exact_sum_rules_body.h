@@ -11,8 +11,8 @@
  * integer times 2^-1074, the smallest subnormal, so a sum of fewer than 54 bits is exact and its
  * bit pattern is the integer itself; there is no special case for subnormals.
  *
- * Written once for processor and GPU: who includes it defines RULE as what stands before a
- * function, after ops/exact_sum.h and math.h.
+ * Written once for processor and GPU: the includer defines RULE, which is put before each function,
+ * after ops/exact_sum.h and math.h.
  */
 
 RULE void exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other)

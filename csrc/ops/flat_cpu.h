@@ -2,7 +2,7 @@
  *
  * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
  * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
- * table.  What needs no vectors is compiled once and shared by all tables.
+ * table.  Functions without vectors are compiled once and shared by all tables.
  */
 #ifndef FSDPC_OPS_FLAT_CPU_H
 #define FSDPC_OPS_FLAT_CPU_H

@@ -1,5 +1,5 @@
-/* What becomes of norms (ops/flat_norm.h), by one thread; written once for processor and GPU: who
- * includes it defines RULE as what stands before a function, behind exact_sum_rules_body.h.
+/* Rules of norms (ops/flat_norm.h), by one thread; written once for processor and GPU: the includer
+ * defines RULE, which is put before each function, behind exact_sum_rules_body.h.
  *
  * Scaling afterwards is what lets a gradient keep a factor pending, unread: a power of two moves
  * the exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements

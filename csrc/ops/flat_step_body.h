@@ -1,9 +1,9 @@
 /* Optimizers' steps in one pass: gradient in, parameter and states updated, wire out.
  *
- * Included by flat_cpu_body.h after the rules.  What training does all the time has loops of its
- * own (step_run): fp32 states, fp32 or bf16 parameters, no wire or one in fp32 or bf16.  Everything
- * else goes block by block through L1 (step_blocks): what is not fp32 is widened into buffers,
- * stepped there, and written back; so a step is one pass over memory all the same.
+ * Included by flat_cpu_body.h after the rules.  The common case of training has its own loops
+ * (step_run): fp32 states, fp32 or bf16 parameters, no wire or one in fp32 or bf16.  Everything
+ * else goes block by block through L1 (step_blocks): other dtypes than fp32 are widened into
+ * buffers, stepped there, and written back; so a step is one pass over memory all the same.
  *
  * The published value is the cast of the stored (rounded) parameter, so that `equal` of wire and
  * master holds right after the step.

@@ -3,8 +3,7 @@
  * The blocking is that of GotoBLAS (Goto & van de Geijn 2008) with the roles turned so that C is
  * written along its rows.  C is cut into blocks of columns; for each, B' is packed for one pass
  * over k (a few blocks of k), to lie in L2, and each panel of A' meets the panels of B in turn,
- * block by block of k.  What a panel is and how two of them are multiplied is the path's
- * (gemm_path.h).
+ * block by block of k.  The path (gemm_path.h) defines panels and multiplies two of them.
  *
  * A' is packed first, a slab of at most SLAB_BYTES at a time; or, where the path can and A lies
  * along k, never: the first tile of a row takes A from memory and leaves its panel behind for the

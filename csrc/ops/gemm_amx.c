@@ -6,11 +6,11 @@
  * B come from L2 with the hint not to displace it (TILELOADDT1), worth a third; a longer panel
  * costs as much.  An A along k needs no packing but for its place in L1 (rows a power of two apart
  * share its sets): the first tile of a row stores the tiles of A that it loads.  Copying the next
- * panel line by line between the tiles was slower, since it displaces the panel in use; what is
- * prefetched goes to L2 for the same reason.
+ * panel line by line between the tiles was slower, since it displaces the panel in use; prefetches
+ * go to L2 for the same reason.
  *
- * What limits, measured at n = 1024 on the Xeon of benchmarks/README.md: TDPBF16PS alone reaches
- * 3170 GFLOP/s, with its loads 97 % of that on zeros and 80 % on random numbers (heat: the same
+ * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md: TDPBF16PS alone reaches 3170
+ * GFLOP/s, with its loads 97 % of that on zeros and 80 % on random numbers (heat: the same
  * instructions), with the stores of the sums after each 512 k 88 % of the rest.  Packing B takes
  * 8-13 % of the product, finishing C 2-5 %.
  *

@@ -7,11 +7,11 @@
  * L2; then the sums of one row of tiles (14 KB) wait between blocks, not those of 512 rows: 3 % at
  * n = 1024 and 2048.  A quarter more of L2 cost 4 % where A is short (256 x 768, k 2048).
  *
- * What limits, sampled on a busy machine: where rows of k are packed (dy W, dy^T x), packing B
- * takes 8-11 % of the product at n = 1024 and 2048 and packing A 7 % of dy^T x: such rows come from
- * L3 at 10 GB/s, neighbours in memory at 30.  Blocks of 384 k by 512 columns, prefetching C,
- * and prefetching the lines of the next panel to L2 while one is packed (as weave_two does)
- * changed nothing that stood out of the noise.
+ * Limits, sampled on a busy machine: where rows of k are packed (dy W, dy^T x), packing B takes
+ * 8-11 % of the product at n = 1024 and 2048 and packing A 7 % of dy^T x: such rows come from L3 at
+ * 10 GB/s, neighbours in memory at 30.  Blocks of 384 k by 512 columns, prefetching C, and
+ * prefetching the lines of the next panel to L2 while one is packed (as weave_two does) changed
+ * nothing that stood out of the noise.
  *
  * Serves bf16 and fp16 too, widened by packing.
  */

@@ -1,6 +1,6 @@
 /* A product and gelu by the kernels that there are for each: see nn_ops.h.
  *
- * What lies between the two is rounded to its dtype, so results have the bits of two calls.  Gelu
+ * The intermediate value is rounded to its dtype, so results have the bits of two calls.  Gelu
  * works in place, or from `before` where that is kept, so no memory is taken.
  */
 #include <assert.h>

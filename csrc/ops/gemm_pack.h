@@ -107,8 +107,8 @@ FSDPC_INLINE void transpose_widened(float *to, size_t width, const fsdpc_gemm_op
 
 /* Note [whole vectors].  Panels of A are 14 or 6 wide and vectors 16 or 8.  Packers store whole
  * vectors in ascending k, so that the next row overwrites what was beyond the width (the panel has
- * room after its last row).  What lies there does not matter, therefore a full panel also reads
- * whole vectors, into the lines of the next panel, as far as the operand has lines. */
+ * room after its last row).  Its content does not matter, therefore a full panel also reads whole
+ * vectors, into the lines of the next panel, as far as the operand has lines. */
 FSDPC_INLINE void pack_f32_as(float *panel, size_t width, const fsdpc_gemm_operand *from,
                               size_t first, size_t count, size_t k_first, size_t k_count,
                               fsdpc_dtype dtype)

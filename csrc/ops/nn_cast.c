@@ -52,7 +52,7 @@ void fsdpc_nn_store_f64(void *base, size_t i, fsdpc_dtype dtype, double x)
     }
 }
 
-/* Truncates; what does not fit becomes the nearest that does. */
+/* Truncates; values out of range become the nearest limit. */
 static int64_t truncate_to(double x, double low, double high)
 {
     if (!(x > low))

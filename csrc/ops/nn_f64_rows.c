@@ -1,7 +1,7 @@
 /* F64 forms of the kernels that work row by row: softmax, norms, cross entropy.
  *
  * Plain loops in double, see nn_f64.c.  Statistics that the arguments keep as fp32 (mean, rstd,
- * lse) are written for whoever reads them, but backward computes its own in double.
+ * lse) are written for other readers, but backward computes its own in double.
  */
 #include "ops/nn_internal.h"
 

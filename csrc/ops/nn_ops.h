@@ -66,7 +66,7 @@ static inline bool fsdpc_binary_compares(fsdpc_binary kind)
 }
 
 /* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR,
- * MUL_SCALAR and RSUB_SCALAR, and x alone for the others; what is not read may be NULL. */
+ * MUL_SCALAR and RSUB_SCALAR, and x alone for the others; unused arguments may be NULL. */
 typedef struct fsdpc_unary_args {
     fsdpc_unary kind;
     fsdpc_dtype dtype;

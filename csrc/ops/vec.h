@@ -11,7 +11,7 @@
  *     if (i < n)
  *         fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n - i)), n - i);
  *
- * What the operators lack is here: loads and stores with conversion, masked tails, min/max/select,
+ * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
  * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, tanh, erf.
  *
  * The bits: conversions equal the scalar twins of base/dtype.h (NaN kept, subnormals kept, nearest
