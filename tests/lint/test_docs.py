@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from .test_c_rules import ENGINE
 from .tree import ROOT, files, label
 
 DESIGN = ROOT / "docs" / "design.md"
@@ -103,6 +104,14 @@ def test_files_that_pages_name_exist(path: Path) -> None:
                                r"[\w./-]+)`", line):
             exists = (ROOT / name).exists()
             assert exists, f"{label(path)}:{number}: {name}: no such file"
+
+
+def test_the_chain_of_the_engine_is_shown() -> None:
+    text = (ROOT / "docs" / "design" / "engine.md").read_text()
+    table = text.split("| files | what they do |\n")[1].split("\n\n")[0]
+    names = [name for cell in re.findall(r"^\| (`[^|]*`) \|", table, re.M)
+             for name in re.findall(r"`(\w+)`", cell)]
+    assert names == ENGINE, "docs/design/engine.md: the table of files"
 
 
 def test_overview_is_short() -> None:
