@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,14 @@ def test_the_deepspeed_page_names_what_exists() -> None:
     assert len(own) >= 10
     for name in own:
         assert hasattr(ours, name) or hasattr(ours.FSDPModule, name), name
+
+
+def test_options_of_fsdp1_are_torchs_and_come_late() -> None:
+    for name in ("CPUOffload", "FullStateDictConfig", "MixedPrecision", "StateDictType"):
+        assert getattr(ours, name) is getattr(theirs, name)
+    assert ours.wrap.ModuleWrapPolicy is theirs.wrap.ModuleWrapPolicy
+    assert ours.size_based_auto_wrap_policy is theirs.wrap.size_based_auto_wrap_policy
+    with pytest.raises(AttributeError, match="'fsdpc.torch' has no attribute 'nothing'"):
+        ours.nothing  # noqa: B018
+    late = "import sys, fsdpc.torch; assert 'torch.distributed.fsdp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", late], check=True, timeout=120)

@@ -14,28 +14,17 @@ Importing this module imports torch; nothing else of fsdpc does.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import fsdpc.torch._version  # noqa: F401, before anything that an old torch lacks
 from fsdpc.fsdp_module import UnshardHandle, register_fsdp_forward_method
 from fsdpc.torch import _checkpoint as _checkpoint  # lets fsdpc.checkpoint know torch
-from fsdpc.torch import fully_sharded_data_parallel, optim, sharded_grad_scaler, wrap
+from fsdpc.torch import optim, sharded_grad_scaler, wrap
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
-from fsdpc.torch.fsdp1_options import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from fsdpc.torch.kernels import KernelLinear, use_kernels
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -45,7 +34,6 @@ from fsdpc.torch.state_dict import (
     set_model_state_dict,
     summon_full_params,
 )
-from fsdpc.torch.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 __all__ = [
     "BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DistributedDataParallel",
@@ -59,3 +47,13 @@ __all__ = [
     "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
     "transformer_auto_wrap_policy", "use_kernels", "wrap",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import FSDP1's options and policies, which are torch's own, when the first is used."""
+    if name not in __all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    theirs = import_module("fsdpc.torch.fully_sharded_data_parallel")
+    if name == "fully_sharded_data_parallel":
+        return theirs
+    return getattr(wrap if name.endswith("_policy") else theirs, name)

@@ -9,31 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdpc import _core
 from fsdpc._shard import is_sharded, outside_units, sharded_class
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
-from fsdpc.torch.fsdp1_options import (
-    BackwardPrefetch,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from fsdpc.torch.policies import MixedPrecisionPolicy
 from fsdpc.torch.wrap import apply_policy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import StateDictSettings
 
 
 class FullyShardedDataParallel(FSDPModule):
@@ -88,7 +79,7 @@ class FullyShardedDataParallel(FSDPModule):
         sharding_strategy: Any = None,
         cpu_offload: Any = None,
         auto_wrap_policy: Any = None,
-        backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+        backward_prefetch: Any = "BACKWARD_PRE",
         mixed_precision: Any = None,
         ignored_modules: Any = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -179,12 +170,12 @@ class FullyShardedDataParallel(FSDPModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what :meth:`state_dict_type` says; full tensors at first; collective."""
-        settings: StateDictSettings = self.__dict__["_fsdp1_settings"]
+        settings = _settings(self)
         if state_dict._Option.depth:
             return super().state_dict(*args, **kwargs)
-        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        if _keeps_rows(settings):
             return state_dict.local_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
-        if getattr(settings.state_dict_config, "rank0_only", False):
+        if _rank0_only(settings, "state_dict_config"):
             full = state_dict.get_model_state_dict(self, rank0_only=True)  # type: ignore[arg-type]
             found = kwargs.get("destination")
             found = {} if found is None else found
@@ -202,7 +193,7 @@ class FullyShardedDataParallel(FSDPModule):
         strict : bool, default True
         assign : bool, default False
         """
-        if self.__dict__["_fsdp1_settings"].state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        if _keeps_rows(_settings(self)):
             return nn.Module.load_state_dict(self, state_dict, strict)  # type: ignore[arg-type]
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -213,24 +204,26 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> StateDictSettings:
-        """Say what ``state_dict()`` returns from now on; returns what was said before."""
+        """Set what ``state_dict()`` returns from now on, and return what was set before."""
+        from torch.distributed import fsdp
+
         before = FullyShardedDataParallel.get_state_dict_type(module)
-        kind = StateDictType[state_dict_type.name]
-        if kind is StateDictType.LOCAL_STATE_DICT:
+        kind = fsdp.StateDictType[state_dict_type.name]
+        if kind is fsdp.StateDictType.LOCAL_STATE_DICT:
             raise NotImplementedError(
                 "LOCAL_STATE_DICT holds FSDP1's flat parameters, which do not exist here: "
                 "SHARDED_STATE_DICT has this rank's pieces by name"
             )
-        full = kind is StateDictType.FULL_STATE_DICT
-        own = FullStateDictConfig() if full else ShardedStateDictConfig()
-        optim = FullOptimStateDictConfig() if full else ShardedOptimStateDictConfig()
+        full = kind is fsdp.StateDictType.FULL_STATE_DICT
         for config in (state_dict_config, optim_state_dict_config):
             if config is not None and type(config).__name__.startswith("Full") != full:
                 raise ValueError(f"{type(config).__name__} does not go with {kind.name}")
             if getattr(config, "_use_dtensor", False):
                 raise NotImplementedError("_use_dtensor: pieces are plain tensors")
-        settings = StateDictSettings(
-            kind, state_dict_config or own, optim_state_dict_config or optim
+        own = fsdp.FullStateDictConfig if full else fsdp.ShardedStateDictConfig
+        optim = fsdp.FullOptimStateDictConfig if full else fsdp.ShardedOptimStateDictConfig
+        settings = fsdp.StateDictSettings(
+            kind, state_dict_config or own(), optim_state_dict_config or optim()
         )
         for m in FullyShardedDataParallel.fsdp_modules(module):
             m.__dict__["_fsdp1_settings"] = settings
@@ -239,8 +232,13 @@ class FullyShardedDataParallel(FSDPModule):
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Return what ``state_dict()`` returns now."""
-        found = FullyShardedDataParallel.fsdp_modules(module)
-        return found[0].__dict__["_fsdp1_settings"] if found else StateDictSettings()
+        from torch.distributed import fsdp
+
+        return _settings(module) or fsdp.StateDictSettings(
+            fsdp.StateDictType.FULL_STATE_DICT,
+            fsdp.FullStateDictConfig(),
+            fsdp.FullOptimStateDictConfig(),
+        )
 
     @staticmethod
     @contextmanager
@@ -250,7 +248,7 @@ class FullyShardedDataParallel(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """Say what ``state_dict()`` returns inside."""
+        """Set what ``state_dict()`` returns inside."""
         cls = FullyShardedDataParallel
         before = cls.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
@@ -271,11 +269,11 @@ class FullyShardedDataParallel(FSDPModule):
         group: Any = None,
     ) -> dict[str, Any]:
         """Return states by parameter name, as :meth:`state_dict_type` says; collective."""
-        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        settings = _settings(model)
         source = optim if optim_state_dict is None else optim_state.Saved(optim, optim_state_dict)
-        if settings.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+        if _keeps_rows(settings):
             return optim_state.local_optimizer_state_dict(model, source)
-        rank0 = getattr(settings.optim_state_dict_config, "rank0_only", False)
+        rank0 = _rank0_only(settings, "optim_state_dict_config")
         return optim_state.get_optimizer_state_dict(model, source, rank0_only=rank0)
 
     @staticmethod
@@ -304,8 +302,7 @@ class FullyShardedDataParallel(FSDPModule):
         """
         if is_named_optimizer:
             raise NotImplementedError("is_named_optimizer: pass a torch.optim.Optimizer")
-        config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
-        rank0 = getattr(config, "rank0_only", False)
+        rank0 = _rank0_only(_settings(model), "optim_state_dict_config")
         result = optim_state.to_load(model, optim, optim_state_dict, rank0_only=rank0)
         if load_directly:
             optim.load_state_dict(result)
@@ -381,8 +378,22 @@ class FullyShardedDataParallel(FSDPModule):
         optim : Optimizer, optional
             Whose order of parameters the numbers are; the model's where not given.
         """
-        by_name = optim_state_key_type.name == OptimStateKeyType.PARAM_NAME.name
+        by_name = optim_state_key_type.name == "PARAM_NAME"
         return optim_state.rekey(optim_state_dict, model, optim, by_name)
+
+
+def _settings(module: nn.Module) -> StateDictSettings | None:
+    """Return what was set for a module's state dicts; None stands for full ones on all ranks."""
+    found = FullyShardedDataParallel.fsdp_modules(module)
+    return found[0].__dict__.get("_fsdp1_settings") if found else None
+
+
+def _keeps_rows(settings: StateDictSettings | None) -> bool:
+    return settings is not None and settings.state_dict_type.name == "SHARDED_STATE_DICT"
+
+
+def _rank0_only(settings: StateDictSettings | None, config: str) -> bool:
+    return getattr(getattr(settings, config, None), "rank0_only", False)
 
 
 def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -399,6 +410,7 @@ def _without_class(module: Any) -> Any:
 
 
 # ---- sharding ----
+
 
 def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
     """Make units of the submodules that a policy names; batch norms keep their dtype."""
@@ -437,36 +449,39 @@ def _shard(
     outer: bool = False,
     policy: MixedPrecisionPolicy | None = None,
 ) -> None:
-    precision = mixed_precision or MixedPrecision()
+    precision = mixed_precision
     if getattr(precision, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
     mesh, strategy = _mesh(sharding_strategy, process_group, device_mesh)
     own = [] if is_sharded(module) else [m for _, m in outside_units(module, "", set())]
     for m in own:
         _materialize(m, param_init_fn)
-    if precision.buffer_dtype is not None:
+    if precision is not None and precision.buffer_dtype is not None:
         outside = {id(p) for p in ignored}
         for m in own:
             if not any(id(p) in outside for p in m.parameters(recurse=False)):
                 _cast_buffers(m, precision.buffer_dtype)
-    if policy is None:
+    if policy is None and precision is not None:
         cast = precision.cast_forward_inputs or (outer and precision.cast_root_forward_inputs)
         policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, cast)
     plain = type(module)
     fully_shard(
-        module, mesh=mesh, strategy=strategy, mp_policy=policy, ignored_params=ignored,
+        module,
+        mesh=mesh,
+        strategy=strategy,
+        mp_policy=policy or MixedPrecisionPolicy(cast_forward_inputs=outer),
+        ignored_params=ignored,
         sync_module_states=sync_module_states,
-    )  # fmt: skip
+    )
     module.__dict__["_fsdp1_plain"] = plain
-    module.__dict__["_fsdp1_settings"] = StateDictSettings()
     kind = FullyShardedDataParallel
     module.__class__ = sharded_class(kind, plain, kind.__name__)
     if sync_module_states:
-        for m in own:
-            for buffer in m._buffers.values():
-                if buffer is not None and buffer.numel():
-                    for comm in reversed(module._fsdpc_state.comms):  # type: ignore[union-attr]
-                        _take_rank_0(buffer, comm)
+        for buffer in [b for m in own for b in m._buffers.values() if b is not None]:
+            values = buffer.detach().clone().to(_device.home()).contiguous()
+            state_dict._broadcast(module._fsdpc_state, values)  # type: ignore[arg-type]
+            with torch.no_grad():
+                buffer.copy_(values)
 
 
 def _move(module: nn.Module, device_id: Any) -> None:
@@ -490,7 +505,7 @@ def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[
             )
         found.append("cpu_offload changes nothing: masters are in host memory")
     name = getattr(backward, "name", backward)
-    if name is not None and name not in BackwardPrefetch.__members__:
+    if name is not None and name not in ("BACKWARD_PRE", "BACKWARD_POST"):
         raise TypeError(f"backward_prefetch takes a BackwardPrefetch or None, got {backward!r}")
     if ahead or name != "BACKWARD_PRE":
         found.append(
@@ -550,11 +565,3 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
     if originals:
         module.register_state_dict_post_hook(restore)
-
-
-def _take_rank_0(buffer: torch.Tensor, comm: _core.Comm) -> None:
-    if comm.size > 1:
-        values = buffer.detach().clone().to(_device.home()).contiguous().reshape(-1)
-        comm.broadcast(_device.to_engine(values.view(torch.uint8)), 0)
-        with torch.no_grad():
-            buffer.copy_(values.view(buffer.shape))

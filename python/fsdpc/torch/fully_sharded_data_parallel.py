@@ -1,9 +1,12 @@
-"""What ``torch.distributed.fsdp.fully_sharded_data_parallel`` has, for scripts that import it."""
+"""What ``torch.distributed.fsdp.fully_sharded_data_parallel`` has, for scripts that import it.
+
+Options are torch's own classes. Importing these takes about a second, so ``fsdpc.torch`` imports
+this module when the first of its names is used.
+"""
 
 from __future__ import annotations
 
-from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
-from fsdpc.torch.fsdp1_options import (
+from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -17,6 +20,8 @@ from fsdpc.torch.fsdp1_options import (
     StateDictSettings,
     StateDictType,
 )
+
+from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 
 __all__ = [
     "BackwardPrefetch", "CPUOffload", "FullOptimStateDictConfig", "FullStateDictConfig",
