@@ -311,7 +311,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
             optimizer.register_state_dict_post_hook(_rows.mark_all)
             optimizer.register_load_state_dict_pre_hook(_rows.check_all)
             for p, state in optimizer.state.items():  # of what was loaded before the first step
-                state.update(_rows.check(p, state))
+                state.update({k: _rows.check(p, k, v) for k, v in state.items()})
     optimizer._fsdpc_checked = checked  # type: ignore[attr-defined]
 
 

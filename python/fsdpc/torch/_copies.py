@@ -56,7 +56,7 @@ class PieceCopy(torch.Tensor):
         state = home()
         if state is None:
             raise RuntimeError("a copy of a sharded parameter whose model was deleted: keep it")
-        return _gather(self.to_local().detach(), state, index)
+        return gather_rows(self.to_local(), state, index)
 
     def to_local(self) -> torch.Tensor:
         """Return this rank's rows as a plain tensor."""
@@ -99,10 +99,10 @@ def _copy(piece: Any, home: Home, name: str, *args: Any, **kwargs: Any) -> Any:
     return _at_home(getattr(nn.Parameter, name)(piece, *args, **kwargs), home)
 
 
-def _gather(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
-    """The rows of all ranks, in their order, as bytes: of any dtype."""
+def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
+    """Return the tensor, of any dtype, of which every rank has its rows; collective."""
     comm = state.comms[0]
-    own = rows.to(_device.home()).contiguous().reshape(-1).view(torch.uint8)
+    own = rows.detach().to(_device.home()).contiguous().reshape(-1).view(torch.uint8)
     count = torch.tensor([own.numel()], device=own.device)
     counts = _device.to_torch(comm.all_gather(_device.to_engine(count))).reshape(-1).tolist()
     padded = own.new_zeros(max(counts))

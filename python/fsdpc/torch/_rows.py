@@ -9,7 +9,7 @@ keeps one rank's of each key. So tensors of a state dict carry the rows, also th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -75,19 +75,16 @@ def _rows_of(p: Any) -> str | None:
     return f"rows {begin}:{end} of {tuple(info.shape)}"
 
 
-def mark(p: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of a parameter, those that are rows marked."""
+def mark(p: Any, value: Any) -> Any:
+    """Return a state of a parameter, marked if it is rows."""
     rows = _rows_of(p)
-    return {
-        key: _marked(plain(value), rows)
-        if rows and isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape
-        else value
-        for key, value in state.items()
-    }
+    if rows and isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
+        return _marked(plain(value), rows)
+    return value
 
 
-def check(p: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states without their marks; raise if they are of other rows than the parameter.
+def check(p: Any, key: str, value: Any) -> Any:
+    """Return a state without its mark; raise if it is of other rows than the parameter.
 
     Raises
     ------
@@ -95,30 +92,33 @@ def check(p: Any, state: Mapping[str, Any]) -> dict[str, Any]:
         Names both.
     """
     rows = _rows_of(p)
-    for key, value in state.items():
-        theirs = getattr(value, "fsdpc_rows", rows) if isinstance(value, torch.Tensor) else rows
-        if theirs != rows and value.shape == p.shape:
-            raise ValueError(
-                f"'{key}' in the state dict is of {theirs}, and this rank has "
-                f"{getattr(p, 'fsdpc', 'a parameter that is not cut')}: give each rank its own "
-                "state_dict(), or load with set_optimizer_state_dict() or fsdpc.checkpoint"
-            )
-    return {key: plain(value) for key, value in state.items()}
-
-
-def _order(optimizer: torch.optim.Optimizer) -> Iterable[tuple[int, Any]]:
-    return enumerate(p for group in optimizer.param_groups for p in group["params"])
+    theirs = getattr(value, "fsdpc_rows", rows) if isinstance(value, torch.Tensor) else rows
+    if theirs != rows and value.shape == p.shape:
+        raise ValueError(
+            f"'{key}' in the state dict is of {theirs}, and this rank has "
+            f"{getattr(p, 'fsdpc', 'a parameter that is not cut')}: give each rank its own "
+            "state_dict(), or load with set_optimizer_state_dict() or fsdpc.checkpoint"
+        )
+    return plain(value)
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's ``state_dict()`` with its rows marked; a hook of torch's."""
-    states = state_dict["state"]
-    marked = {i: mark(p, states[i]) for i, p in _order(optimizer) if i in states}
-    return {**state_dict, "state": {**states, **marked}}
+    return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
 
 
 def check_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return what is to be loaded without marks, if each is this rank's; a hook of torch's."""
-    states = state_dict["state"]
-    checked = {i: check(p, states[i]) for i, p in _order(optimizer) if i in states}
-    return {**state_dict, "state": {**states, **checked}}
+    return _changed(optimizer, state_dict, check)
+
+
+def _changed(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    change: Callable[[Any, str, Any], Any],
+) -> dict[str, Any]:
+    states = dict(state_dict["state"])
+    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        if i in states:
+            states[i] = {key: change(p, key, value) for key, value in states[i].items()}
+    return {**state_dict, "state": states}

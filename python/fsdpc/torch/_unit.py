@@ -144,9 +144,8 @@ class UnitState:
         self.door.guard(self.guards)
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
-        group, _, first, numel, offset = self.places[i]
-        rows = flats[group][offset : offset + numel]
-        return rows.view(_piece_shape(self.shapes[i], first, numel))
+        group, _, _, numel, offset = self.places[i]
+        return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
 
     def _describe(self, i: int, piece: nn.Parameter) -> None:
         piece.__dict__.update(self.attributes[i])
@@ -262,16 +261,6 @@ class UnitState:
                 target(full, self, i)
                 self.fulls.append(full)
         self.door.bind(self.fulls, bases, _set_version, root.at_end, root.doors)
-
-
-def _piece_shape(shape: torch.Size, first: int, numel: int) -> tuple[int, ...]:
-    """As the parameter with fewer rows; cut finer than rows, (1, ..., n)."""
-    if numel == shape.numel():
-        return tuple(shape)
-    row = shape[1:].numel()
-    if row and first % row == 0 and numel % row == 0:
-        return (numel // row, *shape[1:])
-    return (*([1] * (len(shape) - 1)), numel)
 
 
 def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdpc.torch import _device, _rows
-from fsdpc.torch._unit import PieceInfo, UnitState, states_of
+from fsdpc.torch._copies import gather_rows
+from fsdpc.torch._unit import UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
-
-
-def gather_rows(info: PieceInfo, rows: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of which every rank has the rows of a parameter; collective."""
-    state, comm = info._state, info._state.comms[0]
-    flat = rows.detach().reshape(-1).contiguous()
-    if comm.size == 1:
-        return flat.clone().view(info.shape)
-    mine = torch.tensor([state.places[info._index][2], flat.numel()])
-    places = _device.to_torch(comm.all_gather(_device.to_engine(mine)))
-    padded = torch.zeros(int(places[:, 1].max()), dtype=flat.dtype, device=flat.device)
-    padded[: flat.numel()] = flat
-    everyone = _device.to_torch(comm.all_gather(_device.to_engine(padded)))
-    full = torch.empty(info.shape.numel(), dtype=flat.dtype, device=flat.device)
-    for (first, numel), part in zip(places.tolist(), everyone, strict=True):
-        full[first : first + numel] = part[:numel]
-    return full.view(info.shape)
-
-
-def own_rows(info: PieceInfo, piece: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Return this rank's rows of a full tensor, shaped as the piece."""
-    _, _, first, numel, _ = info._state.places[info._index]
-    return full.detach().reshape(-1)[first : first + numel].clone().view(piece.shape)
-
 
 _WRAPPER = "_checkpoint_wrapped_module."  # torch's, which leaves it out of state dicts too
 
@@ -62,34 +39,36 @@ def get_optimizer_state_dict(
     dict
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
     """
+    def full(p: Any, value: torch.Tensor) -> torch.Tensor:
+        info = getattr(p, "fsdpc", None)
+        if info is not None and value.shape == p.shape and p.dim():
+            return gather_rows(value, info._state, info._index)
+        return value.clone()
+
+    found = _by_name(model, optimizer, full)
+    units = [p.fsdpc._state for p in _params(optimizer) if hasattr(p, "fsdpc")]
+    return {} if rank0_only and units and _rank(units) != 0 else found
+
+
+def _by_name(
+    model: nn.Module, optimizer: Any, change: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """States and groups by parameter name; ``change`` makes of a tensor what is returned."""
     names = _names(model)
-    rank = 0
-    states: dict[str, Any] = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name = _name_of(names, p)
-            info = getattr(p, "fsdpc", None)
-            values = _state_of(optimizer, p)
-            full = {}
-            for key, value in values.items():
-                sharded = isinstance(value, torch.Tensor) and value.shape == p.shape and p.dim()
-                if info is not None and sharded:
-                    value = gather_rows(info, value)
-                elif isinstance(value, torch.Tensor):
-                    value = value.clone()
-                full[key] = value
-            if full:
-                states[name] = full
-            if info is not None:
-                rank = max(comm.rank for comm in info._state.comms)
-    if rank0_only and rank != 0:
-        return {}
     groups = [
-        {**{k: v for k, v in g.items() if k != "params"},
-         "params": [_name_of(names, p) for p in g["params"]]}
-        for g in optimizer.param_groups
-    ]  # fmt: skip
-    return {"state": states, "param_groups": groups}
+        {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
+    ]
+    states = {}
+    for p in _params(optimizer):
+        values = _state_of(optimizer, p).items()
+        states[names[id(p)]] = {
+            k: change(p, v) if isinstance(v, torch.Tensor) else v for k, v in values
+        }
+    return {"state": {n: s for n, s in states.items() if s}, "param_groups": groups}
+
+
+def _params(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def set_optimizer_state_dict(
@@ -118,15 +97,19 @@ def set_optimizer_state_dict(
             name = _name_of(names, p)
             if name not in given:
                 raise KeyError(f"no optimizer state for parameter '{name}': other names were saved")
-            info = getattr(p, "fsdpc", None)
-            values = dict(state_dict["state"].get(name, {}))
-            for key, value in values.items():
-                whole = isinstance(value, torch.Tensor) and info is not None
-                if whole and value.shape == info.shape and value.dim():
-                    values[key] = own_rows(info, p, value)
-                elif isinstance(value, torch.Tensor):
-                    values[key] = value.clone()
-            _set_state(optimizer, p, values)
+            values = state_dict["state"].get(name, {})
+            _set_state(optimizer, p, {key: _own(p, key, value) for key, value in values.items()})
+
+
+def _own(p: Any, key: str, value: Any) -> Any:
+    """This rank's part of a state of a parameter: its rows of a full tensor, or a copy."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    info = getattr(p, "fsdpc", None)
+    if info is None or not value.dim() or value.shape != info.shape:
+        return _rows.check(p, key, value).clone()
+    _, _, first, numel, _ = info._state.places[info._index]
+    return value.detach().reshape(-1)[first : first + numel].clone().view(p.shape)
 
 
 class Saved:
@@ -140,8 +123,8 @@ class Saved:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        params = [p for g in optimizer.param_groups for p in g["params"]]
-        self._states = {id(p): state_dict["state"].get(i, {}) for i, p in enumerate(params)}
+        states = state_dict["state"]
+        self._states = {id(p): states.get(i, {}) for i, p in enumerate(_params(optimizer))}
         self.param_groups = [
             {**saved, "params": group["params"]}
             for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
@@ -160,22 +143,7 @@ def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, An
     model : nn.Module
     optimizer : torch.optim.Optimizer
     """
-    names = _names(model)
-    states = {
-        _name_of(names, p): _rows.mark(
-            p,
-            {
-                k: v.clone() if isinstance(v, torch.Tensor) else v
-                for k, v in _state_of(optimizer, p).items()
-            },
-        )
-        for g in optimizer.param_groups
-        for p in g["params"]
-    }
-    groups = [
-        {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
-    ]
-    return {"state": {n: s for n, s in states.items() if s}, "param_groups": groups}
+    return _by_name(model, optimizer, lambda p, value: _rows.mark(p, value.clone()))
 
 
 def to_load(
@@ -202,13 +170,13 @@ def to_load(
         The optimizer has no parameter of a name that was saved.
     """
     names = _names(model)
-    order = [p for g in optimizer.param_groups for p in g["params"]]
-    at = {_name_of(names, p): (i, p) for i, p in enumerate(order)}
+    order = _params(optimizer)
+    at = {_name_of(names, p): i for i, p in enumerate(order)}
 
     def index(name: str) -> int:
         if name not in at:
             raise KeyError(f"the optimizer has no parameter '{name}' for the state that was saved")
-        return at[name][0]
+        return at[name]
 
     units = states_of(model)
     if rank0_only and units:
@@ -221,14 +189,7 @@ def to_load(
     states: dict[int, dict[str, Any]] = {}
     for name, key, value in values:
         i = index(name)
-        info = getattr(order[i], "fsdpc", None)
-        if isinstance(value, torch.Tensor):
-            whole = info is not None and value.dim() and value.shape == info.shape
-            if whole:
-                value = own_rows(info, order[i], value)
-            else:
-                value = _rows.check(order[i], {key: value})[key].clone()
-        states.setdefault(i, {})[key] = value
+        states.setdefault(i, {})[key] = _own(order[i], key, value)
     numbered = [{**g, "params": [index(name) for name in g["params"]]} for g in groups]
     return {"state": states, "param_groups": numbered}
 
@@ -291,10 +252,10 @@ def rekey(
         Whose order of parameters the numbers are; the model's where not given.
     by_name : bool
     """
-    names = list(_names(model).values())
+    known = _names(model)
+    names = list(known.values())
     if optimizer is not None:
-        known = _names(model)
-        names = [_name_of(known, p) for g in optimizer.param_groups for p in g["params"]]
+        names = [_name_of(known, p) for p in _params(optimizer)]
     to: dict[Any, Any] = (
         dict(enumerate(names)) if by_name else {name: i for i, name in enumerate(names)}
     )
