@@ -9,13 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fsdpc import _core, distributed
-from fsdpc._core import MismatchError
 from fsdpc.mesh import DeviceMesh
 from fsdpc.strategies import ShardingStrategy, apply_strategy, strategy_name
 
@@ -231,52 +227,10 @@ def check_reshard(value: bool | int | None, ranks: int) -> bool | None:
     return value > 1  # as PyTorch: a group of one keeps all, of all ranks is True
 
 
-# ---- all ranks mean the same ----
-
-
 def describe(name: str, p: Any, value: str) -> str:
     """Return the line that ranks compare of a parameter; ``value`` says what it holds."""
     dtype = str(getattr(p.dtype, "name", p.dtype)).removeprefix("torch.")
     return f"{name} {tuple(p.shape)} {dtype} requires_grad={p.requires_grad} {value}".rstrip()
-
-
-def check_agreement(
-    lines: list[str],
-    comms: Sequence[_core.Comm],
-    cure: str = "build and shard the same model, with the same seed, on every rank",
-) -> None:
-    """Compare what every rank is about to shard; a difference is named on all of them.
-
-    All ranks at once where the mesh holds the world, else those of a row, then of a column.
-    """
-    world = distributed.world() if distributed.is_initialized() else None
-    if world is not None and world.size == prod(comm.size for comm in comms):
-        comms = [world]
-    for comm in comms:
-        if comm.size > 1:
-            _agree(lines, comm, cure)
-
-
-def _agree(lines: list[str], comm: _core.Comm, cure: str) -> None:
-    text = "\n".join(lines).encode()
-    mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
-    all_marks = comm.all_gather(_core.tensor(mine)).numpy()
-    if (all_marks == all_marks[0]).all():
-        return
-    padded = np.zeros(int(all_marks[:, 1].max()), dtype=np.uint8)
-    padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-    rows = comm.all_gather(_core.tensor(padded)).numpy()
-    lengths = all_marks[:, 1].tolist()
-    texts = [bytes(r[:n]).decode().split("\n") for r, n in zip(rows, lengths, strict=True)]
-    for other in range(1, comm.size):
-        for i in range(max(len(texts[0]), len(texts[other]))):
-            a = texts[0][i] if i < len(texts[0]) else "nothing more"
-            b = texts[other][i] if i < len(texts[other]) else "nothing more"
-            if a != b:
-                raise MismatchError(
-                    f"fully_shard: ranks disagree on the model: rank 0 has [{a}], rank {other} has "
-                    f"[{b}]; {cure}"
-                )
 
 
 # ---- units of a model ----

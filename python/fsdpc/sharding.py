@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdpc import _core, _shard, distributed
+from fsdpc._agree import check_agreement
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
@@ -122,7 +123,7 @@ def _make_unit(
     names, params = [name for name, _, _ in found], [p for _, p, _ in found]
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p)) for name, p, _ in found]
-    _shard.check_agreement([title, *lines, f"{policy}, {where}"], where.comms)
+    check_agreement([title, *lines, f"{policy}, {where}"], where.comms)
     unit = _core.Unit(
         title,
         names,

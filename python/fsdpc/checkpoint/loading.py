@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
+from fsdpc._agree import agreed
 from fsdpc.checkpoint import generators, projections, saving
-from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
 from fsdpc.checkpoint.pieces import FLOATS, Piece, Saved, pieces_of, states_of
@@ -88,37 +88,14 @@ def load(
     ranks that saved.
     """
     saving.finish()
-    job: _Load | None = None
-    error: BaseException | None = None
+    job = agreed(lambda: _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names))
     try:
-        job = _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names)
-    except Exception as caught:
-        error = caught
-    agree(error, 0)
-    assert job is not None
-    try:
-        _read(job)
+        job.verify(agreed(job.read))
     except Exception:
         job.spoil()
         raise
-    try:
-        job.apply()
-    except Exception as caught:
-        error = caught
-    agree(error, 0)
+    agreed(job.apply)
     return job.report
-
-
-def _read(job: _Load) -> None:
-    """Read all that is tensors; raises on every rank unless all of it is right."""
-    crcs: list[int] = []
-    error: BaseException | None = None
-    try:
-        crcs = job.read()
-    except Exception as caught:
-        error = caught
-    agree(error, 0)
-    job.verify(crcs)
 
 
 class _Load:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import distributed
+from fsdpc._agree import agreed
 from fsdpc.checkpoint import manifest
-from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manifest import CheckpointError
@@ -123,14 +123,9 @@ class CheckpointManager:
     def _claim_here(self) -> None:
         self._claim = claim_folder(self.folder)
 
-    def _on_rank_0(self, work: Any) -> None:
-        error: BaseException | None = None
-        if distributed.rank() == 0:
-            try:
-                work()
-            except Exception as caught:
-                error = caught
-        agree(error)
+    def _on_rank_0(self, work: Any) -> Any:
+        """Return what ``work`` returns on rank 0, and None elsewhere; its error is everybody's."""
+        return agreed(work if distributed.rank() == 0 else lambda: None)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or would be."""
@@ -226,21 +221,17 @@ class CheckpointManager:
 
     def _newest(self, below: int | None) -> int | None:
         """The step of the newest usable checkpoint below another; what rank 0 sees counts."""
-        step = -1
-        error: BaseException | None = None
-        if distributed.rank() == 0:
-            try:
-                for found in reversed(self.list()):
-                    if below is not None and found.step >= below:
-                        continue
-                    if found.problem is None:
-                        step = found.step
-                        break
-                    _say(f"skipping {found.path}: {found.problem}")
-            except Exception as caught:
-                error = caught
-        agree(error)
-        step = int(distributed.broadcast(step))
+
+        def newest() -> int:
+            for found in reversed(self.list()):
+                if below is not None and found.step >= below:
+                    continue
+                if found.problem is None:
+                    return found.step
+                _say(f"skipping {found.path}: {found.problem}")
+            return -1
+
+        step = int(distributed.broadcast(self._on_rank_0(newest) or 0))
         return None if step < 0 else step
 
     def restore(self, state: Mapping[str, Any], **options: Any) -> int | None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, distributed
+from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest, projections
-from fsdpc.checkpoint.agree import agree
 from fsdpc.checkpoint.claim import Claim, claim_name
 from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdpc import _shard, fsdp_module
+from fsdpc._agree import check_agreement
 from fsdpc.fsdp_module import UnshardHandle
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
@@ -361,7 +362,7 @@ def fully_shard(
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
-    _shard.check_agreement([title, *lines, f"{policy}, {where}"], where.comms, _initialise.CURE)
+    check_agreement([title, *lines, f"{policy}, {where}"], where.comms, _initialise.CURE)
     kept = {id(p) for p in whole}
     recipe = Recipe(
         name=title,

@@ -1,15 +1,31 @@
-"""One answer on all ranks: what fails on one is raised on every one."""
+"""All ranks agree, or all raise: what fails on one, and what differs between two."""
 
 from __future__ import annotations
 
 import builtins
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TypeVar
 
 import numpy as np
 
 from fsdpc import _core, distributed
 from fsdpc._core import MismatchError
 
+T = TypeVar("T")
+
 _BYTES = 1024  # of a rank's word: a line of kind, mark and text
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Return ``work()``, or raise on all ranks what it raises on any; collective."""
+    error: BaseException | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    agree(error)
+    return result
 
 
 def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint") -> None:
@@ -65,3 +81,42 @@ def _exception(name: str) -> type[Exception]:
         return CheckpointError
     fine = isinstance(found, type) and issubclass(found, Exception)
     return found if fine and not issubclass(found, UnicodeError) else RuntimeError
+
+
+def check_agreement(
+    lines: list[str],
+    comms: Sequence[_core.Comm],
+    cure: str = "build and shard the same model, with the same seed, on every rank",
+) -> None:
+    """Compare what every rank is about to shard; a difference is named on all of them.
+
+    All ranks at once where the mesh holds the world, else those of a row, then of a column.
+    """
+    world = distributed.world() if distributed.is_initialized() else None
+    if world is not None and world.size == prod(comm.size for comm in comms):
+        comms = [world]
+    for comm in comms:
+        if comm.size > 1:
+            _agree(lines, comm, cure)
+
+
+def _agree(lines: list[str], comm: _core.Comm, cure: str) -> None:
+    text = "\n".join(lines).encode()
+    mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
+    all_marks = comm.all_gather(_core.tensor(mine)).numpy()
+    if (all_marks == all_marks[0]).all():
+        return
+    padded = np.zeros(int(all_marks[:, 1].max()), dtype=np.uint8)
+    padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+    rows = comm.all_gather(_core.tensor(padded)).numpy()
+    lengths = all_marks[:, 1].tolist()
+    texts = [bytes(r[:n]).decode().split("\n") for r, n in zip(rows, lengths, strict=True)]
+    for other in range(1, comm.size):
+        for i in range(max(len(texts[0]), len(texts[other]))):
+            a = texts[0][i] if i < len(texts[0]) else "nothing more"
+            b = texts[other][i] if i < len(texts[other]) else "nothing more"
+            if a != b:
+                raise MismatchError(
+                    f"fully_shard: ranks disagree on the model: rank 0 has [{a}], rank {other} has "
+                    f"[{b}]; {cure}"
+                )
