@@ -48,6 +48,8 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
 
+        Torch modules also give them up in the unit's next forward or backward.
+
         Parameters
         ----------
         async_op : bool, default False
@@ -171,15 +173,21 @@ class FSDPModule:
             setattr(unit, flag, bool(value))
 
     def _set_ahead(self, backward: bool, modules: Sequence[FSDPModule]) -> None:
+        modules = list(modules)
         for m in modules:
             if not isinstance(m, FSDPModule):
                 raise ShardedError(f"{type(m).__name__} is not sharded, so it is not gathered")
+        self._when_rooted(
+            lambda: self._fsdpc_unit.set_ahead(backward, [m._fsdpc_unit for m in modules])
+        )
+
+    def _when_rooted(self, action: Callable[[], None]) -> None:
         if not self._fsdpc_unit.has_root:
             raise RuntimeError(
                 "prefetch lists are set after the first forward of the outermost module, which "
                 "finds out which units belong together"
             )
-        self._fsdpc_unit.set_ahead(backward, [m._fsdpc_unit for m in modules])
+        action()
 
     def _units(self, recurse: bool) -> list[_core.Unit]:
         return units_of(self) if recurse else [self._fsdpc_unit]

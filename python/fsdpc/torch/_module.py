@@ -12,7 +12,6 @@ from torch import nn
 
 from fsdpc import _shard, fsdp_module
 from fsdpc._agree import check_agreement
-from fsdpc.fsdp_module import UnshardHandle
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
     check_apart,
@@ -50,18 +49,6 @@ class FSDPModule(fsdp_module.FSDPModule):
         return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)
 
     _fsdpc_run = _forward.run
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this unit's parameters; collective.
-
-        They stay until :meth:`reshard`, or until the unit's next forward or backward gives them up.
-
-        Parameters
-        ----------
-        async_op : bool, default False
-            Return at once with a handle whose ``wait()`` ends the gather.
-        """
-        return super().unshard(async_op)
 
     def _fsdpc_join(self) -> None:
         _root_of(self)
@@ -103,20 +90,7 @@ class FSDPModule(fsdp_module.FSDPModule):
         if self._fsdpc_state.root is not None:
             self._fsdpc_state.root.reset()
 
-    def set_modules_to_forward_prefetch(self, modules: Any) -> None:
-        """Name the modules to gather while this one's forward computes, instead of the record's."""
-        self._when_rooted(lambda: self._set_ahead(False, modules), modules)
-
-    def set_modules_to_backward_prefetch(self, modules: Any) -> None:
-        """Name the modules to gather while this one's backward computes."""
-        self._when_rooted(lambda: self._set_ahead(True, modules), modules)
-
-    def _when_rooted(self, action: Callable[[], None], modules: Any) -> None:
-        for m in modules:
-            if not isinstance(m, FSDPModule):
-                raise _shard.ShardedError(
-                    f"{type(m).__name__} is not sharded, so it is not gathered"
-                )
+    def _when_rooted(self, action: Callable[[], None]) -> None:
         if self._fsdpc_state.root is not None:
             action()
         else:
