@@ -46,7 +46,7 @@ def _units(model: nn.Module) -> dict[int, tuple[UnitState, int]]:
                 f"a checkpoint inside summon_full_params() of '{state.unit.name}': leave it first, "
                 "so that what was written there counts"
             )
-        state.door.follow()
+        state.torch_unit.follow()
         for i, piece in enumerate(state.pieces):
             found[id(piece)] = state, i
         for i, full in enumerate(state.fulls):

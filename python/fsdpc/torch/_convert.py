@@ -35,7 +35,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
     for state in changing:
         _check(state)
     for state in states:
-        state.door.follow()
+        state.torch_unit.follow()
     on_meta = [each for each in _buffers(module) if each[3].is_meta]
     trusted = [(s, set(range(len(s.pieces))).difference(s.written())) for s in states]
     result = apply(fn, recurse)
@@ -43,7 +43,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
         if any(p.dtype is not d for p, d in zip(state.pieces, state.dtypes, strict=True)):
             _make_again(state, fn)  # unless a unit inside did, on its way
     for state, pieces in trusted:
-        state.door.follow()
+        state.torch_unit.follow()
         for i in pieces - state.missing:
             state.trust(i)
     for state, i in bare if emptied else ():

@@ -53,14 +53,14 @@ class _EndBackward(torch.autograd.Function):
     """The identity; its backward runs when the gradients of all inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, door: _core.TorchUnit, *inputs: torch.Tensor) -> Any:
-        ctx.door = door
+    def forward(ctx: Any, torch_unit: _core.TorchUnit, *inputs: torch.Tensor) -> Any:
+        ctx.torch_unit = torch_unit
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.door.end_backward()
+        ctx.torch_unit.end_backward()
         return (None, *grads)
 
 
@@ -72,30 +72,30 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         _refuse_transform(module)
     if state.summoned:
         return _run_on_copies(module, state, call, args, kwargs)
-    door, root = state.door, state.root or make_root(module)
+    torch_unit, root = state.torch_unit, state.root or make_root(module)
     in_task = _task_id() != -1
-    if not in_task and door.in_backward:
+    if not in_task and torch_unit.in_backward:
         root.reset()  # a backward was abandoned by an exception
-    outermost = door.depth == 0
+    outermost = torch_unit.depth == 0
     if root.registered != Registered.count and outermost and not in_task:
         root.registered = check_late(root.states)
-    if in_task and grad and not door.in_backward:
-        _recall(root, door)
+    if in_task and grad and not torch_unit.in_backward:
+        _recall(root, torch_unit)
     span: Any = None
-    marks: Any = door
+    marks: Any = torch_unit
     try:
         if profiler._is_profiler_enabled:
             span, first = _profile.enter(state, grad, in_task)
             marks = _profile.Marks(state)
         else:
-            first = door.enter(grad, in_task)
+            first = torch_unit.enter(grad, in_task)
     except BaseException as error:
         if not in_task:
             root.reset()
         _explain(module, state, error)
         raise
     if outermost and not grad and not in_task:
-        _remember(root, door)
+        _remember(root, torch_unit)
     try:
         if state.cast_to is not None:
             args = _cast(args, state.cast_to)
@@ -108,14 +108,14 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
         if grad:
             _mark_outputs(marks, result)
     except BaseException:
-        if in_task and door.in_backward:
-            door.leave()
+        if in_task and torch_unit.in_backward:
+            torch_unit.leave()
         else:
             root.reset()
         if span is not None:
             _profile.leave(span)
         raise
-    door.leave()
+    torch_unit.leave()
     if span is not None:
         _profile.leave(span)
     return result
@@ -184,18 +184,18 @@ def _contexts(of: Any) -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _remember(root: Root, door: _core.TorchUnit) -> None:
+def _remember(root: Root, torch_unit: _core.TorchUnit) -> None:
     """Let checkpoints around this forward know which weights it saw."""
     for ctx in _contexts(_FORWARD):
-        ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = door.generation
+        ctx.__dict__.setdefault("_fsdpc_seen", {})[id(root)] = torch_unit.generation
 
 
-def _recall(root: Root, door: _core.TorchUnit) -> None:
+def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
     """Let backward begin for the weights that the forward saw which is computed again."""
     for ctx in _contexts(_BACKWARD):
         seen = ctx.__dict__.get("_fsdpc_seen", {}).get(id(root))
         if seen is not None:
-            door.generation = seen
+            torch_unit.generation = seen
             return
 
 
@@ -258,14 +258,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 _cast_output = _cast
 
 
-def _mark_inputs(door: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     inputs = [t for t in _tensors(args) if t.requires_grad]
     n_positional = len(inputs)
     if kwargs:
         inputs += [t for t in _tensors(kwargs) if t.requires_grad]
     if not inputs:
         return args, kwargs
-    marked = iter(_EndBackward.apply(door, *inputs))
+    marked = iter(_EndBackward.apply(torch_unit, *inputs))
 
     def change(t: torch.Tensor) -> torch.Tensor:
         return next(marked) if t.requires_grad else t
@@ -277,13 +277,13 @@ def _mark_inputs(door: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _mark_outputs(door: Any, result: Any) -> None:
+def _mark_outputs(torch_unit: Any, result: Any) -> None:
     mark = None
     for t in _tensors(result):
         if not t.requires_grad:
             continue
         if mark is None:
-            mark = door.mark()
+            mark = torch_unit.mark()
         if t.grad_fn is not None:
             t.grad_fn.register_prehook(mark)
         base = t._base

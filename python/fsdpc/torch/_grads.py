@@ -46,7 +46,7 @@ class _Pending:
     def settle(self) -> None:
         self.any = False
         for state in self.states:
-            state.door.apply_scale()
+            state.torch_unit.apply_scale()
         self.states.clear()
 
 
@@ -134,7 +134,7 @@ class PieceGrad(torch.Tensor):
                 f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
                 "ask the parameter's .grad itself"
             )
-        state.door.take_grads(index)
+        state.torch_unit.take_grads(index)
         return _device.to_torch(state.unit.collect(index, True))
 
     def to_local(self) -> torch.Tensor:

@@ -45,7 +45,7 @@ def offer_full(state: UnitState, modules: list[nn.Module]) -> None:
 
 def _with_full(state: UnitState, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     units = list({id(s): s for s in (state, *states_of(module))}.values())
-    if name != "reset_parameters" and any(s.door.depth or s.door.in_backward for s in units):
+    if name != "reset_parameters" and any(s.is_running for s in units):
         raise RuntimeError(
             f"{type(module).__name__}.{name}() inside forward or backward, where weights cannot be "
             "written: call it before (unmerge_adapter() before disable_adapter())"
@@ -60,7 +60,7 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
 
     Does nothing for units that stand on copies already, and inside forward and backward.
     """
-    states = [s for s in states if not (s.summoned or s.door.depth or s.door.in_backward)]
+    states = [s for s in states if not (s.summoned or s.is_running)]
     fulls = {id(s): [_full(s, i) for i in range(len(s.pieces))] for s in states}
     try:
         for state in states:

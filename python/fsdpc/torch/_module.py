@@ -54,22 +54,22 @@ class FSDPModule(fsdp_module.FSDPModule):
         _root_of(self)
 
     def _fsdpc_gather(self) -> Callable[[], None]:
-        unit, door = self._fsdpc_unit, self._fsdpc_state.door
+        unit, torch_unit = self._fsdpc_unit, self._fsdpc_state.torch_unit
         _device.join()
-        door.follow_root()
+        torch_unit.follow_root()
         unit.unshard()
-        door.pin()
+        torch_unit.pin()
 
         def end() -> None:
             unit.unshard_wait()
-            door.hold(True)
+            torch_unit.hold(True)
 
         return end
 
     def reshard(self) -> None:
         """Give up the parameters that :meth:`unshard` gathered."""
         if self._fsdpc_state.root is not None:
-            self._fsdpc_state.door.hold(False)
+            self._fsdpc_state.torch_unit.hold(False)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -82,8 +82,8 @@ class FSDPModule(fsdp_module.FSDPModule):
         root.head.follow_root()
         with super().hold():
             yield
-        for door in root.doors:
-            door.hide(False)
+        for torch_unit in root.torch_units:
+            torch_unit.hide(False)
 
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: bring every unit back to its sharded state."""

@@ -17,10 +17,10 @@ from fsdpc.torch._unit import Root, UnitState
 
 
 def enter(state: UnitState, grad: bool, in_task: bool) -> tuple[Any, bool]:
-    """Begin a forward: its range, and what ``door.enter`` says."""
+    """Begin a forward: its range, and what ``TorchUnit.enter`` says."""
     span = _begin(state, "forward")
     with record_function(f"FSDP::unshard ({state.unit.name})"):
-        return span, state.door.enter(grad, in_task)
+        return span, state.torch_unit.enter(grad, in_task)
 
 
 def _begin(state: UnitState, what: str) -> Any:
@@ -35,7 +35,7 @@ def leave(span: Any) -> None:
 
 
 class Marks:
-    """A unit's door for one forward: its marks open and close the range of the backward."""
+    """A TorchUnit for one forward: its marks open and close the range of the backward."""
 
     def __init__(self, state: UnitState) -> None:
         assert state.root is not None
@@ -44,7 +44,7 @@ class Marks:
 
     def mark(self) -> Any:
         """Return the mark for outputs."""
-        mark = self._state.door.mark()
+        mark = self._state.torch_unit.mark()
 
         def begin(grads: Any) -> None:
             if self._span is None:
@@ -56,7 +56,7 @@ class Marks:
 
     def end_backward(self) -> None:
         """Say that the gradients of all inputs are there."""
-        self._state.door.end_backward()
+        self._state.torch_unit.end_backward()
         if self._span in self._root.spans:
             self._root.spans.remove(self._span)
             leave(self._span)

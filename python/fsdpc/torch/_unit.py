@@ -85,7 +85,7 @@ class BarePiece(nn.Parameter):
 
 
 class UnitState:
-    """What a sharded module knows: its unit, door, tensors and options."""
+    """What a sharded module knows: its two units of the engine, tensors and options."""
 
     def __init__(
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
@@ -121,7 +121,7 @@ class UnitState:
             owner[key] = self.pieces[i]
 
     def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
-        """Let pieces be the masters of this unit, and make its door."""
+        """Let pieces be the masters of this unit, and make its TorchUnit."""
         self.unit, self.dtypes = unit, dtypes
         self.places = _core.unit_places(unit)
         masters = [_device.to_torch(m) for m in _core.unit_memory(unit, "master")]
@@ -138,10 +138,15 @@ class UnitState:
             piece.data = self.rows[i]
             self._describe(i, piece)
         self.trusted = [piece._version for piece in self.pieces]
-        self.door = _core.TorchUnit(
+        self.torch_unit = _core.TorchUnit(
             unit, self.slots, self.pieces, self.grads, self.adopt, _device.streams()
         )
-        self.door.guard(self.guards)
+        self.torch_unit.guard(self.guards)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the unit is inside its forward or backward."""
+        return bool(self.torch_unit.depth or self.torch_unit.in_backward)
 
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
         group, _, _, numel, offset = self.places[i]
@@ -162,7 +167,7 @@ class UnitState:
 
     def write(self, i: int, full: torch.Tensor) -> None:
         """Take this rank's rows of a full value."""
-        self.door.follow(i)  # or what `.data` was replaced by would be taken over afterwards
+        self.torch_unit.follow(i)  # or what `.data` was replaced by would be taken over afterwards
         self.unit.write(i, _device.to_engine(full.detach().contiguous()))
         self.trust(i)
 
@@ -203,7 +208,7 @@ class UnitState:
         for owner, key, i in self.slots:
             owner[key] = (fulls or self.pieces)[i]
         self.summoned = fulls is not None
-        self.door.lift(self.summoned and fulls is not self.pieces)
+        self.torch_unit.lift(self.summoned and fulls is not self.pieces)
 
     def standing(self, copies: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return private copies, or what was put in the place of some; raise if it does not fit."""
@@ -260,7 +265,7 @@ class UnitState:
                 full.__dict__.update(self.attributes[i])
                 target(full, self, i)
                 self.fulls.append(full)
-        self.door.bind(self.fulls, bases, _set_version, root.at_end, root.doors)
+        self.torch_unit.bind(self.fulls, bases, _set_version, root.at_end, root.torch_units)
 
 
 def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -290,7 +295,7 @@ def _is_contiguous(piece: nn.Parameter, *args: Any, **kwargs: Any) -> bool:
 def full_value(state: UnitState, index: int) -> torch.Tensor:
     """Return a parameter's full value in its original dtype; collective."""
     _device.join()
-    state.door.follow(index)
+    state.torch_unit.follow(index)
     return _device.to_torch(state.unit.collect(index, False))
 
 
@@ -303,9 +308,9 @@ class Root:
 
     def __init__(self, states: list[UnitState]) -> None:
         self.states = states
-        self.doors = [s.door for s in states]
-        self.rank_dependent = [s.door for s in states if s.unit.rank_dependent]
-        self.head = states[0].door
+        self.torch_units = [s.torch_unit for s in states]
+        self.rank_dependent = [s.torch_unit for s in states if s.unit.rank_dependent]
+        self.head = states[0].torch_unit
         self.measured = Measured()
         self.registered = -1  # as many as there were when modules were looked through
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
@@ -338,8 +343,8 @@ class Root:
         """Wait for reductions and hand gradients to the pieces."""
         self.ending = _none
         self.measured.outdate()
-        for door in self.rank_dependent:
-            door.catch_up()
+        for torch_unit in self.rank_dependent:
+            torch_unit.catch_up()
         try:
             if self.spans:
                 from fsdpc.torch import _profile
@@ -348,10 +353,10 @@ class Root:
             else:
                 self.head.finish()
         except BaseException:
-            for door in self.doors:
-                door.hide(True)
+            for torch_unit in self.torch_units:
+                torch_unit.hide(True)
             raise
-        waiting = [s for s in self.states if s.door.settle()]
+        waiting = [s for s in self.states if s.torch_unit.settle()]
         for state in waiting:
             _run_hooks(state)
 
@@ -359,8 +364,8 @@ class Root:
         """Bring every unit back to its sharded state; drop the gradients of half a backward."""
         half = self.head.in_backward
         self.head.reset()
-        for door in self.doors:
-            door.hide(half)
+        for torch_unit in self.torch_units:
+            torch_unit.hide(half)
 
 
 def _run_hooks(state: UnitState) -> None:
@@ -432,6 +437,6 @@ def gradient_units(params: list[Any]) -> tuple[list[UnitState], list[Any]]:
 def take_grads(states: list[UnitState]) -> None:
     """Let the engine know what became of the pieces' gradients; settles abandoned backwards."""
     for state in states:
-        if state.door.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
+        if state.torch_unit.in_backward and torch._C._current_graph_task_id() == -1 and state.root:
             state.root.reset()
-        state.door.take_grads()
+        state.torch_unit.take_grads()

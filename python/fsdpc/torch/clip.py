@@ -66,7 +66,7 @@ def clip_grad_norm_(
             "clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
         )
     _core.scale_grads(units, [], norm, float(max_norm))
-    PENDING.add(s for s in states if s.door.pending_scale != 1)
+    PENDING.add(s for s in states if s.torch_unit.pending_scale != 1)
     return torch.tensor(norm, dtype=torch.float32, device=_device.home()).as_subclass(TotalNorm)
 
 

@@ -140,7 +140,7 @@ class FullyShardedDataParallel(FSDPModule):
     def check_is_root(self) -> bool:
         """Return whether no other unit encloses this one; known from the first forward on."""
         root = self._fsdpc_state.root
-        return root is not None and root.head is self._fsdpc_state.door
+        return root is not None and root.head is self._fsdpc_state.torch_unit
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:

@@ -154,6 +154,6 @@ def _takes(ctx: Any, dy: torch.Tensor, x: torch.Tensor, rows: int, n_out: int, n
         accumulates = _will_run(ctx.next_functions[1][0])
     except RuntimeError:  # torch.autograd.grad(): gradients are returned
         return False
-    return accumulates and state.door.add_product(
+    return accumulates and state.torch_unit.add_product(
         index, dy.data_ptr(), x.data_ptr(), rows, n_out, n_in
     )

@@ -67,7 +67,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._pass_hypers()
         for state in self._units.values():
-            state.door.follow()
+            state.torch_unit.follow()
         take_grads(list(self._units.values()))
         self._core.step()
         return loss

@@ -62,7 +62,7 @@ def summon_full_params(
         raise ValueError("rank0_only with writeback=True: other ranks would keep the old rows")
     states = states_of(module) if recurse else [module._fsdpc_state]  # type: ignore[list-item]
     for state in states:
-        if state.door.depth or state.door.in_backward:
+        if state.is_running:
             raise RuntimeError(f"summon_full_params inside forward or backward: {state.unit.name}")
     mine = not rank0_only or not states or _rank(states) == 0
     states = [s for s in states if not s.summoned]
@@ -111,7 +111,7 @@ def full_grad(p: torch.Tensor) -> torch.Tensor | None:
     info = getattr(p, "fsdpc", None)
     if p.grad is None or info is None:
         return p.grad
-    info._state.door.take_grads(info._index)
+    info._state.torch_unit.take_grads(info._index)
     return _device.to_torch(info.unit.collect(info._index, True))
 
 
