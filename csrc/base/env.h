@@ -26,10 +26,6 @@
       "kernels to use: auto, portable, avx2, avx512, avx512bf16, amx")                             \
     X(transport, text, "FSDPC_TRANSPORT", "auto", 0, 0,                                            \
       "how ranks on GPUs communicate: auto, nccl, local_cuda")                                     \
-    X(copy_engines, flag, "FSDPC_COPY_ENGINES", 0, 0, 1,                                           \
-      "gathers over NCCL go by the copy engines of GPUs, where they can; no abort ends them")      \
-    X(staged, flag, "FSDPC_STAGED", 0, 0, 1,                                                       \
-      "ranks on one GPU communicate by way of host memory, though they could share the GPU's")     \
     X(cudnn, flag, "FSDPC_CUDNN", 0, 0, 1,                                                         \
       "attention on GPUs is cuDNN's where that is there and takes it")                             \
     X(log, integer, "FSDPC_LOG", 1, 0, 3, "0 silent, 1 warnings, 2 notes, 3 everything")           \

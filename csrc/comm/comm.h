@@ -189,10 +189,6 @@ typedef struct fsdpc_comm_ops {
     /* Buffers */
     fsdpc_status (*buffer_create)(fsdpc_comm *comm, size_t bytes,
                                   fsdpc_buffer **out); /* collective */
-    /* One whose memory lies elsewhere: datas[p] is where this rank reads rank p's, on the device of
-     * the streams that its reductions are posted on.  Optional. */
-    fsdpc_status (*buffer_over)(fsdpc_comm *comm, size_t bytes, const unsigned char *const *datas,
-                                fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
 
@@ -202,10 +198,6 @@ typedef struct fsdpc_comm_ops {
     /* See fsdpc_comm_order; FSDPC_IN_PROGRESS while the operation is not on its own stream yet.
      * Optional: it is waited for. */
     fsdpc_status (*order)(fsdpc_work *work, fsdpc_stream *stream);
-
-    /* Gives every peer a copy of this rank's descriptor `fd`, which stays its own; fds_out[p] is
-     * the caller's copy of rank p's, -1 at its own place.  Optional: ranks cannot. */
-    fsdpc_status (*pass)(fsdpc_comm *comm, const char *what, int fd, int *fds_out); /* collective */
 
     /* Waiting: sleep until something may have changed, at most max_ns; notice dead peers.  May
      * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
@@ -234,10 +226,7 @@ struct fsdpc_comm {
     fsdpc_log log;     /* notes: what is created, epochs that change, long waits; debug: all */
     int64_t waited_ns; /* time spent in waits since create */
     uint32_t captured; /* hash of what was posted in captures; whoever compares it sets it to 0 */
-    /* Why its operations cannot be captured, the same on all ranks; NULL: nothing is against it. */
-    const char *uncapturable;
-    char about[160];  /* which of its ways it goes, for people; "" where there is one */
-    char poison[512]; /* "" while healthy */
+    char poison[512];  /* "" while healthy */
 };
 
 struct fsdpc_wire {
@@ -275,8 +264,6 @@ typedef struct fsdpc_comm_config {
     /* nccl: a communicator of the same ranks, over host memory, taken over when create succeeds */
     fsdpc_comm *control;
     const char *library_path; /* nccl: to prefer, or NULL; borrowed by create alone */
-    bool copy_engines;        /* nccl: gathers may go by the copy engines of GPUs */
-    bool staged; /* local_cuda: by way of host memory, though ranks could share the GPU's */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);

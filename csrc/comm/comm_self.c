@@ -99,33 +99,19 @@ static fsdpc_status self_publish(fsdpc_wire *wire)
     return fsdpc_comm_health(wire->comm);
 }
 
-typedef struct self_buffer {
-    fsdpc_buffer base;
-    const unsigned char *read; /* by reductions; base.data unless the memory lies elsewhere */
-} self_buffer;
-
-static fsdpc_status self_buffer_over(fsdpc_comm *comm, size_t bytes,
-                                     const unsigned char *const *datas, fsdpc_buffer **out)
-{
-    FSDPC_TRY(fsdpc_comm_health(comm));
-    self_buffer *buffer = calloc(1, sizeof *buffer);
-    if (!buffer)
-        return fsdpc_fail_errno("no memory for a buffer");
-    *buffer = (self_buffer){.base = {.comm = comm, .bytes = bytes}, .read = datas[0]};
-    *out = &buffer->base;
-    return FSDPC_OK;
-}
-
 static fsdpc_status self_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
 {
     void *data;
+    FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(fsdpc_device_alloc(comm->device, FSDPC_MEM_REDUCE, bytes, &data));
-    fsdpc_status status = self_buffer_over(comm, bytes, (const unsigned char *const[]){data}, out);
-    if (status != FSDPC_OK)
+    fsdpc_buffer *buffer = calloc(1, sizeof *buffer);
+    if (!buffer) {
         fsdpc_device_free(comm->device, data);
-    else
-        (*out)->data = data;
-    return status;
+        return fsdpc_fail_errno("no memory for a buffer");
+    }
+    *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
+    *out = buffer;
+    return FSDPC_OK;
 }
 
 static void self_buffer_destroy(fsdpc_buffer *buffer)
@@ -146,7 +132,8 @@ static fsdpc_status perform(const fsdpc_coll *op, fsdpc_stream *stream)
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:
-        return fsdpc_coll_reduce_slices(op, 0, 1, &((const self_buffer *)op->buffer)->read, stream);
+        return fsdpc_coll_reduce_slices(op, 0, 1, (const unsigned char *const[]){op->buffer->data},
+                                        stream);
     case FSDPC_COLL_ALL_REDUCE:
     case FSDPC_COLL_ALL_GATHER:
         if (op->numel && op->recv != op->send)
@@ -206,7 +193,6 @@ static const fsdpc_comm_ops self_ops = {
     .epoch_publish = self_publish,
     .epoch_published = self_publish,
     .buffer_create = self_buffer_create,
-    .buffer_over = self_buffer_over,
     .buffer_destroy = self_buffer_destroy,
     .buffer_idle = self_buffer_idle,
     .post = self_post,

@@ -235,45 +235,6 @@ fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, s
     return FSDPC_OK;
 }
 
-static fsdpc_status pass_on(fsdpc_shm_comm *self, uint64_t tag, int fd, int *fds_out)
-{
-    fsdpc_shm_segment *mine = NULL;
-    fsdpc_status status = fsdpc_shm_segment_wrap(fcntl(fd, F_DUPFD_CLOEXEC, 0), &mine);
-    fsdpc_status given = fsdpc_shm_give_all(self, tag, mine, status);
-    for (int p = 0; given == FSDPC_OK && p < self->base.size; p++) {
-        fsdpc_shm_segment *theirs = NULL;
-        if (p == self->base.rank)
-            continue;
-        given = fsdpc_shm_take_from(self, p, tag, 0, &theirs);
-        if (!theirs)
-            continue; /* its failure comes with the agreement */
-        fds_out[p] = fcntl(theirs->fd, F_DUPFD_CLOEXEC, 0);
-        if (fds_out[p] < 0)
-            FSDPC_KEEP_FIRST(status,
-                             fsdpc_fail_errno("a descriptor of rank %d could not be copied", p));
-        fsdpc_shm_segment_release(theirs);
-    }
-    FSDPC_KEEP_FIRST(status, given);
-    if (given == FSDPC_OK)
-        FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
-    fsdpc_shm_segment_release(mine);
-    return status;
-}
-
-static fsdpc_status shm_pass(fsdpc_comm *comm, const char *what, int fd, int *fds_out)
-{
-    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
-    uint64_t tag = 0;
-    FSDPC_TRY(fsdpc_shm_creation_begin(self, what, 0, &tag));
-    for (int p = 0; p < comm->size; p++)
-        fds_out[p] = -1;
-    fsdpc_status status = fsdpc_comm_agree(comm, pass_on(self, tag, fd, fds_out), what);
-    for (int p = 0; status != FSDPC_OK && p < comm->size; p++)
-        if (fds_out[p] >= 0)
-            close(fds_out[p]);
-    return status;
-}
-
 /* ---- Life ---- */
 
 static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *world,
@@ -463,12 +424,10 @@ static const fsdpc_comm_ops shm_ops = {
     .epoch_publish = fsdpc_shm_epoch_publish,
     .epoch_published = fsdpc_shm_epoch_published,
     .buffer_create = fsdpc_shm_buffer_create,
-    .buffer_over = fsdpc_shm_buffer_over,
     .buffer_destroy = fsdpc_shm_buffer_destroy,
     .buffer_idle = fsdpc_shm_buffer_idle,
     .post = fsdpc_shm_post,
     .test = fsdpc_shm_test,
-    .pass = shm_pass,
     .idle = shm_idle,
     .describe = shm_describe,
     .locate = shm_locate,

@@ -37,7 +37,6 @@ typedef struct fsdpc_shm_buffer_words {
 typedef struct fsdpc_shm_buffer {
     fsdpc_buffer base;
     uint64_t id, posts;
-    size_t here_bytes;                    /* of the data in segments; 0 if it lies elsewhere */
     fsdpc_shm_segment **segments;         /* by group rank, ours too */
     const unsigned char **datas;          /* by group rank */
     const fsdpc_shm_buffer_words **words; /* by group rank */
@@ -133,8 +132,6 @@ const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
 /* ---- shm_buffer.c ---- */
 
 fsdpc_status fsdpc_shm_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out);
-fsdpc_status fsdpc_shm_buffer_over(fsdpc_comm *comm, size_t bytes,
-                                   const unsigned char *const *datas, fsdpc_buffer **out);
 void fsdpc_shm_buffer_destroy(fsdpc_buffer *buffer);
 fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *buffer);
 

@@ -4,8 +4,6 @@
  * has read: every rank has a buffer of the same id, so the word for "I have read yours" is in mine,
  * and peers need nothing writable of each other.  A mapping outlives its creator's, so ranks
  * destroy their buffers when they like.
- *
- * A buffer over memory that lies elsewhere (on a GPU) is that page alone.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,7 +43,7 @@ static fsdpc_status attach(fsdpc_shm_buffer *buffer, int rank, fsdpc_shm_segment
     bool own = rank == buffer->base.comm->rank;
     buffer->segments[rank] = segment;
     FSDPC_TRY(fsdpc_shm_segment_map(segment, own));
-    size_t data_bytes = fsdpc_shm_page_round(buffer->here_bytes);
+    size_t data_bytes = fsdpc_shm_page_round(buffer->base.bytes);
     if (own) {
         buffer->base.data = segment->writable;
         buffer->mine = (fsdpc_shm_buffer_words *)(void *)(segment->writable + data_bytes);
@@ -60,7 +58,7 @@ static fsdpc_status exchange(fsdpc_shm_comm *self, fsdpc_shm_buffer *buffer, uin
 {
     size_t bytes = 0;
     fsdpc_shm_segment *segment = NULL;
-    fsdpc_status status = fsdpc_add_size(fsdpc_shm_page_round(buffer->here_bytes), 4096, &bytes);
+    fsdpc_status status = fsdpc_add_size(fsdpc_shm_page_round(buffer->base.bytes), 4096, &bytes);
     if (status == FSDPC_OK)
         status =
             fsdpc_shm_segment_create("fsdpc reduce buffer", bytes, !self->world->threads, &segment);
@@ -83,9 +81,7 @@ static fsdpc_status exchange(fsdpc_shm_comm *self, fsdpc_shm_buffer *buffer, uin
     return status;
 }
 
-/* `elsewhere`: NULL, or where the data lies. */
-static fsdpc_status create(fsdpc_comm *comm, size_t bytes, const unsigned char *const *elsewhere,
-                           fsdpc_buffer **out)
+fsdpc_status fsdpc_shm_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     uint64_t tag = 0;
@@ -93,36 +89,20 @@ static fsdpc_status create(fsdpc_comm *comm, size_t bytes, const unsigned char *
     fsdpc_shm_buffer *buffer = NULL;
     FSDPC_TRY(buffer_new(self, bytes, &buffer));
     buffer->id = self->creations;
-    buffer->here_bytes = elsewhere ? 0 : bytes;
     fsdpc_status status = fsdpc_comm_agree(comm, exchange(self, buffer, tag), "buffer_create");
     if (status != FSDPC_OK) {
         buffer_free(buffer);
         return status;
     }
-    fsdpc_mem_count(comm->device->mem, FSDPC_MEM_REDUCE, (int64_t)buffer->here_bytes);
-    for (int p = 0; elsewhere && p < comm->size; p++)
-        buffer->datas[p] = elsewhere[p];
-    if (elsewhere)
-        buffer->base.data = NULL; /* the caller's to fill */
+    fsdpc_mem_count(comm->device->mem, FSDPC_MEM_REDUCE, (int64_t)bytes);
     *out = &buffer->base;
     return FSDPC_OK;
-}
-
-fsdpc_status fsdpc_shm_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
-{
-    return create(comm, bytes, NULL, out);
-}
-
-fsdpc_status fsdpc_shm_buffer_over(fsdpc_comm *comm, size_t bytes,
-                                   const unsigned char *const *datas, fsdpc_buffer **out)
-{
-    return create(comm, bytes, datas, out);
 }
 
 void fsdpc_shm_buffer_destroy(fsdpc_buffer *base)
 {
     fsdpc_shm_buffer *buffer = (fsdpc_shm_buffer *)base;
-    fsdpc_mem_count(base->comm->device->mem, FSDPC_MEM_REDUCE, -(int64_t)buffer->here_bytes);
+    fsdpc_mem_count(base->comm->device->mem, FSDPC_MEM_REDUCE, -(int64_t)base->bytes);
     buffer_free(buffer);
 }
 

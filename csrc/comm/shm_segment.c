@@ -170,16 +170,6 @@ fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **o
     return status;
 }
 
-fsdpc_status fsdpc_shm_segment_wrap(int fd, fsdpc_shm_segment **out)
-{
-    if (fd < 0)
-        return fsdpc_fail_errno("a descriptor to hand over could not be copied");
-    fsdpc_status status = new_segment(fd, 0, out);
-    if (status != FSDPC_OK)
-        close(fd);
-    return status;
-}
-
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable)
 {
     if (writable ? segment->writable != NULL : segment->readable != NULL)

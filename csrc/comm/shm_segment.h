@@ -27,9 +27,6 @@ fsdpc_status fsdpc_shm_segment_create(const char *name, size_t bytes, bool share
                                       fsdpc_shm_segment **out);
 /* Takes `fd` over, also when it fails. `bytes` as given to create. */
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out);
-/* What is no shared memory (a GPU's), to be handed over and never mapped.  Takes `fd` over, also
- * when it fails. */
-fsdpc_status fsdpc_shm_segment_wrap(int fd, fsdpc_shm_segment **out);
 fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable);
 void fsdpc_shm_segment_close_fd(fsdpc_shm_segment *segment); /* mappings stay */
 

@@ -441,8 +441,7 @@ static fsdpc_status poll_take(void *arg)
     }
     if (fd < 0)
         return FSDPC_OK;
-    return p->bytes ? fsdpc_shm_segment_adopt(fd, p->bytes, &p->segment)
-                    : fsdpc_shm_segment_wrap(fd, &p->segment);
+    return fsdpc_shm_segment_adopt(fd, p->bytes, &p->segment);
 }
 
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,

@@ -77,7 +77,7 @@ void fsdpc_shm_early_init(fsdpc_shm_early *early, fsdpc_shm_world *world,
 fsdpc_status fsdpc_shm_world_give(fsdpc_shm_world *world, fsdpc_comm *comm, const int *to, int n_to,
                                   uint64_t tag, fsdpc_shm_segment *segment, fsdpc_status status);
 fsdpc_status fsdpc_shm_world_given(fsdpc_shm_world *world, fsdpc_comm *comm, int n_to);
-/* `bytes` 0: what was wrapped.  *out is NULL, and the result OK, if the giver had none. */
+/* *out is NULL, and the result OK, if the giver had none. */
 fsdpc_status fsdpc_shm_world_take(fsdpc_shm_world *world, fsdpc_comm *comm, int from, uint64_t tag,
                                   size_t bytes, fsdpc_shm_segment **out);
 

@@ -387,7 +387,6 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm 
     if (status == FSDPC_OK) {
         atomic_init(&world->refs, 1);
         world->pid = (int)getpid();
-        world->copy_engines = config->copy_engines;
         const fsdpc_log silent = {0}; /* one rank says it for all */
         status = fsdpc_nccl_open(config->library_path, config->rank == 0 ? &config->log : &silent,
                                  &world->nccl);

@@ -8,7 +8,6 @@
  *     nccl_ahead.c  how far the host may be ahead of them
  *     nccl_call.c   what they are in NCCL's calls
  *     nccl_join.c   sums and extrema that are not NCCL's
- *     nccl_means.c  what gathers can do with the machine
  *     nccl_register.c   memory that NCCL is told of before it gathers into it
  *
  * The control carries what is small and lives on the host: epochs and their notes, agreement on
@@ -79,7 +78,6 @@ typedef struct fsdpc_nccl_world {
     _Atomic int refs;
     int pid; /* that it was made in */
     fsdpc_nccl nccl;
-    bool copy_engines; /* may be used */
     struct fsdpc_comm_nccl *groups;
     fsdpc_nccl_turns turns; /* of groups that are not apart */
 } fsdpc_nccl_world;
@@ -107,7 +105,6 @@ typedef struct fsdpc_comm_nccl {
     int buffers;                    /* that were made and not destroyed */
     fsdpc_nccl_inbox inbox;         /* while there are any */
     fsdpc_nccl_registers registers; /* learnt when the lane of gathers is made */
-    bool copies;                    /* gathers go by copy engines; likewise */
     fsdpc_nccl_registered *registered;
     int64_t missed_ns;      /* when a peer was first seen to be gone; 0: none was */
     bool fails_to_register; /* it did, on all ranks: none is tried any more */
@@ -191,12 +188,10 @@ size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_inbox_at(void *contributions, size_t stride, int rank, int peer);
 void fsdpc_nccl_inbox_free(fsdpc_comm_nccl *self);
 
-/* ---- nccl_means.c ---- */
-
-/* Collective, when the lane of gathers is made: sets `registers` and `copies`. */
-fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
-
 /* ---- nccl_register.c ---- */
+
+/* Collective, when the lane of gathers is made: sets `registers`. */
+fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self);
 
 fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes);
 void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory);

@@ -31,7 +31,6 @@ enum {
     FSDPC_CU_HANDLE_FABRIC = 8,
     FSDPC_CU_LOCATION_DEVICE = 1,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
-    FSDPC_CU_ACCESS_READ = 1,
     FSDPC_CU_ACCESS_READ_WRITE = 3,
 };
 
@@ -66,9 +65,6 @@ typedef struct fsdpc_cu_access {
     X(cuMemCreate, (fsdpc_cu_memory * memory, size_t bytes, const fsdpc_cu_properties *properties, \
                     unsigned long long flags))                                                     \
     X(cuMemRelease, (fsdpc_cu_memory memory))                                                      \
-    X(cuMemExportToShareableHandle,                                                                \
-      (void *handle, fsdpc_cu_memory memory, int type, unsigned long long flags))                  \
-    X(cuMemImportFromShareableHandle, (fsdpc_cu_memory * memory, void *handle, int type))          \
     X(cuMemAddressReserve, (fsdpc_cu_address * address, size_t bytes, size_t alignment,            \
                             fsdpc_cu_address wish, unsigned long long flags))                      \
     X(cuMemAddressFree, (fsdpc_cu_address address, size_t bytes))                                  \

@@ -22,13 +22,13 @@ fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_
     (void)driver->cu.cuGetErrorString((int)result, &text);
     text = text ? text : "unknown error";
     if (is_refusal(result))
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "the driver does not %s memory %s: %s (%d)", what,
-                          driver->purpose, text, (int)result);
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "the driver does not %s memory for a window: %s (%d)", what, text,
+                          (int)result);
     bool full = result == FSDPC_CU_OUT_OF_MEMORY;
     return fsdpc_fail(full ? FSDPC_ERR_NOMEM : FSDPC_ERR_INTERNAL,
-                      "the driver failed to %s %zu bytes %s: %s (%d)%s", what, bytes,
-                      driver->purpose, text, (int)result,
-                      full ? "; use more ranks, or fewer units at a time" : "");
+                      "the driver failed to %s %zu bytes for a window: %s (%d)%s", what, bytes,
+                      text, (int)result, full ? "; use more ranks, or fewer units at a time" : "");
 }
 
 /* ---- What the driver offers ---- */
@@ -41,11 +41,9 @@ static bool has(const fsdpc_driver_memory *driver, fsdpc_cu_attribute attribute)
            value;
 }
 
-fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device,
-                                      bool for_nccl, const char *purpose)
+fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device)
 {
     *driver = (fsdpc_driver_memory){.device = device,
-                                    .purpose = purpose,
                                     .properties = {
                                         .type = FSDPC_CU_ALLOCATION_PINNED,
                                         .handle_types = FSDPC_CU_HANDLE_POSIX_FD,
@@ -54,10 +52,10 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device 
     FSDPC_TRY(fsdpc_cuda_driver_calls(&driver->cu));
     if (!has(driver, FSDPC_CU_HAS_VIRTUAL_MEMORY) || !has(driver, FSDPC_CU_HAS_POSIX_FD_HANDLES))
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
-                          "GPU %d has no virtual memory that can be handed over", device->ordinal);
-    if (for_nccl && has(driver, FSDPC_CU_HAS_FABRIC_HANDLES))
+                          "GPU %d has no virtual memory that NCCL could register", device->ordinal);
+    if (has(driver, FSDPC_CU_HAS_FABRIC_HANDLES))
         driver->properties.handle_types |= FSDPC_CU_HANDLE_FABRIC;
-    driver->properties.flags.rdma = for_nccl && has(driver, FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY);
+    driver->properties.flags.rdma = has(driver, FSDPC_CU_HAS_RDMA_WITH_VIRTUAL_MEMORY);
     return fsdpc_driver_memory_check(
         driver,
         driver->cu.cuMemGetAllocationGranularity(&driver->granule, &driver->properties,
@@ -95,34 +93,33 @@ void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_mem
 
 /* ---- Mappings ---- */
 
-static fsdpc_cu_result grant(const fsdpc_driver_memory *driver, size_t bytes, int access,
+static fsdpc_cu_result grant(const fsdpc_driver_memory *driver, size_t bytes,
                              fsdpc_cu_address address)
 {
-    fsdpc_cu_access granted = {{FSDPC_CU_LOCATION_DEVICE, driver->device->ordinal}, access};
+    fsdpc_cu_access granted = {{FSDPC_CU_LOCATION_DEVICE, driver->device->ordinal},
+                               FSDPC_CU_ACCESS_READ_WRITE};
     return driver->cu.cuMemSetAccess(address, bytes, &granted, 1);
 }
 
 fsdpc_status fsdpc_driver_memory_map_at(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
-                                        size_t bytes, int access, fsdpc_cu_address address)
+                                        size_t bytes, fsdpc_cu_address address)
 {
     FSDPC_TRY(fsdpc_driver_memory_check(driver, driver->cu.cuMemMap(address, bytes, 0, memory, 0),
                                         "map", bytes));
-    fsdpc_cu_result result = grant(driver, bytes, access, address);
-    if (access == FSDPC_CU_ACCESS_READ && is_refusal(result))
-        result = grant(driver, bytes, FSDPC_CU_ACCESS_READ_WRITE, address);
+    fsdpc_cu_result result = grant(driver, bytes, address);
     if (result != FSDPC_CU_SUCCESS)
         (void)driver->cu.cuMemUnmap(address, bytes);
     return fsdpc_driver_memory_check(driver, result, "grant access to", bytes);
 }
 
 fsdpc_status fsdpc_driver_memory_map(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
-                                     size_t bytes, int access, fsdpc_cu_address *out)
+                                     size_t bytes, fsdpc_cu_address *out)
 {
     fsdpc_cu_address address;
     FSDPC_TRY(fsdpc_driver_memory_check(
         driver, driver->cu.cuMemAddressReserve(&address, bytes, driver->granule, 0, 0),
         "reserve addresses of", bytes));
-    fsdpc_status status = fsdpc_driver_memory_map_at(driver, memory, bytes, access, address);
+    fsdpc_status status = fsdpc_driver_memory_map_at(driver, memory, bytes, address);
     if (status != FSDPC_OK)
         (void)driver->cu.cuMemAddressFree(address, bytes);
     else

@@ -1,13 +1,11 @@
-/* Physical memory of the driver's and mappings of it: what windows and what ranks share are made
- * of.
+/* Physical memory of the driver's and mappings of it: what windows are made of.
  *
- * Memory is pinned on the GPU and can be exported as a file descriptor.  A mapping is a range of
- * addresses with the whole of a memory beneath it and access granted; access is the mapping's, so
- * two of one memory may differ.  A memory whose handle was released lives as long as it is mapped.
+ * Memory is pinned on the GPU.  A mapping is a range of addresses with the whole of a memory
+ * beneath it and access granted.  A memory whose handle was released lives as long as it is mapped.
  *
  * Every call gives FSDPC_ERR_NOMEM where there is too little, FSDPC_ERR_UNSUPPORTED where the
- * driver, a container or the way to another process does not let us, FSDPC_ERR_INTERNAL for all
- * else, a fault of earlier work above all.  One that fails leaves nothing behind.
+ * driver or a container does not let us, FSDPC_ERR_INTERNAL for all else, a fault of earlier work
+ * above all.  One that fails leaves nothing behind.
  */
 #ifndef FSDPC_CUDA_DRIVER_MEMORY_H
 #define FSDPC_CUDA_DRIVER_MEMORY_H
@@ -17,19 +15,17 @@
 #include "cuda/driver_abi.h"
 #include "device/device.h"
 
-/* A GPU's, for one purpose.  In the caller's storage, with nothing to undo. */
+/* A GPU's.  In the caller's storage, with nothing to undo. */
 typedef struct fsdpc_driver_memory {
     fsdpc_cu cu;
     fsdpc_device *device;
-    const char *purpose; /* in messages: "for a window" */
     fsdpc_cu_properties properties;
     size_t granule; /* sizes are multiples of it */
 } fsdpc_driver_memory;
 
-/* `for_nccl`: as ncclMemAlloc makes its memory, for networks and fabrics too as far as the machine
- * lets us, so that NCCL may register it. */
-fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device,
-                                      bool for_nccl, const char *purpose);
+/* As ncclMemAlloc makes its memory, for networks and fabrics too as far as the machine lets us, so
+ * that NCCL may register it. */
+fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device *device);
 
 /* `result` of a call of driver->cu, as a status: "the driver failed to <what> <bytes> bytes". */
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
@@ -40,13 +36,12 @@ fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t byte
                                         fsdpc_cu_memory *out);
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory);
 
-/* Beneath a range that is reserved and has nothing beneath it.  `access` is FSDPC_CU_ACCESS_; a
- * driver that knows none that only reads is asked for the ordinary one. */
+/* Beneath a range that is reserved and has nothing beneath it. */
 fsdpc_status fsdpc_driver_memory_map_at(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
-                                        size_t bytes, int access, fsdpc_cu_address address);
+                                        size_t bytes, fsdpc_cu_address address);
 /* With a range of its own. */
 fsdpc_status fsdpc_driver_memory_map(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
-                                     size_t bytes, int access, fsdpc_cu_address *out);
+                                     size_t bytes, fsdpc_cu_address *out);
 /* Gives the range back too. */
 void fsdpc_driver_memory_unmap(const fsdpc_driver_memory *driver, size_t bytes,
                                fsdpc_cu_address address);

@@ -1,12 +1,7 @@
-/* Inside of comm_local_cuda: what its two ways share.
+/* Inside of comm_local_cuda: two files share these.
  *
- *     comm_local_cuda.c   life and the choice of a way, post and test, values
- *     local_staged.c      gathers and reductions by way of host memory
- *     local_shared.c      gathers and reductions in memory of the GPU that ranks share
- *
- * A way is a table of its own, which fills in wires and buffers and what is done at the post (out:
- * what this rank gives becomes readable for its peers) and when the control is done (back: the
- * outcome goes where it belongs).
+ *     comm_local_cuda.c   life, post and test, values
+ *     local_staged.c      wires and buffers, gathers and reductions
  */
 #ifndef FSDPC_CUDA_LOCAL_CUDA_H
 #define FSDPC_CUDA_LOCAL_CUDA_H
@@ -35,8 +30,6 @@ typedef struct fsdpc_local_buffer {
     fsdpc_buffer *control; /* its posts and reads are counted here */
 } fsdpc_local_buffer;
 
-extern const fsdpc_comm_ops fsdpc_local_staged_ops, fsdpc_local_shared_ops;
-
 static inline fsdpc_local_comm *fsdpc_local_of(fsdpc_comm *comm)
 {
     return (fsdpc_local_comm *)comm;
@@ -47,32 +40,21 @@ static inline fsdpc_status fsdpc_local_settle(fsdpc_local_comm *self, fsdpc_stat
     return fsdpc_control_settle(&self->base, self->control, status);
 }
 
-/* ---- comm_local_cuda.c: slots of both tables ---- */
+/* ---- local_staged.c ---- */
 
-void fsdpc_local_destroy(fsdpc_comm *comm);
-fsdpc_status fsdpc_local_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out);
-void fsdpc_local_abort(fsdpc_comm *comm, const char *reason);
-void fsdpc_local_leave(fsdpc_comm *comm);
+fsdpc_status fsdpc_local_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
+void fsdpc_local_wire_destroy(fsdpc_wire *wire);
+fsdpc_status fsdpc_local_publish(fsdpc_wire *wire);
+fsdpc_status fsdpc_local_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out);
+void fsdpc_local_buffer_destroy(fsdpc_buffer *buffer);
 fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *buffer);
-fsdpc_status fsdpc_local_idle(fsdpc_comm *comm, int64_t max_ns);
-void fsdpc_local_describe(fsdpc_comm *comm, char *text, size_t bytes);
-void fsdpc_local_locate(fsdpc_comm *comm, const char *phase, const char *unit);
-void fsdpc_local_waits(fsdpc_comm *comm, const char *what);
 
-/* ---- comm_local_cuda.c: parts of a way ---- */
+/* A gather or reduction: out, at the post, makes `op` what the control is to do; back, when that is
+ * done, takes what was posted. */
+fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op);
+fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op);
 
-/* The head of a wire, whose epochs are those of a wire of the control of `control_bytes`; it has
- * memory in a world of one alone.  *wire_out is written on success, and finished by wire_close. */
-fsdpc_status fsdpc_local_wire_open(fsdpc_comm *comm, size_t bytes, size_t control_bytes,
-                                   fsdpc_controlled_wire *wire_out);
-void fsdpc_local_wire_close(fsdpc_controlled_wire *wire);
-
-/* A gather or reduction of this way: `op` may be made what the control is to do (out), or is what
- * was posted (back). */
-typedef fsdpc_status (*fsdpc_local_move_fn)(fsdpc_local_comm *self, fsdpc_local_flight *it,
-                                            fsdpc_coll *op);
-fsdpc_status fsdpc_local_post(fsdpc_work *work, fsdpc_local_move_fn out);
-fsdpc_status fsdpc_local_test(fsdpc_work *work, fsdpc_local_move_fn back);
+/* ---- comm_local_cuda.c ---- */
 
 /* Copies on the main stream, and the wait for all of them. */
 fsdpc_status fsdpc_local_copy(fsdpc_local_comm *self, void *to, const void *from, size_t bytes);

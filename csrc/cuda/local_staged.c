@@ -34,12 +34,34 @@ typedef struct staged_wire {
 
 /* ---- Wires and buffers ---- */
 
-static fsdpc_status staged_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+/* The head of a wire, which has memory in a world of one alone. */
+static fsdpc_status wire_open(fsdpc_comm *comm, size_t bytes, fsdpc_controlled_wire *wire_out)
+{
+    fsdpc_local_comm *self = fsdpc_local_of(comm);
+    void *data = NULL;
+    bool moved = comm->size > 1;
+    fsdpc_wire *control;
+    FSDPC_TRY(moved ? fsdpc_control_sizes(comm, self->control, "wire_create", bytes)
+                    : fsdpc_control_memory(comm, self->control, "wire_create", FSDPC_MEM_WIRE,
+                                           bytes, &data));
+    fsdpc_status status =
+        fsdpc_local_settle(self, fsdpc_wire_create(self->control, bytes, &control));
+    if (status != FSDPC_OK) {
+        fsdpc_device_free(comm->device, data);
+        return status;
+    }
+    wire_out->control = control;
+    wire_out->base =
+        (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_local_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
 {
     staged_wire *wire = calloc(1, sizeof *wire);
     if (!wire)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
-    fsdpc_status status = fsdpc_local_wire_open(comm, bytes, bytes, &wire->of);
+    fsdpc_status status = wire_open(comm, bytes, &wire->of);
     if (status != FSDPC_OK)
         free(wire);
     else
@@ -47,21 +69,22 @@ static fsdpc_status staged_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wir
     return status;
 }
 
-static void staged_wire_destroy(fsdpc_wire *base)
+void fsdpc_local_wire_destroy(fsdpc_wire *base)
 {
     staged_wire *wire = (staged_wire *)base;
-    fsdpc_local_wire_close(&wire->of);
+    fsdpc_wire_destroy(wire->of.control);
+    fsdpc_device_free(base->comm->device, base->write);
     free(wire->written);
     free(wire);
 }
 
-static fsdpc_status staged_epoch_publish(fsdpc_wire *base)
+fsdpc_status fsdpc_local_publish(fsdpc_wire *base)
 {
     ((staged_wire *)base)->contents++;
     return fsdpc_controlled_publish(base);
 }
 
-static fsdpc_status staged_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
+fsdpc_status fsdpc_local_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)
 {
     fsdpc_local_comm *self = fsdpc_local_of(comm);
     fsdpc_local_buffer *buffer = calloc(1, sizeof *buffer);
@@ -88,11 +111,19 @@ free_buffer:
     return status;
 }
 
-static void staged_buffer_destroy(fsdpc_buffer *base)
+void fsdpc_local_buffer_destroy(fsdpc_buffer *base)
 {
     fsdpc_buffer_destroy(((fsdpc_local_buffer *)base)->control);
     fsdpc_device_free(base->comm->device, base->data);
     free(base);
+}
+
+/* What peers read is counted by the control's. */
+fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *base)
+{
+    fsdpc_buffer *control = ((fsdpc_local_buffer *)base)->control;
+    FSDPC_TRY(fsdpc_comm_health(base->comm));
+    return fsdpc_local_settle(fsdpc_local_of(base->comm), control->comm->ops->buffer_idle(control));
 }
 
 /* ---- Gathers ---- */
@@ -199,9 +230,9 @@ static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_fli
     return fsdpc_local_copied(self);
 }
 
-/* ---- Post and test ---- */
+/* ---- Both ---- */
 
-static fsdpc_status out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
 {
     if (op->kind != FSDPC_COLL_GATHER)
         return reduction_out(self, it, op);
@@ -209,40 +240,7 @@ static fsdpc_status out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_co
     return gather_out(self, op);
 }
 
-static fsdpc_status back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
 {
     return op->kind == FSDPC_COLL_GATHER ? gather_back(self, op) : reduction_back(self, it, op);
 }
-
-static fsdpc_status staged_post(fsdpc_work *work)
-{
-    return fsdpc_local_post(work, out);
-}
-
-static fsdpc_status staged_test(fsdpc_work *work)
-{
-    return fsdpc_local_test(work, back);
-}
-
-const fsdpc_comm_ops fsdpc_local_staged_ops = {
-    .name = "local_cuda",
-    .destroy = fsdpc_local_destroy,
-    .split = fsdpc_local_split,
-    .abort = fsdpc_local_abort,
-    .leave = fsdpc_local_leave,
-    .wire_create = staged_wire_create,
-    .wire_destroy = staged_wire_destroy,
-    .epoch_arrive = fsdpc_controlled_arrive,
-    .epoch_test = fsdpc_controlled_test,
-    .epoch_publish = staged_epoch_publish,
-    .epoch_published = fsdpc_controlled_published,
-    .buffer_create = staged_buffer_create,
-    .buffer_destroy = staged_buffer_destroy,
-    .buffer_idle = fsdpc_local_buffer_idle,
-    .post = staged_post,
-    .test = staged_test,
-    .idle = fsdpc_local_idle,
-    .describe = fsdpc_local_describe,
-    .locate = fsdpc_local_locate,
-    .waits = fsdpc_local_waits,
-};

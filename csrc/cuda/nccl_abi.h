@@ -46,7 +46,7 @@ typedef struct fsdpc_nccl_id {
 typedef struct ncclComm *fsdpc_nccl_comm;
 typedef struct ncclWindow_vidmem *fsdpc_nccl_window;
 
-enum { FSDPC_NCCL_WIN_COLL_SYMMETRIC = 1, FSDPC_NCCL_CTA_POLICY_ZERO = 2 };
+enum { FSDPC_NCCL_WIN_COLL_SYMMETRIC = 1 };
 
 /* The first that is told of the launch order by a field of its config. */
 enum { FSDPC_NCCL_LAUNCH_ORDER_FIELD = 23100 };
@@ -66,25 +66,21 @@ typedef struct fsdpc_nccl_config {
     int rma_signals, rma_eager, host_cft;
 } fsdpc_nccl_config;
 
-/* `version` of NCCL.  `by_copies`: gathers take no multiprocessor where they can do without. */
-static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version, bool by_copies)
+/* `version` of NCCL. */
+static inline fsdpc_nccl_config fsdpc_nccl_nonblocking(int version)
 {
     const int unset = INT_MIN;
     bool ordered = version >= FSDPC_NCCL_LAUNCH_ORDER_FIELD;
     return (fsdpc_nccl_config){
-        .size = ordered     ? sizeof(fsdpc_nccl_config)
-                : by_copies ? offsetof(fsdpc_nccl_config, channels_per_peer)
-                            : offsetof(fsdpc_nccl_config, split_share),
+        .size = ordered ? sizeof(fsdpc_nccl_config) : offsetof(fsdpc_nccl_config, split_share),
         .magic = 0xcafebeef,
-        .version = ordered     ? 23100
-                   : by_copies ? 22700
-                               : 21700,
+        .version = ordered ? 23100 : 21700,
         .blocking = 0,
         .shapes = {unset, unset, unset},
         .split_share = unset,
         .traffic_class = unset,
         .collnet = unset,
-        .cta_policy = by_copies ? FSDPC_NCCL_CTA_POLICY_ZERO : unset,
+        .cta_policy = unset,
         .shrink_share = unset,
         .nvls_ctas = unset,
         .channels_per_peer = unset,

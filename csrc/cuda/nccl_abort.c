@@ -6,10 +6,11 @@
  * never end the first.  Hence graphs are given up, and then all communicators of a rank are aborted
  * in one group of NCCL's: all are told before any is waited for.
  *
- * Gathers by copy engines cannot be told: what they wait for is written by peers alone.  So the
- * group runs on a thread of its own, and who aborts waits for that for seconds at most.  If they
- * pass, the streams are held for ever: the device is lost (device_cuda.h), and the thread with it.
- * What it works on is counted, and goes with whoever lets go of it last.
+ * A GPU may hang in work that no abort reaches (gathers by copy engines are such, and switched off:
+ * they wait on words that peers alone write, nccl_env.c).  So the group runs on a thread of its
+ * own, and the aborting thread waits for it for seconds at most.  If they pass, the streams are
+ * held for ever: the device is lost (device_cuda.h), and the thread with it. What it works on is
+ * counted, and goes with whoever lets go of it last.
  */
 #include <pthread.h>
 #include <stdatomic.h>

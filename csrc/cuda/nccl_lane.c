@@ -71,8 +71,7 @@ static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
         FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_nccl_learn(self)));
     FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
-    fsdpc_nccl_config config =
-        fsdpc_nccl_nonblocking(nccl->version, lane == FSDPC_NCCL_GATHERS && self->copies);
+    fsdpc_nccl_config config = fsdpc_nccl_nonblocking(nccl->version);
     fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
                                                             self->base.rank, &config);
     fsdpc_status status =
@@ -96,9 +95,8 @@ fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
     fsdpc_status status = begin(self, lane);
     self->beginning = false;
     if (status == FSDPC_OK)
-        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks%s", lane_names[lane],
-                   self->base.size,
-                   lane == FSDPC_NCCL_GATHERS && self->copies ? ", by copy engines" : "");
+        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks", lane_names[lane],
+                   self->base.size);
     return status;
 }
 

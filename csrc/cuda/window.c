@@ -39,14 +39,12 @@ typedef struct cuda_window {
 
 static fsdpc_status map(const shared_slot *slot, fsdpc_cu_address *out)
 {
-    return fsdpc_driver_memory_map(&slot->windows->driver, slot->memory, slot->bytes,
-                                   FSDPC_CU_ACCESS_READ_WRITE, out);
+    return fsdpc_driver_memory_map(&slot->windows->driver, slot->memory, slot->bytes, out);
 }
 
 static fsdpc_status map_at(const shared_slot *slot, fsdpc_cu_address address)
 {
-    return fsdpc_driver_memory_map_at(&slot->windows->driver, slot->memory, slot->bytes,
-                                      FSDPC_CU_ACCESS_READ_WRITE, address);
+    return fsdpc_driver_memory_map_at(&slot->windows->driver, slot->memory, slot->bytes, address);
 }
 
 static void unmap(const shared_slot *slot, fsdpc_cu_address address)
@@ -111,7 +109,7 @@ fsdpc_status fsdpc_cuda_windows_create(fsdpc_device *device, fsdpc_cuda_windows 
     if (!windows)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a device's windows");
     windows->mem = device->mem;
-    fsdpc_status status = fsdpc_driver_memory_init(&windows->driver, device, true, "for a window");
+    fsdpc_status status = fsdpc_driver_memory_init(&windows->driver, device);
     if (status == FSDPC_OK)
         status = try_one(windows);
     if (status != FSDPC_OK)

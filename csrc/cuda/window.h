@@ -19,7 +19,7 @@
 
 typedef struct fsdpc_cuda_windows fsdpc_cuda_windows; /* a device's: what the driver offers */
 
-/* FSDPC_ERR_UNSUPPORTED where the driver or the GPU has no virtual memory that can be handed over,
+/* FSDPC_ERR_UNSUPPORTED where the driver or the GPU has no virtual memory that NCCL could register,
  * as NCCL's is, or does not let us have it. */
 fsdpc_status fsdpc_cuda_windows_create(fsdpc_device *device, fsdpc_cuda_windows **out);
 void fsdpc_cuda_windows_destroy(fsdpc_cuda_windows *windows); /* after all of its windows */

@@ -146,18 +146,8 @@ static fsdpc_status check_all(const fsdpc_step_graph *step, const char *now)
     return FSDPC_OK;
 }
 
-static fsdpc_status check_capturable(const fsdpc_comm *comm)
-{
-    if (!comm->uncapturable)
-        return FSDPC_OK;
-    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "a graph of a step over '%s': %s", comm->ops->name,
-                      comm->uncapturable);
-}
-
 static fsdpc_status check_can_begin(const fsdpc_root *root)
 {
-    FSDPC_TRY(check_capturable(root->comm));
-    FSDPC_TRY(check_capturable(root->reduce_comm));
     if (root->ranks > 1 && !fsdpc_comm_orders(root->reduce_comm))
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "a graph of a step on %d ranks over '%s', whose operations are waits of "

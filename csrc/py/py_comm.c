@@ -117,8 +117,6 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
                                 .library_path = library,
-                                .copy_engines = runtime->env.copy_engines,
-                                .staged = runtime->env.staged,
                                 .spin = fsdpc_usable_cores() >= size};
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, &self->comm));
@@ -324,13 +322,6 @@ static PyObject *comm_get_transport(PyObject *object, void *Py_UNUSED(unused))
     return comm ? PyUnicode_FromString(comm->ops->name) : NULL;
 }
 
-static PyObject *comm_get_about(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyUnicode_DecodeUTF8(comm->about, (Py_ssize_t)strlen(comm->about), "replace")
-                : NULL;
-}
-
 static PyMethodDef comm_methods[] = {
     {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, op='sum'): in place."},
     {"all_gather", comm_all_gather, METH_O, "all_gather(tensor) -> (size, *shape)."},
@@ -347,7 +338,6 @@ static PyGetSetDef comm_getset[] = {
     {"size", comm_get_size, NULL, "How many ranks.", NULL},
     {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
     {"transport", comm_get_transport, NULL, "'self', 'shm', 'nccl' or 'local_cuda'.", NULL},
-    {"about", comm_get_about, NULL, "Which of its ways the transport goes, or ''.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

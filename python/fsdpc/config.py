@@ -43,9 +43,8 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     }
     if distributed.is_initialized():
         world = distributed.world()
-        transport = f"{world.transport}: {world.about}" if world.about else world.transport
         config |= {"rank": distributed.rank(), "world_size": distributed.world_size(),
-                   "transport": transport}
+                   "transport": world.transport}
     if print_:
         width = max(map(len, config))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in config.items()))

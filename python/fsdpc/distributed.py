@@ -5,8 +5,7 @@ MASTER_PORT), which ``fsdpc run`` and ``launch`` set too; from that of ``srun`` 
 of which :func:`init` makes torchrun's; or from :func:`init`'s arguments; or there is one.
 Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
 (:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
-are fewer; bytes go over NCCL where every rank has its own, else through memory that ranks share,
-the GPU's or, where that cannot be or ``FSDPC_STAGED`` is set, the host's (``world().about``).
+are fewer; bytes go over NCCL where every rank has its own, else through the host's shared memory.
 ``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise; ``world().transport`` says which it is.
 NCCL takes ranks that share a GPU from 2.30 on.
 """

@@ -101,9 +101,9 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     ------
     NotImplementedError
         The device is not ``"cuda"``, the model lives on several ranks without NCCL or in
-        deterministic mode, gathers go by copy engines (``FSDPC_COPY_ENGINES``), a piece of the
-        model was handed out to be written (``p.local``), the optimizer has trainable parameters
-        without a unit, or the block makes random tensors or uses a loss scaler.
+        deterministic mode, a piece of the model was handed out to be written (``p.local``), the
+        optimizer has trainable parameters without a unit, or the block makes random tensors or uses
+        a loss scaler.
     RuntimeError
         No whole step was made before, or the block cannot be captured: it reads a value of the GPU
         (``float(loss)``), makes tensors from values of the host, exchanges tensors with another

@@ -75,8 +75,6 @@ cudaError_t cudaGetLastError(void);
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device);
-cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text);
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer);
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device);
 cudaError_t cudaDeviceSynchronize(void);
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value);
@@ -116,7 +114,6 @@ void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
 /* Whether GPUs reach each other's memory, as they do at first. */
-void emu_set_peers(int yes);
 /* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved, there to
  * be read alone unless `writable`; -1 if the processor cannot. */
 int emu_map(void *address, size_t bytes, int file, int writable);

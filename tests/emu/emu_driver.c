@@ -9,9 +9,8 @@
  * nobody may touch, and mapping the one beneath the other is mmap, so what is written by one
  * address is there by all others.  New memory is full of NaN.  What CUDA forbids is refused and
  * counted: mapping other than the whole of a handle, mapping twice, reading without access or
- * writing where only reading was granted (which end the process), freeing addresses that something
- * is mapped at.  Handles of a fabric are announced and then not permitted, as in a container; those
- * that are descriptors can be exported and, in any process, imported.
+ * writing without it (which end the process), freeing addresses that something
+ * is mapped at.  Handles of a fabric are announced and then not permitted, as in a container.
  *
  * Addresses come from one arena and are not used again.  Of each granule mapped there a table says
  * how far it is to the first address of the same memory, its home, so that who has one of several
@@ -48,7 +47,7 @@ typedef struct physical {
     size_t bytes;
     char *home; /* where it was mapped first */
     int mappings;
-    bool released, imported; /* imported: its bytes are another's */
+    bool released;
 } physical;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -57,7 +56,6 @@ static physical memories[THINGS_MAX];
 static int n_ranges, n_memories, forbidden, calls_left = -1;
 static bool hidden;
 static int results[EMU_CALLS];
-static int driver_version = CUDART_VERSION;
 static char *arena;
 static size_t arena_used;
 static ptrdiff_t to_home[ARENA_GRANULES]; /* changed where nothing uses the memory */
@@ -84,11 +82,6 @@ void emu_driver_fail_after(int calls)
 void emu_driver_hide_windows(int yes)
 {
     hidden = yes;
-}
-
-void emu_driver_set_version(int version)
-{
-    driver_version = version;
 }
 
 void emu_driver_fail(emu_driver_call call, int result)
@@ -151,8 +144,7 @@ static void memory_end(physical *memory)
     if (!memory->released || memory->mappings > 0)
         return;
     close(memory->file);
-    if (!memory->imported)
-        emu_give_memory(memory->bytes);
+    emu_give_memory(memory->bytes);
     *memory = memories[--n_memories];
 }
 
@@ -255,10 +247,9 @@ static fsdpc_cu_result set_access(fsdpc_cu_address address, size_t bytes,
                                   const fsdpc_cu_access *access)
 {
     range *beneath = range_of(address, bytes);
-    bool writable = access->flags == FSDPC_CU_ACCESS_READ_WRITE;
-    if (!beneath || beneath->file < 0 || (!writable && access->flags != FSDPC_CU_ACCESS_READ))
+    if (!beneath || beneath->file < 0 || access->flags != FSDPC_CU_ACCESS_READ_WRITE)
         return refuse();
-    if (runs_out() || emu_map(beneath->begin, bytes, beneath->file, writable))
+    if (runs_out() || emu_map(beneath->begin, bytes, beneath->file, true))
         return FSDPC_CU_OUT_OF_MEMORY;
     beneath->open = true;
     return FSDPC_CU_SUCCESS;
@@ -298,39 +289,6 @@ static fsdpc_cu_result release(fsdpc_cu_memory handle)
     return FSDPC_CU_SUCCESS;
 }
 
-static fsdpc_cu_result export(int *out, fsdpc_cu_memory handle, int type)
-{
-    const physical *memory = memory_of(handle);
-    if (!memory || type != FSDPC_CU_HANDLE_POSIX_FD)
-        return refuse();
-    const char *refused = getenv("EMU_NO_EXPORT"), *rank = getenv("RANK");
-    if (refused && rank && strcmp(refused, rank) == 0)
-        return FSDPC_CU_NOT_PERMITTED;
-    if (results[EMU_EXPORT])
-        return (fsdpc_cu_result)results[EMU_EXPORT];
-    int file = runs_out() ? -1 : fcntl(memory->file, F_DUPFD_CLOEXEC, 0);
-    if (file < 0)
-        return FSDPC_CU_OUT_OF_MEMORY;
-    *out = file;
-    return FSDPC_CU_SUCCESS;
-}
-
-static fsdpc_cu_result import(fsdpc_cu_memory *out, int handle, int type)
-{
-    struct stat about;
-    if (type != FSDPC_CU_HANDLE_POSIX_FD || fstat(handle, &about))
-        return refuse();
-    if (n_memories == THINGS_MAX || runs_out())
-        return FSDPC_CU_OUT_OF_MEMORY;
-    int file = fcntl(handle, F_DUPFD_CLOEXEC, 0);
-    if (file < 0)
-        return FSDPC_CU_OUT_OF_MEMORY;
-    memories[n_memories++] =
-        (physical){.file = file, .bytes = (size_t)about.st_size, .imported = true};
-    *out = (fsdpc_cu_memory)file;
-    return FSDPC_CU_SUCCESS;
-}
-
 /* ---- The driver's names ---- */
 
 #define LOCKED(call)                                                                               \
@@ -366,19 +324,6 @@ static fsdpc_cu_result cuMemCreate(fsdpc_cu_memory *memory, size_t bytes,
 static fsdpc_cu_result cuMemRelease(fsdpc_cu_memory memory)
 {
     LOCKED(release(memory));
-}
-
-static fsdpc_cu_result cuMemExportToShareableHandle(void *handle, fsdpc_cu_memory memory, int type,
-                                                    unsigned long long flags)
-{
-    (void)flags;
-    LOCKED(export(handle, memory, type));
-}
-
-static fsdpc_cu_result cuMemImportFromShareableHandle(fsdpc_cu_memory *memory, void *handle,
-                                                      int type)
-{
-    LOCKED(import(memory, (int)(intptr_t)handle, type));
 }
 
 static fsdpc_cu_result cuMemAddressReserve(fsdpc_cu_address *address, size_t bytes,
@@ -443,5 +388,5 @@ fsdpc_status fsdpc_cuda_driver_open(int *count_out)
 
 int fsdpc_cuda_driver_version(void)
 {
-    return driver_version;
+    return CUDART_VERSION;
 }

@@ -1,6 +1,4 @@
 /* How tests see and change what the emulated driver does with virtual memory.
- *
- * EMU_NO_EXPORT=r in the environment takes from rank r alone the right to hand memory to others.
  */
 #ifndef FSDPC_TESTS_EMU_EMU_DRIVER_H
 #define FSDPC_TESTS_EMU_EMU_DRIVER_H
@@ -19,9 +17,8 @@ emu_driver_counts emu_driver_look(void);
  * never. */
 void emu_driver_fail_after(int calls);
 void emu_driver_hide_windows(int yes);
-void emu_driver_set_version(int version); /* as cudaDriverGetVersion tells it */
 /* All calls of a kind fail with that result; 0: they succeed again. */
-typedef enum emu_driver_call { EMU_CREATE, EMU_MAP, EMU_EXPORT, EMU_CALLS } emu_driver_call;
+typedef enum emu_driver_call { EMU_CREATE, EMU_MAP, EMU_CALLS } emu_driver_call;
 void emu_driver_fail(emu_driver_call call, int result);
 
 /* Where the memory at an address was mapped first; the address itself of memory that is not the

@@ -262,28 +262,6 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device)
     return cudaSetDevice(device);
 }
 
-static std::atomic<int> peers{1};
-
-void emu_set_peers(int yes)
-{
-    peers = yes;
-}
-
-cudaError_t cudaDeviceGetByPCIBusId(int *device, const char *text)
-{
-    char own[32];
-    for (*device = 0; cudaDeviceGetPCIBusId(own, sizeof own, *device) == cudaSuccess; ++*device)
-        if (strcmp(own, text) == 0)
-            return cudaSuccess;
-    return cudaErrorInvalidValue;
-}
-
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
-{
-    *can = device != peer && peers;
-    return cudaSuccess;
-}
-
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int)
 {
     switch (attribute) {

@@ -53,7 +53,6 @@ struct ncclComm {
     _Atomic bool aborted;
     bool begun, finalized;
     bool may_share;    /* a GPU with other ranks */
-    bool by_copies;    /* it may gather so */
     bool spoiled;      /* a rule was broken where no call could say so */
     int polls;         /* left until the call in progress is done */
     long launched;     /* groups */

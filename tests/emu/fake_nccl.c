@@ -39,7 +39,7 @@ typedef struct clique {
 static pthread_mutex_t cliques_lock = PTHREAD_MUTEX_INITIALIZER;
 static clique *cliques;
 static _Atomic int fault, fault_rank, open_comms, out_of_place, forbidden;
-static _Atomic int told_version, by_copies;
+static _Atomic int told_version;
 static pthread_once_t environment_read = PTHREAD_ONCE_INIT;
 static bool implicit_order;
 static _Thread_local int depth;
@@ -48,7 +48,6 @@ static _Thread_local fsdpc_nccl_comm grouped, ending;
 EXPORT void fake_nccl_break(fake_nccl_fault what, int rank);
 EXPORT void fake_nccl_counts(int *open, int *moved, int *wrong);
 EXPORT void fake_nccl_set_version(int version);
-EXPORT int fake_nccl_by_copies(void);
 #define X(result, name, parameters) EXPORT result name parameters;
 FSDPC_NCCL_SYMBOLS(X)
 #undef X
@@ -69,11 +68,6 @@ void fake_nccl_counts(int *open, int *moved, int *wrong)
 void fake_nccl_set_version(int version)
 {
     atomic_store(&told_version, version);
-}
-
-int fake_nccl_by_copies(void)
-{
-    return atomic_load(&by_copies);
 }
 
 bool fake_is_ended(const struct ncclComm *comm)
@@ -180,12 +174,6 @@ static bool has_field(const fsdpc_nccl_config *config, size_t end, unsigned vers
     return long_enough && new_enough;
 }
 
-static bool asks_for_copies(const fsdpc_nccl_config *config)
-{
-    size_t end = offsetof(fsdpc_nccl_config, cta_policy) + sizeof config->cta_policy;
-    return has_field(config, end, 22700) && config->cta_policy == FSDPC_NCCL_CTA_POLICY_ZERO;
-}
-
 static bool asks_for_order(const fsdpc_nccl_config *config)
 {
     size_t end = offsetof(fsdpc_nccl_config, launch_order) + sizeof config->launch_order;
@@ -231,8 +219,6 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
     made->size = size;
     made->polls = POLLS;
     made->may_share = may_share();
-    made->by_copies = asks_for_copies(config);
-    atomic_fetch_add(&by_copies, made->by_copies);
     atomic_init(&made->refs, 1);
     int (*device)(void);
     *(void **)&device = fake_runtime("emu_selected_device");
@@ -364,8 +350,6 @@ static fsdpc_nccl_result hold(fsdpc_nccl_comm comm, cudaStream_t stream, fake_op
         atomic_fetch_add(&out_of_place, 1);
     if (op.kind == GATHER)
         fake_look_at_gather(comm, &op);
-    if (op.kind == GATHER && comm->by_copies && fake_captured(stream) >= 0)
-        return fake_complain("a captured gather by copy engines, which count on the host");
     grouped = comm;
     comm->stream = stream;
     comm->held[comm->n_held++] = op;

@@ -27,7 +27,5 @@ typedef void (*fake_nccl_registered_fn)(fake_nccl_memory *out);
 typedef void (*fake_nccl_hide_windows_fn)(int yes);
 
 typedef void (*fake_nccl_set_version_fn)(int version); /* fake_nccl_set_version: 23007 at first */
-/* fake_nccl_by_copies: communicators so far that were to gather by copy engines. */
-typedef int (*fake_nccl_by_copies_fn)(void);
 
 #endif

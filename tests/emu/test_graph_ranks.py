@@ -92,13 +92,6 @@ def test_a_rank_that_dies_behind_a_replay_is_named(nccl: dict[str, str], tmp_pat
     assert ended - float((tmp_path / "end").read_text()) < SOON_S
 
 
-def test_copy_engines_are_in_no_graph(nccl: dict[str, str]) -> None:
-    for message in ranks(nccl, "refused", "2", FSDPC_COPY_ENGINES="1", EMU_GPUS="2"):
-        assert message.startswith("NotImplementedError: "), message
-        assert ("a graph of a step over 'nccl': gathers go by copy engines, which no graph can "
-                "hold: unset FSDPC_COPY_ENGINES") in message, message
-
-
 def test_ranks_that_share_a_gpu_have_no_graphs(nccl: dict[str, str]) -> None:
     for message in ranks(nccl, "refused", "2", FSDPC_TRANSPORT="local_cuda"):
         assert "a graph of a step on 2 ranks over 'local_cuda', whose operations" in message

@@ -17,7 +17,6 @@
 
 static const char *library;
 static int gpus;
-static int without_copy_engines = -1; /* the rank that has them switched off */
 
 /* A rank's GPU and its communicator; the rank's own becomes the control. */
 typedef struct gpu_rank {
@@ -50,8 +49,7 @@ static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, 
                                 .timeout_s = self->comm->timeout_s,
                                 .notice_s = self->comm->notice_s,
                                 .control = self->comm,
-                                .library_path = path,
-                                .copy_engines = self->rank != without_copy_engines};
+                                .library_path = path};
     fsdpc_status status = create(&config, &r->comm);
     if (status == FSDPC_OK)
         self->comm = NULL; /* taken over */
@@ -91,7 +89,6 @@ static fake_nccl_counts_fn count_nccl;
 static fake_nccl_registered_fn look_at_memory;
 static fake_nccl_hide_windows_fn hide_nccl_windows;
 static fake_nccl_set_version_fn set_nccl_version;
-static fake_nccl_by_copies_fn gather_by_copies;
 
 /* The fake lies beside the program; ranks share the one GPU. */
 static inline void fake_open(void)
@@ -111,7 +108,6 @@ static inline void fake_open(void)
     *(void **)&look_at_memory = dlsym(handle, "fake_nccl_registered");
     *(void **)&hide_nccl_windows = dlsym(handle, "fake_nccl_hide_windows");
     *(void **)&set_nccl_version = dlsym(handle, "fake_nccl_set_version");
-    *(void **)&gather_by_copies = dlsym(handle, "fake_nccl_by_copies");
     library = path;
 }
 

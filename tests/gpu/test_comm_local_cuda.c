@@ -1,5 +1,4 @@
-/* Several ranks on one GPU: collectives in memory that they share and by way of the host, and what
- * ranks learn of one at fault.
+/* Several ranks on one GPU: collectives, by way of the host, and what ranks learn of one at fault.
  */
 #include "coll_bits.h"
 #include "cuda/comm_local_cuda.h"
@@ -11,53 +10,23 @@
 #include "emu_driver.h"
 #endif
 
-static fsdpc_status stage(const fsdpc_comm_config *config, fsdpc_comm **out)
+/* The host had wire and buffers. */
+static void check_memory(const gpu_rank *r)
 {
-    fsdpc_comm_config staged = *config;
-    staged.staged = true;
-    return fsdpc_comm_local_cuda_create(&staged, out);
-}
-
-/* The last rank alone was told to. */
-static fsdpc_status stage_last(const fsdpc_comm_config *config, fsdpc_comm **out)
-{
-    return (config->rank == config->size - 1 ? stage : fsdpc_comm_local_cuda_create)(config, out);
-}
-
-/* The way, and that the host had wire and buffers on one of them alone. */
-static void check_way(const gpu_rank *r, bool staged)
-{
-    const char *wanted = staged ? "by way of host memory: " : "memory of the GPU that ranks share";
-    EXPECT(r->self, strncmp(r->comm->about, wanted, strlen(wanted)) == 0, "%s", r->comm->about);
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(fsdpc_local_of(r->comm)->host->mem, &stats);
-    size_t wires = stats.peak_bytes[FSDPC_MEM_WIRE], buffers = stats.peak_bytes[FSDPC_MEM_REDUCE];
     if (r->comm->rank == 0)
-        EXPECT(r->self, staged == (wires > 0), "%zu bytes of wires on the host", wires);
-    EXPECT(r->self, staged == (buffers > 0), "%zu bytes of buffers on the host", buffers);
+        EXPECT(r->self, stats.peak_bytes[FSDPC_MEM_WIRE] > 0, "no wire on the host");
+    EXPECT(r->self, stats.peak_bytes[FSDPC_MEM_REDUCE] > 0, "no buffer on the host");
 }
 
 static void everything(rank_context *self)
 {
-    bool staged = *(const bool *)self->arg;
     gpu_rank r;
-    EXPECT_OK(self,
-              rank_create_over(staged ? stage : fsdpc_comm_local_cuda_create, &r, self, NULL));
+    EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
     collectives(&r);
     bits(&r);
-    check_way(&r, staged);
-    rank_destroy(&r);
-}
-
-static void told_on_one_rank(rank_context *self)
-{
-    gpu_rank r;
-    char wanted[64];
-    EXPECT_OK(self, rank_create_over(stage_last, &r, self, NULL));
-    snprintf(wanted, sizeof wanted, "by way of host memory: %sFSDPC_STAGED is set",
-             self->rank == self->size - 1 ? "" : "rank 2: ");
-    EXPECT(self, strcmp(r.comm->about, wanted) == 0, "%s", r.comm->about);
-    reductions(&r);
+    check_memory(&r);
     rank_destroy(&r);
 }
 
@@ -91,9 +60,7 @@ static void late_work(rank_context *self)
     fsdpc_buffer *buffer;
     void *source, *received, *busy;
     fsdpc_slice slice = {.numel = NUMEL, .owner = -1};
-    EXPECT_OK(self,
-              rank_create_over(*(const bool *)self->arg ? stage : fsdpc_comm_local_cuda_create, &r,
-                               self, NULL));
+    EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
     EXPECT_OK(self, fsdpc_wire_create(r.comm, FULL_BYTES, &wire));
     EXPECT_OK(self, fsdpc_buffer_create(r.comm, FULL_BYTES, &buffer));
     unsigned char *own = own_slices(&r, wire);
@@ -199,32 +166,7 @@ static void refills(rank_context *self)
     rank_destroy(&r);
 }
 
-/* What a gather sends lies where peers can read it. */
-static void foreign_memory(rank_context *self)
-{
-    gpu_rank r;
-    fsdpc_wire *wire;
-    void *other;
-    EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
-    EXPECT_OK(self, fsdpc_wire_create(r.comm, FULL_BYTES, &wire));
-    EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_OTHER, FULL_BYTES, &other));
-    fsdpc_slice slice = {.numel = 64, .owner = -1};
-    fsdpc_coll op = {.kind = FSDPC_COLL_GATHER,
-                     .what = "embed",
-                     .slices = &slice,
-                     .n_slices = 1,
-                     .wire = wire,
-                     .send = other,
-                     .recv = other};
-    EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &op), FSDPC_ERR_INTERNAL, "gather of 'embed' sends");
-    own_slices(&r, wire);
-    EXPECT_FAILS(self, fsdpc_comm_run(r.comm, &op), FSDPC_ERR_INTERNAL, "gather of 'embed' sends");
-    fsdpc_device_free(r.device, other);
-    fsdpc_wire_destroy(wire);
-    rank_destroy(&r);
-}
-
-/* Staged.  A gather of the same contents does not write what peers may be reading; of new ones it
+/* A gather of the same contents does not write what peers may be reading; of new ones it
  * does. */
 static void contents(rank_context *self)
 {
@@ -233,7 +175,7 @@ static void contents(rank_context *self)
     fsdpc_wire *wire;
     fsdpc_slice slices[BANDS];
     size_t numel = bands(self->size, NUMEL, slices);
-    EXPECT_OK(self, rank_create_over(stage, &r, self, NULL));
+    EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
     void *received;
     EXPECT_OK(self, fsdpc_wire_create(r.comm, FULL_BYTES, &wire));
     unsigned char *own = own_slices(&r, wire);
@@ -267,13 +209,11 @@ static void contents(rank_context *self)
 /* The last rank gives up with a reduction in flight, or posts another one. */
 static void fault(rank_context *self)
 {
-    int arg = *(const int *)self->arg;
-    bool disagrees = arg & 1, guilty = self->rank == self->size - 1;
+    bool disagrees = *(const bool *)self->arg, guilty = self->rank == self->size - 1;
     gpu_rank r;
     fsdpc_buffer *buffer;
     void *shard;
-    EXPECT_OK(self,
-              rank_create_over(arg & 2 ? stage : fsdpc_comm_local_cuda_create, &r, self, NULL));
+    EXPECT_OK(self, rank_create_over(fsdpc_comm_local_cuda_create, &r, self, NULL));
     EXPECT_OK(self, fsdpc_buffer_create(r.comm, 4096, &buffer));
     EXPECT_OK(self, fsdpc_device_alloc(r.device, FSDPC_MEM_GRAD, 4096, &shard));
     fsdpc_slice slice = {.numel = 64, .owner = -1};
@@ -329,18 +269,14 @@ int main(void)
     if (!rig_find(&most))
         return rig_missing("test_comm_local_cuda");
     gpus = 1; /* of several, which may not reach each other's memory */
-    for (int staged = 0; staged < 2; staged++)
-        for (int size = 1; size <= 4; size += 1 + staged)
-            ranks_run_threads(size, everything, &(rank_options){.arg = &(bool){staged}});
-    for (int staged = 0; staged < 2; staged++)
-        ranks_run_threads(2, late_work, &(rank_options){.arg = &(bool){staged}});
+    for (int size = 1; size <= 4; size++)
+        ranks_run_threads(size, everything, &(rank_options){0});
+    ranks_run_threads(2, late_work, &(rank_options){0});
     ranks_run_threads(2, refills, &(rank_options){0});
-    ranks_run_threads(3, told_on_one_rank, &(rank_options){0});
     ranks_run_threads(3, tells, &(rank_options){0});
-    ranks_run_threads(2, foreign_memory, &(rank_options){0});
     ranks_run_threads(3, contents, &(rank_options){0});
-    for (int which = 0; which < 4; which++)
-        ranks_run_threads(2, fault, &(rank_options){.arg = &which});
+    for (int disagrees = 0; disagrees < 2; disagrees++)
+        ranks_run_threads(2, fault, &(rank_options){.arg = &(bool){disagrees}});
     ranks_run_threads(2, choices, &(rank_options){0});
 #if defined(FSDPC_EMU)
     emu_driver_counts counts = emu_driver_look();

@@ -31,7 +31,6 @@ SAME(FSDPC_CU_HANDLE_POSIX_FD, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 SAME(FSDPC_CU_HANDLE_FABRIC, CU_MEM_HANDLE_TYPE_FABRIC);
 SAME(FSDPC_CU_LOCATION_DEVICE, CU_MEM_LOCATION_TYPE_DEVICE);
 SAME(FSDPC_CU_GRANULARITY_RECOMMENDED, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
-SAME(FSDPC_CU_ACCESS_READ, CU_MEM_ACCESS_FLAGS_PROT_READ);
 SAME(FSDPC_CU_ACCESS_READ_WRITE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 SAME(sizeof(fsdpc_cu_result), sizeof(CUresult));
 SAME(sizeof(fsdpc_cu_address), sizeof(CUdeviceptr));
@@ -56,10 +55,6 @@ CUresult call(fsdpc_cu_memory *memory, fsdpc_cu_address *address, size_t *bytes,
     cuMemGetAllocationGranularity(
         bytes, theirs, (CUmemAllocationGranularity_flags)FSDPC_CU_GRANULARITY_RECOMMENDED);
     cuMemCreate(memory, *bytes, theirs, 0ULL);
-    cuMemExportToShareableHandle(
-        value, *memory, (CUmemAllocationHandleType)FSDPC_CU_HANDLE_POSIX_FD, 0ULL);
-    cuMemImportFromShareableHandle(
-        memory, value, (CUmemAllocationHandleType)FSDPC_CU_HANDLE_POSIX_FD);
     cuMemAddressReserve(address, *bytes, *bytes, 0ULL, 0ULL);
     cuMemMap(*address, *bytes, (size_t)0, *memory, 0ULL);
     cuMemSetAccess(*address, *bytes, (const CUmemAccessDesc *)access, (size_t)1);

@@ -22,10 +22,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "emu" / "ranks.py"
 
 
 def ranks(transport: str, *arguments: str, program: Path = PROGRAM) -> list[Any]:
-    """What each rank of a program returned; skips where there is no GPU, or no NCCL for it.
-
-    `transport` may be "staged": local_cuda by way of host memory.
-    """
+    """What each rank of a program returned; skips where there is no GPU, or no NCCL for it."""
     if not fsdpc.cuda.device_count():
         pytest.skip(fsdpc.cuda.describe())
     if transport == "nccl":
@@ -35,10 +32,8 @@ def ranks(transport: str, *arguments: str, program: Path = PROGRAM) -> list[Any]
         shared = int(arguments[2]) > fsdpc.cuda.device_count()
         if shared and tuple(map(int, version.groups())) < (2, 30):
             pytest.skip(f"{found}: ranks share a GPU over 2.30 and newer alone")
-    staged = transport == "staged"
-    how = {"FSDPC_TRANSPORT": "local_cuda" if staged else transport, "FSDPC_STAGED": f"{staged:d}"}
     done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True,
-                          text=True, env={**os.environ, **how}, timeout=TIMEOUT_S)
+                          text=True, env={**os.environ, "FSDPC_TRANSPORT": transport}, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -52,16 +47,6 @@ def test_strategies_have_the_same_bits(transport: str, world: str) -> None:
         assert rank.pop("transport") == transport
         for variants in rank.values():
             assert all(result == variants["FULL_SHARD"] for result in variants.values()), variants
-
-
-def test_ranks_share_memory_and_have_the_bits_of_those_that_stage() -> None:
-    for transport, way in (("local_cuda", "memory of the GPU that ranks share"),
-                           ("staged", "by way of host memory: ")):
-        for rank in ranks(transport, "ways", "cuda", "2"):
-            assert rank["transport"].startswith(f"local_cuda: {way}"), rank
-    shared, staged = (ranks(transport, "strategies", "cuda", "2", "perceptron")
-                      for transport in ("local_cuda", "staged"))
-    assert shared == staged
 
 
 def test_a_world_of_one_has_the_same_bits_over_both() -> None:

@@ -75,7 +75,6 @@ SAME(FSDPC_NCCL_SUM, ncclSum);
 SAME(FSDPC_NCCL_MAX, ncclMax);
 SAME(FSDPC_NCCL_MIN, ncclMin);
 SAME(FSDPC_NCCL_WIN_COLL_SYMMETRIC, NCCL_WIN_COLL_SYMMETRIC);
-SAME(FSDPC_NCCL_CTA_POLICY_ZERO, NCCL_CTA_POLICY_ZERO);
 SAME(sizeof(fsdpc_nccl_id), sizeof(ncclUniqueId));
 SAME(sizeof(fsdpc_nccl_result), sizeof(ncclResult_t));
 SAME(sizeof(fsdpc_nccl_type), sizeof(ncclDataType_t));
@@ -101,33 +100,24 @@ SAME(offsetof(fsdpc_nccl_config, rma_signals), offsetof(ncclConfig_t, numRmaSig)
 SAME(offsetof(fsdpc_nccl_config, host_cft), offsetof(ncclConfig_t, hostCftMode));
 SAME(sizeof(fsdpc_nccl_config), offsetof(ncclConfig_t, nvlsHostMode));
 /* All that NCCL reads but the first two fields, the version and `blocking`, is unset. */
-static int differs(ncclConfig_t theirs, fsdpc_nccl_config ours, size_t size, int policy, int order)
+static int differs(ncclConfig_t theirs, fsdpc_nccl_config ours, size_t size, int order)
 {
     theirs.size = size;
     theirs.version = ours.version;
     theirs.blocking = 0;
-    theirs.CTAPolicy = policy;
     theirs.launchOrderImplicit = order;
     return memcmp(&theirs, &ours, size) != 0;
 }
 int main(void)
 {
-    enum { UNSET = NCCL_CONFIG_UNDEF_INT, COPIES = NCCL_CTA_POLICY_ZERO };
     const ncclConfig_t theirs = NCCL_CONFIG_INITIALIZER;
-    fsdpc_nccl_config plain = fsdpc_nccl_nonblocking(23007, false);
-    fsdpc_nccl_config copies = fsdpc_nccl_nonblocking(23007, true);
-    fsdpc_nccl_config ordered = fsdpc_nccl_nonblocking(23100, false);
-    fsdpc_nccl_config both = fsdpc_nccl_nonblocking(23203, true);
-    if (plain.version != 21700 || copies.version != 22700 || ordered.version != 23100 ||
-        both.version != 23100)
+    fsdpc_nccl_config plain = fsdpc_nccl_nonblocking(23007);
+    fsdpc_nccl_config ordered = fsdpc_nccl_nonblocking(23100);
+    if (plain.version != 21700 || ordered.version != 23100)
         return 1;
-    if (differs(theirs, plain, offsetof(ncclConfig_t, splitShare), UNSET, UNSET))
+    if (differs(theirs, plain, offsetof(ncclConfig_t, splitShare), NCCL_CONFIG_UNDEF_INT))
         return 2;
-    if (differs(theirs, copies, offsetof(ncclConfig_t, nChannelsPerNetPeer), COPIES, UNSET))
-        return 3;
-    if (differs(theirs, ordered, offsetof(ncclConfig_t, nvlsHostMode), UNSET, 1))
-        return 4;
-    return differs(theirs, both, offsetof(ncclConfig_t, nvlsHostMode), COPIES, 1) ? 5 : 0;
+    return differs(theirs, ordered, offsetof(ncclConfig_t, nvlsHostMode), 1) ? 3 : 0;
 }
 """
 

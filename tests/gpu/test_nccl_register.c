@@ -1,6 +1,6 @@
 /* Memory that NCCL is told of before it is gathered into: as windows, as buffers where it makes no
  * windows, not at all where that fails; gathers bring the same in all cases, and by the address of
- * the slot alone.  And that copy engines are asked for where they can gather, not elsewhere.
+ * the slot alone.
  */
 #include "nccl_rig.h"
 
@@ -163,18 +163,6 @@ static void test_each_way(int size)
     break_nccl(FAKE_NCCL_WELL, 0);
 }
 
-/* What copy engines need, and what is missing of it. */
-typedef enum missing {
-    NOTHING,
-    CONSENT, /* of one rank */
-    NEW_NCCL,
-    NEW_DRIVER,
-    PEERS,
-    DEVICE_WINDOWS,
-    OWN_GPUS,
-    MISSING,
-} missing;
-
 static void open_both_lanes(rank_context *self)
 {
     gpu_rank r;
@@ -186,27 +174,6 @@ static void open_both_lanes(rank_context *self)
     fsdpc_buffer_destroy(buffer);
     fsdpc_wire_destroy(wire);
     rank_destroy(&r);
-}
-
-static void test_copy_engines(int size)
-{
-    int all_gpus = gpus;
-    for (missing what = NOTHING; what < MISSING; what++) {
-        int before = gather_by_copies();
-        without_copy_engines = what == CONSENT ? 1 : -1;
-        set_nccl_version(what == NEW_NCCL ? 22707 : 22800);
-        emu_driver_set_version(what == NEW_DRIVER ? 12040 : 12050);
-        emu_set_peers(what != PEERS);
-        emu_driver_hide_windows(what == DEVICE_WINDOWS);
-        gpus = what == OWN_GPUS ? size - 1 : all_gpus;
-        ranks_run_threads(size, open_both_lanes, &(rank_options){0});
-        int asked = gather_by_copies() - before;
-        CHECK_NOTE(asked == (what == NOTHING ? size : 0),
-                   "%d ranks, missing %d: %d communicators are to gather by copies", size,
-                   (int)what, asked);
-    }
-    set_nccl_version(22809);
-    gpus = all_gpus;
 }
 
 #else
@@ -232,10 +199,8 @@ int main(void)
         return rig_missing("test_nccl_register");
 #if defined(FSDPC_EMU)
     fake_open();
-    for (int size = 2; size <= most; size++) {
+    for (int size = 2; size <= most; size++)
         test_each_way(size);
-        test_copy_engines(size);
-    }
     ranks_run_threads(1, open_both_lanes, &(rank_options){0});
     fake_check();
 #else
