@@ -77,12 +77,8 @@ static PyObject *layout_result(const char *header, size_t header_bytes,
     PyObject *places = PyList_New(n);
     for (Py_ssize_t i = 0; places && i < n; i++) {
         unsigned long long begin = header_bytes + tensors[i].begin;
-        PyObject *place =
-            Py_BuildValue("KK", begin, (unsigned long long)header_bytes + tensors[i].end);
-        if (!place)
-            Py_CLEAR(places);
-        else
-            PyList_SET_ITEM(places, i, place);
+        fsdpc_py_put(&places, i,
+                     Py_BuildValue("KK", begin, (unsigned long long)header_bytes + tensors[i].end));
     }
     return places ? Py_BuildValue("y#N", header, (Py_ssize_t)header_bytes, places) : NULL;
 }
@@ -158,13 +154,8 @@ close_file:
 static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tensor *t)
 {
     PyObject *shape = PyTuple_New(t->ndim);
-    for (int d = 0; shape && d < t->ndim; d++) {
-        PyObject *extent = PyLong_FromUnsignedLongLong(t->shape[d]);
-        if (!extent)
-            Py_CLEAR(shape);
-        else
-            PyTuple_SET_ITEM(shape, d, extent);
-    }
+    for (int d = 0; shape && d < t->ndim; d++)
+        fsdpc_py_put(&shape, d, PyLong_FromUnsignedLongLong(t->shape[d]));
     return shape ? Py_BuildValue("ssNKK", t->name, t->dtype->name, shape,
                                  (unsigned long long)header->data_begin + t->begin,
                                  (unsigned long long)header->data_begin + t->end)
@@ -174,13 +165,8 @@ static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tens
 static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
 {
     PyObject *tensors = PyList_New((Py_ssize_t)header->n_tensors), *metadata = PyDict_New();
-    for (size_t i = 0; tensors && i < header->n_tensors; i++) {
-        PyObject *item = tensor_tuple(header, &header->tensors[i]);
-        if (!item)
-            Py_CLEAR(tensors);
-        else
-            PyList_SET_ITEM(tensors, (Py_ssize_t)i, item);
-    }
+    for (size_t i = 0; tensors && i < header->n_tensors; i++)
+        fsdpc_py_put(&tensors, (Py_ssize_t)i, tensor_tuple(header, &header->tensors[i]));
     for (size_t i = 0; metadata && i < header->n_metadata; i++) {
         PyObject *value = PyUnicode_FromString(header->metadata[i].value);
         if (!value || PyDict_SetItemString(metadata, header->metadata[i].key, value) < 0)
@@ -252,13 +238,8 @@ static int read_piece_tuple(PyObject *item, Py_ssize_t n_files, Py_ssize_t n_ten
 static PyObject *words_list(const uint32_t *words, Py_ssize_t n)
 {
     PyObject *list = PyList_New(n);
-    for (Py_ssize_t i = 0; list && i < n; i++) {
-        PyObject *word = PyLong_FromUnsignedLong(words[i]);
-        if (!word)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, i, word);
-    }
+    for (Py_ssize_t i = 0; list && i < n; i++)
+        fsdpc_py_put(&list, i, PyLong_FromUnsignedLong(words[i]));
     return list;
 }
 

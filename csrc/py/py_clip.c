@@ -115,15 +115,11 @@ static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, dou
 {
     int n = fsdpc_unit_layout(unit)->n_params;
     PyObject *list = PyList_New(n);
-    for (int i = 0; list && i < n; i++) {
-        PyObject *value = fsdpc_unit_has_grad(unit, i)
-                              ? PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p))
-                              : Py_NewRef(Py_None);
-        if (!value)
-            Py_CLEAR(list);
-        else
-            PyList_SET_ITEM(list, i, value);
-    }
+    for (int i = 0; list && i < n; i++)
+        fsdpc_py_put(&list, i,
+                     fsdpc_unit_has_grad(unit, i)
+                         ? PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p))
+                         : Py_NewRef(Py_None));
     return list;
 }
 
@@ -255,13 +251,8 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
         FSDPC_PY_WITHOUT_GIL(status = rows_norms(&g, leaves, p, norms));
         result = status == FSDPC_OK ? PyList_New(n) : fsdpc_py_raise(status);
     }
-    for (Py_ssize_t i = 0; result && i < n; i++) {
-        PyObject *value = PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p));
-        if (!value)
-            Py_CLEAR(result);
-        else
-            PyList_SET_ITEM(result, i, value);
-    }
+    for (Py_ssize_t i = 0; result && i < n; i++)
+        fsdpc_py_put(&result, i, PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p)));
     PyMem_Free(norms);
     PyMem_Free(leaves);
     free_gradients(&g);

@@ -26,15 +26,11 @@ static PyObject *trace_events(PyObject *module, PyObject *Py_UNUSED(unused))
     PyObject *list = PyList_New((Py_ssize_t)n);
     for (size_t i = 0; list && i < n; i++) {
         const fsdpc_trace_event *e = fsdpc_trace_at(runtime->trace, i);
-        PyObject *item =
-            Py_BuildValue("(siKKLO)", fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind), e->unit,
-                          (unsigned long long)e->epoch, (unsigned long long)e->bytes,
-                          (long long)e->ns, e->in_backward ? Py_True : Py_False);
-        if (!item) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
+        fsdpc_py_put(&list, (Py_ssize_t)i,
+                     Py_BuildValue("(siKKLO)", fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind),
+                                   e->unit, (unsigned long long)e->epoch,
+                                   (unsigned long long)e->bytes, (long long)e->ns,
+                                   e->in_backward ? Py_True : Py_False));
     }
     return list;
 }

@@ -238,10 +238,7 @@ static PyObject *rebuild_result(fsdpc_py_state *state, PyObject *result, fsdpc_t
         item = fsdpc_py_tensor_peek(NULL, item)
                    ? fsdpc_py_tensor_new(state, fsdpc_tensor_acquire(fresh[at++]))
                    : Py_NewRef(item);
-        if (!item)
-            Py_CLEAR(tuple);
-        else
-            PyTuple_SET_ITEM(tuple, i, item);
+        fsdpc_py_put(&tuple, i, item);
     }
     return tuple;
 }

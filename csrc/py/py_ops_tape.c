@@ -189,13 +189,8 @@ static PyObject *wrap_or_none(fsdpc_py_state *state, fsdpc_tensor *t)
 static PyObject *wrap_all(fsdpc_py_state *state, int n, fsdpc_tensor *const *tensors)
 {
     PyObject *tuple = PyTuple_New(n);
-    for (int i = 0; tuple && i < n; i++) {
-        PyObject *object = wrap_or_none(state, tensors[i]);
-        if (!object)
-            Py_CLEAR(tuple);
-        else
-            PyTuple_SET_ITEM(tuple, i, object);
-    }
+    for (int i = 0; tuple && i < n; i++)
+        fsdpc_py_put(&tuple, i, wrap_or_none(state, tensors[i]));
     return tuple;
 }
 

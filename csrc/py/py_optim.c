@@ -139,13 +139,8 @@ static PyObject *optimizer_state_names(PyObject *object, PyObject *arg)
         return PyErr_Format(PyExc_IndexError, "parameter group %d has no hyper-parameters", group);
     int n = fsdpc_optim_states(self->kind, hyper);
     PyObject *names = PyTuple_New(n);
-    for (int s = 0; names && s < n; s++) {
-        PyObject *name = PyUnicode_FromString(fsdpc_optim_state_name(self->kind, s));
-        if (!name)
-            Py_CLEAR(names);
-        else
-            PyTuple_SET_ITEM(names, s, name);
-    }
+    for (int s = 0; names && s < n; s++)
+        fsdpc_py_put(&names, s, PyUnicode_FromString(fsdpc_optim_state_name(self->kind, s)));
     return names;
 }
 

@@ -308,6 +308,16 @@ int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset)
     return 0;
 }
 
+void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item)
+{
+    if (!item)
+        Py_CLEAR(*sequence_io);
+    else if (PyTuple_CheckExact(*sequence_io))
+        PyTuple_SET_ITEM(*sequence_io, i, item);
+    else
+        PyList_SET_ITEM(*sequence_io, i, item);
+}
+
 int fsdpc_py_state_setup(PyObject *module)
 {
     return PyModule_AddFunctions(module, functions);

@@ -92,6 +92,9 @@ fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 /* Adds methods, and attributes (NULL: none), to a type that is made; 0, or -1 with an exception. */
 int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset);
 
+/* Puts an item, which it takes over, into a new list or tuple; drops that if the item is NULL. */
+void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
+
 int fsdpc_py_state_setup(PyObject *module);
 int fsdpc_py_plugin_setup(PyObject *module);
 int fsdpc_py_stream_setup(PyObject *module);

@@ -126,13 +126,8 @@ GETTER(get_shape)
 {
     const fsdpc_tensor *t = TENSOR;
     PyObject *shape = PyTuple_New(t->ndim);
-    for (int i = 0; shape && i < t->ndim; i++) {
-        PyObject *extent = PyLong_FromSize_t(t->shape[i]);
-        if (!extent)
-            Py_CLEAR(shape);
-        else
-            PyTuple_SET_ITEM(shape, i, extent);
-    }
+    for (int i = 0; shape && i < t->ndim; i++)
+        fsdpc_py_put(&shape, i, PyLong_FromSize_t(t->shape[i]));
     return shape;
 }
 

@@ -18,14 +18,10 @@ static PyObject *unit_places(PyObject *module, PyObject *object)
     for (int i = 0; list && i < layout->n_params; i++) {
         const fsdpc_place *place = &layout->params[i];
         fsdpc_piece piece = fsdpc_layout_piece(layout, i, fsdpc_unit_mesh(unit)->shard->rank);
-        PyObject *item = Py_BuildValue("(innnn)", place->group, (Py_ssize_t)place->full_offset,
-                                       (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel,
-                                       (Py_ssize_t)(piece.numel ? piece.shard_offset : 0));
-        if (!item) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
+        fsdpc_py_put(&list, i,
+                     Py_BuildValue("(innnn)", place->group, (Py_ssize_t)place->full_offset,
+                                   (Py_ssize_t)piece.first, (Py_ssize_t)piece.numel,
+                                   (Py_ssize_t)(piece.numel ? piece.shard_offset : 0)));
     }
     return list;
 }
@@ -49,12 +45,7 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
         fsdpc_dtype dtype = full ? flat.wire_dtype : grad ? flat.grad_dtype : flat.dtype;
         size_t numel = full ? flat.full_numel : flat.shard_numel;
         void *data = full ? flat.full : grad ? flat.grad : flat.master;
-        PyObject *item = fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data);
-        if (!item) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, g, item);
+        fsdpc_py_put(&list, g, fsdpc_py_unit_tensor(module, self->ref, dtype, 1, &numel, data));
     }
     return list;
 }

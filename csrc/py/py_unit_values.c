@@ -206,11 +206,7 @@ static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
             PyTuple_SET_ITEM(shape, d, PyLong_FromSize_t(place->shape[d]));
         if (shape && !PyErr_Occurred())
             item = Py_BuildValue("(sON)", place->name, state->dtypes[place->dtype], shape);
-        if (!item) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
+        fsdpc_py_put(&list, i, item);
     }
     return list;
 }
