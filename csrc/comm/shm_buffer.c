@@ -5,12 +5,15 @@
  * and peers need nothing writable of each other.  A mapping outlives its creator's, so ranks
  * destroy their buffers when they like.
  */
+#include "comm/shm_buffer.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/size.h"
-#include "comm/comm_shm.h"
+#include "comm/shm_coll.h"
+#include "comm/shm_peers.h"
 
 static fsdpc_status buffer_new(fsdpc_shm_comm *self, size_t bytes, fsdpc_shm_buffer **out)
 {

@@ -18,12 +18,15 @@
  * machines that any poll of the driving thread carries on, so that two ranks that wait for
  * different things still do each other's part.
  */
+#include "comm/shm_coll.h"
+
 #include <stdio.h>
 #include <string.h>
 
 #include "base/size.h"
 #include "comm/coll_math.h"
-#include "comm/comm_shm.h"
+#include "comm/shm_peers.h"
+#include "comm/shm_ring.h"
 
 static bool is_staged(const fsdpc_coll *op)
 {
@@ -267,18 +270,6 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
 static bool on_thread(const fsdpc_coll *op)
 {
     return op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER && !op->agree_only;
-}
-
-void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
-{
-    fsdpc_work *next;
-    for (fsdpc_work *work = self->pending; work; work = next) {
-        next = work->impl;
-        work->impl = NULL;
-        work->status = status;
-        atomic_store_explicit(&work->state, 0, memory_order_relaxed);
-    }
-    self->pending = NULL;
 }
 
 /* `work` has failed, and with it the communicator: nothing is in flight any more. */

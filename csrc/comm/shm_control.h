@@ -87,27 +87,4 @@ static inline bool fsdpc_shm_poisoned(fsdpc_shm_control *control)
     return atomic_load_explicit(&control->poison, memory_order_acquire) == 2;
 }
 
-/* ---- Fingerprints (shm_ring.c) ---- */
-
-typedef struct fsdpc_shm_fingerprint {
-    uint64_t kind, bytes, epoch, detail, chain;
-} fsdpc_shm_fingerprint;
-
-/* Appends to `mine` as operation `sequence` and makes it visible; returns the new chain. */
-uint64_t fsdpc_shm_ring_post(fsdpc_shm_slot *mine, uint64_t sequence, uint64_t chain,
-                             const fsdpc_coll *op, size_t bytes, uint64_t object);
-
-/* Compares operation `sequence`, which both have posted.  An entry that was overwritten meanwhile
- * passes: a later one's chain still covers it. */
-bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer, uint64_t sequence);
-
-/* What a rank posted as this operation, as messages say it. */
-void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
-                             size_t bytes);
-
-/* The error for two that differ: FSDPC_ERR_MISMATCH, naming the first difference still on record.
- */
-fsdpc_status fsdpc_shm_ring_differ(const fsdpc_shm_slot *mine, int my_rank,
-                                   const fsdpc_shm_slot *peer, int peer_rank, uint64_t sequence);
-
 #endif

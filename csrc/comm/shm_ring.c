@@ -10,10 +10,11 @@
  * posted has reached s + RING.  Loads are acquire and stores release, one cost on x86, so that this
  * second look cannot come early.
  */
+#include "comm/shm_ring.h"
+
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/shm_control.h"
 #include "comm/shm_world.h"
 
 static inline uint64_t mix(uint64_t hash, uint64_t word)

@@ -11,12 +11,15 @@
  * went on alone; who still waits in the old one finds it two ahead, or ahead without having
  * published, and says so.
  */
+#include "comm/shm_wire.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/size.h"
-#include "comm/comm_shm.h"
+#include "comm/shm_coll.h"
+#include "comm/shm_peers.h"
 
 /* ---- Create and destroy ---- */
 
@@ -273,12 +276,4 @@ fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *base)
         return still_waiting(self);
     }
     return FSDPC_OK;
-}
-
-const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
-{
-    for (const fsdpc_shm_wire *wire = self->wires; wire; wire = wire->next)
-        if (load(&wire->words[rank].arrived) > wire->base.epoch)
-            return wire;
-    return NULL;
 }

@@ -3,7 +3,7 @@
 
 #include <math.h>
 
-#include "comm/comm_shm.h"
+#include "comm/shm_internal.h"
 
 static float contribution(int rank, size_t j)
 {

@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "comm/comm_shm.h"
+#include "comm/shm_internal.h"
 #include "comm/fork_guard.h"
 #include "comm/rendezvous.h"
 

@@ -28,12 +28,18 @@ MAY_INCLUDE = {
     "mpi": COMMON | {"plugin"},
 }
 
-# csrc/engine is a chain: a file includes only what stands before it.
-ENGINE = """
-    layout slots norm plan unit unit_internal root_internal acts micro order fill full full_shared
-    grads collect clip agree reduce full_moved full_private gather epoch root optim_internal
-    optim_graph optim sched call step_graph
-""".split()
+# Folders that are chains: a file includes only what stands before it.
+ORDER = {
+    "comm": """
+        comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring shm_internal
+        shm_peers shm_coll shm_wire shm_buffer comm_self comm_null comm_shm
+    """,
+    "engine": """
+        layout slots norm plan unit unit_internal root_internal acts micro order fill full
+        full_shared grads collect clip agree reduce full_moved full_private gather epoch root
+        optim_internal optim_graph optim sched call step_graph
+    """,
+}
 
 # Headers of others, and where alone they may be included.
 HOMES = {
@@ -121,11 +127,13 @@ def test_includes_keep_to_the_layers(path: Path) -> None:
             assert other in allowed, f"{label(path)}: {layer} may not see {other} ({name})"
 
 
-@pytest.mark.parametrize("path", files(".c", ".h", under="csrc/engine"), ids=label)
-def test_the_engine_is_a_chain(path: Path) -> None:
-    below = ENGINE[: ENGINE.index(path.stem) + 1] + [f"{path.stem}_internal"]
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.parent.name in ORDER], ids=label)
+def test_files_of_a_folder_are_a_chain(path: Path) -> None:
+    folder = path.parent.name
+    order = ORDER[folder].split()
+    below = order[: order.index(path.stem) + 1] + [f"{path.stem}_internal"]
     for _, name in includes(path):
-        if name.startswith("engine/") and name != "engine/root.h":  # what others may know of it
+        if name.startswith(f"{folder}/") and name != "engine/root.h":  # what others may know of it
             assert Path(name).stem in below, f"{label(path)} stands below {name}"
 
 

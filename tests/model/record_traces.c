@@ -16,7 +16,7 @@
 #include <stdatomic.h>
 #include <time.h>
 
-#include "comm/comm_shm.h"
+#include "comm/shm_internal.h"
 #include "engine_fixture.h"
 
 enum { EVENTS = 512, MODELS = 2, GRAPHS = 16, UNITS = 2 };

@@ -1,12 +1,16 @@
-/* What the files of the shm communicator share: its structs and the functions behind its table.
+/* Inside of the shm communicator: the structs that its files share.
  *
- *     comm_shm.c    life, split, waiting, failure
- *     shm_wire.c    wires and epochs
- *     shm_buffer.c  reduce buffers
- *     shm_coll.c    collectives
+ *     shm_internal.h  structs alone
+ *     shm_peers.c     failure, and handing memory over when ranks create something together
+ *     shm_coll.c      collectives
+ *     shm_wire.c      wires and epochs
+ *     shm_buffer.c    reduce buffers
+ *     comm_shm.c      life, split, waiting
+ *
+ * Each file calls those above it in this list.
  */
-#ifndef FSDPC_COMM_COMM_SHM_H
-#define FSDPC_COMM_COMM_SHM_H
+#ifndef FSDPC_COMM_SHM_INTERNAL_H
+#define FSDPC_COMM_SHM_INTERNAL_H
 
 #include "comm/comm.h"
 #include "comm/shm_control.h"
@@ -95,54 +99,5 @@ static inline fsdpc_shm_comm *fsdpc_shm_of(fsdpc_comm *comm)
 {
     return (fsdpc_shm_comm *)comm;
 }
-
-/* ---- comm_shm.c ---- */
-
-/* Poisoned, here or by a peer?  Whatever begins something asks first; a poll asks only once it has
- * found that it must go on waiting, so that what all have done their part of still completes. */
-fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
-/* Tells the peers this thread's last error, from any thread; returns `status`. */
-fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
-/* The same on the driving thread, whose own communicator is closed by it, and those that share the
- * world with it. */
-fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
-/* FSDPC_ERR_PEER if a member died or left. */
-fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
-/* All ranks are about to create the same thing; gives the tag to hand its memory over with. */
-fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
-                                      uint64_t *tag_out);
-/* Group-rank forms of the world's calls. */
-fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
-                                fsdpc_status status);
-fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self);
-fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, size_t bytes,
-                                 fsdpc_shm_segment **out);
-
-/* ---- shm_wire.c ---- */
-
-fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
-void fsdpc_shm_wire_destroy(fsdpc_wire *wire);
-fsdpc_status fsdpc_shm_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
-fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
-fsdpc_status fsdpc_shm_epoch_publish(fsdpc_wire *wire);
-fsdpc_status fsdpc_shm_epoch_published(fsdpc_wire *wire);
-/* A wire on which `rank` is in a later epoch than we are, or NULL. */
-const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank);
-
-/* ---- shm_buffer.c ---- */
-
-fsdpc_status fsdpc_shm_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out);
-void fsdpc_shm_buffer_destroy(fsdpc_buffer *buffer);
-fsdpc_status fsdpc_shm_buffer_idle(fsdpc_buffer *buffer);
-
-/* ---- shm_coll.c ---- */
-
-fsdpc_status fsdpc_shm_post(fsdpc_work *work);
-fsdpc_status fsdpc_shm_test(fsdpc_work *work);
-/* Carries on whatever inline operations can go on, of any group of this rank (peers may wait for
- * them while we wait for something else), then health. */
-fsdpc_status fsdpc_shm_progress(fsdpc_shm_comm *self);
-/* After a failure: works in flight end with `status` and are not touched again. */
-void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
 
 #endif

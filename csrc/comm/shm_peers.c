@@ -1,0 +1,170 @@
+/* Failure, and creating together: what every file of the shm communicator does with its peers.
+ *
+ * A failure is told through the poison message of the control page; the first wins.  Peers find it
+ * at their next call or poll.  Death is found by asking the life page (about 20 ns a peer), which
+ * waits do now and then.
+ *
+ * Creating anything together goes in three moves: a barrier whose fingerprint says what is created
+ * and how large (so that ranks that disagree learn it at once), the memory itself from hand to
+ * hand, and an agreement that all succeeded; if one did not, every rank gets its error and the
+ * communicator stays usable.
+ */
+#include "comm/shm_peers.h"
+
+#include <stdio.h>
+
+#include "comm/coll_math.h"
+#include "comm/fork_guard.h"
+
+/* ---- Failure ---- */
+
+void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    fsdpc_work *next;
+    for (fsdpc_work *work = self->pending; work; work = next) {
+        next = work->impl;
+        work->impl = NULL;
+        work->status = status;
+        atomic_store_explicit(&work->state, 0, memory_order_relaxed);
+    }
+    self->pending = NULL;
+}
+
+/* A failure in one group of a rank ends the run, and peers may wait in another. */
+static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, const char *text)
+{
+    for (fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
+        fsdpc_shm_poison_set(group->control, rank, status, text);
+    fsdpc_shm_ring_bell(self->bell);
+}
+
+fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self)
+{
+    int rank;
+    fsdpc_status status;
+    char text[sizeof self->base.poison];
+    if (!fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
+        return FSDPC_OK;
+    spread(self, rank, status, text);
+    if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
+        status = FSDPC_ERR_POISONED;
+    fsdpc_fail(status, "rank %d: %s", rank, text);
+    fsdpc_comm_abort_local(&self->base, fsdpc_last_error());
+    fsdpc_shm_pending_drop(self, status);
+    return status;
+}
+
+fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self)
+{
+    FSDPC_TRY(fsdpc_comm_health(&self->base));
+    if (__builtin_expect(self->world->fork_count != fsdpc_fork_count(), 0))
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "this process is a fork of rank %d, not the rank; communicate from the "
+                          "rank itself",
+                          self->base.world_rank);
+    return __builtin_expect(fsdpc_shm_poisoned(self->control), 0) ? fsdpc_shm_adopt_poison(self)
+                                                                  : FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    fsdpc_shm_poison_set(self->control, self->base.world_rank, status, fsdpc_last_error());
+    fsdpc_shm_ring_bell(self->bell);
+    return status;
+}
+
+fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status)
+{
+    spread(self, self->base.world_rank, status, fsdpc_last_error());
+    return fsdpc_comm_poison(&self->base, fsdpc_shm_tell(self, status));
+}
+
+void fsdpc_shm_abort(fsdpc_comm *comm, const char *reason)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    fsdpc_comm_abort_local(comm, reason);
+    if (self->world->fork_count == fsdpc_fork_count())
+        spread(self, comm->world_rank, FSDPC_ERR_POISONED, comm->poison);
+    fsdpc_shm_pending_drop(self, FSDPC_ERR_POISONED);
+}
+
+static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
+{
+    if (fsdpc_shm_poisoned(self->control)) /* it said why before it went */
+        return fsdpc_shm_adopt_poison(self);
+    char where[192];
+    fsdpc_shm_world_where(self->world, member, where, sizeof where);
+    return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for %s%s%s%s",
+                      member, fsdpc_shm_world_pid(self->world, member),
+                      left ? "left (it shut its communicator down)" : "died", self->base.world_rank,
+                      left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
+                      left ? "; do all ranks run the same number of steps?"
+                           : "; see that rank's own output");
+}
+
+/* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
+ * found it elsewhere may never get here.  Leaving counts in the group that was left. */
+fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
+{
+    for (int p = 0; p < self->base.size; p++)
+        if (p != self->base.rank &&
+            atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire))
+            return peer_is_gone(self, self->members[p], true);
+    for (int w = 0; w < self->world->size; w++)
+        if (fsdpc_shm_world_dead(self->world, w))
+            return peer_is_gone(self, w, false);
+    return FSDPC_OK;
+}
+
+const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)
+{
+    for (const fsdpc_shm_wire *wire = self->wires; wire; wire = wire->next)
+        if (atomic_load_explicit(&wire->words[rank].arrived, memory_order_acquire) >
+            wire->base.epoch)
+            return wire;
+    return NULL;
+}
+
+/* ---- Creating together ---- */
+
+fsdpc_status fsdpc_shm_creation_begin(fsdpc_shm_comm *self, const char *what, size_t bytes,
+                                      uint64_t *tag_out)
+{
+    if (!self->base.device)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "%s needs a device", what);
+    FSDPC_TRY(fsdpc_comm_run(&self->base, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
+                                                        .unit = -1,
+                                                        .what = what,
+                                                        .dtype = FSDPC_U8,
+                                                        .numel = bytes}));
+    self->creations++;
+    *tag_out = (self->id + self->creations * UINT64_C(0x9e3779b97f4a7c15)) | 1;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_shm_give_all(fsdpc_shm_comm *self, uint64_t tag, fsdpc_shm_segment *segment,
+                                fsdpc_status status)
+{
+    int others[FSDPC_COLL_MAX_RANKS] = {0}, n = 0;
+    for (int p = 0; p < self->base.size; p++)
+        if (p != self->base.rank)
+            others[n++] = self->members[p];
+    status = fsdpc_shm_world_give(self->world, &self->base, others, n, tag, segment, status);
+    fsdpc_shm_ring_bell(self->bell); /* takers may sleep there; this is no hot path */
+    return status;
+}
+
+fsdpc_status fsdpc_shm_given_all(fsdpc_shm_comm *self)
+{
+    self->late.kind = FSDPC_SHM_LATE_NOBODY;
+    return fsdpc_shm_world_given(self->world, &self->base, self->base.size - 1);
+}
+
+fsdpc_status fsdpc_shm_take_from(fsdpc_shm_comm *self, int from, uint64_t tag, size_t bytes,
+                                 fsdpc_shm_segment **out)
+{
+    self->late = (fsdpc_shm_late){.kind = FSDPC_SHM_LATE_RANK, .target = (uint64_t)from};
+    FSDPC_TRY(fsdpc_shm_world_take(self->world, &self->base, self->members[from], tag, bytes, out));
+    fsdpc_shm_ring_bell(self->bell);
+    return FSDPC_OK;
+}
