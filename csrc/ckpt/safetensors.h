@@ -50,8 +50,6 @@ typedef struct fsdpc_st_dtype {
 
 /* By name, or NULL. */
 const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name);
-/* Of an engine's dtype; every one has a name. */
-const fsdpc_st_dtype *fsdpc_st_dtype_of(fsdpc_dtype dtype);
 
 typedef struct fsdpc_st_tensor {
     const char *name;

@@ -26,14 +26,6 @@ const fsdpc_st_dtype *fsdpc_st_dtype_find(const char *name)
     return NULL;
 }
 
-const fsdpc_st_dtype *fsdpc_st_dtype_of(fsdpc_dtype dtype)
-{
-    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-        if (dtypes[i].dtype == (int)dtype)
-            return &dtypes[i];
-    return NULL;
-}
-
 static fsdpc_status grow(void **array_io, size_t n, size_t element_bytes)
 {
     if (n & (n - 1) || n == 1)

@@ -17,11 +17,6 @@ void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum)
     exact_sum_normalize(sum);
 }
 
-void fsdpc_exact_sum_shift(fsdpc_exact_sum *sum, int bits)
-{
-    exact_sum_shift(sum, bits);
-}
-
 double fsdpc_exact_sum_value(const fsdpc_exact_sum *sum)
 {
     return exact_sum_value(sum);

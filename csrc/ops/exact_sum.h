@@ -26,9 +26,6 @@ enum { FSDPC_EXACT_SUM_WORDS = sizeof(fsdpc_exact_sum) / sizeof(int64_t) };
 
 void fsdpc_exact_sum_merge(fsdpc_exact_sum *sum, const fsdpc_exact_sum *other);
 void fsdpc_exact_sum_normalize(fsdpc_exact_sum *sum);
-/* The sum times 2^bits, normalised.  Digits below 2^-1074 are cut off; a sum beyond fp64 becomes an
- * infinity. */
-void fsdpc_exact_sum_shift(fsdpc_exact_sum *sum, int bits);
 double fsdpc_exact_sum_value(const fsdpc_exact_sum *sum); /* rounded once, to nearest even */
 
 /* Inline because norms add one value for every 64 elements they read. */

@@ -39,6 +39,8 @@ RULE void put_digit(fsdpc_exact_sum *sum, int digit, uint64_t value)
         sum->digits[digit] += (int64_t)value;
 }
 
+/* The sum times 2^bits, normalised.  Digits below 2^-1074 are cut off; a sum beyond fp64 becomes an
+ * infinity. */
 RULE void exact_sum_shift(fsdpc_exact_sum *sum, int bits)
 {
     fsdpc_exact_sum shifted;

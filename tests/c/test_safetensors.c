@@ -157,12 +157,12 @@ static void test_lengths(void)
 
 static void test_layout(void)
 {
-    const fsdpc_st_dtype *f32 = fsdpc_st_dtype_of(FSDPC_F32), *bf16 = fsdpc_st_dtype_find("BF16");
+    const fsdpc_st_dtype *f32 = fsdpc_st_dtype_find("F32"), *bf16 = fsdpc_st_dtype_find("BF16");
     fsdpc_st_tensor tensors[] = {
         {.name = "b", .dtype = bf16, .ndim = 1, .shape = {3}},
         {.name = "z\"\\\x01\xc3\xa9", .dtype = f32, .ndim = 2, .shape = {2, 2}},
         {.name = "a", .dtype = f32, .ndim = 0},
-        {.name = "", .dtype = fsdpc_st_dtype_of(FSDPC_I64), .ndim = 1, .shape = {0}},
+        {.name = "", .dtype = fsdpc_st_dtype_find("I64"), .ndim = 1, .shape = {0}},
     };
     fsdpc_st_pair metadata[] = {{"format", "pt"}};
     char *header;
