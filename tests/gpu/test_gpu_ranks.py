@@ -33,7 +33,8 @@ def ranks(transport: str, *arguments: str, program: Path = PROGRAM) -> list[Any]
         if shared and tuple(map(int, version.groups())) < (2, 30):
             pytest.skip(f"{found}: ranks share a GPU over 2.30 and newer alone")
     done = subprocess.run([sys.executable, str(program), *arguments], capture_output=True,
-                          text=True, env={**os.environ, "FSDPC_TRANSPORT": transport}, timeout=TIMEOUT_S)
+                          text=True, env={**os.environ, "FSDPC_TRANSPORT": transport},
+                          timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
