@@ -72,6 +72,7 @@ struct cudaPointerAttributes {
 
 const char *cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError(void);
+cudaError_t cudaDriverGetVersion(int *version); /* cuda_driver.c alone calls it, not emulated */
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaDeviceGetPCIBusId(char *text, int bytes, int device);
@@ -113,7 +114,6 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 void emu_set_descending(int descending);
 void emu_set_delays(unsigned seed);
 void emu_gate_memory(void);
-/* Whether GPUs reach each other's memory, as they do at first. */
 /* Device memory that emu_driver.c maps: a file's bytes at an address that it has reserved, there to
  * be read alone unless `writable`; -1 if the processor cannot. */
 int emu_map(void *address, size_t bytes, int file, int writable);
