@@ -7,7 +7,8 @@
 ``steps``: 2 ranks with one thread each; a step is forward, backward, clipping at 1.0 and AdamW
 (fused), timed after a barrier. Engines take turns; each turn is a fresh set of processes whose
 median step counts. "local" communicates nothing: what the computation costs. "fsdpc-kernels" is
-fsdpc after ``use_kernels(model)``: linear layers on the engine's products. bf16 is autocast for
+fsdpc after ``use_kernels(model)``: linear layers on the engine's products; "fsdpc-torch-clip" clips
+with torch's own function instead of fsdpc's. bf16 is autocast for
 local and DDP, param bf16 and reduce fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
 
 ``host``: rank 0 of a world of 8 whose peers pretend (FSDP2: a fake process group); units of n tiny
@@ -29,11 +30,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-ENGINES = ("fsdpc", "fsdpc-kernels", "fsdp2", "ddp", "local")
+OURS = ("fsdpc", "fsdpc-kernels", "fsdpc-torch-clip")
+ENGINES = (*OURS, "fsdp2", "ddp", "local")
 MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
 LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
 MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
-OURS = ENGINES[:2]
 WARM, STEPS = 4, 12
 UNITS = 8
 
@@ -137,6 +138,8 @@ def turn(engine: str, name: str) -> dict[str, Any]:
 
         optimizer: Any = optim.AdamW(model.parameters(), lr=3e-4)
         clip: Any = clip_grad_norm_
+        if engine == "fsdpc-torch-clip":
+            clip = torch.nn.utils.clip_grad_norm_
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         clip = torch.nn.utils.clip_grad_norm_
