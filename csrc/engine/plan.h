@@ -52,6 +52,9 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
+/* Reduce buffers (fill.h) that all units of a root share, as far as so many share. */
+enum { FSDPC_POOLED_BUFFERS = 2 };
+
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
     size_t state_bytes;     /* of one state of every parameter */

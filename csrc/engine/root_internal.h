@@ -16,8 +16,6 @@ typedef enum fsdpc_epoch_stage {
 
 typedef struct fsdpc_full_ops fsdpc_full_ops; /* full.h */
 
-enum { FSDPC_POOLED_BUFFERS = 2 };
-
 /* The order in which units were used, for prefetching; see sched.h. */
 typedef struct fsdpc_record {
     fsdpc_record_entry *entries;

@@ -180,5 +180,7 @@ int fsdpc_py_engine_setup(PyObject *module)
         fsdpc_py_clip_setup(module) < 0 || fsdpc_py_graph_setup(module) < 0 ||
         fsdpc_py_torch_unit_setup(module) < 0)
         return -1;
+    if (PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS) < 0)
+        return -1;
     return PyModule_AddFunctions(module, functions);
 }

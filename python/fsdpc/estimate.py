@@ -91,7 +91,7 @@ def estimate(
     n_grads = world if name not in ("NO_SHARD", "SHARD_OPTIM") else 1
     n_params = world if name in ("FULL_SHARD", "HYBRID_SHARD") else 1
     published = params * (b / n_params + b / n_grads + 4 * states / n_optim)
-    buffers = params * b * (1 if name == "SHARD_OPTIM" else min(2, units) / units)
+    pooled = units if name == "SHARD_OPTIM" else min(_core.pooled_buffers, units)
     full = ceil(params * b / units)
     fulls = [(full, ceil(full / n_optim), i == 0 or n_params == 1) for i in range(units)]
     held = {
@@ -99,7 +99,7 @@ def estimate(
         "master": params * 4 / n_optim,
         "grad": params * 4 / n_optim,
         "state": params * 4 * states / n_optim,
-        "reduce": buffers,
+        "reduce": params * b * (pooled / units),
     }
     passes = 3 if n_params > 1 else 2
     sent = passes * params * b * (world - 1) / world

@@ -20,7 +20,6 @@ from fsdpc.wrap import WrapPolicy, by_name, units_by
 
 #: States that an optimizer keeps for each parameter by default (SGD: none without momentum).
 STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
-POOLED_BUFFERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ def memory_plan(
     if pooled:
         each = max(u["reduce"] for u in pooled)
         each += max(u["partial"] for u in pooled) if two_stages else 0
-        reduce += each * min(POOLED_BUFFERS, len(pooled))
+        reduce += each * min(_core.pooled_buffers, len(pooled))
     first = shard if shard > 1 else replicate
     received = (first - 1) * contributions["contribution"]
     if two_stages:
