@@ -58,6 +58,18 @@ def test_norms_follow_every_change() -> None:
     assert all(map(torch.equal, [copy.norm() for copy in copies], expected))
 
 
+@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+def test_a_norm_and_clipping_are_one_computation(order: float) -> None:
+    torch.manual_seed(0)
+    layer = fsdpc.torch.fully_shard(nn.Linear(257, 33, bias=False))
+    torch.manual_seed(1 + fsdpc.rank())
+    layer(torch.randn(4, 257)).square().sum().backward()
+    norm = layer.weight.grad.norm(order)
+    for clip in (fsdpc.torch.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        assert torch.equal(clip(layer.parameters(), float("inf"), order), norm)
+
+
 class Watching(TorchDispatchMode):
     """As counters of FLOPs and of collectives are."""
 

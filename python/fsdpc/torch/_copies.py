@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdpc.torch import _device
-from fsdpc.torch._rows import refuse_checkpoint
+from fsdpc.torch._rows import Home, LocalRows
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
 
-Home = tuple["weakref.ref[UnitState]", int]
 
-
-class FullValue(torch.Tensor):
-    """A full value in a state dict; elsewhere, and in files, a plain tensor."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
+class Whole(torch.Tensor):
+    """A norm or a value that is whole already, as good as a DTensor; in files a plain tensor."""
 
     def full_tensor(self) -> torch.Tensor:
         """Return the same memory as a plain tensor; communicates nothing."""
@@ -30,15 +26,19 @@ class FullValue(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.full_tensor().__reduce_ex__(protocol)
 
+
+class FullValue(Whole):
+    """A full value in a state dict; what operations make of it is plain."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = copied = self.clone().as_subclass(FullValue)
         return copied
 
 
-class PieceCopy(torch.Tensor):
+class PieceCopy(LocalRows):
     """Rows of a copy of a parameter; moved, converted and copied it still is that."""
-
-    _fsdpc: Home
 
     @classmethod
     def __torch_function__(
@@ -52,24 +52,7 @@ class PieceCopy(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """Return the rows of all ranks' copies as one tensor; collective."""
-        home, index = self._fsdpc
-        state = home()
-        if state is None:
-            raise RuntimeError("a copy of a sharded parameter whose model was deleted: keep it")
-        return gather_rows(self.to_local(), state, index)
-
-    def to_local(self) -> torch.Tensor:
-        """Return this rank's rows as a plain tensor."""
-        return self.as_subclass(torch.Tensor)
-
-    def __create_write_items__(self, name: str, _: Any) -> NoReturn:
-        refuse_checkpoint("rows of a parameter")
-
-    def __create_chunk_list__(self) -> NoReturn:
-        refuse_checkpoint("rows of a parameter")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.to_local().__reduce_ex__(protocol)
+        return gather_rows(self.to_local(), *self.home())
 
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = copied = self.detach().clone().requires_grad_(self.requires_grad)

@@ -20,6 +20,8 @@ from torch.utils import _foreach_utils
 
 from fsdpc import _core
 from fsdpc.torch import _device
+from fsdpc.torch._copies import Whole
+from fsdpc.torch._rows import Home, LocalRows
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import Root, UnitState
@@ -87,22 +89,9 @@ class Measured:
 PENDING = _Pending()
 
 
-class TotalNorm(torch.Tensor):
-    """What torch's clipping returns of sharded gradients: a plain tensor, as good as a DTensor."""
-
-    def full_tensor(self) -> torch.Tensor:
-        """Return the norm, which is of whole gradients already, as a plain tensor."""
-        return self.as_subclass(torch.Tensor)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.full_tensor().__reduce_ex__(protocol)
-
-
-class PieceGrad(torch.Tensor):
+class PieceGrad(LocalRows):
     """This rank's rows of a gradient, whose norms are those of the whole."""
 
-    # Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
-    _fsdpc: tuple[weakref.ref[UnitState], int]
     _fsdpc_of: PieceGrad | None = None  # what it is a view of, and shares the version with
     _fsdpc_norm: tuple[Any, torch.Tensor] | None = None  # (order, age, version), and the norm then
 
@@ -128,7 +117,7 @@ class PieceGrad(torch.Tensor):
         RuntimeError
             This is not the parameter's gradient any more.
         """
-        state, index = _home(self)
+        state, index = self.home()
         if state.pieces[index].grad is not self:
             raise RuntimeError(
                 f"full_tensor() of what was a gradient of {state.pieces[index].fsdpc}: "  # type: ignore[attr-defined]
@@ -138,15 +127,12 @@ class PieceGrad(torch.Tensor):
         return _device.to_torch(state.unit.collect(index, True))
 
     def to_local(self) -> torch.Tensor:
-        """Return this rank's rows as a plain tensor, whose norm is theirs alone."""
+        """Return the rows as a plain tensor, whose norm is theirs alone."""
         if PENDING.any:
             PENDING.settle()
-        return self.as_subclass(torch.Tensor)
+        return super().to_local()
 
     _local_tensor = property(to_local)  # as DTensors have
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
@@ -154,25 +140,12 @@ def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad
     return _at_home(rows.data, (weakref.ref(state), index))
 
 
-def _at_home(
-    rows: torch.Tensor, home: tuple[weakref.ref[UnitState], int], of: PieceGrad | None = None
-) -> PieceGrad:
+def _at_home(rows: torch.Tensor, home: Home, of: PieceGrad | None = None) -> PieceGrad:
     with torch._C.DisableTorchFunctionSubclass():
         grad = rows.as_subclass(PieceGrad)
     grad._fsdpc = home
     grad._fsdpc_of = of
     return grad
-
-
-def _home(grad: PieceGrad) -> tuple[UnitState, int]:
-    """The unit's state and the parameter that a gradient is of."""
-    state = grad._fsdpc[0]()
-    if state is None:
-        raise RuntimeError(
-            "a sharded gradient whose model was deleted has no norm and no full value: the other "
-            "rows are gone"
-        )
-    return state, grad._fsdpc[1]
 
 
 def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -224,7 +197,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any, 
     if not isinstance(grad, PieceGrad):
         return _plain(func, args, kwargs)
     if not _is_over_all(dim, grad):
-        state, index = _home(grad)
+        state, index = grad.home()
         if not state.pieces[index].fsdpc.is_cut:  # type: ignore[attr-defined]
             return _plain(func, args, kwargs)
         raise NotImplementedError(
@@ -245,7 +218,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             norms |= {k: values[g.dtype][at] for at, (k, (_, _, g)) in enumerate(held)}
         if norms:  # what torch makes of a list with one is one
             first = min(norms)
-            norms[first] = norms[first].as_subclass(TotalNorm)
+            norms[first] = norms[first].as_subclass(Whole)
         return [
             norms[k] if k in norms else torch.linalg.vector_norm(t, order)
             for k, t in enumerate(tensors)
@@ -257,7 +230,7 @@ def _by_root(tensors: Sequence[torch.Tensor]) -> Iterable[list[tuple[int, Held]]
     found: dict[int, list[tuple[int, Held]]] = {}
     for k, grad in enumerate(tensors):
         if isinstance(grad, PieceGrad):
-            state, index = _home(grad)
+            state, index = grad.home()
             found.setdefault(id(state.root or state), []).append((k, (state, index, grad)))
     return found.values()
 
@@ -269,14 +242,10 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = args[1]
     for grad in args[0]:
         if isinstance(grad, PieceGrad):
-            _reduce(_home(grad)[0], found, "max")
+            for comm in grad.home()[0].comms:
+                if comm.size > 1 and found.numel():
+                    comm.all_reduce(_device.to_engine(found.detach()), "max")
             break
-
-
-def _reduce(state: UnitState, values: torch.Tensor, op: str) -> None:
-    for comm in state.comms:
-        if comm.size > 1 and values.numel():
-            comm.all_reduce(_device.to_engine(values.detach()), op)
 
 
 def _measure(grads: list[Held], order: float) -> torch.Tensor:
@@ -300,7 +269,7 @@ def _dense(grad: PieceGrad) -> torch.Tensor:
 
 def global_norm(grad: PieceGrad, order: float) -> torch.Tensor:
     """Return the norm of the whole gradient; collective, batched over the model's parameters."""
-    state, index = _home(grad)
+    state, index = grad.home()
     root = state.root
     own = state.pieces[index].grad
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of

@@ -9,10 +9,17 @@ keeps one rank's of each key. So tensors of a state dict carry the rows, also th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+if TYPE_CHECKING:
+    from fsdpc.torch._unit import UnitState
+
+#: Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
+Home = tuple["weakref.ref[UnitState]", int]
 
 _READERS = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
 
@@ -26,18 +33,40 @@ def refuse_checkpoint(rows: str, *_: Any) -> NoReturn:
     )
 
 
-class Rows(torch.Tensor):
+class LocalRows(torch.Tensor):
+    """This rank's rows of a parameter or of something like it; in files a plain tensor."""
+
+    _fsdpc: Home
+
+    def home(self) -> tuple[UnitState, int]:
+        """Return the unit's state and the number of the parameter that has such rows."""
+        state, index = self._fsdpc[0](), self._fsdpc[1]
+        if state is None:
+            raise RuntimeError(
+                "rows of a sharded parameter or gradient whose model was deleted: the other rows "
+                "are gone, and with them the norm and the full value; keep the model"
+            )
+        return state, index
+
+    def to_local(self) -> torch.Tensor:
+        """Return the rows as a plain tensor, whose norm is theirs alone."""
+        return self.as_subclass(torch.Tensor)
+
+    def __create_write_items__(self, *_: Any) -> NoReturn:
+        refuse_checkpoint(getattr(self, "fsdpc_rows", "rows of a parameter"))
+
+    __create_chunk_list__ = __create_write_items__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_local().__reduce_ex__(protocol)
+
+
+class Rows(LocalRows):
     """A tensor of a state dict, over the memory of a plain one; operations give plain ones."""
 
     fsdpc_rows: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __create_write_items__(self, name: str, _: Any) -> NoReturn:
-        refuse_checkpoint(self.fsdpc_rows)
-
-    def __create_chunk_list__(self) -> NoReturn:
-        refuse_checkpoint(self.fsdpc_rows)
 
     def size(self, *args: Any, **kwargs: Any) -> Any:
         """As of any tensor; what copies states for torch's checkpoints asks for it first."""

@@ -11,7 +11,8 @@ from torch import nn
 
 from fsdpc import _core
 from fsdpc.torch import _device
-from fsdpc.torch._grads import PENDING, TotalNorm
+from fsdpc.torch._copies import Whole
+from fsdpc.torch._grads import PENDING
 from fsdpc.torch._unit import gradient_units, take_grads
 
 
@@ -67,7 +68,7 @@ def clip_grad_norm_(
         )
     _core.scale_grads(units, [], norm, float(max_norm))
     PENDING.add(s for s in states if s.torch_unit.pending_scale != 1)
-    return torch.tensor(norm, dtype=torch.float32, device=_device.home()).as_subclass(TotalNorm)
+    return torch.tensor(norm, dtype=torch.float32, device=_device.home()).as_subclass(Whole)
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
