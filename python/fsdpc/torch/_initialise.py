@@ -20,7 +20,7 @@ from torch import nn
 from fsdpc import _core
 from fsdpc._agree import check_agreement
 from fsdpc.torch._recipe import values_of
-from fsdpc.torch._unit import UnitState, full_value, states_of
+from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
 #: What to do where ranks have different values.
 CURE = (
@@ -61,16 +61,10 @@ def full_values(states: list[UnitState]) -> Iterator[None]:
     Does nothing for units that stand on copies already, and inside forward and backward.
     """
     states = [s for s in states if not (s.summoned or s.is_running)]
-    fulls = {id(s): [_full(s, i) for i in range(len(s.pieces))] for s in states}
-    try:
-        for state in states:
-            state.show(fulls[id(state)])
+    with on_copies(states, [[_full(s, i) for i in range(len(s.pieces))] for s in states]) as now:
         yield
-        for state in states:
-            _take(state, fulls[id(state)])
-    finally:
-        for state in states:
-            state.show(None)
+        for state, fulls in zip(states, now(), strict=True):
+            _take(state, fulls)
 
 
 def _full(state: UnitState, index: int) -> nn.Parameter:
@@ -85,7 +79,6 @@ def _full(state: UnitState, index: int) -> nn.Parameter:
 
 
 def _take(state: UnitState, fulls: list[nn.Parameter]) -> None:
-    fulls = state.standing(fulls)
     found = [
         (i, full)
         for i, full in enumerate(fulls)

@@ -268,6 +268,23 @@ class UnitState:
         self.torch_unit.bind(self.fulls, bases, _set_version, root.at_end, root.torch_units)
 
 
+@contextmanager
+def on_copies(
+    states: Sequence[UnitState], copies: Sequence[Sequence[nn.Parameter]]
+) -> Iterator[Callable[[], list[list[nn.Parameter]]]]:
+    """Let modules see private copies of the parameters of each unit, and pieces again afterwards.
+
+    Yields what returns the copies as they stand then, with what was put in the place of some.
+    """
+    try:
+        for state, own in zip(states, copies, strict=True):
+            state.show(own)
+        yield lambda: [s.standing(own) for s, own in zip(states, copies, strict=True)]
+    finally:
+        for state in states:
+            state.show(None)
+
+
 def _refuse_call(state: UnitState, path: str, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
         f"'{state.unit.name}.{path}' was called outside of the forward of its unit, where its "

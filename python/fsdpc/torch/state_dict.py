@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdpc.torch import _device
 from fsdpc.torch._copies import FullValue
-from fsdpc.torch._unit import UnitState, full_value, states_of
+from fsdpc.torch._unit import UnitState, full_value, on_copies, states_of
 
 
 class _Option:
@@ -28,7 +28,6 @@ class _Option:
 @contextmanager
 def summon_full_params(
     module: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
@@ -66,29 +65,22 @@ def summon_full_params(
             raise RuntimeError(f"summon_full_params inside forward or backward: {state.unit.name}")
     mine = not rank0_only or not states or _rank(states) == 0
     states = [s for s in states if not s.summoned]
-    fulls: dict[int, list[nn.Parameter]] = {}
+    copies: list[list[nn.Parameter]] = []
     for s in states:
-        own = fulls[id(s)] = []
+        copies.append([] if mine else s.pieces)
         for i, p in enumerate(s.pieces):
             value = full_value(s, i)
             grad = full_grad(p) if with_grads else None
             if mine:
-                own.append(nn.Parameter(value, p.requires_grad))
-                own[-1].grad = grad
-    try:
-        for s in states:
-            s.show(fulls[id(s)] if mine else s.pieces)
+                copies[-1].append(nn.Parameter(value, p.requires_grad))
+                copies[-1][-1].grad = grad
+    with on_copies(states, copies) as now:
         yield
-        if writeback:
-            now = [s.standing(fulls[id(s)]) for s in states]
-            for s, values in zip(states, now, strict=True):
-                for i, full in enumerate(values):
-                    s.write(i, full)
-                    if with_grads:
-                        _write_grad(s, i, full.grad)
-    finally:
-        for s in states:
-            s.show(None)
+        for s, values in zip(states, now(), strict=True) if writeback else ():
+            for i, full in enumerate(values):
+                s.write(i, full)
+                if with_grads:
+                    _write_grad(s, i, full.grad)
 
 
 def _write_grad(state: UnitState, index: int, full: torch.Tensor | None) -> None:
@@ -163,8 +155,8 @@ def module_load_state_dict(
     for name, p in module.named_parameters(remove_duplicate=False):
         if hasattr(p, "fsdpc"):
             _check_real(name, state_dict.get(name), p)
-    news: dict[int, list[Any]] = {
-        id(s): [
+    news = [
+        [
             nn.Parameter(
                 torch.full(shape, float("nan"), dtype=p.dtype, device=_device.home()),
                 p.requires_grad,
@@ -172,23 +164,18 @@ def module_load_state_dict(
             for shape, p in zip(s.shapes, s.pieces, strict=True)
         ]
         for s in states
-    }
-    try:
-        for s in states:
-            s.show(news[id(s)])
+    ]
+    with on_copies(states, news):
         result = nn.Module.load_state_dict(module, state_dict, strict=strict, assign=assign)
-        for s in states:
+        for s, own in zip(states, news, strict=True):
             for owner, key, i in s.slots:
-                news[id(s)][i] = owner[key]
-    finally:
-        for s in states:
-            s.show(None)
+                own[i] = owner[key]
     missing = set(result.missing_keys)
     pieces = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
-    for s in states:
+    for s, own in zip(states, news, strict=True):
         for i, p in enumerate(s.pieces):
             if id(p) in pieces and pieces[id(p)] not in missing:
-                s.write(i, news[id(s)][i])
+                s.write(i, own[i])
     return result
 
 
