@@ -123,8 +123,7 @@ class FSDPModule:
         """Say whether parameters are given up between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"pass True or False, got {reshard_after_forward!r}")
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = reshard_after_forward
+        self._set("reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -197,6 +196,11 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ShardedError("a sharded module cannot be copied: copy it before fully_shard()")
+
+
+def plain_class(cls: type) -> type:
+    """Return the class of which ``fully_shard`` made this one; a plain class is itself."""
+    return next(c for c in cls.__mro__ if not issubclass(c, FSDPModule))
 
 
 def make_root(module: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fsdpc.fsdp_module import FSDPModule
+from fsdpc.fsdp_module import plain_class
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
 
@@ -18,20 +18,12 @@ _NO_WORDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 def of_model(model: Any) -> bytes | None:
     """Return the file's content for a model of transformers, or one of ours with its layout.
 
-    Parameters
-    ----------
-    model : Module or torch.nn.Module
-        Sharded or not.
-
-    Returns
-    -------
-    bytes or None
-        None for models that transformers does not know.
+    Sharded or not. None for models that transformers does not know.
     """
     known = [(c.__module__, c.__name__) for c in type(model).__mro__]
     if ("transformers.modeling_utils", "PreTrainedModel") in known:
-        plain = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-        content = json.loads(model.config.to_json_string()) | {"architectures": [plain.__name__]}
+        name = plain_class(type(model)).__name__
+        content = json.loads(model.config.to_json_string()) | {"architectures": [name]}
     elif isinstance(model, Llama):
         content = _of_llama(model)
     elif isinstance(model, GPT2):

@@ -41,9 +41,7 @@ class FSDPModule(fsdp_module.FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module of the class: ``model[:2]`` of a sharded Sequential is one."""
-        ours = fsdp_module.FSDPModule
-        plain = next(c for c in cls.__mro__ if issubclass(c, nn.Module) and not issubclass(c, ours))
-        return plain(*args, **kwargs)
+        return fsdp_module.plain_class(cls)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _forward.run(self, super(fsdp_module.FSDPModule, self).__call__, args, kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fsdpc._shard import sharded_class
+from fsdpc.fsdp_module import plain_class
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel
 
 #: What torch's takes besides, and what means nothing here.
@@ -76,5 +77,5 @@ class DistributedDataParallel(FullyShardedDataParallel):
             sync_module_states=True,
             device_mesh=device_mesh,
         )
-        ours.__class__ = sharded_class(cls, ours.__dict__["_fsdp1_plain"], cls.__name__)
+        ours.__class__ = sharded_class(cls, plain_class(type(ours)), cls.__name__)
         return ours

@@ -8,13 +8,14 @@ was. So names are the plain module's everywhere, and nested calls need nothing s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fsdpc._shard import is_sharded, outside_units, sharded_class
+from fsdpc.fsdp_module import plain_class
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
@@ -96,7 +97,6 @@ class FullyShardedDataParallel(FSDPModule):
         _move(module, device_id)
         ahead = forward_prefetch or not limit_all_gathers
         hints = _hints(module, cpu_offload, backward_prefetch, ahead)
-        ignored = _ignored(ignored_modules, ignored_states)
         options = {
             "sharding_strategy": sharding_strategy,
             "mixed_precision": mixed_precision,
@@ -104,11 +104,11 @@ class FullyShardedDataParallel(FSDPModule):
             "sync_module_states": sync_module_states,
             "process_group": process_group,
             "device_mesh": device_mesh,
-            "ignored": ignored,
         }
+        ignored = _ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
-            _shard_inside(module, auto_wrap_policy, options)
-        _shard(module, outer=True, **options)
+            _shard_inside(module, auto_wrap_policy, options, ignored)
+        _shard(module, options, ignored, outer=True)
         for text in hints:
             log_once(text)
         return module
@@ -151,20 +151,7 @@ class FullyShardedDataParallel(FSDPModule):
             found = [m for m in found if id(m) not in inner]
         return found
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Let parameters be private full copies; see :func:`fsdpc.torch.summon_full_params`."""
-        return state_dict.summon_full_params(
-            module, recurse=recurse, writeback=writeback, rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu, with_grads=with_grads,
-        )  # fmt: skip
+    summon_full_params = staticmethod(state_dict.summon_full_params)
 
     # ---- state dicts ----
 
@@ -177,8 +164,7 @@ class FullyShardedDataParallel(FSDPModule):
             return state_dict.local_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
         if _rank0_only(settings, "state_dict_config"):
             full = state_dict.get_model_state_dict(self, rank0_only=True)  # type: ignore[arg-type]
-            found = kwargs.get("destination")
-            found = {} if found is None else found
+            found = {} if kwargs.get("destination") is None else kwargs["destination"]
             found.update({kwargs.get("prefix", "") + name: t for name, t in full.items()})
             return found
         return super().state_dict(*args, **kwargs)
@@ -214,16 +200,16 @@ class FullyShardedDataParallel(FSDPModule):
                 "LOCAL_STATE_DICT holds FSDP1's flat parameters, which do not exist here: "
                 "SHARDED_STATE_DICT has this rank's pieces by name"
             )
-        full = kind is fsdp.StateDictType.FULL_STATE_DICT
+        what = kind.name.partition("_")[0].title()  # Full or Sharded
         for config in (state_dict_config, optim_state_dict_config):
-            if config is not None and type(config).__name__.startswith("Full") != full:
+            if config is not None and type(config).__name__.startswith("Full") != (what == "Full"):
                 raise ValueError(f"{type(config).__name__} does not go with {kind.name}")
             if getattr(config, "_use_dtensor", False):
                 raise NotImplementedError("_use_dtensor: pieces are plain tensors")
-        own = fsdp.FullStateDictConfig if full else fsdp.ShardedStateDictConfig
-        optim = fsdp.FullOptimStateDictConfig if full else fsdp.ShardedOptimStateDictConfig
         settings = fsdp.StateDictSettings(
-            kind, state_dict_config or own(), optim_state_dict_config or optim()
+            kind,
+            state_dict_config or getattr(fsdp, f"{what}StateDictConfig")(),
+            optim_state_dict_config or getattr(fsdp, f"{what}OptimStateDictConfig")(),
         )
         for m in FullyShardedDataParallel.fsdp_modules(module):
             m.__dict__["_fsdp1_settings"] = settings
@@ -404,7 +390,7 @@ def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
 
 def _without_class(module: Any) -> Any:
     """The same module, without FSDP1's class: loops that unwrap ``.module`` come to an end."""
-    face = object.__new__(sharded_class(FSDPModule, module.__dict__["_fsdp1_plain"]))
+    face = object.__new__(sharded_class(FSDPModule, plain_class(type(module))))
     face.__dict__ = module.__dict__
     return face
 
@@ -412,9 +398,10 @@ def _without_class(module: Any) -> Any:
 # ---- sharding ----
 
 
-def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> None:
+def _shard_inside(
+    module: nn.Module, policy: Any, options: dict[str, Any], ignored: list[nn.Parameter]
+) -> None:
     """Make units of the submodules that a policy names; batch norms keep their dtype."""
-    ignored = options["ignored"]
     precision = options["mixed_precision"]
     if precision is not None and (precision.param_dtype or precision.reduce_dtype):
         classes = tuple(getattr(precision, "_module_classes_to_ignore", ()))
@@ -422,66 +409,57 @@ def _shard_inside(module: nn.Module, policy: Any, options: dict[str, Any]) -> No
             own = [p for p in m.parameters() if not any(p is q for q in ignored)]
             if isinstance(m, classes) and own and m is not module and not is_sharded(m):
                 keep = MixedPrecisionPolicy(own[0].dtype, None, precision.param_dtype)
-                _shard(m, **{**options, "mixed_precision": None}, policy=keep)
+                _shard(m, {**options, "mixed_precision": None}, ignored, policy=keep)
 
     def shard(m: nn.Module, **own: Any) -> None:
-        known = {k: v for k, v in own.items() if k in options}
-        if len(known) != len(own):
+        if unknown := sorted(set(own) - set(options)):
             raise NotImplementedError(
-                f"the policy gives {sorted(set(own) - set(known))} for {type(m).__name__}: units "
-                f"can differ in {sorted(set(options) - {'ignored'})}"
+                f"the policy gives {unknown} for {type(m).__name__}: units can differ in "
+                f"{sorted(options)}"
             )
-        _shard(m, **{**options, **known})
+        _shard(m, {**options, **own}, ignored)
 
     apply_policy(module, policy, {id(p) for p in ignored}, shard)
 
 
 def _shard(
     module: nn.Module,
-    *,
-    sharding_strategy: Any,
-    mixed_precision: Any,
-    param_init_fn: Any,
-    sync_module_states: bool,
-    process_group: Any,
-    device_mesh: Any,
+    options: dict[str, Any],
     ignored: list[nn.Parameter],
     outer: bool = False,
     policy: MixedPrecisionPolicy | None = None,
 ) -> None:
-    precision = mixed_precision
+    precision, synced = options["mixed_precision"], options["sync_module_states"]
     if getattr(precision, "keep_low_precision_grads", False):
         raise NotImplementedError("keep_low_precision_grads: gradients have the pieces' dtype")
-    mesh, strategy = _mesh(sharding_strategy, process_group, device_mesh)
+    mesh, strategy = _mesh(
+        options["sharding_strategy"], options["process_group"], options["device_mesh"]
+    )
     own = [] if is_sharded(module) else [m for _, m in outside_units(module, "", set())]
     for m in own:
-        _materialize(m, param_init_fn)
-    if precision is not None and precision.buffer_dtype is not None:
-        outside = {id(p) for p in ignored}
-        for m in own:
-            if not any(id(p) in outside for p in m.parameters(recurse=False)):
-                _cast_buffers(m, precision.buffer_dtype)
+        _materialize(m, options["param_init_fn"])
+    outside = {id(p) for p in ignored}
+    for m in own if precision is not None and precision.buffer_dtype is not None else ():
+        if not any(id(p) in outside for p in m.parameters(recurse=False)):
+            _cast_buffers(m, precision.buffer_dtype)
     if policy is None and precision is not None:
         cast = precision.cast_forward_inputs or (outer and precision.cast_root_forward_inputs)
         policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, cast)
-    plain = type(module)
     fully_shard(
         module,
         mesh=mesh,
         strategy=strategy,
         mp_policy=policy or MixedPrecisionPolicy(cast_forward_inputs=outer),
         ignored_params=ignored,
-        sync_module_states=sync_module_states,
+        sync_module_states=synced,
     )
-    module.__dict__["_fsdp1_plain"] = plain
     kind = FullyShardedDataParallel
-    module.__class__ = sharded_class(kind, plain, kind.__name__)
-    if sync_module_states:
-        for buffer in [b for m in own for b in m._buffers.values() if b is not None]:
-            values = buffer.detach().clone().to(_device.home()).contiguous()
-            state_dict._broadcast(module._fsdpc_state, values)  # type: ignore[arg-type]
-            with torch.no_grad():
-                buffer.copy_(values)
+    module.__class__ = sharded_class(kind, plain_class(type(module)), kind.__name__)
+    for buffer in [b for m in own for b in m._buffers.values() if b is not None and synced]:
+        values = buffer.detach().clone().to(_device.home()).contiguous()
+        state_dict._broadcast(module._fsdpc_state, values)  # type: ignore[arg-type]
+        with torch.no_grad():
+            buffer.copy_(values)
 
 
 def _move(module: nn.Module, device_id: Any) -> None:
