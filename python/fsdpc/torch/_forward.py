@@ -15,6 +15,7 @@ weights it saw. The checkpoint's own context does, where an outermost forward ru
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -104,7 +105,7 @@ def run(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: An
             args, kwargs = _mark_inputs(marks, args, kwargs)
         result = call(*args, **kwargs)
         if state.policy.output_dtype is not None:
-            result = _cast_output(result, state.policy.output_dtype)
+            result = _cast(result, state.policy.output_dtype)
         if grad:
             _mark_outputs(marks, result)
     except BaseException:
@@ -202,18 +203,15 @@ def _recall(root: Root, torch_unit: _core.TorchUnit) -> None:
 # ---- structures ----
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif hasattr(value, "__dataclass_fields__"):
-        for item in vars(value).values():
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(t: torch.Tensor) -> torch.Tensor:
+        found.append(t)
+        return t
+
+    _rebuild(value, note)
+    return found
 
 
 def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -231,8 +229,6 @@ def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             return value
         if type(value) is dict:
             return items
-        import copy
-
         copied = copy.copy(value)
         for key, item in items.items():
             copied[key] = item
@@ -240,8 +236,6 @@ def _rebuild(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         fields = {key: _rebuild(item, change) for key, item in vars(value).items()}
         if any(fields[key] is not item for key, item in vars(value).items()):
-            import copy
-
             value = copy.copy(value)
             for key, item in fields.items():
                 object.__setattr__(value, key, item)
@@ -253,9 +247,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t
 
     return _rebuild(value, change)
-
-
-_cast_output = _cast
 
 
 def _mark_inputs(torch_unit: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
