@@ -104,12 +104,8 @@ class _Load:
     def __init__(
         self, folder: Path, state: Mapping[str, Any], strict: bool, names: Names | None
     ) -> None:
-        unknown = set(state) - set(saving.KINDS)
-        if unknown:
-            raise ValueError(f"a checkpoint holds {', '.join(saving.KINDS)}, not {sorted(unknown)}")
+        saving.check_kinds(state, "loading")
         self.state = {kind: value for kind, value in state.items() if value is not None}
-        if "optimizer" in self.state and "model" not in self.state:
-            raise ValueError("loading an optimizer takes the model too: it names the parameters")
         self.source: Source = open_source(folder)
         self.report = LoadReport(decode(self.source.content.get("extra")))
         self.strict = strict
@@ -135,11 +131,8 @@ class _Load:
     def _fits(self, family: str) -> bool:
         given = dict(self.source.model)
         mapped = file_names(family, [p.name for p in self.held.pieces], given)
-        for piece in self.held.pieces:
-            name = mapped[piece.name]
-            if name not in given or tuple(given[name].shape) != piece.shape:
-                return False
-        return True
+        found = [(given.get(mapped[piece.name]), piece.shape) for piece in self.held.pieces]
+        return all(t is not None and tuple(t.shape) == shape for t, shape in found)
 
     def _match_model(self, names: Names | None) -> None:
         held = self.held = pieces_of(self.state["model"], True)

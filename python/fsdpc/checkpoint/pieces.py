@@ -6,7 +6,7 @@ with ``pieces_of.register`` and ``access_of.register``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from math import prod
@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdpc import _core, distributed
 from fsdpc._core import Tensor
-from fsdpc.nn.module import Module
+from fsdpc.nn.module import Module, Parameter
 from fsdpc.optim.optimizer import Optimizer
 
 # Names of dtypes in files.
@@ -133,20 +133,14 @@ def _(model: Module, write: bool) -> Held:
     first_names: dict[int, str] = {}
     sharded = {id(m._fsdpc_unit): m for m in model.modules() if hasattr(m, "_fsdpc_unit")}
     held = Held([], {}, [(m._fsdpc_unit, m._fsdpc_strategy) for m in sharded.values()])
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, p in module._parameters.items():
-            if p is None:
-                continue
-            if id(p) in first_names:
-                held.aliases[prefix + name] = first_names[id(p)]
-                continue
-            first_names[id(p)] = prefix + name
-            held.pieces.append(_parameter(prefix + name, p, write))
-        transient = module.__dict__.get("_transient", ())
-        for name, b in module._buffers.items():
-            if b is not None and name not in transient:
-                held.pieces.append(_plain(prefix + name, b))
+    for name, t in model._persistent():
+        if not isinstance(t, Parameter):
+            held.pieces.append(plain_piece(name, t))
+        elif id(t) in first_names:
+            held.aliases[name] = first_names[id(t)]
+        else:
+            first_names[id(t)] = name
+            held.pieces.append(_parameter(name, t, write))
     return held
 
 
@@ -159,28 +153,28 @@ def _parameter(name: str, p: Any, write: bool) -> Piece:
                     "fully_shard() or materialize() on the model first"
                 )
             p.materialize_()
-        return _plain(name, p.detach())
-    memory, first, replica, _ = _core.master_piece(p._unit, p._index, write)
-    return Piece(
-        name, tuple(p.shape), first, memory.numel(), memory, replica, unit=p._unit.name
-    )
+        return plain_piece(name, p.detach())
+    return master_piece(name, p.shape, p._unit, p._index, write)
 
 
-def _plain(name: str, tensor: Tensor) -> Piece:
-    """A tensor that every rank has as a whole; rank 0 writes its own."""
+def master_piece(
+    name: str, shape: Sequence[int], unit: _core.Unit, index: int, write: bool
+) -> Piece:
+    """Return this rank's rows of a unit's parameter of this full shape."""
+    memory, first, replica, _ = _core.master_piece(unit, index, write)
+    return Piece(name, tuple(shape), first, memory.numel(), memory, replica, unit=unit.name)
+
+
+def plain_piece(name: str, tensor: Tensor) -> Piece:
+    """Return a tensor that every rank has as a whole; rank 0 writes its own."""
     count = tensor.numel()
     return Piece(name, tuple(tensor.shape), 0, count, tensor, distributed.rank())
 
 
 class Saved:
-    """What a checkpoint has of an optimizer.
+    """What a checkpoint has of an optimizer: steps by parameter, and names of its tensors.
 
-    Parameters
-    ----------
-    steps : mapping of str to int
-        By parameter.
-    names : iterable of str
-        Of its tensors, "<parameter>.<state>".
+    Those are "<parameter>.<state>".
     """
 
     def __init__(self, steps: Mapping[str, int], names: Iterable[str]) -> None:
@@ -266,14 +260,7 @@ class StateAccess:
 
 @singledispatch
 def access_of(optimizer: Any, model: Any) -> StateAccess:
-    """Return how to reach an optimizer's states.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-    model : Module
-        Names the parameters.
-    """
+    """Return how to reach an optimizer's states; the model names its parameters."""
     raise TypeError(
         "'optimizer' must be an optimizer whose states a checkpoint can hold, got "
         f"{type(optimizer).__name__}; torch's can be held once fsdpc.torch is imported"

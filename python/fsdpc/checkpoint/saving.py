@@ -17,7 +17,7 @@ from fsdpc import _core, distributed
 from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest, projections
 from fsdpc.checkpoint.claim import Claim, claim_name
-from fsdpc.checkpoint.pieces import FLOATS, Held, Piece, States, pieces_of, states_of
+from fsdpc.checkpoint.pieces import FILE_DTYPES, FLOATS, Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import ITEM_BYTES
 from fsdpc.checkpoint.values import encode
 
@@ -197,6 +197,15 @@ def save(
             claim.release()
 
 
+def check_kinds(state: Mapping[str, Any], doing: str) -> None:
+    """Raise ValueError unless a checkpoint can hold these things together."""
+    unknown = set(state) - set(KINDS)
+    if unknown:
+        raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
+    if state.get("optimizer") is not None and state.get("model") is None:
+        raise ValueError(f"{doing} an optimizer takes the model too: it names the parameters")
+
+
 def _refuse_to_replace(folder: Path, overwrite: bool) -> None:
     """Refuse, with ``overwrite``, to replace what is no checkpoint of ours."""
     if overwrite and os.path.lexists(folder) and not (folder / manifest.NAME).is_file():
@@ -270,15 +279,11 @@ class _Plan:
         dtype: Any,
         max_shard_bytes: float,
     ) -> None:
-        unknown = set(state) - set(KINDS)
-        if unknown:
-            raise ValueError(f"a checkpoint holds {', '.join(KINDS)}, not {sorted(unknown)}")
+        check_kinds(state, "saving")
         if layout not in ("full", "per_rank"):
             raise ValueError(f"layout must be 'full' or 'per_rank', got {layout!r}")
         if not max_shard_bytes >= 1:
             raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-        if state.get("optimizer") is not None and state.get("model") is None:
-            raise ValueError("saving an optimizer takes the model too: it names the parameters")
         self.folder, self.layout, self.max_shard_bytes = folder, layout, max_shard_bytes
         self.overwrite = False
         self.config: bytes | None = None
@@ -427,18 +432,12 @@ class _Plan:
         for kind in ("model", "optimizer"):
             numbers = [i for i, t in enumerate(self.tensors) if t.kind == kind]
             shards = self._shards(numbers)
-            if kind == "model" and not self.content_has_model():
-                continue
-            if kind == "optimizer" and not numbers:
+            if not numbers:
                 continue
             for k, shard in enumerate(shards):
                 number = f"-{k + 1:05}-of-{len(shards):05}"
                 name = kind + ("" if kind == "model" and len(shards) == 1 else number)
                 self.files.append(_File(f"{name}.safetensors", shard))
-
-    def content_has_model(self) -> bool:
-        """Whether there are tensors of a model."""
-        return any(t.kind == "model" for t in self.tensors)
 
     def _shards(self, numbers: list[int]) -> list[list[int]]:
         shards: list[list[int]] = [[]]
@@ -458,12 +457,9 @@ class _Plan:
             return
         weights = {self.tensors[i].name: f.name for f in shards for i in f.tensors}
         total = sum(self.tensors[i].bytes for f in shards for i in f.tensors)
-        text = json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": weights}, indent=2, sort_keys=True
-        )
-        header = (text + "\n").encode()
-        index = _File("model.safetensors.index.json", [], header, len(header))
-        self.files.append(index)
+        content = {"metadata": {"total_size": total}, "weight_map": weights}
+        header = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+        self.files.append(_File("model.safetensors.index.json", [], header, len(header)))
 
     # ---- the save ----
 
@@ -537,11 +533,8 @@ class _Plan:
         return order, table
 
     def _place(self, t: _Tensor) -> dict[str, Any]:
-        return {
-            "file": self.files[t.file].name,
-            "offsets": [t.begin, t.end],
-            "crc32c": _UNKNOWN,
-        }
+        file = self.files[t.file].name
+        return {"file": file, "offsets": [t.begin, t.end], "crc32c": _UNKNOWN}
 
 
 def _float_dtype(dtype: Any) -> str | None:
@@ -550,8 +543,6 @@ def _float_dtype(dtype: Any) -> str | None:
     known = _core.as_dtype(dtype)
     if not known.is_floating_point:
         raise TypeError(f"dtype must be a floating point one, got {known.name}")
-    from fsdpc.checkpoint.pieces import FILE_DTYPES
-
     return FILE_DTYPES[known.name]
 
 

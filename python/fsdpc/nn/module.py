@@ -9,6 +9,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
+from fsdpc.grad_mode import no_grad
 
 M = TypeVar("M", bound="Module")
 
@@ -234,6 +235,16 @@ class Module:
                 if b is not None:
                     yield (f"{path}.{name}" if path else name), b
 
+    def _persistent(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what state dicts hold, parameters themselves; a tied one under every name."""
+        for path, module in self.named_modules():
+            prefix = f"{path}." if path else ""
+            transient = module.__dict__.get("_transient", ())
+            for table, left_out in ((module._parameters, ()), (module._buffers, transient)):
+                for name, t in table.items():
+                    if t is not None and name not in left_out:
+                        yield prefix + name, t
+
     def get_submodule(self, path: str) -> Module:
         """Return the module at a dotted path; AttributeError where there is none."""
         module: Module | None = self
@@ -300,17 +311,10 @@ class Module:
 
         known: dict[int, Tensor] = {}
         state: dict[str, Tensor] = {}
-        for path, module in self.named_modules():
-            prefix = f"{path}." if path else ""
-            for name, p in module._parameters.items():
-                if p is not None:
-                    if id(p) not in known:
-                        known[id(p)] = full_tensor(p)
-                    state[prefix + name] = known[id(p)]
-            transient = module.__dict__.get("_transient", ())
-            for name, b in module._buffers.items():
-                if b is not None and name not in transient:
-                    state[prefix + name] = b
+        for name, t in self._persistent():
+            if isinstance(t, Parameter) and id(t) not in known:
+                known[id(t)] = full_tensor(t)
+            state[name] = known.get(id(t), t)
         return state
 
     def load_state_dict(
@@ -343,16 +347,7 @@ class Module:
         -----
         After an error nothing is changed.
         """
-        own: dict[str, Tensor] = {}
-        for path, module in self.named_modules():
-            prefix = f"{path}." if path else ""
-            transient = module.__dict__.get("_transient", ())
-            own |= {prefix + n: p for n, p in module._parameters.items() if p is not None}
-            own |= {
-                prefix + n: b
-                for n, b in module._buffers.items()
-                if b is not None and n not in transient
-            }
+        own = dict(self._persistent())
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         if strict and (missing or unexpected):
@@ -366,12 +361,9 @@ class Module:
         if wrong:
             raise ValueError("shapes differ: " + "; ".join(wrong))
         check_real(given)
-        previous = _core.set_grad_enabled(False)
-        try:
+        with no_grad():
             for name, value in given.items():
                 _copy_value(own[name], value)
-        finally:
-            _core.set_grad_enabled(previous)
         return missing, unexpected
 
     # ---- showing ----

@@ -18,7 +18,15 @@ from torch import nn
 
 from fsdpc import _core, distributed
 from fsdpc.checkpoint import generators
-from fsdpc.checkpoint.pieces import Held, Piece, StateAccess, access_of, pieces_of
+from fsdpc.checkpoint.pieces import (
+    Held,
+    Piece,
+    StateAccess,
+    access_of,
+    master_piece,
+    pieces_of,
+    plain_piece,
+)
 from fsdpc.torch import _device
 from fsdpc.torch._unit import PieceInfo, UnitState, states_of
 from fsdpc.torch.optim import FlatOptimizer
@@ -79,7 +87,10 @@ def _(model: nn.Module, write: bool) -> Held:
             aliases[name] = first_names[id(t)]
             continue
         first_names[id(t)] = name
-        pieces.append(_piece(name, *units[id(t)], write) if id(t) in units else _whole(name, t))
+        if id(t) in units:
+            pieces.append(_piece(name, *units[id(t)], write))
+        else:
+            pieces.append(plain_piece(name, _memory(name, t)))
 
     def loaded(names: Collection[str]) -> None:
         for name in names:
@@ -98,13 +109,7 @@ def _piece(name: str, state: UnitState, i: int, write: bool) -> Piece:
             f"parameter '{name}' was on the meta device and has no values to save yet: load "
             "them, or initialise them inside summon_full_params()"
         )
-    memory, first, replica, _ = _core.master_piece(state.unit, i, write)
-    shape, unit = tuple(state.shapes[i]), state.unit.name
-    return Piece(name, shape, first, memory.numel(), memory, replica, unit=unit)
-
-
-def _whole(name: str, t: torch.Tensor) -> Piece:
-    return Piece(name, tuple(t.shape), 0, t.numel(), _memory(name, t), distributed.rank())
+    return master_piece(name, state.shapes[i], state.unit, i, write)
 
 
 def _memory(name: str, t: torch.Tensor) -> _core.Tensor:
