@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdpc import _core, models
 from fsdpc._launch.environment import check_ranks
@@ -50,47 +50,17 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )
-    run.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="what to train on; ranks on cuda take a GPU each, or share (default: cpu)",
-    )
-    run.add_argument(
-        "--steps", type=int, default=400, metavar="N", help="optimizer steps (default: 400)"
-    )
-    run.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of weights, data order and dropout (default: 0)",
-    )
+    _choice(run, "--device", ("cpu", "cuda"), "cpu",
+            "what to train on; ranks on cuda take a GPU each, or share")  # fmt: skip
+    _number(run, "--steps", 400, "optimizer steps")
+    _number(run, "--seed", 0, "of weights, data order and dropout")
     run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
-    run.add_argument(
-        "--sample",
-        type=int,
-        default=300,
-        metavar="N",
-        help="bytes of text to generate at the end (default: 300)",
-    )
+    _number(run, "--sample", 300, "bytes of text to generate at the end")
     model = p.add_argument_group("model")
-    model.add_argument(
-        "--model", choices=("llama", "gpt2"), default="llama", help="family (default: llama)"
-    )
-    model.add_argument(
-        "--preset",
-        choices=tuple(models.PRESETS),
-        default="2M",
-        metavar="SIZE",
-        help=f"{', '.join(models.PRESETS)} (default: 2M)",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="bf16",
-        help="of compute; masters, sums and states are fp32; fp16 scales the loss (default: bf16)",
-    )
+    _choice(model, "--model", ("llama", "gpt2"), "llama", "family")
+    _choice(model, "--preset", models.PRESETS, "2M", ", ".join(models.PRESETS), metavar="SIZE")
+    _choice(model, "--dtype", DTYPES, "bf16",
+            "of compute; masters, sums and states are fp32; fp16 scales the loss")  # fmt: skip
     model.add_argument(
         "--checkpoint-activations",
         nargs="?",
@@ -106,35 +76,38 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files and folders (default: Python's own standard library)",
     )
-    data.add_argument(
-        "--batch",
-        type=int,
-        default=16,
-        metavar="N",
-        help="sequences in a micro-step of one rank (default: 16)",
-    )
-    data.add_argument(
-        "--eval-bytes",
-        type=int,
-        default=HELD_OUT_BYTES,
-        metavar="N",
-        help="held-out bytes to validate on at the end; 0 skips it (default: all)",
-    )
-    data.add_argument(
-        "--seq", type=int, default=256, metavar="N", help="bytes in a sequence (default: 256)"
-    )
-    data.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-steps in a step of the optimizer (default: 1)",
-    )
+    _number(data, "--batch", 16, "sequences in a micro-step of one rank")
+    _number(data, "--eval-bytes", HELD_OUT_BYTES,
+            "held-out bytes to validate on at the end; 0 skips it", shown="all")  # fmt: skip
+    _number(data, "--seq", 256, "bytes in a sequence")
+    _number(data, "--accumulate", 1, "micro-steps in a step of the optimizer")
     _add_sharding_options(p)
     _add_optimizer_options(p)
     add_options(p)
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
+
+
+def _number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
+    group.add_argument(
+        name,
+        type=type(default),
+        default=default,
+        metavar="N" if isinstance(default, int) else "X",
+        help=f"{text} (default: {shown or default})",
+    )
+
+
+def _choice(
+    group: Any, name: str, choices: Iterable[str], default: str, text: str, **options: Any
+) -> None:
+    group.add_argument(
+        name,
+        choices=tuple(choices),
+        default=default,
+        help=f"{text} (default: {default})".strip(),
+        **options,
+    )
 
 
 def estimate_parser() -> argparse.ArgumentParser:
@@ -145,22 +118,15 @@ def estimate_parser() -> argparse.ArgumentParser:
         "Show what each rank would hold if `fsdpc train` were given these options. Nothing is\n"
         "started, and neither the ranks nor a GPU need be here."
     )
-    p.epilog = (
-        "example:\n  fsdpc estimate --preset 70B --ranks 2048 --device cuda --batch 1\n"
-    )
+    p.epilog = "example:\n  fsdpc estimate --preset 70B --ranks 2048 --device cuda --batch 1\n"
     return p
 
 
 def _add_sharding_options(p: argparse.ArgumentParser) -> None:
     sharding = p.add_argument_group("sharding")
-    sharding.add_argument(
-        "--strategy",
-        type=str.upper,
-        choices=tuple(s.name for s in ShardingStrategy),
-        default="FULL_SHARD",
-        metavar="NAME",
-        help=f"{', '.join(s.name for s in ShardingStrategy)} (default: FULL_SHARD)",
-    )
+    names = [each.name for each in ShardingStrategy]
+    _choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
+            type=str.upper, metavar="NAME")  # fmt: skip
     sharding.add_argument(
         "--mesh",
         type=_mesh_shape,
@@ -173,12 +139,7 @@ def _add_sharding_options(p: argparse.ArgumentParser) -> None:
         metavar="WHEN",
         help="true, false or a number of ranks (default: the strategy's)",
     )
-    sharding.add_argument(
-        "--reduce-dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="in which gradients are written and sent (default: fp32)",
-    )
+    _choice(sharding, "--reduce-dtype", DTYPES, "fp32", "in which gradients are written and sent")
     sharding.add_argument(
         "--deterministic",
         action="store_true",
@@ -217,9 +178,7 @@ OPTIMIZERS = {
 
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
-    optim.add_argument(
-        "--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="(default: adamw)"
-    )
+    _choice(optim, "--optimizer", OPTIMIZERS, "adamw", "")
     optim.add_argument(
         "--lr",
         type=float,
@@ -227,20 +186,8 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
         help="peak learning rate (default: "
         + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
     )
-    optim.add_argument(
-        "--weight-decay",
-        type=float,
-        default=0.1,
-        metavar="X",
-        help="for tensors of two or more dimensions (default: 0.1)",
-    )
-    optim.add_argument(
-        "--clip",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="largest global norm of gradients (default: 1.0)",
-    )
+    _number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
+    _number(optim, "--clip", 1.0, "largest global norm of gradients")
 
 
 def check_values(options: argparse.Namespace) -> None:
