@@ -17,6 +17,7 @@ import numpy as np
 
 from fsdpc import _core, clip, distributed, nn
 from fsdpc.full_params import full_grad, full_tensor
+from fsdpc.optim.state import full_states
 
 KINDS = ("parameter", "loss", "gradient", "norm", "state")
 
@@ -286,28 +287,22 @@ class _Model:
             return value
         return _Value(np.asarray(self.arrange(name, value.numbers)), value.dtype)
 
+    def read(self, value: Any) -> _Value:
+        """A tensor, a number, or None."""
+        if value is None:
+            return _MISSING
+        if isinstance(value, (int, float)):
+            return _Value(np.array(value, np.float64), "float32")
+        return self.value(value)
+
     # What each library does its own way.  Reading a sharded model is collective.
-
-    def tensor(self, each: Any) -> Any:
-        raise NotImplementedError
-
-    def value(self, tensor: Any) -> _Value:
-        raise NotImplementedError
-
-    def full(self, name: str) -> _Value:
-        raise NotImplementedError
-
-    def grad(self, name: str) -> _Value:
-        raise NotImplementedError
-
-    def clip(self, max_norm: float) -> _Value:
-        raise NotImplementedError
-
-    def state_names(self) -> list[str]:
-        raise NotImplementedError
-
-    def state(self, name: str, state: str) -> _Value:
-        raise NotImplementedError
+    tensor: Callable[[Any], Any]  # of an array of the batch
+    value: Callable[[Any], _Value]  # of a tensor
+    full: Callable[[str], _Value]
+    grad: Callable[[str], _Value]
+    clip: Callable[[float], _Value]
+    state_names: Callable[[], list[str]]
+    state: Callable[[str, str], _Value]
 
 
 class _Native(_Model):
@@ -322,8 +317,7 @@ class _Native(_Model):
         return self.value(full_tensor(self.parameters[name]))
 
     def grad(self, name: str) -> _Value:
-        grad = full_grad(self.parameters[name])
-        return _MISSING if grad is None else self.value(grad)
+        return self.read(full_grad(self.parameters[name]))
 
     def clip(self, max_norm: float) -> _Value:
         return self.value(clip.clip_grad_norm_(self.model, max_norm))
@@ -334,15 +328,9 @@ class _Native(_Model):
 
     def state(self, name: str, state: str) -> _Value:
         p = self.parameters[name]
-        own = self.optimizer.state(p).get(state)
-        if own is None:
-            return _MISSING
-        if not isinstance(own, _core.Tensor):
-            return _Value(np.array(own, np.float64), "float32")
-        value = self.value(own)
-        if p._unit is None:
-            return value
-        return _Value(_joined(value.numbers.ravel()).reshape(p.shape), value.dtype)
+        if state == "step":
+            return self.read(self.optimizer.step_count(p))
+        return self.read(dict(full_states(self.optimizer, p, state)).get(state))
 
 
 class _Torch(_Model):
@@ -362,8 +350,7 @@ class _Torch(_Model):
         return self.value(self.parameters[name])
 
     def grad(self, name: str) -> _Value:
-        grad = self.parameters[name].grad
-        return _MISSING if grad is None else self.value(grad)
+        return self.read(self.parameters[name].grad)
 
     def clip(self, max_norm: float) -> _Value:
         parameters = self.model.parameters()
@@ -374,11 +361,7 @@ class _Torch(_Model):
         return list(next(filter(None, known), {}))
 
     def state(self, name: str, state: str) -> _Value:
-        own = self.optimizer.state.get(self.parameters[name], {}).get(state)
-        if own is None:
-            return _MISSING
-        is_tensor = isinstance(own, self.torch.Tensor)
-        return self.value(own) if is_tensor else _Value(np.array(own, np.float64), "float32")
+        return self.read(self.optimizer.state.get(self.parameters[name], {}).get(state))
 
 
 def _side(given: Any) -> _Model:
@@ -392,15 +375,6 @@ def _side(given: Any) -> _Model:
         f"compare takes modules of fsdpc.nn or torch.nn, or Sides of them, got "
         f"{type(side.model).__name__}"
     )
-
-
-def _joined(piece: np.ndarray) -> np.ndarray:
-    """Every rank's piece of one parameter, laid end to end; collective."""
-    counts = distributed.all_gather(len(piece))
-    padded = np.zeros(int(counts.max()))
-    padded[: len(piece)] = piece
-    gathered = distributed.all_gather(padded)
-    return np.concatenate([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
 
 # ---- comparing ----

@@ -41,9 +41,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     return gather(optimizer, _names_in(model))
 
 
-def set_optimizer_state_dict(
-    model: Module, optimizer: Optimizer, state: Mapping[str, Any]
-) -> None:
+def set_optimizer_state_dict(model: Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Take over states and options that are named as the model names its parameters.
 
     Parameters
@@ -86,7 +84,7 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """State and options by name, full values; collective for sharded parameters."""
     groups = _named(optimizer, names)
     state = {
-        name: {"step": optimizer.step_count(p), **dict(_full_states(optimizer, p))}
+        name: {"step": optimizer.step_count(p), **dict(full_states(optimizer, p))}
         for group in groups
         for name, p in group.items()
         if optimizer.step_count(p) > 0
@@ -98,14 +96,15 @@ def gather(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     return {"state": state, "param_groups": options}
 
 
-def _full_states(optimizer: Optimizer, p: Parameter) -> Iterator[tuple[str, _core.Tensor]]:
+def full_states(
+    optimizer: Optimizer, p: Parameter, wanted: str | None = None
+) -> Iterator[tuple[str, _core.Tensor]]:
+    """Yield (name, full value) of a parameter's states, or of the one that is wanted."""
     for k, name in enumerate(optimizer._state_names(p)):
         own = optimizer._view(p, k, name)
-        if own is None:
-            continue
-        yield name, own.clone() if p._unit is None else optimizer._core.collect(
-            p._unit, p._index, k
-        )
+        if own is not None and wanted in (None, name):
+            sharded = p._unit is not None
+            yield name, optimizer._core.collect(p._unit, p._index, k) if sharded else own.clone()
 
 
 def load(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[int, str]) -> None:
