@@ -73,6 +73,14 @@ def agree(error: BaseException | None, mark: int = 0, what: str = "a checkpoint"
             )
 
 
+def gather_bytes(comm: _core.Comm, data: bytes) -> list[bytes]:
+    """Return what each rank has, of any lengths; collective."""
+    lengths = comm.all_gather(_core.tensor(np.array([len(data)]))).numpy().ravel().tolist()
+    padded = np.frombuffer(data.ljust(max(1, *lengths), b"\0"), np.uint8)
+    rows = comm.all_gather(_core.tensor(padded)).numpy()
+    return [bytes(row[:n]) for row, n in zip(rows, lengths, strict=True)]
+
+
 def _exception(name: str) -> type[Exception]:
     found = getattr(builtins, name, RuntimeError)
     if name == "CheckpointError":
@@ -103,14 +111,10 @@ def check_agreement(
 def _agree(lines: list[str], comm: _core.Comm, cure: str) -> None:
     text = "\n".join(lines).encode()
     mine = np.array([_core.crc32c(0, text), len(text)], dtype=np.int64)
-    all_marks = comm.all_gather(_core.tensor(mine)).numpy()
-    if (all_marks == all_marks[0]).all():
+    marks = comm.all_gather(_core.tensor(mine)).numpy()
+    if (marks == marks[0]).all():
         return
-    padded = np.zeros(int(all_marks[:, 1].max()), dtype=np.uint8)
-    padded[: len(text)] = np.frombuffer(text, dtype=np.uint8)
-    rows = comm.all_gather(_core.tensor(padded)).numpy()
-    lengths = all_marks[:, 1].tolist()
-    texts = [bytes(r[:n]).decode().split("\n") for r, n in zip(rows, lengths, strict=True)]
+    texts = [each.decode().split("\n") for each in gather_bytes(comm, text)]
     for other in range(1, comm.size):
         for i in range(max(len(texts[0]), len(texts[other]))):
             a = texts[0][i] if i < len(texts[0]) else "nothing more"

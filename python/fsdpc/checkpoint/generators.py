@@ -15,45 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed
+from fsdpc import distributed
+from fsdpc._agree import gather_bytes
 from fsdpc.checkpoint.manifest import CheckpointError
 
 _kinds: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
 
 
 def register(kind: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-    """Let checkpoints have one more generator.
+    """Let checkpoints have one more generator, under this name in the manifest.
 
-    Parameters
-    ----------
-    kind : str
-        Its name in the manifest.
-    get : callable
-        Returns its state as JSON, or None if it has not been used.
-    put : callable
-        Takes what ``get`` returned.
+    ``get`` returns its state as JSON, or None if it has not been used; ``put`` takes that.
     """
     _kinds[kind] = (get, put)
 
 
 def words(array: Any) -> str:
-    """Return the bytes of an array as text.
-
-    Parameters
-    ----------
-    array : ndarray
-    """
+    """Return the bytes of an array as text."""
     return base64.b64encode(array.tobytes()).decode()
 
 
 def from_words(text: str, dtype: Any) -> Any:
-    """Return the array that :func:`words` was given.
-
-    Parameters
-    ----------
-    text : str
-    dtype : dtype
-    """
+    """Return the array that :func:`words` was given."""
     return np.frombuffer(base64.b64decode(text), dtype).copy()
 
 
@@ -61,22 +44,11 @@ def gather() -> list[dict[str, Any]]:
     """Return the states of every rank's generators; collective."""
     mine = {kind: get() for kind, (get, _) in _kinds.items()}
     text = json.dumps({kind: state for kind, state in mine.items() if state is not None}).encode()
-    world = distributed.world()
-    if world.size == 1:
-        return [json.loads(text)]
-    longest = int(distributed.all_reduce(len(text), "max"))
-    row = np.frombuffer(text.ljust(longest), np.uint8)
-    return [json.loads(bytes(r)) for r in world.all_gather(_core.tensor(row)).numpy()]
+    return [json.loads(each) for each in gather_bytes(distributed.world(), text)]
 
 
 def restore(every: list[dict[str, Any]]) -> None:
-    """Put this rank's generators where they were, if as many ranks saved as there are.
-
-    Parameters
-    ----------
-    every : list of dict
-        What :func:`gather` returned.
-    """
+    """Put this rank's generators where they were at :func:`gather`, at as many ranks as then."""
     world = distributed.world()
     if len(every) != world.size:
         return
