@@ -44,6 +44,7 @@ from fsdpc.data import (
 from fsdpc.data.files import refuse_binary
 from fsdpc.device import set_default_device
 from fsdpc.full_params import full_tensor
+from fsdpc.grad_mode import no_grad
 from fsdpc.lr_scheduler import WarmupCosine
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import init_device_mesh
@@ -194,13 +195,7 @@ def datasets(options: argparse.Namespace) -> tuple[SequenceDataset, SequenceData
 
 
 class Trainer:
-    """One training run on this rank.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        As :func:`parser` returns them.
-    """
+    """One training run on this rank, by the options of :func:`parser`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -261,11 +256,11 @@ class Trainer:
         ]
         return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr)
 
+    @no_grad()
     def _measure_peak(self) -> float:
         """FLOP/s of this rank's matrix products: what MFU is a share of."""
         dtype = DTYPES[self.options.dtype]
         n, best = PRODUCT_SIZES[0], 0.0
-        previous = _core.set_grad_enabled(False)
         while best < PRODUCT_SECONDS and n <= PRODUCT_SIZES[1]:
             n, best = 2 * n, math.inf
             a, b = (_core.randn(n, n, seed=i).to(dtype) for i in (1, 2))
@@ -273,7 +268,6 @@ class Trainer:
                 begin = time.perf_counter()
                 _core.matmul(a, b)[0, 0].item()  # a GPU is waited for
                 best = min(best, time.perf_counter() - begin)
-        _core.set_grad_enabled(previous)
         return 2 * n**3 / best
 
     def run(self) -> None:
@@ -354,6 +348,7 @@ class Trainer:
             "data_ms": (self.loader.wait_seconds - data) * 1e3,
         }
 
+    @no_grad()
     def validate(self) -> tuple[float, int]:
         """Return the loss in nats a byte over ``--eval-bytes``, and how many those are."""
         o, data = self.options, self.val_data
@@ -361,7 +356,6 @@ class Trainer:
         batches = [range(i, min(i + o.batch, length)) for i in range(0, length, o.batch)]
         rounds = math.ceil(len(batches) / self.world)
         total, tokens = 0.0, 0
-        previous = _core.set_grad_enabled(False)
         self.model.eval()
         for i in range(rounds):
             mine = i * self.world + self.rank
@@ -373,7 +367,6 @@ class Trainer:
                 tokens += y.size
             self.line.say(f"validation: batch {i + 1} of {rounds}")
         self.model.train()
-        _core.set_grad_enabled(previous)
         sums = distributed.all_reduce(np.array([total, float(tokens)]))
         return float(sums[0] / sums[1]), int(sums[1])
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core
+from fsdpc.grad_mode import no_grad
 
 
+@no_grad()
 def generate(
     model: Any,
     prompt: np.ndarray,
@@ -48,7 +49,6 @@ def generate(
     ids = np.asarray(prompt, dtype=np.int64)
     if ids.size == 0:
         raise ValueError("generate needs a prompt of at least one token")
-    previous = _core.set_grad_enabled(False)
     was_training = model.training
     model.eval()
     try:
@@ -64,5 +64,4 @@ def generate(
                 each(word)
     finally:
         model.train(was_training)
-        _core.set_grad_enabled(previous)
     return ids

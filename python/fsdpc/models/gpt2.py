@@ -13,7 +13,7 @@ import numpy as np
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
 from fsdpc.models.config import ModelConfig
-from fsdpc.models.llama import logits_or_loss
+from fsdpc.models.llama import as_ids, logits_or_loss
 
 INIT_STD = 0.02
 
@@ -145,14 +145,9 @@ class GPT2(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given."""
-        ids = _core.tensor(ids) if not isinstance(ids, Tensor) else ids
-        tokens = ids.shape[1]
-        if tokens > self.config.max_seq:
-            raise ValueError(
-                f"sequence of {tokens} tokens; the model was made for {self.config.max_seq}"
-            )
+        ids = as_ids(ids, self.config)
         t = self.transformer
-        positions = _core.tensor(np.arange(tokens, dtype=np.int64))
+        positions = _core.tensor(np.arange(ids.shape[1], dtype=np.int64))
         x = t.drop(t.wte(ids) + t.wpe(positions))
         for block in t.h:
             x = block(x)

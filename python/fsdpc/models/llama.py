@@ -75,6 +75,16 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def as_ids(ids: Tensor | np.ndarray, config: ModelConfig) -> Tensor:
+    """Return ids (B, T) as a tensor; ValueError if they are longer than the model's sequences."""
+    ids = ids if isinstance(ids, Tensor) else _core.tensor(ids)
+    if ids.shape[-1] > config.max_seq:
+        raise ValueError(
+            f"sequence of {ids.shape[-1]} tokens; the model was made for {config.max_seq}"
+        )
+    return ids
+
+
 def logits_or_loss(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
     """x (B, T, dim), weight (V, dim) -> logits (B, T, V), or the mean loss of targets (B, T)."""
     if targets is None:
@@ -150,11 +160,7 @@ class Llama(nn.Module):
         Tensor
             Logits (B, T, vocab_size) in the compute dtype, or a 0-d float32 loss in nats.
         """
-        ids = _core.tensor(ids) if not isinstance(ids, Tensor) else ids
-        if ids.shape[-1] > self.config.max_seq:
-            raise ValueError(
-                f"sequence of {ids.shape[-1]} tokens; the model was made for {self.config.max_seq}"
-            )
+        ids = as_ids(ids, self.config)
         cos, sin = self._rotary_tables(ids.shape[1])
         x = self.model.embed_tokens(ids)
         for block in self.model.layers:
