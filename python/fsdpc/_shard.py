@@ -141,15 +141,9 @@ def inside_of(modules: Sequence[Any]) -> Inside:
 
 
 def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], None]) -> Found:
-    """Return the parameters of a unit that is to be, tied ones once.
+    """Return the parameters of a unit that is to be, but for ignored ones; tied ones once.
 
-    Parameters
-    ----------
-    inside
-        Its modules.
-    ignored : iterable of Parameter
-    check : callable
-        Of a name and a parameter: raises if it cannot be sharded.
+    ``check`` raises, of a name and a parameter, if it cannot be sharded.
     """
     left = {id(p) for p in ignored}
     found: dict[int, tuple[str, Any, list[tuple[dict[str, Any], str]]]] = {}

@@ -20,12 +20,8 @@ _LEAVES = (Tensor, type, ModuleType, FunctionType, MethodType, BuiltinFunctionTy
 class Snapshot:
     """The state of everything that can be reached from an object, until :meth:`restore`.
 
-    Kept are references, not copies: what is written into an array in place stays written.
-
-    Parameters
-    ----------
-    root : object
-        A module, say. Tensors, arrays, classes, functions and imported modules are not looked into.
+    Kept are references, not copies: what is written into an array in place stays written. Tensors,
+    arrays, classes, functions and imported modules are not looked into.
     """
 
     def __init__(self, root: Any) -> None:

@@ -46,11 +46,7 @@ def check_options(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
 
-    Parameters
-    ----------
-    options : argparse.Namespace
-    state : dict
-        As :func:`fsdpc.checkpoint.save` takes it.
+    The state is as :func:`fsdpc.checkpoint.save` takes it.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any]) -> None:

@@ -55,18 +55,12 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="handed to the script"
     )
 
-    train = commands.add_parser(
-        "train", add_help=False, help="train a language model on text (fsdpc train --help)"
-    )
-    train.add_argument("arguments", nargs=argparse.REMAINDER)
-    estimate = commands.add_parser(
-        "estimate", add_help=False, help="show what each rank of a training run would hold"
-    )
-    estimate.add_argument("arguments", nargs=argparse.REMAINDER)
-    ckpt = commands.add_parser(
-        "ckpt", add_help=False, help="look at checkpoints, check and convert them"
-    )
-    ckpt.add_argument("arguments", nargs=argparse.REMAINDER)
+    for name, text in (  # named for `fsdpc --help`; _run() hands their arguments on
+        ("train", "train a language model on text (fsdpc train --help)"),
+        ("estimate", "show what each rank of a training run would hold"),
+        ("ckpt", "look at checkpoints, check and convert them"),
+    ):
+        commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("info", help="show what fsdpc found and uses on this machine")
     return parser
 
@@ -100,14 +94,10 @@ def _run(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"fsdpc: {error}", file=sys.stderr)
         return 2
-    if arguments[:1] == ["train"]:  # its options are its own, argparse must not look at them
+    if arguments[:1] in (["train"], ["estimate"]):  # argparse must not look at their options
         from fsdpc import train
 
-        return train.main(arguments[1:])
-    if arguments[:1] == ["estimate"]:
-        from fsdpc import train
-
-        return train.estimate(arguments[1:])
+        return (train.main if arguments[0] == "train" else train.estimate)(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 

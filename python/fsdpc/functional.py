@@ -52,9 +52,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi"
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi") -> Tensor:
     """Multiply rows by a weight: ``x @ weight.T + bias``.
 
     Parameters

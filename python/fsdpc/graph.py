@@ -160,9 +160,7 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
         raise TypeError(
             f"graph_step() takes an optimizer of fsdpc.optim, got {type(optimizer).__name__}"
         )
-    apart = sum(
-        p._unit is None and p.requires_grad for g in optimizer.param_groups for p in g["params"]
-    )
+    apart = sum(p._unit is None and p.requires_grad for p in optimizer._params())
     if apart:
         raise NotImplementedError(
             f"graph_step() takes steps of sharded parameters, and {apart} trainable parameters of "

@@ -12,13 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = [
-    "LRScheduler",
-    "LambdaLR",
-    "WarmupCosine",
-    "WarmupLinearDecay",
-    "WarmupStableDecay",
+    "LRScheduler", "LambdaLR", "WarmupCosine", "WarmupLinearDecay", "WarmupStableDecay",
     "scale_lr",
-]
+]  # fmt: skip
 
 
 class LRScheduler:

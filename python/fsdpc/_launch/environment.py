@@ -176,7 +176,7 @@ def _launcher(variable: str) -> str:
     """
     pid = os.getpid()
     while True:
-        pid = int(_stat(pid)[1])
+        pid = int(process_stat(pid)[1])
         try:
             with open(f"/proc/{pid}/environ", "rb") as variables:
                 given = any(
@@ -186,14 +186,14 @@ def _launcher(variable: str) -> str:
         except OSError:
             given = False
         if not given:
-            return f"{pid}.{_stat(pid)[19]}"
+            return f"{pid}.{process_stat(pid)[19]}"
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; zeros where it is hidden."""
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; zeros where it is hidden."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()
+            return stat.read().rpartition(")")[2].split() or ["0"] * 20
     except OSError:
         return ["0"] * 20
 

@@ -42,10 +42,7 @@ Call = Callable[[Job], Report]
 class ForkServer:
     """The server's handle in the parent; the server itself runs :func:`_serve`.
 
-    Parameters
-    ----------
-    call : callable
-        ``call(job)`` runs on every rank and gives its report.
+    There ``call(job)`` runs on every rank and gives its report.
     """
 
     def __init__(self, call: Call) -> None:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fsdpc._core import listen_for_rank
-from fsdpc._launch.environment import run_address
+from fsdpc._launch.environment import process_stat, run_address
 from fsdpc._launch.process import Body, Started, fill_standard_descriptors, fork_rank
 
 TAIL_LINES = 200
@@ -113,9 +113,7 @@ class Supervisor:
         listening = listen_for_rank(address, int(env["RANK"]))
         try:
             sockets = {"FSDPC_NEWS_FD": str(self._news), "FSDPC_RANK_SOCKET": str(listening)}
-            started = fork_rank(
-                {**env, **sockets}, informed, [*inherited, self._selector.fileno()]
-            )
+            started = fork_rank({**env, **sockets}, informed, [*inherited, self._selector.fileno()])
         finally:
             os.close(listening)
         rank = Rank(len(self.ranks), started)
@@ -197,7 +195,9 @@ class Supervisor:
 
     def _kill_stopped(self) -> None:
         for rank in self.ranks:
-            if rank.running and rank.rank not in self.stopped and _is_stopped(rank.started.pid):
+            if not rank.running or rank.rank in self.stopped:
+                continue
+            if process_stat(rank.started.pid)[0] == "T":
                 self.stopped.add(rank.rank)
                 self.killed.add(rank.rank)
                 os.killpg(rank.started.pid, signal.SIGKILL)
@@ -278,14 +278,6 @@ class Supervisor:
             rank.tail.append(line.rstrip("\r\n"))
             pieces.append(prefix + line)
         self.write("".join(pieces))
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
 
 
 def _catches(pid: int, signum: int) -> bool:

@@ -22,14 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system t
 
 
 class Claim:
-    """The lock on a file, until the object or the process ends; see :func:`claim`.
-
-    Parameters
-    ----------
-    path : Path
-    fd : int
-        The locked file.
-    """
+    """The lock on an open file, until the object or the process ends; see :func:`claim`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd, self.pid = path, fd, os.getpid()
@@ -44,19 +37,12 @@ _claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary(
 
 
 def claim(path: Path, folder: Path) -> Claim:
-    """Lock a file, which is made; it is removed when the claim ends.
-
-    Parameters
-    ----------
-    path : Path
-        The file to lock.
-    folder : Path
-        What is claimed by that, for the message.
+    """Lock a file, which is made, and claim ``folder``; the file is removed when the claim ends.
 
     Raises
     ------
     BlockingIOError
-        Another process has it; the message names that.
+        Another process has it; the message names that and the folder.
     OSError
         The file cannot be made.
     """
@@ -112,23 +98,13 @@ def _release(path: str, fd: int, pid: int) -> None:
 
 
 def claim_name(path: Path) -> Claim:
-    """Claim the name of a checkpoint, for one save; its parents are made.
-
-    Parameters
-    ----------
-    path : Path
-    """
+    """Claim the name of a checkpoint, for one save; its parents are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return claim(path.with_name(f".{path.name}.lock"), path)
 
 
 def claim_folder(folder: Path) -> Claim:
-    """Claim a folder of checkpoints; it is made, and what killed saves left in it is removed.
-
-    Parameters
-    ----------
-    folder : Path
-    """
+    """Claim a folder of checkpoints; it is made, and what killed saves left in it is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     own = claim(folder / ".lock", folder)
     for entry in list(folder.glob(".step-*")):

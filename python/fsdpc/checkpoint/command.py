@@ -93,9 +93,7 @@ def _run(options: argparse.Namespace) -> int:
         return _diff(options.path, options.other)
     from fsdpc.checkpoint.convert import convert
 
-    left_out = convert(
-        options.path, options.to, options.layout, options.ranks, options.turn_gpt2
-    )
+    left_out = convert(options.path, options.to, options.layout, options.ranks, options.turn_gpt2)
     if left_out:
         _say(f"left out, as they are no tensors: {', '.join(left_out)}")
     return 0

@@ -270,10 +270,7 @@ class CheckpointManager:
 def checkpoints_in(folder: Path) -> list[Found]:
     """Return the checkpoints of a folder by ascending step, broken ones with the reason.
 
-    Parameters
-    ----------
-    folder : Path
-        Read and not touched: a run may be saving to it.
+    The folder is read and not touched: a run may be saving to it.
     """
     found = [_look_at(path) for path in folder.iterdir()]
     return sorted((each for each in found if each), key=lambda each: each.step)

@@ -28,12 +28,7 @@ class CheckpointError(ValueError):
 def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
     """Return the text, the places of its ``crcs`` checksums in order, and that of its own.
 
-    Parameters
-    ----------
-    content : dict
-        JSON, with ``"????????"`` wherever a checksum belongs, and nowhere else as a value.
-    crcs : int
-        How many there are.
+    The content has ``"????????"`` wherever a checksum belongs, and nowhere else as a value.
 
     Raises
     ------
@@ -64,11 +59,7 @@ def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:
 def strict_json(text: bytes, what: str) -> Any:
     """Parse JSON and refuse what JSON leaves open: duplicate keys, NaN, infinities, bad UTF-8.
 
-    Parameters
-    ----------
-    text : bytes
-    what : str
-        For messages.
+    ``what`` stands in messages.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,10 +85,6 @@ def strict_json(text: bytes, what: str) -> Any:
 
 def read(folder: Path) -> dict[str, Any]:
     """Read and check a folder's manifest.
-
-    Parameters
-    ----------
-    folder : Path
 
     Raises
     ------
@@ -145,11 +132,7 @@ def read(folder: Path) -> dict[str, Any]:
 def plain_name(name: str, what: str) -> str:
     """Return the name of a file in a folder; refuse one that leads elsewhere.
 
-    Parameters
-    ----------
-    name : str
-    what : str
-        Where it stands, for messages.
+    ``what`` says in messages where the name stands.
     """
     if not isinstance(name, str) or not name or name in (".", "..") or set(name) & set("/\\\0"):
         raise CheckpointError(f"{what}: {name!r} is not the name of a file beside it")
@@ -159,13 +142,7 @@ def plain_name(name: str, what: str) -> str:
 def check_files(folder: Path, content: dict[str, Any], names: Iterable[str] | None = None) -> None:
     """Compare a folder's files with its manifest: sizes, headers, indices; no tensor data.
 
-    Parameters
-    ----------
-    folder : Path
-    content : dict
-        The manifest.
-    names : iterable of str, optional
-        Only these files.
+    All files, or those of these names alone.
 
     Raises
     ------

@@ -21,12 +21,7 @@ _WEIGHTS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def of_model(model: Any) -> set[str]:
-    """Return the names of a native model's projections.
-
-    Parameters
-    ----------
-    model : Module or torch.nn.Module
-    """
+    """Return the names of a native model's projections."""
     return {
         f"{path}.weight" if path else "weight"
         for path, module in model.named_modules()
@@ -35,13 +30,7 @@ def of_model(model: Any) -> set[str]:
 
 
 def is_in_out(tensors: Mapping[str, Any]) -> bool | None:
-    """Return whether a checkpoint's projections are (in, out); None where none of them tells.
-
-    Parameters
-    ----------
-    tensors : mapping of str to what has a ``shape``
-        Of a model.
-    """
+    """Return whether a model's saved projections are (in, out); None where none of them tells."""
     told = None
     for name in named(tensors):
         bias, shape = tensors.get(name.removesuffix("weight") + "bias"), tensors[name].shape
@@ -54,29 +43,19 @@ def is_in_out(tensors: Mapping[str, Any]) -> bool | None:
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Return those names that GPT-2's projections go by.
-
-    Parameters
-    ----------
-    names : iterable of str
-    """
+    """Return those names that GPT-2's projections go by."""
     return [name for name in names if name.endswith(_WEIGHTS)]
 
 
 def check(model: Any, source: Source, pairs: list[tuple[Piece, SourceTensor]]) -> None:
     """Refuse to read projections that are, or may be, the other way round.
 
-    Parameters
-    ----------
-    model : Module or torch.nn.Module
-        What is to be loaded.
-    source : Source
-    pairs : list of (Piece, SourceTensor)
-        Pieces of the model and what they are to be read from.
+    ``pairs`` are pieces of the model and what they are to be read from.
 
     Raises
     ------
     CheckpointError
+        Names the first of them.
     """
     told, own = is_in_out(source.model), of_model(model)
     if told or (told is None and source.content.get("version", VERSION) >= VERSION):

@@ -20,13 +20,7 @@ class Unfit(Exception):
 
 
 def check(content: dict[str, Any]) -> None:
-    """Raise :class:`Unfit` unless all that loading goes by is there and fits together.
-
-    Parameters
-    ----------
-    content : dict
-        A manifest, parsed.
-    """
+    """Raise :class:`Unfit` unless all that loading goes by is in the manifest and fits together."""
     _one_of(content, "layout", ("full", "per_rank"))
     _whole(content, "world", 1)
     rng = _get(content, "rng", dict)

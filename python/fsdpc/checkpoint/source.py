@@ -77,10 +77,6 @@ class Source:
 def open_source(path: Path) -> Source:
     """Open a checkpoint's folder, or one safetensors file.
 
-    Parameters
-    ----------
-    path : Path
-
     Raises
     ------
     CheckpointError
@@ -103,12 +99,7 @@ def open_source(path: Path) -> Source:
 
 
 def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Read all of a checkpoint and return the checksums of each tensor's parts, by kind and name.
-
-    Parameters
-    ----------
-    source : Source
-    """
+    """Read all of a checkpoint; return the checksums of each tensor's parts, by kind and name."""
     paths = source.paths()
     number = {name: i for i, name in enumerate(paths)}
     runs, keys = [], []
@@ -124,12 +115,7 @@ def checksums(source: Source) -> dict[tuple[str, str], tuple[int, ...]]:
 
 
 def damaged(source: Source) -> list[str]:
-    """Read all of a checkpoint and return the tensors whose checksums are wrong, with their files.
-
-    Parameters
-    ----------
-    source : Source
-    """
+    """Read all of a checkpoint; return the tensors with wrong checksums, and their files."""
     found = checksums(source)
     return [
         f"'{name}' in {part.file}"
@@ -140,13 +126,7 @@ def damaged(source: Source) -> list[str]:
 
 
 def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
-    """Read the tensors of some safetensors files; a name that stands in two is an error.
-
-    Parameters
-    ----------
-    folder : Path
-    files : list of str
-    """
+    """Read the tensors of some safetensors files; a name that stands in two is an error."""
     found: dict[str, SourceTensor] = {}
     for file in files:
         try:
@@ -165,10 +145,6 @@ def read_headers(folder: Path, files: list[str]) -> dict[str, SourceTensor]:
 
 def read_index(path: Path) -> dict[str, str]:
     """Read an index of sharded files: name of each tensor to name of its file.
-
-    Parameters
-    ----------
-    path : Path
 
     Raises
     ------

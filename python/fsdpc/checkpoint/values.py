@@ -15,12 +15,9 @@ _TUPLE, _FLOAT, _COUNTER, _ITEMS = "$tuple", "$float", "$counter", "$items"
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON; what cannot be said in it stays as it is.
+    """Return numbers, text, None, and lists, tuples and dicts of them as JSON.
 
-    Parameters
-    ----------
-    value : any
-        Numbers, text, None, and lists, tuples and dicts of them.
+    What cannot be said in it stays as it is.
     """
     if isinstance(value, tuple):
         return {_TUPLE: [encode(each) for each in value]}
@@ -42,12 +39,7 @@ def _pairs(value: dict[Any, Any]) -> list[list[Any]]:
 
 
 def decode(value: Any) -> Any:
-    """Return what :func:`encode` was given.
-
-    Parameters
-    ----------
-    value : JSON
-    """
+    """Return what :func:`encode` was given."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):

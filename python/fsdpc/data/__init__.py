@@ -5,12 +5,6 @@ from fsdpc.data.files import default_corpus
 from fsdpc.data.loader import DistributedSampler, GlobalBatchSampler, Loader
 
 __all__ = [
-    "ByteDataset",
-    "DistributedSampler",
-    "GlobalBatchSampler",
-    "Loader",
-    "PackedSequences",
-    "SequenceDataset",
-    "TokenDataset",
-    "default_corpus",
-]
+    "ByteDataset", "DistributedSampler", "GlobalBatchSampler", "Loader", "PackedSequences",
+    "SequenceDataset", "TokenDataset", "default_corpus",
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fsdpc import _core
@@ -105,6 +105,9 @@ class Optimizer:
                 self._names[id(p)] = name
         self.param_groups.append(group)
 
+    def _params(self) -> Iterator[Parameter]:
+        return (p for group in self.param_groups for p in group["params"])
+
     def _check(self, group: dict[str, Any]) -> None:
         raise NotImplementedError("an optimizer says what its options may be")
 
@@ -112,8 +115,7 @@ class Optimizer:
         """Refuse what would be trained apart on every rank, beside parameters that are sharded."""
         strays = [
             self._plain[id(p)].label
-            for group in self.param_groups
-            for p in group["params"]
+            for p in self._params()
             if p._unit is None and p.requires_grad and not getattr(p, "_ignored", False)
         ]
         if self._units and strays:
@@ -124,13 +126,12 @@ class Optimizer:
             )
 
     def _refuse_late_sharding(self) -> None:
-        for group in self.param_groups if self._plain else ():
-            for p in group["params"]:
-                if p._unit is not None and id(p) in self._plain:
-                    raise RuntimeError(
-                        f"parameter '{p._name}' of unit '{p._unit.name}' was sharded after the "
-                        "optimizer was made: call fully_shard() first, then make the optimizer"
-                    )
+        for p in self._params() if self._plain else ():
+            if p._unit is not None and id(p) in self._plain:
+                raise RuntimeError(
+                    f"parameter '{p._name}' of unit '{p._unit.name}' was sharded after the "
+                    "optimizer was made: call fully_shard() first, then make the optimizer"
+                )
 
     def _set_options(self) -> None:
         for i, group in enumerate(self.param_groups):
@@ -171,10 +172,9 @@ class Optimizer:
         """Drop all gradients; touches no memory. ``set_to_none`` is accepted for PyTorch's sake."""
         for unit in self._units:
             unit.zero_grad()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p._unit is None:
-                    p.grad = None
+        for p in self._params():
+            if p._unit is None:
+                p.grad = None
 
     # ---- states ----
 

@@ -13,14 +13,7 @@ from torch._C._dynamo import eval_frame
 
 
 def leave_out(*functions: Callable[..., Any], inside: bool = False) -> None:
-    """Let the compiler run functions as they are.
-
-    Parameters
-    ----------
-    functions : callable
-    inside : bool, default False
-        What they call, too.
-    """
+    """Let the compiler run functions as they are, and with ``inside`` what they call, too."""
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         code = function.__code__  # type: ignore[attr-defined]

@@ -26,13 +26,7 @@ Group = tuple[list[nn.Module], dict[str, Any]]
 
 
 def groups_of(modules: list[nn.Module], plan: Any) -> list[Group]:
-    """Return (modules of a unit, its options), inner units first.
-
-    Parameters
-    ----------
-    modules : list of nn.Module
-        Not part of it themselves.
-    plan : callable or mapping
+    """Return (modules of a unit, its options) inside of these modules, inner units first.
 
     Raises
     ------

@@ -115,11 +115,7 @@ def _own(p: Any, key: str, value: Any) -> Any:
 class Saved:
     """What ``optimizer.state_dict()`` returned, read as an optimizer is.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        Whose parameters, in order, the numbers in it stand for.
-    state_dict : mapping
+    The numbers in it stand for the parameters of ``optimizer``, in order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -136,13 +132,7 @@ class Saved:
 
 
 def local_optimizer_state_dict(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Return this rank's rows of the states by parameter name.
-
-    Parameters
-    ----------
-    model : nn.Module
-    optimizer : torch.optim.Optimizer
-    """
+    """Return this rank's rows of the states by parameter name."""
     return _by_name(model, optimizer, lambda p, value: _rows.mark(p, value.clone()))
 
 
@@ -244,13 +234,7 @@ def rekey(
 ) -> dict[str, Any]:
     """Return states by parameter name instead of number, or the other way round.
 
-    Parameters
-    ----------
-    state_dict : mapping
-    model : nn.Module
-    optimizer : torch.optim.Optimizer, optional
-        Whose order of parameters the numbers are; the model's where not given.
-    by_name : bool
+    Numbers are places in the optimizer's order of parameters; the model's where it is None.
     """
     known = _names(model)
     names = list(known.values())

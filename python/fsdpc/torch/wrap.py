@@ -26,14 +26,7 @@ def apply_policy(
 ) -> None:
     """Call ``shard(module, **options)`` on the submodules that a policy chooses, inner ones first.
 
-    Parameters
-    ----------
-    root : nn.Module
-        Itself not sharded here.
-    policy : callable or policy object
-    ignored : set of int
-        Identities of parameters that do not count.
-    shard : callable
+    Not on ``root`` itself; parameters whose identities are ``ignored`` do not count.
     """
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root, set(), {})
