@@ -144,20 +144,33 @@ static PyObject *unit_init(PyObject *object, PyObject *args)
 
 static PyObject *unit_collect(PyObject *object, PyObject *args)
 {
-    int param, grads;
-    if (!PyArg_ParseTuple(args, "ip", &param, &grads) ||
-        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ||
-        fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
+    PyObject *what;
+    int param = param_and_value(object, args, &what);
+    if (param < 0 || fsdpc_py_unit_check_open((fsdpc_py_unit *)object) < 0)
         return NULL;
     fsdpc_unit *unit = unit_of(object);
     const fsdpc_place *place = place_of(object, param);
+    const bool grads = what == Py_True;
     fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
-    fsdpc_tensor *t;
+    fsdpc_tensor *t, *rows = NULL;
+    if (!PyBool_Check(what)) {
+        fsdpc_piece piece;
+        fsdpc_unit_master(unit, param, &piece);
+        rows = fsdpc_py_tensor_of(what);
+        if (!rows)
+            return NULL;
+        if (rows->numel != piece.numel)
+            return PyErr_Format(PyExc_ValueError, "%zu elements, and this rank's rows have %zu",
+                                rows->numel, piece.numel);
+        dtype = rows->dtype;
+    }
     fsdpc_status status =
         fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_unit_collect(unit, param, grads != 0, t->data));
+    FSDPC_PY_WITHOUT_GIL(status =
+                             rows ? fsdpc_unit_collect_rows(unit, param, dtype, rows->data, t->data)
+                                  : fsdpc_unit_collect(unit, param, grads, t->data));
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return fsdpc_py_raise(status);
@@ -216,7 +229,9 @@ PyMethodDef fsdpc_py_unit_value_methods[] = {
     {"grad", unit_grad, METH_O, "grad(i): their gradient, or None."},
     {"write", unit_write, METH_VARARGS, "write(i, full): take the own rows of a full value."},
     {"init", unit_init, METH_VARARGS, "init(i, kind, a, b, seed, stream): initialise the rows."},
-    {"collect", unit_collect, METH_VARARGS, "collect(i, grads): the full value; collective."},
+    {"collect", unit_collect, METH_VARARGS,
+     "collect(i, what): the full value (False), gradient (True), or that of which every rank gives "
+     "its rows (a tensor); collective."},
     {"zero_grad", unit_zero_grad, METH_NOARGS, "Drop the gradients."},
     {"bind", unit_bind, METH_VARARGS,
      "bind(i, full): let parameter i stand on a private full; None: on the unit again."},

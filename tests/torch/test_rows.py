@@ -90,3 +90,14 @@ def test_states_of_another_rank_are_refused(kind: str, stepped: bool, tmp_path: 
     assert state["step"] == 3
     assert not torch.equal(state["exp_avg"], own["state"][0]["exp_avg"])
     dist.destroy_process_group()
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_rows_of_any_dtype_are_gathered() -> None:
+    model = shard(build())
+    for p in model.parameters():
+        for dtype in (torch.int8, torch.bool, torch.float16, torch.bfloat16, torch.float64):
+            copy = p.detach().to(dtype)
+            assert torch.equal(copy.full_tensor(), p.full_tensor().to(dtype))
+        with pytest.raises(ValueError, match=f"and this rank's rows have {p.numel()}"):
+            p.fsdpc.unit.collect(p.fsdpc._index, fsdpc._core.zeros(p.numel() + 1))

@@ -65,6 +65,10 @@ _KEEP = {
 }  # fmt: skip
 
 
+#: Dtypes of the engine, by their size in bytes: rows are gathered as bits.
+_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
 def _at_home(rows: torch.Tensor, home: Home) -> PieceCopy:
     found = rows.as_subclass(PieceCopy)
     found._fsdpc = home
@@ -84,12 +88,5 @@ def _copy(piece: Any, home: Home, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def gather_rows(rows: torch.Tensor, state: UnitState, index: int) -> torch.Tensor:
     """Return the tensor, of any dtype, of which every rank has its rows; collective."""
-    comm = state.comms[0]
-    own = rows.detach().to(_device.home()).contiguous().reshape(-1).view(torch.uint8)
-    count = torch.tensor([own.numel()], device=own.device)
-    counts = _device.to_torch(comm.all_gather(_device.to_engine(count))).reshape(-1).tolist()
-    padded = own.new_zeros(max(counts))
-    padded[: own.numel()] = own
-    every = _device.to_torch(comm.all_gather(_device.to_engine(padded)))
-    parts = [row[:n] for row, n in zip(every.view(len(counts), -1), counts, strict=True)]
-    return torch.cat(parts).view(rows.dtype).view(state.shapes[index])
+    bits = rows.detach().contiguous().view(_BITS[rows.element_size()])
+    return _device.to_torch(state.unit.collect(index, _device.to_engine(bits))).view(rows.dtype)
