@@ -168,10 +168,8 @@ class _FlatAccess(_Access):
         return self.optimizer._core.step_count(p.fsdpc.unit, p.fsdpc._index)
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
-        core, unit, index = self.optimizer._core, p.fsdpc.unit, p.fsdpc._index
-        core.make_states(unit, index)
-        rows = {name: core.state(unit, index, k) for k, name in enumerate(self.optimizer._names(p))}
-        return {name: memory for name, memory in rows.items() if memory is not None}
+        self.optimizer._core.make_states(p.fsdpc.unit, p.fsdpc._index)
+        return self.optimizer.state_rows(p)
 
     def set_steps(self, p: Any, steps: int) -> None:
         self.optimizer._core.set_step_count(p.fsdpc.unit, p.fsdpc._index, steps)

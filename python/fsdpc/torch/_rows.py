@@ -131,6 +131,11 @@ def check(p: Any, key: str, value: Any) -> Any:
     return plain(value)
 
 
+def params_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer's parameters in the order by which its state dict numbers them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's ``state_dict()`` with its rows marked; a hook of torch's."""
     return _changed(optimizer, state_dict, lambda p, _, value: mark(p, value))
@@ -147,7 +152,7 @@ def _changed(
     change: Callable[[Any, str, Any], Any],
 ) -> dict[str, Any]:
     states = dict(state_dict["state"])
-    for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+    for i, p in enumerate(params_of(optimizer)):
         if i in states:
             states[i] = {key: change(p, key, value) for key, value in states[i].items()}
     return {**state_dict, "state": states}

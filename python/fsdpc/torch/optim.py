@@ -78,18 +78,20 @@ class FlatOptimizer(torch.optim.Optimizer):
                 return self._core.state_names(i)
         raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
 
+    def state_rows(self, p: Any) -> dict[str, _core.Tensor]:
+        """Return this rank's rows of the states of a piece, in the engine's memory."""
+        unit, i = p.fsdpc.unit, p.fsdpc._index
+        states = ((name, self._core.state(unit, i, k)) for k, name in enumerate(self._names(p)))
+        return {name: rows for name, rows in states if rows is not None}
+
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
         """Return the states of a piece, this rank's rows, and its ``step``; empty before one."""
         info = p.fsdpc
         steps = self._core.step_count(info.unit, info._index)
         if steps == 0:
             return {}
-        result = {"step": torch.tensor(float(steps))}
-        for which, name in enumerate(self._names(p)):
-            rows = self._core.state(info.unit, info._index, which)
-            if rows is not None:
-                result[name] = _device.to_torch(rows).reshape(p.shape)
-        return result
+        states = {n: _device.to_torch(t).reshape(p.shape) for n, t in self.state_rows(p).items()}
+        return {"step": torch.tensor(float(steps)), **states}
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
         """Load the states of a piece: this rank's rows, and ``step``."""
@@ -98,16 +100,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not values:
             return
         self._core.make_states(info.unit, info._index)
-        for which, name in enumerate(self._names(p)):
+        for name, rows in self.state_rows(p).items():
             if name in values:
-                rows = self._core.state(info.unit, info._index, which)
                 _device.to_torch(rows).reshape(-1).copy_(values[name].reshape(-1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and this rank's rows of the states, as torch's optimizers do."""
         result = super().state_dict()
-        order = [p for group in self.param_groups for p in group["params"]]
-        states = ((i, self.piece_state(p)) for i, p in enumerate(order))
+        states = ((i, self.piece_state(p)) for i, p in enumerate(_rows.params_of(self)))
         result["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in states if s}
         return _rows.mark_all(self, result)
 
@@ -115,8 +115,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Take what :meth:`state_dict` returned on this rank of as many."""
         state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
-        order = [p for group in self.param_groups for p in group["params"]]
-        for i, p in enumerate(order):
+        for i, p in enumerate(_rows.params_of(self)):
             self.set_piece_state(p, state_dict["state"].get(i, {}))
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdpc.torch import _device, _rows
 from fsdpc.torch._copies import gather_rows
+from fsdpc.torch._rows import params_of
 from fsdpc.torch._unit import UnitState, states_of
 from fsdpc.torch.state_dict import _broadcast, _rank
 
@@ -46,7 +47,7 @@ def get_optimizer_state_dict(
         return value.clone()
 
     found = _by_name(model, optimizer, full)
-    units = [p.fsdpc._state for p in _params(optimizer) if hasattr(p, "fsdpc")]
+    units = [p.fsdpc._state for p in params_of(optimizer) if hasattr(p, "fsdpc")]
     return {} if rank0_only and units and _rank(units) != 0 else found
 
 
@@ -59,16 +60,12 @@ def _by_name(
         {**g, "params": [_name_of(names, p) for p in g["params"]]} for g in optimizer.param_groups
     ]
     states = {}
-    for p in _params(optimizer):
+    for p in params_of(optimizer):
         values = _state_of(optimizer, p).items()
         states[names[id(p)]] = {
             k: change(p, v) if isinstance(v, torch.Tensor) else v for k, v in values
         }
     return {"state": {n: s for n, s in states.items() if s}, "param_groups": groups}
-
-
-def _params(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def set_optimizer_state_dict(
@@ -120,7 +117,7 @@ class Saved:
 
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         states = state_dict["state"]
-        self._states = {id(p): states.get(i, {}) for i, p in enumerate(_params(optimizer))}
+        self._states = {id(p): states.get(i, {}) for i, p in enumerate(params_of(optimizer))}
         self.param_groups = [
             {**saved, "params": group["params"]}
             for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
@@ -160,7 +157,7 @@ def to_load(
         The optimizer has no parameter of a name that was saved.
     """
     names = _names(model)
-    order = _params(optimizer)
+    order = params_of(optimizer)
     at = {_name_of(names, p): i for i, p in enumerate(order)}
 
     def index(name: str) -> int:
@@ -239,7 +236,7 @@ def rekey(
     known = _names(model)
     names = list(known.values())
     if optimizer is not None:
-        names = [_name_of(known, p) for p in _params(optimizer)]
+        names = [_name_of(known, p) for p in params_of(optimizer)]
     to: dict[Any, Any] = (
         dict(enumerate(names)) if by_name else {name: i for i, name in enumerate(names)}
     )
