@@ -509,26 +509,15 @@ class _Plan:
         """The manifest's tensors, and their numbers in the order in which they stand there."""
         order: list[int] = []
         table: dict[str, Any] = {"model": {}, "optimizer": {}}
-        if self.layout == "full":
-            for i, t in enumerate(self.tensors):
-                entry = {"dtype": t.dtype, "shape": t.shape, **self._place(t)}
-                table[t.kind][t.name] = entry
-                order.append(i)
-            return order, table
         parts: dict[tuple[str, str], list[int]] = {}
         for i, t in enumerate(self.tensors):
             parts.setdefault((t.kind, t.name), []).append(i)
-        for t in self.whole:
-            numbers = parts[(t.kind, t.name)]
-            table[t.kind][t.name] = {
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "pieces": [
-                    {"first": self.tensors[i].first, "numel": prod(self.tensors[i].shape),
-                     **self._place(self.tensors[i])}
-                    for i in numbers
-                ],
-            }  # fmt: skip
+        for t in self.tensors if self.layout == "full" else self.whole:
+            numbers = parts[t.kind, t.name]
+            own = [self.tensors[i] for i in numbers]
+            pieces = [{"first": p.first, "numel": prod(p.shape), **self._place(p)} for p in own]
+            places = self._place(t) if self.layout == "full" else {"pieces": pieces}
+            table[t.kind][t.name] = {"dtype": t.dtype, "shape": t.shape, **places}
             order += numbers
         return order, table
 
