@@ -318,20 +318,17 @@ static PyObject *clip_grads(PyObject *module, PyObject *args)
 {
     PyObject *units, *plain;
     double p, max_norm;
-    fsdpc_tensor *norm;
+    fsdpc_tensor *norm = NULL;
     gradients g;
     if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &p,
                           &max_norm) ||
         read_gradients(module, units, plain, &g) < 0)
         return NULL;
     fsdpc_status status = fsdpc_tensor_create(g.runtime->device, FSDPC_F64, 0, NULL, &norm);
-    if (status == FSDPC_OK) {
+    if (status == FSDPC_OK)
         FSDPC_PY_WITHOUT_GIL(status = clip_all(&g, p, max_norm, norm->data));
-        if (status != FSDPC_OK)
-            fsdpc_tensor_release(norm);
-    }
     free_gradients(&g);
-    return status == FSDPC_OK ? fsdpc_py_tensor_wrap(module, norm) : fsdpc_py_raise(status);
+    return fsdpc_py_tensor_filled(PyModule_GetState(module), status, norm);
 }
 
 static PyObject *scale_grads(PyObject *module, PyObject *args)

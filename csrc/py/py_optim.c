@@ -304,14 +304,9 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
     if (status == FSDPC_OK)
         status =
             fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(t);
-        return fsdpc_py_raise(status);
-    }
-    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+    if (status == FSDPC_OK)
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
+    return fsdpc_py_tensor_filled(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 
 static PyObject *optimizer_step_count(PyObject *object, PyObject *args)

@@ -77,6 +77,8 @@ fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
 /* A new Tensor; takes over the reference, also when it fails. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
+/* The same of one that was to be filled (NULL: it was not made), or what `status` says. */
+PyObject *fsdpc_py_tensor_filled(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
 /* A dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);

@@ -76,6 +76,14 @@ PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t)
     return make((PyTypeObject *)state->tensor_type, state, t);
 }
 
+PyObject *fsdpc_py_tensor_filled(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t)
+{
+    if (status == FSDPC_OK)
+        return fsdpc_py_tensor_new(state, t);
+    fsdpc_tensor_release(t);
+    return fsdpc_py_raise(status);
+}
+
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t)
 {
     return fsdpc_py_tensor_new(PyModule_GetState(module), t);

@@ -112,11 +112,7 @@ static PyObject *filled(const request *r, double value)
         return NULL;
     fsdpc_status status;
     FSDPC_PY_RUN(r->runtime, t->numel, status, fill(r->runtime, t, value));
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(t);
-        return fsdpc_py_raise(status);
-    }
-    return fsdpc_py_tensor_new(r->state, t);
+    return fsdpc_py_tensor_filled(r->state, status, t);
 }
 
 static PyObject *make_zeros(FSDPC_PY_FASTCALL(module))
@@ -220,11 +216,7 @@ static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
     if (!t)
         return NULL;
     fsdpc_status status = count_up(r.runtime, t, start, step);
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(t);
-        return fsdpc_py_raise(status);
-    }
-    return fsdpc_py_tensor_new(r.state, t);
+    return fsdpc_py_tensor_filled(r.state, status, t);
 }
 
 static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
@@ -252,11 +244,7 @@ static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
     init.numel = t->numel;
     fsdpc_status status;
     FSDPC_PY_RUN(r.runtime, 8 * t->numel, status, fsdpc_flat_init(&init, r.runtime->compute));
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(t);
-        return fsdpc_py_raise(status);
-    }
-    return fsdpc_py_tensor_new(r.state, t);
+    return fsdpc_py_tensor_filled(r.state, status, t);
 }
 
 static int parse_kind(PyObject *object, fsdpc_init_kind *out)

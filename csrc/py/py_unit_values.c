@@ -152,7 +152,7 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     const fsdpc_place *place = place_of(object, param);
     const bool grads = what == Py_True;
     fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
-    fsdpc_tensor *t, *rows = NULL;
+    fsdpc_tensor *t = NULL, *rows = NULL;
     if (!PyBool_Check(what)) {
         fsdpc_piece piece;
         fsdpc_unit_master(unit, param, &piece);
@@ -166,16 +166,12 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     }
     fsdpc_status status =
         fsdpc_tensor_create(fsdpc_unit_device(unit), dtype, place->ndim, place->shape, &t);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    FSDPC_PY_WITHOUT_GIL(status =
-                             rows ? fsdpc_unit_collect_rows(unit, param, dtype, rows->data, t->data)
-                                  : fsdpc_unit_collect(unit, param, grads, t->data));
-    if (status != FSDPC_OK) {
-        fsdpc_tensor_release(t);
-        return fsdpc_py_raise(status);
-    }
-    return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
+    if (status == FSDPC_OK && rows)
+        FSDPC_PY_WITHOUT_GIL(status =
+                                 fsdpc_unit_collect_rows(unit, param, dtype, rows->data, t->data));
+    else if (status == FSDPC_OK)
+        FSDPC_PY_WITHOUT_GIL(status = fsdpc_unit_collect(unit, param, grads, t->data));
+    return fsdpc_py_tensor_filled(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 
 static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
