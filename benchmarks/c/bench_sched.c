@@ -55,7 +55,6 @@ static void give_all(model *m, int u)
     bool accumulate;
     for (int p = 0; p < m->n_params; p++) {
         CHECK_OK(fsdpc_grad_target_of(m->units[u], p, &data, &dtype, &accumulate));
-        CHECK_OK(fsdpc_grad_ready(m->units[u], p));
     }
 }
 

@@ -5,24 +5,6 @@
 
 #include <stdlib.h>
 
-void fsdpc_root_begin_acts(fsdpc_root *root)
-{
-    if (root->acts.whole) {
-        fsdpc_acts spare = root->last_acts;
-        root->last_acts = root->acts;
-        root->acts = spare;
-    }
-    root->acts.length = 0;
-    root->acts.whole = false;
-    root->notes_acts = true;
-}
-
-void fsdpc_root_end_acts(fsdpc_root *root)
-{
-    root->acts.whole = root->acts.whole || root->notes_acts;
-    root->notes_acts = false;
-}
-
 /* Without memory for them, a step shows no acts. */
 static void note_act(fsdpc_root *root, fsdpc_act act)
 {

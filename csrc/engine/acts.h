@@ -6,7 +6,23 @@
 
 /* Writes an event of a unit to the trace, and to the acts of a step that is under way. */
 void fsdpc_root_trace(const fsdpc_unit *unit, fsdpc_trace_kind kind, size_t bytes, bool backward);
-void fsdpc_root_begin_acts(fsdpc_root *root);
-void fsdpc_root_end_acts(fsdpc_root *root);
+
+static inline void fsdpc_root_begin_acts(fsdpc_root *root)
+{
+    if (root->acts.whole) {
+        fsdpc_acts spare = root->last_acts;
+        root->last_acts = root->acts;
+        root->acts = spare;
+    }
+    root->acts.length = 0;
+    root->acts.whole = false;
+    root->notes_acts = true;
+}
+
+static inline void fsdpc_root_end_acts(fsdpc_root *root)
+{
+    root->acts.whole = root->acts.whole || root->notes_acts;
+    root->notes_acts = false;
+}
 
 #endif

@@ -28,7 +28,7 @@ bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out)
 {
     *generation_out = generation_of(unit, call);
-    return call->recomputed && !unit->root->in_backward;
+    return !unit->root->in_backward;
 }
 
 static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
@@ -52,7 +52,7 @@ static void key_streams(const fsdpc_unit *unit, uint64_t *next_stream)
 
 static void note_generation(fsdpc_unit *unit, const fsdpc_call *call)
 {
-    uint64_t now = fsdpc_unit_generation(unit);
+    uint64_t now = unit->root->generation;
     if (unit->seen_generation != now)
         unit->seen_from = call->clock;
     unit->seen_generation = now;

@@ -5,9 +5,8 @@
  *
  * A front door keeps the modules, tensors and graph of its own framework.  It passes what the
  * engine cannot see: whether gradients are recorded, whether its backward runs, and where its graph
- * is
- * (`clock`).  This file decides the rest of a call: which of a unit's modules it is, which weights
- * a recomputation must see, and where random streams begin.
+ * is (`clock`).  This file decides the rest of a call: which of a unit's modules it is, which
+ * weights a recomputation must see, and where random streams begin.
  */
 #ifndef FSDPC_ENGINE_CALL_H
 #define FSDPC_ENGINE_CALL_H
@@ -25,8 +24,9 @@ typedef struct fsdpc_call {
     uint64_t *next_stream; /* of dropout, keyed in deterministic mode; NULL: not ours to key */
 } fsdpc_call;
 
-/* True where a recomputation has met no boundary yet (a checkpoint around the outermost unit). Then
- * the front door begins the unit's backward, for weights of this generation, before it enters. */
+/* Of a recomputation: true where it has met no boundary yet (a checkpoint around the outermost
+ * unit).  Then the front door begins the unit's backward, for weights of this generation, before it
+ * enters. */
 bool fsdpc_call_begins_backward(const fsdpc_unit *unit, const fsdpc_call *call,
                                 uint64_t *generation_out);
 

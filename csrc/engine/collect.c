@@ -68,7 +68,7 @@ fsdpc_status fsdpc_unit_collect_rows(const fsdpc_unit *unit, int param, fsdpc_dt
 fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *out)
 {
     const fsdpc_place *place = &unit->layout->params[param];
-    if (grads && !fsdpc_unit_has_grad(unit, param))
+    if (grads && !fsdpc_grad_exists(unit, param))
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "parameter '%s' of unit '%s' has no gradient: run backward first",
                           place->name, unit->name);

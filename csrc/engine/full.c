@@ -6,26 +6,6 @@
 #include "engine/acts.h"
 #include "engine/order.h"
 
-size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
-{
-    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
-}
-
-size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group)
-{
-    return group->wire_offset - unit->groups[0].wire_offset;
-}
-
-unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
-                                    const fsdpc_slice *band, size_t at)
-{
-    size_t element = fsdpc_dtype_bytes(group->wire_dtype);
-    if (group->published)
-        return group->published + at * element;
-    return unit->root->wire->write + group->wire_offset +
-           fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
-}
-
 static size_t own_slices_bytes(const fsdpc_unit_group *group)
 {
     enum { ALIGN = 64 };
@@ -93,12 +73,6 @@ void fsdpc_full_remove(fsdpc_unit *unit)
         unit->root->full->remove(unit);
     for (int g = 0; g < unit->layout->n_groups; g++)
         unit->groups[g].full = unit->groups[g].target = unit->groups[g].published = NULL;
-}
-
-bool fsdpc_full_has_room(const fsdpc_unit *unit)
-{
-    const fsdpc_full_ops *ops = unit->root->full;
-    return !ops->has_room || ops->has_room(unit);
 }
 
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit)

@@ -47,18 +47,36 @@ void fsdpc_full_remove(fsdpc_unit *unit); /* also of a unit that was not placed,
 /* Gives every unit memory for its own slices of fulls that gathers move. */
 fsdpc_status fsdpc_full_own_slices(fsdpc_root *root);
 
-size_t fsdpc_full_bytes(const fsdpc_unit_group *group);
+static inline size_t fsdpc_full_bytes(const fsdpc_unit_group *group)
+{
+    return group->plan->full_numel * fsdpc_dtype_bytes(group->wire_dtype);
+}
 
 /* Where a group begins in the memory of its unit's full. */
-size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group);
+static inline size_t fsdpc_full_offset(const fsdpc_unit *unit, const fsdpc_unit_group *group)
+{
+    return group->wire_offset - unit->groups[0].wire_offset;
+}
 
 /* Where this rank's slice of a band is published: its elements from `at` on, counted in the shard.
  */
-unsigned char *fsdpc_full_published(const fsdpc_unit *unit, const fsdpc_unit_group *group,
-                                    const fsdpc_slice *band, size_t at);
+static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
+                                                  const fsdpc_unit_group *group,
+                                                  const fsdpc_slice *band, size_t at)
+{
+    size_t element = fsdpc_dtype_bytes(group->wire_dtype);
+    if (group->published)
+        return group->published + at * element;
+    return unit->root->wire->write + group->wire_offset +
+           fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
+}
 
 /* Whether the unit could be gathered now without taking memory from another. */
-bool fsdpc_full_has_room(const fsdpc_unit *unit);
+static inline bool fsdpc_full_has_room(const fsdpc_unit *unit)
+{
+    const fsdpc_full_ops *ops = unit->root->full;
+    return !ops->has_room || ops->has_room(unit);
+}
 
 /* What is in flight is waited for, or main's work to come is behind it (order.h). */
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit);

@@ -14,7 +14,7 @@
 
 bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param)
 {
-    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
+    return fsdpc_grad_exists(unit, param);
 }
 
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit)
@@ -45,7 +45,7 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out)
 {
-    if (!fsdpc_unit_has_grad(unit, param)) {
+    if (!fsdpc_grad_exists(unit, param)) {
         *out = NULL;
         return FSDPC_OK;
     }

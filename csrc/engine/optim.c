@@ -236,7 +236,7 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
 
 static bool steps(const unit_states *states, int param)
 {
-    return states->params[param].group >= 0 && fsdpc_unit_has_grad(states->unit, param);
+    return states->params[param].group >= 0 && fsdpc_grad_exists(states->unit, param);
 }
 
 /* Parameters of a band stand in declaration order, so neighbours in it are met one after the other;
@@ -304,7 +304,8 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
 /* Before anything is announced to the peers: hyper-parameters and states are there. */
 static fsdpc_status prepare(fsdpc_optim *optim)
 {
-    FSDPC_TRY(fsdpc_optim_graph_room(optim));
+    if (optim->device->ops->capture_begin)
+        FSDPC_TRY(fsdpc_optim_graph_room(optim));
     for (int i = 0; i < optim->n_units; i++) {
         unit_states *states = &optim->units[i];
         for (int p = 0; p < states->unit->layout->n_params; p++) {

@@ -89,7 +89,7 @@ static size_t count_params(const fsdpc_optim *optim)
 fsdpc_status fsdpc_optim_graph_room(fsdpc_optim *optim)
 {
     size_t n = count_params(optim) + 1;
-    if (!optim->device->ops->capture_begin || optim->n_scalars >= n)
+    if (optim->n_scalars >= n)
         return FSDPC_OK;
     void *memory;
     FSDPC_TRY(

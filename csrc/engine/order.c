@@ -65,47 +65,24 @@ void fsdpc_order_destroy(fsdpc_root *root)
     }
 }
 
-fsdpc_status fsdpc_order_published(fsdpc_root *root)
+fsdpc_status fsdpc_order_behind(fsdpc_root *root, fsdpc_event *event, fsdpc_stream *stream)
 {
-    if (!root->overlaps)
-        return FSDPC_OK;
-    fsdpc_stream *main = fsdpc_device_main(root->device);
-    FSDPC_TRY(fsdpc_event_record(root->published, main));
-    return fsdpc_stream_wait(root->gather_stream, root->published);
+    FSDPC_TRY(fsdpc_event_record(event, fsdpc_device_main(root->device)));
+    return fsdpc_stream_wait(stream, event);
 }
 
-void fsdpc_order_released(fsdpc_unit *unit)
+void fsdpc_order_note_released(fsdpc_unit *unit)
 {
-    fsdpc_root *root = unit->root;
-    if (!root->overlaps)
-        return;
-    fsdpc_stream *main = fsdpc_device_main(root->device);
-    if (fsdpc_event_record(unit->released, main) != FSDPC_OK)
-        fsdpc_comm_abort(root->comm, fsdpc_last_error()); /* or a gather would come too early */
-}
-
-fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
-{
-    const fsdpc_root *root = unit->root;
-    return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
-}
-
-fsdpc_status fsdpc_order_filled(fsdpc_root *root)
-{
-    if (!root->overlaps)
-        return FSDPC_OK;
-    fsdpc_stream *main = fsdpc_device_main(root->device);
-    FSDPC_TRY(fsdpc_event_record(root->filled, main));
-    return fsdpc_stream_wait(root->reduce_stream, root->filled);
+    if (fsdpc_event_record(unit->released, fsdpc_device_main(unit->device)) != FSDPC_OK)
+        fsdpc_comm_abort(unit->root->comm,
+                         fsdpc_last_error()); /* or a gather would come too early */
 }
 
 fsdpc_status fsdpc_order_follow(fsdpc_root *root)
 {
     if (!root->overlaps)
         return FSDPC_OK;
-    fsdpc_stream *main = fsdpc_device_main(root->device);
-    FSDPC_TRY(fsdpc_event_record(root->published, main));
-    FSDPC_TRY(fsdpc_stream_wait(root->gather_stream, root->published));
+    FSDPC_TRY(fsdpc_order_published(root));
     FSDPC_TRY(fsdpc_stream_wait(root->reduce_stream, root->published));
     return root->replicate_stream ? fsdpc_stream_wait(root->replicate_stream, root->published)
                                   : FSDPC_OK;

@@ -16,14 +16,35 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root); /* units are adopted */
 /* Waits for the streams, or aborts their operations with peers, before their memory is freed. */
 void fsdpc_order_destroy(fsdpc_root *root);
 
+/* `stream` goes on when main has come to here; the event says when that is. */
+fsdpc_status fsdpc_order_behind(fsdpc_root *root, fsdpc_event *event, fsdpc_stream *stream);
+void fsdpc_order_note_released(fsdpc_unit *unit);
+
 /* What follows does nothing where streams do not overlap. */
 
 /* Main has written own slices of the wire: gathers to come are behind it. */
-fsdpc_status fsdpc_order_published(fsdpc_root *root);
+static inline fsdpc_status fsdpc_order_published(fsdpc_root *root)
+{
+    return root->overlaps ? fsdpc_order_behind(root, root->published, root->gather_stream)
+                          : FSDPC_OK;
+}
+/* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
+static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
+{
+    return root->overlaps ? fsdpc_order_behind(root, root->filled, root->reduce_stream) : FSDPC_OK;
+}
 /* Main has read a unit's full for the last time... */
-void fsdpc_order_released(fsdpc_unit *unit);
+static inline void fsdpc_order_released(fsdpc_unit *unit)
+{
+    if (unit->root->overlaps)
+        fsdpc_order_note_released(unit);
+}
 /* ... so the gather that follows may overwrite it. */
-fsdpc_status fsdpc_order_gather(fsdpc_unit *unit);
+static inline fsdpc_status fsdpc_order_gather(fsdpc_unit *unit)
+{
+    const fsdpc_root *root = unit->root;
+    return root->overlaps ? fsdpc_stream_wait(root->gather_stream, unit->released) : FSDPC_OK;
+}
 /* Every stream waits for main, and every event is recorded there.  A capture begins with this, to
  * include the streams, and ends with it, since events recorded in a capture mean nothing outside.
  */
@@ -32,7 +53,4 @@ fsdpc_status fsdpc_order_fork(fsdpc_root *root);
 fsdpc_status fsdpc_order_follow(fsdpc_root *root);
 /* Main waits for all other streams. */
 fsdpc_status fsdpc_order_join(fsdpc_root *root);
-/* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
-fsdpc_status fsdpc_order_filled(fsdpc_root *root);
-
 #endif

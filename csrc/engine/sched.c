@@ -170,11 +170,6 @@ fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad)
     return FSDPC_OK;
 }
 
-bool fsdpc_unit_reshards(const fsdpc_unit *unit)
-{
-    return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
-}
-
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit)
 {
     fsdpc_root *root = unit->root;
@@ -251,15 +246,8 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                 place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);
     *dtype_out = group->reduce_dtype;
     *accumulate_out = unit->filled[param];
-    return FSDPC_OK;
-}
-
-fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param)
-{
-    if (!unit->filled[param]) {
-        unit->filled[param] = true;
-        unit->n_filled++;
-    }
+    unit->n_filled += !unit->filled[param];
+    unit->filled[param] = true;
     return FSDPC_OK;
 }
 
@@ -272,10 +260,8 @@ fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data)
     bool accumulate = false;
     FSDPC_TRY(fsdpc_grad_target_of(unit, param, &target, &to, &accumulate));
     if (accumulate)
-        FSDPC_TRY(fsdpc_flat_accumulate(target, to, data, from, place->numel, main));
-    else
-        FSDPC_TRY(fsdpc_flat_cast(target, to, data, from, place->numel, main));
-    return fsdpc_grad_ready(unit, param);
+        return fsdpc_flat_accumulate(target, to, data, from, place->numel, main);
+    return fsdpc_flat_cast(target, to, data, from, place->numel, main);
 }
 
 /* A step was recorded to its end: do all ranks mean to replay the same? */

@@ -1,6 +1,6 @@
 /* The schedule: six entry points through which a front door drives units through a step.
  *
- *     pre_forward  post_forward  pre_backward  post_backward  grad_target/grad_ready  backward_end
+ *     pre_forward  post_forward  pre_backward  post_backward  grad_target  backward_end
  *
  * Both front doors reach these through call.h, and add gradients.  The schedule alone decides when
  * a unit is gathered, resharded and reduced.  The first step runs on demand and is recorded; later
@@ -22,19 +22,15 @@
 fsdpc_status fsdpc_pre_forward(fsdpc_unit *unit, bool grad);
 fsdpc_status fsdpc_post_forward(fsdpc_unit *unit);
 
-/* Does the end of its forward give the full up?  Not where modules of it are still to run, and not
- * where other ranks may run it. */
-bool fsdpc_unit_reshards(const fsdpc_unit *unit);
-
 /* `generation` is the root's when the forward ran (fsdpc_unit_generation).  Idempotent. */
 fsdpc_status fsdpc_pre_backward(fsdpc_unit *unit, uint64_t generation);
 fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
 
-/* Where the next contribution to a parameter's gradient goes, and that it has been written. */
+/* Where the next contribution to a parameter's gradient goes.  The caller writes it there, or the
+ * backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
-fsdpc_status fsdpc_grad_ready(fsdpc_unit *unit, int param);
-/* Both, for a contribution that lies in `data`: whole, dense, of the full's dtype. */
+/* Writes it from `data`: whole, dense, of the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 
 /* Closes units that are still open, waits for every reduction. */

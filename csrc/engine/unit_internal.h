@@ -103,6 +103,11 @@ struct fsdpc_unit {
     bool clipped;        /* clip_factor is pending too */
 };
 
+static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
+{
+    return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
+}
+
 /* Is a factor pending on its gradients? */
 static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
 {
@@ -113,6 +118,13 @@ static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
 static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
 {
     return unit->clipped ? unit->clip_factor : NULL;
+}
+
+/* Does the end of its forward give the full up?  Not where modules of it are still to run, and not
+ * where other ranks may run it. */
+static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
+{
+    return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
 }
 
 static inline int fsdpc_unit_rank(const fsdpc_unit *unit)

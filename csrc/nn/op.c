@@ -103,8 +103,7 @@ fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_
         args->c = target.data;
         args->c_dtype = target.dtype;
         args->accumulate = target.accumulate;
-        FSDPC_TRY(fsdpc_op_kernels(tape)->gemm(args, tape->stream));
-        return fsdpc_edge_done(tape, edge);
+        return fsdpc_op_kernels(tape)->gemm(args, tape->stream);
     }
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, fsdpc_edge_ndim(edge),
@@ -114,11 +113,9 @@ fsdpc_status fsdpc_op_gemm_into(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_
     args->accumulate = false;
     fsdpc_status st = fsdpc_op_kernels(tape)->gemm(args, tape->stream);
     if (st == FSDPC_OK)
-        st = (target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
-            target.data, target.dtype, t->data, t->dtype, t->numel, tape->stream);
+        st = fsdpc_target_write(tape, &target, t->data, t->dtype, t->numel);
     fsdpc_tensor_release(t);
-    FSDPC_TRY(st);
-    return fsdpc_edge_done(tape, edge);
+    return st;
 }
 
 fsdpc_status fsdpc_op_give_owned(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *g,
@@ -167,6 +164,5 @@ fsdpc_status fsdpc_op_give_summed(fsdpc_tape *tape, const fsdpc_edge *edge, fsdp
     args.out = target.data;
     args.out_dtype = target.dtype;
     args.accumulate = target.accumulate;
-    FSDPC_TRY(fsdpc_op_kernels(tape)->sum(&args, tape->stream));
-    return fsdpc_edge_done(tape, edge);
+    return fsdpc_op_kernels(tape)->sum(&args, tape->stream);
 }

@@ -130,9 +130,7 @@ static fsdpc_status cast_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tens
 {
     fsdpc_grad_target target;
     FSDPC_TRY(fsdpc_op_target(tape, &node->inputs[0], &target));
-    FSDPC_TRY((target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
-        target.data, target.dtype, dy->data, dy->dtype, dy->numel, tape->stream));
-    return fsdpc_edge_done(tape, &node->inputs[0]);
+    return fsdpc_target_write(tape, &target, dy->data, dy->dtype, dy->numel);
 }
 
 static const fsdpc_node_ops cast_ops = {.name = "cast", .backward = cast_backward};

@@ -21,8 +21,7 @@ static fsdpc_status embedding_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
                                  .dtable = target.data,
                                  .dtable_dtype = target.dtype,
                                  .accumulate = target.accumulate};
-    FSDPC_TRY(fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream));
-    return fsdpc_edge_done(tape, edge);
+    return fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
 }
 
 static const fsdpc_node_ops embedding_ops = {.name = "embedding", .backward = embedding_backward};

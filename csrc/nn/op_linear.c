@@ -46,8 +46,7 @@ static fsdpc_status give_bias(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
                            .x = dy->data,
                            .out = target.data,
                            .accumulate = target.accumulate};
-    FSDPC_TRY(fsdpc_op_kernels(tape)->sum(&args, tape->stream));
-    return fsdpc_edge_done(tape, edge);
+    return fsdpc_op_kernels(tape)->sum(&args, tape->stream);
 }
 
 /* The gelu node that gets its gradient from this linear node alone, or NULL.  References tell: ours

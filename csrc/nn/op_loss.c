@@ -296,11 +296,9 @@ static fsdpc_status give_kept(fsdpc_tape *tape, const fsdpc_edge *edge, const fs
     if (st == FSDPC_OK)
         st = fsdpc_op_target(tape, edge, &target);
     if (st == FSDPC_OK)
-        st = (target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
-            target.data, target.dtype, scaled->data, scaled->dtype, scaled->numel, tape->stream);
+        st = fsdpc_target_write(tape, &target, scaled->data, scaled->dtype, scaled->numel);
     fsdpc_tensor_release(scaled);
-    FSDPC_TRY(st);
-    return fsdpc_edge_done(tape, edge);
+    return st;
 }
 
 static fsdpc_status fused_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)

@@ -63,13 +63,9 @@ static fsdpc_status side_divert(fsdpc_tape *tape, side *s)
 /* From the temporary to the target, if there was one. */
 static fsdpc_status side_close(fsdpc_tape *tape, side *s)
 {
-    if (!s->edge)
+    if (!s->temporary)
         return FSDPC_OK;
-    if (s->temporary)
-        FSDPC_TRY((s->target.accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
-            s->target.data, s->target.dtype, s->temporary->data, FSDPC_F32, s->temporary->numel,
-            tape->stream));
-    return fsdpc_edge_done(tape, s->edge);
+    return fsdpc_target_write(tape, &s->target, s->temporary->data, FSDPC_F32, s->temporary->numel);
 }
 
 static bool side_direct(const side *s, fsdpc_dtype dtype)

@@ -240,10 +240,9 @@ static fsdpc_status slice_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
     if (!target.accumulate)
         FSDPC_TRY(fsdpc_device_fill(tape->device, target.data, 0, numel * bytes, tape->stream));
     fsdpc_op_strides(extra->ndim, extra->count, dense);
-    FSDPC_TRY(copy_box(tape, dy->dtype, extra->ndim, extra->count,
-                       (char *)target.data + extra->offset * bytes, target.dtype, extra->strides,
-                       dy->data, dense, target.accumulate));
-    return fsdpc_edge_done(tape, edge);
+    return copy_box(tape, dy->dtype, extra->ndim, extra->count,
+                    (char *)target.data + extra->offset * bytes, target.dtype, extra->strides,
+                    dy->data, dense, target.accumulate);
 }
 
 static const fsdpc_node_ops slice_ops = {.name = "slice", .backward = slice_backward};

@@ -139,17 +139,18 @@ static fsdpc_status give_slot(fsdpc_tape *tape, fsdpc_tensor **slot, fsdpc_tenso
     return add_to(tape, *slot, gradient);
 }
 
+fsdpc_status fsdpc_target_write(const fsdpc_tape *tape, const fsdpc_grad_target *target,
+                                const void *data, fsdpc_dtype dtype, size_t numel)
+{
+    return (target->accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(
+        target->data, target->dtype, data, dtype, numel, tape->stream);
+}
+
 static fsdpc_status give_sink(fsdpc_tape *tape, fsdpc_grad_sink *sink, fsdpc_tensor *gradient)
 {
     fsdpc_grad_target target;
     FSDPC_TRY(sink->target(sink->arg, &target));
-    if (target.accumulate)
-        FSDPC_TRY(fsdpc_flat_accumulate(target.data, target.dtype, gradient->data, gradient->dtype,
-                                        gradient->numel, tape->stream));
-    else
-        FSDPC_TRY(fsdpc_flat_cast(target.data, target.dtype, gradient->data, gradient->dtype,
-                                  gradient->numel, tape->stream));
-    return sink->ready ? sink->ready(sink->arg) : FSDPC_OK;
+    return fsdpc_target_write(tape, &target, gradient->data, gradient->dtype, gradient->numel);
 }
 
 fsdpc_status fsdpc_leaf_give(fsdpc_tape *tape, fsdpc_tensor *leaf, fsdpc_tensor *gradient)
@@ -209,15 +210,6 @@ fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_d
     if (leaf->sink.target)
         return leaf->sink.target(leaf->sink.arg, out);
     return slot_target(tape, &leaf->grad, false, dtype, ndim, shape, out);
-}
-
-fsdpc_status fsdpc_edge_done(fsdpc_tape *tape, const fsdpc_edge *edge)
-{
-    (void)tape;
-    fsdpc_tensor *leaf = edge->leaf;
-    if (leaf && leaf->sink.target && leaf->sink.ready && !fsdpc_leaf_has_hooks(leaf))
-        return leaf->sink.ready(leaf->sink.arg);
-    return FSDPC_OK;
 }
 
 /* ---- boundaries ---- */

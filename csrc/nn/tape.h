@@ -121,10 +121,12 @@ bool fsdpc_edge_wanted(const fsdpc_edge *edge);
 fsdpc_status fsdpc_edge_give(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_tensor *gradient);
 
 /* Backward: where the operation may write the gradient of this edge itself (kernels with an
- * `accumulate` and a free output dtype); call fsdpc_edge_done after writing.  `shape` and `dtype`
- * are of the input; the target's dtype may be another one (a reduce buffer's). */
+ * `accumulate` and a free output dtype), which it then does, or fails.  `shape` and `dtype` are of
+ * the input; the target's dtype may be another one (a reduce buffer's). */
 fsdpc_status fsdpc_edge_target(fsdpc_tape *tape, const fsdpc_edge *edge, fsdpc_dtype dtype,
                                int ndim, const size_t *shape, fsdpc_grad_target *out);
-fsdpc_status fsdpc_edge_done(fsdpc_tape *tape, const fsdpc_edge *edge);
+/* Writes a contribution that lies elsewhere to its target. */
+fsdpc_status fsdpc_target_write(const fsdpc_tape *tape, const fsdpc_grad_target *target,
+                                const void *data, fsdpc_dtype dtype, size_t numel);
 
 #endif

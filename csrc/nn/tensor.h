@@ -39,8 +39,8 @@ typedef struct fsdpc_storage {
 } fsdpc_storage;
 
 /* Where a leaf's gradient goes instead of `grad`.  `target` says where the next contribution is to
- * be written: accumulate is false for the first one of a backward (overwrite), true after.  `ready`
- * is called after each contribution has been written. */
+ * be written, which the caller then does: accumulate is false for the first one of a backward
+ * (overwrite), true after. */
 typedef struct fsdpc_grad_target {
     void *data;
     fsdpc_dtype dtype;
@@ -49,7 +49,6 @@ typedef struct fsdpc_grad_target {
 
 typedef struct fsdpc_grad_sink {
     fsdpc_status (*target)(void *arg, fsdpc_grad_target *out);
-    fsdpc_status (*ready)(void *arg);
     void *arg;
 } fsdpc_grad_sink;
 

@@ -192,7 +192,7 @@ static fsdpc_status enter(fsdpc_unit_ref *ref, fsdpc_tape *tape, bool *first_out
                              .ran_at = tape->recomputing,
                              .next_stream = &tape->next_stream};
     uint64_t generation;
-    if (fsdpc_call_begins_backward(ref->unit, &call, &generation))
+    if (call.recomputed && fsdpc_call_begins_backward(ref->unit, &call, &generation))
         FSDPC_TRY(begin_backward(ref, generation));
     return fsdpc_call_enter(ref->unit, &call, first_out);
 }

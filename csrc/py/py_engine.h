@@ -77,7 +77,11 @@ int fsdpc_py_unit_check_param(const fsdpc_py_unit *unit, int param);
 /* 0, or -1 with an exception when shutdown() has ended what the unit communicates over. */
 int fsdpc_py_unit_check_open(const fsdpc_py_unit *unit);
 
-fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref);
+static inline fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref)
+{
+    atomic_fetch_add_explicit(&ref->refs, 1, memory_order_relaxed);
+    return ref;
+}
 void fsdpc_unit_ref_release(fsdpc_unit_ref *ref);
 
 /* A tensor over `data`, memory of the unit. */

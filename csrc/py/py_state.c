@@ -118,22 +118,14 @@ void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
     *r = chosen;
 }
 
-fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
+fsdpc_runtime *fsdpc_py_runtime_start(fsdpc_runtime *runtime)
 {
-    fsdpc_runtime *runtime = &state->runtime;
-    if (runtime->ready)
-        return runtime;
     fsdpc_status status = runtime_create(runtime);
     if (status == FSDPC_OK)
         return runtime;
     fsdpc_py_raise(status);
     fsdpc_py_runtime_destroy(runtime);
     return NULL;
-}
-
-fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
-{
-    return fsdpc_py_state_runtime(PyModule_GetState(module));
 }
 
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type)

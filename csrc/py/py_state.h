@@ -62,8 +62,15 @@ static inline fsdpc_py_state *fsdpc_py_state_of_ref(PyObject *object)
 }
 
 /* The runtime, made if this is the first use; NULL with an exception. */
-fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state);
-fsdpc_runtime *fsdpc_py_runtime(PyObject *module);
+fsdpc_runtime *fsdpc_py_runtime_start(fsdpc_runtime *runtime);
+static inline fsdpc_runtime *fsdpc_py_state_runtime(fsdpc_py_state *state)
+{
+    return state->runtime.ready ? &state->runtime : fsdpc_py_runtime_start(&state->runtime);
+}
+static inline fsdpc_runtime *fsdpc_py_runtime(PyObject *module)
+{
+    return fsdpc_py_state_runtime(PyModule_GetState(module));
+}
 fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type);
 /* Takes the next random stream, for what is drawn once; -1 with an exception inside a captured
  * step, where every replay would draw the same. */

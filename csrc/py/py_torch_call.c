@@ -116,7 +116,7 @@ static PyObject *torch_unit_enter(PyObject *object, PyObject *const *args, Py_ss
         return NULL;
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     uint64_t generation;
-    if (fsdpc_call_begins_backward(unit, &call, &generation) &&
+    if (call.recomputed && fsdpc_call_begins_backward(unit, &call, &generation) &&
         fsdpc_torch_begin_backward(self, generation) < 0)
         return NULL;
     if (fsdpc_torch_follow_root(self) < 0)

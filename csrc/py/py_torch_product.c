@@ -65,16 +65,6 @@ static PyObject *run(PyObject *module, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-static fsdpc_status add_product(fsdpc_unit *unit, int param, product *p, void *target,
-                                fsdpc_dtype dtype, bool accumulate)
-{
-    p->args.c = target;
-    p->args.c_dtype = dtype;
-    p->args.accumulate = accumulate;
-    FSDPC_TRY(run_product(p));
-    return fsdpc_grad_ready(unit, param);
-}
-
 static PyObject *add_product_method(PyObject *object, PyObject *args)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
@@ -98,17 +88,15 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
         return NULL;
     if (fsdpc_torch_join(self) < 0)
         return NULL;
-    void *target;
-    bool accumulate;
-    fsdpc_status status = fsdpc_grad_target_of(unit, param, &target, &to, &accumulate);
+    product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
+    fsdpc_status status =
+        fsdpc_grad_target_of(unit, param, &p.args.c, &p.args.c_dtype, &p.args.accumulate);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
     p.args.a = address((size_t)dy);
     p.args.b = address((size_t)x);
     fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
-    FSDPC_PY_RUN(runtime, n_out * n_in, status,
-                 add_product(unit, param, &p, target, to, accumulate));
+    FSDPC_PY_RUN(runtime, n_out * n_in, status, run_product(&p));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     Py_RETURN_TRUE;

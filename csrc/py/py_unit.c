@@ -16,12 +16,6 @@
 
 /* ---- references ---- */
 
-fsdpc_unit_ref *fsdpc_unit_ref_acquire(fsdpc_unit_ref *ref)
-{
-    atomic_fetch_add_explicit(&ref->refs, 1, memory_order_relaxed);
-    return ref;
-}
-
 static void free_unit_ref(fsdpc_unit_ref *ref)
 {
     fsdpc_unit_destroy(ref->unit);
@@ -96,12 +90,6 @@ static fsdpc_status sink_target(void *arg, fsdpc_grad_target *out)
     return fsdpc_grad_target_of(p->unit, p->param, &out->data, &out->dtype, &out->accumulate);
 }
 
-static fsdpc_status sink_ready(void *arg)
-{
-    fsdpc_param_ref *p = arg;
-    return fsdpc_grad_ready(p->unit, p->param);
-}
-
 static fsdpc_status check_full(void *arg)
 {
     fsdpc_param_ref *p = arg;
@@ -127,8 +115,7 @@ fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tens
     fsdpc_status status = fsdpc_tensor_bind(t, dtype, storage, full);
     fsdpc_storage_release(storage);
     t->guard = (fsdpc_guard){.check = check_full, .arg = &ref->params[param]};
-    t->sink =
-        (fsdpc_grad_sink){.target = sink_target, .ready = sink_ready, .arg = &ref->params[param]};
+    t->sink = (fsdpc_grad_sink){.target = sink_target, .arg = &ref->params[param]};
     return status;
 }
 

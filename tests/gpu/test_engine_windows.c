@@ -78,9 +78,8 @@ static fsdpc_status give(model *m, int u)
     FSDPC_TRY(fsdpc_grad_target_of(unit, 0, &target, &dtype, &accumulate));
     FSDPC_TRY((accumulate ? fsdpc_flat_accumulate : fsdpc_flat_cast)(target, dtype, m->activation,
                                                                      FSDPC_F32, numel, &plain));
-    FSDPC_TRY(fsdpc_flat_accumulate(target, dtype, fsdpc_unit_full(unit, 0),
-                                    unit->groups[0].wire_dtype, numel, &plain));
-    return fsdpc_grad_ready(unit, 0);
+    return fsdpc_flat_accumulate(target, dtype, fsdpc_unit_full(unit, 0),
+                                 unit->groups[0].wire_dtype, numel, &plain);
 }
 
 static fsdpc_status backward(model *m)

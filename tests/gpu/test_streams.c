@@ -265,7 +265,6 @@ static fsdpc_status gradients(model *m, int unit, int step)
             FSDPC_TRY(fsdpc_flat_cast(grad, dtype, full, FSDPC_BF16, numel, &m->plain));
         FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, m->activations, FSDPC_F32, numel, &m->plain));
         FSDPC_TRY(fsdpc_flat_accumulate(grad, dtype, data, FSDPC_F32, numel, &m->plain));
-        FSDPC_TRY(fsdpc_grad_ready(m->units[unit], p));
     }
     return FSDPC_OK;
 }
