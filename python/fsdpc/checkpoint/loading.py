@@ -108,7 +108,6 @@ class _Load:
         self.state = {kind: value for kind, value in state.items() if value is not None}
         self.source: Source = open_source(folder)
         self.report = LoadReport(decode(self.source.content.get("extra")))
-        self.strict = strict
         self.reads: list[tuple[Piece, SourceTensor]] = []
         self.wrong: list[str] = []
         self.differ: list[tuple[str, str, str]] = []  # name, what is saved, what is here

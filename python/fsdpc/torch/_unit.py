@@ -436,21 +436,6 @@ def make_root(module: nn.Module) -> Root:
     return root
 
 
-def gradient_units(params: list[Any]) -> tuple[list[UnitState], list[Any]]:
-    """Split parameters into the units that hold them, whole, and those that no unit holds."""
-    states: dict[int, UnitState] = {}
-    counts: dict[int, int] = {}
-    others = []
-    for p in params:
-        info = getattr(p, "fsdpc", None)
-        if isinstance(info, PieceInfo):
-            states[id(info._state)] = info._state
-            counts[id(info._state)] = counts.get(id(info._state), 0) + 1
-        else:
-            others.append(p)
-    return list(states.values()), others
-
-
 def take_grads(states: list[UnitState]) -> None:
     """Let the engine know what became of the pieces' gradients; settles abandoned backwards."""
     for state in states:

@@ -13,7 +13,7 @@ from fsdpc import _core
 from fsdpc.torch import _device
 from fsdpc.torch._copies import Whole
 from fsdpc.torch._grads import PENDING
-from fsdpc.torch._unit import gradient_units, take_grads
+from fsdpc.torch._unit import take_grads
 
 
 def clip_grad_norm_(
@@ -52,9 +52,10 @@ def clip_grad_norm_(
         parameters = parameters.parameters()
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with_grad = [p for p in params if p.grad is not None]
-    states, others = gradient_units(with_grad)
-    whole = _hold_whole_units(states, with_grad)
-    if others or not states or not whole or _narrow(states):
+    held = [getattr(p, "fsdpc", None) for p in with_grad]
+    states = list({id(info._state): info._state for info in held if info is not None}.values())
+    whole = None not in held and _hold_whole_units(states, with_grad)
+    if not states or not whole or _narrow(states):
         return torch.nn.utils.clip_grad_norm_(
             with_grad, max_norm, norm_type, error_if_nonfinite, foreach
         )
