@@ -159,33 +159,26 @@ def memory_plan(
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
         units = _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    sums = dict.fromkeys(("master", "grad", "state", "micro_sum"), 0)
-    reduce = 0
-    pooled: list[dict[str, int]] = []
-    fulls: list[tuple[int, int, bool]] = []
-    two_stages = replicate > 1 and shard > 1
-    contributions = {"contribution": 0, "partial_contribution": 0}  # of one peer to the largest sum
-    for unit in units:
-        one = _core.plan_unit(unit.specs, shard, unit.param_dtype, unit.reduce_dtype)
-        fulls.append((one["wire"], one["published"], unit.own_full))
-        contributions = {key: max(most, one[key]) for key, most in contributions.items()}
-        sums["master"] += one["master"]
-        sums["grad"] += one["grad"]
-        sums["micro_sum"] += one["partial"]
-        sums["state"] += n_states * one["state"]
-        if unit.own_buffer or keeps:
-            reduce += one["reduce"] + (one["partial"] if two_stages else 0)
-        elif one["reduce"]:
-            pooled.append(one)
+    plans = [_core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype) for u in units]
+
+    def total(key: str) -> int:
+        return sum(one[key] for one in plans)
+
+    sums = {"master": total("master"), "grad": total("grad"), "micro_sum": total("partial")}
+    sums["state"] = n_states * total("state")
+    fulls = [(one["wire"], one["published"], u.own_full) for u, one in zip(units, plans)]
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
-    if pooled:
-        each = max(u["reduce"] for u in pooled)
-        each += max(u["partial"] for u in pooled) if two_stages else 0
-        reduce += each * min(_core.pooled_buffers, len(pooled))
-    first = shard if shard > 1 else replicate
-    received = (first - 1) * contributions["contribution"]
+    two_stages = replicate > 1 and shard > 1
+    held = ("reduce", "partial") if two_stages else ("reduce",)
+    alone = [u.own_buffer or keeps for u in units]
+    reduce = sum(one[key] for one, is_alone in zip(plans, alone) if is_alone for key in held)
+    pooled = [one for one, is_alone in zip(plans, alone) if one["reduce"] and not is_alone]
+    each = sum(max((one[key] for one in pooled), default=0) for key in held)
+    reduce += each * min(_core.pooled_buffers, len(pooled))
+    first = shard if shard > 1 else replicate  # ranks that a sum brings contributions of
+    received = (first - 1) * max((one["contribution"] for one in plans), default=0)
     if two_stages:
-        received += (replicate - 1) * contributions["partial_contribution"]
+        received += (replicate - 1) * max(one["partial_contribution"] for one in plans)
     by_device = {
         name: {
             "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
