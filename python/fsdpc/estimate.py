@@ -81,7 +81,8 @@ def estimate(
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two gathers, one reduction), 2 for the others.
     """
-    name = as_strategy(strategy).name
+    strategy = as_strategy(strategy)
+    name = strategy.name
     if world < 1 or params <= 0 or units < 1:
         raise ValueError(f"params {params}, world {world}, units {units}: all are 1 or more")
     device = get_default_device() if device is None else device
@@ -89,7 +90,7 @@ def estimate(
     b = _core.as_dtype(dtype or _core.float32).itemsize
     n_optim = 1 if name == "NO_SHARD" else world
     n_grads = world if name not in ("NO_SHARD", "SHARD_OPTIM") else 1
-    n_params = world if name in ("FULL_SHARD", "HYBRID_SHARD") else 1
+    n_params = 1 if strategy.keeps_params else world
     published = params * (b / n_params + b / n_grads + 4 * states / n_optim)
     pooled = units if name == "SHARD_OPTIM" else min(_core.pooled_buffers, units)
     full = ceil(params * b / units)

@@ -234,8 +234,7 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
 def _planned_units(
     model: Any, plan: Any, policy: MixedPrecisionPolicy, strategy: Any
 ) -> list[_UnitShape]:
-    stays = strategy is not None and as_strategy(strategy).name not in ("FULL_SHARD",
-                                                                        "HYBRID_SHARD")
+    stays = strategy is not None and as_strategy(strategy).keeps_params
     chosen: list[tuple[list[Any], dict[str, Any]]] = []
     if plan is not None:
         chosen = units_by(plan if callable(plan) else by_name(plan), [model])
@@ -245,17 +244,17 @@ def _planned_units(
     units = []
     for (module,), options in chosen:
         own = options.get("mp_policy") or policy
+        reshards = options.get("reshard_after_forward", not stays)
         params = [p for p in module.parameters() if id(p) not in claimed]
         claimed.update(map(id, params))
-        encloses = any(id(m) in ids for m in module.modules() if m is not module)
+        alone = module is model or any(id(m) in ids for m in list(module.modules())[1:])
         units.append(
             _UnitShape(
                 specs=[(p.dtype, p.shape) for p in params],
                 param_dtype=own.param_dtype,
                 reduce_dtype=own.reduce_dtype,
-                own_buffer=encloses or module is model,
-                own_full=encloses or module is model or options.get(
-                    "reshard_after_forward", not stays) is False,
+                own_buffer=alone,
+                own_full=alone or reshards is False,
             )
         )
     return units

@@ -32,6 +32,11 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"
     _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # PyTorch's name of it
 
+    @property
+    def keeps_params(self) -> bool:
+        """Whether parameters stay whole after forward."""
+        return self.name not in ("FULL_SHARD", "HYBRID_SHARD")
+
 
 def as_strategy(value: ShardingStrategy | str) -> ShardingStrategy:
     """Look a strategy up by name."""
@@ -71,10 +76,9 @@ def apply_strategy(
             raise ValueError(f"NO_SHARD needs a mesh of world x 1, got {mesh}")
     elif not hybrid and mesh is not None and mesh.ndim == 2 and mesh.shape[0] > 1:
         raise ValueError(f"{name} shards over all ranks, but {mesh} has replicas: use HYBRID_SHARD")
-    keeps = name not in ("FULL_SHARD", "HYBRID_SHARD")
-    if keeps and reshard_after_forward:
+    if strategy.keeps_params and reshard_after_forward:
         raise ValueError(f"{name} keeps parameters after forward; reshard_after_forward is True")
-    reshard = False if keeps else reshard_after_forward
+    reshard = False if strategy.keeps_params else reshard_after_forward
     return mesh, reshard, strategy is ShardingStrategy.SHARD_OPTIM
 
 
