@@ -24,8 +24,8 @@ import numpy as np
 from fsdpc import _core
 from fsdpc.checkpoint import config_json, projections, saving
 from fsdpc.checkpoint.manifest import CheckpointError
-from fsdpc.checkpoint.pieces import FILE_DTYPES, Piece
-from fsdpc.checkpoint.schema import ITEM_BYTES
+from fsdpc.checkpoint.pieces import Piece
+from fsdpc.checkpoint.schema import FILE_DTYPES, ITEM_BYTES
 from fsdpc.checkpoint.source import Source, damaged, open_source
 
 _KEPT = ("version", "optimizer", "scheduler", "scaler", "data", "rng", "aliases", "extra", "world",

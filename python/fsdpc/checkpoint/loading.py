@@ -16,7 +16,8 @@ from fsdpc._agree import agreed
 from fsdpc.checkpoint import generators, projections, saving
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.names import FAMILIES, file_names
-from fsdpc.checkpoint.pieces import FLOATS, Piece, Saved, pieces_of, states_of
+from fsdpc.checkpoint.pieces import Piece, Saved, pieces_of, states_of
+from fsdpc.checkpoint.schema import FLOATS
 from fsdpc.checkpoint.source import Source, SourceTensor, open_source
 from fsdpc.checkpoint.values import decode
 

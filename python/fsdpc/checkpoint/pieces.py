@@ -14,21 +14,9 @@ from typing import Any
 
 from fsdpc import _core, distributed
 from fsdpc._core import Tensor
+from fsdpc.checkpoint.schema import FILE_DTYPES
 from fsdpc.nn.module import Module, Parameter
 from fsdpc.optim.optimizer import Optimizer
-
-# Names of dtypes in files.
-FILE_DTYPES = {
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float64": "F64",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-FLOATS = {"F32", "BF16", "F16", "F64"}
 
 
 @dataclass(frozen=True)

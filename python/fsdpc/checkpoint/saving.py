@@ -17,8 +17,8 @@ from fsdpc import _core, distributed
 from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest, projections
 from fsdpc.checkpoint.claim import Claim, claim_name
-from fsdpc.checkpoint.pieces import FILE_DTYPES, FLOATS, Held, Piece, States, pieces_of, states_of
-from fsdpc.checkpoint.schema import ITEM_BYTES
+from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
+from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.values import encode
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "data", "extra")

@@ -10,7 +10,15 @@ import re
 from math import prod
 from typing import Any
 
-ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "U8": 1, "BOOL": 1}
+from fsdpc._core import as_dtype
+
+# Names of dtypes in files.
+FILE_DTYPES = {
+    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "bfloat16": "BF16",
+    "float16": "F16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+ITEM_BYTES = {file: as_dtype(name).itemsize for name, file in FILE_DTYPES.items()}
+FLOATS = {file for name, file in FILE_DTYPES.items() if as_dtype(name).is_floating_point}
 _CRC = re.compile(r"[0-9a-f]{8}")
 _U63, _U64 = (1 << 63) - 1, (1 << 64) - 1
 
