@@ -141,11 +141,10 @@ def _watch_until_interrupted(supervisor: Supervisor) -> None:
         raise
 
 
-def error_report(error: BaseException, skip_frames: int = 1) -> Report:
-    """Return a rank's traceback as a report, without the launcher's own frames on top."""
+def error_report(error: BaseException) -> Report:
+    """Return a rank's traceback as a report, without the launcher's own frame on top."""
     frames = error.__traceback__
-    for _ in range(skip_frames):
-        frames = frames.tb_next if frames and frames.tb_next else frames
+    frames = frames.tb_next if frames and frames.tb_next else frames
     return Report("error", "".join(traceback.format_exception(type(error), error, frames)))
 
 

@@ -7,7 +7,6 @@ is the checksum of all text before its own digits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +113,8 @@ def read(folder: Path) -> dict[str, Any]:
             f"{own[:8].decode('latin-1')}"
         )
     content = strict_json(text, str(path))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a manifest of fsdpc")
-    if content.get("format") != "fsdpc" or not isinstance(content.get("version"), int):
+    told = content if isinstance(content, dict) else {}
+    if told.get("format") != "fsdpc" or not isinstance(told.get("version"), int):
         raise CheckpointError(f"{path}: not a manifest of fsdpc")
     if content["version"] > VERSION:
         raise CheckpointError(
@@ -139,23 +137,18 @@ def plain_name(name: str, what: str) -> str:
     return name
 
 
-def check_files(folder: Path, content: dict[str, Any], names: Iterable[str] | None = None) -> None:
+def check_files(folder: Path, content: dict[str, Any]) -> None:
     """Compare a folder's files with its manifest: sizes, headers, indices; no tensor data.
-
-    All files, or those of these names alone.
 
     Raises
     ------
     CheckpointError
         Files are missing or differ; all of them are listed.
     """
-    wrong = []
-    for name in sorted(content["files"] if names is None else names):
-        problem = _file_problem(folder / plain_name(name, NAME), content["files"][name])
-        if problem:
-            wrong.append(problem)
-    if wrong:
-        raise CheckpointError("; ".join(wrong))
+    files = sorted(content["files"].items())
+    problems = [_file_problem(folder / plain_name(name, NAME), entry) for name, entry in files]
+    if any(problems):
+        raise CheckpointError("; ".join(filter(None, problems)))
 
 
 def _file_problem(path: Path, entry: dict[str, Any]) -> str | None:
