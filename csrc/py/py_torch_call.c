@@ -232,11 +232,6 @@ static PyObject *get_depth(PyObject *object, void *Py_UNUSED(unused))
     return PyLong_FromLong(root ? fsdpc_root_forward_depth(root) : 0);
 }
 
-static PyObject *get_live(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyBool_FromLong(fsdpc_unit_has_grads(fsdpc_torch_unit((fsdpc_py_torch_unit *)object)));
-}
-
 static PyObject *get_pending(PyObject *object, void *Py_UNUSED(unused))
 {
     return PyFloat_FromDouble(
@@ -261,7 +256,6 @@ static int set_generation(PyObject *object, PyObject *value, void *Py_UNUSED(unu
 PyGetSetDef fsdpc_torch_call_getset[] = {
     {"in_backward", get_in_backward, NULL, "Whether the root's backward runs.", NULL},
     {"depth", get_depth, NULL, "Forwards of the root that are running.", NULL},
-    {"grad_live", get_live, NULL, "Whether the gradient shard holds anything.", NULL},
     {"generation", get_generation, set_generation,
      "Of the weights; set: what the forward saw that is computed again.", NULL},
     {"pending_scale", get_pending, NULL, "What clipping left to be applied.", NULL},
