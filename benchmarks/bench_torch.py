@@ -263,7 +263,7 @@ def host_turn(engine: str, params: int) -> dict[str, Any]:
     if engine == "fsdpc":
         import fsdpc
 
-        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, "null")
+        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, None)
     elif engine == "fsdp2":
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore

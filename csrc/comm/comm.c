@@ -67,6 +67,23 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
     comm->log.rank = config->rank;
 }
 
+fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size)
+{
+    return (fsdpc_comm_config){
+        .rank = rank,
+        .size = size,
+        .device = comm->device,
+        .trace = comm->trace,
+        .timeout_s = comm->timeout_s,
+        .notice_s = comm->notice_s,
+        .interrupt = comm->interrupt,
+        .notice = comm->notice,
+        .notice_arg = comm->notice_arg,
+        .log = comm->log,
+        .spin = comm->spin,
+    };
+}
+
 /* ---- Failure ---- */
 
 void fsdpc_comm_abort_local(fsdpc_comm *comm, const char *reason)

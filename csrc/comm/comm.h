@@ -261,9 +261,6 @@ typedef struct fsdpc_comm_config {
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
-    /* nccl: a communicator of the same ranks, over host memory, taken over when create succeeds */
-    fsdpc_comm *control;
-    const char *library_path; /* nccl: to prefer, or NULL; borrowed by create alone */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
@@ -292,6 +289,8 @@ size_t fsdpc_comm_null_records(const fsdpc_comm *comm, const fsdpc_comm_record *
 
 /* Sets up the common head from a config. */
 void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_comm_config *config);
+/* The config of a part that is split off `comm`. */
+fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size);
 
 /* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after. `what`
  * names the operation and `unit` (may be NULL) the unit in messages. */

@@ -219,20 +219,7 @@ static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2]
         members[i] = self->members[parents[i]];
         rank = parents[i] == self->base.rank ? i : rank;
     }
-    const fsdpc_comm *base = &self->base;
-    fsdpc_comm_config config = {
-        .rank = rank,
-        .size = n,
-        .device = base->device,
-        .trace = base->trace,
-        .timeout_s = base->timeout_s,
-        .notice_s = base->notice_s,
-        .interrupt = base->interrupt,
-        .notice = base->notice,
-        .notice_arg = base->notice_arg,
-        .log = base->log,
-        .spin = base->spin,
-    };
+    fsdpc_comm_config config = fsdpc_comm_config_like(&self->base, rank, n);
     uint64_t id = self->id * 31 + self->creations * 1024 + (uint64_t)members[0] + 1;
     fsdpc_shm_comm *part = NULL;
     FSDPC_TRY(comm_new(&config, self->world, members, id * UINT64_C(0x9e3779b97f4a7c15), &part));

@@ -187,7 +187,7 @@ fsdpc_status fsdpc_cuda_attention_cudnn(const fsdpc_attention_args *args, bool b
                                         fsdpc_stream *stream, bool *done_out)
 {
     *done_out = false;
-    if (!stream->device->cudnn || !suits(args, backward))
+    if (!((const fsdpc_cuda_device *)stream->device)->cudnn || !suits(args, backward))
         return FSDPC_OK;
     fsdpc_cuda_attentions *all = NULL;
     FSDPC_TRY(attentions_of(stream->device, &all));

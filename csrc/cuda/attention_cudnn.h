@@ -1,4 +1,4 @@
-/* Attention by cuDNN, for devices that were told to (fsdpc_device's `cudnn`) and shapes it takes.
+/* Attention by cuDNN, for devices that were told to (fsdpc_cuda_device's `cudnn`) and shapes it takes.
  *
  * Compiled in or not, asked for or not, there or not: who calls finds out by `done_out` and turns
  * to our own kernels.  Both keep the same log-sum-exp, so each direction may go either way.

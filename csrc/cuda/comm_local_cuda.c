@@ -27,12 +27,12 @@ static fsdpc_comm *control_of(fsdpc_comm *comm)
 
 static const fsdpc_comm_ops local_ops;
 
-static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_local_comm **out)
+static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_local_comm **out)
 {
     fsdpc_local_comm *self = calloc(1, sizeof *self);
     if (!self)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
-    fsdpc_comm_init(&self->base, &local_ops, config);
+    fsdpc_comm_init(&self->base, &local_ops, &config->comm);
     self->control = config->control;
     self->host = config->control->device;
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
@@ -56,7 +56,7 @@ static void local_destroy(fsdpc_comm *comm)
 static fsdpc_status local_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
 {
     fsdpc_local_comm *self = fsdpc_local_of(comm), *part = NULL;
-    fsdpc_comm_config config;
+    fsdpc_control_config config;
     FSDPC_TRY(fsdpc_control_split(comm, self->control, color, key, &config));
     fsdpc_status status = config.control ? comm_new(&config, &part) : FSDPC_OK;
     status = fsdpc_local_settle(self, fsdpc_comm_agree(self->control, status, "split"));
@@ -282,7 +282,7 @@ static const fsdpc_comm_ops local_ops = {
     .waits = local_waits,
 };
 
-fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_control_config *config, fsdpc_comm **out)
 {
     FSDPC_TRY(fsdpc_control_check(config, "local_cuda"));
     fsdpc_local_comm *self = NULL;

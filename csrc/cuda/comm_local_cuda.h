@@ -9,10 +9,10 @@
 #ifndef FSDPC_CUDA_COMM_LOCAL_CUDA_H
 #define FSDPC_CUDA_COMM_LOCAL_CUDA_H
 
-#include "comm/comm.h"
+#include "cuda/control.h"
 
-/* config->control is taken over on success and stays the caller's otherwise.  config->device is a
+/* config->control is taken over on success and stays the caller's otherwise.  config->comm.device is a
  * GPU, which ranks may share. */
-fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+fsdpc_status fsdpc_comm_local_cuda_create(const fsdpc_control_config *config, fsdpc_comm **out);
 
 #endif

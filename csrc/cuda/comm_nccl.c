@@ -54,13 +54,13 @@ static void world_release(fsdpc_nccl_world *world)
         free(world);
 }
 
-static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_nccl_world *world,
+static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_world *world,
                              fsdpc_comm_nccl **out)
 {
     fsdpc_comm_nccl *self = calloc(1, sizeof *self);
     if (!self)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator");
-    fsdpc_comm_init(&self->base, &nccl_ops, config);
+    fsdpc_comm_init(&self->base, &nccl_ops, &config->comm);
     self->control = config->control;
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
     atomic_fetch_add(&world->refs, 1);
@@ -111,7 +111,7 @@ static void nccl_destroy(fsdpc_comm *comm)
 static fsdpc_status nccl_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm), *part = NULL;
-    fsdpc_comm_config config;
+    fsdpc_control_config config;
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(fsdpc_nccl_launched(self));
     FSDPC_TRY(fsdpc_control_split(comm, self->control, color, key, &config));
@@ -377,7 +377,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .waits = nccl_waits,
 };
 
-fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm **out)
+fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out)
 {
     FSDPC_TRY(fsdpc_control_check(config, "NCCL"));
     fsdpc_comm_nccl *self = NULL;
@@ -388,8 +388,9 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm 
         atomic_init(&world->refs, 1);
         world->pid = (int)getpid();
         const fsdpc_log silent = {0}; /* one rank says it for all */
-        status = fsdpc_nccl_open(config->library_path, config->rank == 0 ? &config->log : &silent,
-                                 &world->nccl);
+        status =
+            fsdpc_nccl_open(config->library_path,
+                            config->comm.rank == 0 ? &config->comm.log : &silent, &world->nccl);
     }
     if (status == FSDPC_OK)
         status = comm_new(config, world, &self);
@@ -397,8 +398,9 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm 
     if (world)
         world_release(world); /* self has its own */
     if (status == FSDPC_OK) {
-        if (!config->device->watch.wait_for)
-            config->device->watch = (fsdpc_watch){watch_wait, self};
+        fsdpc_device *device = config->comm.device;
+        if (!device->watch.wait_for)
+            device->watch = (fsdpc_watch){watch_wait, self};
         *out = &self->base;
         return FSDPC_OK;
     }

@@ -23,10 +23,10 @@
 #include "cuda/nccl_load.h"
 
 /* Collective over config->control, which may be any communicator of the same ranks over host
- * memory: it is taken over on success and stays the caller's otherwise.  config->device is a GPU,
+ * memory: it is taken over on success and stays the caller's otherwise.  config->comm.device is a GPU,
  * which ranks may share from NCCL 2.30 on (transport.c).  FSDPC_ERR_UNSUPPORTED on all ranks if one
  * has no NCCL. */
-fsdpc_status fsdpc_comm_nccl_create(const fsdpc_comm_config *config, fsdpc_comm **out);
+fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_comm **out);
 
 /* A communicator of NCCL's serves one operation at a time, so gathers and reductions have one each.
  * NULL until something first needs it: groups that exchange host values alone take nothing of the

@@ -9,22 +9,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-fsdpc_status fsdpc_control_check(const fsdpc_comm_config *config, const char *who)
+fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who)
 {
     const fsdpc_comm *control = config->control;
+    const fsdpc_device *device = config->comm.device;
     if (!control)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "%s needs a communicator of the same ranks to begin over: shm on one "
                           "host, self for one rank",
                           who);
-    if (control->rank != config->rank || control->size != config->size)
+    if (control->rank != config->comm.rank || control->size != config->comm.size)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "rank %d of %d was to begin over a communicator in which it is rank %d "
                           "of %d",
-                          config->rank, config->size, control->rank, control->size);
-    if (!config->device || strcmp(config->device->ops->name, "cuda") != 0)
+                          config->comm.rank, config->comm.size, control->rank, control->size);
+    if (!device || strcmp(device->ops->name, "cuda") != 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "%s needs a GPU, not the device '%s'", who,
-                          config->device ? config->device->ops->name : "none");
+                          device ? device->ops->name : "none");
     return FSDPC_OK;
 }
 
@@ -60,26 +61,15 @@ fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_sta
 }
 
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
-                                 fsdpc_comm_config *config_out)
+                                 fsdpc_control_config *config_out)
 {
     fsdpc_comm *part = NULL;
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(fsdpc_control_settle(
         comm, control, fsdpc_comm_split(fsdpc_control_of(comm, control), color, key, &part)));
-    *config_out = (fsdpc_comm_config){
-        .rank = part ? part->rank : 0,
-        .size = part ? part->size : 0,
-        .device = comm->device,
-        .trace = comm->trace,
-        .timeout_s = comm->timeout_s,
-        .notice_s = comm->notice_s,
-        .interrupt = comm->interrupt,
-        .notice = comm->notice,
-        .notice_arg = comm->notice_arg,
-        .log = comm->log,
-        .spin = comm->spin,
-        .control = part,
-    };
+    *config_out = (fsdpc_control_config){.control = part};
+    if (part)
+        config_out->comm = fsdpc_comm_config_like(comm, part->rank, part->size);
     return FSDPC_OK;
 }
 

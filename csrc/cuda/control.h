@@ -10,9 +10,16 @@
 
 #include "comm/comm.h"
 
+/* What a communicator over a control begins with. */
+typedef struct fsdpc_control_config {
+    fsdpc_comm_config comm;
+    fsdpc_comm *control;      /* taken over when create succeeds; NULL: this rank is in none */
+    const char *library_path; /* the NCCL to prefer, or NULL; borrowed by create alone */
+} fsdpc_control_config;
+
 /* Whether `config` can begin one: a control of the same ranks, and a GPU.  `who` begins messages.
  */
-fsdpc_status fsdpc_control_check(const fsdpc_comm_config *config, const char *who);
+fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who);
 
 /* The control, to make a call on.  Set apart, a communicator takes its control along. */
 static inline fsdpc_comm *fsdpc_control_of(const fsdpc_comm *comm, fsdpc_comm *control)
@@ -34,7 +41,7 @@ fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_sta
 /* Collective.  Splits the control; *config_out is what the part begins with, its control NULL where
  * this rank is in none. */
 fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int color, int key,
-                                 fsdpc_comm_config *config_out);
+                                 fsdpc_control_config *config_out);
 
 /* Collective.  What all make alike, of as many bytes on each rank. */
 fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,

@@ -7,6 +7,7 @@
 
 #include "cuda/attention_cudnn.h"
 #include "cuda/cuda_driver.h"
+#include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/guest.h"
@@ -31,14 +32,30 @@ static void describe(char *text, size_t bytes)
              count, products, attention);
 }
 
-static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out)
+/* Options of a device: "cudnn", "1" where attention may be cuDNN's. */
+static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
+                                  fsdpc_device **out)
 {
     int count;
     FSDPC_TRY(fsdpc_cuda_driver_open(&count));
     if (ordinal < 0 || ordinal >= count)
         return fsdpc_fail(FSDPC_ERR_INDEX, "no GPU %d: this process sees %d, counted from 0",
                           ordinal, count);
-    return fsdpc_device_cuda_create(mem, ordinal, out);
+    const char *cudnn = fsdpc_plugin_option_get(options, "cudnn");
+    FSDPC_TRY(fsdpc_device_cuda_create(mem, ordinal, out));
+    ((fsdpc_cuda_device *)*out)->cudnn = cudnn && strcmp(cudnn, "1") == 0;
+    return FSDPC_OK;
+}
+
+/* Options of a communicator: "library", the NCCL to prefer. */
+static fsdpc_status comm_create(const char *transport, const fsdpc_comm_config *config,
+                                fsdpc_comm *control, const fsdpc_plugin_option *options,
+                                fsdpc_comm **out)
+{
+    return fsdpc_cuda_comm_create(
+        transport,
+        &(fsdpc_control_config){*config, control, fsdpc_plugin_option_get(options, "library")},
+        out);
 }
 
 static const fsdpc_plugin plugin = {
@@ -50,7 +67,7 @@ static const fsdpc_plugin plugin = {
     .device_select = fsdpc_device_cuda_select,
     .comm_library = fsdpc_nccl_describe,
     .transports = fsdpc_cuda_transports,
-    .comm_create = fsdpc_cuda_comm_create,
+    .comm_create = comm_create,
 };
 
 __attribute__((visibility("default"))) const fsdpc_plugin *

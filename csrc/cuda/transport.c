@@ -68,7 +68,7 @@ static fsdpc_status choose(const char *asked, const card *cards, int size, const
 }
 
 /* Lets NCCL take ranks that share a GPU. */
-static fsdpc_status allow_sharing(const fsdpc_comm_config *config, const card *cards, int rank,
+static fsdpc_status allow_sharing(const fsdpc_control_config *config, const card *cards, int rank,
                                   int peer)
 {
     fsdpc_nccl nccl;
@@ -83,10 +83,10 @@ static fsdpc_status allow_sharing(const fsdpc_comm_config *config, const card *c
     return fsdpc_nccl_allow_sharing();
 }
 
-static fsdpc_status create_nccl(const fsdpc_comm_config *config, const card *cards,
+static fsdpc_status create_nccl(const fsdpc_control_config *config, const card *cards,
                                 fsdpc_comm **out)
 {
-    int peer, rank = sharer(cards, config->size, &peer);
+    int peer, rank = sharer(cards, config->comm.size, &peer);
     if (rank > 0) {
         fsdpc_status status = allow_sharing(config, cards, rank, peer);
         FSDPC_TRY(fsdpc_comm_agree(config->control, status, "NCCL for ranks that share a GPU"));
@@ -94,7 +94,7 @@ static fsdpc_status create_nccl(const fsdpc_comm_config *config, const card *car
     return fsdpc_comm_nccl_create(config, out);
 }
 
-fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_comm_config *config,
+fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_config *config,
                                     fsdpc_comm **out)
 {
     const char *chosen = NULL;
@@ -103,10 +103,10 @@ fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_comm_conf
     FSDPC_TRY(fsdpc_control_check(config, transport));
     snprintf(mine.asked, sizeof mine.asked, "%s", transport);
     fsdpc_status status =
-        fsdpc_device_cuda_address(config->device, mine.address, sizeof mine.address);
+        fsdpc_device_cuda_address(config->comm.device, mine.address, sizeof mine.address);
     FSDPC_TRY(fsdpc_control_tell(config->control, "the choice of a transport", status, &mine,
                                  sizeof mine, &cards));
-    status = choose(transport, cards, config->size, &chosen);
+    status = choose(transport, cards, config->comm.size, &chosen);
     if (status == FSDPC_OK)
         status = chosen == fsdpc_cuda_transports[NCCL] ? create_nccl(config, cards, out)
                                                        : fsdpc_comm_local_cuda_create(config, out);

@@ -2,7 +2,7 @@
 #ifndef FSDPC_CUDA_TRANSPORT_H
 #define FSDPC_CUDA_TRANSPORT_H
 
-#include "comm/comm.h"
+#include "cuda/control.h"
 
 extern const char *const fsdpc_cuda_transports[]; /* NULL-terminated */
 
@@ -10,7 +10,7 @@ extern const char *const fsdpc_cuda_transports[]; /* NULL-terminated */
  * of its own, else local_cuda.  FSDPC_ERR_MISMATCH on all ranks if they ask for different ones,
  * FSDPC_ERR_VALUE if there is no such transport, FSDPC_ERR_UNSUPPORTED if it is an NCCL older than
  * 2.30 and ranks share a GPU. */
-fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_comm_config *config,
+fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_config *config,
                                     fsdpc_comm **out);
 
 #endif

@@ -138,7 +138,6 @@ struct fsdpc_device {
     bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
     int ordinal;      /* among devices of its kind */
     bool capturing;   /* between capture_begin and capture_end */
-    bool cudnn;       /* cuda: attention may be cuDNN's; set by the context that makes the device */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;

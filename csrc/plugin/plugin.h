@@ -15,13 +15,15 @@
 #ifndef FSDPC_PLUGIN_PLUGIN_H
 #define FSDPC_PLUGIN_PLUGIN_H
 
+#include <string.h>
+
 #include "base/log.h"
 #include "comm/comm.h"
 #include "device/device.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 7 };
+enum { FSDPC_PLUGIN_ABI = 8 };
 
 /* Sizes of what crosses the border; grows at the end only. */
 typedef struct fsdpc_plugin_layout {
@@ -46,6 +48,20 @@ typedef struct fsdpc_plugin_host {
     void (*mem_count_system_alloc)(fsdpc_mem *mem);
 } fsdpc_plugin_host;
 
+/* What only the plugin understands, handed through: pairs that end with a NULL name. */
+typedef struct fsdpc_plugin_option {
+    const char *name, *value; /* a NULL value says nothing */
+} fsdpc_plugin_option;
+
+/* The option's value; NULL: there is none. */
+static inline const char *fsdpc_plugin_option_get(const fsdpc_plugin_option *options,
+                                                  const char *name)
+{
+    while (options->name && strcmp(options->name, name) != 0)
+        options++;
+    return options->value;
+}
+
 typedef struct fsdpc_plugin {
     fsdpc_plugin_layout layout;
     const char *name; /* "cuda", "mpi" */
@@ -55,7 +71,8 @@ typedef struct fsdpc_plugin {
 
     /* Devices, with their kernels in device->flat and device->nn.  Optional: has none. */
     fsdpc_status (*device_count)(int *out); /* fails with the reason why there can be none */
-    fsdpc_status (*device_create)(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
+    fsdpc_status (*device_create)(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
+                                  fsdpc_device **out);
     fsdpc_status (*device_select)(
         const fsdpc_device *device); /* once in every thread that uses it */
 
@@ -64,9 +81,11 @@ typedef struct fsdpc_plugin {
      * places.  Optional: needs none. */
     fsdpc_status (*comm_library)(const char *path, char *text, size_t bytes);
 
-    /* Transports by name, NULL-terminated.  Optional: has none. */
+    /* Transports by name, NULL-terminated.  Optional: has none.  `control` is a communicator of the
+     * same ranks over host memory; success takes it over.  Options are borrowed by the call. */
     const char *const *transports;
     fsdpc_status (*comm_create)(const char *transport, const fsdpc_comm_config *config,
+                                fsdpc_comm *control, const fsdpc_plugin_option *options,
                                 fsdpc_comm **out);
 } fsdpc_plugin;
 

@@ -51,31 +51,33 @@ static fsdpc_status create_on_host(const fsdpc_comm_config *config, fsdpc_comm *
                              : fsdpc_comm_shm_create(config, out);
 }
 
-static fsdpc_status create_on_gpu(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
-                                  fsdpc_comm **out)
+static fsdpc_status create_by_plugin(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
+                                     const char *library, fsdpc_comm **out)
 {
     if (!runtime->plugin->comm_create)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "a world of several ranks on device '%s': the plugin has no transports",
                           runtime->plugin->name);
+    const fsdpc_plugin_option options[] = {{"library", library}, {NULL, NULL}};
+    fsdpc_comm *control;
     config->device = runtime->host;
-    FSDPC_TRY(create_on_host(config, &config->control));
+    FSDPC_TRY(create_on_host(config, &control));
     config->device = runtime->device;
-    fsdpc_status status = runtime->plugin->comm_create(runtime->env.transport, config, out);
+    fsdpc_status status =
+        runtime->plugin->comm_create(runtime->env.transport, config, control, options, out);
     if (status != FSDPC_OK)
-        fsdpc_comm_destroy(config->control);
+        fsdpc_comm_destroy(control);
     return status;
 }
 
 static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
-                           fsdpc_comm **out)
+                           const char *library, fsdpc_comm **out)
 {
     bool automatic = strcmp(runtime->env.transport, "auto") == 0;
-    if (strcmp(config->address, "null") ==
-        0) /* peers that pretend: for measuring this rank alone */
+    if (!config->address) /* peers that pretend: for measuring this rank alone */
         return fsdpc_comm_null_create(config, out);
     if (runtime->plugin && (config->size > 1 || !automatic))
-        return create_on_gpu(runtime, config, out);
+        return create_by_plugin(runtime, config, library, out);
     if (!automatic)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "FSDPC_TRANSPORT is '%s', and ranks on device 'cpu' share memory: unset "
@@ -90,7 +92,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                             "local_rank", "library", "secret",  NULL};
     int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0;
     const char *address, *library = NULL, *secret = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iis|iiizz", names, &rank, &size, &address,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizz", names, &rank, &size, &address,
                                      &socket_fd, &news_fd, &local_rank, &library, &secret))
         return NULL;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
@@ -116,10 +118,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .secret = secret,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
-                                .library_path = library,
                                 .spin = fsdpc_usable_cores() >= size};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, &self->comm));
+    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, library, &self->comm));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -348,7 +349,8 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_getset, comm_getset},
     {Py_tp_doc,
      "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None, "
-     "secret=None): a group of ranks that know `secret`; `library` is the NCCL to prefer."},
+     "secret=None): a group of ranks that know `secret`; `library` is the NCCL to prefer.  Without "
+     "an address, peers pretend."},
     {0, NULL},
 };
 

@@ -347,7 +347,7 @@ class Comm:
         self,
         rank: int,
         size: int,
-        address: str,
+        address: str | None,
         socket_fd: int = -1,
         news_fd: int = -1,
         local_rank: int = 0,

@@ -39,13 +39,14 @@ static void test_cuda(const char *path)
     CHECK(strcmp(plugin->transports[1], "local_cuda") == 0 && !plugin->transports[2]);
     fsdpc_comm *comm = NULL;
     fsdpc_comm_config config = {.size = 1};
+    const fsdpc_plugin_option none[] = {{NULL, NULL}};
     for (int i = 0; i < 2; i++)
-        CHECK_FAILS(plugin->comm_create(plugin->transports[i], &config, &comm), FSDPC_ERR_VALUE,
-                    "to begin over");
+        CHECK_FAILS(plugin->comm_create(plugin->transports[i], &config, NULL, none, &comm),
+                    FSDPC_ERR_VALUE, "to begin over");
     fsdpc_mem *mem;
     fsdpc_device *device = NULL;
     CHECK_OK(fsdpc_mem_create(&mem));
-    CHECK(plugin->device_create(mem, 10000, &device) != FSDPC_OK && device == NULL);
+    CHECK(plugin->device_create(mem, 10000, none, &device) != FSDPC_OK && device == NULL);
     fsdpc_mem_destroy(mem);
 }
 

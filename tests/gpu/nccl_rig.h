@@ -30,7 +30,7 @@ typedef struct gpu_rank {
     bool over_nccl;
 } gpu_rank;
 
-typedef fsdpc_status (*comm_create_fn)(const fsdpc_comm_config *config, fsdpc_comm **out);
+typedef fsdpc_status (*comm_create_fn)(const fsdpc_control_config *config, fsdpc_comm **out);
 
 static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, rank_context *self,
                                             const char *path)
@@ -43,13 +43,13 @@ static inline fsdpc_status rank_create_over(comm_create_fn create, gpu_rank *r, 
     EXPECT_OK(self, fsdpc_stream_create(r->device, "reduces", true, &r->reduces));
     EXPECT_OK(self, fsdpc_event_create(r->device, &r->filled));
     r->plain = (fsdpc_stream){.device = r->device, .name = "plain"};
-    fsdpc_comm_config config = {.rank = self->rank,
-                                .size = self->size,
-                                .device = r->device,
-                                .timeout_s = self->comm->timeout_s,
-                                .notice_s = self->comm->notice_s,
-                                .control = self->comm,
-                                .library_path = path};
+    fsdpc_control_config config = {.comm = {.rank = self->rank,
+                                            .size = self->size,
+                                            .device = r->device,
+                                            .timeout_s = self->comm->timeout_s,
+                                            .notice_s = self->comm->notice_s},
+                                   .control = self->comm,
+                                   .library_path = path};
     fsdpc_status status = create(&config, &r->comm);
     if (status == FSDPC_OK)
         self->comm = NULL; /* taken over */

@@ -5,6 +5,7 @@
  */
 #include "attention_case.h"
 #include "cuda/attention_cudnn.h"
+#include "cuda/cuda_queue.h"
 #include "cuda/cudnn_plan.h"
 #include "gpu_rig.h"
 
@@ -55,11 +56,11 @@ static void rig_fini(attention_rig *r)
 /* Each direction by cuDNN where it takes the shape, or by our own kernels. */
 static void rig_run(attention_rig *r, bool forward_by_cudnn, bool backward_by_cudnn)
 {
-    gpu->cudnn = forward_by_cudnn;
+    ((fsdpc_cuda_device *)gpu)->cudnn = forward_by_cudnn;
     CHECK_OK(gpu->nn->attention(&r->args, gpu_stream));
-    gpu->cudnn = backward_by_cudnn;
+    ((fsdpc_cuda_device *)gpu)->cudnn = backward_by_cudnn;
     CHECK_OK(gpu->nn->attention_backward(&r->args, gpu_stream));
-    gpu->cudnn = false;
+    ((fsdpc_cuda_device *)gpu)->cudnn = false;
 }
 
 static double *widened(const buffer *b)
@@ -215,10 +216,10 @@ static void test_a_captured_step_is_one_that_ran(void)
     if (there) {
         fsdpc_attention_args other = r.args;
         other.scale = 0.25;
-        gpu->cudnn = true;
+        ((fsdpc_cuda_device *)gpu)->cudnn = true;
         CHECK_FAILS(gpu->nn->attention(&other, gpu_stream), FSDPC_ERR_STATE,
                     "a shape that no step before it did");
-        gpu->cudnn = false;
+        ((fsdpc_cuda_device *)gpu)->cudnn = false;
     }
     CHECK_OK(fsdpc_capture_end(gpu, &graph));
     for (int i = 0; i < RESULTS; i++)
@@ -240,10 +241,10 @@ static void test_what_the_fake_makes_of_its_plans(void)
     rig_run(&r, true, true);
     CHECK(done() == before + 1);
     r.args.scale = 0.75; /* which makes the fake fail */
-    gpu->cudnn = true;
+    ((fsdpc_cuda_device *)gpu)->cudnn = true;
     CHECK_FAILS(gpu->nn->attention(&r.args, gpu_stream), FSDPC_ERR_INTERNAL,
                 "cuDNN failed on attention of 16 queries, 16 keys and 1 heads of 64: status");
-    gpu->cudnn = false;
+    ((fsdpc_cuda_device *)gpu)->cudnn = false;
     rig_fini(&r);
 }
 #endif

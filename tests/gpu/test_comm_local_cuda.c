@@ -241,12 +241,12 @@ static void fault(rank_context *self)
     rank_destroy(&r);
 }
 
-static fsdpc_status choose(const fsdpc_comm_config *config, fsdpc_comm **out)
+static fsdpc_status choose(const fsdpc_control_config *config, fsdpc_comm **out)
 {
-    return fsdpc_cuda_comm_create(config->rank == 1 ? "local_cuda" : "auto", config, out);
+    return fsdpc_cuda_comm_create(config->comm.rank == 1 ? "local_cuda" : "auto", config, out);
 }
 
-static fsdpc_status choose_none(const fsdpc_comm_config *config, fsdpc_comm **out)
+static fsdpc_status choose_none(const fsdpc_control_config *config, fsdpc_comm **out)
 {
     return fsdpc_cuda_comm_create("carrier pigeons", config, out);
 }

@@ -8,13 +8,14 @@ static void refusals(rank_context *self)
     gpu_rank r;
     EXPECT_FAILS(self, rank_create(&r, self, "/nowhere/libnccl.so.2"), FSDPC_ERR_UNSUPPORTED,
                  "cannot load NCCL: /nowhere/libnccl.so.2");
-    fsdpc_comm_config config = {.size = self->size, .rank = self->rank, .device = r.device};
+    fsdpc_control_config config = {
+        .comm = {.size = self->size, .rank = self->rank, .device = r.device}};
     EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "same ranks");
     config.control = self->comm;
-    config.device = self->device;
+    config.comm.device = self->device;
     EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "'cpu'");
-    config.device = r.device;
-    config.size++;
+    config.comm.device = r.device;
+    config.comm.size++;
     EXPECT_FAILS(self, fsdpc_comm_nccl_create(&config, &r.comm), FSDPC_ERR_VALUE, "to begin over");
     rank_destroy(&r);
 }
