@@ -121,20 +121,10 @@ typedef struct waiting {
     char late[LATE_BYTES / 2]; /* who was, after a while; for the log */
 } waiting;
 
-static fsdpc_status comm_idle(fsdpc_comm *comm, int64_t max_ns)
-{
-    if (comm->ops->idle)
-        return comm->ops->idle(comm, max_ns);
-    if (max_ns > 0)
-        sched_yield();
-    return FSDPC_OK;
-}
-
 static void late_text(const waiting *w, double waited_s, char *text, size_t bytes)
 {
     char who[768] = "";
-    if (w->comm->ops->describe)
-        w->comm->ops->describe(w->comm, who, sizeof who);
+    fsdpc_comm_describe(w->comm, who, sizeof who);
     bool named = w->unit && w->unit[0];
     snprintf(text, bytes, "rank %d waits since %.3g s in %s%s%s%s%s%s", w->comm->world_rank,
              waited_s, w->what, named ? " of '" : "", named ? w->unit : "", named ? "'" : "",
@@ -211,11 +201,9 @@ static void show_wait(const waiting *w)
 {
     char text[LATE_BYTES / 4];
     bool named = w->unit && w->unit[0];
-    if (!w->comm->ops->waits)
-        return;
     snprintf(text, sizeof text, "%s%s%s%s", w->what, named ? " of '" : "", named ? w->unit : "",
              named ? "'" : "");
-    w->comm->ops->waits(w->comm, text);
+    fsdpc_comm_waits(w->comm, text);
 }
 
 static fsdpc_status doze(waiting *w)
@@ -236,13 +224,13 @@ static fsdpc_status doze(waiting *w)
             notice_at = now + 2 * (now - w->start);
         }
         if (now >= breathe_at) {
-            if (!w->late[0] && comm->log.level >= FSDPC_LOG_NOTE && comm->ops->describe)
-                comm->ops->describe(comm, w->late, sizeof w->late);
+            if (!w->late[0] && comm->log.level >= FSDPC_LOG_NOTE)
+                fsdpc_comm_describe(comm, w->late, sizeof w->late);
             FSDPC_TRY(fsdpc_interrupt_check(&comm->interrupt));
             breathe_at = now + BREATH_NS;
         }
         int64_t until = earlier(earlier(deadline, notice_at), breathe_at);
-        status = comm_idle(comm, until > now ? until - now : 1);
+        status = fsdpc_comm_idle(comm, until > now ? until - now : 1);
         if (status != FSDPC_OK) {
             fsdpc_status again = w->poll(w->arg);
             return again == FSDPC_IN_PROGRESS ? given_up(w, status) : again;
@@ -262,9 +250,8 @@ fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *ar
     if (status == FSDPC_IN_PROGRESS) {
         show_wait(&w);
         status = doze(&w);
-        comm_idle(comm, 0);
-        if (comm->ops->waits)
-            comm->ops->waits(comm, "");
+        fsdpc_comm_idle(comm, 0);
+        fsdpc_comm_waits(comm, "");
     }
     int64_t waited_ns = fsdpc_clock_ns() - w.start;
     comm->waited_ns += waited_ns;
@@ -500,13 +487,9 @@ fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
     if (comm->ops->wire_own)
         return comm->ops->wire_own(wire, bytes, out);
     void *data;
-    FSDPC_TRY(fsdpc_device_alloc(comm->device, FSDPC_MEM_WIRE, bytes, &data));
-    fsdpc_status status = fsdpc_device_fill(comm->device, data, 0, bytes, NULL);
-    if (status != FSDPC_OK)
-        fsdpc_device_free(comm->device, data);
-    else
-        *out = wire->own = data;
-    return status;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data));
+    *out = wire->own = data;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out)

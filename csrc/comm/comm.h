@@ -52,6 +52,7 @@
 #ifndef FSDPC_COMM_COMM_H
 #define FSDPC_COMM_COMM_H
 
+#include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -386,6 +387,28 @@ static inline void fsdpc_comm_locate(fsdpc_comm *comm, const char *phase, const 
 {
     if (comm->ops->locate)
         comm->ops->locate(comm, phase, unit);
+}
+
+static inline void fsdpc_comm_waits(fsdpc_comm *comm, const char *what)
+{
+    if (comm->ops->waits)
+        comm->ops->waits(comm, what);
+}
+
+static inline void fsdpc_comm_describe(fsdpc_comm *comm, char *text, size_t bytes)
+{
+    text[0] = 0;
+    if (comm->ops->describe)
+        comm->ops->describe(comm, text, bytes);
+}
+
+static inline fsdpc_status fsdpc_comm_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    if (comm->ops->idle)
+        return comm->ops->idle(comm, max_ns);
+    if (max_ns > 0)
+        sched_yield();
+    return FSDPC_OK;
 }
 
 static inline void fsdpc_wire_destroy(fsdpc_wire *wire)

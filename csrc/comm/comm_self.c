@@ -52,14 +52,8 @@ static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
     if (!wire)
         return fsdpc_fail_errno("no memory for a wire");
     void *data;
-    fsdpc_status status = fsdpc_device_alloc(comm->device, FSDPC_MEM_WIRE, bytes, &data);
+    fsdpc_status status = fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data);
     if (status != FSDPC_OK) {
-        free(wire);
-        return status;
-    }
-    status = fsdpc_device_fill(comm->device, data, 0, bytes, NULL);
-    if (status != FSDPC_OK) {
-        fsdpc_device_free(comm->device, data);
         free(wire);
         return status;
     }

@@ -241,12 +241,12 @@ static fsdpc_status local_test(fsdpc_work *work)
 
 static fsdpc_status local_idle(fsdpc_comm *comm, int64_t max_ns)
 {
-    return fsdpc_control_idle(control_of(comm), max_ns);
+    return fsdpc_comm_idle(control_of(comm), max_ns);
 }
 
 static void local_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
-    fsdpc_control_describe(fsdpc_local_of(comm)->control, text, bytes);
+    fsdpc_comm_describe(fsdpc_local_of(comm)->control, text, bytes);
 }
 
 static void local_locate(fsdpc_comm *comm, const char *phase, const char *unit)
@@ -256,7 +256,7 @@ static void local_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 
 static void local_waits(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_control_waits(control_of(comm), what);
+    fsdpc_comm_waits(control_of(comm), what);
 }
 
 static const fsdpc_comm_ops local_ops = {

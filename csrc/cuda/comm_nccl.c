@@ -336,7 +336,7 @@ static fsdpc_status watch_wait(void *arg, fsdpc_status (*poll)(void *poll_arg), 
 
 static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
-    fsdpc_control_describe(fsdpc_nccl_of(comm)->control, text, bytes);
+    fsdpc_comm_describe(fsdpc_nccl_of(comm)->control, text, bytes);
 }
 
 static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
@@ -346,7 +346,7 @@ static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 
 static void nccl_waits(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_control_waits(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), what);
+    fsdpc_comm_waits(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), what);
 }
 
 /* ---- The table ---- */

@@ -5,7 +5,6 @@
  */
 #include "cuda/control.h"
 
-#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -75,18 +74,6 @@ fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int colo
 
 /* ---- Memory ---- */
 
-static fsdpc_status zeroed(fsdpc_device *device, fsdpc_mem_kind kind, size_t bytes, void **out)
-{
-    void *data;
-    FSDPC_TRY(fsdpc_device_alloc(device, kind, bytes, &data));
-    fsdpc_status status = fsdpc_device_fill(device, data, 0, bytes, NULL);
-    if (status != FSDPC_OK)
-        fsdpc_device_free(device, data);
-    else
-        *out = data;
-    return status;
-}
-
 fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const char *what,
                                  size_t bytes)
 {
@@ -105,7 +92,7 @@ fsdpc_status fsdpc_control_memory(fsdpc_comm *comm, fsdpc_comm *control, const c
 {
     void *data = NULL;
     FSDPC_TRY(fsdpc_control_sizes(comm, control, what, bytes));
-    fsdpc_status status = zeroed(comm->device, kind, bytes, &data);
+    fsdpc_status status = fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data);
     status = fsdpc_control_settle(comm, control, fsdpc_comm_agree(control, status, what));
     if (status != FSDPC_OK)
         fsdpc_device_free(comm->device, data);
@@ -155,28 +142,4 @@ fsdpc_status fsdpc_controlled_published(fsdpc_wire *base)
     FSDPC_TRY(fsdpc_comm_health(base->comm));
     fsdpc_wire *control = control_wire(base);
     return settle(base, control->comm->ops->epoch_published(control));
-}
-
-/* ---- Waiting ---- */
-
-fsdpc_status fsdpc_control_idle(fsdpc_comm *control, int64_t max_ns)
-{
-    if (control->ops->idle)
-        return control->ops->idle(control, max_ns);
-    if (max_ns > 0)
-        sched_yield();
-    return FSDPC_OK;
-}
-
-void fsdpc_control_describe(fsdpc_comm *control, char *text, size_t bytes)
-{
-    text[0] = 0;
-    if (control->ops->describe)
-        control->ops->describe(control, text, bytes);
-}
-
-void fsdpc_control_waits(fsdpc_comm *control, const char *what)
-{
-    if (control->ops->waits)
-        control->ops->waits(control, what);
 }

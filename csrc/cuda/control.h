@@ -64,9 +64,4 @@ fsdpc_status fsdpc_controlled_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
 fsdpc_status fsdpc_controlled_publish(fsdpc_wire *wire);
 fsdpc_status fsdpc_controlled_published(fsdpc_wire *wire);
 
-/* Waiting: the control's, for the table's slots of the same names. */
-fsdpc_status fsdpc_control_idle(fsdpc_comm *control, int64_t max_ns);
-void fsdpc_control_describe(fsdpc_comm *control, char *text, size_t bytes);
-void fsdpc_control_waits(fsdpc_comm *control, const char *what);
-
 #endif

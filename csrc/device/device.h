@@ -269,6 +269,19 @@ static inline fsdpc_status fsdpc_device_fill(fsdpc_device *device, void *to, int
     return device->ops->fill(device, to, byte, bytes, stream);
 }
 
+static inline fsdpc_status fsdpc_device_alloc_zeroed(fsdpc_device *device, fsdpc_mem_kind kind,
+                                                     size_t bytes, void **out)
+{
+    void *memory;
+    FSDPC_TRY(fsdpc_device_alloc(device, kind, bytes, &memory));
+    fsdpc_status status = fsdpc_device_fill(device, memory, 0, bytes, NULL);
+    if (status != FSDPC_OK)
+        fsdpc_device_free(device, memory);
+    else
+        *out = memory;
+    return status;
+}
+
 /* Whole pages; ACCESS_WRITE again before they are freed.  At once, on no stream. */
 static inline fsdpc_status fsdpc_device_protect(fsdpc_device *device, void *pages, size_t bytes,
                                                 fsdpc_access access)
