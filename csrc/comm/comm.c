@@ -13,7 +13,6 @@
  */
 #include "comm/comm.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 

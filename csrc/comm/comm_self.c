@@ -48,14 +48,12 @@ static fsdpc_status self_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
 static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    self_wire *wire = calloc(1, sizeof *wire);
-    if (!wire)
-        return fsdpc_fail_errno("no memory for a wire");
     void *data;
-    fsdpc_status status = fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data);
-    if (status != FSDPC_OK) {
-        free(wire);
-        return status;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data));
+    self_wire *wire = calloc(1, sizeof *wire);
+    if (!wire) {
+        fsdpc_device_free(comm->device, data);
+        return fsdpc_fail_errno("no memory for a wire");
     }
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
     *out = &wire->base;

@@ -41,10 +41,10 @@ fsdpc_status fsdpc_micro_target(fsdpc_unit *unit, unsigned char **base_out, bool
     int level = *accumulate_out ? top : top + 1;
     if (level > 0 && !unit->sums[level - 1]) {
         void *memory;
-        FSDPC_TRY(fsdpc_device_alloc(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
+        /* Zeroed because padding is summed too, though nobody reads it. */
+        FSDPC_TRY(
+            fsdpc_device_alloc_zeroed(unit->device, FSDPC_MEM_GRAD, unit->grad_bytes, &memory));
         unit->sums[level - 1] = memory;
-        /* Padding is summed too, though nobody reads it. */
-        FSDPC_TRY(fsdpc_device_fill(unit->device, memory, 0, unit->grad_bytes, NULL));
     }
     *base_out = level > 0 ? unit->sums[level - 1] : NULL;
     return FSDPC_OK;

@@ -125,8 +125,7 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
     for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
         if (of_group[s])
             continue;
-        FSDPC_TRY(fsdpc_device_alloc(optim->device, FSDPC_MEM_STATE, bytes, &of_group[s]));
-        FSDPC_TRY(fsdpc_device_fill(optim->device, of_group[s], 0, bytes, NULL));
+        FSDPC_TRY(fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, bytes, &of_group[s]));
     }
     return FSDPC_OK;
 }

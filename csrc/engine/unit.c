@@ -28,11 +28,10 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     unit->reduce_bytes += sizes.reduce_bytes;
     unit->grad_bytes += sizes.partial_bytes;
     fsdpc_device *device = unit->device;
-    FSDPC_TRY(
-        fsdpc_device_alloc(device, FSDPC_MEM_MASTER, sizes.master_bytes, (void **)&group->master));
-    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_GRAD, sizes.grad_bytes, (void **)&group->grad));
-    FSDPC_TRY(fsdpc_device_fill(device, group->master, 0, sizes.master_bytes, NULL));
-    return fsdpc_device_fill(device, group->grad, 0, sizes.grad_bytes, NULL);
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(device, FSDPC_MEM_MASTER, sizes.master_bytes,
+                                        (void **)&group->master));
+    return fsdpc_device_alloc_zeroed(device, FSDPC_MEM_GRAD, sizes.grad_bytes,
+                                     (void **)&group->grad);
 }
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
