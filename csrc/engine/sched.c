@@ -251,6 +251,11 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
     return FSDPC_OK;
 }
 
+bool fsdpc_grad_is_open(const fsdpc_unit *unit)
+{
+    return unit->buffer != NULL;
+}
+
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data)
 {
     const fsdpc_place *place = &unit->layout->params[param];

@@ -30,6 +30,8 @@ fsdpc_status fsdpc_post_backward(fsdpc_unit *unit);
  * backward fails. */
 fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
                                   fsdpc_dtype *dtype_out, bool *accumulate_out);
+/* Whether the unit's reduce buffer is open.  The first gradient opens it, and may wait for peers. */
+bool fsdpc_grad_is_open(const fsdpc_unit *unit);
 /* Writes it from `data`: whole, dense, of the full's dtype. */
 fsdpc_status fsdpc_grad_add(fsdpc_unit *unit, int param, const void *data);
 

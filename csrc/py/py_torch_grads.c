@@ -68,8 +68,11 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     fsdpc_status status = FSDPC_OK;
     if (!PyErr_Occurred()) {
         fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
-        FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
-                     fsdpc_grad_add(unit, index, data));
+        if (fsdpc_grad_is_open(unit))
+            FSDPC_PY_RUN(runtime, fsdpc_torch_place(self, index)->numel, status,
+                         fsdpc_grad_add(unit, index, data));
+        else
+            FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_add(unit, index, data));
     }
     Py_DECREF(plain);
     if (status != FSDPC_OK)

@@ -89,8 +89,9 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     if (fsdpc_torch_join(self) < 0)
         return NULL;
     product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
-    fsdpc_status status =
-        fsdpc_grad_target_of(unit, param, &p.args.c, &p.args.c_dtype, &p.args.accumulate);
+    fsdpc_status status;
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_target_of(unit, param, &p.args.c, &p.args.c_dtype,
+                                                       &p.args.accumulate));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     p.args.a = address((size_t)dy);
