@@ -130,9 +130,16 @@ static void late_text(const waiting *w, double waited_s, char *text, size_t byte
              who[0] ? " for " : "", who);
 }
 
+static void carry_above(const fsdpc_comm *comm)
+{
+    if (comm->carry && !comm->apart)
+        comm->carry(comm->carry_arg);
+}
+
 static fsdpc_status spin(const waiting *w)
 {
     for (unsigned n = 0; w->comm->spin || n < YIELDS; n++) {
+        carry_above(w->comm);
         if (w->comm->spin)
             fsdpc_cpu_relax();
         else
@@ -212,6 +219,7 @@ static fsdpc_status doze(waiting *w)
     int64_t notice_at = w->start + (int64_t)(comm->notice_s * 1e9);
     int64_t breathe_at = w->start + BREATH_NS;
     for (;;) {
+        carry_above(comm);
         fsdpc_status status = w->poll(w->arg);
         if (status != FSDPC_IN_PROGRESS)
             return status;

@@ -204,6 +204,8 @@ typedef struct fsdpc_comm_ops {
      * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
      * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
+    /* Whoever sleeps in idle on this rank looks again; any thread.  Optional: nobody sleeps. */
+    void (*wake)(fsdpc_comm *comm);
     /* Who is late and where they are, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
     /* Where this rank is, shown to peers that wait for it.  Optional. */
@@ -219,8 +221,11 @@ struct fsdpc_comm {
     int rank, size;
     int world_rank; /* in messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
-    bool spin;  /* waits may spin before they sleep */
-    bool apart; /* see fsdpc_comm_set_apart */
+    bool spin;                /* waits may spin before they sleep */
+    bool apart;               /* see fsdpc_comm_set_apart */
+    void (*carry)(void *arg); /* carries on what a communicator above this one has in flight; every
+                                 wait calls it; NULL: there is none */
+    void *carry_arg;
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
@@ -256,7 +261,8 @@ typedef struct fsdpc_comm_config {
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text);
     void *notice_arg;
-    fsdpc_log log;       /* all zero: silent */
+    fsdpc_log log;  /* all zero: silent */
+    int first_rank; /* shm: what its rank 0 is called in messages, where it is part of a world */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
     const char *secret;  /* shm: what ranks show each other that they know; NULL: nothing */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */

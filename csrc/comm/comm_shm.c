@@ -42,29 +42,9 @@ static fsdpc_status shm_idle(fsdpc_comm *comm, int64_t max_ns)
     return fsdpc_shm_peers_check(self);
 }
 
-static bool is_late(const fsdpc_shm_comm *self, int p)
+static void shm_wake(fsdpc_comm *comm)
 {
-    const fsdpc_shm_late *late = &self->late;
-    const fsdpc_shm_slot *slot = &self->control->slots[p];
-    const fsdpc_shm_wire *wire = late->object;
-    const fsdpc_shm_buffer *buffer = late->object;
-    switch (late->kind) {
-    case FSDPC_SHM_LATE_POSTED:
-        return atomic_load(&slot->posted) < late->target;
-    case FSDPC_SHM_LATE_STEP:
-        return atomic_load(&slot->step) < late->target;
-    case FSDPC_SHM_LATE_ARRIVED:
-        return atomic_load(&wire->words[p].arrived) < late->target;
-    case FSDPC_SHM_LATE_PUBLISHED:
-        return atomic_load(&wire->words[p].published) < late->target;
-    case FSDPC_SHM_LATE_READ:
-        return atomic_load(&buffer->words[p]->read) < late->target;
-    case FSDPC_SHM_LATE_RANK:
-        return (uint64_t)p == late->target;
-    case FSDPC_SHM_LATE_NOBODY:
-        break;
-    }
-    return false;
+    fsdpc_shm_ring_bell(fsdpc_shm_of(comm)->bell);
 }
 
 static void shm_describe(fsdpc_comm *comm, char *text, size_t bytes)
@@ -73,14 +53,14 @@ static void shm_describe(fsdpc_comm *comm, char *text, size_t bytes)
     size_t used = 0;
     text[0] = 0;
     for (int p = 0; p < comm->size && used + 1 < bytes; p++) {
-        if (p == comm->rank || !is_late(self, p))
+        if (p == comm->rank || !fsdpc_shm_is_late(self, p))
             continue;
         char where[192];
         int member = self->members[p];
         fsdpc_shm_world_where(self->world, member, where, sizeof where);
-        int n =
-            snprintf(text + used, bytes - used, "%srank %d (pid %d%s%s)", used ? ", " : "", member,
-                     fsdpc_shm_world_pid(self->world, member), where[0] ? ", " : "", where);
+        int n = snprintf(text + used, bytes - used, "%srank %d (pid %d%s%s)", used ? ", " : "",
+                         fsdpc_shm_name(self, p), fsdpc_shm_world_pid(self->world, member),
+                         where[0] ? ", " : "", where);
         used += n > 0 ? (size_t)n : 0;
     }
 }
@@ -112,8 +92,8 @@ static fsdpc_status comm_new(const fsdpc_comm_config *config, fsdpc_shm_world *w
     fsdpc_comm_init(&self->base, &shm_ops, config);
     memcpy(copy, members, (size_t)config->size * sizeof *copy);
     self->members = copy;
-    self->base.world_rank = self->base.log.rank = copy[config->rank];
     self->world = fsdpc_shm_world_retain(world);
+    self->base.world_rank = self->base.log.rank = fsdpc_shm_name(self, config->rank);
     self->id = id;
     self->inline_stream = (fsdpc_stream){.device = config->device, .name = "comm"};
     *out = self;
@@ -223,6 +203,8 @@ static fsdpc_status part_create(fsdpc_shm_comm *self, const int64_t (*wishes)[2]
     uint64_t id = self->id * 31 + self->creations * 1024 + (uint64_t)members[0] + 1;
     fsdpc_shm_comm *part = NULL;
     FSDPC_TRY(comm_new(&config, self->world, members, id * UINT64_C(0x9e3779b97f4a7c15), &part));
+    part->base.carry = self->base.carry;
+    part->base.carry_arg = self->base.carry_arg;
     fsdpc_status status = comm_join(part, &self->base, self);
     if (status != FSDPC_OK) {
         shm_destroy(&part->base);
@@ -278,6 +260,7 @@ static const fsdpc_comm_ops shm_ops = {
     .post = fsdpc_shm_post,
     .test = fsdpc_shm_test,
     .idle = shm_idle,
+    .wake = shm_wake,
     .describe = shm_describe,
     .locate = shm_locate,
     .waits = shm_waits,
@@ -327,6 +310,7 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
         for (int p = made; p < size; p++)
             members[p] = p;
         fsdpc_shm_comm *self = NULL;
+        worlds[made]->first_rank = config.first_rank;
         status = comm_new(&config, worlds[made], members, FIRST_GROUP, &self);
         if (status != FSDPC_OK)
             break;

@@ -51,7 +51,7 @@ static fsdpc_status mismatch(fsdpc_shm_comm *self, int peer, uint64_t sequence, 
 {
     fsdpc_status status =
         fsdpc_shm_ring_differ(self->mine, self->base.world_rank, &self->control->slots[peer],
-                              self->members[peer], sequence);
+                              fsdpc_shm_name(self, peer), sequence);
     return driver ? fsdpc_shm_fail(self, status) : fsdpc_shm_tell(self, status);
 }
 
@@ -68,7 +68,7 @@ static fsdpc_status abandoned_check(fsdpc_shm_comm *self, int peer, uint64_t seq
     fsdpc_fail(FSDPC_ERR_PEER,
                "%s and waits, but rank %d abandoned it: it went on to epoch %llu%s%s%s; every rank "
                "must make the same calls, and after an exception every rank must reset",
-               ours, self->members[peer], (unsigned long long)wire->base.epoch + 1,
+               ours, fsdpc_shm_name(self, peer), (unsigned long long)wire->base.epoch + 1,
                where[0] ? " (" : "", where, where[0] ? ")" : "");
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
@@ -329,7 +329,7 @@ static fsdpc_status buffer_post_check(fsdpc_shm_comm *self, const fsdpc_shm_buff
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "the buffer is posted while rank %d has not read its last reduction; "
                               "wait for buffer_idle before filling it",
-                              self->members[p]);
+                              fsdpc_shm_name(self, p));
     return FSDPC_OK;
 }
 

@@ -95,6 +95,12 @@ typedef struct fsdpc_shm_comm {
     int64_t checked_ns;
 } fsdpc_shm_comm;
 
+/* What a rank of the group is called in messages. */
+static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
+{
+    return self->world->first_rank + self->members[rank];
+}
+
 static inline fsdpc_shm_comm *fsdpc_shm_of(fsdpc_comm *comm)
 {
     return (fsdpc_shm_comm *)comm;

@@ -95,20 +95,47 @@ static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
     char where[192];
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
     return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for %s%s%s%s",
-                      member, fsdpc_shm_world_pid(self->world, member),
+                      self->world->first_rank + member, fsdpc_shm_world_pid(self->world, member),
                       left ? "left (it shut its communicator down)" : "died", self->base.world_rank,
                       left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
                       left ? "; do all ranks run the same number of steps?"
                            : "; see that rank's own output");
 }
 
+bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
+{
+    const fsdpc_shm_late *late = &self->late;
+    const fsdpc_shm_slot *slot = &self->control->slots[p];
+    const fsdpc_shm_wire *wire = late->object;
+    const fsdpc_shm_buffer *buffer = late->object;
+    switch (late->kind) {
+    case FSDPC_SHM_LATE_POSTED:
+        return atomic_load(&slot->posted) < late->target;
+    case FSDPC_SHM_LATE_STEP:
+        return atomic_load(&slot->step) < late->target;
+    case FSDPC_SHM_LATE_ARRIVED:
+        return atomic_load(&wire->words[p].arrived) < late->target;
+    case FSDPC_SHM_LATE_PUBLISHED:
+        return atomic_load(&wire->words[p].published) < late->target;
+    case FSDPC_SHM_LATE_READ:
+        return atomic_load(&buffer->words[p]->read) < late->target;
+    case FSDPC_SHM_LATE_RANK:
+        return (uint64_t)p == late->target;
+    case FSDPC_SHM_LATE_NOBODY:
+        break;
+    }
+    return false;
+}
+
 /* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
- * found it elsewhere may never get here.  Leaving counts in the group that was left. */
+ * found it elsewhere may never get here.  Leaving counts in the group that was left; but where a
+ * communicator above this one may wait for other hosts, a rank that has done its part may go. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int p = 0; p < self->base.size; p++)
         if (p != self->base.rank &&
-            atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire))
+            atomic_load_explicit(&self->control->slots[p].left, memory_order_acquire) &&
+            (!self->base.carry || fsdpc_shm_is_late(self, p)))
             return peer_is_gone(self, self->members[p], true);
     for (int w = 0; w < self->world->size; w++)
         if (fsdpc_shm_world_dead(self->world, w))

@@ -21,6 +21,8 @@ fsdpc_status fsdpc_shm_tell(fsdpc_shm_comm *self, fsdpc_status status);
 fsdpc_status fsdpc_shm_fail(fsdpc_shm_comm *self, fsdpc_status status);
 /* FSDPC_ERR_PEER if a member died or left. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
+/* Whether the wait that goes on is for this rank of the group. */
+bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 /* After a failure: works in flight end with `status` and are not touched again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
 /* A wire on which `rank` is in a later epoch than we are, or NULL. */

@@ -148,7 +148,7 @@ static fsdpc_status abandoned(fsdpc_shm_comm *self, int rank, uint64_t epoch, ui
         FSDPC_ERR_PEER,
         "rank %d abandoned epoch %llu, which rank %d waits in, and is in epoch %llu; after an "
         "exception every rank must reset before it goes on",
-        self->members[rank], (unsigned long long)epoch, self->base.world_rank,
+        fsdpc_shm_name(self, rank), (unsigned long long)epoch, self->base.world_rank,
         (unsigned long long)theirs);
     return fsdpc_shm_fail(self, FSDPC_ERR_PEER);
 }
@@ -163,11 +163,11 @@ static fsdpc_status crossed_check(const fsdpc_shm_wire *wire, int rank, uint64_t
         return FSDPC_OK;
     char theirs[192], ours[192];
     fsdpc_shm_world_where(self->world, self->members[rank], theirs, sizeof theirs);
-    fsdpc_shm_world_where(self->world, self->base.world_rank, ours, sizeof ours);
+    fsdpc_shm_world_where(self->world, self->world->rank, ours, sizeof ours);
     fsdpc_fail(FSDPC_ERR_MISMATCH,
                "ranks disagree on the order of models: rank %d begins an epoch %s, rank %d one of "
                "another model %s; every rank must call its models in the same order",
-               self->base.world_rank, ours, self->members[rank], theirs);
+               self->base.world_rank, ours, fsdpc_shm_name(self, rank), theirs);
     return fsdpc_shm_fail(self, FSDPC_ERR_MISMATCH);
 }
 
@@ -179,9 +179,9 @@ static void note_text(const fsdpc_shm_wire *wire, int rank, const fsdpc_epoch_no
     fsdpc_shm_world_where(self->world, self->members[rank], where, sizeof where);
     snprintf(kind, sizeof kind, "something of kind %u", note->kind);
     snprintf(text, bytes, "rank %d begins one by %s, unit %d, after %llu steps%s%s%s",
-             self->members[rank], wire->base.kind_text ? wire->base.kind_text(note->kind) : kind,
-             note->unit, (unsigned long long)note->steps, where[0] ? " (" : "", where,
-             where[0] ? ")" : "");
+             fsdpc_shm_name(self, rank),
+             wire->base.kind_text ? wire->base.kind_text(note->kind) : kind, note->unit,
+             (unsigned long long)note->steps, where[0] ? " (" : "", where, where[0] ? ")" : "");
 }
 
 static fsdpc_status notes_differ(const fsdpc_shm_wire *wire, uint64_t epoch, int rank,
@@ -241,7 +241,7 @@ fsdpc_status fsdpc_shm_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
     if (other >= 0)
         return notes_differ(wire, epoch, other, &first, &different);
     if (holder >= 0 && changer >= 0)
-        return held_and_changed(self->members[holder], self->members[changer]);
+        return held_and_changed(fsdpc_shm_name(self, holder), fsdpc_shm_name(self, changer));
     first.bits = bits;
     *all_out = first;
     return FSDPC_OK;

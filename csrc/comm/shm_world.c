@@ -206,6 +206,7 @@ fsdpc_status fsdpc_shm_world_create(const fsdpc_comm_config *config, fsdpc_shm_w
                           FSDPC_COLL_MAX_RANKS);
     fsdpc_shm_world *world = NULL;
     FSDPC_TRY(world_new(rank, size, false, &world));
+    world->first_rank = config->first_rank;
     int32_t pids[FSDPC_COLL_MAX_RANKS];
     fsdpc_status status;
     FSDPC_TRY_GOTO(status, fsdpc_rendezvous_meet(config, world->sockets, pids), release);

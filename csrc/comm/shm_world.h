@@ -37,6 +37,7 @@ typedef struct fsdpc_shm_world {
     _Atomic int refs;
     bool threads;
     int rank, size;
+    int first_rank; /* what rank 0 is called in messages */
     uint32_t fork_count;
     pthread_t locker; /* the thread that holds our `held` */
     fsdpc_shm_segment *life_segment;

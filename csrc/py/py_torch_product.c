@@ -90,8 +90,8 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
         return NULL;
     product p = {dense_args(n_out, n_in, rows, true, false, dtype), fsdpc_unit_device(unit)};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_grad_target_of(unit, param, &p.args.c, &p.args.c_dtype,
-                                                       &p.args.accumulate));
+    FSDPC_PY_WITHOUT_GIL(
+        status = fsdpc_grad_target_of(unit, param, &p.args.c, &p.args.c_dtype, &p.args.accumulate));
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     p.args.a = address((size_t)dy);

@@ -32,7 +32,8 @@ MAY_INCLUDE = {
 ORDER = {
     "comm": """
         comm coll_math fork_guard rendezvous shm_segment shm_world shm_control shm_ring shm_internal
-        shm_peers shm_coll shm_wire shm_buffer comm_self comm_null comm_shm
+        shm_peers shm_coll shm_wire shm_buffer comm_self comm_null comm_shm link link_relay
+        hosts_internal hosts_cross hosts_values hosts_op hosts_wire comm_hosts
     """,
     "engine": """
         layout slots norm plan unit unit_internal root_internal acts micro order fill full

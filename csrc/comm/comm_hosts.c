@@ -1,0 +1,350 @@
+/* The ranks of several hosts.
+ *
+ * The world is H hosts of L ranks each; rank h * L + l is lane l of host h.  Inside a host all is as
+ * on one host: a communicator over shared memory, one copy of the weights, sums over buffers that
+ * its ranks can read.  Between hosts a link carries bytes, from each lane to the same lane of the
+ * other hosts, so that what leaves a host leaves it once, spread over its ranks.
+ *
+ * Both are used through their public interfaces alone.  Whoever waits in one group carries on what
+ * is in flight in all groups of this rank, on the host and between hosts; a message that arrives
+ * rings the host's bell.
+ *
+ * Splitting gives a group of ranks of one host back to the host.  Others are made of the same lanes
+ * of several hosts: whole hosts, or a lane of each (replicas between hosts).
+ */
+#include "comm/comm_hosts.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/coll_math.h"
+#include "comm/hosts_internal.h"
+
+static const fsdpc_comm_ops hosts_ops;
+
+/* ---- Life ---- */
+
+static void wake(void *host)
+{
+    fsdpc_comm *comm = host;
+    comm->ops->wake(comm);
+}
+
+/* A message rings the bell of a host's communicator that is there. */
+static void wake_host(fsdpc_hosts_world *world)
+{
+    fsdpc_comm *host = world->groups ? world->groups->host : NULL;
+    if (world->link->ops->set_wake)
+        world->link->ops->set_wake(world->link, host && host->ops->wake ? wake : NULL, host);
+}
+
+static void leave_world(fsdpc_hosts_comm *self)
+{
+    fsdpc_hosts_world *world = self->world;
+    fsdpc_hosts_comm **at = &world->groups;
+    while (*at && *at != self)
+        at = &(*at)->next_group;
+    if (*at)
+        *at = self->next_group;
+    wake_host(world);
+    if (--world->refs > 0)
+        return;
+    fsdpc_link_destroy(world->link);
+    free(world);
+}
+
+static void hosts_destroy(fsdpc_comm *comm)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    fsdpc_hosts_drop(self);
+    for (fsdpc_hosts_op *op; (op = self->spare);) {
+        self->spare = op->next;
+        fsdpc_hosts_op_free(self, op);
+    }
+    fsdpc_comm_destroy(self->later);
+    leave_world(self);
+    fsdpc_comm_destroy(self->host);
+    free(self->peers);
+    free(self);
+}
+
+/* `host` is taken over when it succeeds; peers[h] is this lane on host h, by the link. */
+static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
+                           fsdpc_hosts_world *world, const int *peers, fsdpc_hosts_comm **out)
+{
+    fsdpc_hosts_comm *self = calloc(1, sizeof *self);
+    int n_hosts = config->size / host->size;
+    int *copy = malloc((size_t)n_hosts * sizeof *copy);
+    if (!self || !copy) {
+        free(self);
+        free(copy);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a communicator of %d hosts", n_hosts);
+    }
+    fsdpc_comm_init(&self->base, &hosts_ops, config);
+    memcpy(copy, peers, (size_t)n_hosts * sizeof *copy);
+    self->peers = copy;
+    self->n_hosts = n_hosts;
+    self->n_lanes = host->size;
+    self->this_host = config->rank / host->size;
+    self->lane = host->rank;
+    self->world = world;
+    self->link = world->link;
+    self->base.world_rank = self->base.log.rank = world->link->rank;
+    fsdpc_status status = fsdpc_comm_split(host, 0, host->rank, &self->later);
+    if (status != FSDPC_OK) {
+        free(self->peers);
+        free(self);
+        return status;
+    }
+    self->host = host;
+    self->next_group = world->groups;
+    world->groups = self;
+    world->refs++;
+    wake_host(world);
+    *out = self;
+    return FSDPC_OK;
+}
+
+static fsdpc_status shape_check(const fsdpc_comm_config *config, const fsdpc_comm *host,
+                                const fsdpc_link *link)
+{
+    int lanes = host->size;
+    if (config->size % lanes || config->rank % lanes != host->rank || link->size != config->size ||
+        link->rank != config->rank)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "rank %d of %d cannot be rank %d of %d on its host: every host has as "
+                          "many ranks, which follow each other",
+                          config->rank, config->size, host->rank, lanes);
+    if (config->size > FSDPC_COLL_MAX_RANKS)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "%d ranks over several hosts; at most %d",
+                          config->size, FSDPC_COLL_MAX_RANKS);
+    return FSDPC_OK;
+}
+
+/* Nobody goes on before all are here and mean the same world. */
+static fsdpc_status meet(fsdpc_comm *comm)
+{
+    return fsdpc_comm_run(comm,
+                          &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "create"});
+}
+
+fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
+                                     fsdpc_link *link, fsdpc_comm **out)
+{
+    fsdpc_hosts_comm *self = NULL;
+    fsdpc_hosts_world *world = NULL;
+    int peers[FSDPC_COLL_MAX_RANKS];
+    fsdpc_status status = shape_check(config, host, link);
+    if (status == FSDPC_OK && !(world = calloc(1, sizeof *world)))
+        status = fsdpc_fail_errno("no memory for a world of %d ranks", config->size);
+    if (status == FSDPC_OK) {
+        world->link = link;
+        host->carry = fsdpc_hosts_carry_on;
+        host->carry_arg = world;
+        for (int h = 0; h < config->size / host->size; h++)
+            peers[h] = h * host->size + host->rank;
+        status = create(config, host, world, peers, &self);
+    }
+    if (!self) {
+        free(world);
+        fsdpc_comm_destroy(host);
+        fsdpc_link_destroy(link);
+        return status;
+    }
+    status = meet(&self->base);
+    if (status != FSDPC_OK)
+        hosts_destroy(&self->base);
+    else
+        *out = &self->base;
+    return status;
+}
+
+static void hosts_abort(fsdpc_comm *comm, const char *reason)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    fsdpc_comm_abort_local(comm, reason);
+    fsdpc_comm_abort(self->host, reason);
+    fsdpc_comm_abort(self->later, reason);
+    fsdpc_link_abort(self->link, reason);
+    fsdpc_hosts_drop(self);
+}
+
+static void hosts_leave(fsdpc_comm *comm)
+{
+    fsdpc_comm_leave(fsdpc_hosts_of(comm)->host);
+}
+
+/* ---- Waiting ---- */
+
+static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    return fsdpc_comm_idle(self->host, max_ns);
+}
+
+static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    fsdpc_comm_describe(self->host, text, bytes);
+    size_t used = strlen(text);
+    const fsdpc_hosts_op *op = self->pending;
+    for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
+        if (!op->ops[i].link || op->ops[i].sends)
+            continue;
+        int n = snprintf(text + used, bytes - used, "%srank %d on another host", used ? ", " : "",
+                         op->ops[i].peer);
+        used += n > 0 ? (size_t)n : 0;
+    }
+}
+
+static void hosts_locate(fsdpc_comm *comm, const char *phase, const char *unit)
+{
+    fsdpc_comm_locate(fsdpc_hosts_of(comm)->host, phase, unit);
+}
+
+static void hosts_waits(fsdpc_comm *comm, const char *what)
+{
+    fsdpc_comm_waits(fsdpc_hosts_of(comm)->host, what);
+}
+
+/* ---- Split ---- */
+
+typedef struct wish {
+    int64_t color, key, groups;
+} wish;
+
+/* Ranks of this one's colour, by key and rank. */
+static int members_of(const fsdpc_hosts_comm *self, const wish *wishes, int *members)
+{
+    int n = 0;
+    for (int r = 0; r < self->base.size; r++) {
+        if (wishes[r].color != wishes[self->base.rank].color)
+            continue;
+        int at = n++;
+        for (; at > 0 && wishes[members[at - 1]].key > wishes[r].key; at--)
+            members[at] = members[at - 1];
+        members[at] = r;
+    }
+    return n;
+}
+
+/* How many of a host it has, the same on each; 0: they do not follow each other so. */
+static int lanes_of(const fsdpc_hosts_comm *self, const int *members, int n)
+{
+    int lanes = 0;
+    while (lanes < n && members[lanes] / self->n_lanes == members[0] / self->n_lanes)
+        lanes++;
+    for (int i = 0; i < n; i++) {
+        if (n % lanes || members[i] / self->n_lanes != members[i / lanes * lanes] / self->n_lanes ||
+            members[i] % self->n_lanes != members[i % lanes] % self->n_lanes)
+            return 0;
+    }
+    return lanes;
+}
+
+static fsdpc_status split_over_hosts(fsdpc_hosts_comm *self, const int *members, int n, int lanes,
+                                     fsdpc_comm *host, fsdpc_hosts_comm **out)
+{
+    fsdpc_comm_config config = {.size = n,
+                                .device = self->base.device,
+                                .trace = self->base.trace,
+                                .timeout_s = self->base.timeout_s,
+                                .notice_s = self->base.notice_s,
+                                .interrupt = self->base.interrupt,
+                                .notice = self->base.notice,
+                                .notice_arg = self->base.notice_arg,
+                                .log = self->base.log,
+                                .spin = self->base.spin};
+    int peers[FSDPC_COLL_MAX_RANKS], lane = 0;
+    for (int i = 0; i < n; i++) {
+        if (members[i] == self->base.rank) {
+            config.rank = i;
+            lane = i % lanes;
+        }
+    }
+    for (int h = 0; h < n / lanes; h++)
+        peers[h] = self->peers[members[h * lanes + lane] / self->n_lanes];
+    return create(&config, host, self->world, peers, out);
+}
+
+static fsdpc_status split_here(fsdpc_hosts_comm *self, const wish *wishes, fsdpc_comm **out)
+{
+    int members[FSDPC_COLL_MAX_RANKS], n = members_of(self, wishes, members);
+    const wish *mine = &wishes[self->base.rank];
+    int lanes = mine->color < 0 ? 1 : lanes_of(self, members, n);
+    fsdpc_comm *host = NULL;
+    /* Collective on the host, whatever each of its ranks wishes for. */
+    FSDPC_TRY(fsdpc_comm_split(self->host, (int)mine->color, (int)mine->key, &host));
+    if (mine->color < 0)
+        return FSDPC_OK;
+    if (lanes == n) {
+        *out = host;
+        return FSDPC_OK;
+    }
+    fsdpc_hosts_comm *part = NULL;
+    fsdpc_status status =
+        lanes > 0 ? split_over_hosts(self, members, n, lanes, host, &part)
+                  : fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                               "a group of %d ranks over several hosts: it must lie inside one, or "
+                               "have the same ranks of each (whole hosts, or one of each)",
+                               n);
+    if (status != FSDPC_OK) {
+        fsdpc_comm_destroy(host);
+        return status;
+    }
+    *out = &part->base;
+    return FSDPC_OK;
+}
+
+static fsdpc_status hosts_split(fsdpc_comm *comm, int color, int key, fsdpc_comm **out)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    wish mine = {color, key, self->world->groups_made}, wishes[FSDPC_COLL_MAX_RANKS];
+    FSDPC_TRY(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
+                                                 .unit = -1,
+                                                 .what = "split",
+                                                 .dtype = FSDPC_I64,
+                                                 .send = &mine,
+                                                 .recv = wishes,
+                                                 .numel = sizeof mine / sizeof(int64_t)}));
+    fsdpc_comm *part = NULL;
+    fsdpc_status status = fsdpc_comm_agree(comm, split_here(self, wishes, &part), "split");
+    if (status != FSDPC_OK) {
+        fsdpc_comm_destroy(part);
+        return status;
+    }
+    uint32_t groups = 0; /* one that no rank of it has used */
+    for (int r = 0; r < comm->size; r++)
+        groups = wishes[r].groups > groups ? (uint32_t)wishes[r].groups : groups;
+    self->world->groups_made = groups + 1;
+    if (part && part->ops == &hosts_ops)
+        fsdpc_hosts_of(part)->group = groups + 1;
+    *out = part;
+    return FSDPC_OK;
+}
+
+/* ---- The table ---- */
+
+static const fsdpc_comm_ops hosts_ops = {
+    .name = "hosts",
+    .destroy = hosts_destroy,
+    .split = hosts_split,
+    .abort = hosts_abort,
+    .leave = hosts_leave,
+    .wire_create = fsdpc_hosts_wire_create,
+    .wire_destroy = fsdpc_hosts_wire_destroy,
+    .epoch_arrive = fsdpc_hosts_epoch_arrive,
+    .epoch_test = fsdpc_hosts_epoch_test,
+    .epoch_publish = fsdpc_hosts_epoch_publish,
+    .epoch_published = fsdpc_hosts_epoch_published,
+    .buffer_create = fsdpc_hosts_buffer_create,
+    .buffer_destroy = fsdpc_hosts_buffer_destroy,
+    .buffer_idle = fsdpc_hosts_buffer_idle,
+    .post = fsdpc_hosts_post,
+    .test = fsdpc_hosts_test,
+    .idle = hosts_idle,
+    .describe = hosts_describe,
+    .locate = hosts_locate,
+    .waits = hosts_waits,
+};

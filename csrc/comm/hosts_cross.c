@@ -1,0 +1,162 @@
+/* What crosses between hosts for one operation.
+ *
+ * Each rank talks to its lane of the other hosts alone.  Every operation that crosses begins with a
+ * header each way, which is compared before anything that came is used: within a host the host's
+ * communicator has compared the operation, so lanes speak for their hosts.
+ *
+ * Tags are made of the group, the operation's number and the part of it, folded below what the link
+ * takes.  Operations in flight are far fewer than numbers that fit.
+ */
+#include "comm/hosts_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/coll_math.h"
+
+enum { GROUPS = 32 };
+
+uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part)
+{
+    uint32_t window = self->link->tags / (GROUPS * FSDPC_HOSTS_PARTS);
+    return ((self->group % GROUPS) * window + (uint32_t)(sequence % window)) * FSDPC_HOSTS_PARTS +
+           (uint32_t)part;
+}
+
+/* ---- Storage ---- */
+
+fsdpc_status fsdpc_hosts_op_new(fsdpc_hosts_comm *self, fsdpc_hosts_op **out)
+{
+    fsdpc_hosts_op *op = self->spare;
+    if (op) {
+        self->spare = op->next;
+        *out = op;
+        return FSDPC_OK;
+    }
+    op = calloc(1, sizeof *op);
+    size_t n = (size_t)self->n_hosts;
+    if (op) {
+        op->theirs = calloc(n, sizeof *op->theirs);
+        op->ops = calloc(2 * n * FSDPC_HOSTS_PARTS, sizeof *op->ops);
+    }
+    if (op && op->theirs && op->ops) {
+        *out = op;
+        return FSDPC_OK;
+    }
+    fsdpc_hosts_op_free(self, op);
+    return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation over %d hosts", self->n_hosts);
+}
+
+static void room_free(fsdpc_hosts_comm *self, fsdpc_hosts_room *room)
+{
+    fsdpc_device_free(self->base.device, room->data);
+    *room = (fsdpc_hosts_room){0};
+}
+
+void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    if (!op)
+        return;
+    room_free(self, &op->here);
+    room_free(self, &op->there);
+    room_free(self, &op->all);
+    free(op->slices);
+    free(op->theirs);
+    free(op->ops);
+    free(op);
+}
+
+fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_hosts_room *room, size_t bytes)
+{
+    void *data;
+    if (room->bytes >= bytes)
+        return FSDPC_OK;
+    room_free(self, room);
+    FSDPC_TRY(fsdpc_device_alloc(self->base.device, FSDPC_MEM_REDUCE, bytes, &data));
+    *room = (fsdpc_hosts_room){.data = data, .bytes = bytes};
+    return FSDPC_OK;
+}
+
+/* ---- Messages ---- */
+
+fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                              const void *data, size_t bytes)
+{
+    return fsdpc_link_send(self->link, self->peers[host], fsdpc_hosts_tag(self, op->sequence, part),
+                           data, bytes, &op->ops[op->n_ops++]);
+}
+
+fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                                 void *data, size_t bytes)
+{
+    return fsdpc_link_receive(self->link, self->peers[host],
+                              fsdpc_hosts_tag(self, op->sequence, part), data, bytes,
+                              &op->ops[op->n_ops++]);
+}
+
+fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    op->mine = (fsdpc_hosts_header){.sequence = op->sequence,
+                                    .bytes = fsdpc_coll_bytes(coll, self->base.size),
+                                    .epoch = coll->epoch,
+                                    .kind = (uint32_t)coll->kind,
+                                    .dtype = (uint32_t)coll->dtype,
+                                    .trains = coll->trains,
+                                    .flags = (uint32_t)coll->op,
+                                    .unit = coll->unit,
+                                    .root = coll->root};
+    snprintf(op->mine.what, sizeof op->mine.what, "%s", coll->what ? coll->what : "");
+    for (int h = 0; h < self->n_hosts; h++) {
+        if (h == self->this_host)
+            continue;
+        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 0, &op->theirs[h], sizeof op->theirs[h]));
+        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 0, &op->mine, sizeof op->mine));
+    }
+    return FSDPC_OK;
+}
+
+static void header_text(const fsdpc_hosts_header *header, int rank, char *text, size_t bytes)
+{
+    snprintf(text, bytes, "rank %d posts %s%s%.48s%s (unit %d, %llu bytes of %s, epoch %llu)", rank,
+             fsdpc_coll_name((fsdpc_coll_kind)header->kind), header->what[0] ? " of '" : "",
+             header->what, header->what[0] ? "'" : "", header->unit,
+             (unsigned long long)header->bytes, fsdpc_dtype_name((fsdpc_dtype)header->dtype),
+             (unsigned long long)header->epoch);
+}
+
+static fsdpc_status compare(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    for (int h = 0; h < self->n_hosts; h++) {
+        if (h == self->this_host || memcmp(&op->mine, &op->theirs[h], sizeof op->mine) == 0)
+            continue;
+        char ours[192], theirs[192];
+        header_text(&op->mine, self->base.world_rank, ours, sizeof ours);
+        header_text(&op->theirs[h], self->peers[h], theirs, sizeof theirs);
+        return fsdpc_fail(FSDPC_ERR_MISMATCH,
+                          "ranks disagree in operation %llu: %s, %s; every rank must make the same "
+                          "calls in the same order%s",
+                          (unsigned long long)op->sequence, ours, theirs,
+                          op->mine.trains != op->theirs[h].trains
+                              ? ", and train the same parameters (requires_grad)"
+                              : "");
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    int n_headers = fsdpc_hosts_headers(self);
+    for (int i = 0; i < op->n_ops; i++) {
+        if (i == n_headers && !op->compared) {
+            FSDPC_TRY(compare(self, op));
+            op->compared = true;
+        }
+        FSDPC_TRY(fsdpc_link_test(&op->ops[i]));
+    }
+    if (!op->compared)
+        FSDPC_TRY(compare(self, op));
+    op->compared = true;
+    return FSDPC_OK;
+}

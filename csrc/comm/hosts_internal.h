@@ -1,0 +1,162 @@
+/* What the files of the communicator of several hosts share.
+ *
+ *     comm_hosts.c     life, split, the table
+ *     hosts_wire.c     wires, epochs, buffers
+ *     hosts_op.c       an operation from its post to its end; gathers and reductions
+ *     hosts_values.c   all-reduce, all-gather, broadcast and barrier of values
+ *     hosts_cross.c    what crosses between hosts for one operation: headers and data
+ *
+ * A file includes none of those above it.
+ */
+#ifndef FSDPC_COMM_HOSTS_INTERNAL_H
+#define FSDPC_COMM_HOSTS_INTERNAL_H
+
+#include "comm/comm.h"
+#include "comm/link.h"
+
+typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
+
+/* What all groups share that were split from one. */
+typedef struct fsdpc_hosts_world {
+    int refs; /* groups */
+    fsdpc_link *link;
+    fsdpc_hosts_comm *groups;
+    uint32_t groups_made;
+} fsdpc_hosts_world;
+
+/* What a rank says of an operation to those of its lane, ahead of its data. */
+typedef struct fsdpc_hosts_header {
+    uint64_t sequence, bytes, epoch;
+    uint32_t kind, dtype, trains, flags;
+    int32_t unit, root;
+    char what[48];
+} fsdpc_hosts_header;
+
+enum { FSDPC_HOSTS_PARTS = 4 }; /* messages of one operation to one peer have tags of their own */
+
+/* Memory that an operation needs on its way; kept for the next one. */
+typedef struct fsdpc_hosts_room {
+    unsigned char *data;
+    size_t bytes;
+} fsdpc_hosts_room;
+
+typedef struct fsdpc_hosts_op {
+    struct fsdpc_hosts_op *next; /* in flight, in order of posting; or spare */
+    fsdpc_work *work;
+    uint64_t sequence;
+    int phase;       /* its own steps */
+    bool crosses;    /* something goes to other hosts */
+    bool needs_turn; /* it posts to `later`, in order of posting */
+    bool compared;
+    fsdpc_work host, later;
+    fsdpc_hosts_header mine, *theirs; /* of each host */
+    fsdpc_link_op *ops;               /* headers, then data: FSDPC_HOSTS_PARTS each way and host */
+    int n_ops;
+    fsdpc_slice *slices;
+    size_t n_slices;
+    size_t done_numel; /* of values: elements of earlier rounds */
+    fsdpc_hosts_room here, there, all;
+} fsdpc_hosts_op;
+
+struct fsdpc_hosts_comm {
+    fsdpc_comm base;
+    fsdpc_comm *host;  /* the ranks of this host; every operation is compared there */
+    fsdpc_comm *later; /* the same; second phases of operations, in order of posting */
+    fsdpc_hosts_world *world;
+    fsdpc_link *link;     /* the world's */
+    int n_hosts, n_lanes; /* lanes: ranks of a host */
+    int this_host, lane;
+    int *peers; /* the rank, in the link, of this lane on each host */
+    uint32_t group;
+    uint64_t posted;
+    fsdpc_hosts_op *pending, *spare;
+    struct fsdpc_hosts_comm *next_group; /* of world->groups */
+};
+
+/* Rows of other hosts, of the gather that begins at this place of the wire. */
+typedef struct fsdpc_hosts_rows {
+    size_t offset;
+    uint64_t generation; /* that was brought */
+} fsdpc_hosts_rows;
+
+typedef struct fsdpc_hosts_note {
+    fsdpc_epoch_note note;
+    uint64_t epoch;
+} fsdpc_hosts_note;
+
+typedef struct fsdpc_hosts_wire {
+    fsdpc_wire base;
+    fsdpc_wire *host;
+    uint64_t sequence; /* of the epoch */
+    bool sent;         /* this host's note of it */
+    fsdpc_epoch_note note;
+    fsdpc_hosts_note *notes; /* of each host */
+    fsdpc_link_op *ops;
+    uint64_t generation; /* epochs that changed something */
+    fsdpc_hosts_rows *rows;
+    size_t n_rows, next_rows;
+} fsdpc_hosts_wire;
+
+typedef struct fsdpc_hosts_buffer {
+    fsdpc_buffer base;
+    fsdpc_buffer *host;
+} fsdpc_hosts_buffer;
+
+static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
+{
+    return (fsdpc_hosts_comm *)comm;
+}
+
+/* ---- hosts_cross.c ---- */
+
+/* How many messages they are: the first of every operation's. */
+static inline int fsdpc_hosts_headers(const fsdpc_hosts_comm *self)
+{
+    return 2 * (self->n_hosts - 1);
+}
+
+/* Headers to and from every host: posted at once. */
+fsdpc_status fsdpc_hosts_begin(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* One message of a part (1 to FSDPC_HOSTS_PARTS - 1) to, or from, this lane of a host. */
+fsdpc_status fsdpc_hosts_send(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                              const void *data, size_t bytes);
+fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int host, int part,
+                                 void *data, size_t bytes);
+/* FSDPC_IN_PROGRESS until all of it has come and gone; an error where headers differ. */
+fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+/* At least so many bytes. */
+/* The tag of a part of the operation, or epoch, of this number. */
+uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
+fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_hosts_room *room, size_t bytes);
+void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+fsdpc_status fsdpc_hosts_op_new(fsdpc_hosts_comm *self, fsdpc_hosts_op **out);
+
+/* ---- hosts_values.c: a step of an operation on values; it has its turn ---- */
+
+fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
+
+/* ---- hosts_op.c ---- */
+
+fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
+fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
+/* Carries on what is in flight in all groups of this rank.  What fails is found in its group. */
+void fsdpc_hosts_carry_on(void *world);
+/* The same, with this group's outcome. */
+fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
+
+/* Drops what is in flight: the communicator has failed. */
+void fsdpc_hosts_drop(fsdpc_hosts_comm *self);
+
+/* ---- hosts_wire.c ---- */
+
+fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
+void fsdpc_hosts_wire_destroy(fsdpc_wire *wire);
+fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
+fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);
+fsdpc_status fsdpc_hosts_epoch_publish(fsdpc_wire *wire);
+fsdpc_status fsdpc_hosts_epoch_published(fsdpc_wire *wire);
+fsdpc_status fsdpc_hosts_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buffer **out);
+void fsdpc_hosts_buffer_destroy(fsdpc_buffer *buffer);
+fsdpc_status fsdpc_hosts_buffer_idle(fsdpc_buffer *buffer);
+
+#endif

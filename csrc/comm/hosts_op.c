@@ -1,0 +1,486 @@
+/* An operation over several hosts, from its post to its end.
+ *
+ * All of it is posted in the program's order on the host's communicator, where ranks of the host
+ * compare it; what crosses goes from lane to lane.
+ *
+ *     GATHER          own slices to the other hosts, theirs into the wire; done when all lanes of
+ *                     the host have theirs.  A group's rows are brought once after they changed
+ *     REDUCE_SCATTER  the host's sums of every rank's slices, wide; those of the others go there,
+ *                     theirs come here; the hosts' sums are added in order of hosts
+ *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, and the
+ *                     ranks of the host show each other what came
+ *     values          hosts_values.c
+ *
+ * Sums.  Ranks of a host follow each other, so adding hosts' sums as a pairwise tree is the tree
+ * over all ranks if a host has a power of two of them: the bits of one host.  Sums travel in fp32,
+ * or fp64 for that, and are scaled and rounded once, at the end.
+ *
+ * Order.  Posts on one communicator come in one order on all its ranks.  First phases are posted
+ * with the operation.  What comes later waits for messages, which arrive in any order; so second
+ * phases have a communicator of their own, and go there in the order in which their operations were
+ * posted.
+ */
+#include "comm/hosts_internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/size.h"
+#include "comm/coll_math.h"
+#include "ops/flat_ops.h"
+
+enum { POSTED, CROSSING, SHOWING }; /* phases */
+
+static bool is_values(const fsdpc_coll *coll)
+{
+    return coll->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(coll->kind);
+}
+
+static fsdpc_dtype wide(fsdpc_dtype dtype)
+{
+    return dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+}
+
+/* ---- Gathers ---- */
+
+/* Whether another host's rank has rows of a slice, and where. */
+static size_t rows_of(const fsdpc_coll *coll, size_t i, int rank, size_t *at_out)
+{
+    size_t first, numel = fsdpc_coll_part(coll, &coll->slices[i], rank, &first);
+    size_t element = fsdpc_dtype_bytes(coll->dtype);
+    *at_out = coll->offset + first * element;
+    return numel * element;
+}
+
+static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    unsigned char *memory = coll->wire->write;
+    size_t at, sent = 0;
+    for (size_t i = 0; i < coll->n_slices; i++)
+        sent += rows_of(coll, i, self->base.rank, &at);
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->here, sent));
+    sent = 0;
+    for (size_t i = 0; i < coll->n_slices; i++) {
+        size_t bytes = rows_of(coll, i, self->base.rank, &at);
+        memcpy(op->here.data + sent, memory + at, bytes);
+        sent += bytes;
+    }
+    size_t all = 0;
+    for (int h = 0; h < self->n_hosts; h++)
+        for (size_t i = 0; h != self->this_host && i < coll->n_slices; i++)
+            all += rows_of(coll, i, h * self->n_lanes + self->lane, &at);
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, all));
+    all = 0;
+    for (int h = 0; h < self->n_hosts; h++) {
+        size_t bytes = 0;
+        if (h == self->this_host)
+            continue;
+        for (size_t i = 0; i < coll->n_slices; i++)
+            bytes += rows_of(coll, i, h * self->n_lanes + self->lane, &at);
+        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + all, bytes));
+        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data, sent));
+        all += bytes;
+    }
+    return FSDPC_OK;
+}
+
+/* What came, into the full. */
+static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    const unsigned char *from = op->there.data;
+    for (int h = 0; h < self->n_hosts; h++) {
+        for (size_t i = 0; h != self->this_host && i < coll->n_slices; i++) {
+            size_t at, bytes = rows_of(coll, i, h * self->n_lanes + self->lane, &at);
+            memcpy(coll->wire->write + at, from, bytes);
+            from += bytes;
+        }
+    }
+}
+
+/* Where it is noted which rows were brought.  Gathers repeat in their order, so a look at the one
+ * behind the last finds it. */
+static fsdpc_status rows_at(fsdpc_hosts_wire *wire, size_t offset, fsdpc_hosts_rows **out)
+{
+    for (size_t n = 0; n < wire->n_rows; n++) {
+        size_t i = (wire->next_rows + n) % wire->n_rows;
+        if (wire->rows[i].offset != offset)
+            continue;
+        wire->next_rows = i + 1;
+        *out = &wire->rows[i];
+        return FSDPC_OK;
+    }
+    fsdpc_hosts_rows *rows = realloc(wire->rows, (wire->n_rows + 1) * sizeof *rows);
+    if (!rows)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for another gather of a wire");
+    wire->rows = rows;
+    rows[wire->n_rows] = (fsdpc_hosts_rows){.offset = offset};
+    *out = &rows[wire->n_rows++];
+    return FSDPC_OK;
+}
+
+/* Rows of other hosts were not brought since they changed; the same on all ranks. */
+static fsdpc_status needs_rows(const fsdpc_coll *coll, bool *needs_out)
+{
+    fsdpc_hosts_wire *wire = (fsdpc_hosts_wire *)coll->wire;
+    fsdpc_hosts_rows *rows = NULL;
+    FSDPC_TRY(rows_at(wire, coll->offset, &rows));
+    *needs_out = rows->generation != wire->generation;
+    rows->generation = wire->generation;
+    return FSDPC_OK;
+}
+
+/* ---- Reductions ---- */
+
+/* Elements of a host's sums that go to this lane of host h. */
+static size_t sums_for(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int h)
+{
+    size_t first, numel = 0;
+    int rank = h * self->n_lanes + self->lane;
+    for (size_t i = 0; i < coll->n_slices; i++)
+        numel += fsdpc_coll_part(coll, &coll->slices[i], rank, &first);
+    return numel;
+}
+
+/* The operation on the host: the slices of this lane on every host, sums one host behind the other
+ * in `here`. */
+static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    bool all = coll->kind == FSDPC_COLL_REDUCE_ALL;
+    size_t n = 0, at = 0, room = coll->n_slices * (size_t)(all ? 1 : self->n_hosts) + 1;
+    fsdpc_slice *slices = realloc(op->slices, room * sizeof *slices);
+    if (!slices)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %zu slices", room);
+    op->slices = slices;
+    for (int h = 0; h < (all ? 1 : self->n_hosts); h++) {
+        for (size_t i = 0; i < coll->n_slices; i++) {
+            fsdpc_slice slice = coll->slices[i];
+            bool even = !all && slice.owner < 0;
+            if (!all && !even && slice.owner / self->n_lanes != h)
+                continue;
+            slice.full_offset += even ? (size_t)(h * self->n_lanes) * slice.numel : 0;
+            slice.owner = all || even ? -1 : slice.owner % self->n_lanes;
+            slice.shard_offset = at;
+            at += all || even || slice.owner == self->lane ? slice.numel : 0;
+            slices[n++] = slice;
+        }
+    }
+    op->n_slices = n;
+    return FSDPC_OK;
+}
+
+static size_t sums_of_host(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
+{
+    size_t numel = 0;
+    if (coll->kind == FSDPC_COLL_REDUCE_ALL)
+        return sums_for(self, coll, 0);
+    for (int h = 0; h < self->n_hosts; h++)
+        numel += sums_for(self, coll, h);
+    return numel;
+}
+
+static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    fsdpc_dtype dtype = wide(coll->dtype);
+    FSDPC_TRY(slices_of_host(self, op));
+    FSDPC_TRY(
+        fsdpc_hosts_room_for(self, &op->here, sums_of_host(self, coll) * fsdpc_dtype_bytes(dtype)));
+    fsdpc_coll sums = *coll;
+    sums.stream = NULL;
+    sums.slices = op->slices;
+    sums.n_slices = op->n_slices;
+    sums.buffer = ((fsdpc_hosts_buffer *)coll->buffer)->host;
+    sums.shard = op->here.data;
+    sums.shard_dtype = sums.round_dtype = dtype;
+    sums.scale = 1;
+    sums.accumulate = false;
+    return fsdpc_comm_post(self->host, &sums, &op->host);
+}
+
+static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), from = 0, to = 0;
+    size_t mine = sums_for(self, coll, self->this_host) * element;
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, mine * (size_t)self->n_hosts));
+    for (int h = 0; h < self->n_hosts; h++) {
+        size_t theirs = sums_for(self, coll, h) * element;
+        if (h != self->this_host) {
+            FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + to, mine));
+            FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + from, theirs));
+        }
+        from += theirs;
+        to += mine;
+    }
+    return FSDPC_OK;
+}
+
+/* REDUCE_ALL: this lane's part of all sums, cut evenly, to and from every host. */
+static size_t part_numel(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
+{
+    size_t lanes = (size_t)self->n_lanes;
+    return (sums_of_host(self, coll) + lanes - 1) / lanes;
+}
+
+static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), numel = sums_of_host(self, coll);
+    size_t part = part_numel(self, coll), first = fsdpc_min_size(numel, (size_t)self->lane * part);
+    size_t bytes = fsdpc_min_size(part, numel - first) * element;
+    size_t room = part * element * (size_t)self->n_hosts;
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, room));
+    memcpy(op->there.data + (size_t)self->this_host * part * element,
+           op->here.data + first * element, bytes);
+    for (int h = 0; h < self->n_hosts; h++) {
+        if (h == self->this_host)
+            continue;
+        unsigned char *to = op->there.data + (size_t)h * part * element;
+        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, to, bytes));
+        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + first * element, bytes));
+    }
+    return FSDPC_OK;
+}
+
+/* Adds the hosts' sums, which lie in `sums`, of `stride` elements a host: the last step. */
+static fsdpc_status add_hosts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
+                              const unsigned char *const *sums)
+{
+    fsdpc_coll last = op->work->op;
+    fsdpc_stream inline_stream = {.device = self->base.device, .name = "hosts"};
+    fsdpc_stream *stream = last.stream && !last.stream->async ? last.stream : &inline_stream;
+    const void *srcs[FSDPC_COLL_MAX_RANKS];
+    size_t element = fsdpc_dtype_bytes(wide(last.dtype)), at = 0;
+    last.dtype = wide(last.dtype);
+    for (size_t i = 0; i < last.n_slices; i++) {
+        size_t first, numel = fsdpc_coll_part(&last, &last.slices[i], self->base.rank, &first);
+        if (numel == 0)
+            continue;
+        for (int h = 0; h < self->n_hosts; h++)
+            srcs[h] = sums[h] + at * element;
+        FSDPC_TRY(fsdpc_coll_reduce_part(&last, &last.slices[i], srcs, self->n_hosts, stream));
+        at += numel;
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
+    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), own = 0;
+    size_t mine = sums_for(self, coll, self->this_host) * element;
+    for (int h = 0; h < self->this_host; h++)
+        own += sums_for(self, coll, h) * element;
+    for (int h = 0; h < self->n_hosts; h++)
+        sums[h] = h == self->this_host ? op->here.data + own : op->there.data + (size_t)h * mine;
+    return add_hosts(self, op, sums);
+}
+
+/* The ranks of a host show each other what came, so that each has all sums of all hosts. */
+static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t bytes =
+        part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype)) * (size_t)self->n_hosts;
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->all, bytes * (size_t)self->n_lanes));
+    return fsdpc_comm_post(self->later,
+                           &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
+                                         .unit = coll->unit,
+                                         .what = coll->what,
+                                         .dtype = FSDPC_U8,
+                                         .send = op->there.data,
+                                         .recv = op->all.data,
+                                         .numel = bytes},
+                           &op->later);
+}
+
+/* `all` is [lane][host][part]; sums of a host are to lie in one piece. */
+static fsdpc_status finish_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
+    size_t part = part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype));
+    size_t hosts = (size_t)self->n_hosts, lanes = (size_t)self->n_lanes;
+    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, part * hosts * lanes));
+    for (size_t h = 0; h < hosts; h++) {
+        for (size_t l = 0; l < lanes && lanes > 1; l++)
+            memcpy(op->there.data + (h * lanes + l) * part, op->all.data + (l * hosts + h) * part,
+                   part);
+        sums[h] = op->there.data + h * lanes * part;
+    }
+    return add_hosts(self, op, sums);
+}
+
+/* ---- Steps; FSDPC_IN_PROGRESS: not yet ---- */
+
+static fsdpc_status post_meeting(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    fsdpc_coll meeting = {.kind = FSDPC_COLL_BARRIER, .unit = coll->unit, .what = coll->what};
+    return fsdpc_comm_post(self->later, &meeting, &op->later);
+}
+
+static fsdpc_status cross(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    if (op->work->op.kind == FSDPC_COLL_REDUCE_SCATTER)
+        return cross_sums(self, op);
+    return op->work->op.kind == FSDPC_COLL_REDUCE_ALL ? cross_parts(self, op) : FSDPC_OK;
+}
+
+static fsdpc_status show(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    if (op->work->op.kind == FSDPC_COLL_REDUCE_ALL)
+        return show_parts(self, op);
+    place_rows(self, op);
+    return post_meeting(self, op);
+}
+
+static fsdpc_status finish(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    if (op->work->op.kind == FSDPC_COLL_REDUCE_SCATTER)
+        return finish_scatter(self, op);
+    return op->work->op.kind == FSDPC_COLL_REDUCE_ALL ? finish_all(self, op) : FSDPC_OK;
+}
+
+static fsdpc_status step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, bool has_turn)
+{
+    FSDPC_TRY(fsdpc_comm_test(&op->host));
+    if (!op->crosses)
+        return FSDPC_OK;
+    if (is_values(&op->work->op))
+        return has_turn ? fsdpc_hosts_values_step(self, op) : FSDPC_IN_PROGRESS;
+    if (op->phase == POSTED) {
+        FSDPC_TRY(cross(self, op));
+        op->phase = CROSSING;
+    }
+    if (op->phase == CROSSING) {
+        FSDPC_TRY(fsdpc_hosts_crossed(self, op));
+        if (op->needs_turn && !has_turn)
+            return FSDPC_IN_PROGRESS;
+        if (op->needs_turn)
+            FSDPC_TRY(show(self, op));
+        op->phase = SHOWING;
+    }
+    FSDPC_TRY(fsdpc_comm_test(&op->later));
+    return finish(self, op);
+}
+
+/* ---- Post and test ---- */
+
+static fsdpc_status post_on_host(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    if (op->crosses && fsdpc_coll_reduces(coll->kind))
+        return post_sums(self, op);
+    fsdpc_coll agree = *coll;
+    agree.agree_only = true;
+    return fsdpc_comm_post(self->host, &agree, &op->host);
+}
+
+fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(work->comm);
+    const fsdpc_coll *coll = &work->op;
+    fsdpc_hosts_op *op, **end = &self->pending;
+    if (coll->kind == FSDPC_COLL_REPLAY)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "captured steps over several hosts");
+    bool crosses = !coll->agree_only;
+    if (crosses && coll->kind == FSDPC_COLL_GATHER)
+        FSDPC_TRY(needs_rows(coll, &crosses));
+    FSDPC_TRY(fsdpc_hosts_op_new(self, &op));
+    op->next = NULL;
+    op->work = work;
+    op->sequence = work->sequence = self->posted++;
+    op->phase = POSTED;
+    op->n_ops = 0;
+    op->compared = false;
+    op->done_numel = 0;
+    op->crosses = crosses;
+    op->needs_turn = crosses && coll->kind != FSDPC_COLL_REDUCE_SCATTER;
+    fsdpc_status status = post_on_host(self, op);
+    if (status == FSDPC_OK && crosses && !is_values(coll))
+        status = fsdpc_hosts_begin(self, op);
+    if (status == FSDPC_OK && crosses && coll->kind == FSDPC_COLL_GATHER)
+        status = cross_rows(self, op);
+    if (status != FSDPC_OK) {
+        fsdpc_hosts_op_free(self, op); /* what it posted goes with the communicator */
+        return fsdpc_comm_poison(&self->base, status);
+    }
+    while (*end)
+        end = &(*end)->next;
+    *end = op;
+    work->impl = op;
+    atomic_store_explicit(&work->state, 1, memory_order_relaxed);
+    return FSDPC_OK;
+}
+
+static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
+{
+    op->work->status = status;
+    atomic_store_explicit(&op->work->state, 0, memory_order_relaxed);
+    op->work = NULL;
+    op->next = self->spare;
+    self->spare = op;
+}
+
+void fsdpc_hosts_drop(fsdpc_hosts_comm *self)
+{
+    for (fsdpc_hosts_op *op; (op = self->pending);) {
+        self->pending = op->next;
+        end_op(self, op, FSDPC_ERR_POISONED);
+    }
+}
+
+static fsdpc_status carry_on(fsdpc_hosts_comm *self)
+{
+    bool turn_taken = false;
+    fsdpc_status status = fsdpc_link_health(self->link);
+    if (status != FSDPC_OK)
+        return fsdpc_comm_poison(&self->base, status);
+    for (fsdpc_hosts_op **at = &self->pending, *op; (op = *at);) {
+        status = step(self, op, !turn_taken);
+        if (status < 0) {
+            *at = op->next;
+            end_op(self, op, status);
+            return fsdpc_comm_poison(&self->base, status); /* drops the others */
+        }
+        if (status == FSDPC_IN_PROGRESS) {
+            turn_taken |= op->needs_turn;
+            at = &op->next;
+            continue;
+        }
+        *at = op->next;
+        end_op(self, op, FSDPC_OK);
+    }
+    return FSDPC_OK;
+}
+
+void fsdpc_hosts_carry_on(void *arg)
+{
+    const fsdpc_hosts_world *world = arg;
+    if (world->link->ops->progress)
+        world->link->ops->progress(world->link);
+    for (fsdpc_hosts_comm *group = world->groups; group; group = group->next_group) {
+        if (!group->base.poison[0])
+            (void)carry_on(group);
+    }
+}
+
+fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self)
+{
+    fsdpc_hosts_carry_on(self->world);
+    return fsdpc_comm_health(&self->base);
+}
+
+fsdpc_status fsdpc_hosts_test(fsdpc_work *work)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(work->comm);
+    fsdpc_status status = fsdpc_hosts_progress(self);
+    if (atomic_load_explicit(&work->state, memory_order_relaxed) == 0)
+        return work->status;
+    return status < 0 ? status : FSDPC_IN_PROGRESS;
+}

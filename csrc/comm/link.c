@@ -1,0 +1,60 @@
+/* What every link shares: an operation's storage, and counts. */
+#include "comm/link.h"
+
+#include <string.h>
+
+fsdpc_status fsdpc_link_health(const fsdpc_link *link)
+{
+    if (!atomic_load_explicit(&link->failed, memory_order_acquire))
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_PEER, "%s", link->poison);
+}
+
+static fsdpc_status post(fsdpc_link *link, bool sends, int peer, uint32_t tag, void *data,
+                         size_t bytes, fsdpc_link_op *op)
+{
+    FSDPC_TRY(fsdpc_link_health(link));
+    if (peer < 0 || peer >= link->size || peer == link->rank || tag >= link->tags)
+        return fsdpc_fail(FSDPC_ERR_INTERNAL, "rank %d of a link of %d %s rank %d, tag %u of %u",
+                          link->rank, link->size, sends ? "sends to" : "receives from", peer, tag,
+                          link->tags);
+    if (op->link)
+        return fsdpc_fail(FSDPC_ERR_INTERNAL, "an operation of a link is posted twice");
+    memset(op, 0, sizeof *op);
+    op->link = link;
+    op->sends = sends;
+    op->peer = peer;
+    op->tag = tag;
+    op->data = data;
+    op->bytes = bytes;
+    fsdpc_status status = link->ops->post(op);
+    if (status != FSDPC_OK)
+        op->link = NULL;
+    else if (sends)
+        link->sent_bytes += bytes;
+    else
+        link->received_bytes += bytes;
+    return status;
+}
+
+fsdpc_status fsdpc_link_send(fsdpc_link *link, int peer, uint32_t tag, const void *data,
+                             size_t bytes, fsdpc_link_op *op)
+{
+    return post(link, true, peer, tag, (void *)data, bytes, op);
+}
+
+fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *data, size_t bytes,
+                                fsdpc_link_op *op)
+{
+    return post(link, false, peer, tag, data, bytes, op);
+}
+
+fsdpc_status fsdpc_link_test(fsdpc_link_op *op)
+{
+    if (!op->link)
+        return FSDPC_OK;
+    fsdpc_status status = op->link->ops->test(op);
+    if (status != FSDPC_IN_PROGRESS)
+        op->link = NULL;
+    return status;
+}

@@ -1,0 +1,348 @@
+/* Two lists of messages and one of receives, under one lock.
+ *
+ * A message is matched with the oldest receive of its peer and tag, when either comes second.  The
+ * copy happens under the lock: links carry a network's worth of bytes, and memory is much faster.
+ *
+ * Closing and aborting keep what is in the outbox, since a send that was posted is done: peers count
+ * on it.  The takers get the rest, and then the end.  What an abort was for goes behind the rest, to
+ * every peer that this rank has had to do with: a peer that waits for a message which will not come
+ * learns why.
+ */
+#include "comm/link_relay.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct list {
+    fsdpc_message *first, **end;
+} list;
+
+enum { NEWS = UINT32_MAX }; /* tag of an abort's reason */
+
+typedef struct relay {
+    fsdpc_link base;
+    bool *met; /* peers that something was posted for */
+    pthread_mutex_t lock;
+    pthread_cond_t news; /* for takers */
+    list outbox, early;  /* to be carried; brought before their receive was posted */
+    fsdpc_link_op *receives, **last_receive;
+    bool closed;
+    _Atomic int refs; /* the link's user, and its carriers */
+} relay;
+
+static const fsdpc_link_ops relay_ops;
+
+static bool failed(const relay *self)
+{
+    return atomic_load_explicit(&self->base.failed, memory_order_acquire);
+}
+
+static void push(list *l, fsdpc_message *message)
+{
+    message->next = NULL;
+    *l->end = message;
+    l->end = &message->next;
+}
+
+static void drop_all(list *l)
+{
+    for (fsdpc_message *message = l->first, *next; message; message = next) {
+        next = message->next;
+        fsdpc_message_free(message);
+    }
+    *l = (list){.end = &l->first};
+}
+
+/* ---- Matching; under the lock ---- */
+
+/* Removes the oldest message of this peer and tag; NULL: there is none. */
+static fsdpc_message *pull(list *l, int peer, uint32_t tag)
+{
+    for (fsdpc_message **at = &l->first; *at; at = &(*at)->next) {
+        fsdpc_message *message = *at;
+        if (message->peer != peer || message->tag != tag)
+            continue;
+        *at = message->next;
+        if (!*at)
+            l->end = at;
+        return message;
+    }
+    return NULL;
+}
+
+static fsdpc_link_op *pull_receive(relay *self, int peer, uint32_t tag)
+{
+    for (fsdpc_link_op **at = &self->receives; *at; at = &(*at)->next) {
+        fsdpc_link_op *op = *at;
+        if (op->peer != peer || op->tag != tag)
+            continue;
+        *at = op->next;
+        if (!*at)
+            self->last_receive = at;
+        return op;
+    }
+    return NULL;
+}
+
+static void wake(const fsdpc_link *link)
+{
+    if (link->wake)
+        link->wake(link->wake_arg);
+}
+
+static void receive(fsdpc_link_op *op, fsdpc_message *message)
+{
+    op->moved = message->bytes;
+    op->status = message->bytes == op->bytes ? FSDPC_OK : FSDPC_ERR_MISMATCH;
+    if (op->status == FSDPC_OK && op->bytes > 0)
+        memcpy(op->data, message->data, op->bytes);
+    fsdpc_message_free(message);
+    /* release: the bytes come before; acquire in test. */
+    atomic_store_explicit(&op->state, 0, memory_order_release);
+}
+
+/* ---- The link's side ---- */
+
+static fsdpc_status post(fsdpc_link_op *op)
+{
+    relay *self = (relay *)op->link;
+    fsdpc_message *message = NULL;
+    if (op->sends) {
+        FSDPC_TRY(fsdpc_message_create(op->peer, op->tag, op->bytes, &message));
+        if (op->bytes > 0)
+            memcpy(message->data, op->data, op->bytes);
+    }
+    op->status = FSDPC_OK;
+    op->next = NULL;
+    atomic_store_explicit(&op->state, !op->sends, memory_order_relaxed);
+    pthread_mutex_lock(&self->lock);
+    bool over = self->closed || failed(self);
+    self->met[op->peer] = true;
+    if (over) {
+        fsdpc_message_free(message);
+    } else if (op->sends) {
+        push(&self->outbox, message);
+        pthread_cond_signal(&self->news);
+    } else if ((message = pull(&self->early, op->peer, op->tag))) {
+        receive(op, message);
+    } else {
+        *self->last_receive = op;
+        self->last_receive = &op->next;
+    }
+    pthread_mutex_unlock(&self->lock);
+    return over ? fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed: %s",
+                             self->base.poison[0] ? self->base.poison : "this rank has left")
+                : FSDPC_OK;
+}
+
+static fsdpc_status test(fsdpc_link_op *op)
+{
+    if (atomic_load_explicit(&op->state, memory_order_acquire) != 0)
+        return FSDPC_IN_PROGRESS;
+    if (op->status == FSDPC_ERR_MISMATCH)
+        return fsdpc_fail(FSDPC_ERR_MISMATCH,
+                          "a message of %zu bytes came from rank %d where rank %d expects %zu",
+                          op->moved, op->peer, op->link->rank, op->bytes);
+    return op->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(op->status, "%s", op->link->poison);
+}
+
+static void tell_peers(relay *self)
+{
+    const char *text = self->base.poison;
+    for (int peer = 0; peer < self->base.size; peer++) {
+        fsdpc_message *message = NULL;
+        if (!self->met[peer] || fsdpc_message_create(peer, NEWS, strlen(text), &message))
+            continue;
+        memcpy(message->data, text, message->bytes);
+        push(&self->outbox, message);
+    }
+}
+
+static void abort_relay(fsdpc_link *link, const char *reason)
+{
+    relay *self = (relay *)link;
+    pthread_mutex_lock(&self->lock);
+    if (!failed(self)) {
+        snprintf(link->poison, sizeof link->poison, "%s", reason && reason[0] ? reason : "aborted");
+        atomic_store_explicit(&link->failed, true, memory_order_release);
+        tell_peers(self);
+    }
+    for (fsdpc_link_op *op = self->receives, *next; op; op = next) {
+        next = op->next;
+        op->status = FSDPC_ERR_PEER;
+        atomic_store_explicit(&op->state, 0, memory_order_release);
+    }
+    self->receives = NULL;
+    self->last_receive = &self->receives;
+    drop_all(&self->early);
+    pthread_cond_broadcast(&self->news);
+    wake(link);
+    pthread_mutex_unlock(&self->lock);
+}
+
+static void set_wake(fsdpc_link *link, void (*wakes)(void *arg), void *arg)
+{
+    relay *self = (relay *)link;
+    pthread_mutex_lock(&self->lock);
+    link->wake = wakes;
+    link->wake_arg = arg;
+    pthread_mutex_unlock(&self->lock);
+}
+
+static void describe(const fsdpc_link *link, char *text, size_t bytes)
+{
+    snprintf(text, bytes, "messages of rank %d of %d are carried by its program", link->rank,
+             link->size);
+}
+
+static void destroy(fsdpc_link *link)
+{
+    relay *self = (relay *)link;
+    set_wake(link, NULL, NULL);
+    fsdpc_link_relay_close(link);
+    /* acq_rel: whoever goes last sees all that the others did. */
+    if (atomic_fetch_sub_explicit(&self->refs, 1, memory_order_acq_rel) > 1)
+        return;
+    drop_all(&self->outbox);
+    drop_all(&self->early);
+    pthread_cond_destroy(&self->news);
+    pthread_mutex_destroy(&self->lock);
+    free(self->met);
+    free(self);
+}
+
+/* ---- The carriers' side ---- */
+
+fsdpc_status fsdpc_message_create(int peer, uint32_t tag, size_t bytes, fsdpc_message **out)
+{
+    fsdpc_message *message = malloc(sizeof *message + bytes);
+    if (!message)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message of %zu bytes to another host",
+                          bytes);
+    *message = (fsdpc_message){.peer = peer, .tag = tag, .bytes = bytes};
+    *out = message;
+    return FSDPC_OK;
+}
+
+void fsdpc_message_free(fsdpc_message *message)
+{
+    free(message);
+}
+
+static struct timespec later(int64_t ns)
+{
+    enum { SECOND = 1000000000 };
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_sec += (time_t)((until.tv_nsec + ns) / SECOND);
+    until.tv_nsec = (long)((until.tv_nsec + ns) % SECOND);
+    return until;
+}
+
+void fsdpc_link_relay_retain(fsdpc_link *link)
+{
+    atomic_fetch_add_explicit(&((relay *)link)->refs, 1, memory_order_relaxed);
+}
+
+fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message **out)
+{
+    relay *self = (relay *)link;
+    const struct timespec until = later(max_ns);
+    int waited = 0;
+    pthread_mutex_lock(&self->lock);
+    while (!self->outbox.first && !self->closed && !failed(self) && waited == 0)
+        waited = pthread_cond_timedwait(&self->news, &self->lock, &until);
+    fsdpc_message *message = self->outbox.first;
+    if (message) {
+        self->outbox.first = message->next;
+        if (!message->next)
+            self->outbox.end = &self->outbox.first;
+    }
+    bool over = self->closed || failed(self);
+    pthread_mutex_unlock(&self->lock);
+    *out = message;
+    if (message)
+        return FSDPC_OK;
+    return over ? fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed")
+                : FSDPC_IN_PROGRESS;
+}
+
+static void hear(fsdpc_link *link, fsdpc_message *message)
+{
+    char text[sizeof link->poison];
+    const char *why = (const char *)message->data;
+    bool named = message->bytes > 5 && memcmp(why, "rank ", 5) == 0; /* the peer was told itself */
+    int used = named ? 0 : snprintf(text, sizeof text, "rank %d: ", message->peer);
+    snprintf(text + used, sizeof text - (size_t)used, "%.*s", (int)message->bytes, why);
+    fsdpc_message_free(message);
+    abort_relay(link, text);
+}
+
+void fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
+{
+    relay *self = (relay *)link;
+    if (message->tag == NEWS) {
+        hear(link, message);
+        return;
+    }
+    pthread_mutex_lock(&self->lock);
+    fsdpc_link_op *op = pull_receive(self, message->peer, message->tag);
+    if (op)
+        receive(op, message);
+    else if (failed(self))
+        fsdpc_message_free(message);
+    else
+        push(&self->early, message);
+    if (op)
+        wake(link);
+    pthread_mutex_unlock(&self->lock);
+}
+
+void fsdpc_link_relay_close(fsdpc_link *link)
+{
+    relay *self = (relay *)link;
+    pthread_mutex_lock(&self->lock);
+    self->closed = true;
+    pthread_cond_broadcast(&self->news);
+    pthread_mutex_unlock(&self->lock);
+}
+
+/* ---- The table ---- */
+
+static const fsdpc_link_ops relay_ops = {
+    .name = "relay",
+    .destroy = destroy,
+    .post = post,
+    .test = test,
+    .abort = abort_relay,
+    .set_wake = set_wake,
+    .describe = describe,
+};
+
+fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out)
+{
+    relay *self = calloc(1, sizeof *self);
+    bool *met = calloc((size_t)size, sizeof *met);
+    if (!self || !met) {
+        free(self);
+        free(met);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
+    }
+    self->base = (fsdpc_link){.ops = &relay_ops, .rank = rank, .size = size, .tags = NEWS};
+    self->met = met;
+    self->refs = 1;
+    self->outbox.end = &self->outbox.first;
+    self->early.end = &self->early.first;
+    self->last_receive = &self->receives;
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_mutex_init(&self->lock, NULL);
+    pthread_cond_init(&self->news, &clock);
+    pthread_condattr_destroy(&clock);
+    *out = &self->base;
+    return FSDPC_OK;
+}

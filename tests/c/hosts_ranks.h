@@ -1,0 +1,100 @@
+/* Running a function as the ranks of several hosts: threads of this process, whose hosts share
+ * memory each and whose link is carried by a thread for each rank.
+ */
+#ifndef FSDPC_TESTS_HOSTS_RANKS_H
+#define FSDPC_TESTS_HOSTS_RANKS_H
+
+#include "comm/comm_hosts.h"
+#include "comm/link_relay.h"
+#include "comm_ranks.h"
+
+typedef struct host_rank {
+    rank_context context;
+    rank_fn fn;
+    fsdpc_comm_config config;
+    fsdpc_comm *host;
+    fsdpc_link *link;
+    struct host_rank *world;
+    pthread_t thread, carrier;
+} host_rank;
+
+static int hosts_slow = -1; /* a rank whose messages take long */
+
+/* What a network does: from one rank's outbox to another rank. */
+static void *hosts_carry(void *arg)
+{
+    enum { LOOK_NS = 1000000000 };
+    host_rank *self = arg;
+    fsdpc_status status;
+    fsdpc_message *message;
+    while ((status = fsdpc_link_relay_take(self->link, LOOK_NS, &message)) >= 0) {
+        if (status == FSDPC_IN_PROGRESS)
+            continue;
+        fsdpc_link *to = self->world[message->peer].link;
+        if (self->context.rank == hosts_slow)
+            usleep(300000);
+        message->peer = self->context.rank;
+        fsdpc_link_relay_deliver(to, message);
+    }
+    return NULL;
+}
+
+static void *hosts_rank_main(void *arg)
+{
+    host_rank *self = arg;
+    rank_context *context = &self->context;
+    EXPECT_OK(context,
+              fsdpc_comm_hosts_create(&self->config, self->host, self->link, &context->comm));
+    if (context->comm)
+        self->fn(context);
+    return NULL;
+}
+
+static inline void hosts_make_host(host_rank *ranks, int lanes)
+{
+    fsdpc_comm_config configs[RANKS_MAX];
+    fsdpc_comm *comms[RANKS_MAX];
+    for (int l = 0; l < lanes; l++) {
+        configs[l] = ranks[l].config;
+        configs[l].rank = l;
+        configs[l].size = lanes;
+        configs[l].first_rank = ranks[0].context.rank;
+    }
+    CHECK_OK(fsdpc_comm_shm_create_threads(configs, lanes, comms));
+    for (int l = 0; l < lanes; l++)
+        ranks[l].host = comms[l];
+}
+
+static inline void hosts_run(int hosts, int lanes, rank_fn fn, const rank_options *options)
+{
+    static host_rank ranks[RANKS_MAX];
+    int size = hosts * lanes;
+    memset(ranks, 0, sizeof ranks);
+    for (int r = 0; r < size; r++) {
+        ranks[r].context = (rank_context){.rank = r, .size = size, .threads = true};
+        ranks[r].fn = fn;
+        ranks[r].world = ranks;
+        ranks_open(&ranks[r].context, options);
+        ranks[r].config = ranks_config(&ranks[r].context, options);
+        CHECK_OK(fsdpc_link_relay_create(r, size, &ranks[r].link));
+        fsdpc_link_relay_retain(ranks[r].link); /* the carriers' share */
+    }
+    for (int h = 0; h < hosts; h++)
+        hosts_make_host(&ranks[h * lanes], lanes);
+    for (int r = 0; r < size; r++)
+        CHECK(pthread_create(&ranks[r].carrier, NULL, hosts_carry, &ranks[r]) == 0 &&
+              pthread_create(&ranks[r].thread, NULL, hosts_rank_main, &ranks[r]) == 0);
+    for (int r = 0; r < size; r++)
+        pthread_join(ranks[r].thread, NULL);
+    for (int r = 0; r < size; r++)
+        ranks_close(&ranks[r].context); /* its link is closed, so its carrier comes to its end */
+    for (int r = 0; r < size; r++)
+        pthread_join(ranks[r].carrier, NULL);
+    for (int r = 0; r < size; r++) {
+        fsdpc_link_destroy(ranks[r].link);
+        check_count += ranks[r].context.checks;
+        check_failures += ranks[r].context.failures;
+    }
+}
+
+#endif

@@ -1,0 +1,215 @@
+/* Several hosts: the collectives that one host has, gathers over a link, bytes counted, errors. */
+#include "comm_suite.h"
+
+#include "hosts_ranks.h"
+
+static const struct shape {
+    int hosts, lanes;
+} shapes[] = {{2, 1}, {2, 2}, {4, 1}, {3, 2}, {2, 3}};
+
+static void collectives(rank_context *self)
+{
+    copying_collectives(self);
+    extrema_carry_nan(self);
+    reductions(self);
+    pipelined(self);
+    run_ahead(self);
+    agreements(self);
+    if (ranks_of_host == 1 || ranks_of_host % 2 == 0) /* its rows and columns do not cross */
+        splits(self);
+}
+
+/* ---- Epochs and gathers ---- */
+
+enum { ROW = 3000, EPOCHS = 12 };
+
+static uint32_t value_of(int rank, int version, int j)
+{
+    return (uint32_t)(version * 100000 + rank * 10000 + j % 9973);
+}
+
+static void gather(rank_context *self, fsdpc_wire *wire, const fsdpc_slice *slices, size_t n)
+{
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_GATHER,
+                                                             .what = "block",
+                                                             .dtype = FSDPC_I32,
+                                                             .epoch = wire->epoch,
+                                                             .wire = wire,
+                                                             .slices = slices,
+                                                             .n_slices = n}));
+}
+
+static uint64_t sent_of(const rank_context *self)
+{
+    return ((const host_rank *)(const void *)self)->link->sent_bytes;
+}
+
+/* Every third epoch changes nothing.  Half of each rank's row, and one slice that rank 1 owns. */
+static void epochs(rank_context *self)
+{
+    fsdpc_wire *wire;
+    int size = self->size, version = 0;
+    const fsdpc_slice slices[] = {
+        {.full_offset = 0, .numel = ROW, .owner = -1},
+        {.full_offset = (size_t)(ROW * size), .numel = 77, .shard_offset = ROW, .owner = 1},
+    };
+    size_t numel = (size_t)(ROW * size) + 77;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4 * numel, &wire));
+    for (int epoch = 1; epoch <= EPOCHS; epoch++) {
+        bool changes = epoch % 3 != 0;
+        fsdpc_epoch_note note = {.kind = 1, .unit = 3, .steps = (uint64_t)epoch}, all;
+        note.bits = changes && self->rank == epoch % size ? FSDPC_EPOCH_CHANGED : 0;
+        version += changes;
+        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+        EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "block", &all));
+        EXPECT(self, all.bits == (changes ? FSDPC_EPOCH_CHANGED : 0), "bits %u", all.bits);
+        if (changes) {
+            uint32_t *own = (uint32_t *)(void *)wire->write;
+            for (int j = 0; j < ROW; j++)
+                own[self->rank * ROW + j] = value_of(self->rank, version, j);
+            for (int j = 0; self->rank == 1 && j < 77; j++)
+                own[ROW * size + j] = value_of(9, version, j);
+            EXPECT_OK(self, fsdpc_wire_publish(wire));
+            EXPECT_OK(self, fsdpc_wire_published_wait(wire, "block"));
+        }
+        uint64_t before = sent_of(self);
+        gather(self, wire, slices, 2);
+        uint64_t once = sent_of(self) - before;
+        gather(self, wire, slices, 2); /* what was brought is there */
+        EXPECT(self, sent_of(self) - before == once && (once > 0) == changes, "%d bytes, then %d",
+               (int)once, (int)(sent_of(self) - before));
+        const uint32_t *full = (const uint32_t *)(const void *)wire->read;
+        size_t wrong = 0;
+        for (int r = 0; r < size; r++)
+            for (int j = 0; j < ROW; j++)
+                wrong += full[r * ROW + j] != value_of(r, version, j);
+        for (int j = 0; j < 77; j++)
+            wrong += full[ROW * size + j] != value_of(9, version, j);
+        EXPECT(self, wrong == 0, "epoch %d: %zu elements are of another version", epoch, wrong);
+    }
+    fsdpc_wire_destroy(wire);
+}
+
+/* Held on the last host, changed on the first: all refuse, and may go on. */
+static void held_and_changed(rank_context *self)
+{
+    fsdpc_wire *wire;
+    fsdpc_epoch_note note = {.kind = 1}, all;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    for (int holder = 0; holder < self->size; holder += self->size - 1) {
+        note.bits = self->rank == holder ? FSDPC_EPOCH_HELD : 0;
+        note.bits |= self->rank == 0 ? FSDPC_EPOCH_CHANGED : 0; /* holder 0: on one host */
+        EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+        EXPECT_FAILS(self, fsdpc_wire_epoch_wait(wire, "block", &all), FSDPC_ERR_STATE,
+                     "reshard()");
+    }
+    note.bits = 0;
+    EXPECT_OK(self, fsdpc_wire_arrive(wire, &note));
+    EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "block", &all));
+    fsdpc_wire_destroy(wire);
+}
+
+/* ---- What crosses, counted ---- */
+
+/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers. */
+static void counts(rank_context *self)
+{
+    enum { N = 5000, HEADER = 96 };
+    int hosts = self->size / ranks_of_host;
+    fsdpc_buffer *buffer;
+    float *shard = calloc(N, sizeof *shard);
+    fsdpc_slice slice = {.numel = N, .owner = -1};
+    EXPECT_OK(self, fsdpc_buffer_create(self->comm, (size_t)(2 * N * self->size), &buffer));
+    memset(buffer->data, 0, (size_t)(2 * N * self->size));
+    uint64_t before = sent_of(self);
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_REDUCE_SCATTER,
+                                                             .what = "grads",
+                                                             .dtype = FSDPC_BF16,
+                                                             .slices = &slice,
+                                                             .n_slices = 1,
+                                                             .buffer = buffer,
+                                                             .shard = shard,
+                                                             .shard_dtype = FSDPC_F32,
+                                                             .round_dtype = FSDPC_F32,
+                                                             .scale = 1}));
+    uint64_t sent = sent_of(self) - before, want = (uint64_t)(hosts - 1) * (N * 4 + HEADER);
+    EXPECT(self, sent == want, "%llu bytes, want %llu", (unsigned long long)sent,
+           (unsigned long long)want);
+    fsdpc_buffer_destroy(buffer);
+    free(shard);
+}
+
+/* ---- Disagreement and failure ---- */
+
+static void operations_differ(rank_context *self)
+{
+    int host = self->rank / ranks_of_host;
+    int64_t x = 0;
+    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
+                     .what = host == 1 ? "norms" : "losses",
+                     .dtype = FSDPC_I64,
+                     .send = &x,
+                     .recv = &x,
+                     .numel = 1};
+    fsdpc_status status = fsdpc_comm_run(self->comm, &op);
+    EXPECT(self,
+           status == FSDPC_ERR_MISMATCH || status == FSDPC_ERR_POISONED || status == FSDPC_ERR_PEER,
+           "%s", fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "norms") && strstr(fsdpc_last_error(), "losses"), "%s",
+           fsdpc_last_error());
+}
+
+/* The last rank gives up while the others wait: they learn why, on its host and on others. */
+static void one_gives_up(rank_context *self)
+{
+    const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .what = "end"};
+    fsdpc_status status = fsdpc_comm_run(self->comm, &barrier); /* all ranks are there */
+    if (self->rank == self->size - 1) {
+        EXPECT_OK(self, status);
+        fsdpc_comm_abort(self->comm, "out of disk");
+        return;
+    }
+    char last[32];
+    snprintf(last, sizeof last, "rank %d: out of disk", self->size - 1);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(self->comm, &barrier);
+    EXPECT(self, status < 0 && strstr(fsdpc_last_error(), last), "%s", fsdpc_last_error());
+    EXPECT_FAILS(self, fsdpc_comm_run(self->comm, &barrier), FSDPC_ERR_POISONED, "out of disk");
+}
+
+/* Ranks leave when they are done, while others of their host wait for a slow message. */
+static void the_quick_leave(rank_context *self)
+{
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+    fsdpc_comm_leave(self->comm);
+}
+
+static void crossing_groups_are_refused(rank_context *self)
+{
+    fsdpc_comm *part = NULL;
+    int color = self->rank == 0 || self->rank == self->size - 1 ? 0 : 1;
+    EXPECT_FAILS(self, fsdpc_comm_split(self->comm, color, 0, &part), FSDPC_ERR_UNSUPPORTED,
+                 "whole hosts, or one of each");
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+}
+
+int main(void)
+{
+    rank_options options = {.async = false};
+    for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
+        ranks_of_host = shapes[s].lanes;
+        hosts_run(shapes[s].hosts, ranks_of_host, collectives, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, epochs, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, held_and_changed, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, one_gives_up, &options);
+    }
+    ranks_of_host = 2;
+    hosts_run(2, 2, crossing_groups_are_refused, &options);
+    hosts_slow = 0;
+    hosts_run(2, 2, the_quick_leave, &options);
+    hosts_slow = -1;
+    hosts_run(2, 2, collectives, &(rank_options){.async = true});
+    return check_report("test_comm_hosts");
+}
