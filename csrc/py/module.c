@@ -41,6 +41,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->tensor_type);
     Py_VISIT(state->handle_type);
     Py_VISIT(state->comm_type);
+    Py_VISIT(state->link_type);
     Py_VISIT(state->unit_type);
     Py_VISIT(state->optimizer_type);
     return 0;
@@ -55,6 +56,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->tensor_type);
     Py_CLEAR(state->handle_type);
     Py_CLEAR(state->comm_type);
+    Py_CLEAR(state->link_type);
     Py_CLEAR(state->unit_type);
     Py_CLEAR(state->optimizer_type);
     return 0;

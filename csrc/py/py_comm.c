@@ -11,7 +11,9 @@
 #include "py/py_engine.h"
 
 #include "base/size.h"
+#include "comm/comm_hosts.h"
 #include "comm/rendezvous.h"
+#include "py/py_link.h"
 #include "plugin/plugin.h"
 
 static fsdpc_status check_signals(void *Py_UNUSED(arg))
@@ -51,6 +53,25 @@ static fsdpc_status create_on_host(const fsdpc_comm_config *config, fsdpc_comm *
                              : fsdpc_comm_shm_create(config, out);
 }
 
+/* Ranks of a host share memory; between hosts a link carries bytes, which is taken over. */
+static fsdpc_status create_over_hosts(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
+                                      fsdpc_comm **out)
+{
+    fsdpc_comm_config here = *config;
+    fsdpc_comm *host = NULL;
+    char address[96];
+    here.size = config->size / hosts;
+    here.rank = config->rank % here.size;
+    snprintf(address, sizeof address, "%s/%d", config->address, config->rank / here.size);
+    here.address = address;
+    here.first_rank = config->rank - here.rank;
+    fsdpc_status status = fsdpc_comm_shm_create(&here, &host);
+    if (status == FSDPC_OK)
+        return fsdpc_comm_hosts_create(config, host, link, out);
+    fsdpc_link_destroy(link);
+    return status;
+}
+
 static fsdpc_status create_by_plugin(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
                                      const char *library, fsdpc_comm **out)
 {
@@ -70,8 +91,8 @@ static fsdpc_status create_by_plugin(const fsdpc_runtime *runtime, fsdpc_comm_co
     return status;
 }
 
-static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
-                           const char *library, fsdpc_comm **out)
+static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config, int hosts,
+                           fsdpc_link *link, const char *library, fsdpc_comm **out)
 {
     bool automatic = strcmp(runtime->env.transport, "auto") == 0;
     if (!config->address) /* peers that pretend: for measuring this rank alone */
@@ -83,23 +104,40 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
                           "FSDPC_TRANSPORT is '%s', and ranks on device 'cpu' share memory: unset "
                           "it, or set_default_device('cuda') first",
                           runtime->env.transport);
-    return create_on_host(config, out);
+    return link ? create_over_hosts(config, hosts, link, out) : create_on_host(config, out);
+}
+
+/* The link of a world of several hosts; NULL with an exception, or because there is one host. */
+static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts)
+{
+    if (hosts < 1 || size % hosts)
+        PyErr_Format(PyExc_ValueError, "%d ranks on %d hosts: every host must have as many", size,
+                     hosts);
+    else if (hosts > 1 && object == Py_None)
+        PyErr_Format(PyExc_ValueError, "ranks on %d hosts need a link", hosts);
+    return !PyErr_Occurred() && hosts > 1 ? fsdpc_py_link_give(PyType_GetModule(type), object)
+                                          : NULL;
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank",       "size",    "address", "socket_fd", "news_fd",
-                            "local_rank", "library", "secret",  NULL};
-    int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0;
+    static char *names[] = {"rank",    "size",   "address", "socket_fd", "news_fd", "local_rank",
+                            "library", "secret", "hosts",   "link",      NULL};
+    int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0, hosts = 1;
     const char *address, *library = NULL, *secret = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizz", names, &rank, &size, &address,
-                                     &socket_fd, &news_fd, &local_rank, &library, &secret))
+    PyObject *link_object = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iiz|iiizziO", names, &rank, &size, &address,
+                                     &socket_fd, &news_fd, &local_rank, &library, &secret, &hosts,
+                                     &link_object))
         return NULL;
     fsdpc_py_state *state = fsdpc_py_state_of_type(type);
     if (state && !state->runtime.ready)
         state->runtime.local_rank = local_rank;
     fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime(state) : NULL;
     if (!runtime)
+        return NULL;
+    fsdpc_link *link = link_of(type, link_object, size, hosts);
+    if (PyErr_Occurred())
         return NULL;
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
     if (!self)
@@ -118,9 +156,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .secret = secret,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
-                                .spin = fsdpc_usable_cores() >= size};
+                                .spin = fsdpc_usable_cores() >= size / hosts};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, library, &self->comm));
+    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, hosts, link, library, &self->comm));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -349,8 +387,8 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_getset, comm_getset},
     {Py_tp_doc,
      "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None, "
-     "secret=None): a group of ranks that know `secret`; `library` is the NCCL to prefer.  Without "
-     "an address, peers pretend."},
+     "secret=None, hosts=1, link=None): a group of ranks that know `secret`; `library` is the NCCL "
+     "to prefer; over several hosts `link` carries bytes.  Without an address, peers pretend."},
     {0, NULL},
 };
 

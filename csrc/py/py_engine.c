@@ -175,10 +175,10 @@ static PyMethodDef functions[] = {
 
 int fsdpc_py_engine_setup(PyObject *module)
 {
-    if (fsdpc_py_comm_setup(module) < 0 || fsdpc_py_unit_setup(module) < 0 ||
-        fsdpc_py_optim_setup(module) < 0 || fsdpc_py_dry_run_setup(module) < 0 ||
-        fsdpc_py_clip_setup(module) < 0 || fsdpc_py_graph_setup(module) < 0 ||
-        fsdpc_py_torch_unit_setup(module) < 0)
+    if (fsdpc_py_comm_setup(module) < 0 || fsdpc_py_link_setup(module) < 0 ||
+        fsdpc_py_unit_setup(module) < 0 || fsdpc_py_optim_setup(module) < 0 ||
+        fsdpc_py_dry_run_setup(module) < 0 || fsdpc_py_clip_setup(module) < 0 ||
+        fsdpc_py_graph_setup(module) < 0 || fsdpc_py_torch_unit_setup(module) < 0)
         return -1;
     if (PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS) < 0)
         return -1;

@@ -60,6 +60,7 @@ typedef struct fsdpc_py_unit {
 
 int fsdpc_py_engine_setup(PyObject *module);
 int fsdpc_py_comm_setup(PyObject *module);
+int fsdpc_py_link_setup(PyObject *module);
 int fsdpc_py_unit_setup(PyObject *module);
 int fsdpc_py_optim_setup(PyObject *module);
 int fsdpc_py_dry_run_setup(PyObject *module);

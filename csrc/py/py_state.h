@@ -43,7 +43,7 @@ typedef struct fsdpc_py_state {
     fsdpc_py_imports imports;
     PyObject *dtypes[FSDPC_DTYPE_COUNT];
     PyObject *dtype_type, *tensor_type, *handle_type;
-    PyObject *comm_type, *unit_type, *optimizer_type; /* the engine's */
+    PyObject *comm_type, *link_type, *unit_type, *optimizer_type; /* the engine's */
 } fsdpc_py_state;
 
 typedef struct fsdpc_py_tensor {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ V = TypeVar("V")
 
 _world: _core.Comm | None = None
 _met: list[_core.Comm] = []  # other groups that met by themselves; they are left with the world
+_leaving: list[Callable[[], None]] = []  # what is waited for once all groups are left
 _local_rank = 0
 _deterministic = False
 
@@ -87,12 +89,8 @@ def init(
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of world size {world_size}: must be 0 <= rank < world_size")
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
-    if local_size != world_size:
-        raise NotImplementedError(
-            f"{world_size} ranks with {local_size} on this host: ranks on several hosts are not "
-            "supported yet"
-        )
-    _local_rank = _environment_int("LOCAL_RANK", rank)
+    _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
+    hosts = _hosts(rank, world_size, _local_rank, local_size)
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     if world_size == 1 and listening >= 0:
@@ -107,8 +105,32 @@ def init(
         local_rank=_local_rank,
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
+        hosts=hosts,
+        link=None,
     )
     _deterministic = bool(deterministic)
+
+
+def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
+    """How many hosts the ranks are on, by the numbers that a launcher has set."""
+    said = f"RANK {rank}, WORLD_SIZE {world_size}, LOCAL_RANK {local_rank}, "
+    said += f"LOCAL_WORLD_SIZE {local_size}"
+    if not 0 <= local_rank < local_size:
+        raise ValueError(f"{said}: LOCAL_RANK must be from 0 to LOCAL_WORLD_SIZE - 1")
+    if world_size % local_size:
+        raise NotImplementedError(f"{said}: every host must have the same number of ranks")
+    if rank % local_size != local_rank:
+        raise NotImplementedError(
+            f"{said}: ranks of a host must follow each other (mpirun --map-by slot, "
+            "srun --distribution=block)"
+        )
+    hosts = world_size // local_size
+    if hosts > 1:
+        raise NotImplementedError(
+            f"{world_size} ranks on {hosts} hosts, and nothing here carries bytes between them: "
+            "use fsdpc.torch after torch.distributed.init_process_group()"
+        )
+    return hosts
 
 
 def world() -> _core.Comm:
@@ -126,7 +148,10 @@ def shutdown() -> None:
     for comm in (_world, *_met):
         if comm is not None:
             comm.close()
+    for leave in _leaving:
+        leave()
     _met.clear()
+    _leaving.clear()
     _world, _deterministic = None, False
 
 

@@ -1,8 +1,7 @@
-"""Ranks of torch.distributed: beside torch's FSDP2 in one process group, on several hosts."""
+"""Ranks of torch.distributed: beside torch's FSDP2 in one process group."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import fsdpc
-from fsdpc.torch import fully_shard
 
 from .common import (
     batch,
@@ -21,19 +19,6 @@ from .common import (
     shard,
     twin,
 )
-
-
-@pytest.mark.ranks(2, init=False)
-def test_ranks_on_several_hosts_are_refused_at_once(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = os.environ["RANK"]
-    monkeypatch.setattr("fsdpc.torch._mesh.this_host", lambda: (f"boot {rank}", f"node{rank}"))
-    join_gloo(tmp_path)
-    with pytest.raises(NotImplementedError, match=r"2 ranks on 2 hosts \(node0, node1\)"):
-        fully_shard(build())
-    assert not fsdpc.is_initialized()
-    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2, init=False)

@@ -228,7 +228,7 @@ def test_calls_after_shutdown() -> None:
         (
             {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
             NotImplementedError,
-            "4 ranks with 2 on this host",
+            "4 ranks on 2 hosts",
         ),
         ({"FSDPC_TIMEOUT": "3"}, ValueError, "FSDPC_TIMEOUT is not known; did you mean FSDPC_TIM"),
         ({"FSDPC_SOMETHING_ELSE": "3"}, ValueError, "FSDPC_SOMETHING_ELSE is not known"),

@@ -52,20 +52,42 @@ def test_who_is_no_task_of_several_is_alone(changed: dict[str, str]) -> None:
     assert variables == before and find_scheduler(variables) is None
 
 
+TWO_HOSTS = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "here"), [("2(x2)", "2"), ("2,2", "2"), ("1(x3),1", "1"), ("", "4")]
+)
+def test_tasks_of_a_host_from_slurms_list(tasks: str, here: str) -> None:
+    variables = STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    adopt_scheduler(variables)
+    assert (variables["WORLD_SIZE"], variables["LOCAL_WORLD_SIZE"]) == ("4", here)
+
+
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        (STEP | {"SLURM_STEP_NUM_NODES": "2"}, "srun started 2 tasks on 2 hosts"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun started 2 tasks and 1 of them on"),
+        (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "4 ranks on 2 hosts"),
+        (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "TASKS_PER_NODE is 3,1"),
+        (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two', not a list of numbers"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+         "2 ranks on 2 hosts"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+         "ranks of a host must follow each other"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "3"}, "every host must have the same number"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "LOCAL_RANK must be from 0"),
     ],
-)
-def test_several_hosts_are_refused_at_once(variables: dict[str, str], text: str) -> None:
+)  # fmt: skip
+def test_what_cannot_be_several_hosts_is_refused_at_once(
+    variables: dict[str, str], text: str
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import fsdpc; fsdpc.init()"],
         env=CLEAN | variables, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "NotImplementedError" in done.stderr and text in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(("NotImplementedError", "ValueError"))
+    assert text in done.stderr
 
 
 def test_tasks_of_srun_meet() -> None:

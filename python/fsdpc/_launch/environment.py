@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 RANKS_PER_CORE = 64
@@ -142,31 +143,41 @@ def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
 
     Raises
     ------
+    ValueError
+        SLURM says in no known form how many tasks are on this host.
     NotImplementedError
-        Its tasks are on several hosts.
+        Hosts have different numbers of tasks.
     """
     scheduler = find_scheduler(environment)
     if scheduler is None:
         return
     size = environment[scheduler.world_size]
-    here, hosts = environment.get(scheduler.local_world_size, size), ""
-    if scheduler.name == "srun":
-        nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_JOB_NUM_NODES")
-        hosts = nodes if nodes and nodes != "1" else ""
-    if hosts or here != size:
-        where = f"on {hosts} hosts" if hosts else f"and {here} of them on this host"
-        raise NotImplementedError(
-            f"{scheduler.name} started {size} tasks {where}: ranks on several hosts are not "
-            "supported yet; start all of them on one host"
-        )
     job = [environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
     environment.update(
         RANK=environment[scheduler.rank],
         WORLD_SIZE=size,
         LOCAL_RANK=environment[scheduler.local_rank],
-        LOCAL_WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=environment.get(scheduler.local_world_size)
+        or str(_slurm_tasks_a_host(environment, int(size))),
         FSDPC_RUN_ID=":".join([scheduler.name, *job, _launcher(scheduler.rank)]),
     )
+
+
+def _slurm_tasks_a_host(environment: Mapping[str, str], size: int) -> int:
+    """How many tasks each host has, from a list like "4(x2)" or "4,4"."""
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name = next((name for name in names if environment.get(name)), "")
+    if not name:
+        return size
+    text = environment[name]
+    if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
+        raise ValueError(f"{name} is '{text}', not a list of numbers like 4(x2)")
+    counts = {int(part.split("(")[0]) for part in text.split(",")}
+    if len(counts) > 1:
+        raise NotImplementedError(
+            f"every host must have the same number of ranks, and {name} is {text}"
+        )
+    return counts.pop()
 
 
 def _launcher(variable: str) -> str:
@@ -223,6 +234,31 @@ def this_host() -> tuple[str, str]:
     """Return what tells apart where ranks can meet (a container may be a host), and its name."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{boot.read().strip()} {os.readlink('/proc/self/ns/net')}", socket.gethostname()
+
+
+def count_hosts(ranks: Sequence[tuple[str, str]]) -> int:
+    """Return how many hosts ranks are on, from what :func:`this_host` says on each.
+
+    Raises
+    ------
+    NotImplementedError
+        Ranks of a host do not follow each other, or hosts have different numbers of ranks.
+    """
+    runs: list[tuple[tuple[str, str], int]] = []
+    for host in ranks:
+        if runs and runs[-1][0] == host:
+            runs[-1] = (host, runs[-1][1] + 1)
+        else:
+            runs.append((host, 1))
+    said = ", ".join(f"{n} on {name}" for (_, name), n in runs)
+    if len({host for host, _ in runs}) < len(runs):
+        raise NotImplementedError(
+            f"ranks of a host must follow each other, and these are {said}: map them by host "
+            "(mpirun --map-by slot, srun --distribution=block)"
+        )
+    if len({n for _, n in runs}) > 1:
+        raise NotImplementedError(f"every host must have the same number of ranks: {said}")
+    return len(runs)
 
 
 def inherited_socket(address: str, rank: int) -> int:

@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdpc import _core, distributed
-from fsdpc._launch.environment import this_host
+from fsdpc._launch.environment import count_hosts, this_host
 from fsdpc.mesh import DeviceMesh
 from fsdpc.torch import _device
+from fsdpc.torch._link import carry
 
 
 def join() -> _core.Comm:
@@ -107,13 +108,15 @@ def _meet(group: Any) -> _core.Comm:
     told: list[Any] = [None] * dist.get_world_size(group)
     mine = (this_host(), f"torch:{uuid.uuid4().hex}", uuid.uuid4().hex)
     dist.all_gather_object(told, mine, group)
-    hosts = {host: name for (host, name), _, _ in told}
-    if len(hosts) > 1:
-        raise NotImplementedError(
-            f"{len(told)} ranks on {len(hosts)} hosts ({', '.join(sorted(hosts.values()))}): "
-            "ranks on several hosts are not supported yet; start all of them on one"
-        )
+    hosts = count_hosts([host for host, _, _ in told])
     _, address, secret = told[0]
-    comm = _core.Comm(dist.get_rank(group), len(told), address, secret=secret)
+    comm = _core.Comm(
+        dist.get_rank(group),
+        len(told),
+        address,
+        secret=secret,
+        hosts=hosts,
+        link=carry(group) if hosts > 1 else None,
+    )
     distributed._met.append(comm)
     return comm

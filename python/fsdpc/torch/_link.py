@@ -1,0 +1,91 @@
+"""Bytes between hosts over a process group of torch's.
+
+The engine's link (``_core.Link``) keeps messages; two threads carry them. One takes what this rank
+sends and hands it to ``torch.distributed.send``, the other receives from anybody and delivers. Each
+message begins with a frame of fixed size, which holds small ones whole, so that a note of an epoch
+is one send.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdpc import _core, distributed
+
+FRAME = 512
+HEAD = struct.Struct("<IQ")  # tag, bytes
+INLINE = FRAME - HEAD.size
+FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engine has deadlines
+LOOK_S = 3600.0
+LEAVE_S = 10.0
+
+
+def carry(group: Any) -> _core.Link:
+    """Make a link between the ranks of a process group, carried by one of its own; collective."""
+    group = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=FOR_EVER,
+        backend="gloo",  # memory of the host, whatever the group's own tensors are on
+        use_local_synchronization=True,
+    )
+    link = _core.Link(dist.get_rank(group), dist.get_world_size(group))
+    sender, receiver = (
+        threading.Thread(
+            target=_guarded, args=(work, link, group), name=f"fsdpc{work.__name__}", daemon=True
+        )
+        for work in (_send, _receive)
+    )
+    sender.start()
+    receiver.start()
+
+    def leave() -> None:  # what was sent is on its way before the process may end
+        link.close()
+        sender.join(LEAVE_S)
+
+    distributed._leaving.append(leave)
+    return link
+
+
+def _guarded(work: Any, link: _core.Link, group: Any) -> None:
+    try:
+        work(link, group)
+    except _core.PeerError:
+        pass  # the link has ended
+    except Exception as error:  # noqa: BLE001 - whatever the back end raises ends the link
+        link.abort(f"rank {dist.get_rank()} lost its connection to other hosts: {error}")
+
+
+def _send(link: _core.Link, group: Any) -> None:
+    while True:
+        message = link.take(LOOK_S)
+        if message is None:
+            continue
+        peer, tag, data = message
+        frame = bytearray(FRAME)
+        HEAD.pack_into(frame, 0, tag, len(data))
+        inline = len(data) <= INLINE
+        if inline:
+            frame[HEAD.size : HEAD.size + len(data)] = data
+        dist.send(torch.frombuffer(frame, dtype=torch.uint8), group=group, group_dst=peer)
+        if not inline:
+            dist.send(torch.frombuffer(data, dtype=torch.uint8), group=group, group_dst=peer)
+
+
+def _receive(link: _core.Link, group: Any) -> None:
+    frame = torch.empty(FRAME, dtype=torch.uint8)
+    head = memoryview(frame.numpy())
+    while True:
+        peer = dist.get_group_rank(group, dist.recv(frame, group=group))
+        tag, size = HEAD.unpack_from(head)
+        if size <= INLINE:
+            link.deliver(peer, tag, head[HEAD.size : HEAD.size + size])
+            continue
+        data = torch.empty(size, dtype=torch.uint8)
+        dist.recv(data, group=group, group_src=peer)
+        link.deliver(peer, tag, data.numpy())

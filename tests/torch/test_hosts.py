@@ -1,0 +1,179 @@
+"""Ranks on several hosts, which share memory inside a host alone: the bits of one host.
+
+Hosts are pretended: ranks that are told of different ones share no memory, and gloo carries their
+bytes, as it does between machines.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdpc
+from fsdpc.torch import MixedPrecisionPolicy, _link
+
+from .common import batch, build, full_parameters, join_gloo, loss_of, shard
+
+ROUTES = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"reshard_after_forward": False},
+    "two": {"reshard_after_forward": 2},
+    "NO_SHARD": {"mesh": (4, 1)},
+    "HYBRID_SHARD": {"mesh": (2, 2)},
+}
+
+
+links: list[Any] = []  # of this rank to other hosts, while it is in a world of several
+
+
+def leave() -> None:
+    fsdpc.shutdown()
+    dist.destroy_process_group()
+
+
+def pretend(ranks_of_host: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join the other ranks, so many of them on each host."""
+    if dist.is_initialized():
+        leave()
+    host = int(os.environ["RANK"]) // ranks_of_host
+    monkeypatch.setattr("fsdpc.torch._mesh.this_host", lambda: (f"boot {host}", f"node{host}"))
+    monkeypatch.setattr("fsdpc.torch._mesh.carry", noted)
+    links.clear()
+    folder = folder / str(ranks_of_host)
+    folder.mkdir(exist_ok=True)
+    join_gloo(folder)
+
+
+def noted(group: Any) -> Any:
+    links.append(_link.carry(group))
+    return links[-1]
+
+
+def prepared(options: dict[str, Any], **policy: Any) -> Any:
+    if "mesh" in options:
+        mesh = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicate", "shard"))
+        options = options | {"mesh": mesh}
+    return shard(build(), **options, mp_policy=MixedPrecisionPolicy(**policy))
+
+
+def train(model: Any, steps: int = 3) -> None:
+    """Two micro-steps a step, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for micro in range(2):
+            loss_of(model, batch(step, dist.get_rank(), micro)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_bits_are_those_of_one_host(
+    route: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values: dict[int, dict[str, torch.Tensor]] = {}
+    for ranks_of_host in (4, 2, 1):
+        pretend(ranks_of_host, tmp_path, monkeypatch)
+        model = prepared(ROUTES[route], param_dtype=dtype)
+        train(model)
+        assert len(links) == (ranks_of_host < 4)
+        values[ranks_of_host] = full_parameters(model)
+    for ranks_of_host in (2, 1):
+        for name, value in values[4].items():
+            assert torch.equal(values[ranks_of_host][name], value), (ranks_of_host, name)
+    leave()
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize(
+    ("dtype", "bytes_of_element"), [(None, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
+)
+def test_what_leaves_a_host_leaves_it_once(
+    dtype: Any, bytes_of_element: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step sends this host's half of the weights, and fp32 sums of the other half's gradients."""
+    pretend(2, tmp_path, monkeypatch)
+    model = shard(build(dim=200), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    numel = sum(p.numel() for p in build(dim=200).parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent = []
+    for step in range(3):
+        before = links[0].sent_bytes
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(links[0].sent_bytes - before)
+    of_ranks = fsdpc.all_gather(np.array(sent)).reshape(4, 3)
+    least = numel // 2 * (bytes_of_element + 4)
+    for of_host in (of_ranks[:2].sum(axis=0), of_ranks[2:].sum(axis=0)):
+        assert all(least < n < 1.03 * least for n in of_host[1:]), (of_host, least)
+    leave()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_values_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(2, tmp_path, monkeypatch)
+    fsdpc.torch._mesh.join()
+    rank = fsdpc.rank()
+    x = np.arange(1000, dtype=np.float32) + rank
+    np.testing.assert_array_equal(fsdpc.all_reduce(x), 4 * np.arange(1000.0) + 6)
+    np.testing.assert_array_equal(fsdpc.all_gather(np.full(3, rank)).reshape(4, 3)[:, 0], range(4))
+    for root in range(4):
+        value = fsdpc.broadcast(np.full(5, float(rank)), root=root)
+        np.testing.assert_array_equal(value, np.full(5, float(root)))
+    fsdpc.barrier()
+    leave()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_checkpoints_go_between_numbers_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "saved"
+    pretend(2, tmp_path, monkeypatch)
+    model = prepared({})
+    train(model)
+    fsdpc.checkpoint.save(folder, {"model": model})
+    before = full_parameters(model)
+    for ranks_of_host in (4, 1):
+        pretend(ranks_of_host, tmp_path, monkeypatch)
+        model = prepared({})
+        fsdpc.checkpoint.load(folder, {"model": model})
+        after = full_parameters(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+    leave()
+
+
+@pytest.mark.ranks(4, init=False)
+def test_an_exception_on_another_host_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(2, tmp_path, monkeypatch)
+    model = prepared({})
+    train(model, steps=1)
+    if fsdpc.rank() == 3:
+        fsdpc.torch._mesh.join().abort("out of disk")
+        return leave()
+    with pytest.raises(fsdpc.PeerError, match="rank 3: out of disk"):
+        train(model)
+    leave()
+
+
+@pytest.mark.ranks(3, init=False)
+def test_hosts_of_different_numbers_of_ranks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(2, tmp_path, monkeypatch)
+    with pytest.raises(NotImplementedError, match="2 on node0, 1 on node1"):
+        prepared({})
+    assert not fsdpc.is_initialized()
+    leave()
