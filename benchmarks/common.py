@@ -133,27 +133,33 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
 
 
 def run_ranks(
-    script: str | Path, arguments: Sequence[str], ranks: int, timeout: float = 600, threads: int = 1
+    script: str | Path,
+    arguments: Sequence[str],
+    ranks: int,
+    timeout: float = 600,
+    threads: int = 1,
+    hosts: Sequence[Sequence[str]] = ((),),
 ) -> dict[str, Any]:
     """Run a script on ranks as torchrun would; rank 0 leaves its result as JSON in
-    ``$BENCH_RESULT``.
+    ``$BENCH_RESULT``. `hosts` are commands that run others on a host each, which has as many ranks.
 
     Peak PSS of all ranks together (``peak_pss_bytes``) is sampled every 50 ms. A rank that fails
     once the result is there counts as ended: DeepSpeed's threads at times abort the exit.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
+        here = ranks // len(hosts)
         env = {
             **os.environ,
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(here), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(20000 + os.getpid() % 20000), "FSDPC_RUN_ID": Path(folder).name,
             "OMP_NUM_THREADS": str(threads), "BENCH_RESULT": str(result),
             "BENCH_STORE": str(Path(folder) / "store"),
         }  # fmt: skip
         ranks_ = [
             subprocess.Popen(
-                [sys.executable, str(script), *arguments],
-                env={**env, "RANK": str(r), "LOCAL_RANK": str(r)},
+                [*hosts[r // here], sys.executable, str(script), *arguments],
+                env={**env, "RANK": str(r), "LOCAL_RANK": str(r % here)},
                 stdout=sys.stderr if r == 0 else subprocess.DEVNULL,
             )
             for r in range(ranks)

@@ -1,0 +1,134 @@
+"""Training over two hosts: fsdpc beside torch FSDP2 and DDP on the same wire.
+
+    python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--ranks 2]
+                                     [--engines fsdpc fsdp2 ddp local] [--rounds 3]
+
+The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
+benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
+directions. A step and its turns are those of bench_torch.py; all engines use gloo. "Sent" is what
+the device of the first host sent in a step, all protocols counted. The floor of a step is the
+greater of what it takes alone ("local", as many ranks, no communication) and of those bytes at the
+wire's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import bench_torch
+import common
+
+ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
+STEPS = bench_torch.WARM + bench_torch.STEPS
+NAMES = [f"fsdpc{os.getpid()}h{i}" for i in range(2)]
+RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
+
+
+def missing() -> str | None:
+    """What hosts need and this machine has not; None: nothing."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"needs {' and '.join(tools)} of iproute2" if tools else None
+
+
+@contextmanager
+def two_hosts(rate: str) -> Iterator[list[list[str]]]:
+    """Two namespaces with a wire of that rate; yields what runs a command in each."""
+
+    def ip(words: str) -> None:
+        subprocess.run(["ip", *words.split()], check=True, timeout=60)
+
+    try:
+        for name in NAMES:
+            ip(f"netns add {name}")
+        ip(f"link add v0 netns {NAMES[0]} type veth peer name v1 netns {NAMES[1]}")
+        for i, name in enumerate(NAMES):
+            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev v{i}")
+            ip(f"-n {name} link set v{i} up")
+            ip(f"-n {name} link set lo up")
+            if rate != "none":
+                tbf = f"qdisc add dev v{i} root tbf rate {rate} burst 128kb latency 50ms"
+                ip(f"netns exec {name} tc {tbf}")
+        yield [
+            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=v{i}"]
+            for i, name in enumerate(NAMES)
+        ]
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, timeout=60)
+
+
+def sent_bytes() -> int:
+    """What the first host has sent so far."""
+    words = ["ip", "-n", NAMES[0], "-s", "-j", "link", "show", "dev", "v0"]
+    done = subprocess.run(words, check=True, capture_output=True, timeout=60)
+    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+def measure(
+    model: str, engine: str, ranks: int, hosts: list[list[str]]
+) -> tuple[float, float, float]:
+    """Median milliseconds of a step in one turn, MB sent in one, and peak PSS in MiB."""
+    before = sent_bytes()
+    words = ["turn", "--turn", engine, model]
+    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=hosts)
+    sent = (sent_bytes() - before) / STEPS / 1e6
+    return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
+
+
+def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> None:
+    """The rows of one model on one wire."""
+    with two_hosts(rate) as hosts:
+        turns: dict[str, list[tuple[float, float, float]]] = {e: [] for e in engines}
+        for _ in range(rounds):
+            for engine in engines:
+                turns[engine].append(measure(model, engine, ranks, hosts))
+    ms = {e: statistics.median(t[0] for t in ts) for e, ts in turns.items()}
+    alone = ms.get("local", float("nan"))
+    for engine in engines:
+        _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
+        wire = sent * 1e6 * 8 / RATES[rate] * 1e3
+        row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
+               f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
+               f"{sent:.1f}", f"{pss:,.0f}"]  # fmt: skip
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def main() -> None:
+    """Run the chosen rows."""
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--models", nargs="+", default=["llama-10M-fp32", "llama-10M-bf16"],
+                   choices=bench_torch.MODELS)  # fmt: skip
+    p.add_argument("--engines", nargs="+", default=ENGINES)
+    p.add_argument("--rates", nargs="+", default=["1gbit", "none"], choices=RATES)
+    p.add_argument("--ranks", type=int, default=2, help="over both hosts")
+    p.add_argument("--rounds", type=int, default=3)
+    o = p.parse_args()
+    if reason := missing():
+        print(f"bench_hosts.py {reason}: skipped")
+        return
+    common.header()
+    common.table(["wire", "model", "ranks", "engine", "ms a step (range)",
+                  f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB"],
+                 [])  # fmt: skip
+    for rate in o.rates:
+        for model in o.models:
+            run(model, list(o.engines), o.ranks, rate, o.rounds)
+
+
+if __name__ == "__main__":
+    main()
