@@ -82,11 +82,12 @@ static fsdpc_status use_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     unsigned char *recv = (unsigned char *)coll->recv + op->done_numel * element;
     const void *srcs[FSDPC_COLL_MAX_RANKS];
     fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
-    for (int r = 0; r < self->base.size; r++) {
-        size_t at = (size_t)(r % self->n_lanes * self->n_hosts + r / self->n_lanes);
+    size_t lanes = (size_t)self->n_lanes, hosts = (size_t)self->n_hosts;
+    for (size_t r = 0; r < lanes * hosts; r++) {
+        size_t at = r % lanes * hosts + r / lanes;
         srcs[r] = op->all.data + at * numel * element;
         if (coll->kind == FSDPC_COLL_ALL_GATHER)
-            memcpy(recv + (size_t)r * coll->numel * element, srcs[r], numel * element);
+            memcpy(recv + r * coll->numel * element, srcs[r], numel * element);
     }
     if (coll->kind == FSDPC_COLL_ALL_GATHER)
         return FSDPC_OK;

@@ -110,20 +110,21 @@ static fsdpc_status post(fsdpc_link_op *op)
 {
     relay *self = (relay *)op->link;
     fsdpc_message *message = NULL;
-    if (op->sends) {
+    const bool sends = op->sends;
+    if (sends) {
         FSDPC_TRY(fsdpc_message_create(op->peer, op->tag, op->bytes, &message));
         if (op->bytes > 0)
             memcpy(message->data, op->data, op->bytes);
     }
     op->status = FSDPC_OK;
     op->next = NULL;
-    atomic_store_explicit(&op->state, !op->sends, memory_order_relaxed);
+    atomic_store_explicit(&op->state, !sends, memory_order_relaxed);
     pthread_mutex_lock(&self->lock);
     bool over = self->closed || failed(self);
     self->met[op->peer] = true;
     if (over) {
         fsdpc_message_free(message);
-    } else if (op->sends) {
+    } else if (sends) {
         push(&self->outbox, message);
         pthread_cond_signal(&self->news);
     } else if ((message = pull(&self->early, op->peer, op->tag))) {
