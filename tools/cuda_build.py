@@ -77,8 +77,10 @@ CUDNN_FLAGS = ("-std=c++17", "-O1", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,
                f"-I{native.CSRC}")
 # Folders of pip's nvidia packages that hold what the plugin opens by name.
 OPENED = ("nccl", "cu13", "cublas", "cudnn", "cuda_runtime")
-# Of the core, the plugin compiles in what needs nothing else.
-SHARED_WITH_CORE = ("base/crc32c.c", "base/dtype.c", "base/trace.c", "base/wait.c",
+# Beside its own folder, the plugin compiles in what every plugin has, and what of the core needs
+# nothing else.
+SHARED_WITH_CORE = ("guest/guest.c",
+                    "base/crc32c.c", "base/dtype.c", "base/trace.c", "base/wait.c",
                     "comm/coll_math.c", "comm/comm.c", "ops/flat_check.c", "ops/gemm_gelu.c")
 
 
@@ -346,7 +348,7 @@ def tests_folder() -> Path:
 
 def without_border() -> list[Path]:
     """The plugin's C sources that tests link: all but those that speak across a border."""
-    return [path for path in cuda_sources() if path.stem not in ("guest", "plugin_cuda")]
+    return [path for path in cuda_sources() if path.stem != "plugin_cuda"]
 
 
 def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
@@ -470,7 +472,7 @@ def alias_flags() -> list[str]:
 
 def link_emulated_plugin(builder: Builder, c: Sequence[str], shared: Sequence[Path]) -> Path:
     """Link the emulated plugin from its border, compiled by `c`, and what the tests link too."""
-    border = [*(native.CSRC / "cuda" / f"{name}.c" for name in ("guest", "plugin_cuda")),
+    border = [native.CSRC / "cuda" / "plugin_cuda.c",
               *(native.CSRC / name for name in SHARED_WITH_CORE)]
     objects = [*shared, *builder.compile_all([(path, c) for path in border])]
     script = builder.folder / "plugin.map"

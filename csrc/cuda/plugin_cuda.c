@@ -10,7 +10,7 @@
 #include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/gemm_cublaslt.h"
-#include "cuda/guest.h"
+#include "guest/guest.h"
 #include "cuda/nccl_load.h"
 #include "cuda/transport.h"
 

@@ -1,12 +1,14 @@
 /* Forwarders to the host table, under the names that the headers declare.
  *
- * The table's address is the plugin's one global: written once, by the thread that loads the
+ * The table's address is a plugin's one global: written once, by the thread that loads the
  * plugin, before any other can know of it.
  */
-#include "cuda/guest.h"
+#include "guest/guest.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 enum { LINE_BYTES = 1024 };
 
@@ -25,6 +27,18 @@ fsdpc_status fsdpc_fail(fsdpc_status code, const char *format, ...)
     vsnprintf(message, sizeof message, format, args);
     va_end(args);
     return guest_host->fail(code, message);
+}
+
+fsdpc_status fsdpc_fail_errno(const char *format, ...)
+{
+    int error = errno;
+    char message[LINE_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(message, sizeof message, format, args);
+    va_end(args);
+    return fsdpc_fail(error == ENOMEM ? FSDPC_ERR_NOMEM : FSDPC_ERR_OS, "%s: %s", message,
+                      strerror(error));
 }
 
 const char *fsdpc_last_error(void)
