@@ -4,7 +4,8 @@ setuptools would compile one file after the other, all with the same flags, and 
 whenever one changed.  The kernels need flags of their own for each instruction set, so the
 compiling is done by tools/native.py and only the placing of the result is left to setuptools.
 
-Beside the extension goes the plugin for GPUs, by tools/cuda_build.py, if FSDPC_CUDA=1.
+Beside the extension go the plugin for GPUs, by tools/cuda_build.py, if FSDPC_CUDA=1, and, by
+tools/mpi_build.py, a plugin for each MPI whose mpicc is found, unless FSDPC_MPI=0.
 """
 
 import sys
@@ -18,14 +19,15 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import cuda_build  # noqa: E402
+import mpi_build  # noqa: E402
 import native  # noqa: E402
 
 
 class BuildCore(build_ext):
-    """Compile in parallel, each file with its own flags, what changed only; then the plugin."""
+    """Compile in parallel, each file with its own flags, what changed only; then the plugins."""
 
     def run(self):
-        """Build the extension, and the plugin beside where it ends up."""
+        """Build the extension, and the plugins beside where it ends up."""
         super().run()
         if self.inplace:
             folder = Path(self.get_finalized_command("build_py").get_package_dir("fsdpc"))
@@ -35,6 +37,10 @@ class BuildCore(build_ext):
             cuda_build.install(folder, in_place=bool(self.inplace))
         except RuntimeError as error:
             sys.exit(f"fsdpc: {cuda_build.PLUGIN} could not be built\n{error}")
+        try:
+            mpi_build.install(folder)
+        except RuntimeError as error:
+            sys.exit(f"fsdpc: the plugin for MPI could not be built\n{error}")
 
     def build_extension(self, ext):
         """Compile csrc and link it to where setuptools wants the extension."""

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy
 
+import mpi_build
 import native
 
 STAMPS = native.ROOT / "build" / "tidy"
@@ -31,7 +33,18 @@ def flags_of(source: Path) -> list[str]:
         flags += [f"-isystem{paths['include']}", f"-isystem{numpy.get_include()}"]
     if source.parent.name == "cuda":  # CUDA's headers, as far as the plugin uses them
         flags += [f"-isystem{native.ROOT / 'tests' / 'emu'}"]
+    if source.parent.name == "mpi":
+        flags += mpi_flags()
     return flags
+
+
+@cache
+def mpi_flags() -> list[str]:
+    """Where the first MPI found has its headers."""
+    for compiler in mpi_build.find_compilers().values():
+        shown = subprocess.run([compiler, "-show"], capture_output=True, text=True, check=True)
+        return [f"-isystem{word[2:]}" for word in shown.stdout.split() if word.startswith("-I")]
+    return []
 
 
 def newest_shared() -> float:
@@ -60,7 +73,8 @@ def main() -> int:
     if not shutil.which("clang-tidy"):
         sys.exit("tidy: clang-tidy is needed and not installed")
     names = sys.argv[1:]
-    files = native.sources((*native.LAYERS, "cuda", "py"))
+    layers = (*native.LAYERS, "guest", "cuda", "py", *(("mpi",) if mpi_flags() else ()))
+    files = native.sources(layers)
     chosen = [path for path in files if not names or any(name in path.name for name in names)]
     shared = newest_shared()
     with ThreadPoolExecutor(native.usable_cores()) as pool:

@@ -44,9 +44,9 @@ typedef struct fsdpc_env {
 
 /* Variables of the launcher, Python, the build or the tests, known so that they are not refused. */
 #define FSDPC_ENV_FOREIGN                                                                          \
-    "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_WERROR", "FSDPC_NCCL_LIB",       \
-        "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID", "FSDPC_NEWS_FD",                \
-        "FSDPC_TEST_GPU", "FSDPC_TEST_SEED", "FSDPC_COMMIT"
+    "FSDPC_CUDA", "FSDPC_CUDA_ARCHS", "FSDPC_CUDA_PLUGIN", "FSDPC_MPI", "FSDPC_WERROR",            \
+        "FSDPC_NCCL_LIB", "FSDPC_RANK_SOCKET", "FSDPC_RUN_ID", "FSDPC_LAUNCHER_PID",               \
+        "FSDPC_NEWS_FD", "FSDPC_TEST_GPU", "FSDPC_TEST_SEED", "FSDPC_COMMIT"
 
 fsdpc_status fsdpc_env_read(fsdpc_env *out);
 

@@ -1,8 +1,9 @@
-/* Plugins: how a shared library hands over devices and transports, and what it gets in return.
+/* Plugins: how a shared library hands over devices, transports and links, and what it gets in return.
  *
- * A plugin (libfsdpc_cuda.so, libfsdpc_mpi.so) is compiled from the same headers as the core and
- * loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core calls it with
- * its host table, and gets the plugin's table, or NULL with the reason in the core's error text.
+ * A plugin (libfsdpc_cuda.so, libfsdpc_mpi_mpich.so) is compiled from the same headers as the core
+ * and loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core calls it
+ * with its host table, and gets the plugin's table, or NULL with the reason in the core's error
+ * text.
  * Both tables begin with the ABI number and the sizes of the structs that cross the border; a
  * difference is an error that says to build both from one source, never a crash.
  *
@@ -19,22 +20,24 @@
 
 #include "base/log.h"
 #include "comm/comm.h"
+#include "comm/link.h"
 #include "device/device.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
 
-enum { FSDPC_PLUGIN_ABI = 8 };
+enum { FSDPC_PLUGIN_ABI = 9 };
 
 /* Sizes of what crosses the border; grows at the end only. */
 typedef struct fsdpc_plugin_layout {
     uint32_t abi;
-    uint32_t device_ops, flat_ops, nn_ops, comm_ops, coll, comm_config;
+    uint32_t device_ops, flat_ops, nn_ops, comm_ops, coll, comm_config, link_ops, link_op, link;
 } fsdpc_plugin_layout;
 
 #define FSDPC_PLUGIN_LAYOUT                                                                        \
     {                                                                                              \
         FSDPC_PLUGIN_ABI, sizeof(fsdpc_device_ops), sizeof(fsdpc_flat_ops), sizeof(fsdpc_nn_ops),  \
-            sizeof(fsdpc_comm_ops), sizeof(fsdpc_coll), sizeof(fsdpc_comm_config)                  \
+            sizeof(fsdpc_comm_ops), sizeof(fsdpc_coll), sizeof(fsdpc_comm_config),                 \
+            sizeof(fsdpc_link_ops), sizeof(fsdpc_link_op), sizeof(fsdpc_link)                      \
     }
 
 typedef struct fsdpc_plugin_host {
@@ -87,6 +90,9 @@ typedef struct fsdpc_plugin {
     fsdpc_status (*comm_create)(const char *transport, const fsdpc_comm_config *config,
                                 fsdpc_comm *control, const fsdpc_plugin_option *options,
                                 fsdpc_comm **out);
+
+    /* Links to ranks of other hosts.  Collective; optional: has none. */
+    fsdpc_status (*link_create)(int rank, int size, fsdpc_link **out);
 } fsdpc_plugin;
 
 typedef const fsdpc_plugin *(*fsdpc_plugin_open_fn)(const fsdpc_plugin_host *host);

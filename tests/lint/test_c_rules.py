@@ -24,8 +24,9 @@ MAY_INCLUDE = {
     "ckpt": COMMON,
     "plugin": COMMON | {"engine", "nn", "ckpt"},
     "py": COMMON | {"engine", "nn", "ckpt", "plugin"},
-    "cuda": COMMON | {"plugin"},
-    "mpi": COMMON | {"plugin"},
+    "guest": COMMON | {"plugin"},
+    "cuda": COMMON | {"plugin", "guest"},
+    "mpi": COMMON | {"plugin", "guest"},
 }
 
 # Folders that are chains: a file includes only what stands before it.
@@ -78,7 +79,7 @@ MAY_PRINT = {"csrc/base/log.c"}
 # The documented mutable globals: the thread's error text, the plugin registry and a plugin's way
 # back to it, and what handlers of faults and forks need, which get no argument of ours.
 MAY_HOLD_GLOBALS = re.compile(
-    r"csrc/base/status\.c|csrc/plugin/registry\.c|csrc/cuda/guest\.c|csrc/\w+/\w*fault\w*\.c|"
+    r"csrc/base/status\.c|csrc/plugin/registry\.c|csrc/guest/guest\.c|csrc/\w+/\w*fault\w*\.c|"
     r"csrc/comm/fork_guard\.c"
 )
 

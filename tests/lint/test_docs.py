@@ -27,7 +27,7 @@ PLAIN = set("""
     gather gelu gemm global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
     key kind level linear load local location log loss lt magnitude main make map math matmul
-    mem memory mesh methods mma mode module moved name names nccl nn node norm null number numpy
+    mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number numpy
     op open operand ops optim option order pack pair pairs param parts peers philox pieces plan
     plugin pool portable preference private product products properties py queue random range
     read real red reduce reduction ref register registered registers registry remote rendezvous

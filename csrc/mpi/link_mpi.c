@@ -1,0 +1,193 @@
+/* The half of a link over MPI that is called: posts, tests, aborts, and the end of the process.
+ *
+ * Nothing here calls MPI but for its version.  A post pushes the operation on a list without locks
+ * and wakes the link's thread if that sleeps.
+ *
+ * Aborts.  The thread tells the peers and then calls MPI no more, which is the only way to keep MPI
+ * from writing memory of receives: MPI cannot take back one that is matched.  So an abort waits
+ * until the thread has stopped.  (A network adapter may still write what a peer had begun to put.)
+ *
+ * The end.  MPI_Finalize waits for all processes, and a launcher takes a process that exits
+ * without it for a failure.  So a clean destroy returns at once, and the thread goes on: it meets
+ * the others in a barrier that it polls, then calls MPI_Finalize.  A process that exits with status
+ * 0 meanwhile waits for that, as every MPI program does.  After an abort, with operations in
+ * flight, or with another exit status, nothing is waited for: launchers end a run when a process
+ * fails, and Open MPI's also when one exits without MPI_Finalize.
+ *
+ * The thread and the handler of exits look at the link's memory until the process ends, so it is
+ * never freed.  MPI starts once in a process, so that is once too.
+ */
+#include "mpi/link_mpi.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/thread.h"
+#include "base/wait.h"
+
+static const int64_t STOP_NS = 2000000000; /* a thread in MPI longer than this is left alone */
+
+static uint32_t phase_of(fsdpc_mpi_link *link)
+{
+    return atomic_load_explicit(&link->phase, memory_order_acquire);
+}
+
+static void wake_thread(fsdpc_mpi_link *link)
+{
+    if (atomic_exchange(&link->asleep, 0) == 1)
+        fsdpc_futex_wake(&link->asleep);
+}
+
+/* Waits until the thread has left a phase, at most max_ns. */
+static void await_phase(fsdpc_mpi_link *link, uint32_t left, int64_t max_ns)
+{
+    int64_t end = fsdpc_clock_ns() + max_ns;
+    for (int64_t now; phase_of(link) == left && (now = fsdpc_clock_ns()) < end;)
+        fsdpc_futex_wait(&link->phase, left, end - now);
+}
+
+void fsdpc_mpi_fail(fsdpc_mpi_link *link, const char *reason)
+{
+    if (atomic_exchange(&link->failing, true))
+        return;
+    snprintf(link->base.poison, sizeof link->base.poison, "%s", reason);
+    atomic_store_explicit(&link->base.failed, true, memory_order_release);
+}
+
+void fsdpc_mpi_wake(fsdpc_mpi_link *link)
+{
+    pthread_mutex_lock(&link->waking);
+    if (link->base.wake)
+        link->base.wake(link->base.wake_arg);
+    pthread_mutex_unlock(&link->waking);
+}
+
+static void set_wake(fsdpc_link *base, void (*wake)(void *arg), void *arg)
+{
+    fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;
+    pthread_mutex_lock(&link->waking);
+    base->wake = wake;
+    base->wake_arg = arg;
+    pthread_mutex_unlock(&link->waking);
+}
+
+static fsdpc_status mpi_post(fsdpc_link_op *op)
+{
+    fsdpc_mpi_link *link = (fsdpc_mpi_link *)op->link;
+    FSDPC_TRY(fsdpc_link_health(op->link));
+    op->status = FSDPC_OK;
+    op->moved = 0;
+    op->request = 0;
+    atomic_store_explicit(&op->state, 1, memory_order_relaxed);
+    op->next = atomic_load_explicit(&link->queue, memory_order_relaxed);
+    /* Before the look at `asleep`, which the thread sets before its last look at the queue. */
+    while (!atomic_compare_exchange_weak(&link->queue, &op->next, op))
+        ;
+    wake_thread(link);
+    return FSDPC_OK;
+}
+
+static fsdpc_status mpi_test(fsdpc_link_op *op)
+{
+    if (atomic_load_explicit(&op->state, memory_order_acquire) != 0) {
+        FSDPC_TRY(fsdpc_link_health(op->link));
+        return FSDPC_IN_PROGRESS;
+    }
+    if (op->status == FSDPC_ERR_MISMATCH)
+        return fsdpc_fail(op->status,
+                          "rank %d sent a message of another size than the %zu bytes that rank %d "
+                          "expects (tag %u)",
+                          op->peer, op->bytes, op->link->rank, op->tag);
+    return op->status;
+}
+
+static void tell_thread(fsdpc_mpi_link *link, enum fsdpc_mpi_wanted wanted)
+{
+    atomic_store(&link->wanted, wanted);
+    wake_thread(link);
+    await_phase(link, FSDPC_MPI_RUNNING, STOP_NS);
+}
+
+static void mpi_abort(fsdpc_link *base, const char *reason)
+{
+    fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;
+    if (fsdpc_link_health(base) != FSDPC_OK)
+        return;
+    snprintf(link->asked, sizeof link->asked, "%s", *reason ? reason : "aborted");
+    tell_thread(link, FSDPC_MPI_ABORT);
+    fsdpc_mpi_fail(link, link->asked); /* if the thread could not */
+}
+
+static void mpi_destroy(fsdpc_link *base)
+{
+    fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;
+    set_wake(base, NULL, NULL);
+    tell_thread(link, FSDPC_MPI_END);
+    if (phase_of(link) == FSDPC_MPI_STOPPED)
+        pthread_join(link->thread, NULL);
+    else
+        pthread_detach(link->thread);
+}
+
+static void mpi_describe(const fsdpc_link *base, char *text, size_t bytes)
+{
+    char version[128];
+    fsdpc_mpi_version(version, sizeof version);
+    snprintf(text, bytes, "MPI between %d processes, %s", base->size, version);
+}
+
+void fsdpc_mpi_version(char *text, size_t bytes)
+{
+    char whole[8192]; /* of either family, whose library may be the other's */
+    int length;
+    MPI_Get_library_version(whole, &length);
+    whole[strcspn(whole, "\n")] = '\0';
+    for (char *at = whole; (at = strchr(at, '\t'));)
+        *at = ' ';
+    snprintf(text, bytes, "%.100s", whole);
+}
+
+/* See the essay: who exits with success while the thread ends MPI waits for it. */
+static void at_exit(int exit_status, void *arg)
+{
+    fsdpc_mpi_link *link = arg;
+    if (exit_status == 0 && getpid() == link->pid)
+        while (phase_of(link) == FSDPC_MPI_ENDING)
+            await_phase(link, FSDPC_MPI_ENDING, STOP_NS);
+}
+
+static const fsdpc_link_ops mpi_ops = {
+    .name = "mpi",
+    .destroy = mpi_destroy,
+    .post = mpi_post,
+    .test = mpi_test,
+    .abort = mpi_abort,
+    .set_wake = set_wake,
+    .describe = mpi_describe,
+};
+
+fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
+{
+    fsdpc_mpi_link *link = calloc(1, sizeof *link);
+    if (!link)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link");
+    link->base = (fsdpc_link){.ops = &mpi_ops, .rank = rank, .size = size};
+    link->pid = getpid();
+    pthread_mutex_init(&link->waking, NULL);
+    fsdpc_status status = fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, link, &link->thread);
+    if (status != FSDPC_OK) {
+        free(link);
+        return status;
+    }
+    while (phase_of(link) == FSDPC_MPI_STARTING)
+        await_phase(link, FSDPC_MPI_STARTING, STOP_NS);
+    if (link->status != FSDPC_OK) { /* the memory stays: MPI may have been told of it */
+        pthread_join(link->thread, NULL);
+        return fsdpc_fail(link->status, "%s", link->reason);
+    }
+    on_exit(at_exit, link);
+    *out = &link->base;
+    return FSDPC_OK;
+}

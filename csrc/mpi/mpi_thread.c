@@ -1,0 +1,421 @@
+/* The thread that calls MPI.
+ *
+ * Messages.  A message goes in pieces of PIECE bytes and ends with a shorter one, which may be
+ * empty: so two sides that name different sizes meet in a piece whose sizes differ.  At most WINDOW
+ * pieces of a message are in flight.  MPI keeps the order of pieces of one pair and tag; a message
+ * waits until all pieces of an earlier one of its pair, tag and direction are posted.
+ *
+ * Receives look first (MPI_Improbe) and give MPI memory for a piece that is there and as large as
+ * it should be.  MPI calls a longer one an error too, but Open MPI 4.1 has written beyond the
+ * memory that it was given by then.
+ *
+ * Sleeping.  MPI progresses inside its calls alone and cannot be slept on.  Between two looks this
+ * thread sleeps an eighth of the time since anything happened, so that a wait becomes longer by an
+ * eighth at most, and a long one costs no core: at most 1 ms while operations are in flight,
+ * 100 ms while none are, when news alone can come.  A post wakes it.
+ *
+ * News.  Every process has a receive for the reason of whoever aborts first.  An error of MPI
+ * itself is such a reason too.
+ */
+#include "mpi/link_mpi.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+#include "base/wait.h"
+
+enum { PIECE = 1 << 20, WINDOW = 4 };
+
+static const int64_t SHORTEST_NS = 10000, BUSY_NS = 1000000, IDLE_NS = 100000000;
+static const int64_t TELL_NS = 300000000; /* for the peers to take a reason: thrice their sleep */
+
+static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
+{
+    atomic_store_explicit(&link->phase, phase, memory_order_release);
+    fsdpc_futex_wake(&link->phase);
+}
+
+/* Whether a call of MPI failed; the first failure is the link's reason. */
+static bool failed(fsdpc_mpi_link *link, int error, const char *call)
+{
+    if (error == MPI_SUCCESS)
+        return false;
+    char text[MPI_MAX_ERROR_STRING];
+    int length;
+    MPI_Error_string(error, text, &length);
+    if (!*link->reason)
+        snprintf(link->reason, sizeof link->reason, "rank %d: %s: %.200s", link->base.rank, call,
+                 text);
+    return true;
+}
+
+static int class_of(int error)
+{
+    int class = MPI_SUCCESS;
+    if (error != MPI_SUCCESS)
+        MPI_Error_class(error, &class);
+    return class;
+}
+
+/* ---- Starting ---- */
+
+static fsdpc_status start_mpi(fsdpc_mpi_link *link)
+{
+    int is, level;
+    MPI_Finalized(&is);
+    if (is)
+        return fsdpc_fail(FSDPC_ERR_STATE, "MPI has ended in this process and starts only once: "
+                                           "keep what stands on it until the process ends");
+    MPI_Initialized(&is);
+    if (is) {
+        MPI_Query_thread(&level);
+        if (level != MPI_THREAD_MULTIPLE)
+            return fsdpc_fail(FSDPC_ERR_STATE,
+                              "MPI was started in this process before, and not with "
+                              "MPI_THREAD_MULTIPLE: start it so, or start fsdpc first");
+        return FSDPC_OK;
+    }
+    if (failed(link, MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread"))
+        return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
+    link->ours = true;
+    if (level < MPI_THREAD_FUNNELED)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "this MPI was built without threads: take one that has "
+                          "MPI_THREAD_FUNNELED");
+    return FSDPC_OK;
+}
+
+static fsdpc_status join_world(fsdpc_mpi_link *link)
+{
+    int size, rank, flag, *limit;
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    if (size != link->base.size)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "MPI has %d processes and this world %d ranks: start all ranks by one "
+                          "mpiexec, of the MPI that fsdpc was built with",
+                          size, link->base.size);
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    if (failed(link, MPI_Comm_split(MPI_COMM_WORLD, 0, link->base.rank, &link->comm),
+               "MPI_Comm_split") ||
+        failed(link, MPI_Comm_dup(link->comm, &link->news), "MPI_Comm_dup"))
+        return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
+    MPI_Comm_rank(link->comm, &rank);
+    if (rank != link->base.rank)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "two processes of MPI are rank %d or %d", rank,
+                          link->base.rank);
+    MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &limit, &flag);
+    link->base.tags = flag ? (uint32_t)*limit + 1 : 1u << 15;
+    return FSDPC_OK;
+}
+
+/* ---- Pieces ---- */
+
+/* Makes room for one more. */
+static bool grow(fsdpc_mpi_link *link)
+{
+    if (link->n < link->capacity)
+        return true;
+    size_t more = link->capacity ? 2 * link->capacity : 64;
+    void *grown[] = {
+        realloc(link->requests, more * sizeof *link->requests),
+        realloc(link->pieces, more * sizeof *link->pieces),
+        realloc(link->indices, more * sizeof *link->indices),
+        realloc(link->statuses, more * sizeof *link->statuses),
+    };
+    link->requests = grown[0] ? grown[0] : link->requests;
+    link->pieces = grown[1] ? grown[1] : link->pieces;
+    link->indices = grown[2] ? grown[2] : link->indices;
+    link->statuses = grown[3] ? grown[3] : link->statuses;
+    if (!grown[0] || !grown[1] || !grown[2] || !grown[3]) {
+        snprintf(link->reason, sizeof link->reason, "rank %d: no memory for %zu requests of MPI",
+                 link->base.rank, more);
+        return false;
+    }
+    link->capacity = more;
+    return true;
+}
+
+static void post_news(fsdpc_mpi_link *link)
+{
+    link->pieces[0] = (fsdpc_mpi_piece){NULL, sizeof link->heard};
+    failed(link,
+           MPI_Irecv(link->heard, sizeof link->heard, MPI_BYTE, MPI_ANY_SOURCE, 0, link->news,
+                     &link->requests[0]),
+           "MPI_Irecv");
+    link->n = 1;
+}
+
+static bool all_posted(const fsdpc_link_op *op)
+{
+    return op->moved > op->bytes / PIECE; /* pieces that were posted */
+}
+
+static void add_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, int bytes)
+{
+    link->pieces[link->n++] = (fsdpc_mpi_piece){op, bytes};
+    op->moved++;
+    op->request++; /* pieces in flight */
+}
+
+static bool send_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *data, int bytes)
+{
+    if (failed(link,
+               MPI_Isend(data, bytes, MPI_BYTE, op->peer, (int)op->tag, link->comm,
+                         &link->requests[link->n]),
+               "MPI_Isend"))
+        return false;
+    add_piece(link, op, bytes);
+    return true;
+}
+
+/* Takes a piece of another size off the wire.  The operation ends when what it has in flight has;
+ * what follows it of its tag may be astray. */
+static void refuse_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, MPI_Message *message, int bytes)
+{
+    void *scratch = malloc((size_t)bytes + 1);
+    if (scratch)
+        failed(link, MPI_Mrecv(scratch, bytes, MPI_BYTE, message, MPI_STATUS_IGNORE), "MPI_Mrecv");
+    free(scratch);
+    op->status = FSDPC_ERR_MISMATCH;
+    op->moved = op->bytes / PIECE + 1;
+}
+
+/* Whether a piece was there. */
+static bool receive_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *data, int bytes)
+{
+    int found = 0, sent = 0;
+    MPI_Message message;
+    MPI_Status status;
+    if (failed(link, MPI_Improbe(op->peer, (int)op->tag, link->comm, &found, &message, &status),
+               "MPI_Improbe") ||
+        !found)
+        return false;
+    MPI_Get_count(&status, MPI_BYTE, &sent);
+    if (sent != bytes) {
+        refuse_piece(link, op, &message, sent);
+        return true;
+    }
+    if (failed(link, MPI_Imrecv(data, bytes, MPI_BYTE, &message, &link->requests[link->n]),
+               "MPI_Imrecv"))
+        return false;
+    add_piece(link, op, bytes);
+    return true;
+}
+
+/* Whether there may be another to post. */
+static bool post_piece(fsdpc_mpi_link *link, fsdpc_link_op *op)
+{
+    if (!grow(link))
+        return false;
+    size_t offset = op->moved * PIECE, left = op->bytes - offset;
+    unsigned char *data = op->bytes ? op->data + offset : NULL;
+    int bytes = left < PIECE ? (int)left : PIECE;
+    return op->sends ? send_piece(link, op, data, bytes) : receive_piece(link, op, data, bytes);
+}
+
+/* Its storage is the caller's from there on. */
+static bool end_op(fsdpc_link_op *op)
+{
+    if (op->request > 0 || !all_posted(op))
+        return false;
+    atomic_store_explicit(&op->state, 0, memory_order_release);
+    return true;
+}
+
+/* Whether one before it in the backlog has to be posted first. */
+static bool follows(const fsdpc_mpi_link *link, const fsdpc_link_op *op)
+{
+    for (const fsdpc_link_op *other = link->backlog; other != op; other = other->next)
+        if (other->peer == op->peer && other->tag == op->tag && other->sends == op->sends)
+            return true;
+    return false;
+}
+
+/* Whether an operation ended here, which those that were refused may. */
+static bool post_backlog(fsdpc_mpi_link *link)
+{
+    bool ended = false;
+    for (fsdpc_link_op **at = &link->backlog; *at && !*link->reason;) {
+        fsdpc_link_op *op = *at;
+        if (!follows(link, op))
+            while (!all_posted(op) && op->request < WINDOW && post_piece(link, op))
+                ;
+        if (all_posted(op)) {
+            *at = op->next;
+            ended |= op->status != FSDPC_OK && end_op(op);
+        } else {
+            at = &op->next;
+        }
+    }
+    return ended;
+}
+
+/* Takes what was posted over, in order; whether there was anything. */
+static bool take_queue(fsdpc_mpi_link *link)
+{
+    fsdpc_link_op *newest = atomic_exchange(&link->queue, NULL), *oldest = NULL, **end;
+    if (!newest)
+        return false;
+    while (newest) {
+        fsdpc_link_op *op = newest;
+        newest = op->next;
+        op->next = oldest;
+        oldest = op;
+    }
+    for (end = &link->backlog; *end; end = &(*end)->next)
+        ;
+    *end = oldest;
+    return true;
+}
+
+static void end_piece(fsdpc_mpi_link *link, size_t i, int error)
+{
+    fsdpc_link_op *op = link->pieces[i].op;
+    if (failed(link, error, op ? "MPI_Testsome" : "MPI_Irecv"))
+        return;
+    if (!op) {
+        snprintf(link->reason, sizeof link->reason, "%.255s", link->heard);
+        return;
+    }
+    op->request--;
+    end_op(op);
+}
+
+/* Looks once at all pieces; whether any ended. */
+static bool test_pieces(fsdpc_mpi_link *link)
+{
+    int count = 0;
+    int error = MPI_Testsome((int)link->n, link->requests, &count, link->indices, link->statuses);
+    bool each = class_of(error) == MPI_ERR_IN_STATUS;
+    if ((!each && failed(link, error, "MPI_Testsome")) || count == MPI_UNDEFINED || count == 0)
+        return false;
+    for (int i = 0; i < count; i++) {
+        end_piece(link, (size_t)link->indices[i], each ? link->statuses[i].MPI_ERROR : MPI_SUCCESS);
+        link->requests[link->indices[i]] = MPI_REQUEST_NULL; /* one that failed may be left */
+    }
+    size_t kept = 0;
+    for (size_t i = 0; i < link->n; i++)
+        if (link->requests[i] != MPI_REQUEST_NULL) {
+            link->requests[kept] = link->requests[i];
+            link->pieces[kept++] = link->pieces[i];
+        }
+    link->n = kept;
+    return true;
+}
+
+/* ---- The thread ---- */
+
+/* How long to sleep, as the essay says, `since` ns after anything happened. */
+static int64_t rest_ns(int64_t since, int64_t most)
+{
+    int64_t ns = since / 8;
+    return ns < SHORTEST_NS ? SHORTEST_NS : ns > most ? most : ns;
+}
+
+/* Carries operations until something else is wanted or there is a reason to stop. */
+static void carry(fsdpc_mpi_link *link)
+{
+    int64_t last = fsdpc_clock_ns();
+    while (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_RUN) {
+        bool taken = take_queue(link);
+        bool ended = post_backlog(link);
+        ended |= !*link->reason && test_pieces(link);
+        if (ended)
+            fsdpc_mpi_wake(link);
+        int64_t now = fsdpc_clock_ns();
+        if (taken || ended) {
+            last = now;
+            continue;
+        }
+        atomic_store(&link->asleep, 1);
+        if (!atomic_load(&link->queue) && atomic_load(&link->wanted) == FSDPC_MPI_RUN)
+            fsdpc_futex_wait(&link->asleep, 1,
+                             rest_ns(now - last, link->n > 1 || link->backlog ? BUSY_NS : IDLE_NS));
+        atomic_store(&link->asleep, 0);
+    }
+}
+
+/* Gives the peers the reason, as long as they take it. */
+static void tell_peers(fsdpc_mpi_link *link)
+{
+    MPI_Request *requests = malloc((size_t)link->base.size * sizeof *requests);
+    MPI_Status *statuses = malloc((size_t)link->base.size * sizeof *statuses);
+    int n = 0, all = 0;
+    for (int peer = 0; requests && statuses && peer < link->base.size; peer++)
+        if (peer != link->base.rank && MPI_Issend(link->reason, sizeof link->reason, MPI_BYTE, peer,
+                                                  0, link->news, &requests[n]) == MPI_SUCCESS)
+            n++;
+    int64_t end = fsdpc_clock_ns() + TELL_NS;
+    while (!all && fsdpc_clock_ns() < end &&
+           MPI_Testall(n, requests, &all, statuses) == MPI_SUCCESS)
+        fsdpc_futex_wait(&link->asleep, 0, SHORTEST_NS);
+    free(requests);
+    free(statuses);
+}
+
+/* Ends MPI with all others; false: one of them aborted instead. */
+static bool end_mpi(fsdpc_mpi_link *link)
+{
+    int all = 0;
+    MPI_Request barrier;
+    if (failed(link, MPI_Ibarrier(link->news, &barrier), "MPI_Ibarrier"))
+        return false;
+    for (int64_t began = fsdpc_clock_ns(); !all;) {
+        test_pieces(link);
+        if (*link->reason || failed(link, MPI_Test(&barrier, &all, MPI_STATUS_IGNORE), "MPI_Test"))
+            return false;
+        if (!all)
+            fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
+    }
+    MPI_Cancel(&link->requests[0]);
+    MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
+    MPI_Comm_free(&link->news);
+    MPI_Comm_free(&link->comm);
+    return !link->ours || !failed(link, MPI_Finalize(), "MPI_Finalize");
+}
+
+static void stop(fsdpc_mpi_link *link)
+{
+    if (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
+        memcpy(link->reason, link->asked, sizeof link->asked);
+    if (!*link->reason)
+        snprintf(link->reason, sizeof link->reason, "rank %d left with messages under way",
+                 link->base.rank);
+    if (!*link->heard)
+        tell_peers(link);
+    fsdpc_mpi_fail(link, link->reason);
+    enter(link, FSDPC_MPI_STOPPED);
+    fsdpc_mpi_wake(link);
+}
+
+void *fsdpc_mpi_thread(void *arg)
+{
+    fsdpc_mpi_link *link = arg;
+    prctl(PR_SET_TIMERSLACK, 1000); /* ns; the usual 50000 is more than the shortest sleep */
+    fsdpc_status status = start_mpi(link);
+    if (status == FSDPC_OK)
+        status = join_world(link);
+    if (status == FSDPC_OK && !grow(link))
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "%s", link->reason);
+    if (status != FSDPC_OK) {
+        snprintf(link->reason, sizeof link->reason, "%s", fsdpc_last_error());
+        link->status = status;
+        enter(link, FSDPC_MPI_STOPPED);
+        return NULL;
+    }
+    post_news(link);
+    enter(link, FSDPC_MPI_RUNNING);
+    carry(link);
+    if (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_END && link->n == 1 &&
+        !link->backlog && !atomic_load(&link->queue)) {
+        enter(link, FSDPC_MPI_ENDING);
+        if (end_mpi(link)) {
+            enter(link, FSDPC_MPI_ENDED);
+            return NULL;
+        }
+    }
+    stop(link);
+    return NULL;
+}

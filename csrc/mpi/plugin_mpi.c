@@ -1,0 +1,55 @@
+/* libfsdpc_mpi_<family>.so: the table that the core gets, and the one symbol that it exports.
+ *
+ * MPI has no binary interface of its own before version 5: programs and libraries fit within a
+ * family alone.  A process may have the other family's library before the plugin is opened (mpi4py
+ * may have brought it, or LD_PRELOAD), and then the plugin's calls would go there.  So opening it
+ * asks the library for its name, which MPI allows before MPI_Init, and refuses another's.
+ */
+#include <stdio.h>
+#include <string.h>
+
+#include "guest/guest.h"
+#include "mpi/link_mpi.h"
+
+#if defined(OPEN_MPI)
+#define FAMILY "openmpi"
+static const char *const relatives[] = {"Open MPI"};
+#else /* MPICH, and those that keep to its binary interface */
+#define FAMILY "mpich"
+static const char *const relatives[] = {"MPICH", "MVAPICH", "Intel(R) MPI"};
+#endif
+
+static fsdpc_status check_family(void)
+{
+    char version[128];
+    fsdpc_mpi_version(version, sizeof version);
+    for (size_t i = 0; i < sizeof relatives / sizeof *relatives; i++)
+        if (strstr(version, relatives[i]))
+            return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                      "libfsdpc_mpi_" FAMILY ".so was built with %s and this process has '%s': "
+                      "start the ranks by the mpiexec of %s, or build fsdpc with the mpicc of the "
+                      "other",
+                      relatives[0], version, relatives[0]);
+}
+
+static void describe(char *text, size_t bytes)
+{
+    fsdpc_mpi_version(text, bytes);
+}
+
+static const fsdpc_plugin plugin = {
+    .layout = FSDPC_PLUGIN_LAYOUT,
+    .name = "mpi",
+    .describe = describe,
+    .link_create = fsdpc_link_mpi_create,
+};
+
+__attribute__((visibility("default"))) const fsdpc_plugin *
+fsdpc_plugin_open(const fsdpc_plugin_host *host);
+
+const fsdpc_plugin *fsdpc_plugin_open(const fsdpc_plugin_host *host)
+{
+    fsdpc_guest_init(host);
+    return check_family() == FSDPC_OK ? &plugin : NULL;
+}

@@ -1,0 +1,115 @@
+"""Links over MPI, by each MPI that is installed; the C program says what it tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120
+
+sys.path.insert(0, str(ROOT / "tools"))
+import mpi_build  # noqa: E402
+import native  # noqa: E402
+
+FOLDER = ROOT / "build" / "mpi"
+COMPILERS = mpi_build.find_compilers()
+# Every test starts more processes than a small machine has cores.
+OPTIONS = {"openmpi": ["--oversubscribe", "--bind-to", "none"], "mpich": []}
+
+if not COMPILERS:
+    pytest.skip(f"{mpi_build.NONE}: {mpi_build.INSTALL}", allow_module_level=True)
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def program() -> Path:
+    """The C program, which opens the plugin as the extension does."""
+    builder = native.Builder(native.OBJECTS)
+    with native.building(native.OBJECTS):
+        objects = builder.compile([ROOT / "tests" / "mpi" / "test_link_mpi.c"],
+                                  [f"-I{ROOT / 'tests' / 'c'}"])
+        objects += builder.compile(native.sources())
+        return builder.link(objects, FOLDER / "test_link_mpi")
+
+
+@pytest.fixture(scope="session", params=sorted(COMPILERS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def start(program: Path, family: str) -> Start:
+    """Start so many processes of the program in a mode."""
+    plugin = mpi_build.build_plugin(family, COMPILERS[family], FOLDER)
+    compiler = Path(COMPILERS[family])
+    mpiexec = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
+    if not mpiexec.exists():
+        pytest.skip(f"there is no {mpiexec}")
+    environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                   "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def run(mode: str, processes: int) -> subprocess.CompletedProcess[str]:
+        command = [str(mpiexec), *OPTIONS[family], "-n", str(processes), str(program), str(plugin)]
+        return subprocess.run([*command, mode], capture_output=True, text=True, timeout=TIMEOUT_S,
+                              env=environment)
+
+    return run
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_messages(start: Start, processes: int) -> None:
+    done = start("suite", processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" checks, 0 failed") == processes, done.stdout + done.stderr
+
+
+def test_an_abort_reaches_all(start: Start) -> None:
+    done = start("abort", 3)
+    assert done.stdout.count(" checks, 0 failed") == 3, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode", ["late", "again"])
+def test_clean_ends(start: Start, mode: str) -> None:
+    """Whoever is done first leaves the others alone; MPI starts once."""
+    done = start(mode, 2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" checks, 0 failed") == 2, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mode", ["leave", "fail"])
+def test_ends_that_are_not_clean(start: Start, family: str, mode: str) -> None:
+    if (family, mode) == ("mpich", "leave"):
+        pytest.skip("MPICH's mpiexec takes status 0 for a success, with or without MPI_Finalize")
+    assert start(mode, 2).returncode != 0
+
+
+def test_a_world_of_another_size(program: Path, start: Start, family: str) -> None:
+    """A process that no mpiexec started is a world of one."""
+    environment = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    plugin = FOLDER / mpi_build.library_name(family)
+    done = subprocess.run([program, plugin], capture_output=True, text=True, env=environment,
+                          timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "MPI has 1 processes and this world 2 ranks" in done.stdout, done.stdout + done.stderr
+
+
+def test_another_family_is_refused(program: Path, start: Start, family: str) -> None:
+    """Its library is in the process already, so the plugin's calls would go there."""
+    others = [name for name in COMPILERS if name != family]
+    if not others:
+        pytest.skip("one family of MPI is installed")
+    plugin = mpi_build.build_plugin(others[0], COMPILERS[others[0]], FOLDER)
+    listed = subprocess.run(["ldd", FOLDER / mpi_build.library_name(family)], capture_output=True,
+                            text=True, check=True).stdout
+    library = next(line.split()[2] for line in listed.splitlines() if "libmpi" in line)
+    done = subprocess.run([program, plugin], capture_output=True, text=True, timeout=TIMEOUT_S,
+                          env={**os.environ, "LD_PRELOAD": library})
+    assert done.returncode == 2
+    assert f"refused: {plugin.name} was built with" in done.stdout, done.stdout + done.stderr
