@@ -1,30 +1,48 @@
 /* Link: what carries bytes between hosts, as Python sees it.
  *
  * A relay's messages are carried by Python threads: they take what is to be sent, and deliver what
- * came.  Both leave the GIL while they wait or copy.  A communicator of several hosts takes the
- * link over; the object stays for the carriers.
+ * came.  Both leave the GIL while they wait or copy.  Other links are a plugin's and carry their
+ * own.  A communicator of several hosts takes the link over; the object of a relay stays for the
+ * carriers.
  */
 #include "py/py_link.h"
 
 #include <string.h>
 
+#include "plugin/plugin.h"
+
 typedef struct py_link {
     PyObject_HEAD fsdpc_link *link;
+    bool relay;
     bool given; /* to a communicator */
 } py_link;
 
+static fsdpc_status create(const char *path, int rank, int size, fsdpc_link **out)
+{
+    const fsdpc_plugin *plugin;
+    if (!path)
+        return fsdpc_link_relay_create(rank, size, out);
+    FSDPC_TRY(fsdpc_plugin_load(path, &plugin));
+    if (!plugin->link_create)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "plugin '%s' has no link", plugin->name);
+    return plugin->link_create(rank, size, out);
+}
+
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "size", NULL};
+    static char *names[] = {"rank", "size", "plugin", NULL};
+    const char *path = NULL;
     int rank, size;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii", names, &rank, &size))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|z", names, &rank, &size, &path))
         return NULL;
     if (size < 1 || rank < 0 || rank >= size)
         return PyErr_Format(PyExc_ValueError, "rank %d of a link of %d", rank, size);
     py_link *self = (py_link *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
-    fsdpc_status status = fsdpc_link_relay_create(rank, size, &self->link);
+    fsdpc_status status;
+    self->relay = !path;
+    FSDPC_PY_WITHOUT_GIL(status = create(path, rank, size, &self->link));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -35,7 +53,9 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void link_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    fsdpc_link_destroy(((py_link *)object)->link);
+    const py_link *self = (py_link *)object;
+    if (self->relay || !self->given)
+        fsdpc_link_destroy(self->link);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -53,15 +73,25 @@ fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object)
         return NULL;
     }
     self->given = true;
-    fsdpc_link_relay_retain(self->link);
+    if (self->relay)
+        fsdpc_link_relay_retain(self->link);
     return self->link;
+}
+
+/* The link, if its messages are the caller's to carry. */
+static fsdpc_link *relay_of(PyObject *object)
+{
+    const py_link *self = (py_link *)object;
+    if (!self->relay)
+        PyErr_SetString(PyExc_TypeError, "this link carries its messages itself");
+    return self->relay ? self->link : NULL;
 }
 
 static PyObject *link_take(PyObject *object, PyObject *arg)
 {
-    fsdpc_link *link = ((py_link *)object)->link;
+    fsdpc_link *link = relay_of(object);
     double seconds = PyFloat_AsDouble(arg);
-    if (seconds == -1 && PyErr_Occurred())
+    if (!link || (seconds == -1 && PyErr_Occurred()))
         return NULL;
     fsdpc_message *message;
     fsdpc_status status;
@@ -85,11 +115,11 @@ static PyObject *link_take(PyObject *object, PyObject *arg)
 
 static PyObject *link_deliver(PyObject *object, PyObject *args)
 {
-    fsdpc_link *link = ((py_link *)object)->link;
+    fsdpc_link *link = relay_of(object);
     int peer;
     unsigned tag;
     Py_buffer view;
-    if (!PyArg_ParseTuple(args, "iIy*", &peer, &tag, &view))
+    if (!link || !PyArg_ParseTuple(args, "iIy*", &peer, &tag, &view))
         return NULL;
     fsdpc_message *message;
     fsdpc_status status;
@@ -115,7 +145,10 @@ static PyObject *link_abort(PyObject *object, PyObject *arg)
 
 static PyObject *link_close(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    fsdpc_link_relay_close(((py_link *)object)->link);
+    fsdpc_link *link = relay_of(object);
+    if (!link)
+        return NULL;
+    fsdpc_link_relay_close(link);
     Py_RETURN_NONE;
 }
 
@@ -144,7 +177,9 @@ static PyType_Slot link_slots[] = {
     {Py_tp_dealloc, link_dealloc},
     {Py_tp_methods, link_methods},
     {Py_tp_getset, link_getset},
-    {Py_tp_doc, "Link(rank, size): messages between hosts, carried by the caller's threads."},
+    {Py_tp_doc, "Link(rank, size, plugin=None): messages between hosts, carried by the caller's "
+                "threads, or by "
+                "the plugin at that path."},
     {0, NULL},
 };
 

@@ -15,13 +15,19 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc._launch.environment import adopt_scheduler, inherited_socket, run_address
+from fsdpc._launch.environment import (
+    adopt_scheduler,
+    find_mpi,
+    inherited_socket,
+    run_address,
+)
 
 V = TypeVar("V")
 
@@ -106,7 +112,7 @@ def init(
         library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
         hosts=hosts,
-        link=None,
+        link=_link(rank, world_size, hosts) if hosts > 1 else None,
     )
     _deterministic = bool(deterministic)
 
@@ -124,13 +130,24 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
             f"{said}: ranks of a host must follow each other (mpirun --map-by slot, "
             "srun --distribution=block)"
         )
-    hosts = world_size // local_size
-    if hosts > 1:
-        raise NotImplementedError(
-            f"{world_size} ranks on {hosts} hosts, and nothing here carries bytes between them: "
-            "use fsdpc.torch after torch.distributed.init_process_group()"
-        )
-    return hosts
+    return world_size // local_size
+
+
+def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
+    """What carries bytes between hosts: the MPI whose launcher started the ranks."""
+    families = find_mpi(os.environ, world_size)
+    paths = [Path(_core.__file__).with_name(f"libfsdpc_mpi_{name}.so") for name in families]
+    for path in paths:
+        if path.exists():
+            return _core.Link(rank, world_size, str(path))
+    missing = "nothing here carries bytes between them"
+    if paths:
+        missing = f"there is no {' or '.join(path.name for path in paths)}"
+    raise NotImplementedError(
+        f"{world_size} ranks on {hosts} hosts, and {missing}: start them by the mpirun of an MPI "
+        "whose mpicc was there when fsdpc was installed, or use fsdpc.torch after "
+        "torch.distributed.init_process_group()"
+    )
 
 
 def world() -> _core.Comm:

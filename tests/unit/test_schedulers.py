@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc._launch.environment import adopt_scheduler, find_scheduler
+from fsdpc._launch.environment import adopt_scheduler, find_mpi, find_scheduler
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
         "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
@@ -71,7 +71,7 @@ def test_tasks_of_a_host_from_slurms_list(tasks: str, here: str) -> None:
         (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "TASKS_PER_NODE is 3,1"),
         (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two', not a list of numbers"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-         "2 ranks on 2 hosts"),
+         "2 ranks"),  # there is no plugin for MPI, or no mpirun above us
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
          "ranks of a host must follow each other"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "3"}, "every host must have the same number"),
@@ -88,6 +88,20 @@ def test_what_cannot_be_several_hosts_is_refused_at_once(
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(("NotImplementedError", "ValueError"))
     assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "families"),
+    [
+        (OPEN_MPI, ("openmpi",)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ("mpich",)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, ()),  # of others: torchrun under mpiexec, say
+        ({"PMIX_RANK": "0"}, ("openmpi", "mpich")),
+        (STEP, ()),
+    ],
+)
+def test_which_mpi_started_a_process(variables: dict[str, str], families: tuple[str, ...]) -> None:
+    assert find_mpi(variables, 2) == families
 
 
 def test_tasks_of_srun_meet() -> None:

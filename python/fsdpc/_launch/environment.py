@@ -230,6 +230,21 @@ def run_address(environment: Mapping[str, str]) -> tuple[str, str]:
     return f"{parts[0]}:{parts[1]}:{digest[:16]}", digest[32:]
 
 
+def find_mpi(environment: Mapping[str, str], size: int) -> tuple[str, ...]:
+    """Return which kinds of MPI may have started this process, one of so many; () for none.
+
+    srun tells what it speaks (PMIx), which more than one kind of MPI understands.
+    """
+    for name, families in (
+        ("OMPI_COMM_WORLD_SIZE", ("openmpi",)),
+        ("PMI_SIZE", ("mpich",)),
+        ("PMIX_RANK", ("openmpi", "mpich")),
+    ):
+        if environment.get(name) == str(size) or (name == "PMIX_RANK" and name in environment):
+            return families
+    return ()
+
+
 def this_host() -> tuple[str, str]:
     """Return what tells apart where ranks can meet (a container may be a host), and its name."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
