@@ -159,12 +159,12 @@ def test_an_exception_on_another_host_is_named(
 ) -> None:
     pretend(2, tmp_path, monkeypatch)
     model = prepared({})
-    train(model, steps=1)
     if fsdpc.rank() == 3:
+        train(model, steps=1)
         fsdpc.torch._mesh.join().abort("out of disk")
         return leave()
     with pytest.raises(fsdpc.PeerError, match="rank 3: out of disk"):
-        train(model)
+        train(model)  # rank 3 may have aborted before others end their first step
     leave()
 
 
