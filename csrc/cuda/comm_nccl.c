@@ -22,6 +22,7 @@
 
 #include "cuda/cuda_error.h"
 #include "cuda/device_cuda.h"
+#include "cuda/nccl_internal.h"
 
 enum { GPU_NAP_NS = 50000 };  /* nothing wakes the host when a GPU is done */
 enum { LAST_NS = 800000000 }; /* for the GPU to finish what a peer had a part in that is gone */

@@ -17,9 +17,9 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "cuda/comm_nccl.h"
 #include "cuda/device_cuda.h"
 #include "cuda/graph.h"
+#include "cuda/nccl_internal.h"
 
 enum { PATIENCE_S = 4, LOOK_NS = 100000 }; /* launchers give ranks 5 s when one has failed */
 

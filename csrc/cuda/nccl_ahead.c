@@ -7,7 +7,7 @@
  * fit into the driver.  And where the oldest of them is old a post looks once whether it can still
  * land: whether the peers live, and the deadline has not passed.
  */
-#include "cuda/comm_nccl.h"
+#include "cuda/nccl_internal.h"
 
 enum { AHEAD_MAX = 16, OLD_NS = 1000000000 };
 

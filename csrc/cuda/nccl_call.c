@@ -3,8 +3,12 @@
  * Gathers write the full, reductions are in place.  A slice that is whole on one rank is broadcast
  * from there, or reduced to there.
  */
+#include "base/size.h"
 #include "comm/coll_math.h"
-#include "cuda/comm_nccl.h"
+#include "cuda/cuda_error.h"
+#include "cuda/nccl_internal.h"
+
+enum { ALIGN = 64 }; /* of what one peer sends; as fsdpc_plan_unit counts it */
 
 static const fsdpc_nccl_type types[FSDPC_DTYPE_COUNT] = {
     [FSDPC_F32] = FSDPC_NCCL_FLOAT32,   [FSDPC_F64] = FSDPC_NCCL_FLOAT64,
@@ -44,6 +48,20 @@ static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice 
     return gathers ? c->nccl->ncclAllGather(sent, full, numel, type, c->raw, c->stream)
                    : c->nccl->ncclReduceScatter(full, own, numel, type, FSDPC_NCCL_SUM, c->raw,
                                                 c->stream);
+}
+
+size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op)
+{
+    size_t numel = 0;
+    for (size_t i = 0; i < op->n_slices; i++)
+        numel = fsdpc_max_size(numel, op->slices[i].shard_offset + op->slices[i].numel);
+    return fsdpc_round_up(numel * fsdpc_dtype_bytes(op->dtype), ALIGN);
+}
+
+unsigned char *fsdpc_nccl_inbox_at(void *contributions, size_t stride, int rank, int peer)
+{
+    int place = peer < rank ? peer : peer - 1;
+    return (unsigned char *)contributions + (size_t)place * stride;
 }
 
 /* Every rank sends each peer that one's part of the slice, and receives of each its own. */
@@ -104,4 +122,22 @@ fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c)
     }
     fsdpc_nccl_result last = c->nccl->ncclGroupEnd(); /* whatever happened: the group is open */
     return fsdpc_nccl_is_accepted(first) ? last : first;
+}
+
+fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c)
+{
+    const fsdpc_coll *op = c->op;
+    size_t element = fsdpc_dtype_bytes(op->dtype);
+    for (size_t i = 0; i < op->n_slices; i++) {
+        const fsdpc_slice *slice = &op->slices[i];
+        size_t place = slice->full_offset + (size_t)c->rank * slice->numel;
+        if (slice->owner >= 0 || slice->numel == 0)
+            continue;
+        FSDPC_CUDA_TRY(
+            cudaMemcpyAsync((unsigned char *)op->recv + place * element,
+                            (const unsigned char *)op->send + slice->shard_offset * element,
+                            slice->numel * element, cudaMemcpyDefault, c->stream),
+            "copy memory");
+    }
+    return FSDPC_OK;
 }

@@ -1,4 +1,4 @@
-/* Collectives over NCCL: from the post to the event behind the last kernel.
+/* Collectives over NCCL: from the launch to the event behind the last kernel.
  *
  * A posted operation becomes a flight.  Its agreement goes to the control at once: the same
  * operation, moving nothing, so that peers compare it as they would any other; and it is done only
@@ -35,58 +35,15 @@
 #include <stdlib.h>
 
 #include "comm/coll_math.h"
-#include "cuda/comm_nccl.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
 #include "cuda/graph.h"
+#include "cuda/nccl_internal.h"
 
-/* ---- Whose memory ---- */
-
-static fsdpc_status refused(const fsdpc_coll *op, const char *why)
-{
-    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "%s of '%s': %s", fsdpc_coll_name(op->kind),
-                      op->what ? op->what : "", why);
-}
-
-static bool is_capturing(const fsdpc_comm_nccl *self)
+bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self)
 {
     return self->base.device->capturing && !self->base.apart;
-}
-
-/* Whether the GPU has a part in it. */
-static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
-{
-    if (op->agree_only || op->kind == FSDPC_COLL_BARRIER) {
-        *out = false;
-        return FSDPC_OK;
-    }
-    if (op->kind == FSDPC_COLL_REPLAY) {
-        *out = true;
-        return FSDPC_OK;
-    }
-    if (op->kind == FSDPC_COLL_GATHER) {
-        *out = op->wire->moved;
-        return FSDPC_OK;
-    }
-    if (fsdpc_coll_reduces(op->kind)) {
-        *out = true;
-        return FSDPC_OK;
-    }
-    bool receives, sends;
-    if (op->numel == 0) {
-        *out = false;
-        return FSDPC_OK;
-    }
-    FSDPC_TRY(fsdpc_cuda_is_device_memory(op->recv, &receives));
-    sends = receives;
-    if (op->kind != FSDPC_COLL_BROADCAST)
-        FSDPC_TRY(fsdpc_cuda_is_device_memory(op->send, &sends));
-    if (sends != receives)
-        return refused(op, "it sends from host memory and receives on the GPU, or the reverse; "
-                           "keep both on one side");
-    *out = receives;
-    return FSDPC_OK;
 }
 
 /* ---- Flights ---- */
@@ -97,7 +54,7 @@ static cudaStream_t raw_stream(const fsdpc_comm_nccl *self, const fsdpc_coll *op
     return fsdpc_cuda_queue_of(op->stream ? op->stream : main)->raw;
 }
 
-static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
+fsdpc_status fsdpc_nccl_flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
 {
     fsdpc_nccl_flight *flight = self->spare;
     if (flight) {
@@ -117,7 +74,7 @@ static fsdpc_status flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
     return FSDPC_OK;
 }
 
-static void flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+void fsdpc_nccl_flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
     fsdpc_nccl_join_close(self, flight);
     flight->work = NULL;
@@ -126,14 +83,14 @@ static void flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
     self->spare = flight;
 }
 
-static void work_end(fsdpc_work *work, fsdpc_status status)
+void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status)
 {
     work->impl = NULL;
     work->status = status;
     atomic_store_explicit(&work->state, 0, memory_order_relaxed);
 }
 
-static bool is_launched(const fsdpc_nccl_flight *flight)
+bool fsdpc_nccl_is_launched(const fsdpc_nccl_flight *flight)
 {
     return flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
 }
@@ -141,6 +98,16 @@ static bool is_launched(const fsdpc_nccl_flight *flight)
 static fsdpc_nccl_turns *turns_of(fsdpc_comm_nccl *self)
 {
     return self->base.apart ? &self->turns : &self->world->turns;
+}
+
+void fsdpc_nccl_flight_add(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+{
+    if (flight->on_gpu)
+        flight->turn = turns_of(self)->posted++;
+    fsdpc_nccl_flight **last = &self->flights;
+    while (*last)
+        last = &(*last)->next;
+    *last = flight;
 }
 
 static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
@@ -166,11 +133,11 @@ static void flight_end(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, fsdpc_s
     while (*at != flight)
         at = &(*at)->next;
     *at = flight->next;
-    if (flight->on_gpu && !is_launched(flight))
+    if (flight->on_gpu && !fsdpc_nccl_is_launched(flight))
         turn_forget(self, flight);
     if (flight->work)
-        work_end(flight->work, status);
-    flight_give(self, flight);
+        fsdpc_nccl_work_end(flight->work, status);
+    fsdpc_nccl_flight_give(self, flight);
 }
 
 void fsdpc_nccl_flights_drop(fsdpc_comm_nccl *self, fsdpc_status status)
@@ -193,7 +160,7 @@ void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
 static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
     const fsdpc_coll *op = &flight->op;
-    if (flight->captured && !is_capturing(self))
+    if (flight->captured && !fsdpc_nccl_is_capturing(self))
         return fsdpc_fail(FSDPC_ERR_INTERNAL,
                           "%s of '%s' was captured and would run outside of its graph",
                           fsdpc_coll_name(op->kind), op->what ? op->what : "");
@@ -209,7 +176,7 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
                                .rank = self->base.rank,
                                .size = self->base.size,
                                .in_place = op->kind == FSDPC_COLL_GATHER &&
-                                           fsdpc_nccl_is_registered(self, op->recv)};
+                                           fsdpc_nccl_registered_find(self, op->recv)};
     if (c.in_place)
         FSDPC_TRY(fsdpc_nccl_place_own(&c));
     if (op->kind == FSDPC_COLL_ALL_GATHER && op->send == op->recv && c.rank > 0) {
@@ -256,7 +223,7 @@ static fsdpc_status landed(fsdpc_nccl_flight *flight)
 /* On its stream, where nothing may be asked. */
 static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
-    if (!flight->captured || (flight->work && is_capturing(self)))
+    if (!flight->captured || (flight->work && fsdpc_nccl_is_capturing(self)))
         return FSDPC_IN_PROGRESS;
     flight->stage = FSDPC_NCCL_LANDED;
     return FSDPC_OK;
@@ -287,9 +254,9 @@ static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, b
             status = follow(self, flight);
         if (status < 0)
             return status;
-        turns->launched += is_launched(flight);
+        turns->launched += fsdpc_nccl_is_launched(flight);
     }
-    if (flight->stage == FSDPC_NCCL_RUNNING && (flight->captured || is_capturing(self)))
+    if (flight->stage == FSDPC_NCCL_RUNNING && (flight->captured || fsdpc_nccl_is_capturing(self)))
         return captured(self, flight);
     if (flight->stage == FSDPC_NCCL_RUNNING && !flying[flight->lane]) {
         /* The lane may be busy with a later flight, which is no news of this one. */
@@ -376,7 +343,7 @@ static fsdpc_status poll_launched(void *arg)
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
         for (const fsdpc_nccl_flight *flight = group->flights;
              flight && group->base.apart == self->base.apart; flight = flight->next)
-            if (!is_launched(flight))
+            if (!fsdpc_nccl_is_launched(flight))
                 return FSDPC_IN_PROGRESS;
     return FSDPC_OK;
 }
@@ -384,149 +351,6 @@ static fsdpc_status poll_launched(void *arg)
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self)
 {
     return fsdpc_comm_wait_for(&self->base, poll_launched, self, "launching what was posted", NULL);
-}
-
-/* ---- Post and test ---- */
-
-static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
-{
-    bool reduces = fsdpc_coll_reduces(op->kind) || op->kind == FSDPC_COLL_ALL_REDUCE;
-    return reduces ? FSDPC_NCCL_REDUCES : FSDPC_NCCL_GATHERS;
-}
-
-static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
-{
-    fsdpc_coll op = flight->op;
-    if (flight->captured)
-        return FSDPC_OK;
-    op.agree_only = op.agree_only || for_gpu || op.kind == FSDPC_COLL_GATHER;
-    op.stream = NULL;
-    return fsdpc_nccl_settle(self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control),
-                                                   &op, &flight->agreement));
-}
-
-/* What a work that is not in flight came to. */
-static fsdpc_status outcome(const fsdpc_work *work)
-{
-    if (work->status == FSDPC_OK)
-        return FSDPC_OK;
-    return fsdpc_fail(work->status, "%s", work->comm->poison);
-}
-
-static bool is_in_flight(const fsdpc_work *work)
-{
-    return atomic_load_explicit(&work->state, memory_order_relaxed);
-}
-
-/* A failure is reported by test, which finds it in the work. */
-static fsdpc_status poll_launch(void *arg)
-{
-    const fsdpc_work *work = arg;
-    (void)fsdpc_nccl_carry_on(fsdpc_nccl_of(work->comm));
-    if (!is_in_flight(work))
-        return FSDPC_OK;
-    FSDPC_TRY(fsdpc_comm_health(work->comm));
-    return is_launched(work->impl) ? FSDPC_OK : FSDPC_IN_PROGRESS;
-}
-
-/* Of a post.  An interrupted one goes on by itself, as one that was ordered does. */
-static fsdpc_status wait_for_launch(fsdpc_work *work)
-{
-    fsdpc_status status = fsdpc_comm_wait_for(work->comm, poll_launch, work,
-                                              fsdpc_coll_name(work->op.kind), work->op.what);
-    if (status == FSDPC_OK || !is_in_flight(work))
-        return status;
-    ((fsdpc_nccl_flight *)work->impl)->work = NULL;
-    work_end(work, status);
-    return status;
-}
-
-fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
-{
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
-    bool for_gpu = false;
-    FSDPC_TRY(is_for_gpu(&work->op, &for_gpu));
-    fsdpc_nccl_lane lane = lane_of(&work->op);
-    if (is_capturing(self) && !(for_gpu && self->lanes[lane]))
-        return refused(&work->op, "ranks wait for each other in it, which a captured step cannot: "
-                                  "do it before the step, or after");
-    if (!is_capturing(self))
-        FSDPC_TRY(fsdpc_nccl_stay_near(self));
-    if (for_gpu && !self->lanes[lane]) {
-        FSDPC_TRY(fsdpc_nccl_launched(self));
-        FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
-    }
-    fsdpc_nccl_flight *flight = NULL;
-    FSDPC_TRY(flight_take(self, &flight));
-    flight->op = work->op;
-    flight->work = work;
-    flight->next = NULL;
-    flight->lane = lane;
-    flight->on_gpu = for_gpu;
-    flight->captured = is_capturing(self);
-    flight->posted_ns = fsdpc_clock_ns();
-    flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
-    fsdpc_status status = for_gpu && fsdpc_nccl_is_joined(&flight->op)
-                              ? fsdpc_nccl_join_open(self, flight)
-                              : FSDPC_OK;
-    if (status == FSDPC_OK)
-        status = agreement_post(self, flight, for_gpu);
-    if (status != FSDPC_OK) {
-        flight_give(self, flight);
-        return status;
-    }
-    if (for_gpu)
-        flight->turn = turns_of(self)->posted++;
-    fsdpc_nccl_flight **last = &self->flights;
-    while (*last)
-        last = &(*last)->next;
-    *last = flight;
-    work->impl = flight;
-    atomic_store_explicit(&work->state, 1, memory_order_relaxed);
-    return wait_for_launch(work);
-}
-
-/* Carries all on; IN_PROGRESS while this one is in flight. */
-static fsdpc_status step(fsdpc_work *work)
-{
-    fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
-    if (!is_in_flight(work))
-        return FSDPC_OK;
-    fsdpc_status status = fsdpc_nccl_carry_on(self);
-    if (!is_in_flight(work))
-        return FSDPC_OK;
-    FSDPC_TRY(status);
-    FSDPC_TRY(fsdpc_comm_health(&self->base));
-    return FSDPC_IN_PROGRESS;
-}
-
-fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
-{
-    fsdpc_status status = step(work);
-    fsdpc_nccl_flight *flight = work->impl;
-    if (status == FSDPC_IN_PROGRESS && flight->captured) { /* the host would wait for ever */
-        status = fsdpc_cuda_capture_check_wait(work->comm->device);
-        flight->work = NULL;
-        work_end(work, status);
-        return status;
-    }
-    return status == FSDPC_OK ? outcome(work) : status;
-}
-
-fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream)
-{
-    fsdpc_status status = step(work);
-    if (status != FSDPC_IN_PROGRESS)
-        return status == FSDPC_OK ? outcome(work) : status;
-    fsdpc_nccl_flight *flight = work->impl;
-    if (flight->stage == FSDPC_NCCL_RUNNING)
-        FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, flight->landed, 0),
-                       "wait for an event");
-    else if (!is_launched(flight) || !flight->on_gpu)
-        return FSDPC_IN_PROGRESS; /* values of the host are there when all have agreed */
-    work_end(work, FSDPC_OK);
-    flight->work = NULL;
-    return FSDPC_OK;
 }
 
 void fsdpc_nccl_flights_land(fsdpc_comm_nccl *self)

@@ -19,14 +19,11 @@
  * waited for, as a buffer is.  Memory goes back when the host has seen that the operation landed,
  * or when buffers go.
  */
-#include "base/size.h"
 #include "comm/coll_math.h"
-#include "cuda/comm_nccl.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/kernels.h"
-
-enum { ALIGN = 64 }; /* of what one peer sends; as fsdpc_plan_unit counts it */
+#include "cuda/nccl_internal.h"
 
 static cudaStream_t main_of(const fsdpc_comm_nccl *self)
 {
@@ -74,20 +71,6 @@ static fsdpc_status values_join(const fsdpc_comm_nccl *self, const fsdpc_nccl_fl
 
 /* ---- Sums ---- */
 
-size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op)
-{
-    size_t numel = 0;
-    for (size_t i = 0; i < op->n_slices; i++)
-        numel = fsdpc_max_size(numel, op->slices[i].shard_offset + op->slices[i].numel);
-    return fsdpc_round_up(numel * fsdpc_dtype_bytes(op->dtype), ALIGN);
-}
-
-unsigned char *fsdpc_nccl_inbox_at(void *contributions, size_t stride, int rank, int peer)
-{
-    int place = peer < rank ? peer : peer - 1;
-    return (unsigned char *)contributions + (size_t)place * stride;
-}
-
 void fsdpc_nccl_inbox_free(fsdpc_comm_nccl *self)
 {
     fsdpc_nccl_inbox *inbox = &self->inbox;
@@ -97,47 +80,34 @@ void fsdpc_nccl_inbox_free(fsdpc_comm_nccl *self)
     *inbox = (fsdpc_nccl_inbox){0};
 }
 
-static fsdpc_status poll_unused(void *arg)
-{
-    fsdpc_comm_nccl *self = arg;
-    FSDPC_TRY(fsdpc_nccl_carry_on(self));
-    FSDPC_TRY(fsdpc_comm_health(&self->base));
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        if (flight->contributions == self->inbox.at)
-            return FSDPC_IN_PROGRESS;
-    return FSDPC_OK;
-}
-
 /* In first steps alone, on all ranks at the same reduction; all have the memory or none. */
-static fsdpc_status inbox_grow(fsdpc_comm_nccl *self, size_t bytes, const char *what)
+static fsdpc_status inbox_grow(fsdpc_comm_nccl *self, size_t bytes)
 {
     fsdpc_nccl_inbox *inbox = &self->inbox;
-    if (inbox->at) {
-        bool outer = self->watching;
-        self->watching = true;
-        fsdpc_status status =
-            fsdpc_comm_wait_for(&self->base, poll_unused, self, "a larger inbox", what);
-        self->watching = outer;
-        FSDPC_TRY(status);
+    if (inbox->at)
         fsdpc_nccl_inbox_free(self);
-    }
     if (!inbox->read)
         FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&inbox->read, cudaEventDisableTiming),
                        "create an event");
-    FSDPC_TRY(fsdpc_nccl_launched(self));
     FSDPC_TRY(fsdpc_control_memory(&self->base, self->control, "a larger inbox", FSDPC_MEM_REDUCE,
                                    bytes, &inbox->at));
     inbox->bytes = bytes;
     return FSDPC_OK;
 }
 
+/* None for one rank: there is only one order. */
+static size_t sums_bytes(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
+{
+    return (size_t)(self->base.size - 1) * fsdpc_nccl_inbox_stride(op);
+}
+
 static fsdpc_status sums_open(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {
-    size_t bytes = (size_t)(self->base.size - 1) * fsdpc_nccl_inbox_stride(&flight->op);
-    if (bytes == 0) /* of one rank: there is only one order */
+    size_t bytes = sums_bytes(self, &flight->op);
+    if (bytes == 0)
         return FSDPC_OK;
     if (bytes > self->inbox.bytes)
-        FSDPC_TRY(inbox_grow(self, bytes, flight->op.what));
+        FSDPC_TRY(inbox_grow(self, bytes));
     flight->contributions = self->inbox.at;
     return FSDPC_OK;
 }
@@ -167,6 +137,12 @@ static fsdpc_status sums_join(fsdpc_comm_nccl *self, const fsdpc_nccl_flight *fl
 }
 
 /* ---- Either ---- */
+
+bool fsdpc_nccl_inbox_is_short(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
+{
+    return op->tree && self->base.size <= FSDPC_COLL_MAX_RANKS &&
+           sums_bytes(self, op) > self->inbox.bytes;
+}
 
 fsdpc_status fsdpc_nccl_join_open(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
 {

@@ -19,8 +19,8 @@
 #include <sched.h>
 #include <string.h>
 
-#include "cuda/comm_nccl.h"
 #include "cuda/device_cuda.h"
+#include "cuda/nccl_internal.h"
 
 static const char *const lane_names[] = {"gathers", "reductions"};
 

@@ -20,53 +20,9 @@
  */
 #include <stdlib.h>
 
-#include "cuda/comm_nccl.h"
-#include "cuda/cuda_error.h"
+#include "cuda/nccl_internal.h"
 
 enum { PATIENCE_S = 30 };
-
-struct fsdpc_nccl_registered {
-    fsdpc_nccl_registered *next;
-    unsigned char *memory;
-    size_t bytes;
-    fsdpc_nccl_window window; /* else: */
-    void *handle;
-};
-
-/* A NCCL may be too old for either call. */
-fsdpc_status fsdpc_nccl_learn(fsdpc_comm_nccl *self)
-{
-    const fsdpc_nccl *nccl = &self->world->nccl;
-    bool tries = !self->fails_to_register;
-    bool windows = tries && nccl->ncclCommWindowRegister && nccl->ncclCommWindowDeregister;
-    bool buffers = tries && nccl->ncclCommRegister && nccl->ncclCommDeregister;
-    int64_t all[2] = {windows, buffers};
-    FSDPC_TRY(fsdpc_comm_run(self->control, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
-                                                          .unit = -1,
-                                                          .what = "what gathers can do",
-                                                          .dtype = FSDPC_I64,
-                                                          .op = FSDPC_RED_MIN,
-                                                          .send = all,
-                                                          .recv = all,
-                                                          .numel = 2}));
-    self->registers = all[0]   ? FSDPC_NCCL_WINDOWS
-                      : all[1] ? FSDPC_NCCL_BUFFERS
-                               : FSDPC_NCCL_NOTHING;
-    return FSDPC_OK;
-}
-
-static fsdpc_nccl_registered *find(const fsdpc_comm_nccl *self, const unsigned char *memory)
-{
-    fsdpc_nccl_registered *it = self->registered;
-    while (it && (memory < it->memory || (size_t)(memory - it->memory) >= it->bytes))
-        it = it->next;
-    return it;
-}
-
-bool fsdpc_nccl_is_registered(const fsdpc_comm_nccl *self, const void *memory)
-{
-    return find(self, memory) != NULL;
-}
 
 /* ---- Telling NCCL ---- */
 
@@ -188,54 +144,13 @@ fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes
 
 /* ---- And that it goes ---- */
 
-static void drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell)
-{
-    const fsdpc_nccl *nccl = &self->world->nccl;
-    fsdpc_nccl_comm lane = self->lanes[FSDPC_NCCL_GATHERS];
-    fsdpc_nccl_registered **at = &self->registered;
-    while (*at != known)
-        at = &(*at)->next;
-    *at = known->next;
-    if (tell && known->window)
-        (void)nccl->ncclCommWindowDeregister(lane, known->window);
-    else if (tell)
-        (void)nccl->ncclCommDeregister(lane, known->handle);
-    free(known);
-}
-
 void fsdpc_nccl_wire_detach(fsdpc_wire *wire, void *memory)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(wire->comm);
     bool forked = fsdpc_nccl_is_forked(self);
-    if (!forked && find(self, memory))
+    if (!forked && fsdpc_nccl_registered_find(self, memory))
         (void)fsdpc_nccl_launched(self); /* or it fails, and NCCL forgets all by itself */
-    fsdpc_nccl_registered *known = find(self, memory);
+    fsdpc_nccl_registered *known = fsdpc_nccl_registered_find(self, memory);
     if (known)
-        drop(self, known, !forked);
-}
-
-void fsdpc_nccl_forget(fsdpc_comm_nccl *self)
-{
-    while (self->registered)
-        drop(self, self->registered, false);
-}
-
-/* ---- In place ---- */
-
-fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c)
-{
-    const fsdpc_coll *op = c->op;
-    size_t element = fsdpc_dtype_bytes(op->dtype);
-    for (size_t i = 0; i < op->n_slices; i++) {
-        const fsdpc_slice *slice = &op->slices[i];
-        size_t place = slice->full_offset + (size_t)c->rank * slice->numel;
-        if (slice->owner >= 0 || slice->numel == 0)
-            continue;
-        FSDPC_CUDA_TRY(
-            cudaMemcpyAsync((unsigned char *)op->recv + place * element,
-                            (const unsigned char *)op->send + slice->shard_offset * element,
-                            slice->numel * element, cudaMemcpyDefault, c->stream),
-            "copy memory");
-    }
-    return FSDPC_OK;
+        fsdpc_nccl_registered_drop(self, known, !forked);
 }

@@ -8,6 +8,7 @@
 
 #include "comm_ranks.h"
 #include "cuda/comm_nccl.h"
+#include "cuda/nccl_internal.h"
 #include "gpu_rig.h"
 
 #if defined(FSDPC_EMU)
