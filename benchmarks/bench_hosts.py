@@ -15,76 +15,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_torch
 import common
 
+from two_hosts import Hosts, missing, two_hosts
+
 ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
 STEPS = bench_torch.WARM + bench_torch.STEPS
-NAMES = [f"fsdpc{os.getpid()}h{i}" for i in range(2)]
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
 
-def missing() -> str | None:
-    """What hosts need and this machine has not; None: nothing."""
-    if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return f"needs {' and '.join(tools)} of iproute2" if tools else None
-
-
-@contextmanager
-def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """Two namespaces with a wire of that rate; yields what runs a command in each."""
-
-    def ip(words: str) -> None:
-        subprocess.run(["ip", *words.split()], check=True, timeout=60)
-
-    try:
-        for name in NAMES:
-            ip(f"netns add {name}")
-        ip(f"link add v0 netns {NAMES[0]} type veth peer name v1 netns {NAMES[1]}")
-        for i, name in enumerate(NAMES):
-            ip(f"-n {name} addr add 10.77.0.{i + 1}/24 dev v{i}")
-            ip(f"-n {name} link set v{i} up")
-            ip(f"-n {name} link set lo up")
-            if rate != "none":
-                tbf = f"qdisc add dev v{i} root tbf rate {rate} burst 128kb latency 50ms"
-                ip(f"netns exec {name} tc {tbf}")
-        yield [
-            ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME=v{i}"]
-            for i, name in enumerate(NAMES)
-        ]
-    finally:
-        for name in NAMES:
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, timeout=60)
-
-
-def sent_bytes() -> int:
+def sent_bytes(hosts: Hosts) -> int:
     """What the first host has sent so far."""
-    words = ["ip", "-n", NAMES[0], "-s", "-j", "link", "show", "dev", "v0"]
-    done = subprocess.run(words, check=True, capture_output=True, timeout=60)
-    return int(json.loads(done.stdout)[0]["stats64"]["tx"]["bytes"])
+    shown = json.loads(hosts.ip(f"-n {hosts.name}0 -s -j link show dev v0"))
+    return int(shown[0]["stats64"]["tx"]["bytes"])
 
 
-def measure(
-    model: str, engine: str, ranks: int, hosts: list[list[str]]
-) -> tuple[float, float, float]:
+def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, float, float]:
     """Median milliseconds of a step in one turn, MB sent in one, and peak PSS in MiB."""
-    before = sent_bytes()
+    before = sent_bytes(hosts)
     words = ["turn", "--turn", engine, model]
-    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=hosts)
-    sent = (sent_bytes() - before) / STEPS / 1e6
+    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=hosts.inside)
+    sent = (sent_bytes(hosts) - before) / STEPS / 1e6
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 
 

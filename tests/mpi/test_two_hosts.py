@@ -1,0 +1,86 @@
+"""Ranks on two hosts (namespaces of this machine), started by mpirun and mpiexec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .test_link_mpi import COMPILERS, ROOT, mpi_build
+
+sys.path.insert(0, str(ROOT / "tools"))
+import two_hosts  # noqa: E402
+
+PACKAGE = ROOT / "python" / "fsdpc"
+PROGRAM = Path(__file__).with_name("train.py")
+TIMEOUT_S = 120
+HOSTS = ",".join(two_hosts.ADDRESSES)
+
+if reason := two_hosts.missing():
+    pytest.skip(reason, allow_module_level=True)
+
+Start = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def command_of(family: str, hosts: two_hosts.Hosts) -> list[str]:
+    """Start four ranks, two on each host."""
+    compiler = Path(COMPILERS[family])
+    launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
+    if family == "mpich":
+        return [launcher, "-launcher", "ssh", "-launcher-exec", str(hosts.agent), "-iface", "v0",
+                "-hosts", HOSTS, "-ppn", "2", "-n", "4"]
+    network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    exported = [word for name in ("PYTHONPATH", "FSDPC_TIMEOUT_S", "OMP_NUM_THREADS")
+                if name in os.environ or name != "PYTHONPATH" for word in ("-x", name)]
+    return [launcher, "--mca", "plm_rsh_agent", str(hosts.agent), "--mca", "btl", "tcp,self",
+            "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network,
+            "--host", HOSTS.replace(",", ":2,") + ":2", "-n", "4", "--bind-to", "none", *exported]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[two_hosts.Hosts]:
+    with two_hosts.two_hosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=sorted(COMPILERS))
+def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
+    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
+        pytest.skip(f"fsdpc was built without {request.param}")
+    environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "FSDPC_TIMEOUT_S": "60",
+                   "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [*hosts.inside[0], *command_of(request.param, hosts), sys.executable]
+        return subprocess.run([*command, str(PROGRAM), *words], capture_output=True, text=True,
+                              timeout=TIMEOUT_S, env=environment)
+
+    return run
+
+
+def sums_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [word for word in done.stdout.split() if word.startswith("crc:")]
+
+
+def test_bits_are_those_of_one_host(start: Start) -> None:
+    one_host = [sys.executable, "-m", "fsdpc", "run", "--ranks", "4", str(PROGRAM), "launcher"]
+    expected = subprocess.run(one_host, capture_output=True, text=True, timeout=TIMEOUT_S)
+    sums = sums_of(expected) + sums_of(start("launcher"))
+    assert len(sums) == 8 and len(set(sums)) == 1, sums
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_faults_end_the_run_on_both_hosts(start: Start, fault: str) -> None:
+    began = time.monotonic()
+    done = start("launcher", fault)
+    assert done.returncode != 0, done.stdout + done.stderr
+    assert time.monotonic() - began < 40
+    time.sleep(1)
+    left = subprocess.run(["pgrep", "-f", str(PROGRAM)], capture_output=True, text=True)
+    assert left.stdout == "", left.stdout

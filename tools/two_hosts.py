@@ -1,0 +1,92 @@
+"""Two hosts on this machine: network namespaces, joined by a pair of veth devices.
+
+Each has a network and a host name of its own, and shares everything else: processes, memory,
+files.  Making them needs root and iproute2; :func:`missing` says what is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+# What mpirun starts instead of ssh: [options] ADDRESS COMMAND...
+AGENT = """#!/bin/sh
+while case "$1" in -*) true;; *) false;; esac; do shift; done
+number=$((${1##*.} - 1)); shift
+exec nsenter --net=/run/netns/NAMES$number --uts=FOLDER/uts$number sh -c "$*"
+"""
+
+
+class Hosts:
+    """Two hosts that exist: ``inside[i]`` is put before a command that runs on host i.
+
+    ``agent`` is a program for mpirun that starts commands on a host, as ssh does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = f"fsdpc{os.getpid()}h"
+        self.inside = [
+            ["nsenter", f"--net=/run/netns/{self.name}{i}", f"--uts={folder}/uts{i}",
+             "env", f"GLOO_SOCKET_IFNAME=v{i}"]
+            for i in range(2)
+        ]  # fmt: skip
+        self.agent = folder / "agent"
+        self.agent.write_text(AGENT.replace("NAMES", self.name).replace("FOLDER", str(folder)))
+        self.agent.chmod(0o755)
+
+    def ip(self, words: str) -> bytes:
+        """Run iproute2 with these words and return what it prints."""
+        done = subprocess.run(["ip", *words.split()], check=True, timeout=60, capture_output=True)
+        return done.stdout
+
+    def make(self, rate: str) -> None:
+        for i in range(2):
+            self.ip(f"netns add {self.name}{i}")
+            (self.folder / f"uts{i}").touch()
+            name = ["unshare", f"--uts={self.folder}/uts{i}", "hostname", f"node{i}"]
+            subprocess.run(name, check=True, timeout=60)
+        self.ip(f"link add v0 netns {self.name}0 type veth peer name v1 netns {self.name}1")
+        for i, address in enumerate(ADDRESSES):
+            self.ip(f"-n {self.name}{i} addr add {address}/24 dev v{i}")
+            self.ip(f"-n {self.name}{i} link set v{i} up")
+            self.ip(f"-n {self.name}{i} link set lo up")
+            if rate != "none":
+                tbf = f"qdisc add dev v{i} root tbf rate {rate} burst 128kb latency 50ms"
+                self.ip(f"netns exec {self.name}{i} tc {tbf}")
+
+    def cable(self, state: str) -> None:
+        """Pull the cable ("down") or put it back ("up")."""
+        self.ip(f"-n {self.name}0 link set v0 {state}")
+
+    def remove(self) -> None:
+        for i in range(2):
+            for words in (["umount", str(self.folder / f"uts{i}")],
+                          ["ip", "netns", "del", f"{self.name}{i}"]):  # fmt: skip
+                subprocess.run(words, stderr=subprocess.DEVNULL, timeout=60)
+
+
+def missing() -> str | None:
+    """What hosts need and this machine has not; None: nothing."""
+    if os.geteuid() != 0:
+        return "needs root, to make network namespaces"
+    tools = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
+    return f"needs {' and '.join(tools)} of iproute2 and util-linux" if tools else None
+
+
+@contextmanager
+def two_hosts(rate: str = "none") -> Iterator[Hosts]:
+    """Two hosts with a wire of that rate ("1gbit"; "none": as fast as it goes)."""
+    with tempfile.TemporaryDirectory(prefix="fsdpc-hosts-") as folder:
+        hosts = Hosts(Path(folder))
+        try:
+            hosts.make(rate)
+            yield hosts
+        finally:
+            hosts.remove()
