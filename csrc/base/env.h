@@ -18,6 +18,12 @@
     X(timeout_s, real, "FSDPC_TIMEOUT_S", 300, 0.01, 1e9, "deadline of every wait, seconds")       \
     X(notice_s, real, "FSDPC_NOTICE_S", 10, 0.01, 1e9,                                             \
       "a rank that waits says for whom after this many seconds")                                   \
+    X(watch_s, real, "FSDPC_WATCH", 8, 0, 1e6,                                                     \
+      "seconds of silence after which another host counts as gone; 0: no watch")                   \
+    X(watch_port, integer, "FSDPC_WATCH_PORT", 0, 0, 65535,                                        \
+      "port at which rank 0 waits for other hosts' watches; 0: a free one")                        \
+    X(watch_address, text, "FSDPC_WATCH_ADDRESS", "", 0, 0,                                        \
+      "address for that, if not one that rank 0 finds")                                            \
     X(no_alias, flag, "FSDPC_NO_ALIAS", 0, 0, 1,                                                   \
       "private, protected memory for fulls (finds reads after reshard)")                           \
     X(threads, integer, "FSDPC_THREADS", 0, 0, 4096,                                               \

@@ -212,6 +212,10 @@ typedef struct fsdpc_comm_ops {
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
     /* What this rank begins to sleep in, "" when it goes on; shown too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
+    /* For whoever watches the ranks, on any thread: how they failed, or died, if any has; in `note`
+     * who is stopped, or "".  And what all of them are to fail with.  Optional, both or none. */
+    fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
+    void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
 } fsdpc_comm_ops;
 
 struct fsdpc_comm {
@@ -399,6 +403,18 @@ static inline void fsdpc_comm_waits(fsdpc_comm *comm, const char *what)
 {
     if (comm->ops->waits)
         comm->ops->waits(comm, what);
+}
+
+static inline fsdpc_status fsdpc_comm_look(fsdpc_comm *comm, char *note, size_t bytes)
+{
+    note[0] = 0;
+    return comm->ops->look ? comm->ops->look(comm, note, bytes) : FSDPC_OK;
+}
+
+static inline void fsdpc_comm_tell(fsdpc_comm *comm, fsdpc_status status, const char *text)
+{
+    if (comm->ops->tell)
+        comm->ops->tell(comm, status, text);
 }
 
 static inline void fsdpc_comm_describe(fsdpc_comm *comm, char *text, size_t bytes)

@@ -39,6 +39,14 @@ static void wake_host(fsdpc_hosts_world *world)
         world->link->ops->set_wake(world->link, host && host->ops->wake ? wake : NULL, host);
 }
 
+static void end_watch(fsdpc_hosts_comm *self)
+{
+    if (self->group != 0) /* the watch is over the first group's */
+        return;
+    fsdpc_host_watch_stop(self->world->watch);
+    self->world->watch = NULL;
+}
+
 static void leave_world(fsdpc_hosts_comm *self)
 {
     fsdpc_hosts_world *world = self->world;
@@ -58,6 +66,7 @@ static void hosts_destroy(fsdpc_comm *comm)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     fsdpc_hosts_drop(self);
+    end_watch(self);
     for (fsdpc_hosts_op *op; (op = self->spare);) {
         self->spare = op->next;
         fsdpc_hosts_op_free(self, op);
@@ -160,6 +169,14 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
     return status;
 }
 
+fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config)
+{
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    if (comm->ops != &hosts_ops || self->group != 0 || self->lane != 0 || self->world->watch)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "a watch is the first rank's of each host, and one");
+    return fsdpc_host_watch_start(self->host, config, &self->world->watch);
+}
+
 static void hosts_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
@@ -172,7 +189,11 @@ static void hosts_abort(fsdpc_comm *comm, const char *reason)
 
 static void hosts_leave(fsdpc_comm *comm)
 {
-    fsdpc_comm_leave(fsdpc_hosts_of(comm)->host);
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    end_watch(self);
+    fsdpc_comm_leave(self->host);
+    if (self->group == 0) /* who leaves the first group has left them all */
+        fsdpc_link_leave(self->link);
 }
 
 /* ---- Waiting ---- */

@@ -264,6 +264,8 @@ static const fsdpc_comm_ops shm_ops = {
     .describe = shm_describe,
     .locate = shm_locate,
     .waits = shm_waits,
+    .look = fsdpc_shm_look,
+    .tell = fsdpc_shm_be_told,
 };
 
 fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out)

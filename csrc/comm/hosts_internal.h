@@ -13,6 +13,7 @@
 
 #include "comm/comm.h"
 #include "comm/link.h"
+#include "comm/host_watch.h"
 
 typedef struct fsdpc_hosts_comm fsdpc_hosts_comm;
 
@@ -22,6 +23,8 @@ typedef struct fsdpc_hosts_world {
     fsdpc_link *link;
     fsdpc_hosts_comm *groups;
     uint32_t groups_made;
+    fsdpc_host_watch
+        *watch; /* of this host's first rank, over the first group's; NULL: there is none */
 } fsdpc_hosts_world;
 
 /* What a rank says of an operation to those of its lane, ahead of its data. */
@@ -70,6 +73,7 @@ struct fsdpc_hosts_comm {
     uint32_t group;
     uint64_t posted;
     fsdpc_hosts_op *pending, *spare;
+    fsdpc_status broke; /* how it failed while another wait carried it on; told once, then OK */
     struct fsdpc_hosts_comm *next_group; /* of world->groups */
 };
 

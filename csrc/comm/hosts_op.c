@@ -435,18 +435,27 @@ void fsdpc_hosts_drop(fsdpc_hosts_comm *self)
     }
 }
 
-static fsdpc_status carry_on(fsdpc_hosts_comm *self)
+static void break_off(fsdpc_hosts_comm *self, fsdpc_status status)
+{
+    self->broke = status;
+    fsdpc_comm_poison(&self->base, status); /* drops what is in flight */
+}
+
+static void carry_on(fsdpc_hosts_comm *self)
 {
     bool turn_taken = false;
     fsdpc_status status = fsdpc_link_health(self->link);
-    if (status != FSDPC_OK)
-        return fsdpc_comm_poison(&self->base, status);
+    if (status != FSDPC_OK) {
+        break_off(self, status);
+        return;
+    }
     for (fsdpc_hosts_op **at = &self->pending, *op; (op = *at);) {
         status = step(self, op, !turn_taken);
         if (status < 0) {
             *at = op->next;
             end_op(self, op, status);
-            return fsdpc_comm_poison(&self->base, status); /* drops the others */
+            break_off(self, status);
+            return;
         }
         if (status == FSDPC_IN_PROGRESS) {
             turn_taken |= op->needs_turn;
@@ -456,7 +465,6 @@ static fsdpc_status carry_on(fsdpc_hosts_comm *self)
         *at = op->next;
         end_op(self, op, FSDPC_OK);
     }
-    return FSDPC_OK;
 }
 
 void fsdpc_hosts_carry_on(void *arg)
@@ -466,14 +474,17 @@ void fsdpc_hosts_carry_on(void *arg)
         world->link->ops->progress(world->link);
     for (fsdpc_hosts_comm *group = world->groups; group; group = group->next_group) {
         if (!group->base.poison[0])
-            (void)carry_on(group);
+            carry_on(group);
     }
 }
 
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self)
 {
     fsdpc_hosts_carry_on(self->world);
-    return fsdpc_comm_health(&self->base);
+    fsdpc_status status = self->broke;
+    self->broke = FSDPC_OK;
+    return status != FSDPC_OK ? fsdpc_fail(status, "%s", self->base.poison)
+                              : fsdpc_comm_health(&self->base);
 }
 
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work)

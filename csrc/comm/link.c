@@ -49,6 +49,14 @@ fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *
     return post(link, false, peer, tag, data, bytes, op);
 }
 
+fsdpc_status fsdpc_link_left(const fsdpc_link_op *op)
+{
+    return fsdpc_fail(FSDPC_ERR_PEER,
+                      "rank %d left (it shut its communicator down) while rank %d waits for it; do "
+                      "all ranks run the same number of steps?",
+                      op->peer, op->link->rank);
+}
+
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op)
 {
     if (!op->link)

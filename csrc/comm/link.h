@@ -6,6 +6,7 @@
  *     link_relay      messages are carried by threads of the program: those of a process group of
  *                     torch's (python/fsdpc/torch/_link.py); in tests, ranks are threads
  *     link_mpi        a plugin, over MPI (csrc/mpi)
+ *     link_null       nothing is carried; one rank plays a world of any size
  *
  * Messages.  A message has a peer and a tag, and both sides name its bytes.  Messages of one pair
  * and one tag arrive in the order in which they were sent; others may pass each other.  A receive
@@ -59,6 +60,9 @@ typedef struct fsdpc_link_ops {
     fsdpc_status (*test)(fsdpc_link_op *op); /* FSDPC_IN_PROGRESS, or how it ended */
     void (*progress)(fsdpc_link *link);      /* NULL: it has a thread of its own */
     void (*abort)(fsdpc_link *link, const char *reason); /* tells the peers, as far as it can */
+    /* This rank sends no more.  What it sent arrives; a receive from it that nothing will answer
+     * fails.  NULL: peers wait until their deadline. */
+    void (*leave)(fsdpc_link *link);
     /* Who is woken, by any thread, when an operation is done; NULL: nobody.  Whoever was before is
      * not called any more when it returns.  NULL for links without a thread. */
     void (*set_wake)(fsdpc_link *link, void (*wake)(void *arg), void *arg);
@@ -85,10 +89,18 @@ fsdpc_status fsdpc_link_send(fsdpc_link *link, int peer, uint32_t tag, const voi
 fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *data, size_t bytes,
                                 fsdpc_link_op *op);
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op); /* idle storage is done */
+/* What a receive from a rank that has left fails with. */
+fsdpc_status fsdpc_link_left(const fsdpc_link_op *op);
 
 static inline void fsdpc_link_abort(fsdpc_link *link, const char *reason)
 {
     link->ops->abort(link, reason);
+}
+
+static inline void fsdpc_link_leave(fsdpc_link *link)
+{
+    if (link->ops->leave)
+        link->ops->leave(link);
 }
 
 static inline void fsdpc_link_destroy(fsdpc_link *link)

@@ -7,6 +7,10 @@
  * on it.  The takers get the rest, and then the end.  What an abort was for goes behind the rest, to
  * every peer that this rank has had to do with: a peer that waits for a message which will not come
  * learns why.
+ *
+ * The end.  A rank sends each peer it has had to do with one last message: that it left, the reason
+ * of an abort, or, if the peer was first, that it heard of that.  So a carrier that has brought
+ * everybody's last message is done, and none sleeps in a receive that nothing will end.
  */
 #include "comm/link_relay.h"
 
@@ -20,11 +24,15 @@ typedef struct list {
     fsdpc_message *first, **end;
 } list;
 
-enum { NEWS = UINT32_MAX }; /* tag of an abort's reason */
+static const uint32_t NEWS = UINT32_MAX;      /* tag of an abort's reason */
+static const uint32_t LEFT = UINT32_MAX - 1;  /* of the last message of all */
+static const uint32_t HEARD = UINT32_MAX - 2; /* of the answer to either */
 
 typedef struct relay {
     fsdpc_link base;
-    bool *met; /* peers that something was posted for */
+    bool *met;   /* peers that something was posted for */
+    bool *told;  /* peers to whom the last message is on its way */
+    bool *heard; /* peers whose last message has come */
     pthread_mutex_t lock;
     pthread_cond_t news; /* for takers */
     list outbox, early;  /* to be carried; brought before their receive was posted */
@@ -122,13 +130,16 @@ static fsdpc_status post(fsdpc_link_op *op)
     pthread_mutex_lock(&self->lock);
     bool over = self->closed || failed(self);
     self->met[op->peer] = true;
-    if (over) {
+    if (over || (sends && self->told[op->peer])) {
         fsdpc_message_free(message);
     } else if (sends) {
         push(&self->outbox, message);
         pthread_cond_signal(&self->news);
     } else if ((message = pull(&self->early, op->peer, op->tag))) {
         receive(op, message);
+    } else if (self->heard[op->peer]) {
+        op->status = FSDPC_ERR_PEER;
+        atomic_store_explicit(&op->state, 0, memory_order_relaxed);
     } else {
         *self->last_receive = op;
         self->last_receive = &op->next;
@@ -147,19 +158,56 @@ static fsdpc_status test(fsdpc_link_op *op)
         return fsdpc_fail(FSDPC_ERR_MISMATCH,
                           "a message of %zu bytes came from rank %d where rank %d expects %zu",
                           op->moved, op->peer, op->link->rank, op->bytes);
-    return op->status == FSDPC_OK ? FSDPC_OK : fsdpc_fail(op->status, "%s", op->link->poison);
+    if (op->status == FSDPC_OK)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_link_health(op->link));
+    return fsdpc_link_left(op);
 }
 
-static void tell_peers(relay *self)
+/* The last message to a peer, unless it was sent one. */
+static void tell(relay *self, int peer, uint32_t tag, const char *text)
 {
-    const char *text = self->base.poison;
-    for (int peer = 0; peer < self->base.size; peer++) {
-        fsdpc_message *message = NULL;
-        if (!self->met[peer] || fsdpc_message_create(peer, NEWS, strlen(text), &message))
+    fsdpc_message *message = NULL;
+    if (!self->met[peer] || self->told[peer] ||
+        fsdpc_message_create(peer, tag, strlen(text), &message))
+        return;
+    memcpy(message->data, text, message->bytes);
+    push(&self->outbox, message);
+    self->told[peer] = true;
+}
+
+static void tell_peers(relay *self, uint32_t tag, const char *text)
+{
+    for (int peer = 0; peer < self->base.size; peer++)
+        tell(self, peer, tag, text);
+}
+
+/* Receives from a rank, or from all (-1), fail: nothing will answer them. */
+static void give_up(relay *self, int peer)
+{
+    self->last_receive = &self->receives;
+    for (fsdpc_link_op *op = self->receives, *next; op; op = next) {
+        next = op->next;
+        if (peer >= 0 && op->peer != peer) {
+            *self->last_receive = op;
+            self->last_receive = &op->next;
             continue;
-        memcpy(message->data, text, message->bytes);
-        push(&self->outbox, message);
+        }
+        op->status = FSDPC_ERR_PEER;
+        atomic_store_explicit(&op->state, 0, memory_order_release);
     }
+    *self->last_receive = NULL;
+}
+
+static void leave_relay(fsdpc_link *link)
+{
+    relay *self = (relay *)link;
+    pthread_mutex_lock(&self->lock);
+    if (!self->closed && !failed(self))
+        tell_peers(self, LEFT, "");
+    self->closed = true;
+    pthread_cond_broadcast(&self->news);
+    pthread_mutex_unlock(&self->lock);
 }
 
 static void abort_relay(fsdpc_link *link, const char *reason)
@@ -169,15 +217,9 @@ static void abort_relay(fsdpc_link *link, const char *reason)
     if (!failed(self)) {
         snprintf(link->poison, sizeof link->poison, "%s", reason && reason[0] ? reason : "aborted");
         atomic_store_explicit(&link->failed, true, memory_order_release);
-        tell_peers(self);
+        tell_peers(self, NEWS, link->poison);
     }
-    for (fsdpc_link_op *op = self->receives, *next; op; op = next) {
-        next = op->next;
-        op->status = FSDPC_ERR_PEER;
-        atomic_store_explicit(&op->state, 0, memory_order_release);
-    }
-    self->receives = NULL;
-    self->last_receive = &self->receives;
+    give_up(self, -1);
     drop_all(&self->early);
     pthread_cond_broadcast(&self->news);
     wake(link);
@@ -212,6 +254,8 @@ static void destroy(fsdpc_link *link)
     pthread_cond_destroy(&self->news);
     pthread_mutex_destroy(&self->lock);
     free(self->met);
+    free(self->told);
+    free(self->heard);
     free(self);
 }
 
@@ -271,24 +315,42 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
                 : FSDPC_IN_PROGRESS;
 }
 
-static void hear(fsdpc_link *link, fsdpc_message *message)
+static void hear_reason(fsdpc_link *link, const fsdpc_message *message)
 {
     char text[sizeof link->poison];
     const char *why = (const char *)message->data;
     bool named = message->bytes > 5 && memcmp(why, "rank ", 5) == 0; /* the peer was told itself */
     int used = named ? 0 : snprintf(text, sizeof text, "rank %d: ", message->peer);
     snprintf(text + used, sizeof text - (size_t)used, "%.*s", (int)message->bytes, why);
-    fsdpc_message_free(message);
     abort_relay(link, text);
 }
 
-void fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
+/* A peer's last message; whether there are peers left who have not sent theirs. */
+static bool hear_last(relay *self, fsdpc_message *message)
+{
+    pthread_mutex_lock(&self->lock);
+    self->heard[message->peer] = true;
+    tell(self, message->peer, HEARD, "");
+    pthread_cond_signal(&self->news);
+    if (message->tag != NEWS) {
+        give_up(self, message->peer);
+        wake(&self->base);
+    }
+    bool others = false;
+    for (int peer = 0; peer < self->base.size; peer++)
+        others |= self->met[peer] && !self->heard[peer];
+    pthread_mutex_unlock(&self->lock);
+    if (message->tag == NEWS)
+        hear_reason(&self->base, message);
+    fsdpc_message_free(message);
+    return others;
+}
+
+bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
 {
     relay *self = (relay *)link;
-    if (message->tag == NEWS) {
-        hear(link, message);
-        return;
-    }
+    if (message->tag >= HEARD)
+        return hear_last(self, message);
     pthread_mutex_lock(&self->lock);
     fsdpc_link_op *op = pull_receive(self, message->peer, message->tag);
     if (op)
@@ -300,6 +362,7 @@ void fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
     if (op)
         wake(link);
     pthread_mutex_unlock(&self->lock);
+    return true;
 }
 
 void fsdpc_link_relay_close(fsdpc_link *link)
@@ -319,6 +382,7 @@ static const fsdpc_link_ops relay_ops = {
     .post = post,
     .test = test,
     .abort = abort_relay,
+    .leave = leave_relay,
     .set_wake = set_wake,
     .describe = describe,
 };
@@ -326,14 +390,19 @@ static const fsdpc_link_ops relay_ops = {
 fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out)
 {
     relay *self = calloc(1, sizeof *self);
-    bool *met = calloc((size_t)size, sizeof *met);
-    if (!self || !met) {
+    bool *met = calloc((size_t)size, 1), *told = calloc((size_t)size, 1);
+    bool *heard = calloc((size_t)size, 1);
+    if (!self || !met || !told || !heard) {
         free(self);
         free(met);
+        free(told);
+        free(heard);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
     }
-    self->base = (fsdpc_link){.ops = &relay_ops, .rank = rank, .size = size, .tags = NEWS};
+    self->base = (fsdpc_link){.ops = &relay_ops, .rank = rank, .size = size, .tags = HEARD};
     self->met = met;
+    self->told = told;
+    self->heard = heard;
     self->refs = 1;
     self->outbox.end = &self->outbox.first;
     self->early.end = &self->early.first;

@@ -30,8 +30,8 @@ void fsdpc_message_free(fsdpc_message *message);
 /* The oldest message of the outbox, now the carrier's; waits for one at most max_ns.
  * FSDPC_IN_PROGRESS: none yet.  FSDPC_ERR_PEER: the link was aborted or closed. */
 fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message **out);
-/* A message has come; it is the relay's now. */
-void fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message);
+/* A message has come; it is the relay's now.  False: no other will come, from anybody. */
+bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message);
 /* No more is sent; carriers get what was, and then the end. */
 void fsdpc_link_relay_close(fsdpc_link *link);
 

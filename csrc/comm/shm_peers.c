@@ -38,6 +38,15 @@ static void spread(const fsdpc_shm_comm *self, int rank, fsdpc_status status, co
     fsdpc_shm_ring_bell(self->bell);
 }
 
+/* The error that the poison stands for, with which a group is poisoned anew. */
+static fsdpc_status poison_error(int rank, fsdpc_status status, const char *text)
+{
+    if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
+        status = FSDPC_ERR_POISONED;
+    return rank < 0 ? fsdpc_fail(status, "%s", text)
+                    : fsdpc_fail(status, "rank %d: %s", rank, text);
+}
+
 fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self)
 {
     int rank;
@@ -46,9 +55,7 @@ fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self)
     if (!fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
         return FSDPC_OK;
     spread(self, rank, status, text);
-    if (status != FSDPC_ERR_MISMATCH && status != FSDPC_ERR_PEER)
-        status = FSDPC_ERR_POISONED;
-    fsdpc_fail(status, "rank %d: %s", rank, text);
+    status = poison_error(rank, status, text);
     fsdpc_comm_abort_local(&self->base, fsdpc_last_error());
     fsdpc_shm_pending_drop(self, status);
     return status;
@@ -102,6 +109,35 @@ static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
                            : "; see that rank's own output");
 }
 
+fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes)
+{
+    fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    fsdpc_shm_world *world = self->world;
+    fsdpc_status status;
+    int rank, dead = 0;
+    char text[8 * FSDPC_SHM_POISON_WORDS + 1];
+    while (dead < world->size && !fsdpc_shm_world_dead(world, dead))
+        dead++;
+    if (fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
+        return poison_error(rank, status, text);
+    if (dead < world->size) {
+        fsdpc_shm_world_where(world, dead, text, sizeof text);
+        return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) died%s%s; see that rank's own output",
+                          world->first_rank + dead, fsdpc_shm_world_pid(world, dead),
+                          text[0] ? "; it was last seen " : "", text);
+    }
+    for (int r = 0; r < world->size && !note[0]; r++)
+        if (fsdpc_shm_world_stopped(world, r))
+            snprintf(note, bytes, "rank %d (pid %d) is stopped", world->first_rank + r,
+                     fsdpc_shm_world_pid(world, r));
+    return FSDPC_OK;
+}
+
+void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text)
+{
+    fsdpc_shm_poison_set(fsdpc_shm_of(comm)->control, -1, status, text);
+}
+
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
 {
     const fsdpc_shm_late *late = &self->late;
@@ -127,6 +163,20 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     return false;
 }
 
+/* A watch tells the first group alone; who waits in another one looks there. */
+static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
+{
+    int rank;
+    fsdpc_status status;
+    char text[sizeof self->base.poison];
+    for (const fsdpc_shm_comm *group = self->world->groups; group; group = group->next_group)
+        if (fsdpc_shm_poison_get(group->control, &rank, &status, text, sizeof text)) {
+            spread(self, rank, status, text);
+            return fsdpc_shm_adopt_poison(self);
+        }
+    return FSDPC_OK;
+}
+
 /* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
  * found it elsewhere may never get here.  Leaving counts in the group that was left; but where a
  * communicator above this one may wait for other hosts, a rank that has done its part may go. */
@@ -140,7 +190,7 @@ fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
     for (int w = 0; w < self->world->size; w++)
         if (fsdpc_shm_world_dead(self->world, w))
             return peer_is_gone(self, w, false);
-    return FSDPC_OK;
+    return adopt_from_groups(self);
 }
 
 const fsdpc_shm_wire *fsdpc_shm_wire_ahead(const fsdpc_shm_comm *self, int rank)

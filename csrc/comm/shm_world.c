@@ -279,17 +279,14 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
 
 /* ---- Life ---- */
 
-static bool process_exiting(const fsdpc_shm_world *world, int rank)
+static char process_state(const fsdpc_shm_world *world, int rank)
 {
     enum { EXITING = 4 }; /* PF_EXITING of the kernel's task flags */
-    struct pollfd ended = {.fd = world->pidfds[rank], .events = POLLIN};
-    if (ended.fd >= 0 && poll(&ended, 1, 0) == 1)
-        return true;
     char path[64], text[512];
     snprintf(path, sizeof path, "/proc/%d/stat", fsdpc_shm_world_pid(world, rank));
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
-        return errno == ENOENT;
+        return errno == ENOENT ? 'X' : '?';
     ssize_t n = read(fd, text, sizeof text - 1);
     close(fd);
     text[n > 0 ? n : 0] = 0;
@@ -297,8 +294,24 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
     char state = 0;
     unsigned flags = 0;
     if (!after_name || sscanf(after_name, ") %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2)
-        return n <= 0; /* gone between open and read */
-    return state == 'Z' || state == 'X' || (flags & EXITING);
+        return n <= 0 ? 'X' : '?'; /* gone between open and read */
+    return flags & EXITING ? 'X' : state;
+}
+
+static bool process_exiting(const fsdpc_shm_world *world, int rank)
+{
+    struct pollfd ended = {.fd = world->pidfds[rank], .events = POLLIN};
+    if (ended.fd >= 0 && poll(&ended, 1, 0) == 1)
+        return true;
+    char state = process_state(world, rank);
+    return state == 'Z' || state == 'X';
+}
+
+bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank)
+{
+    char state =
+        world->threads || !fsdpc_shm_world_pid(world, rank) ? 0 : process_state(world, rank);
+    return state == 'T' || state == 't';
 }
 
 void fsdpc_shm_world_leave(fsdpc_shm_world *world)

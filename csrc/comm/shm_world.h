@@ -57,6 +57,7 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world);
 /* This rank takes part no more: what becomes of its process is no death. */
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
+bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* by a signal, a debugger */
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
 /* What this rank sleeps in; "": it goes on. */

@@ -100,7 +100,14 @@ static fsdpc_status mpi_test(fsdpc_link_op *op)
                           "rank %d sent a message of another size than the %zu bytes that rank %d "
                           "expects (tag %u)",
                           op->peer, op->bytes, op->link->rank, op->tag);
-    return op->status;
+    return op->status == FSDPC_ERR_PEER ? fsdpc_link_left(op) : op->status;
+}
+
+static void mpi_leave(fsdpc_link *base)
+{
+    fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;
+    atomic_store(&link->leaving, true);
+    wake_thread(link);
 }
 
 static void tell_thread(fsdpc_mpi_link *link, enum fsdpc_mpi_wanted wanted)
@@ -164,6 +171,7 @@ static const fsdpc_link_ops mpi_ops = {
     .post = mpi_post,
     .test = mpi_test,
     .abort = mpi_abort,
+    .leave = mpi_leave,
     .set_wake = set_wake,
     .describe = mpi_describe,
 };
@@ -175,9 +183,13 @@ fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link");
     link->base = (fsdpc_link){.ops = &mpi_ops, .rank = rank, .size = size};
     link->pid = getpid();
+    link->met = calloc((size_t)size, sizeof *link->met);
     pthread_mutex_init(&link->waking, NULL);
-    fsdpc_status status = fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, link, &link->thread);
+    fsdpc_status status =
+        link->met ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, link, &link->thread)
+                  : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
     if (status != FSDPC_OK) {
+        free(link->met);
         free(link);
         return status;
     }

@@ -39,6 +39,7 @@ typedef struct fsdpc_mpi_link {
     _Atomic(fsdpc_link_op *) queue; /* the newest first */
     _Atomic uint32_t asleep;        /* 1 while ours sleeps on it; who sets it to 0 wakes it */
     _Atomic uint32_t wanted;
+    _Atomic bool leaving; /* posts no more */
     char asked[256];      /* ABORT: the reason */
     _Atomic bool failing; /* taken by who writes the link's poison */
 
@@ -49,6 +50,8 @@ typedef struct fsdpc_mpi_link {
 
     /* Ours alone. */
     bool ours;              /* we started MPI, so we end it */
+    bool left;              /* the peers were told so */
+    bool *met;              /* peers that something was posted for */
     MPI_Comm comm, news;    /* messages; reasons of aborts, and the end */
     char heard[256];        /* where a peer's reason arrives */
     fsdpc_link_op *backlog; /* operations with pieces to post, the oldest first */

@@ -16,6 +16,10 @@
  *
  * News.  Every process has a receive for the reason of whoever aborts first.  An error of MPI
  * itself is such a reason too.
+ *
+ * Leaving.  Who posts no more sends a message without bytes, of a tag of its own, behind all that
+ * it sent, to those it has had to do with.  A receive that has waited long looks for that one: if it
+ * is there and nothing else is, nothing will come.
  */
 #include "mpi/link_mpi.h"
 
@@ -29,6 +33,7 @@
 enum { PIECE = 1 << 20, WINDOW = 4 };
 
 static const int64_t SHORTEST_NS = 10000, BUSY_NS = 1000000, IDLE_NS = 100000000;
+static const int64_t LONG_NS = 100000000; /* until a receive asks whether its peer is there still */
 static const int64_t TELL_NS = 300000000; /* for the peers to take a reason: thrice their sleep */
 
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
@@ -106,7 +111,7 @@ static fsdpc_status join_world(fsdpc_mpi_link *link)
         return fsdpc_fail(FSDPC_ERR_VALUE, "two processes of MPI are rank %d or %d", rank,
                           link->base.rank);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &limit, &flag);
-    link->base.tags = flag ? (uint32_t)*limit + 1 : 1u << 15;
+    link->base.tags = flag ? (uint32_t)*limit : (1u << 15) - 1; /* that one says: I left */
     return FSDPC_OK;
 }
 
@@ -263,6 +268,7 @@ static bool take_queue(fsdpc_mpi_link *link)
         newest = op->next;
         op->next = oldest;
         oldest = op;
+        link->met[op->peer] = true;
     }
     for (end = &link->backlog; *end; end = &(*end)->next)
         ;
@@ -305,6 +311,52 @@ static bool test_pieces(fsdpc_mpi_link *link)
     return true;
 }
 
+/* ---- Leaving ---- */
+
+static bool idle(fsdpc_mpi_link *link)
+{
+    return link->n == 1 && !link->backlog && !atomic_load(&link->queue);
+}
+
+static void say_goodbye(fsdpc_mpi_link *link)
+{
+    MPI_Request request;
+    for (int peer = 0; peer < link->base.size && !link->left; peer++)
+        if (link->met[peer] &&
+            !failed(link,
+                    MPI_Isend(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, &request),
+                    "MPI_Isend"))
+            MPI_Request_free(&request);
+    link->left = true;
+}
+
+static bool said_goodbye(fsdpc_mpi_link *link, int peer)
+{
+    int found = 0;
+    return !failed(link,
+                   MPI_Iprobe(peer, (int)link->base.tags, link->comm, &found, MPI_STATUS_IGNORE),
+                   "MPI_Iprobe") &&
+           found;
+}
+
+/* Ends receives that nothing will answer; whether there were any. */
+static bool end_orphans(fsdpc_mpi_link *link)
+{
+    bool ended = false;
+    for (fsdpc_link_op **at = &link->backlog; *at && !*link->reason;) {
+        fsdpc_link_op *op = *at;
+        if (op->sends || op->request > 0 || !said_goodbye(link, op->peer) || post_piece(link, op)) {
+            at = &op->next;
+            continue;
+        }
+        *at = op->next;
+        op->status = FSDPC_ERR_PEER;
+        op->moved = op->bytes / PIECE + 1;
+        ended |= end_op(op);
+    }
+    return ended;
+}
+
 /* ---- The thread ---- */
 
 /* How long to sleep, as the essay says, `since` ns after anything happened. */
@@ -317,14 +369,18 @@ static int64_t rest_ns(int64_t since, int64_t most)
 /* Carries operations until something else is wanted or there is a reason to stop. */
 static void carry(fsdpc_mpi_link *link)
 {
-    int64_t last = fsdpc_clock_ns();
+    int64_t last = fsdpc_clock_ns(), now = last;
     while (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_RUN) {
+        bool leaves = atomic_load(&link->leaving);
         bool taken = take_queue(link);
         bool ended = post_backlog(link);
         ended |= !*link->reason && test_pieces(link);
+        if (leaves && !*link->reason && idle(link))
+            say_goodbye(link);
+        ended |= now - last > LONG_NS && end_orphans(link);
         if (ended)
             fsdpc_mpi_wake(link);
-        int64_t now = fsdpc_clock_ns();
+        now = fsdpc_clock_ns();
         if (taken || ended) {
             last = now;
             continue;
@@ -337,22 +393,23 @@ static void carry(fsdpc_mpi_link *link)
     }
 }
 
-/* Gives the peers the reason, as long as they take it. */
+/* Gives the peers the reason, as long as they take it.  A dead one is no reason to leave the others
+ * without. */
 static void tell_peers(fsdpc_mpi_link *link)
 {
     MPI_Request *requests = malloc((size_t)link->base.size * sizeof *requests);
-    MPI_Status *statuses = malloc((size_t)link->base.size * sizeof *statuses);
-    int n = 0, all = 0;
-    for (int peer = 0; requests && statuses && peer < link->base.size; peer++)
+    int left = 0, done;
+    for (int peer = 0; requests && peer < link->base.size; peer++)
         if (peer != link->base.rank && MPI_Issend(link->reason, sizeof link->reason, MPI_BYTE, peer,
-                                                  0, link->news, &requests[n]) == MPI_SUCCESS)
-            n++;
-    int64_t end = fsdpc_clock_ns() + TELL_NS;
-    while (!all && fsdpc_clock_ns() < end &&
-           MPI_Testall(n, requests, &all, statuses) == MPI_SUCCESS)
+                                                  0, link->news, &requests[left]) == MPI_SUCCESS)
+            left++;
+    for (int64_t end = fsdpc_clock_ns() + TELL_NS; left > 0 && fsdpc_clock_ns() < end;) {
+        for (int i = left; i-- > 0;)
+            if (MPI_Test(&requests[i], &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done)
+                requests[i] = requests[--left];
         fsdpc_futex_wait(&link->asleep, 0, SHORTEST_NS);
+    }
     free(requests);
-    free(statuses);
 }
 
 /* Ends MPI with all others; false: one of them aborted instead. */
@@ -360,6 +417,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
 {
     int all = 0;
     MPI_Request barrier;
+    say_goodbye(link);
     if (failed(link, MPI_Ibarrier(link->news, &barrier), "MPI_Ibarrier"))
         return false;
     for (int64_t began = fsdpc_clock_ns(); !all;) {
@@ -369,6 +427,9 @@ static bool end_mpi(fsdpc_mpi_link *link)
         if (!all)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
+    for (int peer = 0; peer < link->base.size; peer++)
+        if (link->met[peer] && said_goodbye(link, peer))
+            MPI_Recv(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, MPI_STATUS_IGNORE);
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);
@@ -408,8 +469,7 @@ void *fsdpc_mpi_thread(void *arg)
     post_news(link);
     enter(link, FSDPC_MPI_RUNNING);
     carry(link);
-    if (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_END && link->n == 1 &&
-        !link->backlog && !atomic_load(&link->queue)) {
+    if (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_END && idle(link)) {
         enter(link, FSDPC_MPI_ENDING);
         if (end_mpi(link)) {
             enter(link, FSDPC_MPI_ENDED);

@@ -142,6 +142,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
+    self->hosts = hosts;
     self->interrupt.fn = check_signals;
     fsdpc_comm_config config = {.rank = rank,
                                 .size = size,
@@ -174,6 +175,41 @@ static PyObject *listen_for_rank(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     fsdpc_status status = fsdpc_rendezvous_listen(address, rank, &fd);
     return status == FSDPC_OK ? PyLong_FromLong(fd) : fsdpc_py_raise(status);
+}
+
+static int parse_peer(PyObject *item, fsdpc_host_watch_peer *out)
+{
+    const char *host;
+    if (!PyArg_ParseTuple(item, "iiis", &out->fd, &out->first_rank, &out->n_ranks, &host))
+        return -1;
+    snprintf(out->host, sizeof out->host, "%s", host);
+    return 0;
+}
+
+static PyObject *comm_watch(PyObject *object, PyObject *args)
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    const fsdpc_runtime *runtime = comm ? fsdpc_py_runtime_of_type(Py_TYPE(object)) : NULL;
+    PyObject *list;
+    const char *host;
+    if (!runtime || !PyArg_ParseTuple(args, "O!s", &PyList_Type, &list, &host))
+        return NULL;
+    Py_ssize_t n = PyList_GET_SIZE(list);
+    fsdpc_host_watch_peer *peers = PyMem_Calloc((size_t)n + 1, sizeof *peers);
+    if (!peers)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (parse_peer(PyList_GET_ITEM(list, i), &peers[i]) < 0) {
+            PyMem_Free(peers);
+            return NULL;
+        }
+    }
+    fsdpc_host_watch_config config = {
+        .silence_s = runtime->env.watch_s, .n_peers = (int)n, .peers = peers};
+    snprintf(config.host, sizeof config.host, "%s", host);
+    fsdpc_status status = fsdpc_comm_hosts_watch(comm, &config);
+    PyMem_Free(peers);
+    return fsdpc_py_none(status);
 }
 
 static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(unused))
@@ -361,12 +397,20 @@ static PyObject *comm_get_transport(PyObject *object, void *Py_UNUSED(unused))
     return comm ? PyUnicode_FromString(comm->ops->name) : NULL;
 }
 
+static PyObject *comm_get_hosts(PyObject *object, void *Py_UNUSED(unused))
+{
+    return PyLong_FromLong(((fsdpc_py_comm *)object)->hosts);
+}
+
 static PyMethodDef comm_methods[] = {
     {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, op='sum'): in place."},
     {"all_gather", comm_all_gather, METH_O, "all_gather(tensor) -> (size, *shape)."},
     {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, root=0): in place."},
     {"barrier", comm_barrier, METH_NOARGS, "Wait for all ranks."},
     {"split", comm_split, METH_VARARGS, "split(color, key): the ranks of one color, by key."},
+    {"watch", comm_watch, METH_VARARGS,
+     "watch(peers, host): on the first rank of a host, which is called so; peers are tuples of a "
+     "connected socket, taken over, the first rank, how many, and the host's name."},
     {"abort", comm_abort, METH_VARARGS, "abort(reason): fail here and on all peers."},
     {"close", comm_close, METH_NOARGS, "Leave without waiting."},
     {NULL, NULL, 0, NULL},
@@ -375,6 +419,7 @@ static PyMethodDef comm_methods[] = {
 static PyGetSetDef comm_getset[] = {
     {"rank", comm_get_rank, NULL, "This process's number in the group.", NULL},
     {"size", comm_get_size, NULL, "How many ranks.", NULL},
+    {"hosts", comm_get_hosts, NULL, "On how many hosts; 0 where it was split off.", NULL},
     {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
     {"transport", comm_get_transport, NULL, "'self', 'shm', 'nccl' or 'local_cuda'.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -44,6 +44,7 @@ struct fsdpc_unit_ref {
 typedef struct fsdpc_py_comm {
     PyObject_HEAD fsdpc_comm *comm; /* NULL once destroyed */
     bool closed;
+    int hosts;        /* that its ranks are on; of a split: 0, not known */
     int users;        /* units over it */
     PyObject *parent; /* of a split: keeps the sockets open */
     fsdpc_interrupt interrupt;

@@ -123,15 +123,16 @@ static PyObject *link_deliver(PyObject *object, PyObject *args)
         return NULL;
     fsdpc_message *message;
     fsdpc_status status;
+    bool goes_on = false;
     Py_BEGIN_ALLOW_THREADS;
     status = fsdpc_message_create(peer, tag, (size_t)view.len, &message);
     if (status == FSDPC_OK) {
         memcpy(message->data, view.buf, (size_t)view.len);
-        fsdpc_link_relay_deliver(link, message);
+        goes_on = fsdpc_link_relay_deliver(link, message);
     }
     Py_END_ALLOW_THREADS;
     PyBuffer_Release(&view);
-    return fsdpc_py_none(status);
+    return status == FSDPC_OK ? PyBool_FromLong(goes_on) : fsdpc_py_raise(status);
 }
 
 static PyObject *link_abort(PyObject *object, PyObject *arg)
@@ -157,11 +158,17 @@ static PyObject *get_sent_bytes(PyObject *object, void *Py_UNUSED(unused))
     return PyLong_FromUnsignedLongLong(((py_link *)object)->link->sent_bytes);
 }
 
+static PyObject *get_failed(PyObject *object, void *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(fsdpc_link_health(((py_link *)object)->link) != FSDPC_OK);
+}
+
 static PyMethodDef link_methods[] = {
     {"take", link_take, METH_O,
      "take(seconds) -> (peer, tag, bytearray): the next message to carry; None: there is none yet. "
      "Raises PeerError at the end."},
-    {"deliver", link_deliver, METH_VARARGS, "deliver(peer, tag, data): this message has come."},
+    {"deliver", link_deliver, METH_VARARGS,
+     "deliver(peer, tag, data) -> bool: this message has come; False: no other will."},
     {"abort", link_abort, METH_O, "abort(reason): every operation fails with it."},
     {"close", link_close, METH_NOARGS, "No more is sent."},
     {NULL, NULL, 0, NULL},
@@ -169,6 +176,7 @@ static PyMethodDef link_methods[] = {
 
 static PyGetSetDef link_getset[] = {
     {"sent_bytes", get_sent_bytes, NULL, "Bytes sent to other hosts so far.", NULL},
+    {"failed", get_failed, NULL, "Whether it was aborted, by this rank or another.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

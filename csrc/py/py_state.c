@@ -249,6 +249,14 @@ static PyObject *runtime_config(PyObject *module, PyObject *Py_UNUSED(unused))
                          r->device->flat->name);
 }
 
+/* Takes the value over. */
+static int put_value(PyObject *dict, const char *name, PyObject *value)
+{
+    int result = value ? PyDict_SetItemString(dict, name, value) : -1;
+    Py_XDECREF(value);
+    return result;
+}
+
 static PyObject *check_environment(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -257,7 +265,17 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
     fsdpc_status status = read_environment(&env, &isa);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+#define VALUE_real PyFloat_FromDouble
+#define VALUE_integer PyLong_FromLong
+#define VALUE_flag PyBool_FromLong
+#define VALUE_text PyUnicode_DecodeFSDefault
+    PyObject *values = PyDict_New();
+#define X(field, type, variable, fallback, lowest, highest, text)                                  \
+    if (values && put_value(values, variable, VALUE_##type(env.field)) < 0)                        \
+        Py_CLEAR(values);
+    FSDPC_ENV_TABLE(X)
+#undef X
+    return values;
 }
 
 static PyMethodDef functions[] = {
@@ -273,7 +291,7 @@ static PyMethodDef functions[] = {
     {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,
      "Let peaks begin again at what is held now."},
     {"check_environment", check_environment, METH_NOARGS,
-     "Raise ValueError if a variable of the library is wrong; starts nothing."},
+     "Values of the library's variables, by name; ValueError if one is wrong; starts nothing."},
     {"runtime_config", runtime_config, METH_NOARGS,
      "Instruction set, threads and kernel tables of this process."},
     {NULL, NULL, 0, NULL},

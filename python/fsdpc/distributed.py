@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
+from fsdpc._launch import watch
 from fsdpc._launch.environment import (
     adopt_scheduler,
     find_mpi,
@@ -114,6 +115,8 @@ def init(
         hosts=hosts,
         link=_link(rank, world_size, hosts) if hosts > 1 else None,
     )
+    if hosts > 1:
+        watch.start(_world, hosts)
     _deterministic = bool(deterministic)
 
 

@@ -184,6 +184,24 @@ static void the_quick_leave(rank_context *self)
     fsdpc_comm_leave(self->comm);
 }
 
+/* The last rank has left, and everybody else wants something of it. */
+static void one_leaves_early(rank_context *self)
+{
+    const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .what = "end"};
+    fsdpc_status status = fsdpc_comm_run(self->comm, &barrier);
+    if (self->rank == self->size - 1) {
+        EXPECT_OK(self, status);
+        fsdpc_comm_leave(self->comm);
+        return;
+    }
+    char left[32];
+    snprintf(left, sizeof left, "rank %d", self->size - 1);
+    if (status == FSDPC_OK)
+        status = fsdpc_comm_run(self->comm, &barrier);
+    EXPECT(self, status < 0 && strstr(fsdpc_last_error(), left), "%s", fsdpc_last_error());
+    EXPECT(self, strstr(fsdpc_last_error(), "left (it shut"), "%s", fsdpc_last_error());
+}
+
 static void crossing_groups_are_refused(rank_context *self)
 {
     fsdpc_comm *part = NULL;
@@ -204,6 +222,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_gives_up, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, one_leaves_early, &options);
     }
     ranks_of_host = 2;
     hosts_run(2, 2, crossing_groups_are_refused, &options);

@@ -146,8 +146,35 @@ static void test_an_abort_ends_all(void)
     fsdpc_link_destroy(to_peer);
 }
 
+/* Whoever leaves is answered, so that its carrier, which sleeps until something comes, ends. */
+static void test_leaving_is_answered(void)
+{
+    fsdpc_link *a = make(0), *b = make(1);
+    fsdpc_link_op op = {0}, never = {0};
+    fsdpc_message *message = NULL;
+    char data[2];
+    CHECK_OK(fsdpc_link_send(a, 1, 3, "ab", 2, &op));
+    CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
+    fsdpc_link_leave(a);
+    for (int i = 0; i < 2; i++) { /* what was sent, and that it left */
+        CHECK_OK(fsdpc_link_relay_take(a, SECOND, &message));
+        message->peer = 0;
+        CHECK(fsdpc_link_relay_deliver(b, message) == (i == 0)); /* nobody else may send */
+    }
+    CHECK_FAILS(fsdpc_link_relay_take(a, SECOND, &message), FSDPC_ERR_PEER, "closed");
+    CHECK_OK(fsdpc_link_test(&never));
+    CHECK_OK(fsdpc_link_relay_take(b, SECOND, &message));
+    message->peer = 1;
+    CHECK(!fsdpc_link_relay_deliver(a, message));
+    CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
+    CHECK_FAILS(fsdpc_link_test(&never), FSDPC_ERR_PEER, "rank 0 left");
+    fsdpc_link_destroy(a);
+    fsdpc_link_destroy(b);
+}
+
 int main(void)
 {
+    test_leaving_is_answered();
     test_sends_are_copied_and_in_order();
     test_receives_before_and_after();
     test_another_size();

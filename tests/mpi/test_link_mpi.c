@@ -3,6 +3,7 @@
  *     suite   messages of many sizes, their order, wrong sizes, waking, what waiting costs
  *     abort   the last rank aborts; all others fail with its reason
  *     late    rank 0 leaves at once, the others a second later: a clean end
+ *     orphan  the last rank leaves, and all others learn that nothing will come from it
  *     leave   the last rank returns from main without destroying its link
  *     fail    the last rank exits with status 3 after destroying its link
  *     again   a second link in a process is refused
@@ -310,6 +311,28 @@ static void speed(void)
                67.108864e-3 / big, 100 * cost, busy, idle, 100 * (busy / idle - 1));
 }
 
+/* What was sent before it left arrives; what was not never will. */
+static void orphans(void)
+{
+    static unsigned char data[3 * PIECE];
+    fsdpc_link_op op = {0};
+    int last = mpi->size - 1;
+    if (mpi->rank == last) {
+        for (int peer = 0; peer < last; peer++) {
+            CHECK_OK(post(true, peer, 601, data, sizeof data, &op));
+            CHECK_OK(wait_for(&op));
+        }
+        mpi->ops->leave(mpi);
+        return;
+    }
+    pause_ms(300);
+    CHECK_OK(post(false, last, 601, data, sizeof data, &op));
+    CHECK_OK(wait_for(&op));
+    CHECK_OK(post(false, last, 601, data, sizeof data, &op));
+    CHECK_FAILS(wait_for(&op), FSDPC_ERR_PEER, "left (it shut its communicator down) while rank");
+    CHECK_OK(fsdpc_link_health(mpi));
+}
+
 int main(int argc, char **argv)
 {
     const char *mode = argc > 2 ? argv[2] : "suite";
@@ -333,6 +356,8 @@ int main(int argc, char **argv)
         aborts();
     else
         exchange(100, 1, true);
+    if (strcmp(mode, "orphan") == 0)
+        orphans();
     if (strcmp(mode, "late") == 0 && me != 0)
         pause_ms(1000);
     if (strcmp(mode, "leave") == 0 && me == last)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ INLINE = FRAME - HEAD.size
 FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engine has deadlines
 LOOK_S = 3600.0
 LEAVE_S = 10.0
+GRACE_S = 1.0  # for the watch to find out who died, after a connection broke
 
 
 def carry(group: Any) -> _core.Link:
@@ -44,9 +46,12 @@ def carry(group: Any) -> _core.Link:
     sender.start()
     receiver.start()
 
-    def leave() -> None:  # what was sent is on its way before the process may end
+    def leave() -> None:
+        # What was sent is on its way before the process may end, and no thread is inside torch,
+        # which does not survive the end of Python there.
         link.close()
-        sender.join(LEAVE_S)
+        for thread in (sender, receiver):
+            thread.join(GRACE_S if link.failed else LEAVE_S)
 
     distributed._leaving.append(leave)
     return link
@@ -58,6 +63,7 @@ def _guarded(work: Any, link: _core.Link, group: Any) -> None:
     except _core.PeerError:
         pass  # the link has ended
     except Exception as error:  # noqa: BLE001 - whatever the back end raises ends the link
+        time.sleep(GRACE_S)
         link.abort(f"rank {dist.get_rank()} lost its connection to other hosts: {error}")
 
 
@@ -72,20 +78,20 @@ def _send(link: _core.Link, group: Any) -> None:
         inline = len(data) <= INLINE
         if inline:
             frame[HEAD.size : HEAD.size + len(data)] = data
-        dist.send(torch.frombuffer(frame, dtype=torch.uint8), group=group, group_dst=peer)
-        if not inline:
-            dist.send(torch.frombuffer(data, dtype=torch.uint8), group=group, group_dst=peer)
+        for part in [frame] if inline else [frame, data]:
+            dist.send(torch.frombuffer(part, dtype=torch.uint8), group=group, group_dst=peer)
 
 
 def _receive(link: _core.Link, group: Any) -> None:
     frame = torch.empty(FRAME, dtype=torch.uint8)
     head = memoryview(frame.numpy())
-    while True:
+    goes_on = True
+    while goes_on:
         peer = dist.get_group_rank(group, dist.recv(frame, group=group))
         tag, size = HEAD.unpack_from(head)
         if size <= INLINE:
-            link.deliver(peer, tag, head[HEAD.size : HEAD.size + size])
+            goes_on = link.deliver(peer, tag, head[HEAD.size : HEAD.size + size])
             continue
         data = torch.empty(size, dtype=torch.uint8)
         dist.recv(data, group=group, group_src=peer)
-        link.deliver(peer, tag, data.numpy())
+        goes_on = link.deliver(peer, tag, data.numpy())

@@ -1,0 +1,137 @@
+"""Two hosts (namespaces of this machine) under torch: what is learned of each other's failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).with_name("two_hosts_steps.py")
+PATIENCE_S = 120
+TIMEOUT_S = "100"  # of the engine's waits: no test waits for it
+
+sys.path.insert(0, str(ROOT / "tools"))
+import two_hosts  # noqa: E402
+
+if reason := two_hosts.missing():
+    pytest.skip(reason, allow_module_level=True)
+
+
+class World:
+    """Ranks that train until :meth:`finish`."""
+
+    def __init__(
+        self, hosts: two_hosts.Hosts, ranks_of_host: int, folder: Path, watch_s: int
+    ) -> None:
+        self.end = folder / "end"
+        self.outputs = [folder / f"rank{r}" for r in range(2 * ranks_of_host)]
+        self.ranks = []
+        for r, output in enumerate(self.outputs):
+            environment = {
+                **os.environ,
+                "RANK": str(r),
+                "WORLD_SIZE": str(2 * ranks_of_host),
+                "LOCAL_RANK": str(r % ranks_of_host),
+                "LOCAL_WORLD_SIZE": str(ranks_of_host),
+                "MASTER_ADDR": two_hosts.ADDRESSES[0],
+                "MASTER_PORT": "29521",
+                "OMP_NUM_THREADS": "1",
+                "FSDPC_TIMEOUT_S": TIMEOUT_S,
+                "FSDPC_WATCH": str(watch_s),
+            }
+            command = [*hosts.inside[r // ranks_of_host], sys.executable, str(PROGRAM)]
+            with output.open("wb") as file:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [*command, str(self.end)], env=environment, stdout=file, stderr=file
+                    )
+                )
+
+    def text(self, rank: int) -> str:
+        return self.outputs[rank].read_text()
+
+    def wait_for(self, rank: int, words: str) -> None:
+        """Until a rank has said so."""
+        end = time.monotonic() + PATIENCE_S
+        while words not in self.text(rank):
+            assert time.monotonic() < end, self.text(rank)
+            assert self.ranks[rank].poll() is None or words in self.text(rank), self.text(rank)
+            time.sleep(0.02)
+
+    def finish(self) -> list[int]:
+        """Exit codes, once all have ended."""
+        self.end.touch()
+        return [rank.wait(PATIENCE_S) for rank in self.ranks]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[two_hosts.Hosts]:
+    with two_hosts.two_hosts() as made:
+        yield made
+
+
+@contextmanager
+def training(
+    hosts: two_hosts.Hosts, ranks_of_host: int, folder: Path, watch_s: int = 4
+) -> Iterator[World]:
+    world = World(hosts, ranks_of_host, folder, watch_s)
+    try:
+        for rank in range(len(world.ranks)):
+            world.wait_for(rank, "ready")
+        yield world
+    finally:
+        for rank in world.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_killed_rank_is_named_on_every_host(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    with training(hosts, 2, tmp_path) as world:
+        world.ranks[3].kill()
+        for rank in range(3):
+            world.wait_for(rank, f"rank 3 (pid {world.ranks[3].pid}) died")
+        assert 0 not in world.finish()
+
+
+def test_a_host_that_vanishes_is_named(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    with training(hosts, 1, tmp_path) as world:
+        world.ranks[1].kill()
+        world.wait_for(0, "node1: rank 1 died")
+        assert 0 not in world.finish()
+
+
+def test_a_cable_that_is_cut(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    with training(hosts, 1, tmp_path) as world:
+        hosts.cable("down")
+        try:
+            world.wait_for(0, "host node1 (rank 1) is gone or cut off: nothing has reached it")
+            world.wait_for(1, "host node0 (rank 0) is gone or cut off: nothing has reached it")
+            assert 0 not in world.finish()
+        finally:
+            hosts.cable("up")
+
+
+def test_what_is_shorter_than_the_deadline_is_survived(
+    hosts: two_hosts.Hosts, tmp_path: Path
+) -> None:
+    """A stopped rank and a cable that comes back are warned of."""
+    with training(hosts, 1, tmp_path, watch_s=100) as world:
+        world.ranks[1].send_signal(signal.SIGSTOP)
+        world.wait_for(0, "node1: rank 1 has not answered")
+        world.ranks[1].send_signal(signal.SIGCONT)
+        world.wait_for(0, "node1: rank 1 answers again")
+        hosts.cable("down")
+        try:
+            world.wait_for(1, "node0: rank 0 has not answered")
+        finally:
+            hosts.cable("up")
+        world.wait_for(1, "node0: rank 0 answers again")
+        assert world.finish() == [0, 0], world.text(0) + world.text(1)

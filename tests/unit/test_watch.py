@@ -1,0 +1,153 @@
+"""How the watch between hosts connects: who knows the key is taken, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdpc._launch import watch
+
+KEY = bytes(range(32))
+Found = dict[int, socket.socket]
+
+
+class Door:
+    """Rank 0, which waits for the other hosts on a thread."""
+
+    def __init__(self, hosts: int) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.at = self.listening.getsockname()
+        self.found: Found = {}
+        self.problem: OSError | None = None
+        self.hosts = hosts
+        self.thread = threading.Thread(target=self.wait)
+        self.thread.start()
+
+    def wait(self) -> None:
+        try:
+            self.found = watch.accept(self.listening, KEY, self.hosts)
+        except OSError as error:
+            self.problem = error
+
+    def close(self) -> None:
+        self.thread.join(60)
+        self.listening.close()
+        for connection in self.found.values():
+            connection.close()
+
+
+@contextlib.contextmanager
+def waiting(hosts: int = 2) -> Iterator[Door]:
+    """Rank 0, to which the hosts come that the test has not sent."""
+    door = Door(hosts)
+    try:
+        yield door
+        with contextlib.suppress(OSError):
+            watch.call(door.at, KEY, 1, hosts).close()
+    finally:
+        door.close()
+
+
+def test_hosts_find_each_other() -> None:
+    door = Door(3)
+    ends = {host: watch.call(door.at, KEY, host, 3) for host in (2, 1)}
+    door.close()
+    assert sorted(door.found) == [1, 2] and door.problem is None
+    for end in ends.values():
+        end.close()
+
+
+def test_another_key_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with waiting() as door, pytest.raises(OSError):
+        watch.call(door.at, bytes(32), 1, 2)
+    assert sorted(door.found) == [1]
+    assert "refused 1 connections, from 127.0.0.1" in (said := capfd.readouterr().err)
+    assert "does not know this run's key" in said
+
+
+def test_whoever_listens_has_to_know_it_too() -> None:
+    """A caller does not believe whoever is at that port."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def answer() -> None:
+            connection = impostor.accept()[0]
+            connection.sendall(watch.HELLO + bytes(watch.NONCE))
+            connection.recv(watch.ANSWER.size, socket.MSG_WAITALL)
+            connection.sendall(bytes(watch.PROOF))
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(OSError, match="does not know this run's key"):
+            watch.call(impostor.getsockname(), KEY, 1, 2)
+        thread.join(60)
+
+
+def test_an_answer_is_good_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """What was overheard is the answer to another nonce."""
+    with waiting(3) as door:
+        heard = b""
+
+        def overhear(connection: socket.socket) -> bytes:
+            return connection.recv(len(watch.HELLO) + watch.NONCE, socket.MSG_WAITALL)
+
+        with socket.create_connection(door.at) as first:
+            nonce = overhear(first)[len(watch.HELLO) :]
+            proof = watch._proof(KEY, b"caller", 2, 3, nonce + bytes(watch.NONCE))
+            heard = watch.ANSWER.pack(2, bytes(watch.NONCE), proof)
+            first.sendall(heard)
+            assert len(first.recv(watch.PROOF, socket.MSG_WAITALL)) == watch.PROOF
+            with socket.create_connection(door.at) as again:
+                overhear(again)
+                again.sendall(heard)
+                assert again.recv(1) == b""
+    assert sorted(door.found) == [1, 2]
+    assert "does not know this run's key" in capfd.readouterr().err
+
+
+def test_noise_silence_and_crowds(capfd: pytest.CaptureFixture[str]) -> None:
+    """Hosts still find each other, and the log counts who was refused."""
+    with waiting() as door:
+        silent = [socket.create_connection(door.at) for _ in range(5)]
+        for _ in range(1000):
+            with socket.create_connection(door.at) as noisy, contextlib.suppress(OSError):
+                noisy.sendall(os.urandom(watch.ANSWER.size))
+    for connection in silent:
+        connection.close()
+    assert sorted(door.found) == [1]
+    said = capfd.readouterr().err
+    count = int(said.split("refused ")[1].split()[0])
+    assert 900 <= count <= 1005, said
+
+
+def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "MEET_S", 0.2)
+    door = Door(3)
+    door.close()
+    assert "hosts [1, 2] did not reach 127.0.0.1" in str(door.problem)
+    assert door.found == {}
+
+
+def test_an_address_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPC_WATCH_ADDRESS", "203.0.113.1")
+    with pytest.raises(OSError, match="cannot listen at 203.0.113.1"):
+        watch._listen()
+
+
+def test_it_binds_to_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPC_WATCH_ADDRESS", "127.0.0.1")
+    listening = watch._listen()
+    assert listening is not None
+    with listening:
+        port = f"{listening.getsockname()[1]:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        ours = [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"]
+        assert ours == [f"0100007F:{port}"]
+    monkeypatch.setenv("FSDPC_WATCH", "0")
+    assert watch._listen() is None
