@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )
+    run.add_argument("--hosts", metavar="A,B", help="hosts to have them on, by mpirun or mpiexec")
     _choice(run, "--device", ("cpu", "cuda"), "cpu",
             "what to train on; ranks on cuda take a GPU each, or share")  # fmt: skip
     _number(run, "--steps", 400, "optimizer steps")
@@ -218,7 +219,8 @@ def check(options: argparse.Namespace) -> None:
     """Refuse values, and combinations of them, that cannot be here."""
     check_values(options)
     if options.ranks is not None:
-        check_ranks(options.ranks)
+        if options.hosts is None:
+            check_ranks(options.ranks)
         started = os.environ.get("WORLD_SIZE", str(options.ranks))
         if started != str(options.ranks):
             raise ValueError(

@@ -14,6 +14,7 @@ _EPILOG = """\
 examples:
   fsdpc run --ranks 2 script.py --its-own --options
   fsdpc run --ranks 4 -m package.module
+  fsdpc run --ranks 8 --hosts first,second script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc info
@@ -25,7 +26,7 @@ Ranks are processes. They find each other without a TCP port, and none outlives 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fsdpc",
-        description="Fully sharded data parallel training on this machine.",
+        description="Fully sharded data parallel training.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,12 +38,24 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a Python script on N ranks",
-        description="Run a Python script (or -m MODULE) on N ranks of this machine. Output carries "
-        "the rank in front; when a rank fails the others get 5 s to report and are then ended.",
-        usage="fsdpc run --ranks N [--timeout S] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description="Run a Python script (or -m MODULE) on N ranks of this machine, or of several "
+        "hosts. Output carries the rank in front; when a rank fails the others get 5 s to report "
+        "and are then ended.",
+        usage="fsdpc run --ranks N [--hosts A,B] [OPTION ...] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
-    run.add_argument("--ranks", type=int, required=True, metavar="N", help="how many ranks")
+    size = run.add_mutually_exclusive_group(required=True)
+    size.add_argument("--ranks", type=int, metavar="N", help="how many ranks, on all hosts")
+    run.add_argument(
+        "--hosts", metavar="A,B", help="on these hosts, by mpirun or mpiexec (docs/hosts.md)"
+    )
+    size.add_argument("--ranks-per-host", type=int, metavar="N", help="how many on each host")
+    run.add_argument(
+        "--launcher", metavar="PROGRAM", help="the mpirun or mpiexec (default: the one found)"
+    )
+    run.add_argument(
+        "--agent", metavar="COMMAND", help="starts commands on other hosts (default: ssh)"
+    )
     run.add_argument(
         "--timeout",
         type=float,
@@ -105,25 +118,34 @@ def _run(arguments: list[str]) -> int:
             # The others read in C, for hours maybe, and leave nothing: Ctrl-C may end them at once.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         return command.main(arguments[1:])
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.command == "info":
         fsdpc.show_config()
         return 0
+    of_hosts = {"--launcher": options.launcher, "--agent": options.agent,
+                "--ranks-per-host": options.ranks_per_host}  # fmt: skip
+    if options.hosts is None and (given := [name for name, v in of_hosts.items() if v is not None]):
+        parser.error(f"run: {given[0]} goes with --hosts")
 
     from fsdpc import launcher
+    from fsdpc._launch import hosts
     from fsdpc._launch.environment import find_scheduler
 
     tasks = find_scheduler(os.environ)
     if tasks is not None:
         print(
             f"fsdpc run: this is one of {os.environ[tasks.world_size]} tasks of {tasks.name}, and "
-            f"each would start {options.ranks} ranks: start one task, or the script without "
-            "`fsdpc run`",
+            "each would start all ranks: start one task, or the script without `fsdpc run`",
             file=sys.stderr,
         )
         return 2
     command = [*(["-m"] if options.module else []), options.script, *options.arguments]
     try:
+        if options.hosts is not None:
+            names, each = hosts.check_hosts(options.hosts, options.ranks, options.ranks_per_host)
+            hosts.run(command, names, each, launcher=options.launcher, agent=options.agent,
+                      timeout=options.timeout)  # fmt: skip
         return launcher.run(command, options.ranks, timeout=options.timeout)
     except BrokenPipeError:
         raise

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core, cuda, distributed
+from fsdpc._launch import hosts
 
 
 def show_config(print_: bool = True) -> dict[str, Any]:
@@ -22,8 +23,9 @@ def show_config(print_: bool = True) -> dict[str, Any]:
     -------
     dict
         By name; bitwise claims hold for equal ``isa``.  ``cuda`` and ``nccl`` say what was found
-        of GPUs, or why there is nothing.  ``transport``, once initialized, says how ranks
-        communicate and, where they share a GPU, by which memory.
+        of GPUs, or why there is nothing; ``mpi``, which families of MPI it was built with.
+        ``transport``, once initialized, says how ranks communicate and, where they share a GPU,
+        by which memory.
 
     Notes
     -----
@@ -39,6 +41,7 @@ def show_config(print_: bool = True) -> dict[str, Any]:
         **_core.runtime_config(),
         "cuda": cuda.describe(),
         "nccl": cuda.describe_nccl(),
+        "mpi": ", ".join(hosts.families()) or "none: built where no mpicc was found",
         "initialized": distributed.is_initialized(),
     }
     if distributed.is_initialized():

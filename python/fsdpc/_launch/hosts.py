@@ -1,0 +1,146 @@
+"""Ranks on several hosts: the line of mpirun or mpiexec that starts them.
+
+MPI's launchers know how to start processes on hosts, end them together and pass on signals, output
+and exit codes. So this process becomes one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from fsdpc import _core
+
+# By what a launcher says of itself.
+FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
+PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
+OURS = ("FSDPC_", "OMP_", "MKL_", "PYTHON", "GLOO_", "NCCL_", "CUDA_")  # what ranks are given
+
+
+def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tuple[list[str], int]:
+    """Return the hosts and how many ranks each has.
+
+    Parameters
+    ----------
+    text : str
+        Names, separated by commas.
+    ranks, ranks_per_host : int, optional
+        On all hosts, or on each; one of the two.
+
+    Raises
+    ------
+    ValueError
+        A name is missing or there twice, or the ranks do not divide.
+    """
+    hosts = text.split(",")
+    if "" in hosts or len(set(hosts)) < len(hosts):
+        raise ValueError(f"--hosts {text}: give every host once, like a,b")
+    if (ranks is None) == (ranks_per_host is None):
+        raise ValueError("--hosts goes with --ranks, on all of them")
+    if ranks is not None and ranks % len(hosts):
+        raise ValueError(f"{ranks} ranks on {len(hosts)} hosts: every host must have as many")
+    each = ranks_per_host if ranks is None else ranks // len(hosts)
+    assert each is not None
+    if each < 1:
+        raise ValueError(f"the number of ranks on a host must be at least 1, got {each}")
+    return hosts, each
+
+
+def families() -> list[str]:
+    """Return which families of MPI fsdpc was built with."""
+    folder = Path(_core.__file__).parent
+    known = sorted(set(FAMILIES.values()))
+    return [family for family in known if (folder / f"libfsdpc_mpi_{family}.so").exists()]
+
+
+def find_launcher(name: str | None) -> tuple[str, str]:
+    """Return the path of a launcher of MPI, and which MPI it is of, one that fsdpc was built with.
+
+    Raises
+    ------
+    ValueError
+        There is none.
+    """
+    built = families()
+    if not built:
+        raise ValueError("fsdpc was installed without MPI: install one with its mpicc, then fsdpc")
+    seen = []
+    for program in [name] if name else PROGRAMS:
+        path = shutil.which(program)
+        if path is None:
+            continue
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        family = next((f for word, f in FAMILIES.items() if word in said.stdout), None)
+        if family in built:
+            return path, family
+        seen.append(f"{path} is of {family or 'an MPI that is not known'}")
+    found = "; ".join(seen) or f"there is no {name or ' or '.join(PROGRAMS[:2])}"
+    raise ValueError(f"{found}, and fsdpc was built with {' and '.join(built)}")
+
+
+def command_line(
+    launcher: tuple[str, str],
+    hosts: Sequence[str],
+    ranks_per_host: int,
+    agent: str | None,
+    timeout: float | None,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Return what stands before a command that each rank is to run."""
+    path, family = launcher
+    size = str(len(hosts) * ranks_per_host)
+    seconds = [] if timeout is None else ["-timeout", str(max(1, round(timeout)))]
+    if family == "mpich":
+        by = ["-launcher", "ssh", "-launcher-exec", agent] if agent else []
+        where = ["-hosts", ",".join(hosts), "-ppn", str(ranks_per_host), "-n", size]
+        return [path, *by, *seconds, "-prepend-rank", *where]
+    by = ["--mca", "plm_rsh_agent", agent] if agent else []
+    where = ["--host", ",".join(f"{host}:{ranks_per_host}" for host in hosts), "-n", size]
+    given = [w for name in sorted(environment) if name.startswith(OURS) for w in ("-x", name)]
+    return [path, *by, *seconds, "--tag-output", "--bind-to", "none", *given, *where]
+
+
+def run(
+    command: Sequence[str],
+    hosts: Sequence[str],
+    ranks_per_host: int,
+    *,
+    launcher: str | None = None,
+    agent: str | None = None,
+    timeout: float | None = None,
+) -> NoReturn:
+    """Become the launcher that runs a Python script on every rank; prints the line first.
+
+    Parameters
+    ----------
+    command : sequence of str
+        What follows ``python``: a script, or -m and a module, and its arguments.
+    hosts : sequence of str
+        Their names, as the launcher understands them.
+    ranks_per_host : int
+        How many ranks each has.
+    launcher : str, optional
+        An mpirun or mpiexec, where not the first one whose MPI fsdpc was built with.
+    agent : str, optional
+        What starts commands on other hosts, in the place of ssh.
+    timeout : float, optional
+        Seconds after which all ranks are ended.
+
+    Raises
+    ------
+    ValueError
+        There is no such launcher.
+    OSError
+        It cannot be started.
+    """
+    found = find_launcher(launcher)
+    line = command_line(found, hosts, ranks_per_host, agent, timeout, os.environ)
+    line += [sys.executable, *command]
+    print("fsdpc:", shlex.join(line), file=sys.stderr, flush=True)
+    os.execv(line[0], line)

@@ -1,0 +1,137 @@
+"""``fsdpc run --hosts``: mpirun or mpiexec starts the ranks, here on two namespaces."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fsdpc
+from fsdpc._launch import hosts as fsdpc_hosts
+
+from .test_link_mpi import COMPILERS, mpi_build
+from .test_two_hosts import PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
+
+WAITS = "import sys, time, fsdpc; fsdpc.init(); sys.stderr.write('ready\\n'); time.sleep(600)"
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[two_hosts.Hosts]:
+    with two_hosts.two_hosts() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=sorted(COMPILERS))
+def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
+    """Start the command with these words on the first host."""
+    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
+        pytest.skip(f"fsdpc was built without {request.param}")
+    compiler = Path(COMPILERS[request.param])
+    launcher = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
+    network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    environment = {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl": "tcp,self",
+        "OMPI_MCA_btl_tcp_if_include": network,
+        "OMPI_MCA_oob_tcp_if_include": network,
+        "HYDRA_IFACE": "v0",
+        "OMP_NUM_THREADS": "1",
+        "FSDPC_TIMEOUT_S": "60",
+    }
+
+    def run(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "fsdpc", "run", "--hosts", ",".join(two_hosts.ADDRESSES)]
+        command += ["--launcher", str(launcher), "--agent", str(hosts.agent), *words]
+        return subprocess.Popen([*hosts.inside[0], *command], env=environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                start_new_session=True)  # fmt: skip
+
+    return run
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess([], process.returncode, out, err)
+
+
+def test_bits_are_those_of_one_host(start: Start) -> None:
+    one_host = [sys.executable, "-m", "fsdpc", "run", "--ranks", "4", str(PROGRAM), "launcher"]
+    expected = subprocess.run(one_host, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = finish(start("--ranks-per-host", "2", str(PROGRAM), "launcher"))
+    sums = [word.rpartition("crc:")[2] for word in sums_of(expected)]
+    sums += [word.split()[0] for word in done.stdout.split("crc:")[1:]]
+    assert len(sums) == 8 and len(set(sums)) == 1, (sums, done)
+    line = done.stderr.partition("fsdpc: ")[2].partition("\n")[0]
+    assert "mpiexec" in line and line.endswith(f"{PROGRAM} launcher"), done.stderr
+
+
+def test_a_rank_that_fails_is_the_outcome(start: Start) -> None:
+    done = finish(start("--ranks", "4", str(PROGRAM), "launcher", "raise"))
+    assert done.returncode != 0
+    assert "rank 3 has enough" in done.stderr + done.stdout
+
+
+def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
+    waits = tmp_path / "waits.py"
+    waits.write_text(WAITS)
+    process = start("--ranks", "4", str(waits))
+    assert process.stderr is not None
+    ready = 0
+    for line in process.stderr:
+        ready += "ready" in line
+        if ready == 4:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    assert finish(process).returncode != 0
+    end = time.monotonic() + 30
+    while left := subprocess.run(["pgrep", "-f", str(waits)], capture_output=True).stdout:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "a,a", "--ranks", "2"], "give every host once"),
+        (["--hosts", "a,b", "--ranks", "3"], "3 ranks on 2 hosts: every host must have as many"),
+        (["--hosts", "a,b"], "one of the arguments --ranks --ranks-per-host is required"),
+        (["--hosts", "a,b", "--ranks-per-host", "0"], "must be at least 1, got 0"),
+        (["--hosts", "a,b", "--ranks", "2", "--launcher", "no-such"], "there is no no-such"),
+        (["--hosts", "a,b", "--ranks", "2", "--launcher", "true"], "an MPI that is not known"),
+        (["--ranks", "2", "--agent", "ssh"], "--agent goes with --hosts"),
+        ([], "one of the arguments --ranks --ranks-per-host is required"),
+    ],
+)
+def test_what_makes_no_sense_is_said(words: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "fsdpc", "run", *words, "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_lines_of_both_families() -> None:
+    """A line gives ranks the variables that are theirs, by name: values are in no argument."""
+    given = {"FSDPC_RUN_ID": "a secret", "HOME": "/root", "OMP_NUM_THREADS": "2"}
+    line = fsdpc_hosts.command_line(("/bin/mpirun", "openmpi"), ["a", "b"], 4, None, 9.6, given)
+    assert " ".join(line) == (
+        "/bin/mpirun -timeout 10 --tag-output --bind-to none -x FSDPC_RUN_ID -x OMP_NUM_THREADS "
+        "--host a:4,b:4 -n 8"
+    )
+    line = fsdpc_hosts.command_line(("/bin/mpiexec", "mpich"), ["a", "b"], 4, "rsh", None, given)
+    assert " ".join(line) == (
+        "/bin/mpiexec -launcher ssh -launcher-exec rsh -prepend-rank -hosts a,b -ppn 4 -n 8"
+    )
+
+
+def test_what_was_built_is_shown() -> None:
+    there = [f for f in sorted(COMPILERS) if (PACKAGE / mpi_build.library_name(f)).exists()]
+    assert fsdpc.show_config(print_=False)["mpi"].startswith(", ".join(there) or "none: ")
