@@ -22,6 +22,8 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD          replicate x shard, given   all, within ``shard``
     HYBRID_SHARD_ZERO2    replicate x shard, given   optimizer, gradients, within ``shard``
     ====================  =========================  =======================================
+
+    On several hosts the mesh need not be given: hosts replicate, and the ranks of each shard.
     """
 
     NO_SHARD = "NO_SHARD"
@@ -64,6 +66,8 @@ def apply_strategy(
     strategy = as_strategy(value)
     name = strategy.name
     hybrid = name.startswith("HYBRID")
+    if hybrid and mesh is None and distributed.world().hosts > 1:
+        mesh = host_mesh()
     if hybrid and (mesh is None or mesh.ndim != 2):
         raise ValueError(
             f"{name} needs a mesh of two dimensions, got {mesh}: "
@@ -95,11 +99,31 @@ def strategy_name(
     return "SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
 
 
-_replicated: list[tuple[_core.Comm, DeviceMesh]] = []
+_made: list[tuple[_core.Comm, int, DeviceMesh]] = []  # once for all units
+
+
+def _replicas_of(comm: _core.Comm, replicas: int) -> DeviceMesh:
+    """The mesh of a group's ranks with so many replicas; collective the first time."""
+    for known, number, made in _made:
+        if known is comm and number == replicas:
+            return made
+    if comm is distributed._world:
+        _made[:] = [each for each in _made if each[0] is comm]  # what was of another world goes
+        made = init_device_mesh("cpu", (replicas, comm.size // replicas))
+    else:
+        alone = _core.Comm(0, 1, "")
+        made = DeviceMesh([comm, alone], ("replicate", "shard"), (comm.size, 1))
+    _made.append((comm, replicas, made))
+    return made
+
+
+def host_mesh() -> DeviceMesh:
+    """Return the mesh whose replicas are this run's hosts."""
+    return _replicas_of(distributed.world(), distributed.world().hosts)
 
 
 def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
-    """Return the mesh of replicas alone, made once for all units; collective the first time.
+    """Return the mesh of replicas alone.
 
     Parameters
     ----------
@@ -107,14 +131,4 @@ def replicated_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
         Of one dimension: the ranks that hold the same; all where not given.
     """
     comm = distributed.world() if mesh is None else mesh.comm(0)
-    for known, made in _replicated:
-        if known is comm:
-            return made
-    if comm is distributed._world:
-        _replicated.clear()  # what was of another world
-        made = init_device_mesh("cpu", (comm.size, 1))
-    else:
-        alone = _core.Comm(0, 1, "")
-        made = DeviceMesh([comm, alone], ("replicate", "shard"), (comm.size, 1))
-    _replicated.append((comm, made))
-    return made
+    return _replicas_of(comm, comm.size)

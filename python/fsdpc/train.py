@@ -75,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         adopt_scheduler(os.environ)
         check(options)
         choose_device(options)
+        if options.hosts is not None and "RANK" not in os.environ:
+            from fsdpc._launch import hosts
+
+            names, each = hosts.check_hosts(options.hosts, options.ranks, None)
+            hosts.run(["-m", "fsdpc", "train", *arguments], names, each)
         if "RANK" not in os.environ:  # one rank reports the error
             check_resources(options, options.ranks or 1)
         if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:

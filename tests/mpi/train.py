@@ -1,26 +1,41 @@
-"""What a rank of test_hosts.py does: python train.py RANKS_OF_HOST [raise]."""
+"""What a rank does: python train.py RANKS_OF_HOST|launcher [OPTION ...].
 
+Hosts are pretended, of so many ranks, or those that the launcher names.  Options: raise or kill
+(rank 3, in the third step), deterministic, fp32, bf16 or fp16, name of a strategy, hold, late (the
+all-reduce of every other micro-step is postponed), save=FOLDER, unshared (FOLDER is another one on
+the second host).
+"""
+
+import ctypes
 import os
+import signal
 import sys
 import zlib
+from typing import Any
 
 import numpy as np
 
 import fsdpc
 from fsdpc import nn
 
-PER_HOST = int(sys.argv[1])
-RANK, SIZE = (
-    int(next(os.environ[name] for name in names if name in os.environ))
-    for names in (("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-)
-os.environ.update(
-    RANK=str(RANK),
-    WORLD_SIZE=str(SIZE),
-    LOCAL_RANK=str(RANK % PER_HOST),
-    LOCAL_WORLD_SIZE=str(PER_HOST),
-    FSDPC_RUN_ID=f"hosts {os.getppid()}",
-)
+OPTIONS = sys.argv[2:]
+STRATEGIES = [each.name for each in fsdpc.ShardingStrategy]
+DTYPES = {"bf16": fsdpc.bfloat16, "fp16": fsdpc.float16}
+
+
+def pretend(per_host: int) -> None:
+    """Set what a launcher on several hosts would."""
+    rank, size = (
+        int(next(os.environ[name] for name in names if name in os.environ))
+        for names in (("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    )
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank % per_host),
+        LOCAL_WORLD_SIZE=str(per_host),
+        FSDPC_RUN_ID=f"hosts {os.getppid()}",
+    )
 
 
 class Net(nn.Module):
@@ -35,24 +50,89 @@ class Net(nn.Module):
         return self.last(fsdpc.functional.gelu(self.first(x)))
 
 
-fsdpc.init()
-fsdpc.manual_seed(0)
-model = Net()
-fsdpc.fully_shard(model.first)
-fsdpc.fully_shard(model)
-optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
-rng = np.random.default_rng(RANK)
-for step in range(5):
-    if "raise" in sys.argv and step == 2 and RANK == 3:
-        raise RuntimeError("rank 3 has enough")
-    x = fsdpc.tensor(rng.standard_normal((8, 32)).astype(np.float32))
-    optimizer.zero_grad()
-    y = model(x)
-    (y * y).mean().backward()
-    fsdpc.clip_grad_norm_(model, 0.5)
-    optimizer.step()
-crc = 0
-for name, value in sorted(model.state_dict().items()):
-    crc = zlib.crc32(name.encode(), crc)
-    crc = zlib.crc32(np.ascontiguousarray(np.asarray(value)).tobytes(), crc)
-sys.stdout.write(f"crc:{crc:08x} \n")
+def options_of_sharding() -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    strategy = next((word for word in OPTIONS if word in STRATEGIES), None)
+    if strategy is not None:
+        chosen["strategy"] = strategy
+        if strategy.startswith("HYBRID") and fsdpc.distributed.world().hosts in (1, 4):
+            chosen["mesh"] = fsdpc.init_device_mesh("cpu", (2, 2))  # what two hosts do unasked
+    dtype = next((DTYPES[word] for word in OPTIONS if word in DTYPES), None)
+    if dtype is not None:
+        chosen["mp_policy"] = fsdpc.MixedPrecisionPolicy(param_dtype=dtype)
+    return chosen
+
+
+def fail_on_purpose(step: int) -> None:
+    if step == 2 and fsdpc.rank() == 3:
+        if "raise" in OPTIONS:
+            raise RuntimeError("rank 3 has enough")
+        if "kill" in OPTIONS:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def see_another(folder: str) -> None:
+    """Let this process have an empty folder of its own there."""
+    new_namespace, private = 0x20000, 0x44000
+    libc = ctypes.CDLL(None, use_errno=True)
+    for failed in (
+        libc.unshare(new_namespace),
+        libc.mount(b"none", b"/", None, private, None),
+        libc.mount(b"none", folder.encode(), b"tmpfs", 0, None),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), "no namespace of its own")
+
+
+def save(model: nn.Module, folder: str) -> None:
+    if "unshared" in OPTIONS and fsdpc.rank() >= 2:
+        see_another(folder)
+    try:
+        fsdpc.checkpoint.save(f"{folder}/step", {"model": model})
+    except OSError as error:
+        sys.stdout.write(f"refused: {error}\n")
+
+
+def main() -> None:
+    if sys.argv[1] != "launcher":
+        pretend(int(sys.argv[1]))
+    fsdpc.init(deterministic="deterministic" in OPTIONS)
+    fsdpc.manual_seed(0)
+    model = Net()
+    sharding = options_of_sharding()
+    fsdpc.fully_shard(model.first, **sharding)
+    fsdpc.fully_shard(model, **sharding)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = fsdpc.amp.LossScaler() if "fp16" in OPTIONS else None
+    rng = np.random.default_rng(fsdpc.rank())
+    for step in range(5):
+        fail_on_purpose(step)
+        for micro in range(2):
+            if "late" in OPTIONS:
+                model.set_requires_all_reduce(micro == 1)
+            x = fsdpc.tensor(rng.standard_normal((8, 32)).astype(np.float32))
+            y = model(x)
+            loss = (y * y).mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        fsdpc.clip_grad_norm_(model, 0.5)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    for folder in (word.removeprefix("save=") for word in OPTIONS if word.startswith("save=")):
+        save(model, folder)
+    crc = 0
+    with fsdpc.summon_full_params(model):
+        for name, value in model.named_parameters():
+            crc = zlib.crc32(name.encode() + value.detach().numpy().tobytes(), crc)
+    for name, value in sorted(model.state_dict().items()):
+        crc = zlib.crc32(name.encode(), crc)
+        crc = zlib.crc32(np.ascontiguousarray(np.asarray(value)).tobytes(), crc)
+    sys.stdout.write(f"crc:{crc:08x} \n")
+
+
+main()

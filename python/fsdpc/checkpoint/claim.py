@@ -15,9 +15,14 @@ import os
 import shutil
 import socket
 import sys
+import time
 import weakref
 from pathlib import Path
 
+from fsdpc import distributed
+from fsdpc._agree import agreed, gather_bytes
+
+PATIENCE_S = 5.0  # for a file system of the network to show a new file
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
 
 
@@ -101,6 +106,39 @@ def claim_name(path: Path) -> Claim:
     """Claim the name of a checkpoint, for one save; its parents are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return claim(path.with_name(f".{path.name}.lock"), path)
+
+
+def check_shared(path: Path, claim: Claim | None) -> None:
+    """Refuse a folder that is not the same on every host; collective, before anything is saved.
+
+    Rank 0 has claimed the name of a checkpoint, in a file that all hosts must see.
+
+    Raises
+    ------
+    OSError
+        On every rank: a host has a folder of its own there.
+    """
+    world = distributed.world()
+    if world.hosts <= 1:
+        return
+    told = gather_bytes(world, os.pread(claim.fd, 512, 0) if claim is not None else b"")[0]
+    file = path.with_name(f".{path.name}.lock")
+    agreed(lambda: _find(file, told) if claim is None else None)  # a second close drops the lock
+
+
+def _find(file: Path, text: bytes) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(file.parent)  # asks the server anew
+            if file.read_bytes() == text:
+                return
+        if time.monotonic() > end:
+            raise OSError(
+                f"{file.parent} is another folder on {socket.gethostname()} than on rank 0's host: "
+                "ranks of several hosts save to one folder that all of them see"
+            )
+        time.sleep(0.1)
 
 
 def claim_folder(folder: Path) -> Claim:

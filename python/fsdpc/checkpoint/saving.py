@@ -16,7 +16,7 @@ import numpy as np
 from fsdpc import _core, distributed
 from fsdpc._agree import agree
 from fsdpc.checkpoint import config_json, generators, manifest, projections
-from fsdpc.checkpoint.claim import Claim, claim_name
+from fsdpc.checkpoint.claim import Claim, check_shared, claim_name
 from fsdpc.checkpoint.pieces import Held, Piece, States, pieces_of, states_of
 from fsdpc.checkpoint.schema import FILE_DTYPES, FLOATS, ITEM_BYTES
 from fsdpc.checkpoint.values import encode
@@ -150,9 +150,9 @@ def save(
     Raises
     ------
     OSError, ValueError, TypeError
-        On every rank, if it went wrong on any; then there is no checkpoint of this name, and
-        training can go on. With ``async_`` by the handle, the next save, or at exit. A
-        BlockingIOError names the process that is saving there.
+        On every rank, if it went wrong on any, or hosts do not share the folder; then there is no
+        checkpoint of this name, and training can go on. With ``async_`` by the handle, the next
+        save, or at exit. A BlockingIOError names the process that is saving there.
     MismatchError
         Ranks have different models, or replicas hold different values of a parameter.
 
@@ -180,6 +180,7 @@ def save(
     try:
         agree(error, plan.mark() if plan else 0, "what to save")
         assert plan is not None
+        check_shared(Path(folder), claim)
         plan.compare_replicas()
         plan.content["rng"]["ranks"] = generators.gather()
         if layout == "per_rank":

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fsdpc import _core, distributed
+from fsdpc._launch import watch
 from fsdpc._launch.environment import count_hosts, this_host
 from fsdpc.mesh import DeviceMesh
 from fsdpc.torch import _device
@@ -119,4 +120,6 @@ def _meet(group: Any) -> _core.Comm:
         link=carry(group) if hosts > 1 else None,
     )
     distributed._met.append(comm)
+    if hosts > 1:
+        watch.start(comm, hosts)
     return comm

@@ -16,9 +16,10 @@ from torch import nn
 
 from fsdpc._shard import is_sharded, outside_units, sharded_class
 from fsdpc.fsdp_module import plain_class
-from fsdpc.strategies import ShardingStrategy
+from fsdpc.strategies import ShardingStrategy, host_mesh
 from fsdpc.torch import _device, optim_state, state_dict
 from fsdpc.torch._checks import log_once
+from fsdpc.torch._mesh import join
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.policies import MixedPrecisionPolicy
@@ -38,7 +39,7 @@ class FullyShardedDataParallel(FSDPModule):
     process_group : ProcessGroup or (shard group, replicate group), optional
         All ranks where not given.
     sharding_strategy : ShardingStrategy, default FULL_SHARD
-        HYBRID_SHARD without groups or mesh shards over the ranks of the host, which are all.
+        HYBRID_SHARD without groups or mesh shards over the ranks of a host; hosts replicate.
     cpu_offload : CPUOffload, optional
         Is what happens anyway on CPUs, which is logged once.
     auto_wrap_policy : callable or policy, optional
@@ -506,7 +507,9 @@ def _mesh(strategy: Any, group: Any, mesh: Any) -> tuple[Any, ShardingStrategy]:
     if group is not None and mesh is not None:
         raise ValueError("give process_group or device_mesh, not both")
     pair = isinstance(group, (tuple, list))
-    if name.startswith("HYBRID") and mesh is None and not pair:  # over the ranks of the host
+    if name.startswith("HYBRID") and mesh is None and not pair:
+        if group is None and join().hosts > 1:
+            return host_mesh(), ShardingStrategy[name]
         name = {"HYBRID_SHARD": "FULL_SHARD"}.get(name, "SHARD_GRAD_OP")
     return mesh if group is None else group, ShardingStrategy[name]
 
