@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include "comm/coll_math.h"
+#include "comm/fork_guard.h"
 #include "comm/hosts_internal.h"
 
 static const fsdpc_comm_ops hosts_ops;
@@ -62,9 +63,16 @@ static void leave_world(fsdpc_hosts_comm *self)
     free(world);
 }
 
+static bool forked(const fsdpc_hosts_comm *self)
+{
+    return self->world->fork_count != fsdpc_fork_count();
+}
+
 static void hosts_destroy(fsdpc_comm *comm)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    if (forked(self)) /* its threads, and its peers, are the parent's; so is what it holds */
+        return;
     fsdpc_hosts_drop(self);
     end_watch(self);
     for (fsdpc_hosts_op *op; (op = self->spare);) {
@@ -149,6 +157,7 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
         status = fsdpc_fail_errno("no memory for a world of %d ranks", config->size);
     if (status == FSDPC_OK) {
         world->link = link;
+        world->fork_count = fsdpc_fork_count();
         host->carry = fsdpc_hosts_carry_on;
         host->carry_arg = world;
         for (int h = 0; h < config->size / host->size; h++)
@@ -190,7 +199,13 @@ static void hosts_abort(fsdpc_comm *comm, const char *reason)
 static void hosts_leave(fsdpc_comm *comm)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    char note[128] = "";
+    if (forked(self))
+        return;
     end_watch(self);
+    if (fsdpc_comm_look(self->host, note, sizeof note) != FSDPC_OK)
+        /* Peers that wait for this rank learn what failed, not that it left because of that. */
+        fsdpc_link_abort(self->link, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
     if (self->group == 0) /* who leaves the first group has left them all */
         fsdpc_link_leave(self->link);

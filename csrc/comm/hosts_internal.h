@@ -22,9 +22,9 @@ typedef struct fsdpc_hosts_world {
     int refs; /* groups */
     fsdpc_link *link;
     fsdpc_hosts_comm *groups;
-    uint32_t groups_made;
-    fsdpc_host_watch
-        *watch; /* of this host's first rank, over the first group's; NULL: there is none */
+    uint32_t groups_made, fork_count;
+    /* Of this host's first rank, over the first group's; NULL: there is none. */
+    fsdpc_host_watch *watch;
 } fsdpc_hosts_world;
 
 /* What a rank says of an operation to those of its lane, ahead of its data. */

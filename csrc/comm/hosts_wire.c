@@ -55,6 +55,12 @@ void fsdpc_hosts_wire_destroy(fsdpc_wire *wire)
     wire_free((fsdpc_hosts_wire *)wire);
 }
 
+/* What the host's communicator failed with, other hosts are to know too. */
+static fsdpc_status of_host(fsdpc_hosts_comm *self, fsdpc_status status)
+{
+    return status < 0 && self->host->poison[0] ? fsdpc_comm_poison(&self->base, status) : status;
+}
+
 /* ---- Epochs ---- */
 
 fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *mine)
@@ -63,7 +69,7 @@ fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *base, const fsdpc_epoch_note *
     fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     wire->host->kind_text = base->kind_text;
-    FSDPC_TRY(fsdpc_wire_arrive(wire->host, mine));
+    FSDPC_TRY(of_host(self, fsdpc_wire_arrive(wire->host, mine)));
     base->epoch = wire->host->epoch;
     wire->sequence = self->posted++;
     wire->note = *mine;
@@ -142,7 +148,7 @@ fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
         if (status == FSDPC_ERR_STATE) /* held and changed in this host: all hosts are to know */
             wire->note.bits |= FSDPC_EPOCH_HELD | FSDPC_EPOCH_CHANGED;
         else
-            FSDPC_TRY(status);
+            FSDPC_TRY(of_host(self, status));
         FSDPC_TRY(exchange(self, wire));
     }
     for (int i = 0; i < 2 * self->n_hosts; i++) {
@@ -162,14 +168,16 @@ fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *base, fsdpc_epoch_note *all_out)
 
 fsdpc_status fsdpc_hosts_epoch_publish(fsdpc_wire *base)
 {
-    return fsdpc_wire_publish(((fsdpc_hosts_wire *)base)->host);
+    return of_host(fsdpc_hosts_of(base->comm),
+                   fsdpc_wire_publish(((fsdpc_hosts_wire *)base)->host));
 }
 
 fsdpc_status fsdpc_hosts_epoch_published(fsdpc_wire *base)
 {
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
     fsdpc_wire *host = ((fsdpc_hosts_wire *)base)->host;
-    FSDPC_TRY(fsdpc_hosts_progress(fsdpc_hosts_of(base->comm)));
-    return host->comm->ops->epoch_published(host);
+    FSDPC_TRY(fsdpc_hosts_progress(self));
+    return of_host(self, host->comm->ops->epoch_published(host));
 }
 
 /* ---- Buffers ---- */
@@ -202,7 +210,8 @@ void fsdpc_hosts_buffer_destroy(fsdpc_buffer *base)
 
 fsdpc_status fsdpc_hosts_buffer_idle(fsdpc_buffer *base)
 {
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(base->comm);
     fsdpc_buffer *host = ((fsdpc_hosts_buffer *)base)->host;
-    FSDPC_TRY(fsdpc_hosts_progress(fsdpc_hosts_of(base->comm)));
-    return host->comm->ops->buffer_idle(host);
+    FSDPC_TRY(fsdpc_hosts_progress(self));
+    return of_host(self, host->comm->ops->buffer_idle(host));
 }

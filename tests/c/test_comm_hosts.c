@@ -202,6 +202,29 @@ static void one_leaves_early(rank_context *self)
     EXPECT(self, strstr(fsdpc_last_error(), "left (it shut"), "%s", fsdpc_last_error());
 }
 
+/* The last rank gives up, and its own messages are slow.  The others of its host hear of it on the
+ * host, where they begin an epoch, and leave: other hosts learn from them what happened. */
+static void those_who_heard_leave(rank_context *self)
+{
+    fsdpc_wire *wire;
+    fsdpc_epoch_note note = {.kind = 1}, all;
+    char last[32];
+    snprintf(last, sizeof last, "rank %d: out of disk", self->size - 1);
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    fsdpc_status status = fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER});
+    if (self->rank == self->size - 1) {
+        fsdpc_comm_abort(self->comm, "out of disk");
+    } else {
+        if (status == FSDPC_OK)
+            status = fsdpc_wire_arrive(wire, &note);
+        if (status == FSDPC_OK)
+            status = fsdpc_wire_epoch_wait(wire, "block", &all);
+        EXPECT(self, status < 0 && strstr(fsdpc_last_error(), last), "%s", fsdpc_last_error());
+        fsdpc_comm_leave(self->comm);
+    }
+    fsdpc_wire_destroy(wire);
+}
+
 static void crossing_groups_are_refused(rank_context *self)
 {
     fsdpc_comm *part = NULL;
@@ -228,6 +251,8 @@ int main(void)
     hosts_run(2, 2, crossing_groups_are_refused, &options);
     hosts_slow = 0;
     hosts_run(2, 2, the_quick_leave, &options);
+    hosts_slow = 3;
+    hosts_run(2, 2, those_who_heard_leave, &options);
     hosts_slow = -1;
     hosts_run(2, 2, collectives, &(rank_options){.async = true});
     return check_report("test_comm_hosts");

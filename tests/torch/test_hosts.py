@@ -168,6 +168,20 @@ def test_an_exception_on_another_host_is_named(
     leave()
 
 
+@pytest.mark.ranks(4, init=False, timeout=30)
+def test_a_fork_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that shuts down neither waits for its parent's threads nor takes its parent along."""
+    pretend(2, tmp_path, monkeypatch)
+    model = prepared({})
+    train(model, steps=1)
+    if (child := os.fork()) == 0:
+        fsdpc.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    train(model, steps=1)
+    leave()
+
+
 @pytest.mark.ranks(3, init=False)
 def test_hosts_of_different_numbers_of_ranks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
