@@ -23,7 +23,6 @@ from fsdpc.torch._mesh import join
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
 from fsdpc.torch.policies import MixedPrecisionPolicy
-from fsdpc.torch.wrap import apply_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings
@@ -158,12 +157,12 @@ class FullyShardedDataParallel(FSDPModule):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return what :meth:`state_dict_type` says; full tensors at first; collective."""
-        settings = _settings(self)
+        rows, rank0_only = _wanted(self, "state_dict_config")
         if state_dict._Option.depth:
             return super().state_dict(*args, **kwargs)
-        if _keeps_rows(settings):
+        if rows:
             return state_dict.local_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
-        if _rank0_only(settings, "state_dict_config"):
+        if rank0_only:
             full = state_dict.get_model_state_dict(self, rank0_only=True)  # type: ignore[arg-type]
             found = {} if kwargs.get("destination") is None else kwargs["destination"]
             found.update({kwargs.get("prefix", "") + name: t for name, t in full.items()})
@@ -180,7 +179,7 @@ class FullyShardedDataParallel(FSDPModule):
         strict : bool, default True
         assign : bool, default False
         """
-        if _keeps_rows(_settings(self)):
+        if _wanted(self, "state_dict_config")[0]:
             return nn.Module.load_state_dict(self, state_dict, strict)  # type: ignore[arg-type]
         return super().load_state_dict(state_dict, strict, assign)
 
@@ -256,11 +255,10 @@ class FullyShardedDataParallel(FSDPModule):
         group: Any = None,
     ) -> dict[str, Any]:
         """Return states by parameter name, as :meth:`state_dict_type` says; collective."""
-        settings = _settings(model)
         source = optim if optim_state_dict is None else optim_state.Saved(optim, optim_state_dict)
-        if _keeps_rows(settings):
+        rows, rank0 = _wanted(model, "optim_state_dict_config")
+        if rows:
             return optim_state.local_optimizer_state_dict(model, source)
-        rank0 = _rank0_only(settings, "optim_state_dict_config")
         return optim_state.get_optimizer_state_dict(model, source, rank0_only=rank0)
 
     @staticmethod
@@ -289,7 +287,7 @@ class FullyShardedDataParallel(FSDPModule):
         """
         if is_named_optimizer:
             raise NotImplementedError("is_named_optimizer: pass a torch.optim.Optimizer")
-        rank0 = _rank0_only(_settings(model), "optim_state_dict_config")
+        _, rank0 = _wanted(model, "optim_state_dict_config")
         result = optim_state.to_load(model, optim, optim_state_dict, rank0_only=rank0)
         if load_directly:
             optim.load_state_dict(result)
@@ -375,12 +373,12 @@ def _settings(module: nn.Module) -> StateDictSettings | None:
     return found[0].__dict__.get("_fsdp1_settings") if found else None
 
 
-def _keeps_rows(settings: StateDictSettings | None) -> bool:
-    return settings is not None and settings.state_dict_type.name == "SHARDED_STATE_DICT"
-
-
-def _rank0_only(settings: StateDictSettings | None, config: str) -> bool:
-    return getattr(getattr(settings, config, None), "rank0_only", False)
+def _wanted(module: nn.Module, config: str) -> tuple[bool, bool]:
+    """Whether state dicts are to hold this rank's rows; whether rank 0 alone gets full ones."""
+    settings = _settings(module)
+    kind = getattr(settings, "state_dict_type", None)
+    rank0_only = getattr(getattr(settings, config, None), "rank0_only", False)
+    return kind is not None and kind.name == "SHARDED_STATE_DICT", rank0_only
 
 
 def _given(optim: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
@@ -412,15 +410,34 @@ def _shard_inside(
                 keep = MixedPrecisionPolicy(own[0].dtype, None, precision.param_dtype)
                 _shard(m, {**options, "mixed_precision": None}, ignored, policy=keep)
 
-    def shard(m: nn.Module, **own: Any) -> None:
+    done = {m for m in module.modules() if is_sharded(m)}
+
+    def shard(m: nn.Module, **own: Any) -> nn.Module:
         if unknown := sorted(set(own) - set(options)):
             raise NotImplementedError(
                 f"the policy gives {unknown} for {type(m).__name__}: units can differ in "
                 f"{sorted(options)}"
             )
         _shard(m, {**options, **own}, ignored)
+        done.add(m)
+        return m
 
-    apply_policy(module, policy, {id(p) for p in ignored}, shard)
+    if hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(module, set(), {})
+        for m in reversed(list(module.modules())):
+            if m in chosen and m is not module and m not in done:
+                shard(m, **chosen[m])
+        return
+
+    def can(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        has_forward = recurse or type(module).forward is not nn.Module.forward
+        return has_forward and policy(
+            module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel
+        )
+
+    from torch.distributed.fsdp.wrap import _recursive_wrap
+
+    _recursive_wrap(module, can, shard, done, set(ignored), only_wrap_children=True)
 
 
 def _shard(
