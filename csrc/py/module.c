@@ -1,4 +1,5 @@
-/* The extension module fsdpc._core: joins what the other files of this folder set up.
+/* The extension module fsdpc._core: joins what the other files of this folder have, by the tables at
+ * the head of py_state.h.
  *
  * Importing makes types and functions and nothing else: no thread, no socket, no memory; the
  * runtime comes with the first tensor.  State is per module (multi-phase initialisation), types are
@@ -6,30 +7,72 @@
  */
 #include "py/py_state.h"
 
-#include "py/py_ops.h"
-#include "py/py_tensor.h"
+#include <string.h>
 
-#if __has_include("py/py_engine.h")
-int fsdpc_py_engine_setup(PyObject *module);
-int fsdpc_py_ckpt_setup(PyObject *module);
-#define ENGINE_SETUP fsdpc_py_engine_setup, fsdpc_py_ckpt_setup
-#endif
+#include "engine/plan.h"
+
+/* Under the last part of its name. */
+static PyObject *make_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type && PyModule_AddObjectRef(module, strrchr(spec->name, '.') + 1, type) < 0)
+        Py_CLEAR(type);
+    return type;
+}
+
+static int set_descriptor(PyObject *type, const char *name, PyObject *descriptor)
+{
+    int result = descriptor ? PyObject_SetAttrString(type, name, descriptor) : -1;
+    Py_XDECREF(descriptor);
+    return result;
+}
+
+static int add_methods(PyObject *type, PyMethodDef *methods)
+{
+    for (PyMethodDef *m = methods; m->ml_name; m++)
+        if (set_descriptor(type, m->ml_name, PyDescr_NewMethod((PyTypeObject *)type, m)) < 0)
+            return -1;
+    return 0;
+}
+
+static int add_getset(PyObject *type, PyGetSetDef *getset)
+{
+    for (PyGetSetDef *g = getset; g->name; g++)
+        if (set_descriptor(type, g->name, PyDescr_NewGetSet((PyTypeObject *)type, g)) < 0)
+            return -1;
+    return 0;
+}
 
 static int module_exec(PyObject *module)
 {
-    static int (*const setups[])(PyObject *) = {
-        fsdpc_py_error_setup, fsdpc_py_state_setup, fsdpc_py_dtype_setup,  fsdpc_py_tensor_setup,
-        fsdpc_py_hook_setup,  fsdpc_py_shape_setup, fsdpc_py_value_setup,  fsdpc_py_number_setup,
-        fsdpc_py_write_setup, fsdpc_py_make_setup,  fsdpc_py_dlpack_setup, fsdpc_py_numpy_setup,
-        fsdpc_py_ops_setup,   fsdpc_py_tape_setup,  fsdpc_py_plugin_setup, fsdpc_py_stream_setup,
-#ifdef ENGINE_SETUP
-        ENGINE_SETUP,
-#endif
-    };
-    for (size_t i = 0; i < sizeof setups / sizeof *setups; i++)
-        if (setups[i](module) < 0)
-            return -1;
-    return 0;
+    fsdpc_py_state *state = PyModule_GetState(module);
+    fsdpc_py_imports_init(&state->imports);
+#define X(name)                                                                                    \
+    if (!(state->name##_type = make_type(module, &fsdpc_py_##name##_spec)))                        \
+        return -1;
+    FSDPC_PY_TYPES(X)
+#undef X
+#define X(type, part)                                                                              \
+    if (add_methods(state->type##_type, fsdpc_py_##part##_methods) < 0)                            \
+        return -1;
+    FSDPC_PY_METHODS(X)
+#undef X
+#define X(type, part)                                                                              \
+    if (add_getset(state->type##_type, fsdpc_py_##part##_getset) < 0)                              \
+        return -1;
+    FSDPC_PY_GETSETS(X)
+#undef X
+#define X(part)                                                                                    \
+    if (PyModule_AddFunctions(module, fsdpc_py_##part##_functions) < 0)                            \
+        return -1;
+    FSDPC_PY_FUNCTIONS(X)
+#undef X
+    if (fsdpc_py_error_setup(module) < 0 || fsdpc_py_dtype_setup(module) < 0)
+        return -1;
+    /* NumPy's operators leave expressions with tensors to the tensor. */
+    if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
+        return -1;
+    return PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS);
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -37,13 +80,9 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     fsdpc_py_state *state = PyModule_GetState(module);
     for (int i = 0; i < FSDPC_DTYPE_COUNT; i++)
         Py_VISIT(state->dtypes[i]);
-    Py_VISIT(state->dtype_type);
-    Py_VISIT(state->tensor_type);
-    Py_VISIT(state->handle_type);
-    Py_VISIT(state->comm_type);
-    Py_VISIT(state->link_type);
-    Py_VISIT(state->unit_type);
-    Py_VISIT(state->optimizer_type);
+#define X(name) Py_VISIT(state->name##_type);
+    FSDPC_PY_TYPES(X)
+#undef X
     return 0;
 }
 
@@ -52,13 +91,9 @@ static int module_clear(PyObject *module)
     fsdpc_py_state *state = PyModule_GetState(module);
     for (int i = 0; i < FSDPC_DTYPE_COUNT; i++)
         Py_CLEAR(state->dtypes[i]);
-    Py_CLEAR(state->dtype_type);
-    Py_CLEAR(state->tensor_type);
-    Py_CLEAR(state->handle_type);
-    Py_CLEAR(state->comm_type);
-    Py_CLEAR(state->link_type);
-    Py_CLEAR(state->unit_type);
-    Py_CLEAR(state->optimizer_type);
+#define X(name) Py_CLEAR(state->name##_type);
+    FSDPC_PY_TYPES(X)
+#undef X
     return 0;
 }
 

@@ -89,13 +89,11 @@ static PyObject *safetensors_layout(PyObject *Py_UNUSED(module), PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyDict_Type, &metadata))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list), n_metadata = PyDict_GET_SIZE(metadata), position = 0;
-    fsdpc_st_tensor *tensors = PyMem_Calloc((size_t)n + 1, sizeof *tensors);
-    fsdpc_st_pair *pairs = PyMem_Calloc((size_t)n_metadata + 1, sizeof *pairs);
+    fsdpc_st_tensor *tensors = fsdpc_py_room(n, sizeof *tensors);
+    fsdpc_st_pair *pairs = fsdpc_py_room(n_metadata, sizeof *pairs);
     PyObject *result = NULL;
-    if (!tensors || !pairs) {
-        PyErr_NoMemory();
+    if (!tensors || !pairs)
         goto free_arrays;
-    }
     for (Py_ssize_t i = 0; i < n; i++)
         if (read_tensor_tuple(PyList_GET_ITEM(list, i), &tensors[i]) < 0)
             goto free_arrays;
@@ -281,13 +279,11 @@ static PyObject *read_pieces(PyObject *module, PyObject *args)
     if (!runtime)
         return NULL;
     Py_ssize_t n_files = PyList_GET_SIZE(paths), n = PyList_GET_SIZE(list);
-    fsdpc_ckpt_file *files = PyMem_Calloc((size_t)n_files + 1, sizeof *files);
-    fsdpc_ckpt_piece *pieces = PyMem_Calloc(2 * (size_t)n + 1, sizeof *pieces); /* and mirrored */
-    uint32_t *crcs = PyMem_Calloc((size_t)n_tensors + 1, sizeof *crcs);
-    if (!files || !pieces || !crcs) {
-        PyErr_NoMemory();
+    fsdpc_ckpt_file *files = fsdpc_py_room(n_files, sizeof *files);
+    fsdpc_ckpt_piece *pieces = fsdpc_py_room(2 * n, sizeof *pieces); /* and mirrored */
+    uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
+    if (!files || !pieces || !crcs)
         goto free_arrays;
-    }
     for (Py_ssize_t i = 0; i < n_files; i++)
         if (!(files[i].path = PyBytes_AsString(PyList_GET_ITEM(paths, i))))
             goto free_arrays;
@@ -338,12 +334,10 @@ static PyObject *sum_runs(PyObject *Py_UNUSED(module), PyObject *args)
                           &hook))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_ckpt_run *runs = PyMem_Calloc((size_t)n + 1, sizeof *runs);
-    uint32_t *crcs = PyMem_Calloc((size_t)n_tensors + 1, sizeof *crcs);
-    if (!runs || !crcs) {
-        PyErr_NoMemory();
+    fsdpc_ckpt_run *runs = fsdpc_py_room(n, sizeof *runs);
+    uint32_t *crcs = fsdpc_py_room(n_tensors, sizeof *crcs);
+    if (!runs || !crcs)
         goto free_arrays;
-    }
     for (Py_ssize_t i = 0; i < n; i++)
         if (read_run_tuple(PyList_GET_ITEM(list, i), paths, n_tensors, &runs[i]) < 0)
             goto free_arrays;
@@ -369,7 +363,7 @@ static PyObject *crc32c_combine(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(fsdpc_crc32c_combine((uint32_t)a, (uint32_t)b, bytes));
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_ckpt_functions[] = {
     {"crc32c_combine", crc32c_combine, METH_VARARGS,
      "crc32c_combine(crc_a, crc_b, bytes_b): of A followed by B."},
     {"safetensors_layout", safetensors_layout, METH_VARARGS,
@@ -382,10 +376,3 @@ static PyMethodDef functions[] = {
      "sum_runs(paths, runs, n_tensors, hook=None) -> checksums of what files hold"},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_ckpt_setup(PyObject *module)
-{
-    if (fsdpc_py_save_setup(module) < 0 || fsdpc_py_ckpt_state_setup(module) < 0)
-        return -1;
-    return PyModule_AddFunctions(module, functions);
-}

@@ -8,10 +8,6 @@
 #include "ckpt/pieces.h"
 #include "ckpt/safetensors.h"
 
-int fsdpc_py_ckpt_setup(PyObject *module);       /* py_ckpt.c */
-int fsdpc_py_save_setup(PyObject *module);       /* py_ckpt_save.c */
-int fsdpc_py_ckpt_state_setup(PyObject *module); /* py_ckpt_state.c */
-
 /* A Python callable (call, path) as a hook, or none for None; borrows it.  What it raises becomes
  * the call's failure. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);

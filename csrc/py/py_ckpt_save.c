@@ -146,10 +146,7 @@ static int fetch_pieces(py_save *self)
         status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
     free(plan->pieces);
     plan->pieces = mirrored;
-    if (status == FSDPC_OK)
-        return 0;
-    fsdpc_py_raise(status);
-    return -1;
+    return fsdpc_py_check(status);
 }
 
 static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject *places,
@@ -195,12 +192,8 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                       &folders[2], &PyList_Type, &files, &PyList_Type, &pieces, &path, &manifest,
                       &PyList_Type, &places, &checksum_at, &hook, &overwrite))
         return NULL;
-    PyObject *comm_type = PyObject_GetAttrString(PyType_GetModule(type), "Comm");
-    int fine = comm_type ? PyObject_IsInstance(comm, comm_type) : -1;
-    Py_XDECREF(comm_type);
-    if (fine <= 0) {
-        if (fine == 0)
-            PyErr_SetString(PyExc_TypeError, "a save needs a Comm");
+    if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type)) {
+        PyErr_SetString(PyExc_TypeError, "a save needs a Comm");
         return NULL;
     }
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
@@ -388,19 +381,9 @@ static PyType_Slot save_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec save_spec = {
+PyType_Spec fsdpc_py_save_spec = {
     .name = "fsdpc._core.Save",
     .basicsize = sizeof(py_save),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = save_slots,
 };
-
-int fsdpc_py_save_setup(PyObject *module)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &save_spec, NULL);
-    if (!type)
-        return -1;
-    int result = PyModule_AddObjectRef(module, "Save", type);
-    Py_DECREF(type);
-    return result;
-}

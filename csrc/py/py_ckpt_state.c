@@ -55,15 +55,10 @@ static PyObject *set_rng_state(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_ckpt_state_functions[] = {
     {"master_piece", master_piece, METH_VARARGS,
      "master_piece(unit, i, write) -> (flat tensor, first element, replica, replicas)"},
     {"rng_state", rng_state, METH_NOARGS, "Seed of dropout and initialisation, and next stream."},
     {"set_rng_state", set_rng_state, METH_VARARGS, "set_rng_state(seed, next_stream)"},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_ckpt_state_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

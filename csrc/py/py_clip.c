@@ -28,20 +28,13 @@ static void free_gradients(gradients *g)
 static int read_plain(PyObject *list, gradients *g)
 {
     g->n_plain = (size_t)PyList_GET_SIZE(list);
-    g->plain = PyMem_Calloc(g->n_plain + 1, sizeof *g->plain);
-    if (!g->plain) {
-        PyErr_NoMemory();
+    g->plain = fsdpc_py_room(PyList_GET_SIZE(list), sizeof *g->plain);
+    if (!g->plain)
         return -1;
-    }
     for (size_t i = 0; i < g->n_plain; i++) {
         g->plain[i] = fsdpc_py_tensor_of(PyList_GET_ITEM(list, (Py_ssize_t)i));
-        if (!g->plain[i])
+        if (!g->plain[i] || fsdpc_py_check(fsdpc_tensor_check(g->plain[i])) < 0)
             return -1;
-        fsdpc_status status = fsdpc_tensor_check(g->plain[i]);
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
-            return -1;
-        }
     }
     return 0;
 }
@@ -53,11 +46,9 @@ static int read_gradients(PyObject *module, PyObject *units, PyObject *plain, gr
     if (!g->runtime || read_plain(plain, g) < 0)
         goto failed;
     g->n_units = (int)PyList_GET_SIZE(units);
-    g->units = PyMem_Calloc((size_t)g->n_units + 1, sizeof(fsdpc_unit *));
-    if (!g->units) {
-        PyErr_NoMemory();
+    g->units = fsdpc_py_room(g->n_units, sizeof(fsdpc_unit *));
+    if (!g->units)
         goto failed;
-    }
     for (int i = 0; i < g->n_units; i++) {
         fsdpc_py_unit *unit = fsdpc_py_unit_of(module, PyList_GET_ITEM(units, i));
         if (!unit || fsdpc_py_unit_check_open(unit) < 0)
@@ -171,14 +162,12 @@ static PyObject *grad_norms(PyObject *module, PyObject *args)
     for (int i = 0; i < g.n_units; i++)
         n_params += (size_t)fsdpc_unit_layout(g.units[i])->n_params;
     size_t n = n_params + g.n_plain;
-    fsdpc_norm *norms = PyMem_Calloc(n + 1, sizeof *norms);
+    fsdpc_norm *norms = fsdpc_py_room((Py_ssize_t)n, sizeof *norms);
     PyObject *result = NULL;
     if (norms) {
         fsdpc_status status;
         FSDPC_PY_WITHOUT_GIL(status = all_norms(&g, p, n_params, norms));
         result = status == FSDPC_OK ? norms_result(&g, norms, p) : fsdpc_py_raise(status);
-    } else {
-        PyErr_NoMemory();
     }
     PyMem_Free(norms);
     free_gradients(&g);
@@ -241,12 +230,10 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
     }
     if (read_gradients(module, units, tensors, &g) < 0)
         return NULL;
-    size_t *leaves = PyMem_Calloc((size_t)n, sizeof *leaves);
-    fsdpc_norm *norms = PyMem_Calloc((size_t)n, sizeof *norms);
+    size_t *leaves = fsdpc_py_room(n, sizeof *leaves);
+    fsdpc_norm *norms = fsdpc_py_room(n, sizeof *norms);
     PyObject *result = NULL;
-    if (!leaves || !norms)
-        PyErr_NoMemory();
-    else if (read_leaves(&g, indices, leaves) == 0) {
+    if (leaves && norms && read_leaves(&g, indices, leaves) == 0) {
         fsdpc_status status;
         FSDPC_PY_WITHOUT_GIL(status = rows_norms(&g, leaves, p, norms));
         result = status == FSDPC_OK ? PyList_New(n) : fsdpc_py_raise(status);
@@ -386,7 +373,7 @@ static PyObject *clamp(PyObject *module, PyObject *args)
     return fsdpc_py_none(status);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_clip_functions[] = {
     {"grad_norm", grad_norm, METH_VARARGS,
      "grad_norm(units, tensors, p=2): the global p-norm, exactly summed; collective."},
     {"grad_norms", grad_norms, METH_VARARGS,
@@ -406,8 +393,3 @@ static PyMethodDef functions[] = {
     {"clamp_", clamp, METH_VARARGS, "clamp_(tensors, limit): in place, to [-limit, limit]."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_clip_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -195,9 +195,9 @@ static PyObject *comm_watch(PyObject *object, PyObject *args)
     if (!runtime || !PyArg_ParseTuple(args, "O!s", &PyList_Type, &list, &host))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_host_watch_peer *peers = PyMem_Calloc((size_t)n + 1, sizeof *peers);
+    fsdpc_host_watch_peer *peers = fsdpc_py_room(n, sizeof *peers);
     if (!peers)
-        return PyErr_NoMemory();
+        return NULL;
     for (Py_ssize_t i = 0; i < n; i++) {
         if (parse_peer(PyList_GET_ITEM(list, i), &peers[i]) < 0) {
             PyMem_Free(peers);
@@ -437,27 +437,15 @@ static PyType_Slot comm_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec comm_spec = {
+PyType_Spec fsdpc_py_comm_spec = {
     .name = "fsdpc._core.Comm",
     .basicsize = sizeof(fsdpc_py_comm),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = comm_slots,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_comm_functions[] = {
     {"listen_for_rank", listen_for_rank, METH_VARARGS,
      "listen_for_rank(address, rank): the socket that a launcher hands to the rank it starts."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_comm_setup(PyObject *module)
-{
-    if (PyModule_AddFunctions(module, functions))
-        return -1;
-    PyObject *type = PyType_FromModuleAndSpec(module, &comm_spec, NULL);
-    if (!type)
-        return -1;
-    int result = PyModule_AddObjectRef(module, "Comm", type);
-    Py_DECREF(type);
-    return result;
-}

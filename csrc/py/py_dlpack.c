@@ -151,7 +151,7 @@ static int lead(fsdpc_device *device, PyObject *stream)
         return -1;
     }
     fsdpc_status status = fsdpc_device_precede(device, (uintptr_t)handle);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 /* Raises unless `wanted`, (type, ordinal), None or NULL, is where the memory is. */
@@ -441,21 +441,14 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
 
-static PyMethodDef methods[] = {
-    {"__dlpack__", (PyCFunction)(void (*)(void))tensor_dlpack, METH_FASTCALL | METH_KEYWORDS,
-     "A DLPack capsule."},
+PyMethodDef fsdpc_py_dlpack_methods[] = {
+    FSDPC_PY_FAST("__dlpack__", tensor_dlpack, METH_KEYWORDS, "A DLPack capsule."),
     {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, "(1, 0): the CPU."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_dlpack_functions[] = {
     {"from_dlpack", from_dlpack, METH_O,
      "The memory of an object with __dlpack__ as a tensor; a copy if strided or read-only."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_dlpack_setup(PyObject *module)
-{
-    fsdpc_py_imports_init(&((fsdpc_py_state *)PyModule_GetState(module))->imports);
-    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
-}

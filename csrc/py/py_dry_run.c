@@ -139,13 +139,11 @@ static PyObject *dry_run(PyObject *module, PyObject *args)
     fsdpc_py_state *state = PyModule_GetState(module);
     if (!fsdpc_py_state_runtime(state))
         return NULL;
-    stand *stands = PyMem_Calloc((size_t)n + 1, sizeof *stands);
-    fsdpc_dtype *dtypes = PyMem_Calloc((size_t)n + 1, sizeof *dtypes);
+    stand *stands = fsdpc_py_room(n, sizeof *stands);
+    fsdpc_dtype *dtypes = fsdpc_py_room(n, sizeof *dtypes);
     PyObject *result = NULL;
-    if (!stands || !dtypes) {
-        PyErr_NoMemory();
+    if (!stands || !dtypes)
         goto free;
-    }
     for (Py_ssize_t i = 0; i < n; i++) {
         stands[i].t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, i));
         if (!stands[i].t || fsdpc_py_dtype_parse(PyList_GET_ITEM(kinds, i), &dtypes[i]) < 0)
@@ -165,7 +163,7 @@ static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
     return PyBool_FromLong(state->runtime.dry);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_dry_run_functions[] = {
     {"dry_run", dry_run, METH_VARARGS,
      "dry_run(params, dtypes, fn): bytes that fn() would hold at once, computing nothing, and "
      "bytes "
@@ -173,8 +171,3 @@ static PyMethodDef functions[] = {
     {"in_dry_run", in_dry_run, METH_NOARGS, "in_dry_run(): whether dry_run's function runs now."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_dry_run_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -89,21 +89,16 @@ static PyObject *plan_unit(PyObject *Py_UNUSED(module), PyObject *args)
         (options.cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options.reduce_dtype) < 0))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_param_spec *specs = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *specs);
-    if (!specs)
-        return PyErr_NoMemory();
-    int result = 0;
+    fsdpc_param_spec *specs = fsdpc_py_room(n, sizeof *specs);
+    int result = specs ? 0 : -1;
     for (Py_ssize_t i = 0; result == 0 && i < n; i++)
         result = read_spec(PyList_GET_ITEM(list, i), &specs[i]);
     fsdpc_unit_plan plan;
-    fsdpc_status status = FSDPC_OK;
     if (result == 0)
-        status = fsdpc_plan_unit(specs, (int)n, ranks, &options, &plan);
+        result = fsdpc_py_check(fsdpc_plan_unit(specs, (int)n, ranks, &options, &plan));
     PyMem_Free(specs);
     if (result < 0)
         return NULL;
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
     return Py_BuildValue("{snsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce",
                          plan.reduce_bytes, "master", plan.master_bytes, "grad", plan.grad_bytes,
                          "partial", plan.partial_bytes, "state", plan.state_bytes, "published",
@@ -135,11 +130,9 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     size_t bytes = 0, granule = 0;
     if (moved && !slot_granule(PyModule_GetState(module), &granule))
         return NULL;
-    fsdpc_slot_want *wants = PyMem_Calloc((size_t)n + 1, sizeof *wants);
-    int *slots = PyMem_Calloc((size_t)n + 1, sizeof *slots);
+    fsdpc_slot_want *wants = fsdpc_py_room(n, sizeof *wants);
+    int *slots = fsdpc_py_room(n, sizeof *slots);
     bool fine = wants && slots;
-    if (!fine)
-        PyErr_NoMemory();
     for (Py_ssize_t i = 0; fine && i < n; i++) {
         Py_ssize_t full, published;
         int alone;
@@ -158,7 +151,7 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     return fine ? PyLong_FromSize_t(bytes) : NULL;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_engine_functions[] = {
     {"plan_unit", plan_unit, METH_VARARGS,
      "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
      "(dtype, shape) takes on a rank."},
@@ -172,15 +165,3 @@ static PyMethodDef functions[] = {
     {"trace_reset", trace_reset, METH_NOARGS, "Empty the trace."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_engine_setup(PyObject *module)
-{
-    if (fsdpc_py_comm_setup(module) < 0 || fsdpc_py_link_setup(module) < 0 ||
-        fsdpc_py_unit_setup(module) < 0 || fsdpc_py_optim_setup(module) < 0 ||
-        fsdpc_py_dry_run_setup(module) < 0 || fsdpc_py_clip_setup(module) < 0 ||
-        fsdpc_py_graph_setup(module) < 0 || fsdpc_py_torch_unit_setup(module) < 0)
-        return -1;
-    if (PyModule_AddIntConstant(module, "pooled_buffers", FSDPC_POOLED_BUFFERS) < 0)
-        return -1;
-    return PyModule_AddFunctions(module, functions);
-}

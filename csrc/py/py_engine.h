@@ -59,15 +59,6 @@ typedef struct fsdpc_py_unit {
     int input_dtype, output_dtype; /* what tensors are cast to; -1: left as they are */
 } fsdpc_py_unit;
 
-int fsdpc_py_engine_setup(PyObject *module);
-int fsdpc_py_comm_setup(PyObject *module);
-int fsdpc_py_link_setup(PyObject *module);
-int fsdpc_py_unit_setup(PyObject *module);
-int fsdpc_py_optim_setup(PyObject *module);
-int fsdpc_py_dry_run_setup(PyObject *module);
-int fsdpc_py_clip_setup(PyObject *module);
-int fsdpc_py_graph_setup(PyObject *module);
-
 /* The open communicator of a Comm object, or NULL with an exception. */
 fsdpc_comm *fsdpc_py_comm_of(PyObject *object);
 /* The Unit behind an object, or NULL with TypeError. */
@@ -92,11 +83,6 @@ PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtyp
 
 /* Lets the parameter's tensor stand on the unit: on nothing before the root is known. */
 fsdpc_status fsdpc_py_unit_bind_param(fsdpc_unit_ref *ref, int param, fsdpc_tensor *t);
-
-/* Its methods and attributes: py_unit_values.c, py_unit_schedule.c, py_call.c. */
-extern PyMethodDef fsdpc_py_unit_value_methods[], fsdpc_py_unit_schedule_methods[];
-extern PyMethodDef fsdpc_py_unit_call_methods[];
-extern PyGetSetDef fsdpc_py_unit_value_getset[], fsdpc_py_unit_schedule_getset[];
 
 /* The shape of a piece and its dimensions: as the parameter, with fewer rows; cut finer than rows,
  * it is (1, ..., n). */

@@ -78,6 +78,17 @@ PyObject *fsdpc_py_none(fsdpc_status status)
     Py_RETURN_NONE;
 }
 
+int fsdpc_py_check(fsdpc_status status)
+{
+    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+}
+
+void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes)
+{
+    void *room = PyMem_Calloc((size_t)n + 1, element_bytes);
+    return room ? room : PyErr_NoMemory();
+}
+
 int fsdpc_py_error_setup(PyObject *module)
 {
     if (add_exception(module, "PeerError", "fsdpc.PeerError",

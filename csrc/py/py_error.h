@@ -14,6 +14,12 @@ PyObject *fsdpc_py_raise(fsdpc_status status);
 /* None, or NULL with the exception of a failure. */
 PyObject *fsdpc_py_none(fsdpc_status status);
 
+/* 0, or -1 with the exception of a failure. */
+int fsdpc_py_check(fsdpc_status status);
+
+/* Zeroed room for n elements and one more, for PyMem_Free; NULL with MemoryError. */
+void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
+
 /* Adds PeerError and MismatchError to the module. */
 int fsdpc_py_error_setup(PyObject *module);
 

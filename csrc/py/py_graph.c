@@ -209,7 +209,7 @@ static PyType_Slot graph_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec graph_spec = {
+PyType_Spec fsdpc_py_graph_spec = {
     .name = "fsdpc._core.StepGraph",
     .basicsize = sizeof(py_graph),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
@@ -223,17 +223,7 @@ static PyObject *is_capturing(PyObject *module, PyObject *Py_UNUSED(unused))
     return PyBool_FromLong(r->ready && r->device->capturing);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_graph_functions[] = {
     {"is_capturing", is_capturing, METH_NOARGS, "Whether a step is being captured."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_graph_setup(PyObject *module)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &graph_spec, NULL);
-    if (!type)
-        return -1;
-    int result = PyModule_AddObjectRef(module, "StepGraph", type);
-    Py_DECREF(type);
-    return result < 0 ? -1 : PyModule_AddFunctions(module, functions);
-}

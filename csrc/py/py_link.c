@@ -191,16 +191,9 @@ static PyType_Slot link_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec link_spec = {
+PyType_Spec fsdpc_py_link_spec = {
     .name = "fsdpc._core.Link",
     .basicsize = sizeof(py_link),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = link_slots,
 };
-
-int fsdpc_py_link_setup(PyObject *module)
-{
-    fsdpc_py_state *state = PyModule_GetState(module);
-    state->link_type = PyType_FromModuleAndSpec(module, &link_spec, NULL);
-    return state->link_type ? PyModule_AddObjectRef(module, "Link", state->link_type) : -1;
-}

@@ -30,10 +30,8 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     view->obj = NULL;
     fsdpc_status status = fsdpc_tensor_check(t);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    if (fsdpc_py_check(status) < 0)
         return -1;
-    }
     if (t->storage->device->remote) {
         PyErr_Format(PyExc_BufferError,
                      "the tensor's memory is on device '%s', out of the host's reach: numpy() "
@@ -54,11 +52,9 @@ int fsdpc_py_tensor_getbuffer(PyObject *object, Py_buffer *view, int flags)
         PyErr_SetString(PyExc_BufferError, "the tensor is row-major");
         return -1;
     }
-    Py_ssize_t *extents = PyMem_Malloc(sizeof *extents * (size_t)(2 * t->ndim + 1));
-    if (!extents) {
-        PyErr_NoMemory();
+    Py_ssize_t *extents = fsdpc_py_room((Py_ssize_t)2 * t->ndim, sizeof *extents);
+    if (!extents)
         return -1;
-    }
     Py_ssize_t *strides = extents + t->ndim;
     Py_ssize_t stride = (Py_ssize_t)fsdpc_dtype_bytes(t->dtype);
     for (int i = t->ndim - 1; i >= 0; i--) {
@@ -458,7 +454,7 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
     return t;
 }
 
-static PyMethodDef methods[] = {
+PyMethodDef fsdpc_py_numpy_methods[] = {
     {"numpy", fsdpc_py_tensor_numpy, METH_NOARGS,
      "The same memory as an array; bfloat16 as ml_dtypes' if importable, else copied as float32."},
     {"bits", tensor_bits, METH_NOARGS,
@@ -469,14 +465,9 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_numpy_functions[] = {
     {"from_numpy", from_numpy, METH_O,
      "The array's memory as a tensor; a copy if it is read-only or not contiguous, or the device a "
      "GPU."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_numpy_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
-}

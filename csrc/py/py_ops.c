@@ -4,8 +4,8 @@
  * It calls one function of csrc/nn (without the GIL if it is worth it) and wraps what comes back.
  * Results are plain Tensors, whatever subclass the inputs are.
  *
- * OPERATIONS is the table: the functions come from it, and with self as the first argument the
- * methods that py_ops.h lists.
+ * OPERATIONS is the table: functions of the module come from all of its rows, and methods, with self
+ * as the first argument, from those that begin with M.
  */
 #include "py/py_ops.h"
 
@@ -33,7 +33,7 @@ PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tens
 
 /* ---- shared with methods ---- */
 
-static PyObject *unary(fsdpc_py_state *state, fsdpc_unary kind, double scalar, fsdpc_tensor *x)
+static PyObject *unary_of(fsdpc_py_state *state, fsdpc_unary kind, double scalar, fsdpc_tensor *x)
 {
     RETURN_OP(state, x->numel, fsdpc_op_unary(r->tape, kind, scalar, x, &y));
 }
@@ -75,34 +75,23 @@ PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim, c
 
 /* ---- elementwise ---- */
 
-#define UNARY(name, kind)                                                                          \
-    static PyObject *op_##name(fsdpc_py_state *state, PyObject *const *a)                          \
-    {                                                                                              \
-        fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);                                                \
-        return x ? unary(state, FSDPC_UNARY_##kind, 0, x) : NULL;                                  \
-    }
-UNARY(neg, NEG)
-UNARY(abs, ABS)
-UNARY(exp, EXP)
-UNARY(log, LOG)
-UNARY(sqrt, SQRT)
-UNARY(tanh, TANH)
-UNARY(sigmoid, SIGMOID)
-UNARY(silu, SILU)
-UNARY(relu, RELU)
-#undef UNARY
+static PyObject *unary(fsdpc_py_state *state, PyObject *const *a, fsdpc_unary kind)
+{
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    return x ? unary_of(state, kind, 0, x) : NULL;
+}
 
-static PyObject *op_gelu(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *gelu(fsdpc_py_state *state, PyObject *const *a)
 {
     bool by_tanh = false;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     const char *const forms[] = {"none", "tanh"};
     if (!x || fsdpc_py_arg_second("gelu: approximate", forms, a[1], &by_tanh) < 0)
         return NULL;
-    return unary(state, by_tanh ? FSDPC_UNARY_GELU_TANH : FSDPC_UNARY_GELU_ERF, 0, x);
+    return unary_of(state, by_tanh ? FSDPC_UNARY_GELU_TANH : FSDPC_UNARY_GELU_ERF, 0, x);
 }
 
-static PyObject *binary(const char *name, fsdpc_binary kind, PyObject *const *a)
+static PyObject *binary(PyObject *const *a, const char *name, fsdpc_binary kind)
 {
     PyObject *result = fsdpc_py_tensor_number(a[0], a[1], kind);
     if (result != Py_NotImplemented)
@@ -112,19 +101,7 @@ static PyObject *binary(const char *name, fsdpc_binary kind, PyObject *const *a)
                         Py_TYPE(a[0])->tp_name, Py_TYPE(a[1])->tp_name);
 }
 
-#define BINARY(name, kind)                                                                         \
-    static PyObject *op_##name(fsdpc_py_state *state, PyObject *const *a)                          \
-    {                                                                                              \
-        (void)state;                                                                               \
-        return binary(#name, FSDPC_BINARY_##kind, a);                                              \
-    }
-BINARY(add, ADD)
-BINARY(sub, SUB)
-BINARY(mul, MUL)
-BINARY(div, DIV)
-#undef BINARY
-
-static PyObject *op_pow(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *power(fsdpc_py_state *state, PyObject *const *a)
 {
     double exponent;
     bool integral;
@@ -134,10 +111,10 @@ static PyObject *op_pow(fsdpc_py_state *state, PyObject *const *a)
     if (!fsdpc_py_number(a[1], &exponent, &integral))
         return PyErr_Format(PyExc_TypeError, "pow: the exponent is a number, not %s",
                             Py_TYPE(a[1])->tp_name);
-    return unary(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
+    return unary_of(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
 }
 
-static PyObject *op_swiglu(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *swiglu(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *gate = fsdpc_py_tensor_of(a[0]), *up = gate ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!up)
@@ -145,7 +122,7 @@ static PyObject *op_swiglu(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, gate->numel, fsdpc_op_swiglu(r->tape, gate, up, &y));
 }
 
-static PyObject *op_dropout(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *dropout(fsdpc_py_state *state, PyObject *const *a)
 {
     double p = 0.5;
     bool training = true;
@@ -155,7 +132,7 @@ static PyObject *op_dropout(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_dropout(r->tape, x, p, training, &y));
 }
 
-static PyObject *op_cast(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *cast(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_dtype dtype;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
@@ -166,7 +143,7 @@ static PyObject *op_cast(fsdpc_py_state *state, PyObject *const *a)
 
 /* ---- products, reductions ---- */
 
-static PyObject *op_matmul(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *matmul(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *left = fsdpc_py_tensor_of(a[0]), *right = left ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!right)
@@ -188,16 +165,6 @@ static PyObject *linear(fsdpc_py_state *state, PyObject *const *a, linear_fn fn)
     RETURN_OP(state, x->numel + w->numel, fn(r->tape, x, w, bias, in_out, &y));
 }
 
-static PyObject *op_linear(fsdpc_py_state *state, PyObject *const *a)
-{
-    return linear(state, a, fsdpc_op_linear);
-}
-
-static PyObject *op_linear_gelu(fsdpc_py_state *state, PyObject *const *a)
-{
-    return linear(state, a, fsdpc_op_linear_gelu);
-}
-
 static PyObject *reduce(fsdpc_py_state *state, PyObject *const *a, bool mean)
 {
     bool keepdim = false, reduced[FSDPC_MAX_DIMS];
@@ -206,16 +173,6 @@ static PyObject *reduce(fsdpc_py_state *state, PyObject *const *a, bool mean)
         fsdpc_py_dims(mean ? "mean" : "sum", a[1], x->ndim, reduced) < 0)
         return NULL;
     RETURN_OP(state, x->numel, fsdpc_op_sum(r->tape, x, reduced, keepdim, mean, &y));
-}
-
-static PyObject *op_sum(fsdpc_py_state *state, PyObject *const *a)
-{
-    return reduce(state, a, false);
-}
-
-static PyObject *op_mean(fsdpc_py_state *state, PyObject *const *a)
-{
-    return reduce(state, a, true);
 }
 
 /* Over any dimension: moved to the end and back. */
@@ -248,19 +205,9 @@ static PyObject *softmax(fsdpc_py_state *state, PyObject *const *a, bool log)
     RETURN_OP(state, x->numel, softmax_over(r->tape, x, dim, log, &y));
 }
 
-static PyObject *op_softmax(fsdpc_py_state *state, PyObject *const *a)
-{
-    return softmax(state, a, false);
-}
-
-static PyObject *op_log_softmax(fsdpc_py_state *state, PyObject *const *a)
-{
-    return softmax(state, a, true);
-}
-
 /* ---- layers ---- */
 
-static PyObject *op_layer_norm(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *layer_norm(fsdpc_py_state *state, PyObject *const *a)
 {
     double eps = 1e-5;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *weight, *bias;
@@ -270,7 +217,7 @@ static PyObject *op_layer_norm(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, true, x, weight, bias, eps, &y));
 }
 
-static PyObject *op_rms_norm(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *rms_norm(fsdpc_py_state *state, PyObject *const *a)
 {
     double eps = 1e-6;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *weight;
@@ -279,7 +226,7 @@ static PyObject *op_rms_norm(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, false, x, weight, NULL, eps, &y));
 }
 
-static PyObject *op_embedding(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *embedding(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *ids = fsdpc_py_tensor_of(a[0]), *weight = ids ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!weight)
@@ -288,7 +235,7 @@ static PyObject *op_embedding(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, ids->numel * dim, fsdpc_op_embedding(r->tape, ids, weight, &y));
 }
 
-static PyObject *op_rotary(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *c = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *s = c ? fsdpc_py_tensor_of(a[2]) : NULL;
@@ -297,7 +244,7 @@ static PyObject *op_rotary(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
 }
 
-static PyObject *op_scaled_dot_product_attention(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *scaled_dot_product_attention(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_attention_options options = {.default_scale = !a[4] || a[4] == Py_None};
     fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -313,7 +260,7 @@ static PyObject *op_scaled_dot_product_attention(fsdpc_py_state *state, PyObject
 
 /* ---- losses ---- */
 
-static PyObject *op_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *cross_entropy(fsdpc_py_state *state, PyObject *const *a)
 {
     int64_t ignore_index = -100;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *targets = x ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -322,7 +269,7 @@ static PyObject *op_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_cross_entropy(r->tape, x, targets, ignore_index, &y));
 }
 
-static PyObject *op_linear_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *linear_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
 {
     int64_t ignore_index = -100, chunk_rows = 0;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -340,7 +287,7 @@ static PyObject *op_linear_cross_entropy(fsdpc_py_state *state, PyObject *const 
 
 /* ---- shapes ---- */
 
-static PyObject *op_reshape(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *reshape(fsdpc_py_state *state, PyObject *const *a)
 {
     int64_t shape[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
@@ -348,7 +295,7 @@ static PyObject *op_reshape(fsdpc_py_state *state, PyObject *const *a)
     return n < 0 ? NULL : fsdpc_py_op_reshape(state, x, n, shape);
 }
 
-static PyObject *op_transpose(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *transpose(fsdpc_py_state *state, PyObject *const *a)
 {
     int dim0 = 0, dim1 = 0;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
@@ -357,7 +304,7 @@ static PyObject *op_transpose(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_transpose(r->tape, x, dim0, dim1, &y));
 }
 
-static PyObject *op_permute(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *permute(fsdpc_py_state *state, PyObject *const *a)
 {
     int64_t dims[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
@@ -365,7 +312,7 @@ static PyObject *op_permute(fsdpc_py_state *state, PyObject *const *a)
     return n < 0 ? NULL : fsdpc_py_op_permute(state, x, n, dims);
 }
 
-static PyObject *op_expand(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *expand(fsdpc_py_state *state, PyObject *const *a)
 {
     int64_t shape[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
@@ -395,10 +342,8 @@ static int collect(fsdpc_runtime *r, PyObject *fast, int dim, bool stack, fsdpc_
         for (int d = 0; d <= x->ndim; d++)
             shape[d] = d == at ? 1 : (int64_t)x->shape[d - (d > at)];
         fsdpc_status status = fsdpc_op_reshape(r->tape, x, x->ndim + 1, shape, &out[i]);
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_check(status) < 0)
             return -1;
-        }
     }
     return 0;
 }
@@ -413,11 +358,9 @@ static PyObject *concat(fsdpc_py_state *state, PyObject *const *a, bool stack)
     if (!fast)
         return NULL;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    fsdpc_tensor **xs = PyMem_Calloc((size_t)n + 1, sizeof *xs), *y = NULL;
+    fsdpc_tensor **xs = fsdpc_py_room(n, sizeof *xs), *y = NULL;
     PyObject *result = NULL;
-    if (!xs) {
-        PyErr_NoMemory();
-    } else if (collect(r, fast, dim, stack, xs) == 0) {
+    if (xs && collect(r, fast, dim, stack, xs) == 0) {
         size_t work = 0;
         for (Py_ssize_t i = 0; i < n; i++)
             work += xs[i]->numel;
@@ -430,16 +373,6 @@ static PyObject *concat(fsdpc_py_state *state, PyObject *const *a, bool stack)
     PyMem_Free(xs);
     Py_DECREF(fast);
     return result;
-}
-
-static PyObject *op_concat(fsdpc_py_state *state, PyObject *const *a)
-{
-    return concat(state, a, false);
-}
-
-static PyObject *op_stack(fsdpc_py_state *state, PyObject *const *a)
-{
-    return concat(state, a, true);
 }
 
 static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, bool *equal_out)
@@ -460,7 +393,7 @@ static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, boo
     return status;
 }
 
-static PyObject *op_array_equal(fsdpc_py_state *Py_UNUSED(state), PyObject *const *a)
+static PyObject *array_equal(PyObject *const *a)
 {
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *y = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!y)
@@ -477,113 +410,103 @@ static PyObject *op_array_equal(fsdpc_py_state *Py_UNUSED(state), PyObject *cons
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
-/* X(name, how many arguments must be given, documentation, arguments).  fsdpc.functional says more.
- */
-#define OPERATIONS(X)                                                                              \
-    X(add, 2, "a, b", "a + b", "a", "b")                                                           \
-    X(sub, 2, "a, b", "a - b", "a", "b")                                                           \
-    X(mul, 2, "a, b", "a * b", "a", "b")                                                           \
-    X(div, 2, "a, b", "a / b", "a", "b")                                                           \
-    X(pow, 2, "x, exponent", "x ** exponent", "x", "exponent")                                     \
-    X(neg, 1, "x", "-x", "x")                                                                      \
-    X(abs, 1, "x", "Absolute values.", "x")                                                        \
-    X(exp, 1, "x", "e ** x", "x")                                                                  \
-    X(log, 1, "x", "Natural logarithms.", "x")                                                     \
-    X(sqrt, 1, "x", "Square roots.", "x")                                                          \
-    X(tanh, 1, "x", "Hyperbolic tangents.", "x")                                                   \
-    X(sigmoid, 1, "x", "1 / (1 + e ** -x)", "x")                                                   \
-    X(silu, 1, "x", "x * sigmoid(x)", "x")                                                         \
-    X(relu, 1, "x", "max(x, 0)", "x")                                                              \
-    X(gelu, 1, "x, approximate='none'",                                                            \
-      "x * the normal distribution up to x, or its approximation by tanh.", "x", "approximate")    \
-    X(swiglu, 2, "gate, up", "silu(gate) * up", "gate", "up")                                      \
-    X(dropout, 1, "x, p=0.5, training=True",                                                       \
-      "Zeros with probability p, the others divided by 1 - p.", "x", "p", "training")              \
-    X(cast, 2, "x, dtype", "In another dtype.", "x", "dtype")                                      \
-    X(matmul, 2, "a, b", "a @ b", "a", "b")                                                        \
-    X(linear, 2, "x, weight, bias=None, layout='oi'", "x @ weight.T + bias", "x", "weight",        \
-      "bias", "layout")                                                                            \
-    X(linear_gelu, 2, "x, weight, bias=None, layout='oi'",                                         \
-      "gelu(linear(x, weight, bias), 'tanh')", "x", "weight", "bias", "layout")                    \
-    X(sum, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", "x", "dim", "keepdim")     \
-    X(mean, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", "x", "dim", "keepdim")    \
-    X(softmax, 1, "x, dim=-1", "Over one dimension.", "x", "dim")                                  \
-    X(log_softmax, 1, "x, dim=-1", "Over one dimension.", "x", "dim")                              \
-    X(layer_norm, 1, "x, weight=None, bias=None, eps=1e-5", "Of the last dimension.", "x",         \
-      "weight", "bias", "eps")                                                                     \
-    X(rms_norm, 1, "x, weight=None, eps=1e-6", "Of the last dimension.", "x", "weight", "eps")     \
-    X(embedding, 2, "ids, weight", "Rows of the weight.", "ids", "weight")                         \
-    X(rotary, 3, "x, cos, sin", "Turned by angles.", "x", "cos", "sin")                            \
-    X(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
-      "softmax(q @ k.T * scale) @ v", "q", "k", "v", "causal", "scale", "layout")                  \
-    X(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
-      "logits", "targets", "ignore_index")                                                         \
-    X(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \
-      "cross_entropy(x @ weight.T, targets), in chunks of rows.", "x", "weight", "targets",        \
-      "ignore_index", "chunk_rows")                                                                \
-    X(reshape, 2, "x, shape", "The same memory.", "x", "shape")                                    \
-    X(transpose, 3, "x, dim0, dim1", "Two dimensions exchanged, a copy.", "x", "dim0", "dim1")     \
-    X(permute, 2, "x, dims", "Dimensions in another order, a copy.", "x", "dims")                  \
-    X(expand, 2, "x, shape", "Broadcast, a copy.", "x", "shape")                                   \
-    X(concat, 1, "tensors, dim=0", "Along a dimension.", "tensors", "dim")                         \
-    X(stack, 1, "tensors, dim=0", "Along a new dimension.", "tensors", "dim")                      \
-    X(array_equal, 2, "a, b", "Same dtype, shape and bytes.", "a", "b")
+/* F or M(name, how many arguments must be given, signature, documentation, call, arguments); a call
+ * takes the module's `state` and the arguments `a`.  fsdpc.functional says more. */
+#define OPERATIONS(F, M)                                                                           \
+    F(add, 2, "a, b", "a + b", binary(a, "add", FSDPC_BINARY_ADD), "a", "b")                       \
+    F(sub, 2, "a, b", "a - b", binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                       \
+    F(mul, 2, "a, b", "a * b", binary(a, "mul", FSDPC_BINARY_MUL), "a", "b")                       \
+    F(div, 2, "a, b", "a / b", binary(a, "div", FSDPC_BINARY_DIV), "a", "b")                       \
+    M(pow, 2, "x, exponent", "x ** exponent", power(state, a), "x", "exponent")                    \
+    M(neg, 1, "x", "-x", unary(state, a, FSDPC_UNARY_NEG), "x")                                    \
+    M(abs, 1, "x", "Absolute values.", unary(state, a, FSDPC_UNARY_ABS), "x")                      \
+    M(exp, 1, "x", "e ** x", unary(state, a, FSDPC_UNARY_EXP), "x")                                \
+    M(log, 1, "x", "Natural logarithms.", unary(state, a, FSDPC_UNARY_LOG), "x")                   \
+    M(sqrt, 1, "x", "Square roots.", unary(state, a, FSDPC_UNARY_SQRT), "x")                       \
+    M(tanh, 1, "x", "Hyperbolic tangents.", unary(state, a, FSDPC_UNARY_TANH), "x")                \
+    M(sigmoid, 1, "x", "1 / (1 + e ** -x)", unary(state, a, FSDPC_UNARY_SIGMOID), "x")             \
+    F(silu, 1, "x", "x * sigmoid(x)", unary(state, a, FSDPC_UNARY_SILU), "x")                      \
+    M(relu, 1, "x", "max(x, 0)", unary(state, a, FSDPC_UNARY_RELU), "x")                           \
+    F(gelu, 1, "x, approximate='none'",                                                            \
+      "x * the normal distribution up to x, or its approximation by tanh.", gelu(state, a), "x",   \
+      "approximate")                                                                               \
+    F(swiglu, 2, "gate, up", "silu(gate) * up", swiglu(state, a), "gate", "up")                    \
+    F(dropout, 1, "x, p=0.5, training=True",                                                       \
+      "Zeros with probability p, the others divided by 1 - p.", dropout(state, a), "x", "p",       \
+      "training")                                                                                  \
+    F(cast, 2, "x, dtype", "In another dtype.", cast(state, a), "x", "dtype")                      \
+    M(matmul, 2, "a, b", "a @ b", matmul(state, a), "a", "b")                                      \
+    F(linear, 2, "x, weight, bias=None, layout='oi'", "x @ weight.T + bias",                       \
+      linear(state, a, fsdpc_op_linear), "x", "weight", "bias", "layout")                          \
+    F(linear_gelu, 2, "x, weight, bias=None, layout='oi'",                                         \
+      "gelu(linear(x, weight, bias), 'tanh')", linear(state, a, fsdpc_op_linear_gelu), "x",        \
+      "weight", "bias", "layout")                                                                  \
+    M(sum, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", reduce(state, a, false),   \
+      "x", "dim", "keepdim")                                                                       \
+    M(mean, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", reduce(state, a, true),   \
+      "x", "dim", "keepdim")                                                                       \
+    M(softmax, 1, "x, dim=-1", "Over one dimension.", softmax(state, a, false), "x", "dim")        \
+    M(log_softmax, 1, "x, dim=-1", "Over one dimension.", softmax(state, a, true), "x", "dim")     \
+    F(layer_norm, 1, "x, weight=None, bias=None, eps=1e-5", "Of the last dimension.",              \
+      layer_norm(state, a), "x", "weight", "bias", "eps")                                          \
+    F(rms_norm, 1, "x, weight=None, eps=1e-6", "Of the last dimension.", rms_norm(state, a), "x",  \
+      "weight", "eps")                                                                             \
+    F(embedding, 2, "ids, weight", "Rows of the weight.", embedding(state, a), "ids", "weight")    \
+    F(rotary, 3, "x, cos, sin", "Turned by angles.", rotary(state, a), "x", "cos", "sin")          \
+    F(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
+      "softmax(q @ k.T * scale) @ v", scaled_dot_product_attention(state, a), "q", "k", "v",       \
+      "causal", "scale", "layout")                                                                 \
+    F(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
+      cross_entropy(state, a), "logits", "targets", "ignore_index")                                \
+    F(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \
+      "cross_entropy(x @ weight.T, targets), in chunks of rows.", linear_cross_entropy(state, a),  \
+      "x", "weight", "targets", "ignore_index", "chunk_rows")                                      \
+    F(reshape, 2, "x, shape", "The same memory.", reshape(state, a), "x", "shape")                 \
+    M(transpose, 3, "x, dim0, dim1", "Two dimensions exchanged, a copy.", transpose(state, a),     \
+      "x", "dim0", "dim1")                                                                         \
+    F(permute, 2, "x, dims", "Dimensions in another order, a copy.", permute(state, a), "x",       \
+      "dims")                                                                                      \
+    F(expand, 2, "x, shape", "Broadcast, a copy.", expand(state, a), "x", "shape")                 \
+    F(concat, 1, "tensors, dim=0", "Along a dimension.", concat(state, a, false), "tensors",       \
+      "dim")                                                                                       \
+    F(stack, 1, "tensors, dim=0", "Along a new dimension.", concat(state, a, true), "tensors",     \
+      "dim")                                                                                       \
+    F(array_equal, 2, "a, b", "Same dtype, shape and bytes.", array_equal(a), "a", "b")
 
-#define X(op, required, signature, doc, ...)                                                       \
+#define FUNCTION(op, required, signature, doc, call, ...)                                          \
     static const char *const names_##op[] = {__VA_ARGS__};                                         \
-    enum { COUNT_##op = sizeof names_##op / sizeof *names_##op, REQUIRED_##op = required };        \
+    enum { COUNT_##op = sizeof names_##op / sizeof *names_##op };                                  \
     static PyObject *function_##op(FSDPC_PY_FASTCALL(module))                                      \
     {                                                                                              \
+        fsdpc_py_state *state = PyModule_GetState(module);                                         \
         PyObject *a[COUNT_##op];                                                                   \
         if (fsdpc_py_args(#op, COUNT_##op, names_##op, required, args, nargs, keywords, a) < 0)    \
             return NULL;                                                                           \
-        return op_##op(PyModule_GetState(module), a);                                              \
+        (void)state;                                                                               \
+        return call;                                                                               \
     }
-OPERATIONS(X)
-#undef X
-
-/* Operations that are methods of Tensor too. */
-#define METHODS(X)                                                                                 \
-    X(sum)                                                                                         \
-    X(mean)                                                                                        \
-    X(softmax)                                                                                     \
-    X(log_softmax)                                                                                 \
-    X(matmul)                                                                                      \
-    X(pow)                                                                                         \
-    X(transpose)                                                                                   \
-    X(exp)                                                                                         \
-    X(log)                                                                                         \
-    X(sqrt)                                                                                        \
-    X(tanh)                                                                                        \
-    X(sigmoid)                                                                                     \
-    X(relu)                                                                                        \
-    X(abs)                                                                                         \
-    X(neg)
-#define X(op)                                                                                      \
+#define METHOD(op, required, signature, doc, call, ...)                                            \
+    FUNCTION(op, required, signature, doc, call, __VA_ARGS__)                                      \
     static PyObject *method_##op(FSDPC_PY_FASTCALL(self))                                          \
     {                                                                                              \
+        fsdpc_py_state *state = fsdpc_py_self(self)->state;                                        \
         PyObject *a[COUNT_##op] = {self};                                                          \
-        if (fsdpc_py_args(#op, COUNT_##op - 1, names_##op + 1, REQUIRED_##op - 1, args, nargs,     \
+        if (fsdpc_py_args(#op, COUNT_##op - 1, names_##op + 1, (required)-1, args, nargs,          \
                           keywords, a + 1) < 0)                                                    \
             return NULL;                                                                           \
-        return op_##op(fsdpc_py_self(self)->state, a);                                             \
+        return call;                                                                               \
     }
-METHODS(X)
-#undef X
+OPERATIONS(FUNCTION, METHOD)
+#undef FUNCTION
+#undef METHOD
 
-#define X(op, required, signature, doc, ...)                                                       \
-    {#op, (PyCFunction)(void (*)(void))function_##op, METH_FASTCALL | METH_KEYWORDS,               \
-     #op "($module, " signature ")\n--\n\n" doc},
-static PyMethodDef functions[] = {OPERATIONS(X){NULL, NULL, 0, NULL}};
-#undef X
+#define FUNCTION(op, required, signature, doc, ...)                                                \
+    FSDPC_PY_FAST(#op, function_##op, METH_KEYWORDS, #op "($module, " signature ")\n--\n\n" doc),
+PyMethodDef fsdpc_py_ops_functions[] = {OPERATIONS(FUNCTION, FUNCTION){NULL, NULL, 0, NULL}};
+#undef FUNCTION
 
-#define X(op)                                                                                      \
-    {#op, (PyCFunction)(void (*)(void))method_##op, METH_FASTCALL | METH_KEYWORDS,                 \
-     "As the function."},
-static PyMethodDef methods[] = {METHODS(X){NULL, NULL, 0, NULL}};
-#undef X
-
-int fsdpc_py_ops_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods) < 0 ? -1 : PyModule_AddFunctions(module, functions);
-}
+#define NOTHING(...)
+#define METHOD(op, ...) FSDPC_PY_FAST(#op, method_##op, METH_KEYWORDS, "As the function."),
+PyMethodDef fsdpc_py_ops_methods[] = {OPERATIONS(NOTHING, METHOD){NULL, NULL, 0, NULL}};
+#undef NOTHING
+#undef METHOD

@@ -4,9 +4,6 @@
 
 #include "py/py_state.h"
 
-int fsdpc_py_ops_setup(PyObject *module);  /* py_ops.c */
-int fsdpc_py_tape_setup(PyObject *module); /* py_ops_tape.c */
-
 /* ---- arguments: py_ops_args.c ---- */
 
 /* Sorts positional and keyword arguments of a fastcall into out[n]; names beyond `required` stay
@@ -24,6 +21,12 @@ int fsdpc_py_args(const char *function, int n, const char *const *names, int req
     if (fsdpc_py_args(function, (int)(sizeof names / sizeof *names), names, required, args, nargs, \
                       keywords, a) < 0)                                                            \
     return NULL
+
+/* A line of a table of methods or functions: a fastcall, `flags` is METH_KEYWORDS or 0. */
+#define FSDPC_PY_FAST(name, function, flags, doc)                                                  \
+    {                                                                                              \
+        name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | (flags), doc                \
+    }
 
 /* These leave *inout alone for NULL. */
 int fsdpc_py_arg_bool(PyObject *object, bool *inout);

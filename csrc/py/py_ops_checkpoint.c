@@ -213,10 +213,8 @@ static int detach_outputs(PyObject *result, fsdpc_tensor **out)
         if (!t)
             continue;
         fsdpc_status status = fsdpc_tensor_detach(t, &out[n]);
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_check(status) < 0)
             return -1;
-        }
         n++;
     }
     if (n == 0) {
@@ -248,11 +246,11 @@ static PyObject *join(checkpoint *c, PyObject *result)
 {
     fsdpc_py_state *state = c->state;
     int n_in = count_arguments(c), n_out = (int)result_size(result);
-    fsdpc_tensor **inputs = PyMem_Calloc((size_t)(n_in + n_out) + 1, sizeof *inputs);
+    fsdpc_tensor **inputs = fsdpc_py_room((Py_ssize_t)n_in + n_out, sizeof *inputs);
     PyObject *joined = NULL;
     if (!inputs) {
         checkpoint_release(c);
-        return PyErr_NoMemory();
+        return NULL;
     }
     fsdpc_tensor **fresh = inputs + n_in;
     n_in = tensor_arguments(c, inputs);

@@ -122,17 +122,13 @@ static int tensors_of(PyObject *sequence, fsdpc_tensor ***out, PyObject **fast_o
     if (!fast)
         return -1;
     Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    fsdpc_tensor **list = PyMem_Calloc((size_t)n + 1, sizeof *list);
-    for (Py_ssize_t i = 0; list && i < n; i++) {
-        if (fsdpc_py_arg_tensor(PySequence_Fast_GET_ITEM(fast, i), &list[i]) < 0) {
-            PyMem_Free(list);
-            Py_DECREF(fast);
-            return -1;
-        }
-    }
-    if (!list) {
+    fsdpc_tensor **list = fsdpc_py_room(n, sizeof *list);
+    bool fine = list;
+    for (Py_ssize_t i = 0; fine && i < n; i++)
+        fine = fsdpc_py_arg_tensor(PySequence_Fast_GET_ITEM(fast, i), &list[i]) == 0;
+    if (!fine) {
+        PyMem_Free(list);
         Py_DECREF(fast);
-        PyErr_NoMemory();
         return -1;
     }
     *out = list;
@@ -165,7 +161,7 @@ static PyObject *backward(FSDPC_PY_FASTCALL(module))
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, FSDPC_PY_INLINE_WORK, status,
                  fsdpc_tape_backward_many(runtime->tape, n, roots, grads, retain));
-    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    result = fsdpc_py_none(status);
 release:
     PyMem_Free(roots);
     PyMem_Free(grads);
@@ -270,12 +266,11 @@ static PyObject *op_custom(FSDPC_PY_FASTCALL(module))
             goto release;
         }
     }
-    custom *c = PyMem_Malloc(sizeof *c);
-    fsdpc_tensor **fresh = PyMem_Calloc((size_t)n_out + 1, sizeof *fresh);
+    custom *c = fsdpc_py_room(0, sizeof *c);
+    fsdpc_tensor **fresh = fsdpc_py_room(n_out, sizeof *fresh);
     if (!c || !fresh) {
         PyMem_Free(c);
         PyMem_Free(fresh);
-        PyErr_NoMemory();
         goto release;
     }
     *c = (custom){state, Py_NewRef(a[2])};
@@ -299,26 +294,22 @@ release:
     return result;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_tape_functions[] = {
     {"set_grad_enabled", set_grad_enabled, METH_O, "Record or not; returns what it was."},
     {"is_grad_enabled", is_grad_enabled, METH_NOARGS, "Whether operations are recorded."},
     {"in_backward", in_backward, METH_NOARGS, "Whether a backward is running."},
     {"manual_seed", manual_seed, METH_O, "Seed of dropout and initialisation; streams from 0."},
     {"initial_seed", initial_seed, METH_NOARGS, "What manual_seed() set, 0 at first."},
     {"next_stream", next_stream, METH_NOARGS, "Takes the next random stream."},
-    {"boundary", (PyCFunction)(void (*)(void))boundary, METH_FASTCALL | METH_KEYWORDS,
-     "boundary(x, callback): x; backward calls callback() when its gradient is complete."},
-    {"backward", (PyCFunction)(void (*)(void))backward, METH_FASTCALL | METH_KEYWORDS,
-     "backward(tensors, gradients=None, retain_graph=False)"},
-    {"custom", (PyCFunction)(void (*)(void))op_custom, METH_FASTCALL | METH_KEYWORDS,
-     "custom(inputs, outputs, backward): join outputs to inputs on the tape."},
+    FSDPC_PY_FAST(
+        "boundary", boundary, METH_KEYWORDS,
+        "boundary(x, callback): x; backward calls callback() when its gradient is complete."),
+    FSDPC_PY_FAST("backward", backward, METH_KEYWORDS,
+                  "backward(tensors, gradients=None, retain_graph=False)"),
+    FSDPC_PY_FAST("custom", op_custom, METH_KEYWORDS,
+                  "custom(inputs, outputs, backward): join outputs to inputs on the tape."),
     {"checkpoint", (PyCFunction)(void (*)(void))fsdpc_py_op_checkpoint,
      METH_VARARGS | METH_KEYWORDS,
      "checkpoint(fn, *args, **kwargs): recompute fn in backward instead of keeping activations."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_tape_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -368,18 +368,9 @@ static PyType_Slot optimizer_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec optimizer_spec = {
+PyType_Spec fsdpc_py_optimizer_spec = {
     .name = "fsdpc._core.Optimizer",
     .basicsize = sizeof(py_optimizer),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = optimizer_slots,
 };
-
-int fsdpc_py_optim_setup(PyObject *module)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &optimizer_spec, NULL);
-    if (!type)
-        return -1;
-    ((fsdpc_py_state *)PyModule_GetState(module))->optimizer_type = type;
-    return PyModule_AddObjectRef(module, "Optimizer", type);
-}

@@ -73,9 +73,7 @@ static PyObject *set_device(PyObject *module, PyObject *path)
         return NULL;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = choose_device(&state->runtime, text));
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status);
-    Py_RETURN_NONE;
+    return fsdpc_py_none(status);
 }
 
 /* Does not make the runtime. */
@@ -85,7 +83,7 @@ static PyObject *device_name(PyObject *module, PyObject *Py_UNUSED(unused))
     return PyUnicode_FromString(r->plugin ? r->plugin->name : "cpu");
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_plugin_functions[] = {
     {"plugin_config", plugin_config, METH_O,
      "Open the plugin at a path; what it was built with and found, and how many devices it has."},
     {"plugin_library", plugin_library, METH_VARARGS,
@@ -95,8 +93,3 @@ static PyMethodDef functions[] = {
     {"device_name", device_name, METH_NOARGS, "'cpu', or the name of the plugin that was taken."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_plugin_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

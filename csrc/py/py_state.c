@@ -278,7 +278,7 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
     return values;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_state_functions[] = {
     {"num_threads", num_threads, METH_NOARGS, "Threads of this rank's kernels."},
     {"set_num_threads", set_num_threads, METH_O,
      "Set the threads of this rank's kernels; results do not depend on it."},
@@ -297,25 +297,12 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int set_descriptor(PyObject *type, const char *name, PyObject *descriptor)
+PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape)
 {
-    int result = descriptor ? PyObject_SetAttrString(type, name, descriptor) : -1;
-    Py_XDECREF(descriptor);
-    return result;
-}
-
-int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset)
-{
-    PyTypeObject *of = (PyTypeObject *)type;
-    for (PyMethodDef *m = methods; m->ml_name; m++) {
-        if (set_descriptor(type, m->ml_name, PyDescr_NewMethod(of, m)) < 0)
-            return -1;
-    }
-    for (PyGetSetDef *g = getset; g && g->name; g++) {
-        if (set_descriptor(type, g->name, PyDescr_NewGetSet(of, g)) < 0)
-            return -1;
-    }
-    return 0;
+    PyObject *tuple = PyTuple_New(ndim);
+    for (int d = 0; tuple && d < ndim; d++)
+        fsdpc_py_put(&tuple, d, PyLong_FromSize_t(shape[d]));
+    return tuple;
 }
 
 void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item)
@@ -326,9 +313,4 @@ void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item)
         PyTuple_SET_ITEM(*sequence_io, i, item);
     else
         PyList_SET_ITEM(*sequence_io, i, item);
-}
-
-int fsdpc_py_state_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
 }

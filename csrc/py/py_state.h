@@ -19,6 +19,84 @@
 #include "nn/ops.h"
 #include "py/py_import.h"
 
+/* ---- what the module consists of; module.c joins it ---- */
+
+/* X(name): state->name_type is made from fsdpc_py_name_spec. */
+#define FSDPC_PY_TYPES(X)                                                                          \
+    X(dtype)                                                                                       \
+    X(tensor)                                                                                      \
+    X(handle)                                                                                      \
+    X(comm)                                                                                        \
+    X(link)                                                                                        \
+    X(unit)                                                                                        \
+    X(optimizer)                                                                                   \
+    X(save)                                                                                        \
+    X(graph)                                                                                       \
+    X(torch_unit)
+
+/* X(type, part): methods of a type that another file than the type's own has, each where its
+ * subject is, fsdpc_py_part_methods. */
+#define FSDPC_PY_METHODS(X)                                                                        \
+    X(tensor, hook)                                                                                \
+    X(tensor, shape)                                                                               \
+    X(tensor, value)                                                                               \
+    X(tensor, number)                                                                              \
+    X(tensor, write)                                                                               \
+    X(tensor, dlpack)                                                                              \
+    X(tensor, numpy)                                                                               \
+    X(tensor, ops)                                                                                 \
+    X(unit, unit_call)                                                                             \
+    X(unit, unit_value)                                                                            \
+    X(unit, unit_schedule)                                                                         \
+    X(torch_unit, torch_call)                                                                      \
+    X(torch_unit, torch_follow)                                                                    \
+    X(torch_unit, torch_grads)                                                                     \
+    X(torch_unit, torch_product)                                                                   \
+    X(torch_unit, torch_show)
+
+/* The same of attributes. */
+#define FSDPC_PY_GETSETS(X)                                                                        \
+    X(unit, unit_value)                                                                            \
+    X(unit, unit_schedule)                                                                         \
+    X(torch_unit, torch_call)
+
+/* X(part): functions of the module, fsdpc_py_part_functions. */
+#define FSDPC_PY_FUNCTIONS(X)                                                                      \
+    X(state)                                                                                       \
+    X(dtype)                                                                                       \
+    X(make)                                                                                        \
+    X(dlpack)                                                                                      \
+    X(numpy)                                                                                       \
+    X(ops)                                                                                         \
+    X(tape)                                                                                        \
+    X(plugin)                                                                                      \
+    X(stream)                                                                                      \
+    X(engine)                                                                                      \
+    X(comm)                                                                                        \
+    X(unit)                                                                                        \
+    X(dry_run)                                                                                     \
+    X(clip)                                                                                        \
+    X(graph)                                                                                       \
+    X(torch_memory)                                                                                \
+    X(torch_product)                                                                               \
+    X(ckpt)                                                                                        \
+    X(ckpt_state)
+
+#define X(name) extern PyType_Spec fsdpc_py_##name##_spec;
+FSDPC_PY_TYPES(X)
+#undef X
+#define X(type, part) extern PyMethodDef fsdpc_py_##part##_methods[];
+FSDPC_PY_METHODS(X)
+#undef X
+#define X(type, part) extern PyGetSetDef fsdpc_py_##part##_getset[];
+FSDPC_PY_GETSETS(X)
+#undef X
+#define X(part) extern PyMethodDef fsdpc_py_##part##_functions[];
+FSDPC_PY_FUNCTIONS(X)
+#undef X
+
+int fsdpc_py_dtype_setup(PyObject *module); /* adds the objects of the type */
+
 struct fsdpc_plugin; /* plugin/plugin.h */
 
 typedef struct fsdpc_runtime {
@@ -42,8 +120,9 @@ typedef struct fsdpc_py_state {
     fsdpc_runtime runtime;
     fsdpc_py_imports imports;
     PyObject *dtypes[FSDPC_DTYPE_COUNT];
-    PyObject *dtype_type, *tensor_type, *handle_type;
-    PyObject *comm_type, *link_type, *unit_type, *optimizer_type; /* the engine's */
+#define X(name) PyObject *name##_type;
+    FSDPC_PY_TYPES(X)
+#undef X
 } fsdpc_py_state;
 
 typedef struct fsdpc_py_tensor {
@@ -98,15 +177,11 @@ fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
 
-/* Adds methods, and attributes (NULL: none), to a type that is made; 0, or -1 with an exception. */
-int fsdpc_py_type_add(PyObject *type, PyMethodDef *methods, PyGetSetDef *getset);
+/* A tuple of extents. */
+PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);
 
 /* Puts an item, which it takes over, into a new list or tuple; drops that if the item is NULL. */
 void fsdpc_py_put(PyObject **sequence_io, Py_ssize_t i, PyObject *item);
-
-int fsdpc_py_state_setup(PyObject *module);
-int fsdpc_py_plugin_setup(PyObject *module);
-int fsdpc_py_stream_setup(PyObject *module);
 
 /* A statement that may wait: other threads run Python meanwhile. */
 #define FSDPC_PY_WITHOUT_GIL(...)                                                                  \

@@ -35,7 +35,7 @@ static PyObject *synchronize(PyObject *module, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_stream_functions[] = {
     {"adopt_stream", adopt_stream, METH_O,
      "adopt_stream(handle): the stream with this raw handle becomes the main stream."},
     {"stream_handle", stream_handle, METH_NOARGS, "The raw handle of the main stream."},
@@ -44,8 +44,3 @@ static PyMethodDef functions[] = {
      "Wait for what the main stream holds; the first error of it is raised."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_stream_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -89,6 +89,15 @@ PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t)
     return fsdpc_py_tensor_new(PyModule_GetState(module), t);
 }
 
+int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype)
+{
+    if (!requires_grad || fsdpc_dtype_is_float(dtype))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "a tensor of %s cannot require grad: use a float dtype",
+                 fsdpc_dtype_name(dtype));
+    return -1;
+}
+
 /* Tensor(data, dtype=None, requires_grad=False) */
 static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -115,9 +124,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         if (!t)
             return NULL;
     }
-    if (requires_grad && !fsdpc_dtype_is_float(t->dtype)) {
-        PyErr_Format(PyExc_TypeError, "a tensor of %s cannot require grad: use a float dtype",
-                     fsdpc_dtype_name(t->dtype));
+    if (fsdpc_py_check_requires_grad(requires_grad, t->dtype) < 0) {
         fsdpc_tensor_release(t);
         return NULL;
     }
@@ -132,11 +139,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 GETTER(get_shape)
 {
-    const fsdpc_tensor *t = TENSOR;
-    PyObject *shape = PyTuple_New(t->ndim);
-    for (int i = 0; shape && i < t->ndim; i++)
-        fsdpc_py_put(&shape, i, PyLong_FromSize_t(t->shape[i]));
-    return shape;
+    return fsdpc_py_shape_tuple(TENSOR->ndim, TENSOR->shape);
 }
 
 GETTER(get_dtype)
@@ -180,11 +183,8 @@ static int set_requires_grad(PyObject *object, PyObject *value, void *Py_UNUSED(
                         "by an operation: use detach()");
         return -1;
     }
-    if (truth && !fsdpc_dtype_is_float(t->dtype)) {
-        PyErr_Format(PyExc_TypeError, "a tensor of %s cannot require grad: use a float dtype",
-                     fsdpc_dtype_name(t->dtype));
+    if (fsdpc_py_check_requires_grad(truth, t->dtype) < 0)
         return -1;
-    }
     t->requires_grad = truth;
     return 0;
 }
@@ -390,27 +390,9 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {
+PyType_Spec fsdpc_py_tensor_spec = {
     .name = "fsdpc._core.Tensor",
     .basicsize = sizeof(fsdpc_py_tensor),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
-
-int fsdpc_py_tensor_add(PyObject *module, PyMethodDef *methods)
-{
-    return fsdpc_py_type_add(((fsdpc_py_state *)PyModule_GetState(module))->tensor_type, methods,
-                             NULL);
-}
-
-int fsdpc_py_tensor_setup(PyObject *module)
-{
-    fsdpc_py_state *state = PyModule_GetState(module);
-    state->tensor_type = PyType_FromModuleAndSpec(module, &spec, NULL);
-    if (!state->tensor_type)
-        return -1;
-    /* NumPy's operators leave expressions with tensors to the tensor. */
-    if (PyObject_SetAttrString(state->tensor_type, "__array_ufunc__", Py_None) < 0)
-        return -1;
-    return PyModule_AddObjectRef(module, "Tensor", state->tensor_type);
-}

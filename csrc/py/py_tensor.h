@@ -1,22 +1,11 @@
-/* The Tensor type's files among themselves, and the setup functions of everything around it. */
+/* The Tensor type's files among themselves. */
 #ifndef FSDPC_PY_PY_TENSOR_H
 #define FSDPC_PY_PY_TENSOR_H
 
 #include "py/py_state.h"
 
-int fsdpc_py_dtype_setup(PyObject *module);  /* py_tensor_dtype.c */
-int fsdpc_py_hook_setup(PyObject *module);   /* py_tensor_hook.c */
-int fsdpc_py_tensor_setup(PyObject *module); /* py_tensor.c */
-int fsdpc_py_shape_setup(PyObject *module);  /* py_tensor_shape.c */
-int fsdpc_py_value_setup(PyObject *module);  /* py_tensor_value.c */
-int fsdpc_py_number_setup(PyObject *module); /* py_tensor_number.c */
-int fsdpc_py_write_setup(PyObject *module);  /* py_tensor_write.c */
-int fsdpc_py_make_setup(PyObject *module);   /* py_tensor_make.c */
-int fsdpc_py_dlpack_setup(PyObject *module); /* py_dlpack.c */
-int fsdpc_py_numpy_setup(PyObject *module);  /* py_numpy.c */
-
-/* Adds methods to the type: each file adds those that it implements. */
-int fsdpc_py_tensor_add(PyObject *module, PyMethodDef *methods);
+/* 0, or -1 with TypeError: only tensors of floats can require grad. */
+int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype);
 
 /* Slots of the type that stand in other files. */
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind);

@@ -69,7 +69,7 @@ static PyType_Slot dtype_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec dtype_spec = {
+PyType_Spec fsdpc_py_dtype_spec = {
     .name = "fsdpc._core.dtype",
     .basicsize = sizeof(fsdpc_py_dtype),
     .flags = Py_TPFLAGS_DEFAULT
@@ -107,10 +107,7 @@ static int parse_name(PyObject *name, fsdpc_dtype *out)
     if (alias(text, out))
         return 0;
     fsdpc_status status = fsdpc_dtype_parse(text, out);
-    if (status == FSDPC_OK)
-        return 0;
-    fsdpc_py_raise(status);
-    return -1;
+    return fsdpc_py_check(status);
 }
 
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out)
@@ -151,7 +148,7 @@ static PyObject *as_dtype(PyObject *module, PyObject *object)
     return Py_NewRef(state->dtypes[dtype]);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_dtype_functions[] = {
     {"as_dtype", as_dtype, METH_O, "The dtype object of a name, a NumPy dtype or a Python type."},
     {NULL, NULL, 0, NULL},
 };
@@ -159,9 +156,6 @@ static PyMethodDef functions[] = {
 int fsdpc_py_dtype_setup(PyObject *module)
 {
     fsdpc_py_state *state = PyModule_GetState(module);
-    state->dtype_type = PyType_FromModuleAndSpec(module, &dtype_spec, NULL);
-    if (!state->dtype_type || PyModule_AddObjectRef(module, "dtype", state->dtype_type) < 0)
-        return -1;
     PyTypeObject *type = (PyTypeObject *)state->dtype_type;
     for (int i = 0; i < FSDPC_DTYPE_COUNT; i++) {
         PyObject *object = type->tp_alloc(type, 0);
@@ -173,5 +167,5 @@ int fsdpc_py_dtype_setup(PyObject *module)
         if (PyModule_AddObjectRef(module, name, object) < 0)
             return -1;
     }
-    return PyModule_AddFunctions(module, functions);
+    return 0;
 }

@@ -93,7 +93,7 @@ static PyType_Slot handle_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec handle_spec = {
+PyType_Spec fsdpc_py_handle_spec = {
     .name = "fsdpc._core.RemovableHandle",
     .basicsize = sizeof(fsdpc_py_handle),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
@@ -128,17 +128,8 @@ static PyObject *register_hook(PyObject *object, PyObject *callable)
     return (PyObject *)handle;
 }
 
-static PyMethodDef methods[] = {
+PyMethodDef fsdpc_py_hook_methods[] = {
     {"register_hook", register_hook, METH_O,
      "register_hook(fn): fn(gradient) runs in backward and may return a replacement."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_hook_setup(PyObject *module)
-{
-    fsdpc_py_state *state = PyModule_GetState(module);
-    state->handle_type = PyType_FromModuleAndSpec(module, &handle_spec, NULL);
-    if (!state->handle_type || fsdpc_py_tensor_add(module, methods) < 0)
-        return -1;
-    return PyModule_AddObjectRef(module, "RemovableHandle", state->handle_type);
-}

@@ -19,15 +19,6 @@ typedef struct request {
     PyObject *seed;
 } request;
 
-static int check_requires_grad(const request *r)
-{
-    if (!r->requires_grad || fsdpc_dtype_is_float(r->dtype))
-        return 0;
-    PyErr_Format(PyExc_TypeError, "a tensor of %s cannot require grad: use a float dtype",
-                 fsdpc_dtype_name(r->dtype));
-    return -1;
-}
-
 static int parse_options(request *r, PyObject *dtype, PyObject *requires_grad)
 {
     r->dtype = FSDPC_F32;
@@ -35,7 +26,7 @@ static int parse_options(request *r, PyObject *dtype, PyObject *requires_grad)
     if (fsdpc_py_dtype_optional(dtype, &r->dtype) < 0 ||
         fsdpc_py_arg_bool(requires_grad, &r->requires_grad) < 0)
         return -1;
-    return check_requires_grad(r);
+    return fsdpc_py_check_requires_grad(r->requires_grad, r->dtype);
 }
 
 static int request_begin(request *r, PyObject *module)
@@ -301,8 +292,7 @@ static PyObject *make_tensor(FSDPC_PY_FASTCALL(module))
     fsdpc_tensor *t = fsdpc_py_tensor_from_data(r.state, a[0], given ? (int)r.dtype : -1);
     if (!t)
         return NULL;
-    r.dtype = t->dtype;
-    if (check_requires_grad(&r) < 0) {
+    if (fsdpc_py_check_requires_grad(r.requires_grad, t->dtype) < 0) {
         fsdpc_tensor_release(t);
         return NULL;
     }
@@ -310,26 +300,24 @@ static PyObject *make_tensor(FSDPC_PY_FASTCALL(module))
     return fsdpc_py_tensor_new(r.state, t);
 }
 
-#define FAST(name, function, doc)                                                                  \
-    {                                                                                              \
-        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, doc            \
-    }
-
-static PyMethodDef functions[] = {
-    FAST("tensor", make_tensor, "tensor(data, dtype=None, requires_grad=False): a copy."),
-    FAST("zeros", make_zeros, "zeros(*shape, dtype=None, requires_grad=False)"),
-    FAST("ones", make_ones, "ones(*shape, dtype=None, requires_grad=False)"),
-    FAST("empty", make_empty, "empty(*shape, dtype=None, requires_grad=False)"),
-    FAST("full", make_full, "full(shape, value, dtype=None, requires_grad=False)"),
-    FAST("arange", make_arange, "arange(start, stop=None, step=1, dtype=None)"),
-    FAST("randn", make_randn, "randn(*shape, dtype=None, seed=None, requires_grad=False)"),
-    FAST("empty_deferred", make_empty_deferred,
-         "empty_deferred(shape, dtype=None, requires_grad=False): no memory yet."),
-    FAST("init_", make_init, "init_(tensor, kind, a, b, seed, stream, first=0)"),
+PyMethodDef fsdpc_py_make_functions[] = {
+    FSDPC_PY_FAST("tensor", make_tensor, METH_KEYWORDS,
+                  "tensor(data, dtype=None, requires_grad=False): a copy."),
+    FSDPC_PY_FAST("zeros", make_zeros, METH_KEYWORDS,
+                  "zeros(*shape, dtype=None, requires_grad=False)"),
+    FSDPC_PY_FAST("ones", make_ones, METH_KEYWORDS,
+                  "ones(*shape, dtype=None, requires_grad=False)"),
+    FSDPC_PY_FAST("empty", make_empty, METH_KEYWORDS,
+                  "empty(*shape, dtype=None, requires_grad=False)"),
+    FSDPC_PY_FAST("full", make_full, METH_KEYWORDS,
+                  "full(shape, value, dtype=None, requires_grad=False)"),
+    FSDPC_PY_FAST("arange", make_arange, METH_KEYWORDS,
+                  "arange(start, stop=None, step=1, dtype=None)"),
+    FSDPC_PY_FAST("randn", make_randn, METH_KEYWORDS,
+                  "randn(*shape, dtype=None, seed=None, requires_grad=False)"),
+    FSDPC_PY_FAST("empty_deferred", make_empty_deferred, METH_KEYWORDS,
+                  "empty_deferred(shape, dtype=None, requires_grad=False): no memory yet."),
+    FSDPC_PY_FAST("init_", make_init, METH_KEYWORDS,
+                  "init_(tensor, kind, a, b, seed, stream, first=0)"),
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_make_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -120,12 +120,7 @@ PyObject *fsdpc_py_tensor_repr(PyObject *object)
     return text;
 }
 
-static PyMethodDef methods[] = {
+PyMethodDef fsdpc_py_number_methods[] = {
     {"__format__", tensor_format, METH_O, "Of one without dimensions: its number's."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_number_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods);
-}

@@ -53,7 +53,7 @@ static int dim_of(const char *function, PyObject *value, int ndim, int *inout)
     if (fsdpc_py_arg_int(value, inout) < 0)
         return -1;
     fsdpc_status status = fsdpc_op_dim(function, *inout, ndim, inout);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 static PyObject *method_flatten(FSDPC_PY_FASTCALL(object))
@@ -105,27 +105,18 @@ static PyObject *method_contiguous(PyObject *object, PyObject *Py_UNUSED(unused)
     return Py_NewRef(object);
 }
 
-#define FAST(name, function, flags, doc)                                                           \
-    {                                                                                              \
-        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | flags, doc                    \
-    }
-
-static PyMethodDef methods[] = {
-    FAST("size", method_size, 0, "The shape, or one extent of it."),
+PyMethodDef fsdpc_py_shape_methods[] = {
+    FSDPC_PY_FAST("size", method_size, 0, "The shape, or one extent of it."),
     {"dim", method_dim, METH_NOARGS, "Number of dimensions."},
     {"numel", method_numel, METH_NOARGS, "Number of elements."},
     {"contiguous", method_contiguous, METH_NOARGS, "Itself: tensors are always dense."},
-    FAST("reshape", method_reshape, 0, "Another shape over the same memory; -1 is what is left."),
-    FAST("view", method_reshape, 0, "reshape()"),
-    FAST("flatten", method_flatten, METH_KEYWORDS, "flatten(start_dim=0, end_dim=-1)"),
+    FSDPC_PY_FAST("reshape", method_reshape, 0,
+                  "Another shape over the same memory; -1 is what is left."),
+    FSDPC_PY_FAST("view", method_reshape, 0, "reshape()"),
+    FSDPC_PY_FAST("flatten", method_flatten, METH_KEYWORDS, "flatten(start_dim=0, end_dim=-1)"),
     {"unsqueeze", method_unsqueeze, METH_O, "A new dimension of one."},
     {"squeeze", method_squeeze, METH_O, "Without that dimension, if it is one."},
-    FAST("permute", method_permute, 0, "Dimensions in another order; copies."),
-    FAST("expand", method_expand, 0, "Broadcast to a shape; copies."),
+    FSDPC_PY_FAST("permute", method_permute, 0, "Dimensions in another order; copies."),
+    FSDPC_PY_FAST("expand", method_expand, 0, "Broadcast to a shape; copies."),
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_shape_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods);
-}

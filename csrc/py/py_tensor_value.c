@@ -158,18 +158,13 @@ static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
     return fsdpc_py_result(STATE(object), status, y);
 }
 
-#define FAST(name, function, flags, doc)                                                           \
-    {                                                                                              \
-        name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | flags, doc                    \
-    }
-
-static PyMethodDef methods[] = {
+PyMethodDef fsdpc_py_value_methods[] = {
     {"item", method_item, METH_NOARGS, "The one element, as a Python number."},
     {"tolist", method_tolist, METH_NOARGS, "The elements as nested lists."},
-    FAST("backward", method_backward, METH_KEYWORDS,
-         "backward(gradient=None, retain_graph=False): gradients of all leaves."),
+    FSDPC_PY_FAST("backward", method_backward, METH_KEYWORDS,
+                  "backward(gradient=None, retain_graph=False): gradients of all leaves."),
     {"detach", method_detach, METH_NOARGS, "The same memory, off the tape."},
-    FAST("requires_grad_", method_requires_grad, METH_KEYWORDS, "Sets requires_grad."),
+    FSDPC_PY_FAST("requires_grad_", method_requires_grad, METH_KEYWORDS, "Sets requires_grad."),
     {"to", method_to, METH_O, "to(dtype): cast; itself if it has that dtype."},
     {"float", method_float, METH_NOARGS, "to(float32)"},
     {"bfloat16", method_bfloat16, METH_NOARGS, "to(bfloat16)"},
@@ -179,8 +174,3 @@ static PyMethodDef methods[] = {
     {"__deepcopy__", method_deepcopy, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_value_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods);
-}

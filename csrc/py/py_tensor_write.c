@@ -22,10 +22,7 @@ int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what)
         return -1;
     }
     fsdpc_status status = fsdpc_tensor_check_write(t);
-    if (status == FSDPC_OK)
-        return 0;
-    fsdpc_py_raise(status);
-    return -1;
+    return fsdpc_py_check(status);
 }
 
 /* The value as a tensor, new reference. */
@@ -77,10 +74,7 @@ int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const siz
     fsdpc_status status;
     FSDPC_PY_RUN(runtime, numel, status, runtime->device->nn->copy(&args, runtime->compute));
     fsdpc_tensor_release(src);
-    if (status == FSDPC_OK)
-        return 0;
-    fsdpc_py_raise(status);
-    return -1;
+    return fsdpc_py_check(status);
 }
 
 static PyObject *tensor_copy(PyObject *object, PyObject *source)
@@ -155,7 +149,7 @@ static PyObject *tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused
     return status == FSDPC_OK ? Py_NewRef(object) : fsdpc_py_raise(status);
 }
 
-static PyMethodDef methods[] = {
+PyMethodDef fsdpc_py_write_methods[] = {
     {"copy_", tensor_copy, METH_O, "Takes the values of a tensor, array or number, broadcast."},
     {"fill_", tensor_fill, METH_O, "Sets every element to a number."},
     {"zero_", tensor_zero, METH_NOARGS, "Sets every element to 0."},
@@ -163,8 +157,3 @@ static PyMethodDef methods[] = {
     {"materialize_", tensor_materialize, METH_NOARGS, "Gives a deferred tensor memory."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_write_setup(PyObject *module)
-{
-    return fsdpc_py_tensor_add(module, methods);
-}

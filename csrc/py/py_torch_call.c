@@ -20,7 +20,7 @@ int fsdpc_torch_join(const fsdpc_py_torch_unit *self)
     if (PyErr_Occurred())
         return -1;
     fsdpc_status status = fsdpc_device_adopt(fsdpc_unit_device(fsdpc_torch_unit(self)), raw);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 static fsdpc_root *root_of(const fsdpc_py_torch_unit *self)
@@ -74,8 +74,8 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
         return -1;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_call_begin_backward(unit, generation));
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status), -1;
+    if (fsdpc_py_check(status) < 0)
+        return -1;
     return fsdpc_torch_show(self, true);
 }
 
@@ -253,7 +253,7 @@ static int set_generation(PyObject *object, PyObject *value, void *Py_UNUSED(unu
     return 0;
 }
 
-PyGetSetDef fsdpc_torch_call_getset[] = {
+PyGetSetDef fsdpc_py_torch_call_getset[] = {
     {"in_backward", get_in_backward, NULL, "Whether the root's backward runs.", NULL},
     {"depth", get_depth, NULL, "Forwards of the root that are running.", NULL},
     {"generation", get_generation, set_generation,
@@ -262,7 +262,7 @@ PyGetSetDef fsdpc_torch_call_getset[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-PyMethodDef fsdpc_torch_call_methods[] = {
+PyMethodDef fsdpc_py_torch_call_methods[] = {
     {"enter", (PyCFunction)(void (*)(void))torch_unit_enter, METH_FASTCALL,
      "enter(grad, in_task): a module's forward begins."},
     {"leave", torch_unit_leave, METH_NOARGS, "leave(): it has ended."},

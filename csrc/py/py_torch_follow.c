@@ -96,7 +96,7 @@ static PyObject *follow_root_method(PyObject *object, PyObject *Py_UNUSED(unused
     return fsdpc_torch_follow_root(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyMethodDef fsdpc_torch_follow_methods[] = {
+PyMethodDef fsdpc_py_torch_follow_methods[] = {
     {"follow", (PyCFunction)(void (*)(void))follow_method, METH_FASTCALL,
      "follow(i=all): take over what `.data` of pieces was replaced by."},
     {"follow_root", follow_root_method, METH_NOARGS,

@@ -180,7 +180,7 @@ static int take_param(fsdpc_py_torch_unit *self, int i, bool live)
     if (has < 0)
         return -1;
     fsdpc_status status = fsdpc_unit_take_grad(fsdpc_torch_unit(self), i, has == 1);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
@@ -196,8 +196,8 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
         return 0;
     }
     fsdpc_status status = fsdpc_unit_take_begin(unit);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status), -1;
+    if (fsdpc_py_check(status) < 0)
+        return -1;
     for (int i = 0; i < self->n_params; i++) {
         if (take_param(self, i, was_live) < 0)
             return -1;
@@ -232,8 +232,8 @@ int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self)
     int waiting = 0;
     bool any;
     fsdpc_status status = fsdpc_unit_give_begin(unit, &any);
-    if (status != FSDPC_OK)
-        return fsdpc_py_raise(status), -1;
+    if (fsdpc_py_check(status) < 0)
+        return -1;
     for (int i = 0; any && i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         if (!fsdpc_unit_give_grad(unit, i))
@@ -288,7 +288,7 @@ static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused
     return fsdpc_py_none(status);
 }
 
-PyMethodDef fsdpc_torch_grads_methods[] = {
+PyMethodDef fsdpc_py_torch_grads_methods[] = {
     {"settle", settle_method, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
     {"take_grads", (PyCFunction)(void (*)(void))take_grads_method, METH_FASTCALL,
      "take_grads(i=all): learn what became of the pieces' gradients."},

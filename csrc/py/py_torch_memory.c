@@ -50,15 +50,10 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     return list;
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_torch_memory_functions[] = {
     {"unit_places", unit_places, METH_O,
      "unit_places(unit): (group, full_offset, first, numel, shard_offset) of each parameter."},
     {"unit_memory", unit_memory, METH_VARARGS,
      "unit_memory(unit, kind): master, grad or full of each flat group."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_torch_memory_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -103,21 +103,16 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
     Py_RETURN_TRUE;
 }
 
-PyMethodDef fsdpc_torch_product_methods[] = {
+PyMethodDef fsdpc_py_torch_product_methods[] = {
     {"add_product", add_product_method, METH_VARARGS,
      "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
      "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_torch_product_functions[] = {
     {"product", run, METH_VARARGS,
      "product(out, a, b, bias, m, n, k, trans_a, trans_b, dtype): out (m x n) = A' B' + bias, of "
      "dense memory at these addresses; no bias is 0."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_torch_product_setup(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -67,9 +67,9 @@ static int take_guards(fsdpc_py_torch_unit *self, PyObject *modules)
 {
     if (!PyList_Check(modules) || self->guards)
         return PyErr_SetString(PyExc_TypeError, "guard takes a list, once"), -1;
-    self->guards = PyMem_Calloc((size_t)PyList_GET_SIZE(modules) + 1, sizeof *self->guards);
+    self->guards = fsdpc_py_room(PyList_GET_SIZE(modules), sizeof *self->guards);
     if (!self->guards)
-        return PyErr_NoMemory(), -1;
+        return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); i++) {
         fsdpc_torch_guard *guard = &self->guards[i];
         if (!PyArg_ParseTuple(PyList_GET_ITEM(modules, i), "O!O", &PyDict_Type, &guard->dict,
@@ -177,7 +177,7 @@ static PyObject *pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-PyMethodDef fsdpc_torch_show_methods[] = {
+PyMethodDef fsdpc_py_torch_show_methods[] = {
     {"guard", guard_method, METH_O, "guard([(dict, refuse)]): modules that read its parameters."},
     {"lift", lift_method, METH_O, "lift(begin): guarded modules may be called, or no longer."},
     {"pin", pin_method, METH_NOARGS, "pin(): Unit.unshard was called."},

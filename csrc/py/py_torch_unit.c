@@ -64,19 +64,16 @@ static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kw
     self->unit = inner;
     self->adopt = Py_NewRef(adopt);
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
-    self->params = PyMem_Calloc(n ? (size_t)n : 1, sizeof *self->params);
-    self->slots = PyMem_Calloc((size_t)PyList_GET_SIZE(slots) + 1, sizeof *self->slots);
-    if (!self->params || !self->slots) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
+    self->params = fsdpc_py_room(n, sizeof *self->params);
+    self->slots = fsdpc_py_room(PyList_GET_SIZE(slots), sizeof *self->slots);
+    if (self->params && self->slots) {
+        self->n_params = n;
+        self->n_slots = (int)PyList_GET_SIZE(slots);
+        if (init_names(&self->names) && fill(self, slots, pieces, grads) == 0)
+            return (PyObject *)self;
     }
-    self->n_params = n;
-    self->n_slots = (int)PyList_GET_SIZE(slots);
-    if (!init_names(&self->names) || fill(self, slots, pieces, grads) < 0) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
 }
 
 /* bind(fulls, bases, set_version, at_end, mates) */
@@ -183,7 +180,7 @@ static void torch_unit_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyMethodDef torch_unit_methods[] = {
+static PyMethodDef methods[] = {
     {"bind", torch_unit_bind, METH_VARARGS,
      "bind(fulls, bases, set_version, at_end, mates): the root is made, of these doors."},
     {NULL, NULL, 0, NULL},
@@ -194,33 +191,15 @@ static PyType_Slot torch_unit_slots[] = {
     {Py_tp_dealloc, torch_unit_dealloc},
     {Py_tp_traverse, torch_unit_traverse},
     {Py_tp_clear, torch_unit_clear},
-    {Py_tp_methods, torch_unit_methods},
+    {Py_tp_methods, methods},
     {Py_tp_doc,
      "TorchUnit(unit, slots, pieces, grads, adopt, streams): a unit for foreign tensors."},
     {0, NULL},
 };
 
-static PyType_Spec torch_unit_spec = {
+PyType_Spec fsdpc_py_torch_unit_spec = {
     .name = "fsdpc._core.TorchUnit",
     .basicsize = sizeof(fsdpc_py_torch_unit),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = torch_unit_slots,
 };
-
-int fsdpc_py_torch_unit_setup(PyObject *module)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, &torch_unit_spec, NULL);
-    if (!type)
-        return -1;
-    int result = PyModule_AddObjectRef(module, "TorchUnit", type);
-    PyMethodDef *const methods[] = {fsdpc_torch_follow_methods, fsdpc_torch_grads_methods,
-                                    fsdpc_torch_product_methods, fsdpc_torch_show_methods};
-    if (result == 0)
-        result = fsdpc_py_type_add(type, fsdpc_torch_call_methods, fsdpc_torch_call_getset);
-    for (size_t i = 0; result == 0 && i < sizeof methods / sizeof *methods; i++)
-        result = fsdpc_py_type_add(type, methods[i], NULL);
-    Py_DECREF(type);
-    if (result < 0 || fsdpc_py_torch_memory_setup(module) < 0)
-        return -1;
-    return fsdpc_py_torch_product_setup(module);
-}

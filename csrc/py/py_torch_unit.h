@@ -131,14 +131,4 @@ PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
 /* The TorchUnit goes: the hook, which a graph may keep, no longer knows it. */
 void fsdpc_torch_hook_part(PyObject *callable);
 
-/* Its methods, each where its subject is. */
-extern PyMethodDef fsdpc_torch_call_methods[], fsdpc_torch_follow_methods[];
-extern PyMethodDef fsdpc_torch_grads_methods[], fsdpc_torch_product_methods[];
-extern PyMethodDef fsdpc_torch_show_methods[];
-extern PyGetSetDef fsdpc_torch_call_getset[];
-
-int fsdpc_py_torch_unit_setup(PyObject *module);
-int fsdpc_py_torch_product_setup(PyObject *module);
-int fsdpc_py_torch_memory_setup(PyObject *module);
-
 #endif

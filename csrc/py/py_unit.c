@@ -206,37 +206,27 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     if (parse_optional_dtype(param_dtype, &options.cast_params, &options.param_dtype) < 0 ||
         parse_optional_dtype(reduce_dtype, &options.cast_reduce, &options.reduce_dtype) < 0)
         return -1;
-    fsdpc_param_spec *specs = PyMem_Calloc(n > 0 ? (size_t)n : 1, sizeof *specs);
-    if (!specs) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    int result = read_specs(names, whole, self, specs);
-    fsdpc_status status = FSDPC_OK;
+    fsdpc_param_spec *specs = fsdpc_py_room(n, sizeof *specs);
+    int result = specs ? read_specs(names, whole, self, specs) : -1;
     if (result == 0)
-        status = make_ref(self, specs, (int)n, &options);
+        result = fsdpc_py_check(make_ref(self, specs, (int)n, &options));
     PyMem_Free(specs);
     if (result < 0)
         return -1;
-    if (status == FSDPC_OK) {
-        for (int i = 0; i < 2; i++) {
-            self->ref->comms[i] = Py_XNewRef(comms[i]);
-            if (comms[i])
-                ((fsdpc_py_comm *)comms[i])->users++;
-        }
-        status = take_values(self);
+    for (int i = 0; i < 2; i++) {
+        self->ref->comms[i] = Py_XNewRef(comms[i]);
+        if (comms[i])
+            ((fsdpc_py_comm *)comms[i])->users++;
     }
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(take_values(self));
 }
 
 static int take_params(fsdpc_py_unit *self, PyObject *params)
 {
     Py_ssize_t n = PyList_GET_SIZE(params);
-    self->params = PyMem_Calloc((size_t)n + 1, sizeof(fsdpc_tensor *));
-    if (!self->params) {
-        PyErr_NoMemory();
+    self->params = fsdpc_py_room(n, sizeof(fsdpc_tensor *));
+    if (!self->params)
         return -1;
-    }
     for (; self->n_params < n; self->n_params++) {
         fsdpc_tensor *t = fsdpc_py_tensor_of(PyList_GET_ITEM(params, self->n_params));
         if (!t)
@@ -409,29 +399,15 @@ static PyType_Slot unit_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec unit_spec = {
+PyType_Spec fsdpc_py_unit_spec = {
     .name = "fsdpc._core.Unit",
     .basicsize = sizeof(fsdpc_py_unit),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = unit_slots,
 };
 
-static PyMethodDef functions[] = {
+PyMethodDef fsdpc_py_unit_functions[] = {
     {"make_root", make_root, METH_VARARGS,
      "make_root(units, encloses): join units, outermost first; collective."},
     {NULL, NULL, 0, NULL},
 };
-
-int fsdpc_py_unit_setup(PyObject *module)
-{
-    fsdpc_py_state *state = PyModule_GetState(module);
-    state->unit_type = PyType_FromModuleAndSpec(module, &unit_spec, NULL);
-    if (!state->unit_type || PyModule_AddObjectRef(module, "Unit", state->unit_type) < 0 ||
-        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_call_methods, NULL) < 0 ||
-        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_value_methods,
-                          fsdpc_py_unit_value_getset) < 0 ||
-        fsdpc_py_type_add(state->unit_type, fsdpc_py_unit_schedule_methods,
-                          fsdpc_py_unit_schedule_getset) < 0)
-        return -1;
-    return PyModule_AddFunctions(module, functions);
-}

@@ -90,7 +90,7 @@ static int truth(PyObject *value)
 static int configure(PyObject *object, const fsdpc_unit_settings *settings)
 {
     fsdpc_status status = fsdpc_unit_configure(unit_of(object), settings);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 static int set_flag(PyObject *object, PyObject *value, void *offset)
@@ -168,9 +168,9 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "pO!", &backward, &PyList_Type, &list))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
-    fsdpc_unit **ahead = PyMem_Calloc((size_t)n + 1, sizeof *ahead);
+    fsdpc_unit **ahead = fsdpc_py_room(n, sizeof *ahead);
     if (!ahead)
-        return PyErr_NoMemory();
+        return NULL;
     for (Py_ssize_t i = 0; i < n; i++) {
         const fsdpc_py_unit *other =
             fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(object)), PyList_GET_ITEM(list, i));
@@ -203,7 +203,7 @@ static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
     if (!name)
         return -1;
     fsdpc_status status = fsdpc_unit_rename(unit_of(object), name);
-    return status == FSDPC_OK ? 0 : (fsdpc_py_raise(status), -1);
+    return fsdpc_py_check(status);
 }
 
 /* The dtype that a policy gave, known by what a group became; mixed groups keep their own. */

@@ -210,12 +210,9 @@ static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
     PyObject *list = PyList_New(layout->n_params);
     for (int i = 0; list && i < layout->n_params; i++) {
         const fsdpc_place *place = &layout->params[i];
-        PyObject *item = NULL, *shape = PyTuple_New(place->ndim);
-        for (int d = 0; shape && d < place->ndim; d++)
-            PyTuple_SET_ITEM(shape, d, PyLong_FromSize_t(place->shape[d]));
-        if (shape && !PyErr_Occurred())
-            item = Py_BuildValue("(sON)", place->name, state->dtypes[place->dtype], shape);
-        fsdpc_py_put(&list, i, item);
+        fsdpc_py_put(&list, i,
+                     Py_BuildValue("(sON)", place->name, state->dtypes[place->dtype],
+                                   fsdpc_py_shape_tuple(place->ndim, place->shape)));
     }
     return list;
 }
