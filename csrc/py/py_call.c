@@ -112,19 +112,10 @@ static PyObject *visit(walk *w, PyObject *object);
 
 static PyObject *visit_sequence(walk *w, PyObject *object)
 {
-    bool is_tuple = PyTuple_CheckExact(object);
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    PyObject *copy = is_tuple ? PyTuple_New(n) : PyList_New(n);
-    for (Py_ssize_t i = 0; copy && i < n; i++) {
-        PyObject *item = visit(w, PySequence_Fast_GET_ITEM(object, i));
-        if (!item) {
-            Py_CLEAR(copy);
-        } else if (is_tuple) {
-            PyTuple_SET_ITEM(copy, i, item);
-        } else {
-            PyList_SET_ITEM(copy, i, item);
-        }
-    }
+    PyObject *copy = PyTuple_CheckExact(object) ? PyTuple_New(n) : PyList_New(n);
+    for (Py_ssize_t i = 0; copy && i < n; i++)
+        fsdpc_py_put(&copy, i, visit(w, PySequence_Fast_GET_ITEM(object, i)));
     return copy;
 }
 

@@ -171,11 +171,6 @@ static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
             Py_CLEAR(metadata);
         Py_XDECREF(value);
     }
-    if (!tensors || !metadata) {
-        Py_XDECREF(tensors);
-        Py_XDECREF(metadata);
-        return NULL;
-    }
     return Py_BuildValue("NNKk", tensors, metadata, (unsigned long long)header->data_begin,
                          (unsigned long)crc);
 }

@@ -118,20 +118,13 @@ static PyObject *unit_norms(const fsdpc_unit *unit, const fsdpc_norm *norms, dou
 static PyObject *norms_result(const gradients *g, const fsdpc_norm *norms, double p)
 {
     PyObject *sharded = PyList_New(g->n_units), *plain = PyList_New((Py_ssize_t)g->n_plain);
-    bool ok = sharded && plain;
-    for (int i = 0; ok && i < g->n_units; i++) {
-        PyObject *list = unit_norms(g->units[i], norms, p);
+    for (int i = 0; sharded && i < g->n_units; i++) {
+        fsdpc_py_put(&sharded, i, unit_norms(g->units[i], norms, p));
         norms += fsdpc_unit_layout(g->units[i])->n_params;
-        ok = list && PyList_SetItem(sharded, i, list) == 0;
     }
-    for (size_t i = 0; ok && i < g->n_plain; i++) {
-        PyObject *value = PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p));
-        ok = value && PyList_SetItem(plain, (Py_ssize_t)i, value) == 0;
-    }
-    PyObject *result = ok ? PyTuple_Pack(2, sharded, plain) : NULL;
-    Py_XDECREF(sharded);
-    Py_XDECREF(plain);
-    return result;
+    for (size_t i = 0; plain && i < g->n_plain; i++)
+        fsdpc_py_put(&plain, (Py_ssize_t)i, PyFloat_FromDouble(fsdpc_norm_value(&norms[i], p)));
+    return Py_BuildValue("(NN)", sharded, plain);
 }
 
 /* Those of all parameters of the units, then of the tensors, in host memory. */

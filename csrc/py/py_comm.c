@@ -238,10 +238,18 @@ static void comm_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyObject *run_op(fsdpc_comm *comm, const fsdpc_coll *op)
+/* Runs an operation over a tensor's elements (NULL: none), in place unless it has a `recv`. */
+static PyObject *run_op(fsdpc_comm *comm, fsdpc_coll op, const fsdpc_tensor *t)
 {
+    op.unit = -1;
+    if (t) {
+        op.dtype = t->dtype;
+        op.send = t->data;
+        op.recv = op.recv ? op.recv : t->data;
+        op.numel = t->numel;
+    }
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_comm_run(comm, op));
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_comm_run(comm, &op));
     return fsdpc_py_none(status);
 }
 
@@ -266,18 +274,9 @@ static PyObject *comm_all_reduce(PyObject *object, PyObject *args)
     fsdpc_red red;
     if (!comm || !PyArg_ParseTuple(args, "O|s", &value, &name) || parse_red(name, &red) < 0)
         return NULL;
-    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
-    if (!t)
-        return NULL;
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
-                     .unit = -1,
-                     .what = "all_reduce",
-                     .dtype = t->dtype,
-                     .op = red,
-                     .send = t->data,
-                     .recv = t->data,
-                     .numel = t->numel};
-    return run_op(comm, &op);
+    const fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    const fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE, .what = "all_reduce", .op = red};
+    return t ? run_op(comm, op, t) : NULL;
 }
 
 static PyObject *comm_broadcast(PyObject *object, PyObject *args)
@@ -287,18 +286,9 @@ static PyObject *comm_broadcast(PyObject *object, PyObject *args)
     int root = 0;
     if (!comm || !PyArg_ParseTuple(args, "O|i", &value, &root))
         return NULL;
-    fsdpc_tensor *t = fsdpc_py_tensor_of(value);
-    if (!t)
-        return NULL;
-    fsdpc_coll op = {.kind = FSDPC_COLL_BROADCAST,
-                     .unit = -1,
-                     .what = "broadcast",
-                     .dtype = t->dtype,
-                     .send = t->data,
-                     .recv = t->data,
-                     .numel = t->numel,
-                     .root = root};
-    return run_op(comm, &op);
+    const fsdpc_tensor *t = fsdpc_py_tensor_of(value);
+    const fsdpc_coll op = {.kind = FSDPC_COLL_BROADCAST, .what = "broadcast", .root = root};
+    return t ? run_op(comm, op, t) : NULL;
 }
 
 static PyObject *comm_all_gather(PyObject *object, PyObject *value)
@@ -318,14 +308,8 @@ static PyObject *comm_all_gather(PyObject *object, PyObject *value)
     fsdpc_status status = fsdpc_tensor_create(runtime->device, t->dtype, t->ndim + 1, shape, &all);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER,
-                     .unit = -1,
-                     .what = "all_gather",
-                     .dtype = t->dtype,
-                     .send = t->data,
-                     .recv = all->data,
-                     .numel = t->numel};
-    PyObject *done = run_op(comm, &op);
+    const fsdpc_coll op = {.kind = FSDPC_COLL_ALL_GATHER, .what = "all_gather", .recv = all->data};
+    PyObject *done = run_op(comm, op, t);
     if (!done) {
         fsdpc_tensor_release(all);
         return NULL;
@@ -337,10 +321,8 @@ static PyObject *comm_all_gather(PyObject *object, PyObject *value)
 static PyObject *comm_barrier(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    if (!comm)
-        return NULL;
-    fsdpc_coll op = {.kind = FSDPC_COLL_BARRIER, .unit = -1, .what = "barrier"};
-    return run_op(comm, &op);
+    const fsdpc_coll op = {.kind = FSDPC_COLL_BARRIER, .what = "barrier"};
+    return comm ? run_op(comm, op, NULL) : NULL;
 }
 
 static PyObject *comm_split(PyObject *object, PyObject *args)

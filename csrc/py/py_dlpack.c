@@ -171,13 +171,9 @@ static int check_wanted(const fsdpc_device *device, PyObject *wanted)
     return -1;
 }
 
-static PyObject *tensor_dlpack(PyObject *object, PyObject *const *args, Py_ssize_t nargs,
-                               PyObject *keywords)
+static PyObject *tensor_dlpack(FSDPC_PY_FASTCALL(object))
 {
-    static const char *const names[] = {"stream", "max_version", "dl_device", "copy"};
-    PyObject *a[4];
-    if (fsdpc_py_args("__dlpack__", 4, names, 0, args, nargs, keywords, a) < 0)
-        return NULL;
+    FSDPC_PY_PARSE("__dlpack__", 0, "stream", "max_version", "dl_device", "copy");
     const fsdpc_tensor *t = fsdpc_py_self(object)->tensor;
     fsdpc_status status = fsdpc_tensor_check(t);
     if (status != FSDPC_OK)
@@ -400,12 +396,12 @@ static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
     if (device->remote && check_source(device, source) < 0)
         return NULL;
     PyObject *method = PyObject_GetAttrString(source, "__dlpack__");
-    PyObject *none = PyTuple_New(0);
-    PyObject *stream = device->remote ? PyLong_FromUnsignedLongLong(stream_of(device)) : NULL;
-    PyObject *options = stream ? Py_BuildValue("{s:O}", "stream", stream) : PyDict_New();
-    PyObject *version = Py_BuildValue("(ii)", 1, 0), *capsule = NULL;
-    bool fine = method && none && options && version && (stream || !device->remote) &&
-                PyDict_SetItemString(options, "max_version", version) == 0;
+    PyObject *none = PyTuple_New(0), *capsule = NULL;
+    PyObject *options = device->remote
+                            ? Py_BuildValue("{s:(ii),s:K}", "max_version", 1, 0, "stream",
+                                            (unsigned long long)stream_of(device))
+                            : Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
+    bool fine = method && none && options;
     if (fine)
         capsule = PyObject_Call(method, none, options);
     if (fine && !capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -413,8 +409,6 @@ static PyObject *ask_capsule(const fsdpc_device *device, PyObject *source)
         if (PyDict_DelItemString(options, "max_version") == 0)
             capsule = PyObject_Call(method, none, options);
     }
-    Py_XDECREF(stream);
-    Py_XDECREF(version);
     Py_XDECREF(method);
     Py_XDECREF(none);
     Py_XDECREF(options);

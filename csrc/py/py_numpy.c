@@ -133,11 +133,24 @@ static PyObject *array_as(PyObject *object, const char *type)
     return array;
 }
 
+PyObject *fsdpc_py_tensor_plain(PyObject *object)
+{
+    const fsdpc_py_tensor *self = fsdpc_py_self(object);
+    fsdpc_tensor *leaf;
+    if (self->tensor->dtype != FSDPC_BF16)
+        return Py_NewRef(object);
+    fsdpc_status status = fsdpc_tensor_detach(self->tensor, &leaf);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    PyObject *wide = fsdpc_py_op_cast(self->state, leaf, FSDPC_F32);
+    fsdpc_tensor_release(leaf);
+    return wide;
+}
+
 /* A copy, which says so by being read-only. */
 static PyObject *wide_copy(PyObject *object)
 {
-    fsdpc_py_tensor *self = fsdpc_py_self(object);
-    PyObject *wide = fsdpc_py_op_cast(self->state, self->tensor, FSDPC_F32);
+    PyObject *wide = fsdpc_py_tensor_plain(object);
     PyObject *array = wide ? array_as(wide, "f") : NULL;
     PyObject *done = array ? PyObject_CallMethod(array, "setflags", "O", Py_False) : NULL;
     Py_XDECREF(wide);
@@ -202,8 +215,7 @@ static PyObject *tensor_reduce(PyObject *object, PyObject *Py_UNUSED(unused))
     if (t->node)
         return PyErr_Format(PyExc_RuntimeError,
                             "only leaves can be pickled: detach() this tensor first");
-    PyObject *plain =
-        t->dtype == FSDPC_BF16 ? PyObject_CallMethod(object, "float", NULL) : Py_NewRef(object);
+    PyObject *plain = fsdpc_py_tensor_plain(object);
     PyObject *array = plain ? fsdpc_py_tensor_numpy(plain, NULL) : NULL;
     PyObject *module = array ? PyImport_ImportModule("fsdpc._core") : NULL;
     PyObject *make = module ? PyObject_GetAttrString(module, "tensor") : NULL;
@@ -324,14 +336,20 @@ static bool clear_missing(void)
     return PyErr_Occurred() != NULL;
 }
 
+static PyObject *dtype_attribute(PyObject *array, const char *name)
+{
+    PyObject *dtype = PyObject_GetAttrString(array, "dtype");
+    PyObject *value = dtype ? PyObject_GetAttrString(dtype, name) : NULL;
+    Py_XDECREF(dtype);
+    return value;
+}
+
 /* -1 with an exception. */
 static int is_bfloat16(PyObject *array)
 {
-    PyObject *dtype = PyObject_GetAttrString(array, "dtype");
-    PyObject *name = dtype ? PyObject_GetAttrString(dtype, "name") : NULL;
+    PyObject *name = dtype_attribute(array, "name");
     int result =
         name && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
-    Py_XDECREF(dtype);
     Py_XDECREF(name);
     return clear_missing() ? -1 : result;
 }
@@ -339,11 +357,9 @@ static int is_bfloat16(PyObject *array)
 /* One character of array.dtype.kind, 0 if there is none, perhaps with an exception. */
 static char dtype_kind(PyObject *array)
 {
-    PyObject *dtype = PyObject_GetAttrString(array, "dtype");
-    PyObject *kind = dtype ? PyObject_GetAttrString(dtype, "kind") : NULL;
+    PyObject *kind = dtype_attribute(array, "kind");
     const char *text = kind ? PyUnicode_AsUTF8(kind) : NULL;
     char result = text ? *text : 0;
-    Py_XDECREF(dtype);
     Py_XDECREF(kind);
     return clear_missing() ? 0 : result;
 }

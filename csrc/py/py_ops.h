@@ -62,6 +62,6 @@ PyObject *fsdpc_py_op_permute(fsdpc_py_state *state, fsdpc_tensor *x, int n, con
 PyObject *fsdpc_py_op_expand(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                              const int64_t *shape);
 
-PyObject *fsdpc_py_op_checkpoint(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *fsdpc_py_op_checkpoint(FSDPC_PY_FASTCALL(module));
 
 #endif

@@ -14,7 +14,8 @@
 
 typedef struct checkpoint {
     fsdpc_py_state *state;
-    PyObject *fn, *args, *kwargs; /* kwargs may be NULL */
+    PyObject *fn, *values; /* a tuple of arguments, those with names last */
+    PyObject *names;       /* a tuple, or NULL */
     uint64_t seed, first_stream;
     uint64_t ran_at; /* the tape's next_number when fn had run */
 } checkpoint;
@@ -24,8 +25,8 @@ static void checkpoint_release(void *arg)
     checkpoint *c = arg;
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_XDECREF(c->fn);
-    Py_XDECREF(c->args);
-    Py_XDECREF(c->kwargs);
+    Py_XDECREF(c->values);
+    Py_XDECREF(c->names);
     PyMem_Free(c);
     PyGILState_Release(gil);
 }
@@ -46,54 +47,27 @@ static PyObject *leaf_of(checkpoint *c, PyObject *object, fsdpc_tensor **leaves,
     return fsdpc_py_tensor_new(c->state, leaf);
 }
 
-/* fn(*args, **kwargs) with every tensor replaced by a leaf. */
+/* fn with every tensor among its arguments replaced by a leaf. */
 static PyObject *call_on_leaves(checkpoint *c, fsdpc_tensor **leaves, int *n_io)
 {
-    Py_ssize_t n = PyTuple_GET_SIZE(c->args);
-    PyObject *args = PyTuple_New(n), *kwargs = c->kwargs ? PyDict_New() : NULL, *result = NULL;
-    if (!args || (c->kwargs && !kwargs))
-        goto release;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyObject *item = leaf_of(c, PyTuple_GET_ITEM(c->args, i), leaves, n_io);
-        if (!item)
-            goto release;
-        PyTuple_SET_ITEM(args, i, item);
-    }
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    while (c->kwargs && PyDict_Next(c->kwargs, &position, &key, &value)) {
-        PyObject *item = leaf_of(c, value, leaves, n_io);
-        if (!item || PyDict_SetItem(kwargs, key, item) < 0) {
-            Py_XDECREF(item);
-            goto release;
-        }
-        Py_DECREF(item);
-    }
-    result = PyObject_Call(c->fn, args, kwargs);
-release:
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
+    Py_ssize_t n = PyTuple_GET_SIZE(c->values), n_names = c->names ? PyTuple_GET_SIZE(c->names) : 0;
+    PyObject *values = PyTuple_New(n);
+    for (Py_ssize_t i = 0; values && i < n; i++)
+        fsdpc_py_put(&values, i, leaf_of(c, PyTuple_GET_ITEM(c->values, i), leaves, n_io));
+    if (!values)
+        return NULL;
+    PyObject *result =
+        PyObject_Vectorcall(c->fn, PySequence_Fast_ITEMS(values), (size_t)(n - n_names), c->names);
+    Py_DECREF(values);
     return result;
-}
-
-static int count_arguments(const checkpoint *c)
-{
-    return (int)(PyTuple_GET_SIZE(c->args) + (c->kwargs ? PyDict_GET_SIZE(c->kwargs) : 0));
 }
 
 /* The arguments that are tensors, borrowed. */
 static int tensor_arguments(const checkpoint *c, fsdpc_tensor **out)
 {
     int n = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c->args); i++) {
-        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, PyTuple_GET_ITEM(c->args, i));
-        if (t)
-            out[n++] = t;
-    }
-    PyObject *key, *value;
-    Py_ssize_t position = 0;
-    while (c->kwargs && PyDict_Next(c->kwargs, &position, &key, &value)) {
-        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, value);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(c->values); i++) {
+        fsdpc_tensor *t = fsdpc_py_tensor_peek(NULL, PyTuple_GET_ITEM(c->values, i));
         if (t)
             out[n++] = t;
     }
@@ -245,7 +219,7 @@ static PyObject *rebuild_result(fsdpc_py_state *state, PyObject *result, fsdpc_t
 static PyObject *join(checkpoint *c, PyObject *result)
 {
     fsdpc_py_state *state = c->state;
-    int n_in = count_arguments(c), n_out = (int)result_size(result);
+    int n_in = (int)PyTuple_GET_SIZE(c->values), n_out = (int)result_size(result);
     fsdpc_tensor **inputs = fsdpc_py_room((Py_ssize_t)n_in + n_out, sizeof *inputs);
     PyObject *joined = NULL;
     if (!inputs) {
@@ -271,36 +245,35 @@ static PyObject *join(checkpoint *c, PyObject *result)
     return joined;
 }
 
-PyObject *fsdpc_py_op_checkpoint(PyObject *module, PyObject *args, PyObject *kwargs)
+PyObject *fsdpc_py_op_checkpoint(FSDPC_PY_FASTCALL(module))
 {
     fsdpc_py_state *state = PyModule_GetState(module);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
     if (!runtime)
         return NULL;
-    if (PyTuple_GET_SIZE(args) < 1 || !PyCallable_Check(PyTuple_GET_ITEM(args, 0)))
+    if (nargs < 1 || !PyCallable_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "checkpoint(fn, *args): fn must be callable");
-    PyObject *fn = PyTuple_GET_ITEM(args, 0);
-    PyObject *rest = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
     fsdpc_tape *tape = runtime->tape;
-    if (!rest || !tape->grad_enabled) {
-        PyObject *plain = rest ? PyObject_Call(fn, rest, kwargs) : NULL;
-        Py_XDECREF(rest);
-        return plain;
-    }
-    checkpoint *c = PyMem_Malloc(sizeof *c);
-    if (!c) {
-        Py_DECREF(rest);
-        return PyErr_NoMemory();
-    }
+    if (!tape->grad_enabled)
+        return PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
+    checkpoint *c = fsdpc_py_room(0, sizeof *c);
+    Py_ssize_t n = nargs - 1 + (keywords ? PyTuple_GET_SIZE(keywords) : 0);
+    PyObject *result = NULL;
+    if (!c)
+        return NULL;
     *c = (checkpoint){.state = state,
-                      .fn = Py_NewRef(fn),
-                      .args = rest,
-                      .kwargs = Py_XNewRef(kwargs),
+                      .fn = Py_NewRef(args[0]),
+                      .values = PyTuple_New(n),
+                      .names = Py_XNewRef(keywords),
                       .seed = tape->seed,
                       .first_stream = tape->next_stream};
-    tape->grad_enabled = false;
-    PyObject *result = PyObject_Call(fn, rest, kwargs);
-    tape->grad_enabled = true;
+    for (Py_ssize_t i = 0; c->values && i < n; i++)
+        PyTuple_SET_ITEM(c->values, i, Py_NewRef(args[1 + i]));
+    if (c->values) {
+        tape->grad_enabled = false;
+        result = PyObject_Vectorcall(args[0], args + 1, (size_t)nargs - 1, keywords);
+        tape->grad_enabled = true;
+    }
     if (!result) {
         checkpoint_release(c);
         return NULL;

@@ -308,8 +308,8 @@ PyMethodDef fsdpc_py_tape_functions[] = {
                   "backward(tensors, gradients=None, retain_graph=False)"),
     FSDPC_PY_FAST("custom", op_custom, METH_KEYWORDS,
                   "custom(inputs, outputs, backward): join outputs to inputs on the tape."),
-    {"checkpoint", (PyCFunction)(void (*)(void))fsdpc_py_op_checkpoint,
-     METH_VARARGS | METH_KEYWORDS,
-     "checkpoint(fn, *args, **kwargs): recompute fn in backward instead of keeping activations."},
+    FSDPC_PY_FAST("checkpoint", fsdpc_py_op_checkpoint, METH_KEYWORDS,
+                  "checkpoint(fn, *args, **kwargs): recompute fn in backward instead of keeping "
+                  "activations."),
     {NULL, NULL, 0, NULL},
 };

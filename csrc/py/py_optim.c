@@ -82,11 +82,21 @@ fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)
     return NULL;
 }
 
-/* The unit of a method's arguments (unit, param); NULL with an exception. */
+/* The unit of an argument, which has a parameter of this number; NULL with an exception. */
 static fsdpc_py_unit *unit_arg(PyObject *self, PyObject *object, int param)
 {
     fsdpc_py_unit *unit = fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(self)), object);
     return unit && fsdpc_py_unit_check_param(unit, param) == 0 ? unit : NULL;
+}
+
+/* Parses (unit, param); NULL with an exception. */
+static fsdpc_unit *param_args(PyObject *object, PyObject *args, int *param)
+{
+    PyObject *unit_object;
+    if (!PyArg_ParseTuple(args, "Oi", &unit_object, param))
+        return NULL;
+    fsdpc_py_unit *unit = unit_arg(object, unit_object, *param);
+    return unit ? unit->ref->unit : NULL;
 }
 
 static PyObject *optimizer_add(PyObject *object, PyObject *args)
@@ -256,15 +266,11 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
 
 static PyObject *optimizer_make_states(PyObject *object, PyObject *args)
 {
-    PyObject *unit_object;
     int param;
-    if (!PyArg_ParseTuple(args, "Oi", &unit_object, &param))
-        return NULL;
-    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    fsdpc_unit *unit = param_args(object, args, &param);
     if (!unit)
         return NULL;
-    return fsdpc_py_none(
-        fsdpc_optim_make_states(((py_optimizer *)object)->optim, unit->ref->unit, param));
+    return fsdpc_py_none(fsdpc_optim_make_states(((py_optimizer *)object)->optim, unit, param));
 }
 
 static PyObject *optimizer_write(PyObject *object, PyObject *args)
@@ -311,16 +317,13 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
 
 static PyObject *optimizer_step_count(PyObject *object, PyObject *args)
 {
-    PyObject *unit_object;
     int param;
-    if (!PyArg_ParseTuple(args, "Oi", &unit_object, &param))
-        return NULL;
-    fsdpc_py_unit *unit = unit_arg(object, unit_object, param);
+    fsdpc_unit *unit = param_args(object, args, &param);
     if (!unit)
         return NULL;
     int64_t count;
     fsdpc_status status =
-        fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit->ref->unit, param, &count);
+        fsdpc_optim_step_count(((py_optimizer *)object)->optim, unit, param, &count);
     return status == FSDPC_OK ? PyLong_FromLongLong(count) : fsdpc_py_raise(status);
 }
 

@@ -17,6 +17,7 @@
 #include "base/env.h"
 #include "base/trace.h"
 #include "nn/ops.h"
+#include "ops/flat_ops.h"
 #include "py/py_import.h"
 
 /* ---- what the module consists of; module.c joins it ---- */
@@ -170,6 +171,9 @@ PyObject *fsdpc_py_tensor_filled(fsdpc_py_state *state, fsdpc_status status, fsd
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 /* NULL and None leave *inout as it is. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
+
+/* The kind of a name ("constant", "normal", "uniform"); -1 with an exception, that of NULL as set. */
+int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
 /* A tensor's bytes in host memory; waits for what computes them. */
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);

@@ -28,6 +28,8 @@ void fsdpc_py_hooks_clear(fsdpc_tensor *t);
 
 /* NumPy, by Python calls and the buffer protocol: no NumPy header is needed. */
 PyObject *fsdpc_py_tensor_numpy(PyObject *self, PyObject *unused);
+/* A tensor of a dtype that NumPy has, with the same values: itself, or a copy of bfloat16. */
+PyObject *fsdpc_py_tensor_plain(PyObject *self);
 /* Is it NumPy's, or like it?  False, perhaps with an exception, which is not a missing attribute.
  */
 bool fsdpc_py_is_array(PyObject *object);

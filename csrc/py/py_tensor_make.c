@@ -238,20 +238,18 @@ static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
     return fsdpc_py_tensor_filled(r.state, status, t);
 }
 
-static int parse_kind(PyObject *object, fsdpc_init_kind *out)
+int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out)
 {
     static const char *const kinds[] = {"constant", "normal", "uniform"};
-    const char *text = PyUnicode_AsUTF8(object);
-    if (!text)
-        return -1;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; text && i < 3; i++) {
         if (strcmp(text, kinds[i]) == 0) {
             *out = (fsdpc_init_kind)i;
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError, "init_: kind is 'constant', 'normal' or 'uniform', not '%s'",
-                 text);
+    if (text)
+        PyErr_Format(PyExc_ValueError, "initial values are constant, normal or uniform, got '%s'",
+                     text);
     return -1;
 }
 
@@ -265,8 +263,9 @@ static PyObject *make_init(FSDPC_PY_FASTCALL(module))
     if (!t)
         return NULL;
     init = (fsdpc_init_args){.dtype = t->dtype, .numel = t->numel};
-    if (parse_kind(a[1], &init.kind) < 0 || fsdpc_py_arg_double(a[2], &init.a) < 0 ||
-        fsdpc_py_arg_double(a[3], &init.b) < 0 || fsdpc_py_arg_int64(a[6], &first) < 0)
+    if (fsdpc_py_init_kind(PyUnicode_AsUTF8(a[1]), &init.kind) < 0 ||
+        fsdpc_py_arg_double(a[2], &init.a) < 0 || fsdpc_py_arg_double(a[3], &init.b) < 0 ||
+        fsdpc_py_arg_int64(a[6], &first) < 0)
         return NULL;
     init.seed = PyLong_AsUnsignedLongLongMask(a[4]);
     init.stream = PyLong_AsUnsignedLongLongMask(a[5]);

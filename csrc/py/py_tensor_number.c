@@ -66,33 +66,12 @@ static PyObject *tensor_format(PyObject *object, PyObject *spec)
 /* "tensor(<values>, dtype=..., requires_grad=True)", values as NumPy prints them. */
 static PyObject *values_text(PyObject *object)
 {
-    fsdpc_py_tensor *self = fsdpc_py_self(object);
-    PyObject *plain = NULL, *array = NULL, *numpy = NULL, *text = NULL;
-    if (self->tensor->dtype == FSDPC_BF16) {
-        fsdpc_tensor *leaf, *wide = NULL;
-        fsdpc_status status = fsdpc_tensor_detach(self->tensor, &leaf);
-        if (status == FSDPC_OK) {
-            status = fsdpc_op_cast(self->state->runtime.tape, leaf, FSDPC_F32, &wide);
-            fsdpc_tensor_release(leaf);
-        }
-        plain = fsdpc_py_result(self->state, status, wide);
-    } else {
-        plain = Py_NewRef(object);
-    }
-    if (plain)
-        array = fsdpc_py_tensor_numpy(plain, NULL);
-    if (array)
-        numpy = PyImport_ImportModule("numpy");
-    if (numpy) {
-        PyObject *function = PyObject_GetAttrString(numpy, "array2string");
-        PyObject *args = PyTuple_Pack(1, array);
-        PyObject *options = Py_BuildValue("{s:s,s:s}", "separator", ", ", "prefix", "tensor(");
-        if (function && args && options)
-            text = PyObject_Call(function, args, options);
-        Py_XDECREF(function);
-        Py_XDECREF(args);
-        Py_XDECREF(options);
-    }
+    PyObject *plain = fsdpc_py_tensor_plain(object);
+    PyObject *array = plain ? fsdpc_py_tensor_numpy(plain, NULL) : NULL;
+    PyObject *numpy = array ? PyImport_ImportModule("numpy") : NULL;
+    PyObject *text = numpy ? PyObject_CallMethod(numpy, "array2string", "OOOOss", array, Py_None,
+                                                 Py_None, Py_None, ", ", "tensor(")
+                           : NULL; /* of these, the separator and the prefix */
     Py_XDECREF(plain);
     Py_XDECREF(array);
     Py_XDECREF(numpy);

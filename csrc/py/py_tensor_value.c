@@ -55,11 +55,7 @@ static PyObject *method_item(PyObject *object, PyObject *Py_UNUSED(unused))
 
 static PyObject *method_tolist(PyObject *object, PyObject *Py_UNUSED(unused))
 {
-    PyObject *plain = Py_NewRef(object);
-    if (TENSOR(object)->dtype == FSDPC_BF16) {
-        Py_DECREF(plain);
-        plain = fsdpc_py_op_cast(STATE(object), TENSOR(object), FSDPC_F32);
-    }
+    PyObject *plain = fsdpc_py_tensor_plain(object);
     PyObject *array = plain ? fsdpc_py_tensor_numpy(plain, NULL) : NULL;
     PyObject *list = array ? PyObject_CallMethod(array, "tolist", NULL) : NULL;
     Py_XDECREF(plain);

@@ -79,6 +79,16 @@ int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
     return fsdpc_torch_show(self, true);
 }
 
+int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
+{
+    fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (fsdpc_torch_join(self) < 0)
+        return -1;
+    if (fsdpc_root_in_backward(fsdpc_unit_root(unit)))
+        return 0;
+    return fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit));
+}
+
 /* mark(): what a node calls with its gradients before it runs. */
 static PyObject *mark_call(PyObject *data, PyObject *Py_UNUSED(grads))
 {

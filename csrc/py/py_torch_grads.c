@@ -56,10 +56,7 @@ static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
 static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
-    if (fsdpc_torch_join(self) < 0)
-        return -1;
-    if (!fsdpc_root_in_backward(fsdpc_unit_root(unit)) && /* the unit's outputs were by-passed */
-        fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit)) < 0)
+    if (fsdpc_torch_reach_backward(self) < 0)
         return -1;
     PyObject *plain = dense(self, &self->params[index], grad);
     if (!plain)

@@ -126,6 +126,10 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 /* Backward of the unit begins, for weights of `generation`. */
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
+/* Before a gradient is taken, in the order of the foreign stream: the unit's backward has begun, also
+ * where its outputs were by-passed. */
+int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
+
 /* A callable for the full of one parameter: takes its `.grad` and drops it. */
 PyObject *fsdpc_torch_hook_new(fsdpc_py_torch_unit *self, int param);
 /* The TorchUnit goes: the hook, which a graph may keep, no longer knows it. */

@@ -171,16 +171,16 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
     fsdpc_unit **ahead = fsdpc_py_room(n, sizeof *ahead);
     if (!ahead)
         return NULL;
-    for (Py_ssize_t i = 0; i < n; i++) {
+    bool fine = true;
+    for (Py_ssize_t i = 0; fine && i < n; i++) {
         const fsdpc_py_unit *other =
             fsdpc_py_unit_of(PyType_GetModule(Py_TYPE(object)), PyList_GET_ITEM(list, i));
-        if (!other) {
-            PyMem_Free(ahead);
-            return NULL;
-        }
-        ahead[i] = other->ref->unit;
+        fine = other;
+        ahead[i] = other ? other->ref->unit : NULL;
     }
-    fsdpc_status status = fsdpc_unit_set_ahead(unit_of(object), backward != 0, ahead, (int)n);
+    fsdpc_status status = FSDPC_ERR_CALLBACK;
+    if (fine)
+        status = fsdpc_unit_set_ahead(unit_of(object), backward != 0, ahead, (int)n);
     PyMem_Free(ahead);
     return fsdpc_py_none(status);
 }
@@ -251,27 +251,20 @@ static PyObject *unit_schedule(PyObject *object, PyObject *Py_UNUSED(unused))
     const fsdpc_schedule schedule = fsdpc_root_schedule(root);
     if (!schedule.complete)
         return Py_BuildValue("(OOi)", Py_None, Py_None, fsdpc_root_prefetch(root));
-    PyObject *uses = PyList_New(0), *acts = PyList_New(0);
+    PyObject *uses = PyList_New((Py_ssize_t)schedule.n_uses);
+    PyObject *acts = PyList_New((Py_ssize_t)schedule.n_acts);
     for (size_t i = 0; uses && i < schedule.n_uses; i++) {
         const fsdpc_record_entry *use = &schedule.uses[i];
-        PyObject *item = Py_BuildValue("(iO)", use->unit, use->backward ? Py_True : Py_False);
-        if (!item || PyList_Append(uses, item) < 0)
-            Py_CLEAR(uses);
-        Py_XDECREF(item);
+        fsdpc_py_put(&uses, (Py_ssize_t)i,
+                     Py_BuildValue("(iO)", use->unit, use->backward ? Py_True : Py_False));
     }
     for (size_t i = 0; acts && i < schedule.n_acts; i++) {
         const fsdpc_act *act = &schedule.acts[i];
-        PyObject *item = Py_BuildValue("(isO)", act->unit, fsdpc_trace_kind_name(act->kind),
-                                       act->backward ? Py_True : Py_False);
-        if (!item || PyList_Append(acts, item) < 0)
-            Py_CLEAR(acts);
-        Py_XDECREF(item);
+        fsdpc_py_put(&acts, (Py_ssize_t)i,
+                     Py_BuildValue("(isO)", act->unit, fsdpc_trace_kind_name(act->kind),
+                                   act->backward ? Py_True : Py_False));
     }
-    if (uses && acts)
-        return Py_BuildValue("(NNi)", uses, acts, fsdpc_root_prefetch(root));
-    Py_XDECREF(uses);
-    Py_XDECREF(acts);
-    return NULL;
+    return Py_BuildValue("(NNi)", uses, acts, fsdpc_root_prefetch(root));
 }
 
 PyMethodDef fsdpc_py_unit_schedule_methods[] = {

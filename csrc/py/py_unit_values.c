@@ -120,22 +120,15 @@ static PyObject *unit_write(PyObject *object, PyObject *args)
 
 static PyObject *unit_init(PyObject *object, PyObject *args)
 {
-    int param, kind;
+    int param;
+    fsdpc_init_kind kind;
     const char *name;
     double a, b;
     unsigned long long seed, stream;
     if (!PyArg_ParseTuple(args, "isddKK", &param, &name, &a, &b, &seed, &stream) ||
-        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0)
+        fsdpc_py_unit_check_param((fsdpc_py_unit *)object, param) < 0 ||
+        fsdpc_py_init_kind(name, &kind) < 0)
         return NULL;
-    if (strcmp(name, "constant") == 0)
-        kind = FSDPC_INIT_CONSTANT;
-    else if (strcmp(name, "normal") == 0)
-        kind = FSDPC_INIT_NORMAL;
-    else if (strcmp(name, "uniform") == 0)
-        kind = FSDPC_INIT_UNIFORM;
-    else
-        return PyErr_Format(PyExc_ValueError,
-                            "initial values are constant, normal or uniform, got '%s'", name);
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(
         status = fsdpc_unit_init_param(unit_of(object), param, kind, a, b, seed, stream));
