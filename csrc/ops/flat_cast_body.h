@@ -99,15 +99,11 @@ FSDPC_INLINE void accumulate_run(void *dst, fsdpc_dtype dst_dtype, const void *s
                                  fsdpc_dtype src_dtype, size_t numel)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES) {
-        fsdpc_vf sum = fsdpc_vf_load_as(dst, i, dst_dtype) + fsdpc_vf_load_as(src, i, src_dtype);
-        fsdpc_vf_store_as(dst, i, dst_dtype, sum);
-    }
-    if (i < numel)
-        fsdpc_vf_store_as_n(dst, i, dst_dtype,
-                            fsdpc_vf_load_as_n(dst, i, dst_dtype, numel - i) +
-                                fsdpc_vf_load_as_n(src, i, src_dtype, numel - i),
-                            numel - i);
+    FSDPC_EACH_VECTOR(i, n, numel,
+                      fsdpc_vf_store_as_n(dst, i, dst_dtype,
+                                          fsdpc_vf_load_as_n(dst, i, dst_dtype, n) +
+                                              fsdpc_vf_load_as_n(src, i, src_dtype, n),
+                                          n));
 }
 
 FSDPC_INLINE void accumulate_run_f64(void *dst, fsdpc_dtype dst_dtype, const void *src,

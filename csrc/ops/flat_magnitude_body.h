@@ -90,11 +90,9 @@ FSDPC_INLINE fsdpc_vf clamp_lanes(fsdpc_vf v, float limit)
 FSDPC_INLINE void clamp_run(void *x, size_t begin, size_t end, float limit, fsdpc_dtype dtype)
 {
     size_t i = begin;
-    for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-        fsdpc_vf_store_as(x, i, dtype, clamp_lanes(fsdpc_vf_load_as(x, i, dtype), limit));
-    if (i < end)
-        fsdpc_vf_store_as_n(x, i, dtype,
-                            clamp_lanes(fsdpc_vf_load_as_n(x, i, dtype, end - i), limit), end - i);
+    FSDPC_EACH_VECTOR(i, n, end,
+                      fsdpc_vf_store_as_n(
+                          x, i, dtype, clamp_lanes(fsdpc_vf_load_as_n(x, i, dtype, n), limit), n));
 }
 
 typedef struct clamp_args {

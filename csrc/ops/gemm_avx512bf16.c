@@ -38,8 +38,8 @@ FSDPC_INLINE fsdpc_vf tile_fma(tile_vec x, tile_vec b, fsdpc_vf sum)
 
 #include "ops/gemm_tile_body.h"
 
-static void pack(void *panel, size_t width, const fsdpc_gemm_operand *from, size_t first,
-                 size_t count, size_t k_first, size_t k_count)
+static void pack_lines(void *panel, size_t width, const fsdpc_gemm_operand *from, size_t first,
+                       size_t count, size_t k_first, size_t k_count)
 {
     /* ascending k: see Note [whole vectors] */
     for (size_t k = 0; k < k_count; k += BLOCK_K)
@@ -49,27 +49,8 @@ static void pack(void *panel, size_t width, const fsdpc_gemm_operand *from, size
         }
 }
 
-static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
-                   size_t k_first, size_t k_count)
-{
-    pack(panel, MR, a, first, count, k_first, k_count);
-}
-
-static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
-                   size_t k_first, size_t k_count)
-{
-    pack(panel, NR, b, first, count, k_first, k_count);
-}
-
-static void finish(const fsdpc_gemm_target *target, const void *sums)
-{
-    finish_pairs(target, sums, NR);
-}
-
-static void skinny(const fsdpc_gemm_skinny *product, size_t first, size_t count)
-{
-    skinny_product(product, first, count);
-}
+#define finish_sums finish_pairs
+#include "ops/gemm_path_body.h"
 
 const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16 = {
     .name = "bf16 avx512bf16",

@@ -44,10 +44,7 @@ FSDPC_INLINE void binary_vectors(fsdpc_binary kind, const binary_row *row, fsdpc
                                  bool one_a, bool one_b)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= row->numel; i += FSDPC_LANES)
-        binary_step(kind, row, i, FSDPC_LANES, dtype, one_a, one_b);
-    if (i < row->numel)
-        binary_step(kind, row, i, row->numel - i, dtype, one_a, one_b);
+    FSDPC_EACH_VECTOR(i, n, row->numel, binary_step(kind, row, i, n, dtype, one_a, one_b));
 }
 
 FSDPC_INLINE void binary_strided(fsdpc_binary kind, const binary_row *row, fsdpc_dtype dtype)

@@ -58,10 +58,8 @@ FSDPC_INLINE void copy_cast_range(const nn_copy_plan *plan, size_t first, size_t
         numel = fsdpc_min_size(inner - col, last - at);
         nn_box_offsets(&plan->box, 1, at / inner, offset);
         size_t dst = offset[0] + col, src = offset[1] + col;
-        for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-            copy_cast_step(plan->args, dst + i, src + i, FSDPC_LANES, dst_dtype, src_dtype);
-        if (i < numel)
-            copy_cast_step(plan->args, dst + i, src + i, numel - i, dst_dtype, src_dtype);
+        FSDPC_EACH_VECTOR(i, n, numel,
+                          copy_cast_step(plan->args, dst + i, src + i, n, dst_dtype, src_dtype));
     }
 }
 

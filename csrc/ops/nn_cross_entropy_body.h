@@ -49,10 +49,7 @@ FSDPC_INLINE void cross_entropy_backward_range(const fsdpc_cross_entropy_args *a
         }
         size_t hit = i + (size_t)target;
         float lse = args->lse[row], at_target = fsdpc_f32_load_as(args->logits, hit, dtype);
-        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-            cross_entropy_backward_step(args, i, FSDPC_LANES, dtype, lse, scale);
-        if (i < end)
-            cross_entropy_backward_step(args, i, end - i, dtype, lse, scale);
+        FSDPC_EACH_VECTOR(i, n, end, cross_entropy_backward_step(args, i, n, dtype, lse, scale));
         fsdpc_vf p = fsdpc_vf_exp(fsdpc_vf_splat(at_target - lse));
         fsdpc_f32_store_as(args->dlogits, hit, dtype, (p[0] - 1.0f) * scale);
     }

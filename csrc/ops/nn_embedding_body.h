@@ -120,10 +120,7 @@ FSDPC_INLINE void rotary_range(const fsdpc_rotary_args *args, size_t first, size
         for (size_t head = 0; head < args->heads; head++) {
             size_t at = (row * args->heads + head) * args->dim, i = 0;
             size_t angle = row % args->tokens * half;
-            for (; i + FSDPC_LANES <= half; i += FSDPC_LANES)
-                rotary_step(args, at + i, angle + i, half, FSDPC_LANES, dtype);
-            if (i < half)
-                rotary_step(args, at + i, angle + i, half, half - i, dtype);
+            FSDPC_EACH_VECTOR(i, n, half, rotary_step(args, at + i, angle + i, half, n, dtype));
         }
 }
 

@@ -15,10 +15,7 @@ FSDPC_INLINE void swiglu_range(const fsdpc_swiglu_args *args, size_t first, size
                                fsdpc_dtype dtype)
 {
     size_t i = first;
-    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
-        swiglu_step(args, i, FSDPC_LANES, dtype);
-    if (i < last)
-        swiglu_step(args, i, last - i, dtype);
+    FSDPC_EACH_VECTOR(i, n, last, swiglu_step(args, i, n, dtype));
 }
 
 FSDPC_INLINE void swiglu_backward_step(const fsdpc_swiglu_args *args, size_t i, size_t n,
@@ -37,10 +34,7 @@ FSDPC_INLINE void swiglu_backward_range(const fsdpc_swiglu_args *args, size_t fi
                                         fsdpc_dtype dtype)
 {
     size_t i = first;
-    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
-        swiglu_backward_step(args, i, FSDPC_LANES, dtype);
-    if (i < last)
-        swiglu_backward_step(args, i, last - i, dtype);
+    FSDPC_EACH_VECTOR(i, n, last, swiglu_backward_step(args, i, n, dtype));
 }
 
 NN_FLOAT_KERNELS(swiglu_range, fsdpc_swiglu_args, fsdpc_nn_swiglu_f64)
@@ -154,10 +148,8 @@ FSDPC_INLINE void dropout_range(const fsdpc_dropout_args *args, size_t first, si
                         : 0;
             continue;
         }
-        for (; j + FSDPC_LANES <= numel; j += FSDPC_LANES)
-            dropout_step(args, i + j, FSDPC_LANES, words + skip + j, threshold, scale, dtype);
-        if (j < numel)
-            dropout_step(args, i + j, numel - j, words + skip + j, threshold, scale, dtype);
+        FSDPC_EACH_VECTOR(j, n, numel,
+                          dropout_step(args, i + j, n, words + skip + j, threshold, scale, dtype));
     }
 }
 

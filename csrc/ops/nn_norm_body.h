@@ -66,10 +66,7 @@ FSDPC_INLINE void norm_step(const norm_row *row, size_t c, size_t n, fsdpc_dtype
 FSDPC_INLINE void norm_loop(const norm_row *row, fsdpc_dtype dtype, bool weight, bool bias)
 {
     size_t c = 0, cols = row->args->cols;
-    for (; c + FSDPC_LANES <= cols; c += FSDPC_LANES)
-        norm_step(row, c, FSDPC_LANES, dtype, weight, bias);
-    if (c < cols)
-        norm_step(row, c, cols - c, dtype, weight, bias);
+    FSDPC_EACH_VECTOR(c, n, cols, norm_step(row, c, n, dtype, weight, bias));
 }
 
 FSDPC_INLINE void norm_range(const fsdpc_norm_args *args, size_t first, size_t last,
@@ -165,10 +162,7 @@ FSDPC_INLINE void norm_backward_row(norm_row *row, fsdpc_dtype dtype, bool weigh
 {
     size_t c = 0, cols = row->args->cols;
     norm_backward_means(row, dtype, weight);
-    for (; c + FSDPC_LANES <= cols; c += FSDPC_LANES)
-        norm_backward_step(row, c, FSDPC_LANES, dtype, weight);
-    if (c < cols)
-        norm_backward_step(row, c, cols - c, dtype, weight);
+    FSDPC_EACH_VECTOR(c, n, cols, norm_backward_step(row, c, n, dtype, weight));
 }
 
 /* Blocks [first, last) of rows. */

@@ -21,10 +21,7 @@ FSDPC_INLINE float row_max(const void *x, size_t first, size_t last, fsdpc_dtype
         max = row_max_step(x, i, FSDPC_LANES, dtype, max);
         other = row_max_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, other);
     }
-    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
-        max = row_max_step(x, i, FSDPC_LANES, dtype, max);
-    if (i < last)
-        max = row_max_step(x, i, last - i, dtype, max);
+    FSDPC_EACH_VECTOR(i, n, last, max = row_max_step(x, i, n, dtype, max));
     return fsdpc_vf_max_lane(fsdpc_vf_max(max, other));
 }
 
@@ -66,10 +63,7 @@ FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, si
         float max = row_max(args->x, i, end, dtype);
         float sum = row_exp_sum(args->x, i, end, dtype, max);
         float scale = args->log ? logf(sum) : 1.0f / sum;
-        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-            softmax_step(args, i, FSDPC_LANES, dtype, max, scale);
-        if (i < end)
-            softmax_step(args, i, end - i, dtype, max, scale);
+        FSDPC_EACH_VECTOR(i, n, end, softmax_step(args, i, n, dtype, max, scale));
     }
 }
 
@@ -96,15 +90,10 @@ FSDPC_INLINE void softmax_backward_range(const fsdpc_softmax_args *args, size_t 
     for (size_t row = first; row < last; row++) {
         size_t begin = row * args->cols, end = begin + args->cols, i = begin;
         fsdpc_vf sum = {0};
-        for (; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-            sum = softmax_dot_step(args, i, FSDPC_LANES, dtype, sum);
-        if (i < end)
-            sum = softmax_dot_step(args, i, end - i, dtype, sum);
+        FSDPC_EACH_VECTOR(i, n, end, sum = softmax_dot_step(args, i, n, dtype, sum));
         float dot = fsdpc_vf_sum(sum);
-        for (i = begin; i + FSDPC_LANES <= end; i += FSDPC_LANES)
-            softmax_backward_step(args, i, FSDPC_LANES, dtype, dot);
-        if (i < end)
-            softmax_backward_step(args, i, end - i, dtype, dot);
+        i = begin;
+        FSDPC_EACH_VECTOR(i, n, end, softmax_backward_step(args, i, n, dtype, dot));
     }
 }
 

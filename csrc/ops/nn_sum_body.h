@@ -46,13 +46,10 @@ static size_t sum_fold_offset(const nn_sum_plan *plan, size_t fold)
 FSDPC_INLINE void sum_add_row(float *sum, const void *x, size_t at, size_t cols, fsdpc_dtype dtype)
 {
     size_t c = 0;
-    for (; c + FSDPC_LANES <= cols; c += FSDPC_LANES)
-        fsdpc_vf_store(sum + c, fsdpc_vf_load(sum + c) + fsdpc_vf_load_as(x, at + c, dtype));
-    if (c < cols)
+    FSDPC_EACH_VECTOR(
+        c, n, cols,
         fsdpc_vf_store_n(sum + c,
-                         fsdpc_vf_load_n(sum + c, cols - c) +
-                             fsdpc_vf_load_as_n(x, at + c, dtype, cols - c),
-                         cols - c);
+                         fsdpc_vf_load_n(sum + c, n) + fsdpc_vf_load_as_n(x, at + c, dtype, n), n));
 }
 
 FSDPC_INLINE void sum_finish_row(const fsdpc_sum_args *args, size_t at, const float *total,

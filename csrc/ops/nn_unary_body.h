@@ -116,11 +116,8 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
 FSDPC_INLINE void unary_loop(fsdpc_unary kind, const float *x, float *out, size_t numel, float s)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        fsdpc_vf_store(out + i, unary_value(kind, fsdpc_vf_load(x + i), s));
-    if (i < numel)
-        fsdpc_vf_store_n(out + i, unary_value(kind, fsdpc_vf_load_n(x + i, numel - i), s),
-                         numel - i);
+    FSDPC_EACH_VECTOR(
+        i, n, numel, fsdpc_vf_store_n(out + i, unary_value(kind, fsdpc_vf_load_n(x + i, n), s), n));
 }
 
 /* x or y is NULL where the formula does not need it; dead loads cost nothing. */
@@ -140,10 +137,9 @@ FSDPC_INLINE void unary_backward_loop(fsdpc_unary kind, const float *x, const fl
     if (!nn_unary_reads_y(kind))
         y = NULL;
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        unary_backward_step(kind, x ? x + i : x, y ? y + i : y, dy + i, out + i, FSDPC_LANES, s);
-    if (i < numel)
-        unary_backward_step(kind, x ? x + i : x, y ? y + i : y, dy + i, out + i, numel - i, s);
+    FSDPC_EACH_VECTOR(
+        i, n, numel,
+        unary_backward_step(kind, x ? x + i : x, y ? y + i : y, dy + i, out + i, n, s));
 }
 
 static void unary_f32(fsdpc_unary kind, const float *x, float *out, size_t numel, float s)
@@ -174,19 +170,15 @@ static void unary_backward_f32(fsdpc_unary kind, const float *x, const float *y,
 FSDPC_INLINE void widen(float *block, const void *src, size_t at, size_t numel, fsdpc_dtype dtype)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        fsdpc_vf_store(block + i, fsdpc_vf_load_as(src, at + i, dtype));
-    if (i < numel)
-        fsdpc_vf_store_n(block + i, fsdpc_vf_load_as_n(src, at + i, dtype, numel - i), numel - i);
+    FSDPC_EACH_VECTOR(i, n, numel,
+                      fsdpc_vf_store_n(block + i, fsdpc_vf_load_as_n(src, at + i, dtype, n), n));
 }
 
 FSDPC_INLINE void narrow(void *dst, size_t at, const float *block, size_t numel, fsdpc_dtype dtype)
 {
     size_t i = 0;
-    for (; i + FSDPC_LANES <= numel; i += FSDPC_LANES)
-        fsdpc_vf_store_as(dst, at + i, dtype, fsdpc_vf_load(block + i));
-    if (i < numel)
-        fsdpc_vf_store_as_n(dst, at + i, dtype, fsdpc_vf_load_n(block + i, numel - i), numel - i);
+    FSDPC_EACH_VECTOR(i, n, numel,
+                      fsdpc_vf_store_as_n(dst, at + i, dtype, fsdpc_vf_load_n(block + i, n), n));
 }
 
 FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t last,

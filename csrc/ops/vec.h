@@ -6,10 +6,8 @@
  * * / and comparisons, which give an fsdpc_vi of 0 or -1, work on it, also with a scalar on one
  * side; a loop is
  *
- *     for (; i + FSDPC_LANES <= n; i += FSDPC_LANES)
- *         fsdpc_vf_store(y + i, fsdpc_vf_exp(fsdpc_vf_load(x + i)));
- *     if (i < n)
- *         fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n - i)), n - i);
+ *     FSDPC_EACH_VECTOR(i, n, numel,
+ *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));
  *
  * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
  * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, tanh, erf.
@@ -108,6 +106,18 @@ FSDPC_INLINE void fsdpc_vf_store(float *p, fsdpc_vf v)
 
 /* True where a count is known to be a whole vector when compiling: then _n costs nothing. */
 #define FSDPC_WHOLE(n) (__builtin_constant_p(n) && (n) == FSDPC_LANES)
+
+/* From i up to `last`: the statement for each whole vector, where n is that constant, and for the
+ * `n` elements that are left. */
+#define FSDPC_EACH_VECTOR(i, n, last, ...)                                                         \
+    for (; (i) + FSDPC_LANES <= (last); (i) += FSDPC_LANES) {                                      \
+        enum { n = FSDPC_LANES };                                                                  \
+        __VA_ARGS__;                                                                               \
+    }                                                                                              \
+    if ((i) < (last)) {                                                                            \
+        const size_t n = (last) - (i);                                                             \
+        __VA_ARGS__;                                                                               \
+    }
 
 /* The first n lanes; the others read as zero and their memory is not touched. */
 FSDPC_INLINE fsdpc_vf fsdpc_vf_load_n(const float *p, size_t n)

@@ -1,0 +1,27 @@
+/* A path over a tile of MR x NR: its packing and finishing, panel by panel.
+ *
+ * Included with MR, NR and ROWS (see ops/gemm_tile_body.h), `pack_lines`, which packs lines of an
+ * operand into a panel of a width, and `finish_sums`, which writes a tile's sums of a width to C.
+ */
+
+static void pack_a(void *panel, const fsdpc_gemm_operand *a, size_t first, size_t count,
+                   size_t k_first, size_t k_count)
+{
+    pack_lines(panel, MR, a, first, count, k_first, k_count);
+}
+
+static void pack_b(void *panel, const fsdpc_gemm_operand *b, size_t first, size_t count,
+                   size_t k_first, size_t k_count)
+{
+    pack_lines(panel, NR, b, first, count, k_first, k_count);
+}
+
+static void finish(const fsdpc_gemm_target *target, const void *sums)
+{
+    finish_sums(target, sums, NR);
+}
+
+static void skinny(const fsdpc_gemm_skinny *product, size_t first, size_t count)
+{
+    skinny_product(product, first, count);
+}
