@@ -18,8 +18,8 @@
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
- * fill again.  What was filled at once may be posted in several operations, for instance one of
- * each dtype; all but the first say `same_filling`.
+ * fill again.  One filling may be posted in several operations, for instance one of each dtype; all
+ * but the first say `same_filling`.
  *
  * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
  * allocated by a post.  Every rank of the group posts the same operations in the same order; each
@@ -29,11 +29,11 @@
  * On a remote device an operation runs in the order of its stream and is ordered with nothing else:
  * the caller has events waited for, before it posts, for what is read and overwritten.  It need not
  * be waited for: fsdpc_comm_order makes another stream wait, and the host goes on, a bounded number
- * of operations ahead of the device.  What fails after that is an error of the next call that waits
- * for anything, a sync of the device among them (fsdpc_device.watch).
+ * of operations ahead of the device.  A later failure is an error of the next call that waits for
+ * anything, a sync of the device among them (fsdpc_device.watch).
  *
- * While the device captures (device.h), what is posted for it is captured too, and not compared:
- * `captured` is a hash of it, to be compared when the capture ends.  Nothing is waited for there,
+ * While the device captures (device.h), operations posted for it are captured too, not compared:
+ * `captured` is a hash of them, to be compared when the capture ends.  Nothing is waited for there,
  * so values of the host are refused.  A graph with operations in it is launched by posting a
  * REPLAY.
  *
@@ -124,7 +124,7 @@ typedef struct fsdpc_coll {
     fsdpc_dtype round_dtype; /* through which the scaled sum is rounded; see fsdpc_reduce_args */
     bool accumulate;         /* add to the shard instead of overwriting it */
     bool tree; /* REDUCE_*: ranks are summed as the pairwise tree, wide, also by a transport that is
-                  quicker in an order of its own */
+                  quicker in another order */
 
     fsdpc_graph *graph; /* REPLAY; numel says which, to the peers */
 
@@ -204,7 +204,7 @@ typedef struct fsdpc_comm_ops {
      * return at once the first time, to be polled again; max_ns 0 says that the wait is over.
      * Optional: the default yields the processor. */
     fsdpc_status (*idle)(fsdpc_comm *comm, int64_t max_ns);
-    /* Whoever sleeps in idle on this rank looks again; any thread.  Optional: nobody sleeps. */
+    /* Wakes the threads of this rank that sleep in idle; any thread.  Optional: nobody sleeps. */
     void (*wake)(fsdpc_comm *comm);
     /* Who is late and where they are, for messages.  Optional: "". */
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
@@ -282,7 +282,7 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
                                            fsdpc_comm **outs);
 
 /* Any rank of any size, in one process.  A split gives a group of the same rank and size, as every
- * peer is taken to have asked for the same colour. */
+ * peer is taken to have given the same colour. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
 /* What the null communicator was asked, in order; borrowed until the next call on it.  (The trace
@@ -319,7 +319,7 @@ static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
     return comm->ops->order != NULL;
 }
 
-/* What is put on `stream` from now on comes after the operation, whose work is idle on return: its
+/* Work put on `stream` from now on runs after the operation, whose work is idle on return: its
  * slices are read no more, its name until the device has run it.  Waits where the transport cannot
  * order streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
@@ -454,8 +454,8 @@ static inline fsdpc_status fsdpc_wire_publish(fsdpc_wire *wire)
 }
 
 /* Collective: gathers to come write this memory, which is all of a window of the device
- * (device.h), so a transport may prepare it.  What was posted before is waited for.  Each rank
- * detaches it before it is freed. */
+ * (device.h), so a transport may prepare it.  It waits for the operations posted before.  Each rank
+ * detaches the memory before freeing it. */
 static inline fsdpc_status fsdpc_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
 {
     return wire->comm->ops->wire_attach ? wire->comm->ops->wire_attach(wire, memory, bytes)

@@ -1,7 +1,7 @@
 /* A communicator that pretends: one process plays any rank of any world, every peer has always just
  * done what this rank did.
  *
- * It exists for tests of the schedule on one process.  What it was asked stands in its records, in
+ * It exists for tests of the schedule on one process.  Its records hold the calls made to it, in
  * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
  * never wait.  Data is what it would be if all peers held the same values: gathers leave the wire
  * alone, a sum over n ranks is n times the own contribution, through the kernels of the config's

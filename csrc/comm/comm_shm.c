@@ -4,7 +4,7 @@
  * (shm_control.h).  Splitting makes a new control page for each part and shares the world.  Nothing
  * has a name in any file system, nothing listens once all have met.
  *
- * What the other files of this communicator do is listed in shm_internal.h.
+ * shm_internal.h lists the other files of this communicator.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -154,8 +154,8 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
     return status;
 }
 
-/* Who leaves the first group has left them all: those split from it may outlive the call, and the
- * end of the process would be taken for a death by peers that have nothing more to do with it. */
+/* A rank that leaves the first group has left them all: groups split from it may outlive the call,
+ * and their peers would take the end of the process for a death. */
 static void shm_leave(fsdpc_comm *comm)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);

@@ -357,7 +357,7 @@ static fsdpc_status hear_answer(meeting *m, int rank)
     return FSDPC_OK;
 }
 
-/* Whoever ended before it came will never come.  Another file than a launcher's says nothing. */
+/* A rank that ended before it came never comes.  Another file than a launcher's says nothing. */
 static fsdpc_status news_check(const meeting *m)
 {
     char text[256];

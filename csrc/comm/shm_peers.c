@@ -163,7 +163,7 @@ bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p)
     return false;
 }
 
-/* A watch tells the first group alone; who waits in another one looks there. */
+/* A watch tells the first group alone; a rank that waits in another one looks there. */
 static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 {
     int rank;

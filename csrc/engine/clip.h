@@ -29,7 +29,7 @@ double fsdpc_clip_scale(fsdpc_unit *const *units, int n_units, double norm, doub
 fsdpc_status fsdpc_clip_scale_remote(fsdpc_unit *const *units, int n_units, const double *norm,
                                      double max_norm, fsdpc_stream *stream);
 
-/* Leaves a factor to be applied: what undoes a loss scale. */
+/* Multiplies the pending scale by `factor` (loss unscaling). */
 void fsdpc_clip_multiply(fsdpc_unit *const *units, int n_units, double factor);
 
 #endif

@@ -6,7 +6,7 @@
  * once.
  *
  * An optimizer's epoch always changes.  It publishes without waiting for the others to have
- * published: the next reader begins an epoch of its own, and a rank arrives there only after it
+ * published: the next reader begins its own epoch, and a rank arrives there only after it
  * published here, so waiting for that arrival is enough.
  *
  * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what

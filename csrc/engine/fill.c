@@ -14,7 +14,7 @@
  * reduction is in flight.
  *
  * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, an
- * own one beside an own buffer, and one of its own for a unit that postpones its all-reduce.
+ * own one beside an own buffer, and an own one for a unit that postpones its all-reduce.
  */
 #include "engine/fill.h"
 

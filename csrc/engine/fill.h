@@ -3,7 +3,7 @@
  * A buffer is taken at a unit's first gradient and given back when its reduction is complete and
  * all peers have read it.  Two pooled buffers serve units that close during backward; a unit that
  * finds both half filled by open units, or that keeps its gradients over several backwards, gets
- * one of its own, so that nobody waits for a buffer while holding another.
+ * its own one, so that nobody waits for a buffer while holding another.
  */
 #ifndef FSDPC_ENGINE_FILL_H
 #define FSDPC_ENGINE_FILL_H
@@ -13,14 +13,13 @@
 /* At the creation of a root: `encloses` as there. */
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses);
 
-/* Which pooled buffer a unit without an open one would fill; -1: one of its own. */
+/* Which pooled buffer a unit without an open one would fill; -1: its own one. */
 int fsdpc_fill_choose(const fsdpc_unit *unit);
 /* Opens it: unit->buffer is set.  Its reduction is complete; none is in flight if the unit is to
- * get a first one of its own, whose creation is collective. */
+ * get its first own one, whose creation is collective. */
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
-/* What no kernel wrote is zeroed, what one did is noted as a gradient; from here on the buffer,
- * which was open, belongs to the reduction.
- */
+/* Zeroes the parts that no kernel wrote and notes the others as gradients; from here on the buffer,
+ * which was open, belongs to the reduction. */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);
 void fsdpc_fill_released(fsdpc_unit *unit); /* its reduction has read it */
 void fsdpc_fill_drop(fsdpc_unit *unit);     /* forgets what is half filled */

@@ -78,10 +78,10 @@ static inline bool fsdpc_full_has_room(const fsdpc_unit *unit)
     return !ops->has_room || ops->has_room(unit);
 }
 
-/* What is in flight is waited for, or main's work to come is behind it (order.h). */
+/* Waits for the gather in flight, or puts main's work to come behind it (order.h). */
 fsdpc_status fsdpc_full_settle(fsdpc_unit *unit);
 
-/* -> SHARDED, unless it is held; what was posted stays in flight. */
+/* -> SHARDED, unless it is held; posted operations stay in flight. */
 void fsdpc_full_drop(fsdpc_unit *unit);
 
 #endif

@@ -7,8 +7,8 @@
  *
  * Two units that share and are full together (held by unshard(), used inside each other's forward,
  * told to stay after backward) are parted where they are first met: this rank's operations are
- * waited for, then the stream that reads fulls, and the one that comes second gets memory of its
- * own beneath the same address.  All ranks come here at the same place of the program, so they
+ * waited for, then the stream that reads fulls, and the one that comes second gets its own
+ * memory beneath the same address.  All ranks come here at the same place of the program, so they
  * agree on the outcome.
  */
 #include <stdlib.h>
@@ -163,7 +163,7 @@ static fsdpc_status make_room(fsdpc_unit *unit)
         if ((*user)->state != FSDPC_UNIT_SHARDED)
             return part(unit);
         FSDPC_TRY(fsdpc_full_settle(*user));
-        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten as by a gather of its own */
+        FSDPC_TRY(fsdpc_order_gather(*user)); /* it is overwritten as by its own gather */
     }
     *user = unit;
     return FSDPC_OK;

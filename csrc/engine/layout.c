@@ -89,7 +89,7 @@ static fsdpc_status read_spec(const fsdpc_param_spec *spec, fsdpc_place *place)
         FSDPC_TRY(fsdpc_mul_size(place->numel, spec->shape[d], &place->numel));
     }
     place->row_numel = row_of(place->ndim, place->shape);
-    place->band = spec->whole ? -2 : -1; /* -2: a band of its own, -1: not placed yet */
+    place->band = spec->whole ? -2 : -1; /* -2: its own band, -1: not placed yet */
     place->name = strdup(spec->name);
     if (!place->name)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the layout");

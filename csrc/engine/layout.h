@@ -7,7 +7,7 @@
  * A flat group holds the parameters of one original dtype.  Its parameters of equal row length form
  * a band, laid end to end in declaration order, each beginning at a multiple of lcm(row, 64)
  * elements; the band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
- * stay whole has a band of its own that one rank owns.  The full of a group is its bands one after
+ * stay whole has its own band, which one rank owns.  The full of a group is its bands one after
  * the other, a shard is this rank's slices one after the other; both begin each band at a multiple
  * of 64.
  */

@@ -6,8 +6,8 @@
  * with 1 end with the same bits.  Sums stay wide (fp32, fp64) and are rounded through the reduce
  * dtype once, when somebody looks.
  *
- * The highest sum lives in the gradient shard itself, lower ones in memory of their own that is
- * kept for the next step: one micro-step costs nothing extra.  Looking (a norm, a step, reading
+ * The highest sum lives in the gradient shard itself, lower ones in separate memory that is kept
+ * for the next step: one micro-step costs nothing extra.  Looking (a norm, a step, reading
  * .grad) folds what there is into the gradient shard; gradients added after that make another tree.
  */
 #ifndef FSDPC_ENGINE_MICRO_H

@@ -20,7 +20,7 @@ void fsdpc_order_destroy(fsdpc_root *root);
 fsdpc_status fsdpc_order_behind(fsdpc_root *root, fsdpc_event *event, fsdpc_stream *stream);
 void fsdpc_order_note_released(fsdpc_unit *unit);
 
-/* What follows does nothing where streams do not overlap. */
+/* The functions below do nothing where streams do not overlap. */
 
 /* Main has written own slices of the wire: gathers to come are behind it. */
 static inline fsdpc_status fsdpc_order_published(fsdpc_root *root)

@@ -10,17 +10,17 @@
  *
  * Ranks must post alike, over all their groups together: a GPU runs the operations of several
  * communicators in the order they were posted, and two ranks with different orders would wait for
- * each other.  When a first stage is complete differs from rank to rank.  So second stages have
- * places of their own in the program: before the next reduction is posted, at the end of backward,
- * or before anything that waits for the reduction.  There its first stage is waited for; looking
- * for completed reductions in between posts nothing.
+ * each other.  When a first stage is complete differs from rank to rank.  So the
+ * program has fixed places for second stages: before it posts the next reduction, at the end of
+ * backward, or before anything that waits for the reduction.  There it waits for the first stage;
+ * looking for completed reductions in between posts nothing.
  *
  * That costs no time where buffers are pooled.  The next reduction is posted a whole unit's
  * backward after this one.  If a first stage is not complete by then, a peer is that far behind,
  * and the next unit's first gradient would wait for this reduction's buffer anyway.
  *
  * Where the communicator orders streams, nothing is waited for and a second stage follows its first
- * at once, on a stream of its own; waiting then means that the main stream does, once the sum or
+ * at once, on its own stream; waiting then means that the main stream does, once the sum or
  * the buffer is needed.
  *
  * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
@@ -95,7 +95,7 @@ static fsdpc_status post_first(fsdpc_unit *unit, fsdpc_buffer *buffer)
 {
     fsdpc_root *root = unit->root;
     bool replicas_alone = root->reduce_comm == root->replicate;
-    /* Replicas have epochs of their own (one may evaluate alone); their steps must agree. */
+    /* Replicas have separate epochs (one may evaluate alone); their steps must agree. */
     uint64_t epoch = replicas_alone ? root->steps : root->wire->epoch;
     final_sums sums = {0};
     if (!unit->partial)

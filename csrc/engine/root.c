@@ -109,7 +109,7 @@ static void disown_unit(fsdpc_unit *unit)
         unit->groups[g].wire_offset -= offset;
 }
 
-/* What is in flight refers to memory that goes now.  A world of one finishes with its streams;
+/* An operation in flight refers to memory that goes now.  A world of one finishes with its streams;
  * peers that never post would be waited for in vain, so there the communicator ends with the
  * operation. */
 static void abandon_work(fsdpc_work *work)

@@ -10,7 +10,7 @@
  * Every slot is attached to the wire (comm.h), once, and so is memory of its own that fills whole
  * granules but for a little, which is in a window for that.
  *
- * Who shares follows from sizes alone and is the same on every rank, as gathers are.
+ * Sizes alone decide which units share, so every rank decides alike, as gathers need.
  */
 #ifndef FSDPC_ENGINE_SLOTS_H
 #define FSDPC_ENGINE_SLOTS_H
@@ -26,7 +26,7 @@ typedef struct fsdpc_slot_want {
 /* `granule` in plans made where no GPU is there to say it: what NVIDIA's driver maps at a time. */
 #define FSDPC_SLOT_GRANULE ((size_t)2 << 20)
 
-/* Pure data: the slot of each unit, -1 for memory of its own; returns how many slots there are.
+/* Pure data: the slot of each unit, -1 for its own memory; returns how many slots there are.
  * `per_class` slots serve all units of one size; memory comes in multiples of `granule`, 0 where
  * nothing can be shared. */
 int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
@@ -36,7 +36,7 @@ int fsdpc_slots_assign(const fsdpc_slot_want *wants, int n, int per_class, size_
 size_t fsdpc_slots_bytes(const fsdpc_slot_want *wants, int n, int per_class, size_t granule,
                          const int *slots);
 
-/* Whether a unit's memory of its own is a window too, so that a transport can prepare it: granules
+/* Whether a unit's own memory is a window too, so that a transport can prepare it: granules
  * that are filled but for a little. */
 bool fsdpc_slots_is_windowed(size_t bytes, size_t granule);
 

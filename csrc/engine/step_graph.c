@@ -50,7 +50,7 @@ struct fsdpc_step_graph {
     uint64_t steps, generation; /* at the beginning; once ended, what one step adds */
 };
 
-/* Whatever a program may set between steps and steps go by. */
+/* The settings that a program may change between steps and that steps go by. */
 static uint32_t settings_of(const fsdpc_unit *unit)
 {
     const bool flags[] = {unit->settings.requires_sync, unit->settings.requires_all_reduce,
@@ -225,7 +225,7 @@ static void give_up(fsdpc_step_graph *step)
     fsdpc_root *root = step->root;
     step->begun = root->captured = false;
     if (root->device->capturing) {
-        /* What was posted goes into the graph first, and not to the peers after it. */
+        /* Posted operations go into the graph first, and not to the peers after it. */
         for (int i = 0; i < root->n_units; i++)
             (void)fsdpc_full_settle(root->units[i]);
         (void)fsdpc_reduce_wait_all(root);

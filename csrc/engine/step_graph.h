@@ -2,10 +2,10 @@
  *
  *     begin  - the step as ever: forward, backward, clipping, the optimizer's step -  end  replay*
  *
- * Between begin and end nothing is computed: the device records.  End launches what was recorded,
- * so afterwards one step was made, as if it had run; a replay makes another one, on the same
- * memory. What a step changes on the host (step counts, generations) each replay changes too, and
- * the optimizer's scalars are those of the step that it is by then.
+ * Between begin and end nothing is computed: the device records.  End launches the record, so
+ * afterwards one step was made, as if it had run; a replay makes another one, on the same memory.
+ * Each replay changes what a step changes on the host (step counts, generations), and the
+ * optimizer's scalars are those of the step that it is by then.
  *
  * A replay repeats the recorded step, so the host's decisions must come out the same: pending
  * gradients, weights in step with the wire, and settings are compared at the end of the capture and

@@ -39,7 +39,7 @@ typedef struct fsdpc_unit_settings {
     int prefetch;             /* units gathered ahead by the root that it may become the first of */
     /* Before there is a root: */
     int n_modules;       /* that make it up */
-    bool keep_grads;     /* a reduce buffer of its own (SHARD_OPTIM) */
+    bool keep_grads;     /* its own reduce buffer (SHARD_OPTIM) */
     bool deterministic;  /* micro-steps are summed as a tree (micro.h) */
     bool rank_dependent; /* it runs on some ranks only (sched.c) */
 } fsdpc_unit_settings;

@@ -1,5 +1,5 @@
-/* The extension module fsdpc._core: joins what the other files of this folder have, by the tables at
- * the head of py_state.h.
+/* The extension module fsdpc._core: joins what the other files of this folder have, by the tables
+ * at the head of py_state.h.
  *
  * Importing makes types and functions and nothing else: no thread, no socket, no memory; the
  * runtime comes with the first tensor.  State is per module (multi-phase initialisation), types are

@@ -2,10 +2,10 @@
  *
  * A library does with memory what it likes as soon as it has it again, so that waits until our main
  * stream has done with it.  Where that cannot be waited for (Ctrl-C, a peer that is gone), the
- * library never gets it back, and a line in the log says so: who drops a tensor takes no errors.
+ * library never gets it back, and a line in the log says so: dropping a tensor raises no errors.
  *
- * A captured step goes on using memory that its tensors stood on: who captures holds all that there
- * is.  None comes in while it does (from_dlpack refuses).
+ * A captured step goes on using memory that its tensors stood on, so a capture holds all that there
+ * is.  None comes in meanwhile (from_dlpack refuses).
  *
  * Any thread may drop a tensor, with the GIL or without.
  */
@@ -26,7 +26,7 @@ struct fsdpc_py_state; /* py_state.h, which embeds them */
 
 void fsdpc_py_imports_init(fsdpc_py_imports *imports);
 
-/* What a library is given back, and how: called once, with the GIL. */
+/* Memory to give back to a library, and how: called once, with the GIL. */
 typedef struct fsdpc_py_lent {
     void *owner;
     void (*give_back)(void *owner);

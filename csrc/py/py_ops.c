@@ -4,8 +4,8 @@
  * It calls one function of csrc/nn (without the GIL if it is worth it) and wraps what comes back.
  * Results are plain Tensors, whatever subclass the inputs are.
  *
- * OPERATIONS is the table: functions of the module come from all of its rows, and methods, with self
- * as the first argument, from those that begin with M.
+ * OPERATIONS is the table: functions of the module come from all of its rows, and methods, with
+ * self as the first argument, from those that begin with M.
  */
 #include "py/py_ops.h"
 

@@ -172,7 +172,7 @@ int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
 /* NULL and None leave *inout as it is. */
 int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 
-/* The kind of a name ("constant", "normal", "uniform"); -1 with an exception, that of NULL as set. */
+/* The kind of "constant", "normal" or "uniform"; -1 with an exception, for NULL the one set. */
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
 /* A tensor's bytes in host memory; waits for what computes them. */

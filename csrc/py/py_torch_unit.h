@@ -126,8 +126,8 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self);
 /* Backward of the unit begins, for weights of `generation`. */
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation);
 
-/* Before a gradient is taken, in the order of the foreign stream: the unit's backward has begun, also
- * where its outputs were by-passed. */
+/* Before a gradient is taken, in the order of the foreign stream: begins the unit's backward where
+ * its outputs were by-passed, so that no mark did. */
 int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self);
 
 /* A callable for the full of one parameter: takes its `.grad` and drops it. */
