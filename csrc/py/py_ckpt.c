@@ -165,12 +165,9 @@ static PyObject *header_result(const fsdpc_st_header *header, uint32_t crc)
     PyObject *tensors = PyList_New((Py_ssize_t)header->n_tensors), *metadata = PyDict_New();
     for (size_t i = 0; tensors && i < header->n_tensors; i++)
         fsdpc_py_put(&tensors, (Py_ssize_t)i, tensor_tuple(header, &header->tensors[i]));
-    for (size_t i = 0; metadata && i < header->n_metadata; i++) {
-        PyObject *value = PyUnicode_FromString(header->metadata[i].value);
-        if (!value || PyDict_SetItemString(metadata, header->metadata[i].key, value) < 0)
-            Py_CLEAR(metadata);
-        Py_XDECREF(value);
-    }
+    for (size_t i = 0; metadata && i < header->n_metadata; i++)
+        fsdpc_py_put_item(&metadata, header->metadata[i].key,
+                          PyUnicode_FromString(header->metadata[i].value));
     return Py_BuildValue("NNKk", tensors, metadata, (unsigned long long)header->data_begin,
                          (unsigned long)crc);
 }

@@ -69,11 +69,9 @@ static int copy_text(PyObject *object, char **out)
 static int read_files(py_save *self, PyObject *list)
 {
     Py_ssize_t n = PyList_GET_SIZE(list);
-    self->plan.files = calloc((size_t)n + 1, sizeof *self->plan.files);
-    if (!self->plan.files) {
-        PyErr_NoMemory();
+    self->plan.files = fsdpc_py_room(n, sizeof *self->plan.files);
+    if (!self->plan.files)
         return -1;
-    }
     for (Py_ssize_t i = 0; i < n; i++) {
         fsdpc_ckpt_file *file = &self->plan.files[i];
         PyObject *path;
@@ -95,11 +93,9 @@ static int read_files(py_save *self, PyObject *list)
 static int read_pieces(py_save *self, PyObject *list)
 {
     Py_ssize_t n = PyList_GET_SIZE(list);
-    self->plan.pieces = calloc((size_t)n + 1, sizeof *self->plan.pieces);
-    if (!self->plan.pieces) {
-        PyErr_NoMemory();
+    self->plan.pieces = fsdpc_py_room(n, sizeof *self->plan.pieces);
+    if (!self->plan.pieces)
         return -1;
-    }
     self->plan.n_pieces = (size_t)n;
     for (Py_ssize_t i = 0; i < n; i++) {
         fsdpc_ckpt_piece *piece = &self->plan.pieces[i];
@@ -135,16 +131,14 @@ static int fetch_pieces(py_save *self)
     fsdpc_ckpt_plan *plan = &self->plan;
     if (!self->runtime->device->remote)
         return 0;
-    fsdpc_ckpt_piece *mirrored = calloc(plan->n_pieces + 1, sizeof *mirrored);
-    if (!mirrored) {
-        PyErr_NoMemory();
+    fsdpc_ckpt_piece *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_pieces, sizeof *mirrored);
+    if (!mirrored)
         return -1;
-    }
     fsdpc_status status =
         fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, mirrored, &self->host);
     if (status == FSDPC_OK)
         status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
-    free(plan->pieces);
+    PyMem_Free(plan->pieces);
     plan->pieces = mirrored;
     return fsdpc_py_check(status);
 }
@@ -153,12 +147,10 @@ static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject
                          Py_ssize_t checksum_at)
 {
     Py_ssize_t bytes = PyBytes_GET_SIZE(text), n = PyList_GET_SIZE(places);
-    self->plan.crc_at = calloc((size_t)n + 1, sizeof *self->plan.crc_at);
-    self->plan.manifest = malloc((size_t)bytes + 1);
-    if (!self->plan.crc_at || !self->plan.manifest) {
-        PyErr_NoMemory();
+    self->plan.crc_at = fsdpc_py_room(n, sizeof *self->plan.crc_at);
+    self->plan.manifest = fsdpc_py_room(bytes, 1);
+    if (!self->plan.crc_at || !self->plan.manifest)
         return -1;
-    }
     memcpy(self->plan.manifest, PyBytes_AS_STRING(text), (size_t)bytes);
     self->plan.manifest_bytes = (size_t)bytes;
     self->plan.n_tensors = (size_t)n;
@@ -344,14 +336,14 @@ static void save_dealloc(PyObject *object)
     }
     for (size_t i = 0; i < self->plan.n_files; i++)
         free(self->plan.files[i].path);
-    free(self->plan.files);
-    free(self->plan.pieces);
+    PyMem_Free(self->plan.files);
+    PyMem_Free(self->plan.pieces);
     free(self->plan.parent);
     free(self->plan.temp);
     free(self->plan.folder);
     free(self->plan.manifest_path);
-    free(self->plan.manifest);
-    free(self->plan.crc_at);
+    PyMem_Free(self->plan.manifest);
+    PyMem_Free(self->plan.crc_at);
     Py_XDECREF(self->keep);
     Py_XDECREF(self->hook);
     Py_XDECREF(self->comm);

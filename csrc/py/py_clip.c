@@ -308,7 +308,7 @@ static PyObject *clip_grads(PyObject *module, PyObject *args)
     if (status == FSDPC_OK)
         FSDPC_PY_WITHOUT_GIL(status = clip_all(&g, p, max_norm, norm->data));
     free_gradients(&g);
-    return fsdpc_py_tensor_filled(PyModule_GetState(module), status, norm);
+    return fsdpc_py_result(PyModule_GetState(module), status, norm);
 }
 
 static PyObject *scale_grads(PyObject *module, PyObject *args)

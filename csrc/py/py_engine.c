@@ -39,14 +39,9 @@ static PyObject *trace_counts(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     PyObject *counts = runtime ? PyDict_New() : NULL;
-    for (int k = 0; counts && k < FSDPC_TRACE_KIND_COUNT; k++) {
-        PyObject *count =
-            PyLong_FromUnsignedLongLong(fsdpc_trace_count(runtime->trace, (fsdpc_trace_kind)k));
-        if (!count ||
-            PyDict_SetItemString(counts, fsdpc_trace_kind_name((fsdpc_trace_kind)k), count) < 0)
-            Py_CLEAR(counts);
-        Py_XDECREF(count);
-    }
+    for (fsdpc_trace_kind k = 0; counts && k < FSDPC_TRACE_KIND_COUNT; k++)
+        fsdpc_py_put_item(&counts, fsdpc_trace_kind_name(k),
+                          PyLong_FromUnsignedLongLong(fsdpc_trace_count(runtime->trace, k)));
     return counts;
 }
 

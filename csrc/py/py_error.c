@@ -16,28 +16,16 @@ static PyObject *own_exception(const char *name)
     return Py_NewRef(PyExc_RuntimeError);
 }
 
-/* Names of the table's third column as expressions that own a reference. */
-#define OWN_ValueError() Py_NewRef(PyExc_ValueError)
-#define OWN_TypeError() Py_NewRef(PyExc_TypeError)
-#define OWN_RuntimeError() Py_NewRef(PyExc_RuntimeError)
-#define OWN_IndexError() Py_NewRef(PyExc_IndexError)
-#define OWN_KeyError() Py_NewRef(PyExc_KeyError)
-#define OWN_MemoryError() Py_NewRef(PyExc_MemoryError)
-#define OWN_OSError() Py_NewRef(PyExc_OSError)
-#define OWN_TimeoutError() Py_NewRef(PyExc_TimeoutError)
-#define OWN_KeyboardInterrupt() Py_NewRef(PyExc_KeyboardInterrupt)
-#define OWN_NotImplementedError() Py_NewRef(PyExc_NotImplementedError)
-#define OWN_FloatingPointError() Py_NewRef(PyExc_FloatingPointError)
-#define OWN_SystemError() Py_NewRef(PyExc_SystemError)
-#define OWN_PeerError() own_exception("PeerError")
-#define OWN_MismatchError() own_exception("MismatchError")
+/* As the table's third column names them; the module's own are looked up. */
+#define PyExc_PeerError NULL
+#define PyExc_MismatchError NULL
 
 static PyObject *exception_of(fsdpc_status status)
 {
     switch (status) {
 #define X(name, code, exception, text)                                                             \
     case FSDPC_ERR_##name:                                                                         \
-        return OWN_##exception();
+        return PyExc_##exception ? Py_NewRef(PyExc_##exception) : own_exception(#exception);
         FSDPC_STATUS_TABLE(X)
 #undef X
     default:

@@ -14,11 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t)
-{
-    return status == FSDPC_OK ? fsdpc_py_tensor_new(state, t) : fsdpc_py_raise(status);
-}
-
 /* Runs `expression`, which writes `y`, on the runtime `r`, and returns the result. */
 #define RETURN_OP(state, work, expression)                                                         \
     do {                                                                                           \

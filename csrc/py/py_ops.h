@@ -51,9 +51,6 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
 
 /* ---- operations that functions and methods share: py_ops.c ---- */
 
-/* Wraps what an operation made, or raises. */
-PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
-
 PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);
 PyObject *fsdpc_py_op_reshape(fsdpc_py_state *state, fsdpc_tensor *x, int ndim,
                               const int64_t *shape);

@@ -312,7 +312,7 @@ static PyObject *optimizer_collect(PyObject *object, PyObject *args)
             fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
     if (status == FSDPC_OK)
         FSDPC_PY_WITHOUT_GIL(status = fsdpc_optim_collect(optim, unit, param, which, t->data));
-    return fsdpc_py_tensor_filled(PyType_GetModuleState(Py_TYPE(object)), status, t);
+    return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 
 static PyObject *optimizer_step_count(PyObject *object, PyObject *args)

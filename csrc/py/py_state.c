@@ -249,14 +249,6 @@ static PyObject *runtime_config(PyObject *module, PyObject *Py_UNUSED(unused))
                          r->device->flat->name);
 }
 
-/* Takes the value over. */
-static int put_value(PyObject *dict, const char *name, PyObject *value)
-{
-    int result = value ? PyDict_SetItemString(dict, name, value) : -1;
-    Py_XDECREF(value);
-    return result;
-}
-
 static PyObject *check_environment(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
@@ -271,8 +263,8 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
 #define VALUE_text PyUnicode_DecodeFSDefault
     PyObject *values = PyDict_New();
 #define X(field, type, variable, fallback, lowest, highest, text)                                  \
-    if (values && put_value(values, variable, VALUE_##type(env.field)) < 0)                        \
-        Py_CLEAR(values);
+    if (values)                                                                                    \
+        fsdpc_py_put_item(&values, variable, VALUE_##type(env.field));
     FSDPC_ENV_TABLE(X)
 #undef X
     return values;
@@ -296,6 +288,13 @@ PyMethodDef fsdpc_py_state_functions[] = {
      "Instruction set, threads and kernel tables of this process."},
     {NULL, NULL, 0, NULL},
 };
+
+void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item)
+{
+    if (!item || PyDict_SetItemString(*dict_io, key, item) < 0)
+        Py_CLEAR(*dict_io);
+    Py_XDECREF(item);
+}
 
 PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape)
 {

@@ -164,8 +164,8 @@ fsdpc_tensor *fsdpc_py_tensor_peek(PyObject *module, PyObject *object);
 /* A new Tensor; takes over the reference, also when it fails. */
 PyObject *fsdpc_py_tensor_wrap(PyObject *module, fsdpc_tensor *t);
 PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t);
-/* The same of one that was to be filled (NULL: it was not made), or what `status` says. */
-PyObject *fsdpc_py_tensor_filled(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
+/* The same, or after a failure the exception; `t` may then be NULL. */
+PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t);
 
 /* A dtype object, a name, a NumPy dtype or scalar type, or Python's float, int, bool. */
 int fsdpc_py_dtype_parse(PyObject *object, fsdpc_dtype *out);
@@ -180,6 +180,9 @@ fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
 /* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot touch; `what` begins the message.
  */
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what);
+
+/* The same of a dictionary's item. */
+void fsdpc_py_put_item(PyObject **dict_io, const char *key, PyObject *item);
 
 /* A tuple of extents. */
 PyObject *fsdpc_py_shape_tuple(int ndim, const size_t *shape);

@@ -76,7 +76,7 @@ PyObject *fsdpc_py_tensor_new(fsdpc_py_state *state, fsdpc_tensor *t)
     return make((PyTypeObject *)state->tensor_type, state, t);
 }
 
-PyObject *fsdpc_py_tensor_filled(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t)
+PyObject *fsdpc_py_result(fsdpc_py_state *state, fsdpc_status status, fsdpc_tensor *t)
 {
     if (status == FSDPC_OK)
         return fsdpc_py_tensor_new(state, t);

@@ -103,7 +103,7 @@ static PyObject *filled(const request *r, double value)
         return NULL;
     fsdpc_status status;
     FSDPC_PY_RUN(r->runtime, t->numel, status, fill(r->runtime, t, value));
-    return fsdpc_py_tensor_filled(r->state, status, t);
+    return fsdpc_py_result(r->state, status, t);
 }
 
 static PyObject *make_zeros(FSDPC_PY_FASTCALL(module))
@@ -207,7 +207,7 @@ static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
     if (!t)
         return NULL;
     fsdpc_status status = count_up(r.runtime, t, start, step);
-    return fsdpc_py_tensor_filled(r.state, status, t);
+    return fsdpc_py_result(r.state, status, t);
 }
 
 static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
@@ -235,7 +235,7 @@ static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
     init.numel = t->numel;
     fsdpc_status status;
     FSDPC_PY_RUN(r.runtime, 8 * t->numel, status, fsdpc_flat_init(&init, r.runtime->compute));
-    return fsdpc_py_tensor_filled(r.state, status, t);
+    return fsdpc_py_result(r.state, status, t);
 }
 
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out)

@@ -15,7 +15,8 @@ static PyObject *both(fsdpc_py_state *state, fsdpc_tensor *a, fsdpc_tensor *b, f
 
 PyObject *fsdpc_py_tensor_number(PyObject *a, PyObject *b, fsdpc_binary kind)
 {
-    fsdpc_tensor *ta = fsdpc_py_tensor_peek(NULL, a), *tb = fsdpc_py_tensor_peek(NULL, b), *y;
+    fsdpc_tensor *ta = fsdpc_py_tensor_peek(NULL, a), *tb = fsdpc_py_tensor_peek(NULL, b);
+    fsdpc_tensor *y = NULL;
     if (!ta && !tb)
         Py_RETURN_NOTIMPLEMENTED;
     fsdpc_py_state *state = fsdpc_py_self(ta ? a : b)->state;

@@ -164,7 +164,7 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
                                  fsdpc_unit_collect_rows(unit, param, dtype, rows->data, t->data));
     else if (status == FSDPC_OK)
         FSDPC_PY_WITHOUT_GIL(status = fsdpc_unit_collect(unit, param, grads, t->data));
-    return fsdpc_py_tensor_filled(PyType_GetModuleState(Py_TYPE(object)), status, t);
+    return fsdpc_py_result(PyType_GetModuleState(Py_TYPE(object)), status, t);
 }
 
 static PyObject *unit_zero_grad(PyObject *object, PyObject *Py_UNUSED(unused))
