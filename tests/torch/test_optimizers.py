@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,10 +47,19 @@ def test_ten_steps_as_torch(kind: str) -> None:
     train_twins(ours, plain, (mine, getattr(torch.optim, name)(plain.parameters(), **options)), 10)
 
 
+#: Optimizers with the state that they have of each parameter.
+RESUMED = {
+    "torch AdamW": (partial(torch.optim.AdamW, lr=1e-2), "exp_avg"),
+    "AdamW": (partial(optim.AdamW, lr=1e-2), "exp_avg"),
+    "torch SGD": (partial(torch.optim.SGD, lr=1e-2, momentum=0.9), "momentum_buffer"),
+    "SGD": (partial(optim.SGD, lr=1e-2, momentum=0.9), "momentum_buffer"),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["torch", "ours"])
+@pytest.mark.parametrize("kind", RESUMED)
 def test_states_by_name_resume_to_the_bit(kind: str) -> None:
-    make: Any = torch.optim.AdamW if kind == "torch" else optim.AdamW
+    make, state = RESUMED[kind]
 
     def train(model: Any, optimizer: Any, steps: range) -> None:
         for step in steps:
@@ -58,11 +68,11 @@ def test_states_by_name_resume_to_the_bit(kind: str) -> None:
             optimizer.step()
 
     first = shard(build())
-    optimizer = make(first.parameters(), lr=1e-2)
+    optimizer = make(first.parameters())
     train(first, optimizer, range(3))
     weights = {k: v.clone() for k, v in first.state_dict().items()}
     states = get_optimizer_state_dict(first, optimizer)
-    assert states["state"]["first.weight"]["exp_avg"].shape == (20, 7)
+    assert states["state"]["first.weight"][state].shape == (20, 7)
     own = copy.deepcopy(optimizer.state_dict())
     train(first, optimizer, range(3, 6))
     expected = full_parameters(first)
@@ -77,6 +87,24 @@ def test_states_by_name_resume_to_the_bit(kind: str) -> None:
         train(second, resumed, range(3, 6))
         for name, value in full_parameters(second).items():
             assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.ranks(1)
+def test_momentum_of_torchs_sgd_goes_over() -> None:
+    """It counts no steps, and its first momentum is a copy of a gradient."""
+    model, plain = build(), build()
+    fully_shard(model)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model, batch(0, 0)).backward()
+    loss_of(plain, batch(0, 0)).backward()
+    theirs.step()
+    reference.step()
+    ours = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    ours.step()
+    reference.step()
+    assert_same_parameters(model, plain)
 
 
 @pytest.mark.ranks(2)

@@ -134,6 +134,10 @@ class PieceGrad(LocalRows):
 
     _local_tensor = property(to_local)  # as DTensors have
 
+    def __deepcopy__(self, memo: Any) -> PieceGrad:
+        memo[id(self)] = copied = self.clone()  # torch's SGD keeps one as its momentum
+        return copied
+
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
     """Return the rows as a gradient of parameter ``index``, with a version counter of its own."""

@@ -95,14 +95,15 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def set_piece_state(self, p: Any, values: Mapping[str, Any]) -> None:
         """Load the states of a piece: this rank's rows, and ``step``."""
-        info = p.fsdpc
-        self._core.set_step_count(info.unit, info._index, int(values.get("step", 0)))
-        if not values:
-            return
-        self._core.make_states(info.unit, info._index)
+        unit, i = p.fsdpc.unit, p.fsdpc._index
+        held = {name: v for name, v in values.items() if name != "step" and v is not None}
+        if held:
+            self._core.make_states(unit, i)
         for name, rows in self.state_rows(p).items():
-            if name in values:
-                _device.to_torch(rows).reshape(-1).copy_(values[name].reshape(-1))
+            if name in held:
+                _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
+        # Afterwards, as it says that the states hold something. torch's SGD counts no steps.
+        self._core.set_step_count(unit, i, int(values.get("step", bool(held))))
 
     def state_dict(self) -> dict[str, Any]:
         """Return options and this rank's rows of the states, as torch's optimizers do."""
