@@ -138,8 +138,12 @@ def test_exceptions_leave_a_usable_model() -> None:
     y = ours(batch(0, fsdpc.rank()))
     handle.remove()
     middle[0].register_hook(stop)
+    pieces = list(ours.parameters())
     with pytest.raises(KeyError):
         y.sum().backward()
+    assert all(a is b for a, b in zip(ours.parameters(), pieces, strict=True))
+    values = ours.state_dict()  # as a script does that saves what it has
+    assert all(torch.equal(values[name], p) for name, p in plain.named_parameters())
     both(ours, plain)
     assert_same_grads(ours, plain)
 

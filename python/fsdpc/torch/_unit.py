@@ -343,18 +343,19 @@ class Root:
         ]
 
     def at_end(self) -> None:
-        """Ask autograd to call :meth:`finish` when the running backward ends, once.
-
-        Autograd lets go of what it was asked when an exception ends a backward; what that one left
-        goes then.
-        """
+        """Ask autograd to call :meth:`finish` when the running backward ends, once."""
         if self.ending() is not None:
             return
         if self.head.in_backward:
             self.reset()
         finish = partial(self.finish)
         _queue_callback(finish)
-        self.ending = weakref.ref(finish)
+        self.ending = weakref.ref(finish, self._lost)
+
+    def _lost(self, _: Any) -> None:
+        """Reset, as autograd let go of :meth:`finish` uncalled: an exception ended the backward."""
+        if self.head.in_backward:
+            self.reset()
 
     def finish(self) -> None:
         """Wait for reductions and hand gradients to the pieces."""
