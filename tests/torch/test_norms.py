@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdpc
 from fsdpc import _core
 
-from .common import batch, build, loss_of, shard
+from .common import assert_same_grads, batch, both, build, loss_of, shard, twin
 
 
 def norms_of(parameters: Any) -> list[torch.Tensor]:
@@ -92,6 +92,37 @@ def test_writes_to_lists_count_in_a_mode(dtype: torch.dtype) -> None:
         assert torch.equal(params[0].grad.norm(), norm / 2)
     for p, grad in zip(params, before, strict=True):
         assert torch.equal(p.grad.full_tensor(), grad / 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["/", "mul", "where", "foreach", "momentum"])
+def test_arithmetic_on_gradients_gives_gradients(how: str) -> None:
+    """Clipping after ``p.grad = p.grad / n`` takes norms of the whole, alike on all ranks."""
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    both(ours, plain)
+
+    def changed(grad: torch.Tensor) -> torch.Tensor:
+        if how == "/":
+            return grad / 3
+        if how == "mul":
+            return torch.mul(0.5 * grad - 0.01, 2).clamp(-1, 1)
+        if how == "where":
+            return torch.where(grad > 0.01, grad, 0 * grad)
+        if how == "foreach":
+            return torch._foreach_mul([grad], 2.0)[0]
+        return torch.zeros_like(grad).mul(0.9).add(grad, alpha=0.1)
+
+    for model in (ours, plain):
+        for p in model.parameters():
+            p.grad = changed(p.grad)
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (ours, plain)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    assert_same_grads(ours, plain)
+    ours.blocks[0].norm.bias.grad = ours.blocks[0].norm.bias.grad * 2
+    plain.blocks[0].norm.bias.grad *= 2
+    assert_same_grads(ours, plain)
 
 
 @pytest.mark.ranks(2)

@@ -107,6 +107,8 @@ class PieceGrad(LocalRows):
         result = _plain(func, args, kwargs or {})
         if func in _WRITES_LISTS:
             _count_writes(args[0])
+        elif func in _ELEMENTWISE:
+            return _like(args, result)
         return result
 
     def full_tensor(self) -> torch.Tensor:
@@ -170,6 +172,16 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
     return _at_home(result, args[0]._fsdpc)
+
+
+def _like(args: tuple[Any, ...], result: Any) -> Any:
+    """What arithmetic makes of gradients element by element: rows as theirs."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_like((g,), r) for g, r in zip(args[0], result, strict=True))
+    for grad in args:
+        if isinstance(grad, PieceGrad) and grad is not result and grad.shape == result.shape:
+            return _at_home(result, grad._fsdpc)
+    return result
 
 
 def _order(value: Any) -> float:
@@ -302,6 +314,21 @@ _WRITES_LISTS = frozenset(
     if name.startswith("_foreach_") and name.endswith("_")
 )
 
+#: So that ``p.grad = p.grad / n`` still answers the norm of the whole. None of these is in place.
+_ELEMENTWISE = frozenset(
+    getattr(space, name)
+    for space in (torch, torch.Tensor)
+    for word in (
+        "abs", "add", "addcdiv", "addcmul", "clamp", "clip", "contiguous", "div", "divide", "lerp",
+        "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "sign", "sqrt", "square", "sub",
+        "subtract", "tanh", "true_divide", "where", "zeros_like", "ones_like", "empty_like",
+        "full_like", "rand_like", "randn_like", "half", "bfloat16", "truediv", "radd", "rmul",
+        "rsub", "rtruediv", "rdiv",
+    )
+    for name in (word, f"__{word}__", f"_foreach_{word}")
+    if hasattr(space, name)
+)  # fmt: skip
+
 _HANDLERS: dict[Any, Handler] = {
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _vector_norm,
@@ -315,6 +342,7 @@ _HANDLERS: dict[Any, Handler] = {
     torch.Tensor.float: _keep,
     torch.Tensor.double: _keep,
     torch.Tensor.clone: _keep,
+    torch.clone: _keep,
 }
 
 # Clipping takes its calls over lists then, as it does for DTensor, which torch adds the same way.
