@@ -133,6 +133,7 @@ class UnitState:
             flats[group][offset : offset + numel] for group, _, _, numel, offset in self.places
         ]
         self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(n)]
+        self.is_narrow = any(m.dtype is not s.dtype for m, s in zip(masters, shards, strict=True))
         for i, piece in enumerate(self.pieces):
             piece.grad = None
             piece.data = self.rows[i]

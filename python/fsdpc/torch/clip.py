@@ -55,7 +55,8 @@ def clip_grad_norm_(
     held = [getattr(p, "fsdpc", None) for p in with_grad]
     states = list({id(info._state): info._state for info in held if info is not None}.values())
     whole = None not in held and _hold_whole_units(states, with_grad)
-    if not states or not whole or _narrow(states):
+    # Narrow pieces have gradients that are copies, which a factor left to shards would not reach.
+    if not states or not whole or any(s.is_narrow for s in states):
         return torch.nn.utils.clip_grad_norm_(
             with_grad, max_norm, norm_type, error_if_nonfinite, foreach
         )
@@ -69,17 +70,11 @@ def clip_grad_norm_(
         )
     _core.scale_grads(units, [], norm, float(max_norm))
     PENDING.add(s for s in states if s.torch_unit.pending_scale != 1)
-    return torch.tensor(norm, dtype=torch.float32, device=_device.home()).as_subclass(Whole)
+    wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32
+    return torch.tensor(norm, dtype=wide, device=_device.home()).as_subclass(Whole)
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
     """Whether all gradients of these units are among the parameters."""
     held = {id(p) for p in params}
     return all(p.grad is None or id(p) in held for s in states for p in s.pieces)
-
-
-def _narrow(states: list[Any]) -> bool:
-    """Whether pieces have gradients that are copies, in a narrower dtype than the shards."""
-    return any(
-        p.dtype is not g.dtype for s in states for p, g in zip(s.pieces, s.grads, strict=True)
-    )
