@@ -197,3 +197,11 @@ def test_the_total_norm_has_a_full_value(foreach: bool | None) -> None:
         torch.testing.assert_close(total.full_tensor(), expected)
         assert float(total) == total.item() == float(total.full_tensor())
     assert torch.equal(params[0].grad._local_tensor, params[0].grad.to_local())
+
+
+@pytest.mark.ranks(1)
+def test_the_norm_of_a_float64_model_is_float64() -> None:
+    ours = shard(build().double())
+    (1e100 * loss_of(ours, batch(0, 0).double())).backward()
+    norm = fsdpc.torch.clip_grad_norm_(ours.parameters(), 1.0)
+    assert norm.dtype is torch.float64 and 1e50 < norm < 1e150
