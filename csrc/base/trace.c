@@ -15,7 +15,8 @@
 
 struct fsdpc_trace {
     size_t capacity;
-    uint64_t added; /* since create or reset; the next event goes to added % capacity */
+    uint64_t added;       /* since create or reset; the next event goes to added % capacity */
+    const int64_t *clock; /* NULL: the system's */
     uint64_t counts[FSDPC_TRACE_KIND_COUNT];
     fsdpc_trace_event events[];
 };
@@ -50,6 +51,11 @@ void fsdpc_trace_destroy(fsdpc_trace *trace)
     free(trace);
 }
 
+void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock)
+{
+    trace->clock = clock;
+}
+
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward)
 {
@@ -59,7 +65,7 @@ void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64
     if (trace->capacity == 0)
         return;
     trace->events[trace->added++ % trace->capacity] = (fsdpc_trace_event){
-        .ns = fsdpc_clock_ns(),
+        .ns = trace->clock ? *trace->clock : fsdpc_clock_ns(),
         .epoch = epoch,
         .bytes = bytes,
         .unit = unit,

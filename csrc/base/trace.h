@@ -47,6 +47,8 @@ typedef struct fsdpc_trace fsdpc_trace;
 
 fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_destroy(fsdpc_trace *trace);
+/* Events are stamped with what stands there, in the place of nanoseconds.  Borrowed. */
+void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
 uint64_t fsdpc_trace_count(const fsdpc_trace *trace,

@@ -272,6 +272,8 @@ typedef struct fsdpc_comm_config {
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
+    bool late;     /* null: an operation is done when somebody waits for it, not before */
+    bool orders;   /* null: streams are ordered behind operations, as on GPUs */
 } fsdpc_comm_config;
 
 fsdpc_status fsdpc_comm_self_create(const fsdpc_comm_config *config, fsdpc_comm **out);
@@ -282,7 +284,7 @@ fsdpc_status fsdpc_comm_shm_create_threads(const fsdpc_comm_config *configs, int
                                            fsdpc_comm **outs);
 
 /* Any rank of any size, in one process.  A split gives a group of the same rank and size, as every
- * peer is taken to have given the same colour. */
+ * peer is taken to have given the same colour.  Of more than 256 ranks nothing is summed. */
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out);
 
 /* What the null communicator was asked, in order; borrowed until the next call on it.  (The trace

@@ -1,27 +1,28 @@
 /* A communicator that pretends: one process plays any rank of any world, every peer has always just
  * done what this rank did.
  *
- * It exists for tests of the schedule on one process.  Its records hold the calls made to it, in
- * order: a "post" when an operation is posted, a "done" when its owner first finds it done.  Waits
- * never wait.  Data is what it would be if all peers held the same values: gathers leave the wire
- * alone, a sum over n ranks is n times the own contribution, through the kernels of the config's
- * device (which device_null makes empty).
+ * It exists for schedules on one process, in tests and simulations.  Its records hold the calls made
+ * to it, in order: a "post" when an operation is posted, a "done" when its owner first finds it
+ * done.  Waits never wait.  With `late` a test alone finds nothing done, so that the records and the
+ * engine's trace say where the program cannot go on without an operation.  Data is what it would be
+ * if all peers held the same values: gathers leave the wire alone, a sum over n ranks is n times the
+ * own contribution, through the kernels of the config's device (which device_null makes empty).
  *
- * Wires and buffers are private memory, counted as shm counts them: wires by rank 0.
+ * Wires and buffers are the device's memory, counted as shm counts them: wires by rank 0.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/size.h"
 #include "comm/coll_math.h"
 
-static const fsdpc_comm_ops null_ops;
+static const fsdpc_comm_ops null_ops, ordering_ops;
 
 typedef struct null_comm {
     fsdpc_comm base;
     fsdpc_comm_record *records;
     size_t n_records, capacity;
+    bool late, waits; /* waits: somebody does, since the last operation that was done */
 } null_comm;
 
 typedef struct null_wire {
@@ -87,48 +88,33 @@ static fsdpc_status null_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
         return fsdpc_fail_errno("no memory for a communicator");
     part->base = *comm;
     part->base.waited_ns = 0;
+    part->late = ((null_comm *)comm)->late;
     *out = &part->base;
     return FSDPC_OK;
 }
 
 /* ---- Wire, epochs, buffers ---- */
 
-static fsdpc_status zeroed(size_t bytes, unsigned char **out)
-{
-    enum { ALIGNMENT = 64 };
-    void *data = bytes > SIZE_MAX - ALIGNMENT
-                     ? NULL
-                     : aligned_alloc(ALIGNMENT, fsdpc_round_up(bytes ? bytes : 1, ALIGNMENT));
-    if (!data)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "%zu bytes could not be had", bytes);
-    memset(data, 0, bytes);
-    *out = data;
-    return FSDPC_OK;
-}
-
 static fsdpc_status null_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(record(comm, "wire", NULL, 0, bytes));
-    unsigned char *data = NULL;
-    FSDPC_TRY(zeroed(bytes, &data));
+    void *data = NULL;
+    fsdpc_mem_kind kind = comm->rank == 0 ? FSDPC_MEM_WIRE : FSDPC_MEM_OTHER;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));
     null_wire *wire = calloc(1, sizeof *wire);
     if (!wire) {
-        free(data);
+        fsdpc_device_free(comm->device, data);
         return fsdpc_fail_errno("no memory for a wire");
     }
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
-    if (comm->rank == 0)
-        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, (int64_t)bytes);
     *out = &wire->base;
     return FSDPC_OK;
 }
 
 static void null_wire_destroy(fsdpc_wire *wire)
 {
-    if (wire->comm->rank == 0)
-        fsdpc_mem_count(wire->comm->device->mem, FSDPC_MEM_WIRE, -(int64_t)wire->bytes);
-    free(wire->write);
+    fsdpc_device_free(wire->comm->device, wire->write);
     free(wire);
 }
 
@@ -168,23 +154,21 @@ static fsdpc_status null_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
     FSDPC_TRY(record(comm, "buffer", NULL, 0, bytes));
-    unsigned char *data = NULL;
-    FSDPC_TRY(zeroed(bytes, &data));
+    void *data = NULL;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_REDUCE, bytes, &data));
     fsdpc_buffer *buffer = malloc(sizeof *buffer);
     if (!buffer) {
-        free(data);
+        fsdpc_device_free(comm->device, data);
         return fsdpc_fail_errno("no memory for a buffer");
     }
     *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
-    fsdpc_mem_count(comm->device->mem, FSDPC_MEM_REDUCE, (int64_t)bytes);
     *out = buffer;
     return FSDPC_OK;
 }
 
 static void null_buffer_destroy(fsdpc_buffer *buffer)
 {
-    fsdpc_mem_count(buffer->comm->device->mem, FSDPC_MEM_REDUCE, -(int64_t)buffer->bytes);
-    free(buffer->data);
+    fsdpc_device_free(buffer->comm->device, buffer->data);
     free(buffer);
 }
 
@@ -201,13 +185,19 @@ static fsdpc_status perform(const fsdpc_coll *op, int rank, int size, fsdpc_stre
         return FSDPC_OK;
     const void *same[FSDPC_COLL_MAX_RANKS];
     size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
-    for (int p = 0; p < size; p++)
+    for (int p = 0; p < size && p < FSDPC_COLL_MAX_RANKS; p++)
         same[p] = fsdpc_coll_reduces(op->kind) ? (const void *)op->buffer->data : op->send;
     switch (op->kind) {
     case FSDPC_COLL_REDUCE_SCATTER:
     case FSDPC_COLL_REDUCE_ALL:
+        if (size > FSDPC_COLL_MAX_RANKS)
+            return FSDPC_OK;
         return fsdpc_coll_reduce_slices(op, rank, size, (const unsigned char *const *)same, stream);
     case FSDPC_COLL_ALL_REDUCE:
+        if (size > FSDPC_COLL_MAX_RANKS) {
+            memmove(op->recv, op->send, bytes);
+            return FSDPC_OK;
+        }
         return fsdpc_coll_combine(op->op, op->dtype, same, size, op->numel, op->recv, stream);
     case FSDPC_COLL_ALL_GATHER:
         for (int p = 0; bytes && p < size; p++)
@@ -235,41 +225,52 @@ static fsdpc_status null_post(fsdpc_work *work)
 
 static fsdpc_status null_test(fsdpc_work *work)
 {
+    null_comm *self = (null_comm *)work->comm;
     FSDPC_TRY(fsdpc_comm_health(work->comm));
+    if (self->late && !self->waits)
+        return FSDPC_IN_PROGRESS;
+    self->waits = false;
     return record(work->comm, "done", &work->op, work->op.epoch,
                   fsdpc_coll_bytes(&work->op, work->comm->size));
 }
 
-static const fsdpc_comm_ops null_ops = {
-    .name = "null",
-    .destroy = null_destroy,
-    .split = null_split,
-    .abort = null_abort,
-    .wire_create = null_wire_create,
-    .wire_destroy = null_wire_destroy,
-    .epoch_arrive = null_epoch_arrive,
-    .epoch_test = null_epoch_test,
-    .epoch_publish = null_epoch_publish,
-    .epoch_published = null_epoch_published,
-    .buffer_create = null_buffer_create,
-    .buffer_destroy = null_buffer_destroy,
-    .buffer_idle = null_buffer_idle,
-    .post = null_post,
-    .test = null_test,
-};
+static fsdpc_status null_idle(fsdpc_comm *comm, int64_t max_ns)
+{
+    ((null_comm *)comm)->waits = max_ns > 0;
+    return fsdpc_comm_health(comm);
+}
+
+/* The stream goes on at once. */
+static fsdpc_status null_order(fsdpc_work *work, fsdpc_stream *stream)
+{
+    (void)stream;
+    ((null_comm *)work->comm)->waits = true;
+    return null_test(work);
+}
+
+#define NULL_OPS                                                                                   \
+    .name = "null", .destroy = null_destroy, .split = null_split, .abort = null_abort,             \
+    .wire_create = null_wire_create, .wire_destroy = null_wire_destroy,                            \
+    .epoch_arrive = null_epoch_arrive, .epoch_test = null_epoch_test,                              \
+    .epoch_publish = null_epoch_publish, .epoch_published = null_epoch_published,                  \
+    .buffer_create = null_buffer_create, .buffer_destroy = null_buffer_destroy,                    \
+    .buffer_idle = null_buffer_idle, .post = null_post, .test = null_test, .idle = null_idle
+
+static const fsdpc_comm_ops null_ops = {NULL_OPS};
+static const fsdpc_comm_ops ordering_ops = {NULL_OPS, .order = null_order};
 
 fsdpc_status fsdpc_comm_null_create(const fsdpc_comm_config *config, fsdpc_comm **out)
 {
-    if (config->size < 1 || config->size > FSDPC_COLL_MAX_RANKS || config->rank < 0 ||
-        config->rank >= config->size)
-        return fsdpc_fail(FSDPC_ERR_VALUE, "rank %d of %d is not possible; use 1 to %d ranks",
-                          config->rank, config->size, FSDPC_COLL_MAX_RANKS);
+    if (config->rank < 0 || config->rank >= config->size)
+        return fsdpc_fail(FSDPC_ERR_VALUE, "rank %d of %d is not possible", config->rank,
+                          config->size);
     if (!config->device)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a communicator needs a device");
     null_comm *self = calloc(1, sizeof *self);
     if (!self)
         return fsdpc_fail_errno("no memory for a communicator");
-    fsdpc_comm_init(&self->base, &null_ops, config);
+    fsdpc_comm_init(&self->base, config->orders ? &ordering_ops : &null_ops, config);
+    self->late = config->late;
     *out = &self->base;
     return FSDPC_OK;
 }

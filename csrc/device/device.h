@@ -188,6 +188,10 @@ typedef struct fsdpc_null_record {
 /* Runs nothing: submitted functions are recorded and not called unless `run_host_work`. */
 fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_device **out);
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out);
+/* Floating point operations of the products that the null device was given so far; its kernels add
+ * to it (ops/nn_null.c).  Other devices count nothing. */
+const int64_t *fsdpc_device_null_flops(const fsdpc_device *device);
+void fsdpc_device_null_add_flops(fsdpc_device *device, double flops);
 
 static inline void fsdpc_device_destroy(fsdpc_device *device)
 {

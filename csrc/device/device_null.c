@@ -23,6 +23,7 @@ typedef struct name_entry {
 typedef struct null_device {
     fsdpc_device head; /* first */
     bool run_host_work;
+    int64_t flops;
     fsdpc_null_record *records;
     size_t count, capacity;
     name_entry *names;
@@ -208,6 +209,17 @@ fsdpc_status fsdpc_device_null_create(fsdpc_mem *mem, bool run_host_work, fsdpc_
     else
         *out = &device->head;
     return status;
+}
+
+const int64_t *fsdpc_device_null_flops(const fsdpc_device *device)
+{
+    return &((const null_device *)device)->flops;
+}
+
+void fsdpc_device_null_add_flops(fsdpc_device *device, double flops)
+{
+    if (device->ops == &null_ops)
+        ((null_device *)device)->flops += (int64_t)flops;
 }
 
 size_t fsdpc_device_null_records(const fsdpc_device *device, const fsdpc_null_record **out)

@@ -2,6 +2,10 @@
  *
  * Every call is accepted and memory is neither read nor written, so a model of any size runs its
  * schedule in no time.  One function per type of arguments serves forward and backward.
+ *
+ * The operations of products and of attention are counted, as kernels execute them: attention that
+ * is causal does half, and its backward computes the scores again, so five products to forward's
+ * two.  What is bound by memory counts as nothing.
  */
 #include "ops/nn_ops.h"
 
@@ -12,8 +16,38 @@
         return FSDPC_OK;                                                                           \
     }
 
-ACCEPT(gemm)
-ACCEPT(gemm_gelu)
+static fsdpc_status null_gemm(const fsdpc_gemm_args *args, fsdpc_stream *stream)
+{
+    double batch = args->batch ? (double)args->batch : 1;
+    fsdpc_device_null_add_flops(stream->device,
+                                2 * batch * (double)args->m * (double)args->n * (double)args->k);
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *stream)
+{
+    return null_gemm(&args->gemm, stream);
+}
+
+static fsdpc_status attend(const fsdpc_attention_args *args, fsdpc_stream *stream, int products)
+{
+    double q = (double)args->tokens_q, k = (double)args->tokens_k;
+    double pairs = args->causal ? q * (k - (q - 1) / 2) : q * k;
+    fsdpc_device_null_add_flops(stream->device, 2 * products * pairs * (double)args->batch *
+                                                    (double)args->heads * (double)args->dim);
+    return FSDPC_OK;
+}
+
+static fsdpc_status null_attention(const fsdpc_attention_args *args, fsdpc_stream *stream)
+{
+    return attend(args, stream, 2);
+}
+
+static fsdpc_status null_attention_backward(const fsdpc_attention_args *args, fsdpc_stream *stream)
+{
+    return attend(args, stream, 5);
+}
+
 ACCEPT(unary)
 ACCEPT(binary)
 ACCEPT(sum)
@@ -21,7 +55,6 @@ ACCEPT(copy)
 ACCEPT(softmax)
 ACCEPT(norm)
 ACCEPT(rotary)
-ACCEPT(attention)
 ACCEPT(embedding)
 ACCEPT(cross_entropy)
 ACCEPT(loss_gradient)
@@ -43,7 +76,7 @@ static const fsdpc_nn_ops null_ops = {
     .norm_backward = null_norm,
     .rotary = null_rotary,
     .attention = null_attention,
-    .attention_backward = null_attention,
+    .attention_backward = null_attention_backward,
     .embedding = null_embedding,
     .embedding_backward = null_embedding,
     .cross_entropy = null_cross_entropy,

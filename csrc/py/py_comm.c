@@ -157,7 +157,9 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .secret = secret,
                                 .socket_fd = socket_fd,
                                 .news_fd = news_fd,
-                                .spin = fsdpc_usable_cores() >= size / hosts};
+                                .spin = fsdpc_usable_cores() >= size / hosts,
+                                .late = runtime->played,
+                                .orders = runtime->orders};
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, hosts, link, library, &self->comm));
     if (status != FSDPC_OK) {

@@ -1,4 +1,5 @@
 /* dry_run(params, dtypes, fn): what a computation would hold, without computing it.
+ * play(fn, orders): what the engine would do, in a world of any size.
  *
  * fn() runs on a runtime of its own whose device is null: kernels do nothing, memory is counted and
  * costs no page as nobody touches it, so a model of any size takes no time and no memory.
@@ -7,8 +8,14 @@
  * begins, so one rank may plan alone.  Returned are the peak of what fn held at once, parameters
  * and their gradients not counted, and what it left behind.
  *
- * What fn makes is to die before this returns: its values were never computed.  If some of it is
- * kept after all, the null runtime is left to it, and the caller says so.
+ * play's fn makes model, communicators without an address and units itself, and steps: everything
+ * is the engine's own but for kernels and peers.  An operation is done when the engine waits for
+ * it (or, with `orders`, its main stream does, as on GPUs), so the trace says where that is, and
+ * its events are stamped with the floating point operations that came before them, in the place of
+ * time.
+ *
+ * What fn makes is to die before these return: its values were never computed.  If some of it is
+ * kept after all, the null runtime is left to it, and dry_run's caller says so.
  */
 #include "py/py_engine.h"
 
@@ -36,7 +43,9 @@ static fsdpc_status scratch_target(void *arg, fsdpc_grad_target *out)
     return FSDPC_OK;
 }
 
-static fsdpc_status null_runtime_create(const fsdpc_runtime *like, fsdpc_runtime *r)
+enum { DRY_EVENTS = 16, PLAYED_EVENTS = 1 << 20 };
+
+static fsdpc_status null_runtime_create(const fsdpc_runtime *like, size_t events, fsdpc_runtime *r)
 {
     *r = (fsdpc_runtime){.env = like->env, .threads = like->threads, .ready = true, .dry = true};
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
@@ -45,7 +54,7 @@ static fsdpc_status null_runtime_create(const fsdpc_runtime *like, fsdpc_runtime
     r->device->nn = fsdpc_nn_ops_null();
     FSDPC_TRY(fsdpc_stream_create(r->device, "dry run", false, &r->compute));
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
-    return fsdpc_trace_create(16, &r->trace);
+    return fsdpc_trace_create(events, &r->trace);
 }
 
 static fsdpc_status move_over(fsdpc_runtime *r, stand *s, fsdpc_dtype dtype, scratch *grads)
@@ -101,7 +110,7 @@ static PyObject *run(fsdpc_py_state *state, stand *stands, const fsdpc_dtype *dt
                      PyObject *fn)
 {
     fsdpc_runtime dry;
-    fsdpc_status status = null_runtime_create(&state->runtime, &dry);
+    fsdpc_status status = null_runtime_create(&state->runtime, DRY_EVENTS, &dry);
     size_t largest = 1;
     for (Py_ssize_t i = 0; i < n; i++)
         largest = stands[i].t->numel > largest ? stands[i].t->numel : largest;
@@ -157,6 +166,33 @@ free:
     return result;
 }
 
+static PyObject *play(PyObject *module, PyObject *args)
+{
+    PyObject *fn;
+    int orders;
+    fsdpc_py_state *state = PyModule_GetState(module);
+    if (!PyArg_ParseTuple(args, "Op", &fn, &orders) || !fsdpc_py_state_runtime(state))
+        return NULL;
+    fsdpc_runtime played, real = state->runtime;
+    PyObject *result = NULL;
+    fsdpc_status status = null_runtime_create(&real, PLAYED_EVENTS, &played);
+    if (status == FSDPC_OK) {
+        played.dry = played.env.no_alias = false;
+        played.played = true;
+        played.orders = orders;
+        fsdpc_trace_set_clock(played.trace, fsdpc_device_null_flops(played.device));
+        state->runtime = played;
+        result = PyObject_CallNoArgs(fn);
+        state->runtime = real;
+    }
+    fsdpc_mem_stats left = {0};
+    if (played.mem)
+        fsdpc_mem_stats_read(played.mem, &left);
+    if (left.total_now_bytes == 0)
+        fsdpc_py_runtime_destroy(&played);
+    return status == FSDPC_OK ? result : fsdpc_py_raise(status);
+}
+
 static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     const fsdpc_py_state *state = PyModule_GetState(module);
@@ -168,6 +204,10 @@ PyMethodDef fsdpc_py_dry_run_functions[] = {
      "dry_run(params, dtypes, fn): bytes that fn() would hold at once, computing nothing, and "
      "bytes "
      "that it left behind."},
+    {"play", play, METH_VARARGS,
+     "play(fn, orders): fn() on a device that computes nothing; groups without an address are of "
+     "any size and, if so, order streams as GPUs' do; the trace counts floating point operations "
+     "in the place of nanoseconds."},
     {"in_dry_run", in_dry_run, METH_NOARGS, "in_dry_run(): whether dry_run's function runs now."},
     {NULL, NULL, 0, NULL},
 };

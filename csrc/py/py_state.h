@@ -101,7 +101,9 @@ int fsdpc_py_dtype_setup(PyObject *module); /* adds the objects of the type */
 struct fsdpc_plugin; /* plugin/plugin.h */
 
 typedef struct fsdpc_runtime {
-    bool ready, dry; /* dry: of a dry run (py_dry_run.c), where units do not gather */
+    bool ready, dry;     /* dry: of a dry run (py_dry_run.c), where units do not gather */
+    bool played, orders; /* of play(), where operations are done when they are waited for, or
+                            order streams */
     const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
     int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
     fsdpc_env env;

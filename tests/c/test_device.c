@@ -309,6 +309,36 @@ static void test_null(void)
     fsdpc_mem_destroy(mem);
 }
 
+/* Products and attention are counted, those of other devices and of memory not. */
+static void test_null_flops(void)
+{
+    fsdpc_mem *mem;
+    fsdpc_device *device, other = {.nn = fsdpc_nn_ops_null()};
+    CHECK_OK(fsdpc_mem_create(&mem));
+    CHECK_OK(fsdpc_device_null_create(mem, false, &device));
+    const int64_t *flops = fsdpc_device_null_flops(device);
+    const fsdpc_nn_ops *nn = fsdpc_nn_ops_null();
+    fsdpc_stream *stream = fsdpc_device_main(device);
+    fsdpc_gemm_gelu_args product = {.gemm = {.m = 2, .n = 3, .k = 5}};
+    CHECK_OK(nn->gemm(&product.gemm, stream));
+    CHECK(*flops == 60);
+    product.gemm.batch = 10;
+    CHECK_OK(nn->gemm_gelu(&product, stream));
+    CHECK(*flops == 660);
+    CHECK_OK(nn->gemm(&product.gemm, &(fsdpc_stream){.device = &other}));
+    CHECK_OK(nn->unary(&(fsdpc_unary_args){.numel = 1000}, stream));
+    CHECK(*flops == 660);
+    fsdpc_attention_args attention = {
+        .batch = 1, .tokens_q = 2, .tokens_k = 4, .heads = 3, .kv_heads = 1, .dim = 10};
+    CHECK_OK(nn->attention(&attention, stream)); /* two products of 2 x 4 x 10 a head */
+    CHECK(*flops == 660 + 2 * 2 * 80 * 3);
+    attention.causal = true; /* 3 and 4 keys */
+    CHECK_OK(nn->attention_backward(&attention, stream));
+    CHECK(*flops == 660 + 960 + 5 * 2 * 70 * 3);
+    fsdpc_device_destroy(device);
+    fsdpc_mem_destroy(mem);
+}
+
 /* Every slot of the null tables is filled: the tables are arrays of function pointers behind a
  * name. */
 static void test_null_tables(void)
@@ -341,6 +371,7 @@ int main(void)
     test_refusals();
     test_memory();
     test_null();
+    test_null_flops();
     test_null_tables();
     return check_report("device");
 }

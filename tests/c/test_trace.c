@@ -67,9 +67,23 @@ static void test_tail(void)
     fsdpc_trace_destroy(trace);
 }
 
+static void test_clock(void)
+{
+    int64_t now = 17;
+    fsdpc_trace *trace;
+    CHECK_OK(fsdpc_trace_create(4, &trace));
+    fsdpc_trace_set_clock(trace, &now);
+    fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, 0, 0, 0, 0);
+    now = 19;
+    fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, 1, 0, 0, 0);
+    CHECK(fsdpc_trace_at(trace, 0)->ns == 17 && fsdpc_trace_at(trace, 1)->ns == 19);
+    fsdpc_trace_destroy(trace);
+}
+
 int main(void)
 {
     test_ring();
+    test_clock();
     test_tail();
     test_edges();
     return check_report("trace");
