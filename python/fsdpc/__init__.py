@@ -74,6 +74,7 @@ from fsdpc.nn.module import deferred_init
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.schedule import Schedule, schedule
 from fsdpc.sharding import fully_shard
+from fsdpc.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
@@ -98,8 +99,8 @@ __all__ = [
     "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
     "no_grad", "num_threads", "optim", "PeerError", "rank", "register_fsdp_forward_method",
     "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
-    "ShardingStrategy", "show_config", "shutdown", "summon_full_params", "Tensor", "tensor",
-    "uint8", "world_size", "wrap",
+    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
+    "summon_full_params", "Tensor", "tensor", "uint8", "world_size", "wrap",
 ]  # fmt: skip
 
 

@@ -51,16 +51,16 @@ def parser() -> argparse.ArgumentParser:
         help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )
     run.add_argument("--hosts", metavar="A,B", help="hosts to have them on, by mpirun or mpiexec")
-    _choice(run, "--device", ("cpu", "cuda"), "cpu",
+    add_choice(run, "--device", ("cpu", "cuda"), "cpu",
             "what to train on; ranks on cuda take a GPU each, or share")  # fmt: skip
-    _number(run, "--steps", 400, "optimizer steps")
-    _number(run, "--seed", 0, "of weights, data order and dropout")
+    add_number(run, "--steps", 400, "optimizer steps")
+    add_number(run, "--seed", 0, "of weights, data order and dropout")
     run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
-    _number(run, "--sample", 300, "bytes of text to generate at the end")
+    add_number(run, "--sample", 300, "bytes of text to generate at the end")
     model = p.add_argument_group("model")
-    _choice(model, "--model", ("llama", "gpt2"), "llama", "family")
-    _choice(model, "--preset", models.PRESETS, "2M", ", ".join(models.PRESETS), metavar="SIZE")
-    _choice(model, "--dtype", DTYPES, "bf16",
+    add_choice(model, "--model", ("llama", "gpt2"), "llama", "family")
+    add_choice(model, "--preset", models.PRESETS, "2M", ", ".join(models.PRESETS), metavar="SIZE")
+    add_choice(model, "--dtype", DTYPES, "bf16",
             "of compute; masters, sums and states are fp32; fp16 scales the loss")  # fmt: skip
     model.add_argument(
         "--checkpoint-activations",
@@ -77,19 +77,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files and folders (default: Python's own standard library)",
     )
-    _number(data, "--batch", 16, "sequences in a micro-step of one rank")
-    _number(data, "--eval-bytes", HELD_OUT_BYTES,
+    add_number(data, "--batch", 16, "sequences in a micro-step of one rank")
+    add_number(data, "--eval-bytes", HELD_OUT_BYTES,
             "held-out bytes to validate on at the end; 0 skips it", shown="all")  # fmt: skip
-    _number(data, "--seq", 256, "bytes in a sequence")
-    _number(data, "--accumulate", 1, "micro-steps in a step of the optimizer")
-    _add_sharding_options(p)
+    add_number(data, "--seq", 256, "bytes in a sequence")
+    add_number(data, "--accumulate", 1, "micro-steps in a step of the optimizer")
+    add_sharding_options(p)
     _add_optimizer_options(p)
     add_options(p)
     p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     return p
 
 
-def _number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
+def add_number(group: Any, name: str, default: float, text: str, shown: str = "") -> None:
+    """Add an option of a number, of its default's type."""
     group.add_argument(
         name,
         type=type(default),
@@ -99,9 +100,10 @@ def _number(group: Any, name: str, default: float, text: str, shown: str = "") -
     )
 
 
-def _choice(
+def add_choice(
     group: Any, name: str, choices: Iterable[str], default: str, text: str, **options: Any
 ) -> None:
+    """Add an option that is one of some words."""
     group.add_argument(
         name,
         choices=tuple(choices),
@@ -123,10 +125,11 @@ def estimate_parser() -> argparse.ArgumentParser:
     return p
 
 
-def _add_sharding_options(p: argparse.ArgumentParser) -> None:
+def add_sharding_options(p: argparse.ArgumentParser) -> None:
+    """Add what says how a model is spread over ranks."""
     sharding = p.add_argument_group("sharding")
     names = [each.name for each in ShardingStrategy]
-    _choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
+    add_choice(sharding, "--strategy", names, "FULL_SHARD", ", ".join(names),
             type=str.upper, metavar="NAME")  # fmt: skip
     sharding.add_argument(
         "--mesh",
@@ -140,7 +143,8 @@ def _add_sharding_options(p: argparse.ArgumentParser) -> None:
         metavar="WHEN",
         help="true, false or a number of ranks (default: the strategy's)",
     )
-    _choice(sharding, "--reduce-dtype", DTYPES, "fp32", "in which gradients are written and sent")
+    add_choice(sharding, "--reduce-dtype", DTYPES, "fp32",
+               "in which gradients are written and sent")  # fmt: skip
     sharding.add_argument(
         "--deterministic",
         action="store_true",
@@ -179,7 +183,7 @@ OPTIMIZERS = {
 
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
-    _choice(optim, "--optimizer", OPTIMIZERS, "adamw", "")
+    add_choice(optim, "--optimizer", OPTIMIZERS, "adamw", "")
     optim.add_argument(
         "--lr",
         type=float,
@@ -187,8 +191,8 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
         help="peak learning rate (default: "
         + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
     )
-    _number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
-    _number(optim, "--clip", 1.0, "largest global norm of gradients")
+    add_number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
+    add_number(optim, "--clip", 1.0, "largest global norm of gradients")
 
 
 def check_values(options: argparse.Namespace) -> None:

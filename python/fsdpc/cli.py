@@ -17,6 +17,7 @@ examples:
   fsdpc run --ranks 8 --hosts first,second script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
+  fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
   fsdpc info
 
 Ranks are processes. They find each other without a TCP port, and none outlives this command.
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (  # named for `fsdpc --help`; _run() hands their arguments on
         ("train", "train a language model on text (fsdpc train --help)"),
         ("estimate", "show what each rank of a training run would hold"),
+        ("simulate", "show what a step would take and send on hosts that are not here"),
         ("ckpt", "look at checkpoints, check and convert them"),
     ):
         commands.add_parser(name, add_help=False, help=text)
@@ -111,6 +113,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc import train
 
         return (train.main if arguments[0] == "train" else train.estimate)(arguments[1:])
+    if arguments[:1] == ["simulate"]:
+        from fsdpc import _simulate_command
+
+        return _simulate_command.main(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 

@@ -173,9 +173,9 @@ def estimate(argv: Sequence[str]) -> int:
     return 0
 
 
-def make_model(options: argparse.Namespace) -> Any:
-    """Return the model without memory, set to recompute blocks if so."""
-    config = models.preset(options.preset)
+def make_model(options: argparse.Namespace, config: models.ModelConfig | None = None) -> Any:
+    """Return the model without memory, of a preset or this shape, set to recompute blocks if so."""
+    config = config or models.preset(options.preset)
     config = config.with_(max_seq=max(config.max_seq, options.seq))
     with deferred_init():
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)

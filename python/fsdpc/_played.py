@@ -1,0 +1,157 @@
+"""A step of the engine in a world of any size, recorded on a device that computes nothing.
+
+Everything is the engine's own but for kernels and peers: units, epochs, gathers ahead, reductions,
+the optimizer's step. Peers pretend, memory is counted and never touched, and the trace says in
+which order things were posted, where the program could not go on without them, and how many
+floating point operations came before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpc import _core, _shard, distributed, optim
+from fsdpc._snapshot import Snapshot
+from fsdpc.mesh import DeviceMesh
+from fsdpc.nn import init
+from fsdpc.nn.module import Module, Parameter, deferred_init
+from fsdpc.sharding import fully_shard
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optim.AdamW, "adam": optim.Adam, "lion": optim.Lion, "sgd": optim.SGD,
+}  # fmt: skip
+
+_STEPS = 3  # the first one records, the second is the first that follows the record
+
+
+class Event(NamedTuple):
+    """What the engine did with a unit (a kind of csrc/base/trace.h), after so many operations."""
+
+    kind: str
+    unit: int
+    bytes: int
+    flops: int
+    backward: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """The events of one step, and what the engine held."""
+
+    events: tuple[Event, ...]
+    units: tuple[str, ...]
+    reduce_sizes: tuple[int, ...]  # bytes of an element in the reductions of each unit
+    n_params: int
+    memory: dict[str, int]
+
+    @property
+    def flops(self) -> int:
+        """Floating point operations of the step."""
+        return self.events[-1].flops - self.events[0].flops
+
+
+def play_step(
+    model: Module,
+    shape: tuple[int, ...],
+    mesh: tuple[int, int],
+    options: dict[str, Any],
+    *,
+    optimizer: str,
+    accumulate: int,
+    orders: bool,
+) -> Played:
+    """Record a step of rank 0, and leave the model as it was; no other rank need be here.
+
+    Parameters
+    ----------
+    model : Module
+        Not sharded; its parameters may be deferred.
+    shape : tuple of int
+        Of a rank's batch, as :func:`fsdpc.memory_plan` takes it.
+    mesh : (replicate, shard)
+    options : dict
+        What :func:`fully_shard` is given besides.
+    optimizer : str
+    accumulate : int
+        Micro-steps of the step.
+    orders : bool
+        Whether operations order streams, as on GPUs, or are waited for.
+    """
+
+    def steps() -> Played:
+        world = distributed._world
+        before, classes = Snapshot(model), [(m, type(m)) for m in model.modules()]
+        try:
+            distributed._world = _core.Comm(0, mesh[0] * mesh[1], None)
+            return _play(model, shape, mesh, options, OPTIMIZERS[optimizer], accumulate)
+        finally:
+            distributed._world = world
+            before.restore()
+            for m, cls in classes:
+                object.__setattr__(m, "__class__", cls)
+            gc.collect()
+
+    return _core.play(steps, orders)
+
+
+def _play(
+    model: Any,
+    shape: tuple[int, ...],
+    mesh: tuple[int, int],
+    options: dict[str, Any],
+    make_optimizer: Callable[..., Any],
+    accumulate: int,
+) -> Played:
+    _without_memory(model)
+    comms = [_core.Comm(0, size, None) for size in mesh]
+    fully_shard(model, mesh=DeviceMesh(comms, ("replicate", "shard"), mesh), **options)
+    optimizer = make_optimizer(model.parameters(), lr=1e-3)
+    inputs = _inputs(model, shape)
+    for _ in range(_STEPS):
+        _core.trace_reset()
+        for _ in range(accumulate):
+            loss = model(*inputs)
+            (loss if loss.ndim == 0 else loss.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    events = _core.trace_events()
+    units = _shard.units_of(model)
+    own = [u.params[0][1] if u.params else _core.float32 for u in units]
+    sizes = [(u.reduce_dtype or u.param_dtype or d).itemsize for u, d in zip(units, own)]
+    memory = _core.memory_stats()
+    return Played(
+        events=tuple(Event(kind, unit, n, at, back) for kind, unit, _, n, at, back in events),
+        units=tuple(u.name for u in units),
+        reduce_sizes=tuple(sizes),
+        n_params=sum(len(u.params) for u in units),
+        memory={key.removesuffix("_peak_bytes"): value for key, value in memory.items()
+                if key.endswith("_peak_bytes")},
+    )  # fmt: skip
+
+
+def _without_memory(model: Module) -> None:
+    """Put deferred parameters in the places of the model's own."""
+    made: dict[int, Parameter] = {}
+    with deferred_init():
+        for m in model.modules():
+            for name, p in m._parameters.items():
+                if p is None:
+                    continue
+                if id(p) not in made:
+                    made[id(p)] = init.zeros_(Parameter.empty(p.shape, p.dtype))
+                    made[id(p)].requires_grad = p.requires_grad
+                m._parameters[name] = made[id(p)]
+
+
+def _inputs(model: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Words and targets for the models of :mod:`fsdpc.models`, else floats."""
+    if hasattr(getattr(model, "config", None), "vocab_size"):
+        ids = np.zeros(shape, np.int64)
+        return ids, ids
+    dtype = next((p.dtype for p in model.parameters()), _core.float32)
+    return (_core.empty(shape, dtype=dtype),)

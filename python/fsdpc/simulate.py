@@ -1,0 +1,538 @@
+"""What a step would take on hosts that are not here: the engine's own schedule, with times.
+
+The engine runs a step of rank 0 on a device that computes nothing (_played.py). Its record says
+what is gathered and reduced, when each is posted, and where the program waits for it. This file
+gives every piece of computation, and every operation between ranks, the time that it takes, and
+plays the record on a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+from fsdpc import _core, _shard
+from fsdpc._played import OPTIMIZERS, Played, play_step
+from fsdpc.device import check_device, get_default_device
+from fsdpc.memory_plan import STATES, MemoryPlan, memory_plan
+from fsdpc.nn.module import Module
+from fsdpc.policies import MixedPrecisionPolicy
+from fsdpc.strategies import ShardingStrategy, as_strategy
+from fsdpc.wrap import WrapPolicy, by_name, check_names, units_by
+
+# Of an epoch's note, ahead of an operation (csrc/comm/hosts_internal.h), and what replicas compare
+# (csrc/engine/agree.c).
+_NOTE_BYTES, _HEADER_BYTES, _MARK_BYTES = 32, 96, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """What :func:`simulate` may be told besides the cluster.
+
+    Parameters
+    ----------
+    strategy : ShardingStrategy or str, default FULL_SHARD
+    mesh : (replicate, shard), optional
+        By default that of the strategy; the hybrid ones shard inside a host.
+    reshard_after_forward, plan, mp_policy : optional
+        As :func:`fsdpc.fully_shard` takes them; by default each of the model's ``blocks()`` is a
+        unit.
+    optimizer : {"adamw", "adam", "lion", "sgd"}
+    accumulate : int, default 1
+        Micro-steps of a step; each reduces.
+    device : {"cpu", "cuda"}, optional
+        By default this process's. Ranks on CPUs share one copy of the parameters on each host, and
+        bytes cross between hosts once. Ranks on GPUs have their own, and NCCL sends them round a
+        ring of all ranks.
+    local_bandwidth : float, default infinite
+        Bytes a second that a rank sends inside its host, or on a CPU, that it reads of others.
+    local_latency : float, default 0
+        Seconds of a hop inside a host; GPUs alone.
+    message : float, default 0
+        Seconds of a rank for each message to another host; CPUs alone.
+    memory_bandwidth : float, default infinite
+        Bytes a second of the optimizer's pass over masters, gradients and states.
+    overlap : bool, optional
+        Whether bytes move while ranks compute. By default on GPUs; on CPUs of several hosts they
+        move when the rank's thread calls the engine.
+    """
+
+    strategy: ShardingStrategy | str = "FULL_SHARD"
+    mesh: tuple[int, int] | None = None
+    reshard_after_forward: bool | int | None = None
+    plan: WrapPolicy | dict[str, dict[str, Any]] | None = None
+    mp_policy: MixedPrecisionPolicy | None = None
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    device: str | None = None
+    local_bandwidth: float = math.inf
+    local_latency: float = 0.0
+    message: float = 0.0
+    memory_bandwidth: float = math.inf
+    overlap: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer '{self.optimizer}': one of {', '.join(OPTIMIZERS)}")
+        _check_positive(
+            accumulate=self.accumulate,
+            local_bandwidth=self.local_bandwidth,
+            memory_bandwidth=self.memory_bandwidth,
+        )
+        _check_not_negative(local_latency=self.local_latency, message=self.message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A step as :func:`simulate` finds it: seconds, bytes, and memory of a rank.
+
+    ``exposed`` are the seconds in which a rank computes nothing because it waits: for gathers, for
+    reductions, and for others to begin an epoch or to agree. ``sent_between`` and ``sent_inside``
+    are bytes that the ranks of one host send to other hosts and to each other (on CPUs: read of
+    each other); ``messages`` are those of one rank to other hosts, of GPUs the steps of their
+    rings. ``flops`` counts one rank's products, those that activation checkpointing computes again
+    too. ``memory`` is that of :func:`fsdpc.memory_plan`, whose ``wire`` serves ``wire_ranks`` ranks
+    of a host. ``padding`` is what ranks hold beyond the parameters, as a part of these.
+    """
+
+    title: str
+    step: float
+    compute: float
+    exposed: dict[str, float]
+    sent_between: float
+    sent_inside: float
+    messages: int
+    flops: int
+    memory: MemoryPlan
+    wire_ranks: int
+    padding: float
+    record: Played = field(repr=False)
+
+    @property
+    def exposed_total(self) -> float:
+        """Seconds in which a rank waits."""
+        return sum(self.exposed.values())
+
+    def __str__(self) -> str:
+        waits = ", ".join(f"{name} {1e3 * s:.4g}" for name, s in self.exposed.items())
+        plan, shared = self.memory, self.wire_ranks > 1
+        parts = {"master": plan.master, "grad": plan.grad, "state": plan.state,
+                 "reduce": plan.reduce, "activation": plan.activation or 0}  # fmt: skip
+        parts = parts if shared else {"wire": plan.wire, **parts}
+        held = ", ".join(f"{name} {n / 2**30:.3g}" for name, n in parts.items())
+        also = f"; wire {plan.wire / 2**30:.3g}, which {self.wire_ranks} share" if shared else ""
+        return "\n".join([
+            self.title,
+            f"step      {1e3 * self.step:.4g} ms: compute {1e3 * self.compute:.4g}, exposed "
+            f"{1e3 * self.exposed_total:.4g} ({waits})",
+            f"sent      {self.sent_between / 1e9:.4g} GB a host to others in {self.messages:,} "
+            f"messages a rank, {self.sent_inside / 1e9:.4g} GB inside it",
+            f"memory    {sum(parts.values()) / 2**30:.4g} GiB a rank: {held}{also}",
+            f"padding   {100 * self.padding:.3g} % of the parameters",
+            f"products  {self.flops / 1e12:.4g} TFLOP a rank",
+        ])  # fmt: skip
+
+
+def simulate(
+    model: Any,
+    batch_shape: Sequence[int] | None = None,
+    *,
+    hosts: int,
+    ranks_per_host: int,
+    bandwidth: float,
+    latency: float,
+    flops: float,
+    **options: Any,
+) -> Simulation:
+    """Play a training step of a world that need not be here.
+
+    Parameters
+    ----------
+    model : Module
+        Not sharded; deferred ones (:class:`fsdpc.deferred_init`) of any size. It is left as it was.
+    batch_shape : sequence of int, optional
+        Of one rank's input: words (batch, tokens) for the models of :mod:`fsdpc.models`, else
+        floats. By default one sequence of the models' ``max_seq`` words.
+    hosts, ranks_per_host : int
+    bandwidth : float
+        Bytes a second that a host sends to other hosts, and receives at the same time.
+    latency : float
+        Seconds until the first byte of a message to another host is there.
+    flops : float
+        Floating point operations a second that a rank reaches in the model's products.
+    **options
+        Fields of :class:`SimulateOptions`.
+
+    Returns
+    -------
+    Simulation
+
+    Raises
+    ------
+    TypeError
+        There is no such option.
+    ValueError
+        A number that no cluster has, a mesh that is not of its ranks, or a sharded model.
+
+    Notes
+    -----
+    Any rank may call it alone. Computation takes the time of its products and of attention, at
+    ``flops``; all else is in that rate. Operations that use one link at a time share it evenly.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.deferred_init():
+    ...     model = fsdpc.models.Llama(fsdpc.models.preset("7B"))
+    >>> found = fsdpc.simulate(model, (1, 4096), hosts=2, ranks_per_host=8, bandwidth=400e9,
+    ...                        latency=5e-6, flops=400e12, device="cuda")
+    >>> found.step > found.compute
+    True
+    """
+    known = {each.name for each in fields(SimulateOptions)}
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"simulate() has no option '{unknown[0]}'; there are {sorted(known)}")
+    o = SimulateOptions(**options)
+    _check_positive(hosts=hosts, ranks_per_host=ranks_per_host, bandwidth=bandwidth, flops=flops)
+    _check_not_negative(latency=latency)
+    if not isinstance(model, Module) or any(map(_shard.is_sharded, model.modules())):
+        what = "sharded already" if isinstance(model, Module) else "no fsdpc.nn.Module"
+        raise ValueError(f"{type(model).__name__} is {what}: simulate() shards a model by itself")
+    device = o.device or get_default_device()
+    check_device(device)
+    strategy = as_strategy(o.strategy)
+    mesh = _mesh(o, strategy, hosts, ranks_per_host)
+    groups = _groups(mesh, hosts, ranks_per_host)
+    _shard.check_reshard(o.reshard_after_forward, mesh[1])
+    shape = _batch_shape(model, batch_shape)
+    policy, units = _units(model, o)
+    record = play_step(
+        model, shape, mesh,
+        {"strategy": strategy, "reshard_after_forward": o.reshard_after_forward, "plan": policy,
+         "mp_policy": o.mp_policy},
+        optimizer=o.optimizer, accumulate=o.accumulate, orders=device == "cuda",
+    )  # fmt: skip
+    memory = memory_plan(model, mesh, strategy=strategy, plan=policy, mp_policy=o.mp_policy,
+                         optimizer=o.optimizer).for_device(device)  # fmt: skip
+    wires = _Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
+    clock = _Clock(record, groups, wires, flops)
+    clock.play()
+    params = {id(p): p for p in model.parameters()}.values()
+    held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
+    element = (o.mp_policy and o.mp_policy.param_dtype or _core.float32).itemsize
+    optimizer = memory.grad / 4 * (12 + 8 * STATES[o.optimizer] + element) / o.memory_bandwidth
+    ranks = f"{hosts} host{'s' * (hosts > 1)} x {ranks_per_host} rank{'s' * (ranks_per_host > 1)}"
+    return Simulation(
+        title=f"{strategy.name} on {ranks} ({device}), mesh {mesh[0]} x {mesh[1]}, "
+              f"{units}, batch {'x'.join(map(str, shape))} a rank",
+        step=clock.now + optimizer,
+        compute=record.flops / flops + optimizer,
+        exposed=clock.exposed,
+        sent_between=clock.sent.between,
+        sent_inside=clock.sent.inside,
+        messages=clock.sent.messages,
+        flops=record.flops,
+        memory=replace(memory, activation=record.memory["activation"]),
+        wire_ranks=groups[0].lanes if device == "cpu" else 1,
+        padding=memory.master * mesh[1] / held - 1,
+        record=record,
+    )  # fmt: skip
+
+
+# ---- what was asked for ----
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        whole = name in ("hosts", "ranks_per_host", "accumulate")
+        if not value > 0 or (whole and (value != int(value) or value < 1)):
+            wanted = "a whole number of at least 1" if whole else "above 0"
+            raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, got {value!r}")
+
+
+def _mesh(
+    o: SimulateOptions, strategy: ShardingStrategy, hosts: int, ranks_per_host: int
+) -> tuple[int, int]:
+    world = hosts * ranks_per_host
+    usual = (1, world)
+    if strategy is ShardingStrategy.NO_SHARD:
+        usual = (world, 1)
+    elif strategy.name.startswith("HYBRID"):
+        usual = (hosts, ranks_per_host)
+    mesh = usual if o.mesh is None else tuple(o.mesh)
+    if len(mesh) != 2 or min(mesh) < 1 or math.prod(mesh) != world:
+        raise ValueError(
+            f"mesh {mesh} is not (replicate, shard) of {hosts} x {ranks_per_host} = {world} ranks"
+        )
+    return mesh  # type: ignore[return-value]
+
+
+def _batch_shape(model: Any, shape: Sequence[int] | None) -> tuple[int, ...]:
+    if shape is None:
+        if not hasattr(getattr(model, "config", None), "max_seq"):
+            raise ValueError(f"give batch_shape, that of a rank's input of {type(model).__name__}")
+        shape = (1, model.config.max_seq)
+    if not shape or min(shape) < 1:
+        raise ValueError(f"batch_shape must be of numbers from 1 on, got {tuple(shape)}")
+    return tuple(int(n) for n in shape)
+
+
+def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
+    """Which modules are units, asked once: policies may count."""
+    own = {} if o.reshard_after_forward is None else {
+        "reshard_after_forward": o.reshard_after_forward
+    }  # fmt: skip
+    chosen: dict[int, dict[str, Any]] = {}
+    if o.plan is None:
+        chosen = {id(b): own for b in (model.blocks() if hasattr(model, "blocks") else [])}
+    else:
+        if not callable(o.plan):
+            check_names(o.plan, [model])
+        policy = o.plan if callable(o.plan) else by_name(o.plan)
+        chosen = {id(m): {**own, **found} for (m,), found in units_by(policy, [model])}
+    return lambda _, module: chosen.get(id(module)), f"{len(chosen)} units and the rest"
+
+
+# ---- what travels ----
+
+
+class _Group(NamedTuple):
+    """Ranks of one operation: on how many hosts, how many on each, and such groups on a host."""
+
+    hosts: int
+    lanes: int
+    per_host: int
+
+
+def _groups(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[_Group, _Group]:
+    """The ranks that share shards, and those that hold the same."""
+    shard = mesh[1]
+    if shard <= lanes and lanes % shard == 0:
+        return _Group(1, shard, lanes // shard), _Group(hosts, lanes // shard, shard)
+    if shard % lanes:
+        raise ValueError(
+            f"mesh {mesh} on hosts of {lanes} ranks: {shard} ranks that share shards must lie "
+            "inside a host, or be whole hosts"
+        )
+    return _Group(shard // lanes, lanes, 1), _Group(mesh[0], 1, lanes)
+
+
+class _Load(NamedTuple):
+    """An operation: bytes of a host to others and inside it, messages of a rank, seconds."""
+
+    between: float
+    inside: float
+    messages: int
+    latency: float
+    seconds: float
+
+
+class _Wires:
+    """How much an operation moves over which link, and how long that takes alone."""
+
+    def __init__(
+        self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
+    ) -> None:
+        self.bandwidth, self.latency, self.o = bandwidth, latency, options
+        self.is_ring = device == "cuda"
+        self.overlaps = self.is_ring if options.overlap is None else options.overlap
+
+    def load(self, kind: str, group: _Group, full: float, element: int) -> _Load:
+        """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
+        if self.is_ring:
+            return self._ring(kind, group, full)
+        hosts, lanes, per_host = group
+        wide = full / element * max(4, element)  # sums cross in fp32
+        crossing = {"gather": full / hosts, "reduce": wide / hosts, "all_reduce": wide}[kind]
+        inside = {"gather": 0.0, "reduce": lanes * full, "all_reduce": lanes * lanes * full}[kind]
+        if lanes == 1:
+            inside = 0.0
+        elif kind == "all_reduce" and hosts > 1:
+            inside += lanes * hosts * wide
+        return self._crossing(group, crossing, inside)
+
+    def _crossing(
+        self, group: _Group, bytes_to_each: float, inside: float = 0.0, header: bool = True
+    ) -> _Load:
+        """Each host sends so many bytes to every other one, whatever its number of ranks."""
+        hosts, lanes, per_host = group
+        messages = (1 + header) * (hosts - 1)
+        between = (hosts - 1) * (bytes_to_each + lanes * header * _HEADER_BYTES) * per_host
+        seconds = inside / lanes / self.o.local_bandwidth
+        seconds += max(between / self.bandwidth, messages * self.o.message)
+        return _Load(
+            between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds
+        )
+
+    def _ring(self, kind: str, group: _Group, full: float) -> _Load:
+        hosts, lanes, per_host = group
+        ranks = hosts * lanes
+        rounds = 2 if kind == "all_reduce" else 1
+        share = rounds * full * (ranks - 1) / ranks  # that every rank sends on
+        between = share * per_host if hosts > 1 else 0.0
+        inside = share * per_host * (lanes if hosts == 1 else lanes - 1) if lanes > 1 else 0.0
+        local = share / self.o.local_bandwidth if lanes > 1 else 0.0
+        hops = (hosts - 1) * self.latency + (ranks - hosts) * self.o.local_latency
+        messages = rounds * (ranks - 1) if hosts > 1 else 0
+        return _Load(
+            between, inside, messages, rounds * hops, max(local, between / self.bandwidth)
+        )
+
+    def values(self, group: _Group, n_bytes: int, header: bool = True) -> _Load:
+        """A note of an epoch, or an agreement: every rank's bytes to its lane of each host."""
+        if self.is_ring:  # not on the GPUs' clock
+            return _Load(0.0, 0.0, 0, 0.0, 0.0)
+        return self._crossing(group, group.lanes * n_bytes, header=header)
+
+
+# ---- the clock ----
+
+
+@dataclass
+class _Op:
+    """An operation on its way: seconds of latency, and of its link when it has that alone."""
+
+    latency: float
+    seconds: float
+    link: str
+    after: _Op | None = None
+    done: bool = False
+
+
+@dataclass
+class _Sent:
+    between: float = 0.0
+    inside: float = 0.0
+    messages: int = 0
+
+
+class _Clock:
+    """Plays a record: one thread that computes and waits, and operations beside it.
+
+    Operations of one kind go in order. Of different kinds they run at once, and share a link.
+    """
+
+    def __init__(
+        self, record: Played, groups: tuple[_Group, _Group], wires: _Wires, flops: float
+    ) -> None:
+        self.record, self.wires, self.flops = record, wires, flops
+        self.shards, self.replicas = groups
+        self.n_shards = self.shards.hosts * self.shards.lanes
+        self.now = 0.0
+        self.streams: dict[str, deque[_Op]] = {k: deque() for k in ("gather", "reduce", "sum")}
+        self.gathers: dict[int, _Op] = {}
+        self.sums: dict[int, _Op] = {}
+        self.brought: set[int] = set()  # units whose rows of other hosts are here
+        self.exposed = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
+        self.sent = _Sent()
+        self.to_agree = False
+
+    def play(self) -> None:
+        """Run the whole record."""
+        handlers: dict[str, Callable[[int, int], None]] = {
+            "epoch": self._epoch, "gather": self._gather, "gather_done": self._gather_done,
+            "backward": self._backward, "reduce": self._reduce, "all_reduce": self._all_reduce,
+            "reduce_done": self._reduce_done,
+        }  # fmt: skip
+        before = self.record.events[0].flops
+        for event in self.record.events:
+            self._compute((event.flops - before) / self.flops)
+            before = event.flops
+            if handler := handlers.get(event.kind):
+                handler(event.unit, event.bytes)
+
+    # -- what the record says --
+
+    def _epoch(self, unit: int, n_bytes: int) -> None:
+        if self.to_agree:  # at the end of backward: which parameters were used
+            for group, mark in ((self.replicas, _MARK_BYTES), (self.shards, 0)):
+                used = self.wires.values(group, self.record.n_params + 1 + mark)
+                self._wait("agree", self._post("sum", used))
+            self.to_agree = False
+        note = self.wires.values(self.shards, _NOTE_BYTES, header=False)
+        self._wait("agree", self._post("sum", note))
+
+    def _gather(self, unit: int, n_bytes: int) -> None:
+        if not self.wires.is_ring and unit in self.brought:
+            return  # the host has kept the rows of others
+        self.brought.add(unit)
+        load = self.wires.load("gather", self.shards, n_bytes, 1)
+        self.gathers[unit] = self._post("gather", load)
+
+    def _gather_done(self, unit: int, n_bytes: int) -> None:
+        self._wait("gather", self.gathers.pop(unit, None))
+
+    def _backward(self, unit: int, n_bytes: int) -> None:
+        self.to_agree = True
+
+    def _reduce(self, unit: int, n_bytes: int) -> None:
+        if self.n_shards == 1:
+            return  # replicas alone: what follows is the whole of it
+        load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
+        self.sums[unit] = self._post("reduce", load)
+
+    def _all_reduce(self, unit: int, n_bytes: int) -> None:
+        first = self.sums.get(unit)
+        element = 4 if first else self.record.reduce_sizes[unit]
+        if first and not self.wires.is_ring:
+            self._wait("reduce", first)
+        load = self.wires.load("all_reduce", self.replicas, n_bytes, element)
+        self.sums[unit] = self._post("sum", load, first)
+
+    def _reduce_done(self, unit: int, n_bytes: int) -> None:
+        self._wait("reduce", self.sums.pop(unit, None))
+
+    # -- time --
+
+    def _post(self, stream: str, load: _Load, after: _Op | None = None) -> _Op:
+        self.sent.between += load.between
+        self.sent.inside += load.inside
+        self.sent.messages += load.messages
+        op = _Op(load.latency, load.seconds, "between" if load.between else "inside", after)
+        self.streams[stream].append(op)
+        return op
+
+    def _compute(self, seconds: float) -> None:
+        until = self.now + seconds
+        if self.wires.overlaps:
+            self._move(until, None)
+        self.now = until
+
+    def _wait(self, what: str, op: _Op | None) -> None:
+        begin = self.now
+        if op is not None:
+            self._move(math.inf, op)
+        self.exposed[what] += self.now - begin
+
+    def _move(self, until: float, awaited: _Op | None) -> None:
+        """Let operations go on until a time, or until one of them is done."""
+        while self.now < until and not (awaited and awaited.done):
+            heads = [q for q in self.streams.values() if q and (not q[0].after or q[0].after.done)]
+            if not heads:
+                return
+            rates = []
+            for q in heads:
+                busy = [p for p in heads if p[0].latency <= 0 and p[0].link == q[0].link]
+                rates.append(1.0 if q[0].latency > 0 else 1 / len(busy))
+            left = [(q[0].latency or q[0].seconds) / rate for q, rate in zip(heads, rates)]
+            passed = min(*left, until - self.now)
+            for q, rate, rest in zip(heads, rates, left):
+                op, ends = q[0], rest <= passed
+                if op.latency > 0:
+                    op.latency = 0.0 if ends else op.latency - passed
+                    ends = ends and op.seconds <= 0
+                else:
+                    op.seconds = 0.0 if ends else op.seconds - passed * rate
+                if ends:
+                    op.done = True
+                    q.popleft()
+            self.now += passed
