@@ -8,7 +8,7 @@ benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--ra
 directions. A step and its turns are those of bench_torch.py; all engines use gloo. "Sent" is what
 the device of the first host sent in a step, all protocols counted. The floor of a step is the
 greater of what it takes alone ("local", as many ranks, no communication) and of those bytes at the
-wire's rate.
+wire's rate. "Simulated" is what fsdpc.simulate() makes of the time alone and that rate, for fsdpc.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from two_hosts import Hosts, missing, two_hosts
 
 ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
 STEPS = bench_torch.WARM + bench_torch.STEPS
+LATENCY = 1e-4  # seconds, assumed of a message over gloo
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
 
@@ -47,6 +48,30 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 
 
+def simulated_ms(model: str, ranks: int, rate: str, alone_ms: float) -> float:
+    """Milliseconds of a step by simulate(), whose computation takes as long as alone; or NaN."""
+    if not model.startswith("llama-") or rate == "none" or alone_ms != alone_ms:
+        return float("nan")
+    import fsdpc
+
+    _, preset, dtype = model.split("-")
+    policy = fsdpc.MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = fsdpc.MixedPrecisionPolicy(
+            param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32
+        )
+    with fsdpc.deferred_init():
+        built = fsdpc.models.Llama(fsdpc.models.preset(preset))
+
+    def step(flops: float) -> fsdpc.Simulation:
+        return fsdpc.simulate(
+            built, bench_torch.LLAMAS[preset], hosts=2, ranks_per_host=ranks // 2,
+            bandwidth=RATES[rate] / 8, latency=LATENCY, flops=flops, mp_policy=policy,
+        )  # fmt: skip
+
+    return step(step(1e12).flops / alone_ms * 1e3).step * 1e3
+
+
 def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> None:
     """The rows of one model on one wire."""
     with two_hosts(rate) as hosts:
@@ -61,7 +86,9 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
-               f"{sent:.1f}", f"{pss:,.0f}"]  # fmt: skip
+               f"{sent:.1f}", f"{pss:,.0f}", ""]  # fmt: skip
+        if engine == "fsdpc":
+            row[-1] = f"{simulated_ms(model, ranks, rate, alone):.0f}".replace("nan", "")
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
@@ -82,8 +109,8 @@ def main() -> None:
         return
     common.header()
     common.table(["wire", "model", "ranks", "engine", "ms a step (range)",
-                  f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB"],
-                 [])  # fmt: skip
+                  f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB",
+                  "simulated ms"], [])  # fmt: skip
     for rate in o.rates:
         for model in o.models:
             run(model, list(o.engines), o.ranks, rate, o.rounds)
