@@ -15,7 +15,7 @@
  * time.
  *
  * What fn makes is to die before these return: its values were never computed.  If some of it is
- * kept after all, the null runtime is left to it, and dry_run's caller says so.
+ * kept after all, the null runtime is left to it, and the caller says so.
  */
 #include "py/py_engine.h"
 
@@ -190,7 +190,9 @@ static PyObject *play(PyObject *module, PyObject *args)
         fsdpc_mem_stats_read(played.mem, &left);
     if (left.total_now_bytes == 0)
         fsdpc_py_runtime_destroy(&played);
-    return status == FSDPC_OK ? result : fsdpc_py_raise(status);
+    if (status != FSDPC_OK)
+        return fsdpc_py_raise(status);
+    return result ? Py_BuildValue("(NK)", result, (unsigned long long)left.total_now_bytes) : NULL;
 }
 
 static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
@@ -205,9 +207,9 @@ PyMethodDef fsdpc_py_dry_run_functions[] = {
      "bytes "
      "that it left behind."},
     {"play", play, METH_VARARGS,
-     "play(fn, orders): fn() on a device that computes nothing; groups without an address are of "
-     "any size and, if so, order streams as GPUs' do; the trace counts floating point operations "
-     "in the place of nanoseconds."},
+     "play(fn, orders): fn() on a device that computes nothing, and bytes that it left behind; "
+     "groups without an address are of any size and, if so, order streams as GPUs' do; the trace "
+     "counts floating point operations in the place of nanoseconds."},
     {"in_dry_run", in_dry_run, METH_NOARGS, "in_dry_run(): whether dry_run's function runs now."},
     {NULL, NULL, 0, NULL},
 };

@@ -17,6 +17,7 @@ import numpy as np
 
 from fsdpc import _core, _shard, distributed, optim
 from fsdpc._snapshot import Snapshot
+from fsdpc.memory_plan import check_left
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn import init
 from fsdpc.nn.module import Module, Parameter, deferred_init
@@ -96,7 +97,9 @@ def play_step(
                 object.__setattr__(m, "__class__", cls)
             gc.collect()
 
-    return _core.play(steps, orders)
+    played, left = _core.play(steps, orders)
+    check_left(model, left)
+    return played
 
 
 def _play(

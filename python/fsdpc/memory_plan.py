@@ -286,13 +286,18 @@ def _activation_bytes(
             gc.collect()
 
     peak, left = _core.dry_run(params, dtypes, step_without_trace)
+    check_left(model, left)
+    return peak
+
+
+def check_left(model: Any, left: int) -> None:
+    """Raise if a forward on a device that computes nothing has left tensors somewhere."""
     if left:
         raise RuntimeError(
             f"the forward of {type(model).__name__} keeps {left} bytes of tensors outside of the "
             "model (a global, a closure, a hook's list), where planning cannot take them back: "
             "they were not computed, so drop them, and keep such tensors in the model's attributes"
         )
-    return peak
 
 
 def _compute_dtype(p: Any, policy: MixedPrecisionPolicy | None) -> _core.dtype:

@@ -172,6 +172,8 @@ def simulate(
 
     Raises
     ------
+    RuntimeError
+        The model's forward keeps tensors outside of the model.
     TypeError
         There is no such option.
     ValueError

@@ -155,6 +155,37 @@ def test_a_model_is_left_as_it_was() -> None:
     assert str(found).startswith("FULL_SHARD on 2 hosts x 2 ranks (cpu), mesh 1 x 4, 4 units")
 
 
+class Keeper(nn.Module):
+    """Keeps what it computes where nobody can take it back, or fails."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self.inner, self.kept = nn.Linear(8, 8), lambda x: kept.append(x)
+        self.fails = False
+
+    def forward(self, x: Any) -> Any:
+        if self.fails:
+            raise KeyError("no such word")
+        y = self.inner(x)
+        self.kept(y)
+        return y
+
+
+def test_what_a_forward_keeps_is_named() -> None:
+    kept: list[Any] = []
+    model, options = Keeper(kept), {"bandwidth": 1e9, "latency": 0.0, "flops": 1e9}
+    with pytest.raises(RuntimeError, match="Keeper keeps .* bytes of tensors outside of the model"):
+        simulate(model, (2, 8), hosts=1, ranks_per_host=2, **options)
+    kept.clear()
+    model.fails = True
+    with pytest.raises(KeyError, match="no such word"):
+        simulate(model, (2, 8), hosts=1, ranks_per_host=2, **options)
+    model.fails = False
+    assert type(model) is Keeper
+    assert model(fsdpc.tensor(np.ones((2, 8), np.float32))).shape == (2, 8)
+    assert fsdpc.memory_stats()["wire_bytes"] == 0
+
+
 def test_zero_2_and_3_of_a_published_study() -> None:
     """SmolLM3-3B, 4 x H100, a sequence of 8,192: 0.974 s and 0.997 s a step."""
     model = llama(preset("SmolLM3-3B"))
@@ -171,6 +202,24 @@ def test_16_hosts_of_a_published_benchmark(on_8: int, on_128: int) -> None:
     rate = fitted(model, (2, 8192), 2 * 8192 / on_8, hosts=1, ranks_per_host=8, **H100)
     found = simulate(model, (2, 8192), hosts=16, ranks_per_host=8, flops=rate, **H100)
     assert 2 * 8192 / found.step == pytest.approx(on_128, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("policy", "alone_ms", "measured_ms"),
+    [(fsdpc.MixedPrecisionPolicy(), 618, 924), (HALF, 383, 661)],
+    ids=["fp32", "bf16"],
+)
+def test_two_hosts_of_recorded_rows(
+    policy: fsdpc.MixedPrecisionPolicy, alone_ms: float, measured_ms: float
+) -> None:
+    """benchmarks/README.md: 10M on two hosts of one CPU rank, 1 Gbit/s, and what is computed."""
+    options = {"hosts": 2, "ranks_per_host": 1, "bandwidth": 125e6, "latency": 1e-4,
+               "mp_policy": policy}  # fmt: skip
+    model = llama(preset("10M"))
+    rate = simulate(model, (2, 256), flops=1e12, **options).flops / alone_ms * 1e3
+    found = simulate(model, (2, 256), flops=rate, **options)
+    assert found.compute == pytest.approx(alone_ms / 1e3)
+    assert found.step == pytest.approx(measured_ms / 1e3, rel=0.15)
 
 
 def test_16384_ranks_take_no_memory() -> None:
