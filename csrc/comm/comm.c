@@ -55,6 +55,7 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
         .rank = config->rank,
         .world_rank = config->rank,
         .size = config->size,
+        .host_size = config->size,
         .timeout_s = config->timeout_s > 0 ? config->timeout_s : 300,
         .notice_s = config->notice_s > 0 ? config->notice_s : 10,
         .spin = config->spin,

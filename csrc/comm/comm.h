@@ -223,6 +223,7 @@ struct fsdpc_comm {
     fsdpc_device *device; /* borrowed: whose kernels sum */
     fsdpc_trace *trace;   /* borrowed, may be NULL */
     int rank, size;
+    int host_size;  /* ranks of each host, which follow each other */
     int world_rank; /* in messages: rank in the communicator that was split first */
     double timeout_s, notice_s;
     bool spin;                /* waits may spin before they sleep */

@@ -102,7 +102,7 @@ static fsdpc_status create(const fsdpc_comm_config *config, fsdpc_comm *host,
     memcpy(copy, peers, (size_t)n_hosts * sizeof *copy);
     self->peers = copy;
     self->n_hosts = n_hosts;
-    self->n_lanes = host->size;
+    self->n_lanes = self->base.host_size = host->size;
     self->this_host = config->rank / host->size;
     self->lane = host->rank;
     self->world = world;
@@ -181,7 +181,8 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    if (comm->ops != &hosts_ops || self->group != 0 || self->lane != 0 || self->world->watch)
+    if (!comm || comm->ops != &hosts_ops || self->group != 0 || self->lane != 0 ||
+        self->world->watch)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a watch is the first rank's of each host, and one");
     return fsdpc_host_watch_start(self->host, config, &self->world->watch);
 }
@@ -216,6 +217,7 @@ static void hosts_leave(fsdpc_comm *comm)
 static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    FSDPC_TRY(fsdpc_link_health(self->link)); /* with nothing in flight here, nobody else looks */
     return fsdpc_comm_idle(self->host, max_ns);
 }
 

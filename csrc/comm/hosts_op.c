@@ -10,6 +10,7 @@
  *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, and the
  *                     ranks of the host show each other what came
  *     values          hosts_values.c
+ *     agree_only      headers cross, and nothing else
  *
  * Sums.  Ranks of a host follow each other, so adding hosts' sums as a pairwise tree is the tree
  * over all ranks if a host has a power of two of them: the bits of one host.  Sums travel in fp32,
@@ -33,7 +34,7 @@ enum { POSTED, CROSSING, SHOWING }; /* phases */
 
 static bool is_values(const fsdpc_coll *coll)
 {
-    return coll->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(coll->kind);
+    return coll->kind != FSDPC_COLL_GATHER && !fsdpc_coll_reduces(coll->kind) && !coll->agree_only;
 }
 
 static fsdpc_dtype wide(fsdpc_dtype dtype)
@@ -351,6 +352,8 @@ static fsdpc_status step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, bool has_tu
     FSDPC_TRY(fsdpc_comm_test(&op->host));
     if (!op->crosses)
         return FSDPC_OK;
+    if (op->work->op.agree_only)
+        return fsdpc_hosts_crossed(self, op);
     if (is_values(&op->work->op))
         return has_turn ? fsdpc_hosts_values_step(self, op) : FSDPC_IN_PROGRESS;
     if (op->phase == POSTED) {
@@ -374,7 +377,7 @@ static fsdpc_status step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, bool has_tu
 static fsdpc_status post_on_host(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    if (op->crosses && fsdpc_coll_reduces(coll->kind))
+    if (op->crosses && fsdpc_coll_reduces(coll->kind) && !coll->agree_only)
         return post_sums(self, op);
     fsdpc_coll agree = *coll;
     agree.agree_only = true;
@@ -386,10 +389,10 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     fsdpc_hosts_comm *self = fsdpc_hosts_of(work->comm);
     const fsdpc_coll *coll = &work->op;
     fsdpc_hosts_op *op, **end = &self->pending;
-    if (coll->kind == FSDPC_COLL_REPLAY)
+    if (coll->kind == FSDPC_COLL_REPLAY && !coll->agree_only)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "captured steps over several hosts");
-    bool crosses = !coll->agree_only;
-    if (crosses && coll->kind == FSDPC_COLL_GATHER)
+    bool crosses = true, moves = !coll->agree_only;
+    if (moves && coll->kind == FSDPC_COLL_GATHER)
         FSDPC_TRY(needs_rows(coll, &crosses));
     FSDPC_TRY(fsdpc_hosts_op_new(self, &op));
     op->next = NULL;
@@ -400,11 +403,11 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     op->compared = false;
     op->done_numel = 0;
     op->crosses = crosses;
-    op->needs_turn = crosses && coll->kind != FSDPC_COLL_REDUCE_SCATTER;
+    op->needs_turn = crosses && moves && coll->kind != FSDPC_COLL_REDUCE_SCATTER;
     fsdpc_status status = post_on_host(self, op);
     if (status == FSDPC_OK && crosses && !is_values(coll))
         status = fsdpc_hosts_begin(self, op);
-    if (status == FSDPC_OK && crosses && coll->kind == FSDPC_COLL_GATHER)
+    if (status == FSDPC_OK && crosses && moves && coll->kind == FSDPC_COLL_GATHER)
         status = cross_rows(self, op);
     if (status != FSDPC_OK) {
         fsdpc_hosts_op_free(self, op); /* what it posted goes with the communicator */

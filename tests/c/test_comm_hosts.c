@@ -111,7 +111,8 @@ static void held_and_changed(rank_context *self)
 
 /* ---- What crosses, counted ---- */
 
-/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers. */
+/* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
+ * alone where another transport moves the bytes, of a graph too. */
 static void counts(rank_context *self)
 {
     enum { N = 5000, HEADER = 96 };
@@ -135,18 +136,29 @@ static void counts(rank_context *self)
     uint64_t sent = sent_of(self) - before, want = (uint64_t)(hosts - 1) * (N * 4 + HEADER);
     EXPECT(self, sent == want, "%llu bytes, want %llu", (unsigned long long)sent,
            (unsigned long long)want);
+    for (int kind = FSDPC_COLL_GATHER; kind <= FSDPC_COLL_REPLAY; kind++) {
+        before = sent_of(self);
+        EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = (fsdpc_coll_kind)kind,
+                                                                 .what = "grads",
+                                                                 .slices = &slice,
+                                                                 .n_slices = 1,
+                                                                 .agree_only = true}));
+        sent = sent_of(self) - before;
+        EXPECT(self, sent == (uint64_t)(hosts - 1) * HEADER, "kind %d: %d bytes", kind, (int)sent);
+    }
     fsdpc_buffer_destroy(buffer);
     free(shard);
 }
 
 /* ---- Disagreement and failure ---- */
 
-static void operations_differ(rank_context *self)
+static void operations_differ_in(rank_context *self, bool agree_only)
 {
     int host = self->rank / ranks_of_host;
     int64_t x = 0;
     fsdpc_coll op = {.kind = FSDPC_COLL_ALL_REDUCE,
                      .what = host == 1 ? "norms" : "losses",
+                     .agree_only = agree_only,
                      .dtype = FSDPC_I64,
                      .send = &x,
                      .recv = &x,
@@ -157,6 +169,16 @@ static void operations_differ(rank_context *self)
            "%s", fsdpc_last_error());
     EXPECT(self, strstr(fsdpc_last_error(), "norms") && strstr(fsdpc_last_error(), "losses"), "%s",
            fsdpc_last_error());
+}
+
+static void operations_differ(rank_context *self)
+{
+    operations_differ_in(self, false);
+}
+
+static void agreements_differ(rank_context *self)
+{
+    operations_differ_in(self, true);
 }
 
 /* The last rank gives up while the others wait: they learn why, on its host and on others. */
@@ -244,6 +266,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, held_and_changed, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, agreements_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_gives_up, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_leaves_early, &options);
     }
