@@ -108,7 +108,7 @@ static PyObject *bytes_of_copy(const fsdpc_tensor *t)
         return NULL;
     char *to = PyByteArray_AS_STRING(bytes);
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_py_tensor_read(t, to));
+    status = fsdpc_py_tensor_read(t, to);
     if (status == FSDPC_OK)
         return bytes;
     Py_DECREF(bytes);
@@ -280,8 +280,9 @@ static fsdpc_status tensor_of_buffer(fsdpc_device *device, fsdpc_dtype dtype, co
     }
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(device, dtype, view->ndim, shape, &t));
-    fsdpc_status status =
-        fsdpc_device_copy(device, t->data, view->buf, fsdpc_tensor_bytes(t), NULL);
+    fsdpc_status status;
+    FSDPC_PY_WITHOUT_GIL(
+        status = fsdpc_device_copy(device, t->data, view->buf, fsdpc_tensor_bytes(t), NULL));
     if (status != FSDPC_OK) {
         fsdpc_tensor_release(t);
         return status;

@@ -136,7 +136,13 @@ fsdpc_runtime *fsdpc_py_runtime_of_type(PyTypeObject *type)
 
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out)
 {
-    return fsdpc_device_copy(t->storage->device, out, t->data, fsdpc_tensor_bytes(t), NULL);
+    fsdpc_device *device = t->storage->device;
+    fsdpc_status status;
+    if (!device->remote && t->numel == 1)
+        return fsdpc_device_copy(device, out, t->data, fsdpc_tensor_bytes(t), NULL);
+    FSDPC_PY_WITHOUT_GIL(status =
+                             fsdpc_device_copy(device, out, t->data, fsdpc_tensor_bytes(t), NULL));
+    return status;
 }
 
 fsdpc_status fsdpc_py_check_local(const fsdpc_device *device, const char *what)

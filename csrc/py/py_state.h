@@ -177,7 +177,7 @@ int fsdpc_py_dtype_optional(PyObject *object, fsdpc_dtype *inout);
 /* The kind of "constant", "normal" or "uniform"; -1 with an exception, for NULL the one set. */
 int fsdpc_py_init_kind(const char *text, fsdpc_init_kind *out);
 
-/* A tensor's bytes in host memory; waits for what computes them. */
+/* A tensor's bytes in host memory; waits for what computes them, while others may run Python. */
 fsdpc_status fsdpc_py_tensor_read(const fsdpc_tensor *t, void *out);
 /* FSDPC_ERR_UNSUPPORTED on a device whose memory the host cannot touch; `what` begins the message.
  */
