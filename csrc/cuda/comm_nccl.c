@@ -64,6 +64,8 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_nccl_worl
     fsdpc_comm_init(&self->base, &nccl_ops, &config->comm);
     self->control = config->control;
     self->base.world_rank = self->base.log.rank = config->control->world_rank;
+    self->base.carry = config->control->carry;
+    self->base.carry_arg = config->control->carry_arg;
     atomic_fetch_add(&world->refs, 1);
     self->world = world;
     self->next_group = world->groups;
@@ -390,7 +392,7 @@ fsdpc_status fsdpc_comm_nccl_create(const fsdpc_control_config *config, fsdpc_co
         world->pid = (int)getpid();
         const fsdpc_log silent = {0}; /* one rank says it for all */
         status =
-            fsdpc_nccl_open(config->library_path,
+            fsdpc_nccl_open(config->library_path, fsdpc_control_hosts(config) > 1,
                             config->comm.rank == 0 ? &config->comm.log : &silent, &world->nccl);
     }
     if (status == FSDPC_OK)

@@ -15,7 +15,7 @@ fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char 
     if (!control)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "%s needs a communicator of the same ranks to begin over: shm on one "
-                          "host, self for one rank",
+                          "host, hosts on several, self for one rank",
                           who);
     if (control->rank != config->comm.rank || control->size != config->comm.size)
         return fsdpc_fail(FSDPC_ERR_VALUE,

@@ -1,5 +1,5 @@
 /* What the transports of GPUs leave to their control: another communicator of the same ranks, over
- * host memory, that they take over.
+ * host memory, that they take over: shared memory on one host, a link beside it on several.
  *
  * A communicator that stands on a control has a `base` for its callers and the control beside it.
  * Words and notes go over the control: epochs, agreement on what is posted, who died and who is
@@ -16,6 +16,12 @@ typedef struct fsdpc_control_config {
     fsdpc_comm *control;      /* taken over when create succeeds; NULL: this rank is in none */
     const char *library_path; /* the NCCL to prefer, or NULL; borrowed by create alone */
 } fsdpc_control_config;
+
+/* How many hosts its ranks are on. */
+static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
+{
+    return config->control->size / config->control->host_size;
+}
 
 /* Whether `config` can begin one: a control of the same ranks, and a GPU.  `who` begins messages.
  */

@@ -9,8 +9,10 @@
  * communicators are told of the launch order one by one, a variable that is set now may be set too
  * late, which only a warning can mend.
  *
- * Ranks are of one host, so sockets need no more than its loopback interface.  NCCL takes no IPv6
- * address of that, and fails where the interface that it was told of has no other.
+ * Sockets of ranks of one host need no more than its loopback interface.  NCCL takes no IPv6
+ * address of that, and fails where the interface that it was told of has no other.  Which one joins
+ * several hosts is NCCL's to find, or the user's to say.  NCCL may have been opened before it was
+ * known that there are several (to be described); loopback, which cannot join them, is taken back.
  */
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -25,6 +27,7 @@ typedef struct variable {
 
 static const char launch_order[] = "NCCL_LAUNCH_ORDER_IMPLICIT";
 static const char sharing[] = "NCCL_MULTI_RANK_GPU_ENABLE";
+static const char interface[] = "NCCL_SOCKET_IFNAME", loopback[] = "=lo";
 
 static const variable always[] = {
     {launch_order, "1"},          /* nccl_lane.c */
@@ -58,15 +61,22 @@ static bool has_loopback(void)
     return found;
 }
 
-static fsdpc_status close_sockets(void)
+static fsdpc_status stay_on_host(void)
 {
-    FSDPC_TRY(set("NCCL_RAS_ENABLE", "0")); /* a thread that listens for a monitor */
-    if (is_set("NCCL_SOCKET_IFNAME") || is_set("NCCL_SOCKET_FAMILY") || !has_loopback())
+    if (is_set(interface) || is_set("NCCL_SOCKET_FAMILY") || !has_loopback())
         return FSDPC_OK;
-    return set("NCCL_SOCKET_IFNAME", "=lo");
+    return set(interface, loopback);
 }
 
-fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, const fsdpc_log *log)
+static void reach_hosts(void)
+{
+    const char *value = getenv(interface);
+    if (value && strcmp(value, loopback) == 0)
+        unsetenv(interface);
+}
+
+fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
+                                    const fsdpc_log *log)
 {
     bool late =
         nccl->was_here && !is_set(launch_order) && nccl->version < FSDPC_NCCL_LAUNCH_ORDER_FIELD;
@@ -81,7 +91,12 @@ fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, const fsdpc_log *log
                    launch_order);
     for (size_t i = 0; i < sizeof always / sizeof always[0]; i++)
         FSDPC_TRY(set(always[i].name, always[i].value));
-    return nccl->was_here ? FSDPC_OK : close_sockets();
+    if (several_hosts)
+        reach_hosts();
+    if (nccl->was_here)
+        return FSDPC_OK;
+    FSDPC_TRY(set("NCCL_RAS_ENABLE", "0")); /* a thread that listens for a monitor */
+    return several_hosts ? FSDPC_OK : stay_on_host();
 }
 
 fsdpc_status fsdpc_nccl_allow_sharing(void)

@@ -22,7 +22,7 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
         if (!library) /* whoever names one does not want another */
             return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                               "cannot load NCCL: %s (FSDPC_NCCL_LIB names it); name another, or do "
-                              "without: FSDPC_TRANSPORT=local_cuda shares the GPUs' memory",
+                              "without on one host: FSDPC_TRANSPORT=local_cuda",
                               dlerror());
     }
     if (!library)
@@ -31,14 +31,15 @@ static fsdpc_status open_library(const char *path, void **out, bool *was_here_ou
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "no NCCL: %s (looked for in this process, FSDPC_NCCL_LIB, pip's "
                           "nvidia-nccl-cu13 and the system); pip install nvidia-nccl-cu13, name "
-                          "one in FSDPC_NCCL_LIB, or do without: FSDPC_TRANSPORT=local_cuda shares "
-                          "the GPUs' memory",
+                          "one in FSDPC_NCCL_LIB, or do without on one host: "
+                          "FSDPC_TRANSPORT=local_cuda",
                           dlerror());
     *out = library;
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_nccl_open(const char *path, const fsdpc_log *log, fsdpc_nccl *out)
+fsdpc_status fsdpc_nccl_open(const char *path, bool several_hosts, const fsdpc_log *log,
+                             fsdpc_nccl *out)
 {
     void *library = NULL;
     fsdpc_nccl nccl = {0};
@@ -61,7 +62,7 @@ fsdpc_status fsdpc_nccl_open(const char *path, const fsdpc_log *log, fsdpc_nccl 
                           "(pip's nvidia-nccl-cu13), or set FSDPC_TRANSPORT=local_cuda, which "
                           "needs no NCCL",
                           nccl.version / 10000, nccl.version / 100 % 100, nccl.version % 100);
-    FSDPC_TRY(fsdpc_nccl_environment(&nccl, log));
+    FSDPC_TRY(fsdpc_nccl_environment(&nccl, several_hosts, log));
     *out = nccl;
     return FSDPC_OK;
 }
@@ -78,7 +79,7 @@ fsdpc_status fsdpc_nccl_check(const fsdpc_nccl *nccl, fsdpc_nccl_result result, 
 fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes)
 {
     fsdpc_nccl nccl;
-    FSDPC_TRY(fsdpc_nccl_open(path, NULL, &nccl));
+    FSDPC_TRY(fsdpc_nccl_open(path, false, NULL, &nccl));
     Dl_info info;
     bool placed = dladdr(*(void **)&nccl.ncclGetVersion, &info) != 0;
     snprintf(text, bytes, "NCCL %d.%d.%d at %s", nccl.version / 10000, nccl.version / 100 % 100,

@@ -25,9 +25,11 @@ typedef struct fsdpc_nccl {
 } fsdpc_nccl;
 
 /* `path` may be NULL.  FSDPC_ERR_UNSUPPORTED, with what the loader said, if there is none, or with
- * what it lacks; one older than 2.26 lacks the order of several communicators' operations.  `log`
- * hears of an environment that comes too late; NULL: a later opening says so. */
-fsdpc_status fsdpc_nccl_open(const char *path, const fsdpc_log *log, fsdpc_nccl *out);
+ * what it lacks; one older than 2.26 lacks the order of several communicators' operations.
+ * `several_hosts`: of ranks that loopback does not join.  `log` hears of an environment that comes
+ * too late; NULL: a later opening says so. */
+fsdpc_status fsdpc_nccl_open(const char *path, bool several_hosts, const fsdpc_log *log,
+                             fsdpc_nccl *out);
 
 /* NCCL's error as ours: "NCCL failed to <what>: <its text>".  FSDPC_ERR_PEER where the fault is
  * another rank's, or of the way there. */
@@ -39,7 +41,8 @@ fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes);
 /* ---- nccl_env.c ---- */
 
 /* What opening says of the environment, to NCCL and, if it is too late, to `log`. */
-fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, const fsdpc_log *log);
+fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
+                                    const fsdpc_log *log);
 /* Lets NCCL take ranks that share a GPU, which it does from 2.30 on; before the first lane. */
 fsdpc_status fsdpc_nccl_allow_sharing(void);
 

@@ -2,7 +2,8 @@
  * all choose alike, and differences are named on every rank.
  *
  * NCCL takes ranks that share a GPU from 2.30 on, if its environment says so before its first init;
- * whoever asks for NCCL there has that said for them.
+ * whoever asks for NCCL there has that said for them.  Ranks of several hosts have no other
+ * transport.
  */
 #include "cuda/transport.h"
 
@@ -36,11 +37,12 @@ static fsdpc_status asked_alike(const card *cards, int size)
     return FSDPC_OK;
 }
 
-/* The lowest rank that has the GPU of a lower one, its peer; 0 if all have their own. */
-static int sharer(const card *cards, int size, int *peer_out)
+/* The lowest rank that has the GPU of a lower one on its host, its peer; 0 if all have their own.
+ */
+static int sharer(const card *cards, const fsdpc_comm *control, int *peer_out)
 {
-    for (int r = 1; r < size; r++)
-        for (int other = 0; other < r; other++)
+    for (int r = 1; r < control->size; r++)
+        for (int other = r - r % control->host_size; other < r; other++)
             if (strcmp(cards[r].address, cards[other].address) == 0) {
                 *peer_out = other;
                 return r;
@@ -48,14 +50,22 @@ static int sharer(const card *cards, int size, int *peer_out)
     return 0;
 }
 
-static fsdpc_status choose(const char *asked, const card *cards, int size, const char **out)
+static fsdpc_status choose(const char *asked, const card *cards, const fsdpc_control_config *config,
+                           const char **out)
 {
-    int peer;
-    FSDPC_TRY(asked_alike(cards, size));
+    int peer, hosts = fsdpc_control_hosts(config);
+    FSDPC_TRY(asked_alike(cards, config->comm.size));
     if (strcmp(asked, "auto") == 0) {
-        *out = fsdpc_cuda_transports[sharer(cards, size, &peer) ? LOCAL_CUDA : NCCL];
+        bool local = hosts == 1 && sharer(cards, config->control, &peer);
+        *out = fsdpc_cuda_transports[local ? LOCAL_CUDA : NCCL];
         return FSDPC_OK;
     }
+    if (hosts > 1 && strcmp(asked, fsdpc_cuda_transports[LOCAL_CUDA]) == 0)
+        return fsdpc_fail(
+            FSDPC_ERR_UNSUPPORTED,
+            "%d ranks on %d hosts: local_cuda carries bytes through the memory of one "
+            "host; unset FSDPC_TRANSPORT, or set it to nccl",
+            config->comm.size, hosts);
     for (int i = 0; fsdpc_cuda_transports[i]; i++)
         if (strcmp(asked, fsdpc_cuda_transports[i]) == 0) {
             *out = fsdpc_cuda_transports[i];
@@ -72,21 +82,23 @@ static fsdpc_status allow_sharing(const fsdpc_control_config *config, const card
                                   int peer)
 {
     fsdpc_nccl nccl;
-    FSDPC_TRY(fsdpc_nccl_open(config->library_path, NULL, &nccl));
+    int hosts = fsdpc_control_hosts(config);
+    FSDPC_TRY(fsdpc_nccl_open(config->library_path, hosts > 1, NULL, &nccl));
     if (nccl.version < SHARING_VERSION)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "ranks %d and %d share GPU %s, which NCCL %d.%d.%d does not let them: "
-                          "install 2.30 or newer (pip's nvidia-nccl-cu13), or set "
-                          "FSDPC_TRANSPORT=local_cuda, which needs no NCCL",
+                          "install 2.30 or newer (pip's nvidia-nccl-cu13), or %s",
                           peer, rank, cards[rank].address, nccl.version / 10000,
-                          nccl.version / 100 % 100, nccl.version % 100);
+                          nccl.version / 100 % 100, nccl.version % 100,
+                          hosts > 1 ? "start as many ranks on a host as it has GPUs"
+                                    : "set FSDPC_TRANSPORT=local_cuda, which needs no NCCL");
     return fsdpc_nccl_allow_sharing();
 }
 
 static fsdpc_status create_nccl(const fsdpc_control_config *config, const card *cards,
                                 fsdpc_comm **out)
 {
-    int peer, rank = sharer(cards, config->comm.size, &peer);
+    int peer, rank = sharer(cards, config->control, &peer);
     if (rank > 0) {
         fsdpc_status status = allow_sharing(config, cards, rank, peer);
         FSDPC_TRY(fsdpc_comm_agree(config->control, status, "NCCL for ranks that share a GPU"));
@@ -106,7 +118,7 @@ fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_c
         fsdpc_device_cuda_address(config->comm.device, mine.address, sizeof mine.address);
     FSDPC_TRY(fsdpc_control_tell(config->control, "the choice of a transport", status, &mine,
                                  sizeof mine, &cards));
-    status = choose(transport, cards, config->comm.size, &chosen);
+    status = choose(transport, cards, config, &chosen);
     if (status == FSDPC_OK)
         status = chosen == fsdpc_cuda_transports[NCCL] ? create_nccl(config, cards, out)
                                                        : fsdpc_comm_local_cuda_create(config, out);

@@ -4,7 +4,7 @@
  * take tensors, in place where PyTorch's are.  Everything that can wait releases the GIL; the
  * interrupt callback takes it back for a moment, at least every 100 ms, to let Ctrl-C through.
  *
- * Ranks on GPUs begin over the memory of their host, and the plugin builds its transport on that.
+ * Ranks on GPUs begin over the memory of their hosts, and the plugin builds its transport on that.
  *
  * close() leaves the group without waiting for anybody.  A closed communicator refuses by name.
  */
@@ -72,39 +72,52 @@ static fsdpc_status create_over_hosts(const fsdpc_comm_config *config, int hosts
     return status;
 }
 
-static fsdpc_status create_by_plugin(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
-                                     const char *library, fsdpc_comm **out)
+/* Whether ranks communicate by the plugin. */
+static fsdpc_status choose(const fsdpc_runtime *runtime, int size, bool *plugin_out)
 {
-    if (!runtime->plugin->comm_create)
+    bool automatic = strcmp(runtime->env.transport, "auto") == 0;
+    *plugin_out = runtime->plugin && (size > 1 || !automatic);
+    if (*plugin_out && !runtime->plugin->comm_create)
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "a world of several ranks on device '%s': the plugin has no transports",
                           runtime->plugin->name);
-    const fsdpc_plugin_option options[] = {{"library", library}, {NULL, NULL}};
-    fsdpc_comm *control;
-    config->device = runtime->host;
-    FSDPC_TRY(create_on_host(config, &control));
-    config->device = runtime->device;
-    fsdpc_status status =
-        runtime->plugin->comm_create(runtime->env.transport, config, control, options, out);
-    if (status != FSDPC_OK)
-        fsdpc_comm_destroy(control);
-    return status;
-}
-
-static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config, int hosts,
-                           fsdpc_link *link, const char *library, fsdpc_comm **out)
-{
-    bool automatic = strcmp(runtime->env.transport, "auto") == 0;
-    if (!config->address) /* peers that pretend: for measuring this rank alone */
-        return fsdpc_comm_null_create(config, out);
-    if (runtime->plugin && (config->size > 1 || !automatic))
-        return create_by_plugin(runtime, config, library, out);
-    if (!automatic)
+    if (!*plugin_out && !automatic)
         return fsdpc_fail(FSDPC_ERR_VALUE,
                           "FSDPC_TRANSPORT is '%s', and ranks on device 'cpu' share memory: unset "
                           "it, or set_default_device('cuda') first",
                           runtime->env.transport);
-    return link ? create_over_hosts(config, hosts, link, out) : create_on_host(config, out);
+    return FSDPC_OK;
+}
+
+static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *config,
+                           fsdpc_link *link, const char *library, fsdpc_py_comm *self)
+{
+    bool by_plugin;
+    if (!config->address) /* peers that pretend: for measuring this rank alone */
+        return fsdpc_comm_null_create(config, &self->comm);
+    fsdpc_status status = choose(runtime, config->size, &by_plugin);
+    if (status != FSDPC_OK) {
+        fsdpc_link_destroy(link);
+        return status;
+    }
+    config->device = by_plugin ? runtime->host : runtime->device;
+    fsdpc_comm *control;
+    FSDPC_TRY(link ? create_over_hosts(config, self->hosts, link, &control)
+                   : create_on_host(config, &control));
+    self->over = link ? control : NULL;
+    self->comm = by_plugin ? NULL : control;
+    if (!by_plugin)
+        return FSDPC_OK;
+    const fsdpc_plugin_option options[] = {{"library", library}, {NULL, NULL}};
+    config->device = runtime->device;
+    status =
+        runtime->plugin->comm_create(runtime->env.transport, config, control, options, &self->comm);
+    if (status != FSDPC_OK) {
+        self->over = NULL;
+        fsdpc_comm_leave(control);
+        fsdpc_comm_destroy(control);
+    }
+    return status;
 }
 
 /* The link of a world of several hosts; NULL with an exception, or because there is one host. */
@@ -161,7 +174,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                 .late = runtime->played,
                                 .orders = runtime->orders};
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, hosts, link, library, &self->comm));
+    FSDPC_PY_WITHOUT_GIL(status = create(runtime, &config, link, library, self));
     if (status != FSDPC_OK) {
         Py_DECREF(self);
         return fsdpc_py_raise(status);
@@ -190,7 +203,8 @@ static int parse_peer(PyObject *item, fsdpc_host_watch_peer *out)
 
 static PyObject *comm_watch(PyObject *object, PyObject *args)
 {
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    const fsdpc_py_comm *self = (fsdpc_py_comm *)object;
+    const fsdpc_comm *comm = fsdpc_py_comm_of(object);
     const fsdpc_runtime *runtime = comm ? fsdpc_py_runtime_of_type(Py_TYPE(object)) : NULL;
     PyObject *list;
     const char *host;
@@ -209,7 +223,7 @@ static PyObject *comm_watch(PyObject *object, PyObject *args)
     fsdpc_host_watch_config config = {
         .silence_s = runtime->env.watch_s, .n_peers = (int)n, .peers = peers};
     snprintf(config.host, sizeof config.host, "%s", host);
-    fsdpc_status status = fsdpc_comm_hosts_watch(comm, &config);
+    fsdpc_status status = fsdpc_comm_hosts_watch(self->over, &config);
     PyMem_Free(peers);
     return fsdpc_py_none(status);
 }
@@ -219,7 +233,7 @@ static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(unused))
     fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     self->closed = true;
     if (self->comm)
-        fsdpc_comm_leave(self->comm);
+        FSDPC_PY_WITHOUT_GIL(fsdpc_comm_leave(self->comm));
     if (self->users > 0)
         Py_RETURN_NONE; /* units stand on its memory: the last one to go destroys it */
     fsdpc_comm *comm = self->comm;
@@ -234,7 +248,7 @@ static void comm_dealloc(PyObject *object)
 {
     fsdpc_py_comm *self = (fsdpc_py_comm *)object;
     PyTypeObject *type = Py_TYPE(object);
-    fsdpc_comm_destroy(self->comm);
+    FSDPC_PY_WITHOUT_GIL(fsdpc_comm_destroy(self->comm)); /* peers may need this rank's threads */
     Py_XDECREF(self->parent);
     type->tp_free(object);
     Py_DECREF(type);
@@ -353,7 +367,7 @@ static PyObject *comm_abort(PyObject *object, PyObject *args)
     const char *reason;
     if (!comm || !PyArg_ParseTuple(args, "s", &reason))
         return NULL;
-    fsdpc_comm_abort(comm, reason);
+    FSDPC_PY_WITHOUT_GIL(fsdpc_comm_abort(comm, reason));
     Py_RETURN_NONE;
 }
 
@@ -405,7 +419,7 @@ static PyGetSetDef comm_getset[] = {
     {"size", comm_get_size, NULL, "How many ranks.", NULL},
     {"hosts", comm_get_hosts, NULL, "On how many hosts; 0 where it was split off.", NULL},
     {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
-    {"transport", comm_get_transport, NULL, "'self', 'shm', 'nccl' or 'local_cuda'.", NULL},
+    {"transport", comm_get_transport, NULL, "self, shm, hosts, nccl or local_cuda.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

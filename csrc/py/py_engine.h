@@ -45,6 +45,7 @@ typedef struct fsdpc_py_comm {
     PyObject_HEAD fsdpc_comm *comm; /* NULL once destroyed */
     bool closed;
     int hosts;        /* that its ranks are on; of a split: 0, not known */
+    fsdpc_comm *over; /* of several hosts: comm, or its control on GPUs; borrowed */
     int users;        /* units over it */
     PyObject *parent; /* of a split: keeps the sockets open */
     fsdpc_interrupt interrupt;

@@ -5,7 +5,8 @@ MASTER_PORT), which ``fsdpc run`` and ``launch`` set too; from that of ``srun`` 
 of which :func:`init` makes torchrun's; or from :func:`init`'s arguments; or there is one.
 Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
 (:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
-are fewer; bytes go over NCCL where every rank has its own, else through the host's shared memory.
+are fewer; bytes go over NCCL where every rank has its own or there are several hosts, else through
+the host's shared memory.
 ``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise; ``world().transport`` says which it is.
 NCCL takes ranks that share a GPU from 2.30 on.
 """
@@ -77,8 +78,9 @@ def init(
     TimeoutError
         A rank did not arrive within ``FSDPC_TIMEOUT_S``; the message names it.
     NotImplementedError
-        Ranks are on several hosts.  Or the transport needs NCCL, and there is none (the message
-        says where it was looked for), or one older than 2.30 for ranks that share a GPU.
+        Ranks are on several hosts, and nothing carries bytes between them.  Or the transport needs
+        NCCL, and there is none (the message says where it was looked for), or one older than 2.30
+        for ranks that share a GPU.
     """
     global _world, _local_rank, _deterministic
     if _world is not None:

@@ -35,7 +35,8 @@ static inline bool fake_exchanges(const fake_op *op)
 typedef struct meeting {
     _Atomic int size; /* 0 until the first rank joins */
     _Atomic int joined, finalized;
-    int devices[RANKS_MAX];         /* of those who have joined */
+    int devices[RANKS_MAX]; /* of those who have joined */
+    unsigned hosts[RANKS_MAX];
     _Atomic long arrived, finished; /* chunks, counted over ranks */
     _Atomic long windows;           /* the same */
     _Atomic size_t window_bytes[WINDOWS_MAX];

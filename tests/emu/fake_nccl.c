@@ -1,4 +1,5 @@
-/* A NCCL for the emulated device: ranks are threads or processes of one host, bytes are copied.
+/* A NCCL for the emulated device: ranks are threads or processes of this machine, whatever hosts
+ * they are told to be on, and bytes are copied.
  *
  * Built as a libnccl.so.2 of its own, so that the loader finds in it what it would find in NCCL.
  * It keeps NCCL's rules and complains about who breaks them: nonblocking, so that inits and groups
@@ -193,9 +194,22 @@ static bool may_share(void)
 static bool do_share(const struct ncclComm *comm)
 {
     for (int r = 0; r < comm->size; r++)
-        if (r != comm->rank && comm->all->devices[r] == comm->all->devices[comm->rank])
+        if (r != comm->rank && comm->all->devices[r] == comm->all->devices[comm->rank] &&
+            comm->all->hosts[r] == comm->all->hosts[comm->rank])
             return true;
     return false;
+}
+
+/* Which host this is, as NCCL sees it: what it is told, else the host's name. */
+static unsigned this_host(void)
+{
+    char name[64] = "";
+    const char *told = getenv("NCCL_HOSTID");
+    unsigned hash = 5381;
+    (void)gethostname(name, sizeof name - 1);
+    for (const char *at = told ? told : name; *at; at++)
+        hash = 33 * hash + (unsigned char)*at;
+    return hash;
 }
 
 fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_nccl_id id,
@@ -223,6 +237,7 @@ fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *comm, int size, fsdpc_
     int (*device)(void);
     *(void **)&device = fake_runtime("emu_selected_device");
     all->devices[rank] = device();
+    all->hosts[rank] = this_host();
     atomic_fetch_add(&all->joined, 1);
     atomic_fetch_add(&open_comms, 1);
     *comm = made;

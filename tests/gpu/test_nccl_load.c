@@ -13,19 +13,19 @@
 static void test_refusals(void)
 {
     fsdpc_nccl nccl;
-    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
+    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
                 "/nowhere/libnccl.so.2");
-    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
-                "do without: FSDPC_TRANSPORT=local_cuda shares the GPUs' memory");
-    CHECK_FAILS(fsdpc_nccl_open("libm.so.6", NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
+    CHECK_FAILS(fsdpc_nccl_open("/nowhere/libnccl.so.2", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
+                "do without on one host: FSDPC_TRANSPORT=local_cuda");
+    CHECK_FAILS(fsdpc_nccl_open("libm.so.6", false, NULL, &nccl), FSDPC_ERR_UNSUPPORTED,
                 "this NCCL has no ncclGetVersion");
 }
 
 static void test_identities(const char *path)
 {
     fsdpc_nccl nccl, again;
-    CHECK_OK(fsdpc_nccl_open(path, NULL, &nccl));
-    CHECK_OK(fsdpc_nccl_open(NULL, NULL, &again)); /* finds the one that is open */
+    CHECK_OK(fsdpc_nccl_open(path, false, NULL, &nccl));
+    CHECK_OK(fsdpc_nccl_open(NULL, false, NULL, &again)); /* finds the one that is open */
     CHECK(nccl.ncclGetUniqueId == again.ncclGetUniqueId);
     CHECK_NOTE(nccl.version >= 22800 && nccl.version == again.version, "%d", nccl.version);
     CHECK(nccl.ncclCommRegister && nccl.ncclCommDeregister);

@@ -7,6 +7,7 @@ reaches all of them. Of another one (the data parallel dimension of a pipeline, 
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Sequence
 from math import prod
@@ -26,7 +27,9 @@ from fsdpc.torch._link import carry
 def join() -> _core.Comm:
     """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
     if not distributed.is_initialized() and dist.is_available() and dist.is_initialized():
-        distributed._world = _meet(dist.group.WORLD)
+        world = _meet(dist.group.WORLD)
+        distributed._local_rank = world.rank % (world.size // world.hosts)
+        distributed._world = world
     return distributed.world()
 
 
@@ -115,6 +118,7 @@ def _meet(group: Any) -> _core.Comm:
         dist.get_rank(group),
         len(told),
         address,
+        library=os.environ.get("FSDPC_NCCL_LIB") or None,
         secret=secret,
         hosts=hosts,
         link=carry(group) if hosts > 1 else None,

@@ -1,0 +1,192 @@
+"""Ranks of several hosts over the fake NCCL: the bits of one host, and who failed on another.
+
+Hosts are pretended (their ranks share no memory, and NCCL is told that they are apart), or are
+network namespaces.  gloo carries what the engine's control says between them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import ROOT, TIMEOUT_S, printed
+
+sys.path.insert(0, str(ROOT / "tools"))
+import mpi_build  # noqa: E402
+import two_hosts  # noqa: E402
+
+HERE = Path(__file__).parent
+SOON_S = 5.0
+COMPILERS = mpi_build.find_compilers()
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD")
+
+pytestmark = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+
+
+class Ranks:
+    """Ranks on two hosts, each with a GPU of its own; a folder of theirs."""
+
+    def __init__(self, nccl: dict[str, str], folder: Path,
+                 inside: Sequence[Sequence[str]] = ()) -> None:
+        self.folder, self.inside = folder, inside
+        self.environment = {**nccl, "EMU_GPUS": "2", "FSDPC_TRANSPORT": "auto",
+                            "FAKE_NCCL_VERSION": "22809", "OMP_NUM_THREADS": "1",
+                            "FSDPC_TIMEOUT_S": "120", "STORE": str(folder / "store")}
+        if not inside:
+            self.environment |= {"PRETEND": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def run(self, ranks_of_host: int, *words: str, **more: str) -> list[tuple[int, str]]:
+        """Let hosts.py run so on every rank; exit code and all that it printed, by rank."""
+        started = []
+        (self.folder / "store").unlink(missing_ok=True)
+        for rank in range(2 * ranks_of_host):
+            numbers = {"RANK": str(rank), "WORLD_SIZE": str(2 * ranks_of_host),
+                       "LOCAL_RANK": str(rank % ranks_of_host),
+                       "LOCAL_WORLD_SIZE": str(ranks_of_host)}
+            before = self.inside[rank // ranks_of_host] if self.inside else []
+            started.append(subprocess.Popen(
+                [*before, sys.executable, str(HERE / "hosts.py"), *words],
+                env={**self.environment, **numbers, **more}, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT))
+        try:
+            said = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in started]
+        finally:
+            for rank in started:
+                rank.kill()
+        return [(rank.returncode, text) for rank, text in zip(started, said, strict=True)]
+
+    def results(self, ranks_of_host: int, *words: str, **more: str) -> list[Any]:
+        """What each rank found."""
+        done = self.run(ranks_of_host, *words, **more)
+        assert [code for code, _ in done] == [0] * len(done), done
+        return [json.loads(text.splitlines()[-1]) for _, text in done]
+
+
+@pytest.fixture
+def pretended(nccl: dict[str, str], tmp_path: Path) -> Ranks:
+    return Ranks(nccl, tmp_path)
+
+
+@pytest.fixture
+def namespaces(nccl: dict[str, str], tmp_path: Path) -> Iterator[Ranks]:
+    if reason := two_hosts.missing():
+        pytest.skip(reason)
+    with two_hosts.two_hosts() as hosts:
+        yield Ranks(nccl, tmp_path, hosts.inside)
+
+
+def on_one_host(nccl: dict[str, str], world: int) -> list[Any]:
+    """What so many ranks of one host make of every strategy, over NCCL."""
+    program = str(HERE / "ranks.py")
+    said = printed(nccl, program, "strategies", "cuda", str(world), "perceptron")
+    return json.loads(said.splitlines()[-1])
+
+
+@pytest.mark.parametrize("ranks_of_host", [1, 2])
+def test_strategies_have_the_bits_of_one_host(nccl: dict[str, str], pretended: Ranks,
+                                              ranks_of_host: int) -> None:
+    """Meshes too, of which one shards inside hosts and replicates between them."""
+    results = pretended.results(ranks_of_host, "trained", "perceptron")
+    assert all(rank["transport"] == "nccl" for rank in results)
+    assert {*STRATEGIES, f"HYBRID_SHARD 2x{ranks_of_host}"} < results[0]["perceptron fp32"].keys()
+    assert results == on_one_host(nccl, 2 * ranks_of_host)
+
+
+def test_namespaces_have_the_bits_of_one_host(nccl: dict[str, str], namespaces: Ranks) -> None:
+    assert namespaces.results(2, "trained", "perceptron") == on_one_host(nccl, 4)
+
+
+@pytest.mark.parametrize("family", sorted(COMPILERS) or ["none"])
+def test_mpi_is_as_good_as_gloo(nccl: dict[str, str], pretended: Ranks, family: str) -> None:
+    if not (ROOT / "python" / "fsdpc" / mpi_build.library_name(family)).exists():
+        pytest.skip("fsdpc was built without it")
+    compiler = Path(COMPILERS[family])
+    launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
+    options = ["--oversubscribe", "--bind-to", "none"] if family == "openmpi" else []
+    environment = {**pretended.environment, "LOCAL_WORLD_SIZE": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                   "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    del environment["STORE"]
+    done = subprocess.run([launcher, *options, "-n", "2", sys.executable, str(HERE / "hosts.py"),
+                           "trained", "perceptron"], env=environment, capture_output=True,
+                          text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    one_host = on_one_host(nccl, 2)
+    assert len(results) == 2 and all(rank in results for rank in one_host)
+
+
+def test_gradients_and_weights_go_over_nccl_alone(pretended: Ranks) -> None:
+    """The link carries what operations are compared by, and notes."""
+    for rank in pretended.results(2, "crossed"):
+        assert 0 < rank["sent"] < rank["weights"] / 100, rank
+
+
+def test_steps_as_graphs(pretended: Ranks) -> None:
+    for rank in pretended.results(1, "replays"):
+        assert len(rank) == 3
+        for strategy, (plain, graph) in rank.items():
+            assert graph == plain, strategy
+
+
+@pytest.mark.parametrize("ranks_of_host", [1, 2])
+def test_a_killed_rank_is_named_on_the_other_host(namespaces: Ranks, ranks_of_host: int) -> None:
+    """In the reduction of its gradients."""
+    end = namespaces.folder / "end"
+    last = 2 * ranks_of_host - 1
+    done = namespaces.run(ranks_of_host, "death", str(end))
+    assert done[last][0] < 0, done
+    for rank in range(last):
+        text, ended = json.loads(Path(f"{end}-{rank}").read_text())
+        assert f"rank {last}" in text and "died" in text, text
+        assert ended - float(end.read_text()) < SOON_S, (rank, text)
+
+
+@pytest.mark.parametrize("watch", ["10", "0"])
+def test_who_gave_up_is_named_on_the_other_host(pretended: Ranks, watch: str) -> None:
+    """Without a watch too, whose absence leaves the link to say so."""
+    *others, _ = pretended.results(2, "aborted", FSDPC_WATCH=watch)
+    for text, late in others:
+        assert "rank 3: out of disk" in text and late < SOON_S, others
+
+
+def test_hosts_that_disagree_are_named(pretended: Ranks) -> None:
+    messages = pretended.results(2, "disagree")
+    for text in messages:
+        assert "ranks disagree in operation" in text, messages
+        assert "posts all_gather" in text and "posts all_reduce" in text, messages
+
+
+@pytest.mark.parametrize("more, interface", [
+    ({}, None), ({"DESCRIBED": "1"}, None), ({"NCCL_SOCKET_IFNAME": "eth7"}, "eth7"),
+], ids=["fresh", "described", "said"])
+def test_nccl_finds_the_interface_itself(pretended: Ranks, more: dict[str, str],
+                                         interface: str | None) -> None:
+    names = "NCCL_SOCKET_IFNAME,NCCL_LAUNCH_ORDER_IMPLICIT"
+    for rank in pretended.results(1, "told", names, **more):
+        assert rank == [interface, "1"]
+
+
+@pytest.mark.parametrize("more, wanted", [
+    ({"FSDPC_TRANSPORT": "local_cuda"},
+     "4 ranks on 2 hosts: local_cuda carries bytes through the memory of one "
+     "host; unset FSDPC_TRANSPORT"),
+    ({"EMU_GPUS": "1"},
+     "ranks 0 and 1 share GPU 0000:1b:00.0, which NCCL 2.28.9 does not let them: install 2.30 or "
+     "newer (pip's nvidia-nccl-cu13), or start as many ranks on a host as it has GPUs"),
+], ids=["local_cuda", "shared"])
+def test_what_several_hosts_cannot_do_is_refused(pretended: Ranks, more: dict[str, str],
+                                                 wanted: str) -> None:
+    for text in pretended.results(2, "refused", **more):
+        assert text.startswith("NotImplementedError: ") and wanted in text, text
+
+
+def test_ranks_of_a_host_share_a_gpu_if_nccl_can(pretended: Ranks) -> None:
+    transports = [rank[0] for rank in pretended.results(2, "who", EMU_GPUS="1",
+                                                        FAKE_NCCL_VERSION="23007")]
+    assert transports == ["nccl"] * 4
