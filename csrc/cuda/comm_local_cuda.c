@@ -43,10 +43,10 @@ static fsdpc_status comm_new(const fsdpc_control_config *config, fsdpc_local_com
 static void local_destroy(fsdpc_comm *comm)
 {
     fsdpc_local_comm *self = fsdpc_local_of(comm);
-    fsdpc_comm_destroy(self->control); /* first: it may know of what our flights hold */
-    while (self->flights) {
-        fsdpc_local_flight *it = self->flights;
-        self->flights = it->next;
+    fsdpc_comm_destroy(self->control); /* first: it may know of what our operations hold */
+    while (self->made) {
+        fsdpc_local_op *it = self->made;
+        self->made = it->next;
         fsdpc_device_free(self->host, it->host);
         free(it);
     }
@@ -95,7 +95,7 @@ fsdpc_status fsdpc_local_copied(fsdpc_local_comm *self)
     return fsdpc_stream_sync(fsdpc_device_main(self->base.device));
 }
 
-fsdpc_status fsdpc_local_room(fsdpc_local_comm *self, fsdpc_local_flight *it, size_t bytes)
+fsdpc_status fsdpc_local_room(fsdpc_local_comm *self, fsdpc_local_op *it, size_t bytes)
 {
     if (bytes <= it->host_bytes)
         return FSDPC_OK;
@@ -117,7 +117,7 @@ static size_t received_bytes(const fsdpc_local_comm *self, const fsdpc_coll *op)
     return op->numel * fsdpc_dtype_bytes(op->dtype) * times;
 }
 
-static fsdpc_status values_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+static fsdpc_status values_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     bool receives, sends = false, broadcast = op->kind == FSDPC_COLL_BROADCAST;
     if (op->numel == 0)
@@ -139,7 +139,7 @@ static fsdpc_status values_out(fsdpc_local_comm *self, fsdpc_local_flight *it, f
     return fsdpc_local_copied(self);
 }
 
-static fsdpc_status values_back(fsdpc_local_comm *self, const fsdpc_local_flight *it,
+static fsdpc_status values_back(fsdpc_local_comm *self, const fsdpc_local_op *it,
                                 const fsdpc_coll *op)
 {
     if (!it->staged)
@@ -162,7 +162,7 @@ static bool has_values(const fsdpc_coll *op)
 }
 
 /* *op becomes what the control is to do. */
-static fsdpc_status go_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+static fsdpc_status go_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     if (op->stream && op->stream->async) /* what it waits for comes before what we do */
         FSDPC_TRY(fsdpc_stream_sync(op->stream));
@@ -177,7 +177,7 @@ static fsdpc_status go_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc
     return has_values(op) ? values_out(self, it, op) : FSDPC_OK;
 }
 
-static fsdpc_status come_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+static fsdpc_status come_back(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     if (op->agree_only)
         return FSDPC_OK;
@@ -186,17 +186,17 @@ static fsdpc_status come_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fs
     return has_values(op) ? values_back(self, it, op) : FSDPC_OK;
 }
 
-static fsdpc_status flight_take(fsdpc_local_comm *self, fsdpc_local_flight **out)
+static fsdpc_status op_take(fsdpc_local_comm *self, fsdpc_local_op **out)
 {
-    fsdpc_local_flight *it = self->flights;
+    fsdpc_local_op *it = self->made;
     while (it && it->taken)
         it = it->next;
     if (!it) {
         it = calloc(1, sizeof *it);
         if (!it)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation");
-        it->next = self->flights;
-        self->flights = it;
+        it->next = self->made;
+        self->made = it;
     }
     it->taken = true;
     *out = it;
@@ -206,8 +206,8 @@ static fsdpc_status flight_take(fsdpc_local_comm *self, fsdpc_local_flight **out
 static fsdpc_status local_post(fsdpc_work *work)
 {
     fsdpc_local_comm *self = fsdpc_local_of(work->comm);
-    fsdpc_local_flight *it = NULL;
-    FSDPC_TRY(flight_take(self, &it));
+    fsdpc_local_op *it = NULL;
+    FSDPC_TRY(op_take(self, &it));
     fsdpc_coll op = work->op;
     fsdpc_status status = go_out(self, it, &op);
     if (status == FSDPC_OK)
@@ -223,7 +223,7 @@ static fsdpc_status local_post(fsdpc_work *work)
 static fsdpc_status local_test(fsdpc_work *work)
 {
     fsdpc_local_comm *self = fsdpc_local_of(work->comm);
-    fsdpc_local_flight *it = work->impl;
+    fsdpc_local_op *it = work->impl;
     fsdpc_status status = fsdpc_local_settle(self, fsdpc_comm_test(&it->carried));
     if (status == FSDPC_IN_PROGRESS)
         return status;

@@ -6,7 +6,7 @@
  * buffer is idle as soon as its own operations are done.
  *
  * Failure.  A rank that fails closes the controls first, which tells the peers why, and then aborts
- * its lanes, all at once, or kernels that wait for a peer would hold their streams for ever.  The
+ * its channels, all at once, or kernels that wait for a peer would hold their streams for ever. The
  * peers find the reason in the control, whose waits look for it and for deaths while ours look at
  * the GPU, and do the same.  All groups of a rank end together.
  *
@@ -44,7 +44,7 @@ static void nccl_abort(fsdpc_comm *comm, const char *reason)
     }
     fsdpc_nccl_groups_abort(self);
     while ((group = fsdpc_nccl_ending(self, group)))
-        fsdpc_nccl_flights_drop(group, FSDPC_ERR_POISONED);
+        fsdpc_nccl_ops_drop(group, FSDPC_ERR_POISONED);
 }
 
 /* ---- Life ---- */
@@ -81,7 +81,7 @@ static void nccl_leave(fsdpc_comm *comm)
     if (!fsdpc_nccl_is_forked(self) && !comm->poison[0])
         for (fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
             if (group->base.apart == comm->apart)
-                fsdpc_nccl_flights_land(group);
+                fsdpc_nccl_ops_finish(group);
     fsdpc_comm_leave(self->control);
 }
 
@@ -96,17 +96,17 @@ static void nccl_destroy(fsdpc_comm *comm)
         comm->device->watch = (fsdpc_watch){0};
     if (!fsdpc_nccl_is_forked(self)) {
         if (!comm->poison[0])
-            fsdpc_nccl_flights_land(self);
-        bool idle = !self->flights && !comm->poison[0] && !self->control->poison[0];
-        fsdpc_nccl_flights_drop(self, FSDPC_ERR_STATE);
+            fsdpc_nccl_ops_finish(self);
+        bool idle = !self->in_flight && !comm->poison[0] && !self->control->poison[0];
+        fsdpc_nccl_ops_drop(self, FSDPC_ERR_STATE);
         if (idle)
-            fsdpc_nccl_lanes_close(self);
+            fsdpc_nccl_channels_close(self);
         else
-            fsdpc_nccl_lanes_abort(self);
+            fsdpc_nccl_channels_abort(self);
     }
-    fsdpc_comm_destroy(self->control); /* first: it may know of agreements in our flights */
+    fsdpc_comm_destroy(self->control); /* first: it may know of our operations' agreements */
     if (!fsdpc_nccl_is_forked(self))
-        fsdpc_nccl_flights_free(self);
+        fsdpc_nccl_ops_free(self);
     world_release(self->world);
     free(self);
 }
@@ -159,7 +159,7 @@ static fsdpc_status nccl_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
     FSDPC_TRY_GOTO(status,
                    fsdpc_nccl_settle(self, fsdpc_wire_create(self->control, 0, &wire->control)),
                    free_data);
-    FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_GATHERS), destroy_control);
+    FSDPC_TRY_GOTO(status, fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS), destroy_control);
     wire->base =
         (fsdpc_wire){.comm = comm, .bytes = bytes, .moved = moved, .read = data, .write = data};
     *out = &wire->base;
@@ -194,7 +194,7 @@ static fsdpc_status nccl_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
     fsdpc_status status;
     FSDPC_TRY_GOTO(status, memory_create(self, "buffer_create", FSDPC_MEM_REDUCE, bytes, &data),
                    free_buffer);
-    FSDPC_TRY_GOTO(status, fsdpc_nccl_lane_open(self, FSDPC_NCCL_REDUCES), free_data);
+    FSDPC_TRY_GOTO(status, fsdpc_nccl_channel_open(self, FSDPC_NCCL_REDUCES), free_data);
     *buffer = (fsdpc_buffer){.comm = comm, .bytes = bytes, .data = data};
     self->buffers++;
     *out = buffer;
@@ -211,7 +211,7 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
     if (--self->buffers == 0 && !fsdpc_nccl_is_forked(self))
-        fsdpc_nccl_inbox_free(self);
+        fsdpc_nccl_staging_free(self);
     fsdpc_device_free(buffer->comm->device, buffer->data);
     free(buffer);
 }
@@ -220,8 +220,8 @@ static void nccl_buffer_destroy(fsdpc_buffer *buffer)
 static fsdpc_status nccl_buffer_idle(fsdpc_buffer *buffer)
 {
     const fsdpc_comm_nccl *self = fsdpc_nccl_of(buffer->comm);
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        if (flight->work && fsdpc_coll_reduces(flight->op.kind) && flight->op.buffer == buffer)
+    for (const fsdpc_nccl_op *op = self->in_flight; op; op = op->next)
+        if (op->work && fsdpc_coll_reduces(op->coll.kind) && op->coll.buffer == buffer)
             return fsdpc_fail(FSDPC_ERR_STATE,
                               "a reduction of this buffer is in flight: wait for it first");
     return fsdpc_comm_health(buffer->comm);
@@ -237,8 +237,8 @@ static bool gpu_is_busy(const fsdpc_comm_nccl *self)
             continue;
         if (group->beginning || group->watching)
             return true;
-        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
-            if (flight->work && flight->stage != FSDPC_NCCL_LANDED)
+        for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
+            if (op->work && op->stage != FSDPC_NCCL_DONE)
                 return true;
     }
     return false;
@@ -248,8 +248,8 @@ static bool gpu_is_busy(const fsdpc_comm_nccl *self)
 static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
 {
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
-        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
-            if (flight->stage != FSDPC_NCCL_LANDED)
+        for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
+            if (op->stage != FSDPC_NCCL_DONE)
                 return true;
     return false;
 }
@@ -261,8 +261,8 @@ static bool goes_on_alone(fsdpc_comm_nccl *self)
     if (!gpu_needs_peers(self))
         return self->watching;
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
-        for (const fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
-            if (flight->agreement.comm)
+        for (const fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
+            if (op->agreement.comm)
                 return false;
     int64_t now = fsdpc_clock_ns();
     if (self->missed_ns == 0)

@@ -9,20 +9,20 @@
 #include "cuda/control.h"
 
 /* A posted operation; kept and used again. */
-typedef struct fsdpc_local_flight {
-    struct fsdpc_local_flight *next; /* of all that were made */
+typedef struct fsdpc_local_op {
+    struct fsdpc_local_op *next; /* of all that were made */
     bool taken;
     bool staged;         /* values: both ways through `host` */
     fsdpc_work carried;  /* on the control */
     unsigned char *host; /* staging */
     size_t host_bytes;
-} fsdpc_local_flight;
+} fsdpc_local_op;
 
 typedef struct fsdpc_local_comm {
     fsdpc_comm base;
     fsdpc_comm *control; /* owned */
     fsdpc_device *host;  /* the control's */
-    fsdpc_local_flight *flights;
+    fsdpc_local_op *made;
 } fsdpc_local_comm;
 
 typedef struct fsdpc_local_buffer {
@@ -51,15 +51,15 @@ fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *buffer);
 
 /* A gather or reduction: out, at the post, makes `op` what the control is to do; back, when that is
  * done, takes what was posted. */
-fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op);
-fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op);
+fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op);
+fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op);
 
 /* ---- comm_local_cuda.c ---- */
 
 /* Copies on the main stream, and the wait for all of them. */
 fsdpc_status fsdpc_local_copy(fsdpc_local_comm *self, void *to, const void *from, size_t bytes);
 fsdpc_status fsdpc_local_copied(fsdpc_local_comm *self);
-/* Room in the flight's staging. */
-fsdpc_status fsdpc_local_room(fsdpc_local_comm *self, fsdpc_local_flight *it, size_t bytes);
+/* Room in the operation's staging. */
+fsdpc_status fsdpc_local_room(fsdpc_local_comm *self, fsdpc_local_op *it, size_t bytes);
 
 #endif

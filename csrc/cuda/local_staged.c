@@ -200,7 +200,7 @@ static fsdpc_status copy_shard(fsdpc_local_comm *self, const fsdpc_coll *op, uns
     return FSDPC_OK;
 }
 
-static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     fsdpc_local_buffer *buffer = (fsdpc_local_buffer *)op->buffer;
     size_t shard_numel = 0;
@@ -223,7 +223,7 @@ static fsdpc_status reduction_out(fsdpc_local_comm *self, fsdpc_local_flight *it
     return fsdpc_local_copied(self);
 }
 
-static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_flight *it,
+static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_op *it,
                                    const fsdpc_coll *op)
 {
     FSDPC_TRY(copy_shard(self, op, op->shard, it->host));
@@ -232,7 +232,7 @@ static fsdpc_status reduction_back(fsdpc_local_comm *self, const fsdpc_local_fli
 
 /* ---- Both ---- */
 
-fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     if (op->kind != FSDPC_COLL_GATHER)
         return reduction_out(self, it, op);
@@ -240,7 +240,7 @@ fsdpc_status fsdpc_local_out(fsdpc_local_comm *self, fsdpc_local_flight *it, fsd
     return gather_out(self, op);
 }
 
-fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_flight *it, fsdpc_coll *op)
+fsdpc_status fsdpc_local_back(fsdpc_local_comm *self, fsdpc_local_op *it, fsdpc_coll *op)
 {
     return op->kind == FSDPC_COLL_GATHER ? gather_back(self, op) : reduction_back(self, it, op);
 }

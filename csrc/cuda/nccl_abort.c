@@ -93,15 +93,15 @@ fsdpc_comm_nccl *fsdpc_nccl_ending(const fsdpc_comm_nccl *self, const fsdpc_comm
     return group;
 }
 
-/* Takes the lane from its group. */
-static void take(fsdpc_comm_nccl *group, fsdpc_nccl_lane lane, ending *into)
+/* Takes the channel from its group. */
+static void take(fsdpc_comm_nccl *group, fsdpc_nccl_channel channel, ending *into)
 {
-    if (group->lanes[lane])
-        into->raws[into->count++] = group->lanes[lane];
-    group->lanes[lane] = NULL;
+    if (group->channels[channel])
+        into->raws[into->count++] = group->channels[channel];
+    group->channels[channel] = NULL;
 }
 
-/* The lane of gathers went, and with it what NCCL was told; if it did not, NCCL may write to the
+/* The channel of gathers went, and with it what NCCL was told; if it did not, NCCL may write to the
  * notes yet, and they stay. */
 static void forget(fsdpc_comm_nccl *group, bool over)
 {
@@ -131,27 +131,27 @@ static bool end(fsdpc_comm_nccl *self, ending *it)
     return false;
 }
 
-/* Room for the lanes of so many groups.  Without it nothing can be ended: the GPU is lost. */
+/* Room for the channels of so many groups.  Without it nothing can be ended: the GPU is lost. */
 static ending *ending_new(fsdpc_comm_nccl *self, size_t groups)
 {
-    ending *made = calloc(1, sizeof *made + groups * FSDPC_NCCL_LANES * sizeof *made->raws);
+    ending *made = calloc(1, sizeof *made + groups * FSDPC_NCCL_CHANNELS * sizeof *made->raws);
     if (!made)
         fsdpc_device_cuda_lose(self->base.device);
     return made;
 }
 
-void fsdpc_nccl_lane_abort(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
 {
     ending *it = ending_new(self, 1);
     if (!it)
         return;
-    take(self, lane, it);
+    take(self, channel, it);
     bool over = end(self, it);
-    if (lane == FSDPC_NCCL_GATHERS)
+    if (channel == FSDPC_NCCL_GATHERS)
         forget(self, over);
 }
 
-void fsdpc_nccl_lanes_abort(fsdpc_comm_nccl *self)
+void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self)
 {
     ending *it = ending_new(self, 1);
     if (!it)

@@ -3,9 +3,9 @@
  * A host that orders streams and never waits would not see that a peer has died, and would put more
  * and more behind what never ends.  At about a thousand kernels the driver blocks it, where nobody
  * looks after peers, interrupts or the deadline.  So a post waits, with all of that looked after,
- * where the group has AHEAD_MAX operations in the air: what a program computes between so many must
+ * where the group has AHEAD_MAX operations in flight: what a program computes between so many must
  * fit into the driver.  And where the oldest of them is old a post looks once whether it can still
- * land: whether the peers live, and the deadline has not passed.
+ * end: whether the peers live, and the deadline has not passed.
  */
 #include "cuda/nccl_internal.h"
 
@@ -14,27 +14,27 @@ enum { AHEAD_MAX = 16, OLD_NS = 1000000000 };
 static fsdpc_status look_after_oldest(fsdpc_comm_nccl *self)
 {
     int64_t now = fsdpc_clock_ns();
-    if (!self->flights || now - self->flights->posted_ns < OLD_NS)
+    if (!self->in_flight || now - self->in_flight->posted_ns < OLD_NS)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_nccl_carry_on(self));
-    const fsdpc_nccl_flight *oldest = self->flights;
+    const fsdpc_nccl_op *oldest = self->in_flight;
     if (!oldest || now - oldest->posted_ns < OLD_NS)
         return FSDPC_OK;
     fsdpc_status status = self->base.ops->idle(&self->base, 1);
-    if (status == FSDPC_OK && self->flights == oldest &&
+    if (status == FSDPC_OK && self->in_flight == oldest &&
         (double)(now - oldest->posted_ns) > self->base.timeout_s * 1e9)
         status = fsdpc_fail(FSDPC_ERR_TIMEOUT,
                             "rank %d: %s of '%s' (unit %d) has not ended %.3g s after it was "
                             "posted, and the deadline is %.3g s (FSDPC_TIMEOUT_S)",
-                            self->base.world_rank, fsdpc_coll_name(oldest->op.kind),
-                            oldest->op.what ? oldest->op.what : "", oldest->op.unit,
+                            self->base.world_rank, fsdpc_coll_name(oldest->coll.kind),
+                            oldest->coll.what ? oldest->coll.what : "", oldest->coll.unit,
                             (double)(now - oldest->posted_ns) * 1e-9, self->base.timeout_s);
     return status == FSDPC_OK ? FSDPC_OK : fsdpc_comm_poison(&self->base, status);
 }
 
 typedef struct room {
     fsdpc_comm_nccl *group;
-    const fsdpc_nccl_flight *oldest;
+    const fsdpc_nccl_op *oldest;
 } room;
 
 static fsdpc_status poll_room(void *arg)
@@ -42,21 +42,21 @@ static fsdpc_status poll_room(void *arg)
     const room *r = arg;
     FSDPC_TRY(fsdpc_nccl_carry_on(r->group));
     FSDPC_TRY(fsdpc_comm_health(&r->group->base));
-    return r->group->flights == r->oldest ? FSDPC_IN_PROGRESS : FSDPC_OK;
+    return r->group->in_flight == r->oldest ? FSDPC_IN_PROGRESS : FSDPC_OK;
 }
 
 /* The host is not too far ahead of the device. */
 static fsdpc_status wait_for_room(fsdpc_comm_nccl *self)
 {
     int ahead = 0;
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
+    for (const fsdpc_nccl_op *op = self->in_flight; op; op = op->next)
         ahead++;
     if (ahead < AHEAD_MAX)
         return FSDPC_OK;
-    room r = {self, self->flights};
+    room r = {self, self->in_flight};
     self->watching = true;
     fsdpc_status status = fsdpc_comm_wait_for(
-        &self->base, poll_room, &r, fsdpc_coll_name(r.oldest->op.kind), r.oldest->op.what);
+        &self->base, poll_room, &r, fsdpc_coll_name(r.oldest->coll.kind), r.oldest->coll.what);
     self->watching = false;
     return status;
 }

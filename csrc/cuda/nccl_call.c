@@ -50,7 +50,7 @@ static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice 
                                                 c->stream);
 }
 
-size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op)
+size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op)
 {
     size_t numel = 0;
     for (size_t i = 0; i < op->n_slices; i++)
@@ -58,7 +58,7 @@ size_t fsdpc_nccl_inbox_stride(const fsdpc_coll *op)
     return fsdpc_round_up(numel * fsdpc_dtype_bytes(op->dtype), ALIGN);
 }
 
-unsigned char *fsdpc_nccl_inbox_at(void *contributions, size_t stride, int rank, int peer)
+unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer)
 {
     int place = peer < rank ? peer : peer - 1;
     return (unsigned char *)contributions + (size_t)place * stride;
@@ -79,7 +79,7 @@ static fsdpc_nccl_result exchange_slice(const fsdpc_nccl_call *c, const fsdpc_sl
         if (sent > 0)
             result = c->nccl->ncclSend(full + first * element, sent, type, p, c->raw, c->stream);
         if (p != c->rank && received > 0 && fsdpc_nccl_is_accepted(result))
-            result = c->nccl->ncclRecv(fsdpc_nccl_inbox_at(c->contributions, stride, c->rank, p) +
+            result = c->nccl->ncclRecv(fsdpc_nccl_staging_at(c->contributions, stride, c->rank, p) +
                                            slice->shard_offset * element,
                                        received, type, p, c->raw, c->stream);
     }
@@ -112,7 +112,7 @@ fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c)
     if (!fsdpc_nccl_is_accepted(first))
         return first;
     if (op->kind == FSDPC_COLL_GATHER || fsdpc_coll_reduces(op->kind)) {
-        size_t stride = c->contributions ? fsdpc_nccl_inbox_stride(op) : 0;
+        size_t stride = c->contributions ? fsdpc_nccl_staging_stride(op) : 0;
         for (size_t i = 0; i < op->n_slices && fsdpc_nccl_is_accepted(first); i++)
             if (op->slices[i].numel > 0)
                 first = c->contributions ? exchange_slice(c, &op->slices[i], stride)

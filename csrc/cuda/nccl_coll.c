@@ -1,26 +1,26 @@
 /* Collectives over NCCL: from the launch to the event behind the last kernel.
  *
- * A posted operation becomes a flight.  Its agreement goes to the control at once: the same
- * operation, moving nothing, so that peers compare it as they would any other; and it is done only
- * when both the GPU and the agreement are.  Values in host memory go over the control altogether.
+ * A posted operation is in flight (fsdpc_nccl_op).  Its agreement goes to the control at once: the
+ * same operation, moving nothing, so that peers compare it as they would any other; and it is done
+ * only when both the GPU and the agreement are.  Values in host memory go over the control.
  *
  * Launching.  NCCL does not block: it launches on a thread of its own, may still be connecting when
- * the call returns, and until it says that it is done nothing may follow on that lane.  A post
+ * the call returns, and until it says that it is done nothing may follow on that channel.  A post
  * waits for that.  Once ranks have connected it takes some microseconds, and inside a capture
- * nobody else may touch the graph while NCCL adds to it.  Flights of a rank are launched one after
- * the other in order of posting, over both lanes and all groups, so that all ranks hand NCCL their
- * operations in one order: two ranks of a mesh whose row and column took another turn on each would
- * wait for each other on the GPU.  Launched is not run: lanes overlap there.
+ * nobody else may touch the graph while NCCL adds to it.  A rank launches its operations one after
+ * the other in order of posting, over both channels and all groups, so that all ranks hand NCCL
+ * their operations in one order: two ranks of a mesh whose row and column took another turn on each
+ * would wait for each other on the GPU.  Launched is not run: channels overlap there.
  *
  * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
- * and the caller's work is idle.  The flight goes on by itself until the host sees that it has
- * landed, which it looks for whenever it waits for anything; how far the host may be ahead of the
+ * and the caller's work is idle.  The operation stays in flight until the host sees that it is
+ * done, which it looks for whenever it waits for anything; how far the host may be ahead of the
  * device is nccl_ahead.c's.
  *
  * Captured.  While the device captures, operations are put on their streams likewise, and become
- * part of a graph.  The host may not ask for events then, so a captured flight goes on until it is
- * ordered, and that is its end; it posts no agreement, so that a capture can be given up by one
- * rank.  A graph is launched as an operation of its own, in its turn, and flies as any other.
+ * part of a graph.  The host may not ask for events then, so a captured operation ends when it is
+ * ordered; it posts no agreement, so that a capture can be given up by one rank.  A graph is
+ * launched as an operation of its own, in its turn, and is in flight as any other.
  *
  * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  What
  * follows is the engine's and runs behind it on the same stream: the own slices are scaled in fp32,
@@ -28,7 +28,7 @@
  * elsewhere, here with one rank.  So the sum is not the pairwise tree of comm_shm.  Sums that must
  * be, and values that are floats, are joined as elsewhere, by kernels of our own (nccl_join.c).
  *
- * Ranks that wait carry on the flights of all their groups, as peers may wait for those.
+ * Ranks that wait carry on the operations of all their groups, as peers may wait for those.
  */
 #include <sched.h>
 #include <stdio.h>
@@ -46,7 +46,7 @@ bool fsdpc_nccl_is_capturing(const fsdpc_comm_nccl *self)
     return self->base.device->capturing && !self->base.apart;
 }
 
-/* ---- Flights ---- */
+/* ---- Operations in flight ---- */
 
 static cudaStream_t raw_stream(const fsdpc_comm_nccl *self, const fsdpc_coll *op)
 {
@@ -54,33 +54,33 @@ static cudaStream_t raw_stream(const fsdpc_comm_nccl *self, const fsdpc_coll *op
     return fsdpc_cuda_queue_of(op->stream ? op->stream : main)->raw;
 }
 
-fsdpc_status fsdpc_nccl_flight_take(fsdpc_comm_nccl *self, fsdpc_nccl_flight **out)
+fsdpc_status fsdpc_nccl_op_take(fsdpc_comm_nccl *self, fsdpc_nccl_op **out)
 {
-    fsdpc_nccl_flight *flight = self->spare;
-    if (flight) {
-        self->spare = flight->next;
-        *out = flight;
+    fsdpc_nccl_op *op = self->spare;
+    if (op) {
+        self->spare = op->next;
+        *out = op;
         return FSDPC_OK;
     }
-    flight = calloc(1, sizeof *flight);
-    if (!flight)
+    op = calloc(1, sizeof *op);
+    if (!op)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation");
-    cudaError_t error = cudaEventCreateWithFlags(&flight->landed, cudaEventDisableTiming);
+    cudaError_t error = cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming);
     if (error != cudaSuccess) {
-        free(flight);
+        free(op);
         return fsdpc_cuda_check(error, "create an event");
     }
-    *out = flight;
+    *out = op;
     return FSDPC_OK;
 }
 
-void fsdpc_nccl_flight_give(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+void fsdpc_nccl_op_give(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    fsdpc_nccl_join_close(self, flight);
-    flight->work = NULL;
-    flight->agreement.comm = NULL; /* the control has forgotten it */
-    flight->next = self->spare;
-    self->spare = flight;
+    fsdpc_nccl_join_close(self, op);
+    op->work = NULL;
+    op->agreement.comm = NULL; /* the control has forgotten it */
+    op->next = self->spare;
+    self->spare = op;
 }
 
 void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status)
@@ -90,9 +90,9 @@ void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status)
     atomic_store_explicit(&work->state, 0, memory_order_relaxed);
 }
 
-bool fsdpc_nccl_is_launched(const fsdpc_nccl_flight *flight)
+bool fsdpc_nccl_is_launched(const fsdpc_nccl_op *op)
 {
-    return flight->stage != FSDPC_NCCL_QUEUED && flight->stage != FSDPC_NCCL_LAUNCHING;
+    return op->stage != FSDPC_NCCL_QUEUED && op->stage != FSDPC_NCCL_LAUNCHING;
 }
 
 static fsdpc_nccl_turns *turns_of(fsdpc_comm_nccl *self)
@@ -100,173 +100,173 @@ static fsdpc_nccl_turns *turns_of(fsdpc_comm_nccl *self)
     return self->base.apart ? &self->turns : &self->world->turns;
 }
 
-void fsdpc_nccl_flight_add(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+void fsdpc_nccl_op_add(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    if (flight->on_gpu)
-        flight->turn = turns_of(self)->posted++;
-    fsdpc_nccl_flight **last = &self->flights;
+    if (op->on_gpu)
+        op->turn = turns_of(self)->posted++;
+    fsdpc_nccl_op **last = &self->in_flight;
     while (*last)
         last = &(*last)->next;
-    *last = flight;
+    *last = op;
 }
 
 static void advance_behind(const fsdpc_comm_nccl *group, uint64_t turn)
 {
-    for (fsdpc_nccl_flight *flight = group->flights; flight; flight = flight->next)
-        flight->turn -= flight->turn > turn;
+    for (fsdpc_nccl_op *op = group->in_flight; op; op = op->next)
+        op->turn -= op->turn > turn;
 }
 
 /* Its turn never comes: those behind it move up. */
-static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight)
+static void turn_forget(fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     turns_of(self)->posted--;
-    advance_behind(self, flight->turn);
+    advance_behind(self, op->turn);
     const fsdpc_comm_nccl *group = self->base.apart ? NULL : self->world->groups;
     for (; group; group = group->next_group)
         if (group != self && !group->base.apart)
-            advance_behind(group, flight->turn);
+            advance_behind(group, op->turn);
 }
 
-static void flight_end(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, fsdpc_status status)
+static void op_end(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, fsdpc_status status)
 {
-    fsdpc_nccl_flight **at = &self->flights;
-    while (*at != flight)
+    fsdpc_nccl_op **at = &self->in_flight;
+    while (*at != op)
         at = &(*at)->next;
-    *at = flight->next;
-    if (flight->on_gpu && !fsdpc_nccl_is_launched(flight))
-        turn_forget(self, flight);
-    if (flight->work)
-        fsdpc_nccl_work_end(flight->work, status);
-    fsdpc_nccl_flight_give(self, flight);
+    *at = op->next;
+    if (op->on_gpu && !fsdpc_nccl_is_launched(op))
+        turn_forget(self, op);
+    if (op->work)
+        fsdpc_nccl_work_end(op->work, status);
+    fsdpc_nccl_op_give(self, op);
 }
 
-void fsdpc_nccl_flights_drop(fsdpc_comm_nccl *self, fsdpc_status status)
+void fsdpc_nccl_ops_drop(fsdpc_comm_nccl *self, fsdpc_status status)
 {
-    while (self->flights)
-        flight_end(self, self->flights, status);
+    while (self->in_flight)
+        op_end(self, self->in_flight, status);
 }
 
-void fsdpc_nccl_flights_free(fsdpc_comm_nccl *self)
+void fsdpc_nccl_ops_free(fsdpc_comm_nccl *self)
 {
     while (self->spare) {
-        fsdpc_nccl_flight *flight = self->spare;
-        self->spare = flight->next;
-        (void)cudaEventDestroy(flight->landed);
-        free(flight);
+        fsdpc_nccl_op *op = self->spare;
+        self->spare = op->next;
+        (void)cudaEventDestroy(op->done);
+        free(op);
     }
 }
 
 /* Hands the operation to NCCL. */
-static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    const fsdpc_coll *op = &flight->op;
-    if (flight->captured && !fsdpc_nccl_is_capturing(self))
+    const fsdpc_coll *coll = &op->coll;
+    if (op->captured && !fsdpc_nccl_is_capturing(self))
         return fsdpc_fail(FSDPC_ERR_INTERNAL,
                           "%s of '%s' was captured and would run outside of its graph",
-                          fsdpc_coll_name(op->kind), op->what ? op->what : "");
-    if (op->kind == FSDPC_COLL_REPLAY) {
-        flight->stage = FSDPC_NCCL_LAUNCHING;
-        return fsdpc_graph_launch(op->graph);
+                          fsdpc_coll_name(coll->kind), coll->what ? coll->what : "");
+    if (coll->kind == FSDPC_COLL_REPLAY) {
+        op->stage = FSDPC_NCCL_LAUNCHING;
+        return fsdpc_graph_launch(coll->graph);
     }
     const fsdpc_nccl_call c = {.nccl = &self->world->nccl,
-                               .raw = self->lanes[flight->lane],
-                               .stream = raw_stream(self, op),
-                               .op = op,
-                               .contributions = flight->contributions,
+                               .raw = self->channels[op->channel],
+                               .stream = raw_stream(self, coll),
+                               .op = coll,
+                               .contributions = op->contributions,
                                .rank = self->base.rank,
                                .size = self->base.size,
-                               .in_place = op->kind == FSDPC_COLL_GATHER &&
-                                           fsdpc_nccl_registered_find(self, op->recv)};
+                               .in_place = coll->kind == FSDPC_COLL_GATHER &&
+                                           fsdpc_nccl_registered_find(self, coll->recv)};
     if (c.in_place)
         FSDPC_TRY(fsdpc_nccl_place_own(&c));
-    if (op->kind == FSDPC_COLL_ALL_GATHER && op->send == op->recv && c.rank > 0) {
-        size_t bytes = op->numel * fsdpc_dtype_bytes(op->dtype);
-        FSDPC_CUDA_TRY(cudaMemcpyAsync((unsigned char *)op->recv + (size_t)c.rank * bytes, op->send,
-                                       bytes, cudaMemcpyDefault, c.stream),
+    if (coll->kind == FSDPC_COLL_ALL_GATHER && coll->send == coll->recv && c.rank > 0) {
+        size_t bytes = coll->numel * fsdpc_dtype_bytes(coll->dtype);
+        FSDPC_CUDA_TRY(cudaMemcpyAsync((unsigned char *)coll->recv + (size_t)c.rank * bytes,
+                                       coll->send, bytes, cudaMemcpyDefault, c.stream),
                        "copy memory");
     }
-    if (flight->contributions)
-        FSDPC_TRY(fsdpc_nccl_join_begin(self, flight, c.stream));
+    if (op->contributions)
+        FSDPC_TRY(fsdpc_nccl_join_begin(self, op, c.stream));
     fsdpc_nccl_result result = fsdpc_nccl_call_op(&c);
-    flight->stage = FSDPC_NCCL_LAUNCHING;
+    op->stage = FSDPC_NCCL_LAUNCHING;
     return fsdpc_nccl_is_accepted(result) ? FSDPC_OK : fsdpc_nccl_check(c.nccl, result, "take it");
 }
 
 /* NCCL's part is on the stream; ours goes behind it. */
-static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+static fsdpc_status follow(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    const fsdpc_coll *op = &flight->op;
+    const fsdpc_coll *coll = &op->coll;
     fsdpc_stream *main = fsdpc_device_main(self->base.device);
-    fsdpc_stream *stream = op->stream ? op->stream : main;
-    if (flight->contributions)
-        FSDPC_TRY(fsdpc_nccl_join(self, flight, stream));
-    else if (fsdpc_coll_reduces(op->kind))
+    fsdpc_stream *stream = coll->stream ? coll->stream : main;
+    if (op->contributions)
+        FSDPC_TRY(fsdpc_nccl_join(self, op, stream));
+    else if (fsdpc_coll_reduces(coll->kind))
         FSDPC_TRY(fsdpc_coll_reduce_slices(
-            op, self->base.rank, 1, (const unsigned char *const[]){op->buffer->data}, stream));
-    FSDPC_CUDA_TRY(cudaEventRecord(flight->landed, raw_stream(self, op)), "record an event");
-    flight->stage = FSDPC_NCCL_RUNNING;
+            coll, self->base.rank, 1, (const unsigned char *const[]){coll->buffer->data}, stream));
+    FSDPC_CUDA_TRY(cudaEventRecord(op->done, raw_stream(self, coll)), "record an event");
+    op->stage = FSDPC_NCCL_RUNNING;
     return FSDPC_OK;
 }
 
-static fsdpc_status landed(fsdpc_nccl_flight *flight)
+static fsdpc_status test_done(fsdpc_nccl_op *op)
 {
-    cudaError_t error = cudaEventQuery(flight->landed);
+    cudaError_t error = cudaEventQuery(op->done);
     if (error == cudaErrorNotReady) {
         (void)cudaGetLastError();
         return FSDPC_IN_PROGRESS;
     }
     FSDPC_CUDA_TRY(error, "run it");
-    flight->stage = FSDPC_NCCL_LANDED;
+    op->stage = FSDPC_NCCL_DONE;
     return FSDPC_OK;
 }
 
 /* On its stream, where nothing may be asked. */
-static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+static fsdpc_status captured(const fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    if (!flight->captured || (flight->work && fsdpc_nccl_is_capturing(self)))
+    if (!op->captured || (op->work && fsdpc_nccl_is_capturing(self)))
         return FSDPC_IN_PROGRESS;
-    flight->stage = FSDPC_NCCL_LANDED;
+    op->stage = FSDPC_NCCL_DONE;
     return FSDPC_OK;
 }
 
-/* A graph runs on the lanes of all groups. */
-static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_flight *flight)
+/* A graph runs on the channels of all groups. */
+static fsdpc_status running(const fsdpc_comm_nccl *self, const fsdpc_nccl_op *op)
 {
     fsdpc_status status = FSDPC_OK;
-    if (flight->op.kind != FSDPC_COLL_REPLAY)
-        return fsdpc_nccl_lane_state(self, flight->lane, "run it");
+    if (op->coll.kind != FSDPC_COLL_REPLAY)
+        return fsdpc_nccl_channel_state(self, op->channel, "run it");
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
-        for (int lane = 0; lane < FSDPC_NCCL_LANES && status >= 0; lane++)
-            if (group->lanes[lane] && !group->base.apart)
-                status = fsdpc_nccl_lane_state(group, (fsdpc_nccl_lane)lane, "run it");
+        for (int channel = 0; channel < FSDPC_NCCL_CHANNELS && status >= 0; channel++)
+            if (group->channels[channel] && !group->base.apart)
+                status = fsdpc_nccl_channel_state(group, (fsdpc_nccl_channel)channel, "run it");
     return status;
 }
 
-/* As far as it goes.  `flying`: of each lane, whether a flight before this one is, and so this. */
-static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool *flying)
+/* As far as it goes.  `busy`: of each channel, whether an operation before this one runs there. */
+static fsdpc_status gpu_step(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool *busy)
 {
     fsdpc_nccl_turns *turns = turns_of(self);
-    if (flight->stage == FSDPC_NCCL_QUEUED && flight->turn == turns->launched)
-        FSDPC_TRY(launch(self, flight));
-    if (flight->stage == FSDPC_NCCL_LAUNCHING) {
-        fsdpc_status status = fsdpc_nccl_lane_state(self, flight->lane, "launch it");
+    if (op->stage == FSDPC_NCCL_QUEUED && op->turn == turns->launched)
+        FSDPC_TRY(launch(self, op));
+    if (op->stage == FSDPC_NCCL_LAUNCHING) {
+        fsdpc_status status = fsdpc_nccl_channel_state(self, op->channel, "launch it");
         if (status == FSDPC_OK)
-            status = follow(self, flight);
+            status = follow(self, op);
         if (status < 0)
             return status;
-        turns->launched += fsdpc_nccl_is_launched(flight);
+        turns->launched += fsdpc_nccl_is_launched(op);
     }
-    if (flight->stage == FSDPC_NCCL_RUNNING && (flight->captured || fsdpc_nccl_is_capturing(self)))
-        return captured(self, flight);
-    if (flight->stage == FSDPC_NCCL_RUNNING && !flying[flight->lane]) {
-        /* The lane may be busy with a later flight, which is no news of this one. */
-        fsdpc_status status = running(self, flight);
+    if (op->stage == FSDPC_NCCL_RUNNING && (op->captured || fsdpc_nccl_is_capturing(self)))
+        return captured(self, op);
+    if (op->stage == FSDPC_NCCL_RUNNING && !busy[op->channel]) {
+        /* The channel may be busy with a later operation, which is no news of this one. */
+        fsdpc_status status = running(self, op);
         if (status >= 0)
-            status = landed(flight);
-        flying[flight->lane] = status == FSDPC_IN_PROGRESS;
+            status = test_done(op);
+        busy[op->channel] = status == FSDPC_IN_PROGRESS;
         return status;
     }
-    return flight->stage == FSDPC_NCCL_LANDED ? FSDPC_OK : FSDPC_IN_PROGRESS;
+    return op->stage == FSDPC_NCCL_DONE ? FSDPC_OK : FSDPC_IN_PROGRESS;
 }
 
 /* NCCL knows that a peer is gone, the control which one and why; it may learn it a little later.
@@ -283,10 +283,10 @@ static fsdpc_status name_death(fsdpc_comm_nccl *self)
     return status;
 }
 
-static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight,
-                                  fsdpc_status status, bool on_gpu)
+static fsdpc_status op_failed(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, fsdpc_status status,
+                              bool on_gpu)
 {
-    const fsdpc_coll *op = &flight->op;
+    const fsdpc_coll *coll = &op->coll;
     char text[512];
     snprintf(text, sizeof text, "%s", fsdpc_last_error());
     fsdpc_status named = on_gpu && status == FSDPC_ERR_PEER ? name_death(self) : FSDPC_OK;
@@ -296,13 +296,13 @@ static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flig
     } else if (on_gpu) {
         int n =
             snprintf(text, sizeof text, "rank %d in %s of '%s' (unit %d): ", self->base.world_rank,
-                     fsdpc_coll_name(op->kind), op->what ? op->what : "", op->unit);
+                     fsdpc_coll_name(coll->kind), coll->what ? coll->what : "", coll->unit);
         if (n > 0 && (size_t)n < sizeof text)
             snprintf(text + n, sizeof text - (size_t)n, "%s", fsdpc_last_error());
     }
     fsdpc_fail(status, "%s", text);
-    fsdpc_work *work = flight->work;
-    fsdpc_comm_poison(&self->base, status); /* which drops the flight */
+    fsdpc_work *work = op->work;
+    fsdpc_comm_poison(&self->base, status); /* which drops the operation */
     if (work)
         work->status = status;
     return status;
@@ -310,18 +310,18 @@ static fsdpc_status flight_failed(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flig
 
 static fsdpc_status carry_on_group(fsdpc_comm_nccl *self)
 {
-    bool flying[FSDPC_NCCL_LANES] = {false};
-    fsdpc_nccl_flight *next;
-    for (fsdpc_nccl_flight *flight = self->flights; flight; flight = next) {
-        next = flight->next;
-        fsdpc_status gpu = gpu_step(self, flight, flying);
+    bool busy[FSDPC_NCCL_CHANNELS] = {false};
+    fsdpc_nccl_op *next;
+    for (fsdpc_nccl_op *op = self->in_flight; op; op = next) {
+        next = op->next;
+        fsdpc_status gpu = gpu_step(self, op, busy);
         if (gpu < 0)
-            return flight_failed(self, flight, gpu, true);
-        fsdpc_status agreed = fsdpc_comm_test(&flight->agreement);
+            return op_failed(self, op, gpu, true);
+        fsdpc_status agreed = fsdpc_comm_test(&op->agreement);
         if (agreed < 0)
-            return flight_failed(self, flight, agreed, false);
+            return op_failed(self, op, agreed, false);
         if (gpu == FSDPC_OK && agreed == FSDPC_OK)
-            flight_end(self, flight, FSDPC_OK);
+            op_end(self, op, FSDPC_OK);
     }
     return FSDPC_OK;
 }
@@ -330,7 +330,7 @@ fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self)
 {
     fsdpc_comm_nccl *group = self->base.apart ? NULL : self->world->groups;
     for (; group; group = group->next_group)
-        if (group != self && group->flights && !group->base.apart)
+        if (group != self && group->in_flight && !group->base.apart)
             FSDPC_TRY(carry_on_group(group));
     return carry_on_group(self);
 }
@@ -341,9 +341,9 @@ static fsdpc_status poll_launched(void *arg)
     FSDPC_TRY(fsdpc_nccl_carry_on(self));
     FSDPC_TRY(fsdpc_comm_health(&self->base));
     for (const fsdpc_comm_nccl *group = self->world->groups; group; group = group->next_group)
-        for (const fsdpc_nccl_flight *flight = group->flights;
-             flight && group->base.apart == self->base.apart; flight = flight->next)
-            if (!fsdpc_nccl_is_launched(flight))
+        for (const fsdpc_nccl_op *op = group->in_flight;
+             op && group->base.apart == self->base.apart; op = op->next)
+            if (!fsdpc_nccl_is_launched(op))
                 return FSDPC_IN_PROGRESS;
     return FSDPC_OK;
 }
@@ -353,13 +353,13 @@ fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self)
     return fsdpc_comm_wait_for(&self->base, poll_launched, self, "launching what was posted", NULL);
 }
 
-void fsdpc_nccl_flights_land(fsdpc_comm_nccl *self)
+void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self)
 {
     const int64_t patience_ns = 5000000000;
     int64_t until = fsdpc_clock_ns() + patience_ns;
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        if (flight->work)
+    for (const fsdpc_nccl_op *op = self->in_flight; op; op = op->next)
+        if (op->work)
             return; /* its owner gave up: nobody knows whether it ever lands */
-    while (self->flights && carry_on_group(self) == FSDPC_OK && fsdpc_clock_ns() < until)
+    while (self->in_flight && carry_on_group(self) == FSDPC_OK && fsdpc_clock_ns() < until)
         sched_yield();
 }

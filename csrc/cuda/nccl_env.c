@@ -30,7 +30,7 @@ static const char sharing[] = "NCCL_MULTI_RANK_GPU_ENABLE";
 static const char interface[] = "NCCL_SOCKET_IFNAME", loopback[] = "=lo";
 
 static const variable always[] = {
-    {launch_order, "1"},          /* nccl_lane.c */
+    {launch_order, "1"},          /* nccl_channel.c */
     {"NCCL_GRAPH_REGISTER", "0"}, /* ranks would meet in a capture: step_graph.c */
     {"NCCL_SYM_CE_THRESHOLD", "9223372036854775807"}, /* bytes: never by copy engines */
 };

@@ -43,7 +43,7 @@ fsdpc_status fsdpc_nccl_describe(const char *path, char *text, size_t bytes);
 /* What opening says of the environment, to NCCL and, if it is too late, to `log`. */
 fsdpc_status fsdpc_nccl_environment(const fsdpc_nccl *nccl, bool several_hosts,
                                     const fsdpc_log *log);
-/* Lets NCCL take ranks that share a GPU, which it does from 2.30 on; before the first lane. */
+/* Lets NCCL take ranks that share a GPU, which it does from 2.30 on; before the first channel. */
 fsdpc_status fsdpc_nccl_allow_sharing(void);
 
 #endif

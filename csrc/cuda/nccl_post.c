@@ -1,4 +1,4 @@
-/* Post, test and order: the caller's side of an operation, whose flight is nccl_coll.c's.
+/* Post, test and order: the caller's side of an operation, which nccl_coll.c carries on.
  *
  * A post waits until the operation has been launched, and before it until the host is not too far
  * ahead of the GPU.  Its agreement goes to the control; test and order carry everything on.
@@ -54,21 +54,21 @@ static fsdpc_status is_for_gpu(const fsdpc_coll *op, bool *out)
 
 /* ---- Post and test ---- */
 
-static fsdpc_nccl_lane lane_of(const fsdpc_coll *op)
+static fsdpc_nccl_channel channel_of(const fsdpc_coll *op)
 {
     bool reduces = fsdpc_coll_reduces(op->kind) || op->kind == FSDPC_COLL_ALL_REDUCE;
     return reduces ? FSDPC_NCCL_REDUCES : FSDPC_NCCL_GATHERS;
 }
 
-static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight, bool for_gpu)
+static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, bool for_gpu)
 {
-    fsdpc_coll op = flight->op;
-    if (flight->captured)
+    fsdpc_coll coll = op->coll;
+    if (op->captured)
         return FSDPC_OK;
-    op.agree_only = op.agree_only || for_gpu || op.kind == FSDPC_COLL_GATHER;
-    op.stream = NULL;
-    return fsdpc_nccl_settle(self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control),
-                                                   &op, &flight->agreement));
+    coll.agree_only = coll.agree_only || for_gpu || coll.kind == FSDPC_COLL_GATHER;
+    coll.stream = NULL;
+    return fsdpc_nccl_settle(
+        self, fsdpc_comm_post(fsdpc_control_of(&self->base, self->control), &coll, &op->agreement));
 }
 
 /* What a work that is not in flight came to. */
@@ -102,7 +102,7 @@ static fsdpc_status wait_for_launch(fsdpc_work *work)
                                               fsdpc_coll_name(work->op.kind), work->op.what);
     if (status == FSDPC_OK || !is_in_flight(work))
         return status;
-    ((fsdpc_nccl_flight *)work->impl)->work = NULL;
+    ((fsdpc_nccl_op *)work->impl)->work = NULL;
     fsdpc_nccl_work_end(work, status);
     return status;
 }
@@ -112,27 +112,27 @@ static fsdpc_status poll_unused(void *arg)
     fsdpc_comm_nccl *self = arg;
     FSDPC_TRY(fsdpc_nccl_carry_on(self));
     FSDPC_TRY(fsdpc_comm_health(&self->base));
-    for (const fsdpc_nccl_flight *flight = self->flights; flight; flight = flight->next)
-        if (flight->contributions == self->inbox.at)
+    for (const fsdpc_nccl_op *op = self->in_flight; op; op = op->next)
+        if (op->contributions == self->staging.at)
             return FSDPC_IN_PROGRESS;
     return FSDPC_OK;
 }
 
-/* Before a larger inbox, peers and the GPU are done with the one there is. */
-static fsdpc_status contributions_open(fsdpc_comm_nccl *self, fsdpc_nccl_flight *flight)
+/* Before more staging memory, peers and the GPU are done with what there is. */
+static fsdpc_status contributions_open(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
 {
-    if (fsdpc_nccl_inbox_is_short(self, &flight->op)) {
-        if (self->inbox.at) {
+    if (fsdpc_nccl_staging_is_short(self, &op->coll)) {
+        if (self->staging.at) {
             bool outer = self->watching;
             self->watching = true;
             fsdpc_status status = fsdpc_comm_wait_for(&self->base, poll_unused, self,
-                                                      "a larger inbox", flight->op.what);
+                                                      "more staging memory", op->coll.what);
             self->watching = outer;
             FSDPC_TRY(status);
         }
         FSDPC_TRY(fsdpc_nccl_launched(self));
     }
-    return fsdpc_nccl_join_open(self, flight);
+    return fsdpc_nccl_join_open(self, op);
 }
 
 fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
@@ -140,36 +140,36 @@ fsdpc_status fsdpc_nccl_post(fsdpc_work *work)
     fsdpc_comm_nccl *self = fsdpc_nccl_of(work->comm);
     bool for_gpu = false;
     FSDPC_TRY(is_for_gpu(&work->op, &for_gpu));
-    fsdpc_nccl_lane lane = lane_of(&work->op);
-    if (fsdpc_nccl_is_capturing(self) && !(for_gpu && self->lanes[lane]))
+    fsdpc_nccl_channel channel = channel_of(&work->op);
+    if (fsdpc_nccl_is_capturing(self) && !(for_gpu && self->channels[channel]))
         return refused(&work->op, "ranks wait for each other in it, which a captured step cannot: "
                                   "do it before the step, or after");
     if (!fsdpc_nccl_is_capturing(self))
         FSDPC_TRY(fsdpc_nccl_stay_near(self));
-    if (for_gpu && !self->lanes[lane]) {
+    if (for_gpu && !self->channels[channel]) {
         FSDPC_TRY(fsdpc_nccl_launched(self));
-        FSDPC_TRY(fsdpc_nccl_lane_open(self, lane));
+        FSDPC_TRY(fsdpc_nccl_channel_open(self, channel));
     }
-    fsdpc_nccl_flight *flight = NULL;
-    FSDPC_TRY(fsdpc_nccl_flight_take(self, &flight));
-    flight->op = work->op;
-    flight->work = work;
-    flight->next = NULL;
-    flight->lane = lane;
-    flight->on_gpu = for_gpu;
-    flight->captured = fsdpc_nccl_is_capturing(self);
-    flight->posted_ns = fsdpc_clock_ns();
-    flight->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_LANDED;
+    fsdpc_nccl_op *op = NULL;
+    FSDPC_TRY(fsdpc_nccl_op_take(self, &op));
+    op->coll = work->op;
+    op->work = work;
+    op->next = NULL;
+    op->channel = channel;
+    op->on_gpu = for_gpu;
+    op->captured = fsdpc_nccl_is_capturing(self);
+    op->posted_ns = fsdpc_clock_ns();
+    op->stage = for_gpu ? FSDPC_NCCL_QUEUED : FSDPC_NCCL_DONE;
     fsdpc_status status =
-        for_gpu && fsdpc_nccl_is_joined(&flight->op) ? contributions_open(self, flight) : FSDPC_OK;
+        for_gpu && fsdpc_nccl_is_joined(&op->coll) ? contributions_open(self, op) : FSDPC_OK;
     if (status == FSDPC_OK)
-        status = agreement_post(self, flight, for_gpu);
+        status = agreement_post(self, op, for_gpu);
     if (status != FSDPC_OK) {
-        fsdpc_nccl_flight_give(self, flight);
+        fsdpc_nccl_op_give(self, op);
         return status;
     }
-    fsdpc_nccl_flight_add(self, flight);
-    work->impl = flight;
+    fsdpc_nccl_op_add(self, op);
+    work->impl = op;
     atomic_store_explicit(&work->state, 1, memory_order_relaxed);
     return wait_for_launch(work);
 }
@@ -191,10 +191,10 @@ static fsdpc_status step(fsdpc_work *work)
 fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
 {
     fsdpc_status status = step(work);
-    fsdpc_nccl_flight *flight = work->impl;
-    if (status == FSDPC_IN_PROGRESS && flight->captured) { /* the host would wait for ever */
+    fsdpc_nccl_op *op = work->impl;
+    if (status == FSDPC_IN_PROGRESS && op->captured) { /* the host would wait for ever */
         status = fsdpc_cuda_capture_check_wait(work->comm->device);
-        flight->work = NULL;
+        op->work = NULL;
         fsdpc_nccl_work_end(work, status);
         return status;
     }
@@ -206,13 +206,13 @@ fsdpc_status fsdpc_nccl_order(fsdpc_work *work, fsdpc_stream *stream)
     fsdpc_status status = step(work);
     if (status != FSDPC_IN_PROGRESS)
         return status == FSDPC_OK ? outcome(work) : status;
-    fsdpc_nccl_flight *flight = work->impl;
-    if (flight->stage == FSDPC_NCCL_RUNNING)
-        FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, flight->landed, 0),
+    fsdpc_nccl_op *op = work->impl;
+    if (op->stage == FSDPC_NCCL_RUNNING)
+        FSDPC_CUDA_TRY(cudaStreamWaitEvent(fsdpc_cuda_queue_of(stream)->raw, op->done, 0),
                        "wait for an event");
-    else if (!fsdpc_nccl_is_launched(flight) || !flight->on_gpu)
+    else if (!fsdpc_nccl_is_launched(op) || !op->on_gpu)
         return FSDPC_IN_PROGRESS; /* values of the host are there when all have agreed */
     fsdpc_nccl_work_end(work, FSDPC_OK);
-    flight->work = NULL;
+    op->work = NULL;
     return FSDPC_OK;
 }

@@ -26,12 +26,12 @@ enum { PATIENCE_S = 30 };
 
 /* ---- Telling NCCL ---- */
 
-static fsdpc_status poll_landed(void *arg)
+static fsdpc_status poll_done(void *arg)
 {
     fsdpc_comm_nccl *self = arg;
     FSDPC_TRY(fsdpc_nccl_carry_on(self));
     FSDPC_TRY(fsdpc_comm_health(&self->base));
-    return self->flights ? FSDPC_IN_PROGRESS : FSDPC_OK;
+    return self->in_flight ? FSDPC_IN_PROGRESS : FSDPC_OK;
 }
 
 typedef struct registering {
@@ -43,7 +43,7 @@ static fsdpc_status poll_registered(void *arg)
 {
     const registering *r = arg;
     fsdpc_status status =
-        fsdpc_nccl_lane_state(r->self, FSDPC_NCCL_GATHERS, "register memory of all ranks");
+        fsdpc_nccl_channel_state(r->self, FSDPC_NCCL_GATHERS, "register memory of all ranks");
     if (status == FSDPC_IN_PROGRESS && fsdpc_clock_ns() > r->until)
         return fsdpc_fail(FSDPC_ERR_TIMEOUT, "NCCL did not register memory of all ranks in time");
     return status;
@@ -72,7 +72,7 @@ static fsdpc_status make_window(fsdpc_comm_nccl *self, fsdpc_nccl_registered *ma
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note what NCCL is told");
     else
         status = accepted(nccl, nccl->ncclCommWindowRegister(
-                                    self->lanes[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
+                                    self->channels[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
                                     &made->window, FSDPC_NCCL_WIN_COLL_SYMMETRIC));
     FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, what)));
     registering r = {self, fsdpc_clock_ns() + patience_ns(&self->base)};
@@ -84,7 +84,7 @@ static void make_buffer(const fsdpc_comm_nccl *self, fsdpc_nccl_registered *made
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
     if (!nccl->ncclCommRegister || !nccl->ncclCommDeregister ||
-        nccl->ncclCommRegister(self->lanes[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
+        nccl->ncclCommRegister(self->channels[FSDPC_NCCL_GATHERS], made->memory, made->bytes,
                                &made->handle) != FSDPC_NCCL_SUCCESS)
         made->handle = NULL;
 }
@@ -95,21 +95,21 @@ static void keep(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
     self->registered = made;
 }
 
-/* `made`, which a call that is not over may yet write to, stays until the lanes go. */
+/* `made`, which a call that is not over may yet write to, stays until the channels go. */
 static fsdpc_status go_on_without(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     fsdpc_status status = fsdpc_comm_health(&self->base);
     if (status == FSDPC_OK) {
         FSDPC_WARN(&self->base.log, "gathers go into memory that NCCL was not told of: %s",
                    fsdpc_last_error());
-        fsdpc_nccl_lane_abort(self, FSDPC_NCCL_GATHERS);
+        fsdpc_nccl_channel_abort(self, FSDPC_NCCL_GATHERS);
         self->fails_to_register = true;
     }
     if (made) {
         made->bytes = 0; /* nothing lies in it */
         keep(self, made);
     }
-    return status == FSDPC_OK ? fsdpc_nccl_lane_open(self, FSDPC_NCCL_GATHERS) : status;
+    return status == FSDPC_OK ? fsdpc_nccl_channel_open(self, FSDPC_NCCL_GATHERS) : status;
 }
 
 fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes)
@@ -118,7 +118,7 @@ fsdpc_status fsdpc_nccl_wire_attach(fsdpc_wire *wire, void *memory, size_t bytes
     FSDPC_TRY(fsdpc_comm_health(wire->comm));
     if (self->registers == FSDPC_NCCL_NOTHING)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_landed, self, "what was posted before", NULL));
+    FSDPC_TRY(fsdpc_comm_wait_for(wire->comm, poll_done, self, "what was posted before", NULL));
     fsdpc_nccl_registered *made = calloc(1, sizeof *made);
     if (made)
         *made = (fsdpc_nccl_registered){.memory = memory, .bytes = bytes};

@@ -1,6 +1,6 @@
 /* Which memory NCCL knows: what it can do with such memory, and the list of what it was told.
  *
- * The list belongs to the lane of gathers and ends with it.  nccl_register.c adds to it.
+ * The list belongs to the channel of gathers and ends with it.  nccl_register.c adds to it.
  */
 #include <stdlib.h>
 
@@ -40,15 +40,15 @@ fsdpc_nccl_registered *fsdpc_nccl_registered_find(const fsdpc_comm_nccl *self, c
 void fsdpc_nccl_registered_drop(fsdpc_comm_nccl *self, fsdpc_nccl_registered *known, bool tell)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
-    fsdpc_nccl_comm lane = self->lanes[FSDPC_NCCL_GATHERS];
+    fsdpc_nccl_comm channel = self->channels[FSDPC_NCCL_GATHERS];
     fsdpc_nccl_registered **at = &self->registered;
     while (*at != known)
         at = &(*at)->next;
     *at = known->next;
     if (tell && known->window)
-        (void)nccl->ncclCommWindowDeregister(lane, known->window);
+        (void)nccl->ncclCommWindowDeregister(channel, known->window);
     else if (tell)
-        (void)nccl->ncclCommDeregister(lane, known->handle);
+        (void)nccl->ncclCommDeregister(channel, known->handle);
     free(known);
 }
 

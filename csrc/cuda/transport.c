@@ -22,41 +22,41 @@ enum { SHARING_VERSION = 23000 }; /* of NCCL */
 
 const char *const fsdpc_cuda_transports[] = {[NCCL] = "nccl", [LOCAL_CUDA] = "local_cuda", NULL};
 
-typedef struct card {
+typedef struct gpu {
     char asked[32], address[32];
-} card;
+} gpu;
 
-static fsdpc_status asked_alike(const card *cards, int size)
+static fsdpc_status asked_alike(const gpu *gpus, int size)
 {
     for (int r = 1; r < size; r++)
-        if (strcmp(cards[r].asked, cards[0].asked) != 0)
+        if (strcmp(gpus[r].asked, gpus[0].asked) != 0)
             return fsdpc_fail(FSDPC_ERR_MISMATCH,
                               "ranks disagree on the transport: rank 0 asks for '%s', rank %d for "
                               "'%s'; set FSDPC_TRANSPORT alike on all ranks",
-                              cards[0].asked, r, cards[r].asked);
+                              gpus[0].asked, r, gpus[r].asked);
     return FSDPC_OK;
 }
 
 /* The lowest rank that has the GPU of a lower one on its host, its peer; 0 if all have their own.
  */
-static int sharer(const card *cards, const fsdpc_comm *control, int *peer_out)
+static int sharer(const gpu *gpus, const fsdpc_comm *control, int *peer_out)
 {
     for (int r = 1; r < control->size; r++)
         for (int other = r - r % control->host_size; other < r; other++)
-            if (strcmp(cards[r].address, cards[other].address) == 0) {
+            if (strcmp(gpus[r].address, gpus[other].address) == 0) {
                 *peer_out = other;
                 return r;
             }
     return 0;
 }
 
-static fsdpc_status choose(const char *asked, const card *cards, const fsdpc_control_config *config,
+static fsdpc_status choose(const char *asked, const gpu *gpus, const fsdpc_control_config *config,
                            const char **out)
 {
     int peer, hosts = fsdpc_control_hosts(config);
-    FSDPC_TRY(asked_alike(cards, config->comm.size));
+    FSDPC_TRY(asked_alike(gpus, config->comm.size));
     if (strcmp(asked, "auto") == 0) {
-        bool local = hosts == 1 && sharer(cards, config->control, &peer);
+        bool local = hosts == 1 && sharer(gpus, config->control, &peer);
         *out = fsdpc_cuda_transports[local ? LOCAL_CUDA : NCCL];
         return FSDPC_OK;
     }
@@ -78,7 +78,7 @@ static fsdpc_status choose(const char *asked, const card *cards, const fsdpc_con
 }
 
 /* Lets NCCL take ranks that share a GPU. */
-static fsdpc_status allow_sharing(const fsdpc_control_config *config, const card *cards, int rank,
+static fsdpc_status allow_sharing(const fsdpc_control_config *config, const gpu *gpus, int rank,
                                   int peer)
 {
     fsdpc_nccl nccl;
@@ -88,19 +88,19 @@ static fsdpc_status allow_sharing(const fsdpc_control_config *config, const card
         return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
                           "ranks %d and %d share GPU %s, which NCCL %d.%d.%d does not let them: "
                           "install 2.30 or newer (pip's nvidia-nccl-cu13), or %s",
-                          peer, rank, cards[rank].address, nccl.version / 10000,
+                          peer, rank, gpus[rank].address, nccl.version / 10000,
                           nccl.version / 100 % 100, nccl.version % 100,
                           hosts > 1 ? "start as many ranks on a host as it has GPUs"
                                     : "set FSDPC_TRANSPORT=local_cuda, which needs no NCCL");
     return fsdpc_nccl_allow_sharing();
 }
 
-static fsdpc_status create_nccl(const fsdpc_control_config *config, const card *cards,
+static fsdpc_status create_nccl(const fsdpc_control_config *config, const gpu *gpus,
                                 fsdpc_comm **out)
 {
-    int peer, rank = sharer(cards, config->control, &peer);
+    int peer, rank = sharer(gpus, config->control, &peer);
     if (rank > 0) {
-        fsdpc_status status = allow_sharing(config, cards, rank, peer);
+        fsdpc_status status = allow_sharing(config, gpus, rank, peer);
         FSDPC_TRY(fsdpc_comm_agree(config->control, status, "NCCL for ranks that share a GPU"));
     }
     return fsdpc_comm_nccl_create(config, out);
@@ -110,18 +110,18 @@ fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_c
                                     fsdpc_comm **out)
 {
     const char *chosen = NULL;
-    card mine = {0};
-    void *cards;
+    gpu mine = {0};
+    void *gpus;
     FSDPC_TRY(fsdpc_control_check(config, transport));
     snprintf(mine.asked, sizeof mine.asked, "%s", transport);
     fsdpc_status status =
         fsdpc_device_cuda_address(config->comm.device, mine.address, sizeof mine.address);
     FSDPC_TRY(fsdpc_control_tell(config->control, "the choice of a transport", status, &mine,
-                                 sizeof mine, &cards));
-    status = choose(transport, cards, config, &chosen);
+                                 sizeof mine, &gpus));
+    status = choose(transport, gpus, config, &chosen);
     if (status == FSDPC_OK)
-        status = chosen == fsdpc_cuda_transports[NCCL] ? create_nccl(config, cards, out)
+        status = chosen == fsdpc_cuda_transports[NCCL] ? create_nccl(config, gpus, out)
                                                        : fsdpc_comm_local_cuda_create(config, out);
-    free(cards);
+    free(gpus);
     return status;
 }

@@ -206,7 +206,7 @@ static inline void reductions(gpu_rank *r)
         fsdpc_work work = {0};
         rank_mark(r);
         EXPECT_OK(self, fsdpc_comm_post(r->comm, &op, &work));
-        if (r->over_nccl && fsdpc_nccl_of(r->comm)->flights)
+        if (r->over_nccl && fsdpc_nccl_of(r->comm)->in_flight)
             EXPECT_FAILS(self, fsdpc_buffer_idle_wait(filled, "layers.3"), FSDPC_ERR_STATE,
                          "in flight");
         EXPECT_OK(self, fsdpc_comm_wait(&work));
@@ -328,7 +328,7 @@ static inline void values(gpu_rank *r)
 
 /* ---- Together ---- */
 
-/* Both lanes at once, waited for in another order on every rank. */
+/* Both channels at once, waited for in another order on every rank. */
 static inline void pipelined(gpu_rank *r)
 {
     enum { DEPTH = 4, NUMEL = 300 };

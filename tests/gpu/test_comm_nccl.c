@@ -1,4 +1,4 @@
-/* Collectives of the NCCL communicator, on both lanes and over the control.
+/* Collectives of the NCCL communicator, on both channels and over the control.
  *
  * On GPUs over the NCCL that the loader finds, on the emulated device over the fake.
  */
@@ -9,7 +9,7 @@ static void check_turns(gpu_rank *r)
 {
     const fsdpc_nccl_world *world = fsdpc_nccl_of(r->comm)->world;
     for (const fsdpc_comm_nccl *group = world->groups; group; group = group->next_group) {
-        for (const fsdpc_nccl_flight *it = group->flights; it; it = it->next) {
+        for (const fsdpc_nccl_op *it = group->in_flight; it; it = it->next) {
             bool handed = it->stage != FSDPC_NCCL_QUEUED;
             EXPECT(r->self, !it->on_gpu || !handed || it->turn <= world->turns.launched,
                    "operation %llu is with NCCL, and %llu is not", (unsigned long long)it->turn,
@@ -18,7 +18,7 @@ static void check_turns(gpu_rank *r)
     }
 }
 
-/* Two groups in turns, each with operations that wait for its busy lane. */
+/* Two groups in turns, each with operations that wait for its busy channel. */
 static void turns_of_groups(gpu_rank *r)
 {
     enum { OPS = 12, NUMEL = 64 };

@@ -85,7 +85,7 @@ typedef enum fault_case {
     STUCK_BEHIND,     /* the host, ahead of it, reads a value */
     STUCK_FAR_BEHIND, /* the host reads none, and goes on and on */
     STUCK_SELDOM,     /* it reads none, and seldom does anything */
-    STUCK_LANES,      /* an operation of the other lane waits for it on the GPU */
+    STUCK_CHANNELS,   /* an operation of the other channel waits for it on the GPU */
     STUCK_GROUPS,     /* one of another group does */
     FAULT_CASES,
 } fault_case;
@@ -144,11 +144,12 @@ static fsdpc_status reduce_seldom(gpu_rank *r, fsdpc_buffer *buffer, void *shard
     return fsdpc_comm_post(r->comm, &op, &work);
 }
 
-/* Of `group`, behind the first on the GPU, on the stream of gathers; in_lane: in the other lane. */
-static fsdpc_status second(gpu_rank *r, fsdpc_comm *group, void *values, bool in_lane)
+/* Of `group`, behind the first on the GPU, on the stream of gathers; in_channel: in the other one.
+ */
+static fsdpc_status second(gpu_rank *r, fsdpc_comm *group, void *values, bool in_channel)
 {
     return fsdpc_comm_run(
-        group, &(fsdpc_coll){.kind = in_lane ? FSDPC_COLL_ALL_GATHER : FSDPC_COLL_ALL_REDUCE,
+        group, &(fsdpc_coll){.kind = in_channel ? FSDPC_COLL_ALL_GATHER : FSDPC_COLL_ALL_REDUCE,
                              .unit = -1,
                              .what = "layers.4",
                              .dtype = FSDPC_I64,
@@ -185,7 +186,7 @@ static void fault(rank_context *self)
         [STUCK_BEHIND] = "in what the GPU was given",
         [STUCK_FAR_BEHIND] = "s in reduce_scatter of 'layers.3'",
         [STUCK_SELDOM] = "reduce_scatter of 'layers.3' (unit 3) has not ended",
-        [STUCK_LANES] = "s in all_gather of 'layers.4'",
+        [STUCK_CHANNELS] = "s in all_gather of 'layers.4'",
         [STUCK_GROUPS] = "s in all_reduce of 'layers.4'",
         [DISAGREES] = "rank %d posted reduce_scatter of 'layers.3' (unit 4",
     };
@@ -224,7 +225,7 @@ static void fault(rank_context *self)
             r.comm->timeout_s = group->timeout_s = SOON_S;
         if (which == STUCK_SELDOM)
             status = reduce_seldom(&r, buffer, shard);
-        else if (which == STUCK_LANES || which == STUCK_GROUPS)
+        else if (which == STUCK_CHANNELS || which == STUCK_GROUPS)
             status = reduce_then_second(&r, buffer, shard, group);
         else if (which == STUCK_BEHIND || which == STUCK_FAR_BEHIND)
             status = reduce_ahead(&r, buffer, shard, which == STUCK_BEHIND ? 3 : 1000);

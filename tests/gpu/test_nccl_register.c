@@ -163,7 +163,7 @@ static void test_each_way(int size)
     break_nccl(FAKE_NCCL_WELL, 0);
 }
 
-static void open_both_lanes(rank_context *self)
+static void open_both_channels(rank_context *self)
 {
     gpu_rank r;
     fsdpc_wire *wire = NULL;
@@ -201,7 +201,7 @@ int main(void)
     fake_open();
     for (int size = 2; size <= most; size++)
         test_each_way(size);
-    ranks_run_threads(1, open_both_lanes, &(rank_options){0});
+    ranks_run_threads(1, open_both_channels, &(rank_options){0});
     fake_check();
 #else
     for (int size = 2; size <= most; size++)

@@ -41,7 +41,7 @@ ORDER = {
         cuda_queue cuda_driver cuda_pool attention_cudnn gemm_cublaslt driver_memory graph
         host_result flat_cuda nn_cuda window device_cuda control local_cuda local_staged
         comm_local_cuda nccl_load nccl_env nccl_internal nccl_call nccl_registry
-        nccl_abort nccl_lane nccl_join nccl_coll nccl_ahead nccl_post nccl_register
+        nccl_abort nccl_channel nccl_join nccl_coll nccl_ahead nccl_post nccl_register
         comm_nccl transport plugin_cuda
     """,
     "engine": """

@@ -14,7 +14,7 @@
  * It is told so when a communicator is made, and before 2.31, which has no field for it, through
  * the environment (nccl_env.c).
  *
- * Until NCCL says that a call is done no other may be made on that lane, save to abort it.
+ * Until NCCL says that a call is done no other may be made on that channel, save to abort it.
  */
 #include <sched.h>
 #include <string.h>
@@ -22,27 +22,28 @@
 #include "cuda/device_cuda.h"
 #include "cuda/nccl_internal.h"
 
-static const char *const lane_names[] = {"gathers", "reductions"};
+static const char *const channel_names[] = {"gathers", "reductions"};
 
-fsdpc_status fsdpc_nccl_lane_state(const fsdpc_comm_nccl *self, fsdpc_nccl_lane lane,
-                                   const char *what)
+fsdpc_status fsdpc_nccl_channel_state(const fsdpc_comm_nccl *self, fsdpc_nccl_channel channel,
+                                      const char *what)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
     fsdpc_nccl_result state = FSDPC_NCCL_SUCCESS;
-    FSDPC_TRY(fsdpc_nccl_check(nccl, nccl->ncclCommGetAsyncError(self->lanes[lane], &state), what));
+    FSDPC_TRY(
+        fsdpc_nccl_check(nccl, nccl->ncclCommGetAsyncError(self->channels[channel], &state), what));
     return state == FSDPC_NCCL_IN_PROGRESS ? FSDPC_IN_PROGRESS
                                            : fsdpc_nccl_check(nccl, state, what);
 }
 
 typedef struct beginning {
     fsdpc_comm_nccl *self;
-    fsdpc_nccl_lane lane;
+    fsdpc_nccl_channel channel;
 } beginning;
 
 static fsdpc_status poll_beginning(void *arg)
 {
     const beginning *b = arg;
-    return fsdpc_nccl_lane_state(b->self, b->lane, "begin");
+    return fsdpc_nccl_channel_state(b->self, b->channel, "begin");
 }
 
 /* The identity of a new communicator, rank 0's on every rank. */
@@ -62,52 +63,52 @@ static fsdpc_status identity(fsdpc_comm_nccl *self, const char *name, fsdpc_nccl
                                                        .numel = sizeof *id});
 }
 
-static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+static fsdpc_status begin(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
 {
     const fsdpc_nccl *nccl = &self->world->nccl;
-    const char *name = lane_names[lane];
+    const char *name = channel_names[channel];
     fsdpc_nccl_id id;
-    if (lane == FSDPC_NCCL_GATHERS)
+    if (channel == FSDPC_NCCL_GATHERS)
         FSDPC_TRY(fsdpc_nccl_settle(self, fsdpc_nccl_learn(self)));
     FSDPC_TRY(fsdpc_nccl_settle(self, identity(self, name, &id)));
     FSDPC_TRY(fsdpc_device_cuda_select(self->base.device)); /* NCCL takes this thread's GPU */
     fsdpc_nccl_config config = fsdpc_nccl_nonblocking(nccl->version);
-    fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(&self->lanes[lane], self->base.size, id,
-                                                            self->base.rank, &config);
+    fsdpc_nccl_result result = nccl->ncclCommInitRankConfig(
+        &self->channels[channel], self->base.size, id, self->base.rank, &config);
     fsdpc_status status =
         result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_OK : fsdpc_nccl_check(nccl, result, "begin");
     status = fsdpc_nccl_settle(self, fsdpc_comm_agree(self->control, status, name));
     if (status != FSDPC_OK) {
-        fsdpc_nccl_lanes_abort(self);
+        fsdpc_nccl_channels_abort(self);
         return status;
     }
-    beginning b = {self, lane};
+    beginning b = {self, channel};
     status = fsdpc_comm_wait_for(&self->base, poll_beginning, &b, "the beginning of NCCL", name);
     return status == FSDPC_OK || self->base.poison[0] ? status
                                                       : fsdpc_comm_poison(&self->base, status);
 }
 
-fsdpc_status fsdpc_nccl_lane_open(fsdpc_comm_nccl *self, fsdpc_nccl_lane lane)
+fsdpc_status fsdpc_nccl_channel_open(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel)
 {
-    if (self->lanes[lane])
+    if (self->channels[channel])
         return FSDPC_OK;
     self->beginning = true;
-    fsdpc_status status = begin(self, lane);
+    fsdpc_status status = begin(self, channel);
     self->beginning = false;
     if (status == FSDPC_OK)
-        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks", lane_names[lane],
+        FSDPC_NOTE(&self->base.log, "NCCL carries %s of %d ranks", channel_names[channel],
                    self->base.size);
     return status;
 }
 
 /* Finalizing ends when the peers finalize too. */
-void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self)
+void fsdpc_nccl_channels_close(fsdpc_comm_nccl *self)
 {
     const int64_t patience_ns = 5000000000;
     const fsdpc_nccl *nccl = &self->world->nccl;
     int64_t until = fsdpc_clock_ns() + patience_ns;
-    for (int lane = 0; lane < FSDPC_NCCL_LANES; lane++) {
-        fsdpc_nccl_comm raw = self->lanes[lane];
+    for (int channel = 0; channel < FSDPC_NCCL_CHANNELS; channel++) {
+        fsdpc_nccl_comm raw = self->channels[channel];
         if (!raw)
             continue;
         fsdpc_nccl_result state = nccl->ncclCommFinalize(raw);
@@ -119,7 +120,7 @@ void fsdpc_nccl_lanes_close(fsdpc_comm_nccl *self)
         if (state != FSDPC_NCCL_SUCCESS)
             break;
         (void)nccl->ncclCommDestroy(raw);
-        self->lanes[lane] = NULL;
+        self->channels[channel] = NULL;
     }
-    fsdpc_nccl_lanes_abort(self);
+    fsdpc_nccl_channels_abort(self);
 }
