@@ -23,7 +23,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc._launch import watch
+from fsdpc._launch import environment, watch
 from fsdpc._launch.environment import (
     adopt_scheduler,
     find_mpi,
@@ -102,9 +102,10 @@ def init(
     hosts = _hosts(rank, world_size, _local_rank, local_size)
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
-    if world_size == 1 and listening >= 0:
-        os.close(listening)  # there is nobody to meet
     news = _environment_int("FSDPC_NEWS_FD", -1)
+    if (world_size == 1 or hosts > 1) and listening >= 0:
+        os.close(listening)  # there is nobody to meet, or under another name: a pretended host's
+        listening = news = -1
     _world = _core.Comm(
         rank,
         world_size,
@@ -140,6 +141,10 @@ def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:
 
 def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
     """What carries bytes between hosts: the MPI whose launcher started the ranks."""
+    if environment.pretended_host is not None:
+        from fsdpc._launch import pretend
+
+        return pretend.carry(rank, world_size, run_address(os.environ)[0])
     families = find_mpi(os.environ, world_size)
     paths = [Path(_core.__file__).with_name(f"libfsdpc_mpi_{name}.so") for name in families]
     for path in paths:

@@ -5,9 +5,13 @@
         assert fsdpc.all_reduce(1.0) == 2.0
 
 Every rank is a new process with :func:`fsdpc.init` called before the body and
-:func:`fsdpc.shutdown` after it.  ``ranks([1, 2, 3])`` runs the test at each of these sizes.  When a
-rank fails all ranks' tracebacks are shown and the others are stopped; a test that takes longer than
-its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's stack.
+:func:`fsdpc.shutdown` after it.  ``ranks([1, 2, 3])`` runs the test at each of these sizes.
+``ranks(4, hosts=2)`` lets the ranks pretend to be on two hosts: these share no memory, and sockets
+of this machine carry what a network would.
+
+When a rank fails all ranks' tracebacks are shown and the others are stopped; a test that takes
+longer than its timeout (``ranks(2, timeout=10)``, else ``--ranks-timeout``) shows every rank's
+stack.
 
 The plugin is registered when fsdpc is installed.  Beside it stands :func:`compare`, which trains
 two models side by side and returns the first difference:
@@ -51,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the marker."""
     config.addinivalue_line(
         "markers",
-        "ranks(n, timeout=None, init=True): run the test's body on n fresh ranks, once for each of "
-        "several n if a list is given; init=False leaves fsdpc.init() to the body",
+        "ranks(n, timeout=None, init=True, hosts=1): run the test's body on n fresh ranks, once "
+        "for each of several n if a list is given; init=False leaves fsdpc.init() to the body; "
+        "the ranks pretend to be on so many hosts",
     )
 
 
@@ -86,6 +91,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         ranks=check_ranks(params.get(_SIZE, _sizes(marker))),
         timeout=marker.kwargs.get("timeout") or pyfuncitem.config.getoption("--ranks-timeout"),
         init=marker.kwargs.get("init", True),
+        hosts=marker.kwargs.get("hosts", 1),
         arguments={
             name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames
         },
@@ -117,8 +123,11 @@ def _call_on_rank(items: dict[str, pytest.Function], job: Job) -> Report:
     import pytest
 
     import fsdpc
+    from fsdpc._launch import pretend
 
     try:
+        if job.hosts != 1:
+            pretend.on_hosts(job.hosts)
         if job.init:
             fsdpc.init()
         items[job.name].obj(**job.arguments)

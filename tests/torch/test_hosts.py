@@ -1,7 +1,6 @@
 """Ranks on several hosts, which share memory inside a host alone: the bits of one host.
 
-Hosts are pretended: ranks that are told of different ones share no memory, and gloo carries their
-bytes, as it does between machines.
+Hosts are pretended (fsdpc.testing), and gloo carries their bytes, as it does between machines.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdpc
+from fsdpc._launch import environment, pretend
 from fsdpc.torch import MixedPrecisionPolicy, _link
 
 from .common import batch, build, full_parameters, join_gloo, loss_of, shard
@@ -38,17 +38,21 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def pretend(ranks_of_host: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join the other ranks, so many of them on each host."""
-    if dist.is_initialized():
-        leave()
-    host = int(os.environ["RANK"]) // ranks_of_host
-    monkeypatch.setattr("fsdpc.torch._mesh.this_host", lambda: (f"boot {host}", f"node{host}"))
+def join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join the other ranks, and note the link that this makes."""
     monkeypatch.setattr("fsdpc.torch._mesh.carry", noted)
     links.clear()
-    folder = folder / str(ranks_of_host)
-    folder.mkdir(exist_ok=True)
     join_gloo(folder)
+
+
+def join_again(hosts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Join the other ranks, now on so many hosts."""
+    if dist.is_initialized():
+        leave()
+    pretend.on_hosts(hosts)
+    folder = folder / str(hosts)
+    folder.mkdir(exist_ok=True)
+    join(folder, monkeypatch)
 
 
 def noted(group: Any) -> Any:
@@ -81,19 +85,19 @@ def test_bits_are_those_of_one_host(
     route: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values: dict[int, dict[str, torch.Tensor]] = {}
-    for ranks_of_host in (4, 2, 1):
-        pretend(ranks_of_host, tmp_path, monkeypatch)
+    for hosts in (1, 2, 4):
+        join_again(hosts, tmp_path, monkeypatch)
         model = prepared(ROUTES[route], param_dtype=dtype)
         train(model)
-        assert len(links) == (ranks_of_host < 4)
-        values[ranks_of_host] = full_parameters(model)
-    for ranks_of_host in (2, 1):
-        for name, value in values[4].items():
-            assert torch.equal(values[ranks_of_host][name], value), (ranks_of_host, name)
+        assert len(links) == (hosts > 1)
+        values[hosts] = full_parameters(model)
+    for hosts in (2, 4):
+        for name, value in values[1].items():
+            assert torch.equal(values[hosts][name], value), (hosts, name)
     leave()
 
 
-@pytest.mark.ranks(4, init=False)
+@pytest.mark.ranks(4, hosts=2, init=False)
 @pytest.mark.parametrize(
     ("dtype", "bytes_of_element"), [(None, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
 )
@@ -101,7 +105,7 @@ def test_what_leaves_a_host_leaves_it_once(
     dtype: Any, bytes_of_element: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step sends this host's half of the weights, and fp32 sums of the other half's gradients."""
-    pretend(2, tmp_path, monkeypatch)
+    join(tmp_path, monkeypatch)
     model = shard(build(dim=200), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     numel = sum(p.numel() for p in build(dim=200).parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,9 +123,9 @@ def test_what_leaves_a_host_leaves_it_once(
     leave()
 
 
-@pytest.mark.ranks(4, init=False)
+@pytest.mark.ranks(4, hosts=2, init=False)
 def test_values_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(2, tmp_path, monkeypatch)
+    join(tmp_path, monkeypatch)
     fsdpc.torch._mesh.join()
     rank = fsdpc.rank()
     x = np.arange(1000, dtype=np.float32) + rank
@@ -134,18 +138,18 @@ def test_values_and_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     leave()
 
 
-@pytest.mark.ranks(4, init=False)
+@pytest.mark.ranks(4, hosts=2, init=False)
 def test_checkpoints_go_between_numbers_of_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "saved"
-    pretend(2, tmp_path, monkeypatch)
+    join(tmp_path, monkeypatch)
     model = prepared({})
     train(model)
     fsdpc.checkpoint.save(folder, {"model": model})
     before = full_parameters(model)
-    for ranks_of_host in (4, 1):
-        pretend(ranks_of_host, tmp_path, monkeypatch)
+    for hosts in (1, 4):
+        join_again(hosts, tmp_path, monkeypatch)
         model = prepared({})
         fsdpc.checkpoint.load(folder, {"model": model})
         after = full_parameters(model)
@@ -153,11 +157,11 @@ def test_checkpoints_go_between_numbers_of_hosts(
     leave()
 
 
-@pytest.mark.ranks(4, init=False)
+@pytest.mark.ranks(4, hosts=2, init=False)
 def test_an_exception_on_another_host_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(2, tmp_path, monkeypatch)
+    join(tmp_path, monkeypatch)
     model = prepared({})
     if fsdpc.rank() == 3:
         train(model, steps=1)
@@ -168,10 +172,10 @@ def test_an_exception_on_another_host_is_named(
     leave()
 
 
-@pytest.mark.ranks(4, init=False, timeout=30)
+@pytest.mark.ranks(4, hosts=2, init=False, timeout=30)
 def test_a_fork_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that shuts down neither waits for its parent's threads nor takes its parent along."""
-    pretend(2, tmp_path, monkeypatch)
+    join(tmp_path, monkeypatch)
     model = prepared({})
     train(model, steps=1)
     if (child := os.fork()) == 0:
@@ -186,7 +190,8 @@ def test_a_fork_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_hosts_of_different_numbers_of_ranks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(2, tmp_path, monkeypatch)
+    monkeypatch.setattr(environment, "pretended_host", int(os.environ["RANK"]) // 2)
+    join(tmp_path, monkeypatch)
     with pytest.raises(NotImplementedError, match="2 on node0, 1 on node1"):
         prepared({})
     assert not fsdpc.is_initialized()

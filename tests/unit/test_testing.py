@@ -85,6 +85,20 @@ def test_it(tmp_path):
     assert result.duration < 60  # the sleep was not waited for
 
 
+def test_hosts_have_equal_numbers_of_ranks(pytester: pytest.Pytester) -> None:
+    result = run_inner(
+        pytester,
+        """
+@pytest.mark.ranks([3, 4], hosts=2, init=False)
+def test_it():
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert int(os.environ["LOCAL_RANK"]) == int(os.environ["RANK"]) % 2
+""",
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*ValueError: 3 ranks on 2 hosts: every host must have as many"])
+
+
 def test_a_hang_shows_every_ranks_stack(pytester: pytest.Pytester) -> None:
     result = run_inner(
         pytester,

@@ -25,12 +25,13 @@ from fsdpc._launch.process import STOPS, Started, fork_rank
 
 
 class Job(NamedTuple):
-    """One test to run: which, on how many ranks, with what fixtures, and where."""
+    """One test to run: which, on how many ranks and hosts, with what fixtures, and where."""
 
     name: str
     ranks: int
     timeout: float
     init: bool
+    hosts: int
     arguments: dict[str, object]
     environment: dict[str, str]
     folder: str

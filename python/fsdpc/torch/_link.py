@@ -9,23 +9,19 @@ is one send.
 from __future__ import annotations
 
 import struct
-import threading
-import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdpc import _core, distributed
+from fsdpc import _core
+from fsdpc._launch import carriers
 
 FRAME = 512
 HEAD = struct.Struct("<IQ")  # tag, bytes
 INLINE = FRAME - HEAD.size
 FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engine has deadlines
-LOOK_S = 3600.0
-LEAVE_S = 10.0
-GRACE_S = 1.0  # for the watch to find out who died, after a connection broke
 
 
 def carry(group: Any) -> _core.Link:
@@ -37,39 +33,14 @@ def carry(group: Any) -> _core.Link:
         use_local_synchronization=True,
     )
     link = _core.Link(dist.get_rank(group), dist.get_world_size(group))
-    sender, receiver = (
-        threading.Thread(
-            target=_guarded, args=(work, link, group), name=f"fsdpc{work.__name__}", daemon=True
-        )
-        for work in (_send, _receive)
-    )
-    sender.start()
-    receiver.start()
-
-    def leave() -> None:
-        # What was sent is on its way before the process may end, and no thread is inside torch,
-        # which does not survive the end of Python there.
-        link.close()
-        for thread in (sender, receiver):
-            thread.join(GRACE_S if link.failed else LEAVE_S)
-
-    distributed._leaving.append(leave)
+    works = [lambda: _send(link, group), lambda: _receive(link, group)]
+    carriers.start(link, dist.get_rank(), works)
     return link
-
-
-def _guarded(work: Any, link: _core.Link, group: Any) -> None:
-    try:
-        work(link, group)
-    except _core.PeerError:
-        pass  # the link has ended
-    except Exception as error:  # noqa: BLE001 - whatever the back end raises ends the link
-        time.sleep(GRACE_S)
-        link.abort(f"rank {dist.get_rank()} lost its connection to other hosts: {error}")
 
 
 def _send(link: _core.Link, group: Any) -> None:
     while True:
-        message = link.take(LOOK_S)
+        message = link.take(carriers.LOOK_S)
         if message is None:
             continue
         peer, tag, data = message

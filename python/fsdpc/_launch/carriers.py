@@ -1,0 +1,48 @@
+"""Threads that carry a link's messages (``_core.Link``), and how they end with the world."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from fsdpc import _core, distributed
+
+LOOK_S = 3600.0
+LEAVE_S = 10.0
+GRACE_S = 1.0  # for the watch to find out who died, after a connection broke
+
+Work = Callable[[], None]
+
+
+def start(link: _core.Link, rank: int, works: list[Work], close: Work = lambda: None) -> None:
+    """Run each of these on a thread until the link ends; then, once the world is left, ``close``.
+
+    What one of them raises ends the link.
+    """
+
+    def guarded(work: Work) -> None:
+        try:
+            work()
+        except _core.PeerError:
+            pass  # the link has ended
+        except Exception as error:  # noqa: BLE001 - whatever the carrier raises ends the link
+            time.sleep(GRACE_S)
+            link.abort(f"rank {rank} lost its connection to other hosts: {error}")
+
+    threads = [
+        threading.Thread(target=guarded, args=(work,), name="fsdpc carrier", daemon=True)
+        for work in works
+    ]
+    for thread in threads:
+        thread.start()
+
+    def leave() -> None:
+        # What was sent is on its way before the process may end, and no thread is inside torch,
+        # which does not survive the end of Python there.
+        link.close()
+        for thread in threads:
+            thread.join(GRACE_S if link.failed else LEAVE_S)
+        close()
+
+    distributed._leaving.append(leave)

@@ -1,0 +1,98 @@
+"""Native ranks on pretended hosts (fsdpc.testing): the bits of one host, and memory of their own.
+
+No MPI is needed: tests/mpi has the same over it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpc
+from fsdpc import nn
+from fsdpc._launch import pretend
+
+ROUTES: dict[str, dict[str, Any]] = {
+    **{each.name: {"strategy": each.name} for each in fsdpc.ShardingStrategy},
+    "bf16": {"mp_policy": fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)},
+}
+
+
+def trained(options: dict[str, Any]) -> list[np.ndarray]:
+    """All parameters after a few steps of two micro-steps."""
+    if options.get("strategy", "").startswith("HYBRID"):
+        options = options | {"mesh": fsdpc.init_device_mesh("cpu", (2, 2))}
+    fsdpc.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
+    fsdpc.fully_shard(model[0], **options)
+    fsdpc.fully_shard(model, **options)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
+    rng = np.random.default_rng(fsdpc.rank())
+    for _ in range(3):
+        for _ in range(2):
+            y = model(fsdpc.tensor(rng.standard_normal((8, 24)).astype(np.float32)))
+            (y * y).mean().backward()
+        fsdpc.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    with fsdpc.summon_full_params(model):
+        return [p.detach().numpy().copy() for p in model.parameters()]
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("route", ROUTES)
+def test_bits_are_those_of_one_host(route: str) -> None:
+    values = {}
+    for hosts in (1, 2, 4):
+        pretend.on_hosts(hosts)
+        fsdpc.init()
+        assert fsdpc.distributed.world().hosts == hosts
+        values[hosts] = trained(ROUTES[route])
+        fsdpc.shutdown()
+    for hosts in (2, 4):
+        for ours, theirs in zip(values[hosts], values[1], strict=True):
+            np.testing.assert_array_equal(ours, theirs, f"{hosts} hosts")
+
+
+def shared_memory() -> set[str]:
+    """The files without names that this rank has mapped shared, by their numbers."""
+    return {
+        line.split()[4]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if re.search(r" ...s .*/memfd:", line)
+    }
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_hosts_share_no_memory(tmp_path: Path) -> None:
+    trained({})
+    model = nn.Linear(8, 8)
+    fsdpc.fully_shard(model)
+    model(fsdpc.tensor(np.ones((1, 8), np.float32)))
+    (tmp_path / str(fsdpc.rank())).write_text(" ".join(shared_memory()))
+    fsdpc.barrier()
+    found = [set((tmp_path / str(rank)).read_text().split()) for rank in range(4)]
+    assert found[0] & found[1] and found[2] & found[3]
+    assert not (found[0] | found[1]) & (found[2] | found[3])
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_a_rank_knows_its_host() -> None:
+    assert fsdpc.local_rank() == fsdpc.rank() % 2
+    assert os.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert fsdpc.all_reduce(fsdpc.rank()) == 6
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_a_failure_reaches_other_hosts() -> None:
+    if fsdpc.rank() == 3:
+        fsdpc.distributed.world().abort("out of disk")
+        return
+    with pytest.raises(fsdpc.PeerError, match="rank 3: out of disk"):
+        for _ in range(2):
+            fsdpc.barrier()
