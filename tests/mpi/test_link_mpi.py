@@ -113,3 +113,16 @@ def test_another_family_is_refused(program: Path, start: Start, family: str) -> 
                           env={**os.environ, "LD_PRELOAD": library})
     assert done.returncode == 2
     assert f"refused: {plugin.name} was built with" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_compiler_beside_python_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip puts that of its wheels there, and may be run outside an activated environment."""
+    (tmp_path / "mpi.h").write_text("#define MPICH 1\n")
+    compiler = tmp_path / "mpicc-of-a-wheel"
+    compiler.write_text(f'#!/bin/sh\nexec cc -I{tmp_path} "$@"\n')
+    compiler.chmod(0o755)
+    assert mpi_build.find_compilers([compiler.name]) == {}
+    monkeypatch.setattr(mpi_build, "SCRIPTS", str(tmp_path))
+    assert mpi_build.find_compilers([compiler.name]) == {"mpich": str(compiler)}

@@ -132,6 +132,19 @@ def test_lines_of_both_families() -> None:
     )
 
 
+def test_a_launcher_beside_python_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = tmp_path / "mpiexec-of-a-wheel"
+    launcher.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(fsdpc_hosts, "families", lambda: ["mpich"])
+    with pytest.raises(ValueError, match="there is no mpiexec-of-a-wheel"):
+        fsdpc_hosts.find_launcher(launcher.name)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert fsdpc_hosts.find_launcher(launcher.name) == (str(launcher), "mpich")
+
+
 def test_what_was_built_is_shown() -> None:
     there = [f for f in sorted(COMPILERS) if (PACKAGE / mpi_build.library_name(f)).exists()]
     assert fsdpc.show_config(print_=False)["mpi"].startswith(", ".join(there) or "none: ")

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -71,8 +72,9 @@ def find_launcher(name: str | None) -> tuple[str, str]:
     if not built:
         raise ValueError("fsdpc was installed without MPI: install one with its mpicc, then fsdpc")
     seen = []
-    for program in [name] if name else PROGRAMS:
-        path = shutil.which(program)
+    beside = sysconfig.get_path("scripts")  # where pip puts the launchers of its wheels
+    programs = [name] if name else PROGRAMS
+    for path in (shutil.which(each, path=p) for each in programs for p in (None, beside)):
         if path is None:
             continue
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
