@@ -28,6 +28,7 @@ from fsdpc._launch.environment import (
     adopt_scheduler,
     find_mpi,
     inherited_socket,
+    refuse_contradictions,
     run_address,
 )
 
@@ -72,7 +73,7 @@ def init(
     Raises
     ------
     ValueError
-        The numbers make no sense.
+        The numbers make no sense, or two launchers have set different ones.
     RuntimeError
         Already initialised.
     TimeoutError
@@ -92,6 +93,7 @@ def init(
     if world_size is None or world_size > 1:
         adopt_scheduler(os.environ)
     if rank is None or world_size is None:
+        refuse_contradictions(os.environ)
         named = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         rank = _environment_int("RANK", None if named else 0)
         world_size = _environment_int("WORLD_SIZE", None if named else 1)

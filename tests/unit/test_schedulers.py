@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 import fsdpc
-from fsdpc._launch.environment import adopt_scheduler, find_mpi, find_scheduler
+from fsdpc._launch.environment import (
+    adopt_scheduler,
+    find_mpi,
+    find_scheduler,
+    refuse_contradictions,
+)
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
         "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
@@ -88,6 +93,64 @@ def test_what_cannot_be_several_hosts_is_refused_at_once(
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(("NotImplementedError", "ValueError"))
     assert text in done.stderr
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+DAEMON = STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "3"}  # the step of mpirun's own
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        (OPEN_MPI | TORCHRUN | {"RANK": "0"},
+         ["RANK is 0 and WORLD_SIZE 2", "OMPI_COMM_WORLD_RANK is 1 and OMPI_COMM_WORLD_SIZE 2"]),
+        (OPEN_MPI | TORCHRUN | {"WORLD_SIZE": "4"}, ["WORLD_SIZE 4", "OMPI_COMM_WORLD_SIZE 2"]),
+        (MPICH | TORCHRUN | {"RANK": "0"}, ["RANK is 0", "PMI_RANK is 1"]),
+        (STEP | TORCHRUN | {"RANK": "0"}, ["RANK is 0", "SLURM_PROCID is 1"]),
+        (STEP | TORCHRUN | {"WORLD_SIZE": "3"}, ["WORLD_SIZE 3", "SLURM_STEP_NUM_TASKS 2"]),
+        (STEP | TORCHRUN | {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+         ["RANK is 1 and WORLD_SIZE 4", "SLURM_PROCID is 1"]),
+        (STEP | {"PMI_RANK": "0", "PMI_SIZE": "2"}, ["SLURM_PROCID is 1", "PMI_RANK is 0"]),
+        (STEP | {"PMI_RANK": "1", "PMI_SIZE": "4"}, ["SLURM_STEP_NUM_TASKS 2", "PMI_SIZE 4"]),
+        (OPEN_MPI | MPICH | {"PMI_RANK": "0"}, ["OMPI_COMM_WORLD_RANK is 1", "PMI_RANK is 0"]),
+        (OPEN_MPI | MPICH | {"PMI_SIZE": "4"}, ["OMPI_COMM_WORLD_SIZE 2", "PMI_SIZE 4"]),
+    ],
+)  # fmt: skip
+def test_launchers_that_contradict_each_other_are_named(
+    variables: dict[str, str], named: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        refuse_contradictions(variables)
+    assert all(name in str(caught.value) for name in named), caught.value
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        STEP | TORCHRUN,  # export RANK=$SLURM_PROCID
+        STEP | {"PMI_RANK": "1", "PMI_SIZE": "2"},  # srun --mpi=pmi2
+        DAEMON | OPEN_MPI,
+        DAEMON | MPICH,
+        DAEMON | OPEN_MPI | TORCHRUN,
+        STEP | {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"},  # one on each host
+        STEP | {"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"},
+        STEP | {"SLURM_STEP_ID": ""} | TORCHRUN | {"RANK": "0"},  # in a script of sbatch
+        STEP | {"RANK": "0", "WORLD_SIZE": "1"},  # every task for itself
+        OPEN_MPI | TORCHRUN | {"LOCAL_WORLD_SIZE": "1"},
+        OPEN_MPI | TORCHRUN | {"LOCAL_WORLD_SIZE": "2"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"} | TORCHRUN,
+    ],
+)
+def test_launchers_that_agree_or_started_each_other_are_fine(variables: dict[str, str]) -> None:
+    refuse_contradictions(variables)
+
+
+def test_contradictions_end_init() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import fsdpc; fsdpc.init()"],
+        env=CLEAN | OPEN_MPI | TORCHRUN | {"RANK": "0"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and "launchers contradict each other: RANK is 0" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ SCHEDULERS = (
     Scheduler("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     Scheduler("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
 )  # fmt: skip
+TORCHRUN = Scheduler("torchrun", "RANK", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
+PMI2 = Scheduler("srun", "PMI_RANK", "PMI_SIZE", "PMI_RANK", "")  # srun --mpi=pmi2, beside SLURM's
 # Numbers from here on are SLURM's names for what is no step of srun: a batch script, a shell.
 SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
@@ -126,7 +128,8 @@ def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return None
     for each in SCHEDULERS:
-        if not all(environment.get(name, "").isdigit() for name in each[1:4]):
+        size = _size(environment, each)
+        if size == 0:
             continue
         if each.name == "srun":
             step = environment.get("SLURM_STEP_ID", "")
@@ -134,8 +137,51 @@ def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
                 continue
             if "SLURM_PTY_PORT" in environment:
                 continue
-        return each if int(environment[each.world_size]) > 1 else None
+        return each if size > 1 else None
     return None
+
+
+def refuse_contradictions(environment: Mapping[str, str]) -> None:
+    """Raise ValueError where two launchers say different things of who this process is.
+
+    One launcher may have started another. torchrun numbers its ranks as it likes, mpirun and
+    mpiexec start their own daemons by srun, and whatever set RANK may have been started once on
+    each host: none of these is a contradiction.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment or "FSDPC_LAUNCHER_PID" in environment:
+        return
+    others = {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")}
+    said = [each for each in SCHEDULERS[:2] if _size(environment, each) > 1]
+    if not said and (step := find_scheduler(others)):
+        said = [step, *([PMI2] if _size(environment, PMI2) > 1 else [])]
+    if said and _size(environment, TORCHRUN) > 1:
+        rank, size = _who(environment, TORCHRUN)
+        here = environment.get("LOCAL_WORLD_SIZE", "")
+        of_host = int(here) if here.isdigit() and here != "0" else 1
+        if (rank // of_host, size // of_host) != _who(environment, said[0]):
+            said.insert(0, TORCHRUN)
+    if len({_who(environment, each) for each in said}) > 1:
+        texts = [
+            f"{each.rank} is {environment[each.rank]} and {each.world_size} "
+            f"{environment[each.world_size]}"
+            for each in said
+        ]
+        raise ValueError(
+            f"launchers contradict each other: {'; '.join(texts)}: start the ranks by one of them, "
+            "and unset what others have left"
+        )
+
+
+def _who(environment: Mapping[str, str], scheduler: Scheduler) -> tuple[int, int]:
+    return int(environment[scheduler.rank]), int(environment[scheduler.world_size])
+
+
+def _size(environment: Mapping[str, str], scheduler: Scheduler) -> int:
+    """How many tasks it says there are; 0 if it says nothing."""
+    names = scheduler[1:4]
+    if not all(environment.get(name, "").isdigit() for name in names):
+        return 0
+    return int(environment[scheduler.world_size])
 
 
 def adopt_scheduler(environment: MutableMapping[str, str]) -> None:
