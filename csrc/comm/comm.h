@@ -216,6 +216,9 @@ typedef struct fsdpc_comm_ops {
      * who is stopped, or "".  And what all of them are to fail with.  Optional, both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
+    /* A descriptor, the communicator's, that is readable once a rank's process has ended; -1: there
+     * is none.  Optional. */
+    int (*end_fd)(fsdpc_comm *comm, int rank);
 } fsdpc_comm_ops;
 
 struct fsdpc_comm {
@@ -418,6 +421,11 @@ static inline void fsdpc_comm_tell(fsdpc_comm *comm, fsdpc_status status, const 
 {
     if (comm->ops->tell)
         comm->ops->tell(comm, status, text);
+}
+
+static inline int fsdpc_comm_end_fd(fsdpc_comm *comm, int rank)
+{
+    return comm->ops->end_fd ? comm->ops->end_fd(comm, rank) : -1;
 }
 
 static inline void fsdpc_comm_describe(fsdpc_comm *comm, char *text, size_t bytes)

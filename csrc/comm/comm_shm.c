@@ -266,6 +266,7 @@ static const fsdpc_comm_ops shm_ops = {
     .waits = shm_waits,
     .look = fsdpc_shm_look,
     .tell = fsdpc_shm_be_told,
+    .end_fd = fsdpc_shm_end_fd,
 };
 
 fsdpc_status fsdpc_comm_shm_create(const fsdpc_comm_config *config, fsdpc_comm **out)

@@ -1,11 +1,18 @@
 /* One thread, which sleeps in poll.
  *
- * Every TICK it looks at the ranks of its host, and every BEAT it sends each peer a beat.  Messages
+ * Every TICK it looks at the ranks of its host, and at once when the process of one has ended: a
+ * launcher that sees it too will end the others, this rank among them, and then the peers would
+ * know of no other death than that.  For the same reason what failed is a line of the log.
+ *
+ * Every BEAT it sends each peer a beat.  Messages
  * are of one size.  A beat is left out while an earlier message is not acknowledged, so that the
  * socket's buffer never fills, and a message is sent wholly or the connection counts as broken.
  *
  * Silence is the kernel's to find: TCP_USER_TIMEOUT ends a connection on which something sent is
  * not acknowledged so long, and beats see to it that something always is.
+ *
+ * A connection that closes may be a consequence too: the launcher of that host has ended the rank
+ * because of another one.  So that is a failure after GRACE only, if nothing else is known by then.
  *
  * The first failure is the only one: it is told to this host and sent to the peers, and what comes
  * later is a consequence.  The thread goes on, as peers that lose a connection would take that for
@@ -31,7 +38,7 @@
 
 enum { TICK_MS = 200 };
 
-static const int64_t BEAT_NS = 500000000, LATE_NS = 1800000000;
+static const int64_t BEAT_NS = 500000000, LATE_NS = 1800000000, GRACE_NS = 400000000;
 
 /* What a message says. */
 enum kind { BEAT, GOODBYE, WARNING, FAILED };
@@ -45,7 +52,8 @@ typedef struct message {
 typedef struct peer {
     fsdpc_host_watch_peer who;
     int64_t heard_ns;
-    bool late; /* and somebody was told */
+    bool late;         /* and somebody was told */
+    int64_t closed_ns; /* when its connection did; 0: it has not */
     size_t filled;
     message in; /* as far as it came */
 } peer;
@@ -60,7 +68,8 @@ struct fsdpc_host_watch {
     char note[256];
     int64_t beat_ns;
     int n_peers;
-    struct pollfd *polled; /* the peers', and stop_fd */
+    int n_polled;
+    struct pollfd *polled; /* the peers', stop_fd, and the ends of this host's processes */
     peer peers[];
 };
 
@@ -110,6 +119,7 @@ static void fail(fsdpc_host_watch *self, const peer *from, fsdpc_status status, 
     if (self->failed)
         return;
     self->failed = true;
+    FSDPC_WARN(&self->host->log, "%s", text);
     if (from)
         fsdpc_comm_tell(self->host, status, text);
     send_all(self, from, FAILED, status, text);
@@ -124,16 +134,14 @@ static void ranks_of(const peer *p, char *text, size_t bytes)
 static void lost(fsdpc_host_watch *self, peer *from, int error)
 {
     char text[256], ranks[64];
-    if (error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH) {
-        ranks_of(from, ranks, sizeof ranks);
-        snprintf(text, sizeof text,
-                 "host %s (%s) is gone or cut off: nothing has reached it for %g s (FSDPC_WATCH)",
-                 from->who.host, ranks, self->silence_s);
-    } else {
-        snprintf(text, sizeof text, "%s: rank %d died: the connection of its watch closed",
-                 from->who.host, from->who.first_rank);
-    }
     drop(self, from);
+    from->closed_ns = fsdpc_clock_ns();
+    if (error != ETIMEDOUT && error != EHOSTUNREACH && error != ENETUNREACH)
+        return;
+    ranks_of(from, ranks, sizeof ranks);
+    snprintf(text, sizeof text,
+             "host %s (%s) is gone or cut off: nothing has reached it for %g s (FSDPC_WATCH)",
+             from->who.host, ranks, self->silence_s);
     fail(self, from, FSDPC_ERR_PEER, text);
 }
 
@@ -196,6 +204,13 @@ static void look_there(fsdpc_host_watch *self, peer *p, int64_t now)
 {
     char text[256];
     bool late = now - p->heard_ns > LATE_NS;
+    if (p->closed_ns && now - p->closed_ns > GRACE_NS) {
+        snprintf(text, sizeof text, "%s: rank %d died: the connection of its watch closed%s",
+                 p->who.host, p->who.first_rank,
+                 p->who.n_ranks > 1 ? "; its launcher may have ended it for another rank" : "");
+        fail(self, p, FSDPC_ERR_PEER, text);
+        return;
+    }
     if (p->who.fd < 0 || late == p->late)
         return;
     p->late = late;
@@ -224,11 +239,14 @@ static void *watch_main(void *arg)
 {
     fsdpc_host_watch *self = arg;
     while (!(self->polled[self->n_peers].revents & POLLIN)) {
-        (void)!poll(self->polled, (nfds_t)self->n_peers + 1, TICK_MS);
+        (void)!poll(self->polled, (nfds_t)self->n_polled, TICK_MS);
         for (int p = 0; p < self->n_peers; p++)
             if (self->polled[p].revents)
                 receive(self, &self->peers[p]);
         look(self);
+        for (int p = self->n_peers + 1; p < self->n_polled; p++)
+            if (self->polled[p].revents)
+                self->polled[p].fd = -1; /* it was looked at, and stays readable */
     }
     return NULL;
 }
@@ -256,9 +274,9 @@ static void destroy(fsdpc_host_watch *self)
 fsdpc_status fsdpc_host_watch_start(fsdpc_comm *host, const fsdpc_host_watch_config *config,
                                     fsdpc_host_watch **out)
 {
-    size_t n = (size_t)config->n_peers;
+    size_t n = (size_t)config->n_peers, n_polled = n + 1 + (size_t)host->size;
     fsdpc_host_watch *self = calloc(1, sizeof *self + n * sizeof *self->peers);
-    struct pollfd *polled = calloc(n + 1, sizeof *polled);
+    struct pollfd *polled = calloc(n_polled, sizeof *polled);
     if (!self || !polled) {
         free(self);
         free(polled);
@@ -270,6 +288,7 @@ fsdpc_status fsdpc_host_watch_start(fsdpc_comm *host, const fsdpc_host_watch_con
     self->silence_s = config->silence_s;
     self->n_peers = config->n_peers;
     self->polled = polled;
+    self->n_polled = (int)n_polled;
     memcpy(self->name, config->host, sizeof self->name);
     for (size_t p = 0; p < n; p++) {
         self->peers[p].who = config->peers[p];
@@ -280,6 +299,9 @@ fsdpc_status fsdpc_host_watch_start(fsdpc_comm *host, const fsdpc_host_watch_con
     self->stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     fsdpc_fork_guard(self->stop_fd);
     polled[n] = (struct pollfd){.fd = self->stop_fd, .events = POLLIN};
+    for (int r = 0; r < host->size; r++)
+        polled[n + 1 + (size_t)r] =
+            (struct pollfd){.fd = fsdpc_comm_end_fd(host, r), .events = POLLIN};
     fsdpc_status status = self->stop_fd < 0
                               ? fsdpc_fail_errno("no event for a watch")
                               : fsdpc_thread_start("fsdpc-watch", watch_main, self, &self->thread);

@@ -12,6 +12,8 @@
 #include "comm/shm_peers.h"
 
 #include <stdio.h>
+#include <string.h>
+#include <unistd.h>
 
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
@@ -99,14 +101,19 @@ static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
 {
     if (fsdpc_shm_poisoned(self->control)) /* it said why before it went */
         return fsdpc_shm_adopt_poison(self);
-    char where[192];
+    char where[192], ending[64], host[66] = "";
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
-    return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) %s while rank %d waits for %s%s%s%s",
-                      self->world->first_rank + member, fsdpc_shm_world_pid(self->world, member),
-                      left ? "left (it shut its communicator down)" : "died", self->base.world_rank,
-                      left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
-                      left ? "; do all ranks run the same number of steps?"
-                           : "; see that rank's own output");
+    fsdpc_shm_world_ending(self->world, member, ending, sizeof ending);
+    if (self->base.carry) { /* there are other hosts, whose ranks will read this */
+        memcpy(host, ", ", 2);
+        gethostname(host + 2, sizeof host - 3);
+    }
+    return fsdpc_fail(
+        FSDPC_ERR_PEER, "rank %d (pid %d%s) %s%s while rank %d waits for %s%s%s%s",
+        self->world->first_rank + member, fsdpc_shm_world_pid(self->world, member), host,
+        left ? "left (it shut its communicator down)" : "died", left ? "" : ending,
+        self->base.world_rank, left ? "it" : "others", where[0] ? "; it was last seen " : "", where,
+        left ? "; do all ranks run the same number of steps?" : "; see that rank's own output");
 }
 
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes)
@@ -115,15 +122,16 @@ fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes)
     fsdpc_shm_world *world = self->world;
     fsdpc_status status;
     int rank, dead = 0;
-    char text[8 * FSDPC_SHM_POISON_WORDS + 1];
+    char text[8 * FSDPC_SHM_POISON_WORDS + 1], ending[64];
     while (dead < world->size && !fsdpc_shm_world_dead(world, dead))
         dead++;
     if (fsdpc_shm_poison_get(self->control, &rank, &status, text, sizeof text))
         return poison_error(rank, status, text);
     if (dead < world->size) {
         fsdpc_shm_world_where(world, dead, text, sizeof text);
-        return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) died%s%s; see that rank's own output",
-                          world->first_rank + dead, fsdpc_shm_world_pid(world, dead),
+        fsdpc_shm_world_ending(world, dead, ending, sizeof ending);
+        return fsdpc_fail(FSDPC_ERR_PEER, "rank %d (pid %d) died%s%s%s; see that rank's own output",
+                          world->first_rank + dead, fsdpc_shm_world_pid(world, dead), ending,
                           text[0] ? "; it was last seen " : "", text);
     }
     for (int r = 0; r < world->size && !note[0]; r++)
@@ -131,6 +139,12 @@ fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes)
             snprintf(note, bytes, "rank %d (pid %d) is stopped", world->first_rank + r,
                      fsdpc_shm_world_pid(world, r));
     return FSDPC_OK;
+}
+
+int fsdpc_shm_end_fd(fsdpc_comm *comm, int rank)
+{
+    const fsdpc_shm_comm *self = fsdpc_shm_of(comm);
+    return self->world->pidfds[self->members[rank]];
 }
 
 void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text)

@@ -25,6 +25,7 @@ fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self);
 bool fsdpc_shm_is_late(const fsdpc_shm_comm *self, int p);
 fsdpc_status fsdpc_shm_look(fsdpc_comm *comm, char *note, size_t bytes); /* the slots */
 void fsdpc_shm_be_told(fsdpc_comm *comm, fsdpc_status status, const char *text);
+int fsdpc_shm_end_fd(fsdpc_comm *comm, int rank);
 /* After a failure: works in flight end with `status` and are not touched again. */
 void fsdpc_shm_pending_drop(fsdpc_shm_comm *self, fsdpc_status status);
 /* A wire on which `rank` is in a later epoch than we are, or NULL. */

@@ -22,7 +22,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "comm/coll_math.h"
@@ -279,17 +281,29 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world)
 
 /* ---- Life ---- */
 
-static char process_state(const fsdpc_shm_world *world, int rank)
+enum { STAT_BYTES = 1024 };
+
+/* /proc/PID/stat of a rank's process; how long it is, or an error of errno, negative. */
+static int process_stat(const fsdpc_shm_world *world, int rank, char text[STAT_BYTES])
 {
-    enum { EXITING = 4 }; /* PF_EXITING of the kernel's task flags */
-    char path[64], text[512];
+    char path[64];
     snprintf(path, sizeof path, "/proc/%d/stat", fsdpc_shm_world_pid(world, rank));
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
-        return errno == ENOENT ? 'X' : '?';
-    ssize_t n = read(fd, text, sizeof text - 1);
+        return -errno;
+    ssize_t n = read(fd, text, STAT_BYTES - 1);
     close(fd);
     text[n > 0 ? n : 0] = 0;
+    return n > 0 ? (int)n : 0;
+}
+
+static char process_state(const fsdpc_shm_world *world, int rank)
+{
+    enum { EXITING = 4 }; /* PF_EXITING of the kernel's task flags */
+    char text[STAT_BYTES];
+    int n = process_stat(world, rank, text);
+    if (n < 0)
+        return n == -ENOENT ? 'X' : '?';
     const char *after_name = strrchr(text, ')'); /* the name may hold anything, brackets too */
     char state = 0;
     unsigned flags = 0;
@@ -305,6 +319,35 @@ static bool process_exiting(const fsdpc_shm_world *world, int rank)
         return true;
     char state = process_state(world, rank);
     return state == 'Z' || state == 'X';
+}
+
+/* What waitpid would say of a dead rank; 0: nobody tells.  The last field of its stat has it from
+ * before its mutex is marked until it is waited for, and its pidfd from then on (Linux 6.15). */
+static int wait_status(const fsdpc_shm_world *world, int rank)
+{
+    enum { EXIT = 8 };
+    struct {
+        uint64_t mask, cgroup;
+        int32_t ids[11], exit_code;
+    } info = {.mask = EXIT};
+    char text[STAT_BYTES];
+    const char *last = process_stat(world, rank, text) > 0 ? strrchr(text, ' ') : NULL;
+    if (last)
+        return (int)strtol(last, NULL, 10);
+    int fd = world->pidfds[rank];
+    return fd >= 0 && ioctl(fd, _IOWR(0xff, 11, info), &info) == 0 && info.mask & EXIT
+               ? info.exit_code
+               : 0;
+}
+
+void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes)
+{
+    int status = world->threads ? 0 : wait_status(world, rank);
+    out[0] = 0;
+    if (WIFSIGNALED(status))
+        snprintf(out, bytes, " of signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
+    else if (status != 0)
+        snprintf(out, bytes, " with exit code %d", WEXITSTATUS(status));
 }
 
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank)

@@ -58,6 +58,8 @@ void fsdpc_shm_world_release(fsdpc_shm_world *world);
 void fsdpc_shm_world_leave(fsdpc_shm_world *world);
 bool fsdpc_shm_world_dead(fsdpc_shm_world *world, int rank);
 bool fsdpc_shm_world_stopped(const fsdpc_shm_world *world, int rank); /* by a signal, a debugger */
+/* How a dead rank's process ended, " of signal 9 (Killed)", if the kernel still says; or "". */
+void fsdpc_shm_world_ending(const fsdpc_shm_world *world, int rank, char *out, size_t bytes);
 int32_t fsdpc_shm_world_pid(const fsdpc_shm_world *world, int rank);
 void fsdpc_shm_world_locate(fsdpc_shm_world *world, const char *phase, const char *unit);
 /* What this rank sleeps in; "": it goes on. */

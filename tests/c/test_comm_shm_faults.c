@@ -127,7 +127,8 @@ static void a_rank_dies(rank_context *self)
     snprintf(message, sizeof message, "%s", fsdpc_last_error());
     EXPECT(self, status == FSDPC_ERR_PEER || status == FSDPC_ERR_POISONED, "phase %d: %s %s",
            *(const int *)self->arg, fsdpc_status_text(status), message);
-    EXPECT(self, strstr(message, "rank 1 (pid ") && strstr(message, ") died"), "%s", message);
+    EXPECT(self, strstr(message, "rank 1 (pid ") && strstr(message, ") died of signal 9 ("), "%s",
+           message);
     EXPECT(self, strstr(message, "in backward of 'layers.3'"), "%s", message);
     EXPECT(self, after < 3.0, "phase %d: noticed after %.3f s", *(const int *)self->arg, after);
     fsdpc_comm_destroy(mine.part);
