@@ -6,6 +6,7 @@ files.  Making them needs root and iproute2; :func:`missing` says what is not th
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -57,9 +58,21 @@ class Hosts:
             self.ip(f"-n {self.name}{i} addr add {address}/24 dev v{i}")
             self.ip(f"-n {self.name}{i} link set v{i} up")
             self.ip(f"-n {self.name}{i} link set lo up")
-            if rate != "none":
-                tbf = f"qdisc add dev v{i} root tbf rate {rate} burst 128kb latency 50ms"
-                self.ip(f"netns exec {self.name}{i} tc {tbf}")
+        if rate != "none":
+            self.shape(rate)
+
+    def shape(self, rate: str) -> None:
+        """Let the wire have another rate, as :func:`two_hosts` takes it, from now on."""
+        tbf = "qdisc del dev v{} root" if rate == "none" else (
+            f"qdisc replace dev v{{}} root tbf rate {rate} burst 128kb latency 50ms"
+        )
+        for i in range(2):
+            self.ip(f"netns exec {self.name}{i} tc {tbf.format(i)}")
+
+    def sent_bytes(self) -> int:
+        """What the first host has put on the wire."""
+        device = json.loads(self.ip(f"-n {self.name}0 -s -j link show v0"))[0]
+        return int(device["stats64"]["tx"]["bytes"])
 
     def cable(self, state: str) -> None:
         """Pull the cable ("down") or put it back ("up")."""

@@ -105,7 +105,8 @@ static fsdpc_status peer_is_gone(fsdpc_shm_comm *self, int member, bool left)
     fsdpc_shm_world_where(self->world, member, where, sizeof where);
     fsdpc_shm_world_ending(self->world, member, ending, sizeof ending);
     if (self->base.carry) { /* there are other hosts, whose ranks will read this */
-        memcpy(host, ", ", 2);
+        host[0] = ',';
+        host[1] = ' ';
         gethostname(host + 2, sizeof host - 3);
     }
     return fsdpc_fail(

@@ -97,7 +97,8 @@ def test_a_killed_rank_is_named_on_every_host(hosts: two_hosts.Hosts, tmp_path: 
     with training(hosts, 2, tmp_path) as world:
         world.ranks[3].kill()
         for rank in range(3):
-            world.wait_for(rank, f"rank 3 (pid {world.ranks[3].pid}) died")
+            world.wait_for(rank, f"rank 3 (pid {world.ranks[3].pid}")
+            world.wait_for(rank, "died of signal 9")
         assert 0 not in world.finish()
 
 

@@ -1,16 +1,25 @@
-"""How the watch between hosts connects: who knows the key is taken, and nobody else."""
+"""How the watch between hosts connects: who knows the key is taken, and nobody else.
+
+Whole runs are on pretended hosts (fsdpc.testing), whose watch is as that of others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import os
 import socket
+import stat
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import fsdpc
 from fsdpc._launch import watch
 
 KEY = bytes(range(32))
@@ -151,3 +160,127 @@ def test_it_binds_to_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours == [f"0100007F:{port}"]
     monkeypatch.setenv("FSDPC_WATCH", "0")
     assert watch._listen() is None
+
+
+# ---- Whole runs ----
+
+FEW_S = 60
+
+
+def tcp_sockets() -> dict[str, int]:
+    """How many TCP sockets this process has, by their state (of /proc/net/tcp)."""
+    mine = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            mine.add(os.readlink(fd))
+    found: dict[str, int] = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if f"socket:[{fields[9]}]" in mine:
+            found[fields[3]] = found.get(fields[3], 0) + 1
+    return found
+
+
+ESTABLISHED = "01"
+
+
+@pytest.mark.ranks(4, hosts=2, init=False)
+def test_the_key_is_in_nothing_that_others_can_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once the ranks have met nobody listens: the first ranks of hosts have a connection."""
+    monkeypatch.setattr(watch.os, "urandom", lambda size: (KEY * size)[:size])
+    fsdpc.init()
+    assert tcp_sockets() == ({ESTABLISHED: 1} if fsdpc.local_rank() == 0 else {})
+    fsdpc.barrier()
+    seen = [Path("/proc/self/cmdline").read_bytes(), Path("/proc/self/environ").read_bytes()]
+    seen += [f"{name}={value}".encode() for name, value in os.environ.items()]
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            # Memory that ranks of the run share has no name by which others could open it.
+            if stat.S_ISREG(fd.stat().st_mode) and not os.readlink(fd).startswith("/memfd:"):
+                seen.append(fd.read_bytes())
+    assert not [text for text in seen if KEY in text or KEY.hex().encode() in text]
+
+
+@pytest.fixture
+def port() -> int:
+    """One that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def attack(port: int, until: Path, done: Path) -> None:
+    """Noise, silence and wrong keys, a thousand times, while the ranks meet; then on and on."""
+    silent = []
+    for count in itertools.count():
+        if count == 1000:
+            done.touch()
+        if until.exists():
+            break
+        with contextlib.suppress(OSError):
+            if count % 100 == 50:
+                silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
+            elif count % 100 == 75:
+                watch.call(("127.0.0.1", port), bytes(32), 1, 2)
+            else:
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as noisy:
+                    noisy.sendall(os.urandom(watch.ANSWER.size))
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.ranks(4, hosts=2, init=False)
+def test_training_goes_on_under_attack(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 attacks while they meet and after; the host that is late is taken all the same."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(FSDPC_WATCH_ADDRESS="127.0.0.1", FSDPC_WATCH_PORT=str(port))
+    attacked, over = tmp_path / "attacked", tmp_path / "over"
+    late = watch.call
+    log = io.StringIO()
+
+    def call_late(*args: object) -> socket.socket:
+        end = time.monotonic() + FEW_S
+        while not attacked.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return late(*args)
+
+    attacker = threading.Thread(target=attack, args=(port, over, attacked))
+    if rank == 0:
+        monkeypatch.setattr(watch, "MEET_S", FEW_S)
+        monkeypatch.setattr(sys, "stderr", log)
+    elif rank == 1:
+        attacker.start()
+    elif rank == 2:
+        monkeypatch.setattr(watch, "call", call_late)
+    fsdpc.init()
+    assert tcp_sockets().get(ESTABLISHED, 0) >= (rank in (0, 2))
+    for step in range(20):
+        assert fsdpc.all_reduce(step) == 4 * step
+    over.touch()
+    if rank == 0:
+        said = log.getvalue()
+        assert "the watch refused" in said and "127.0.0.1" in said, said
+        assert int(said.split("refused ")[1].split()[0]) > 500, said
+    if rank == 1:
+        attacker.join(FEW_S)
+
+
+@pytest.mark.ranks(4, hosts=2)
+@pytest.mark.usefixtures("no_watch")
+def test_without_a_watch() -> None:
+    """No port, no connection; who leaves is still found out, by those who wait for it."""
+    assert tcp_sockets() == {}
+    assert fsdpc.all_reduce(1) == 4
+    fsdpc.barrier()
+    if fsdpc.rank() == 3:
+        return
+    with pytest.raises(fsdpc.PeerError, match="rank 3"):
+        for _ in range(3):
+            fsdpc.barrier()
+
+
+@pytest.fixture
+def no_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPC_WATCH", "0")
