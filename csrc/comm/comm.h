@@ -173,6 +173,8 @@ typedef struct fsdpc_comm_ops {
                   const char *reason); /* poison, tell the peers; takes seconds at most */
     /* Tells the peers that this rank takes part no more; memory stays until destroy.  Optional. */
     void (*leave)(fsdpc_comm *comm);
+    /* Sets apart the communicators that this one stands on.  Optional: there are none. */
+    void (*set_apart)(fsdpc_comm *comm);
 
     /* Wire and epochs */
     fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
@@ -354,7 +356,8 @@ fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
 /* Leaves a communicator that was split off to a thread other than the one that drives the rest: it
  * is not carried on by waits in them, nor they by its own, and asks, tells and traces nothing of
- * what belongs to that other thread.  On all its ranks, before its first operation. */
+ * what belongs to that other thread.  On all its ranks, before its first operation, by the thread
+ * that split it off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;
@@ -362,6 +365,8 @@ static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
     comm->notice = NULL;
     comm->log.level = FSDPC_LOG_SILENT;
     comm->trace = NULL;
+    if (comm->ops->set_apart)
+        comm->ops->set_apart(comm);
 }
 
 const char *fsdpc_coll_name(fsdpc_coll_kind kind);

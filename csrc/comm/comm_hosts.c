@@ -212,6 +212,12 @@ static void hosts_leave(fsdpc_comm *comm)
         fsdpc_link_leave(self->link);
 }
 
+static void hosts_set_apart(fsdpc_comm *comm)
+{
+    fsdpc_comm_set_apart(fsdpc_hosts_of(comm)->host);
+    fsdpc_comm_set_apart(fsdpc_hosts_of(comm)->later);
+}
+
 /* ---- Waiting ---- */
 
 static fsdpc_status hosts_idle(fsdpc_comm *comm, int64_t max_ns)
@@ -370,6 +376,7 @@ static const fsdpc_comm_ops hosts_ops = {
     .split = hosts_split,
     .abort = hosts_abort,
     .leave = hosts_leave,
+    .set_apart = hosts_set_apart,
     .wire_create = fsdpc_hosts_wire_create,
     .wire_destroy = fsdpc_hosts_wire_destroy,
     .epoch_arrive = fsdpc_hosts_epoch_arrive,

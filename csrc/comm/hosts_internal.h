@@ -143,9 +143,10 @@ fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
-/* Carries on what is in flight in all groups of this rank.  What fails is found in its group. */
+/* Carries on what is in flight in all groups of this rank but those set apart.  What fails is found
+ * in its group. */
 void fsdpc_hosts_carry_on(void *world);
-/* The same, with this group's outcome. */
+/* The same, or this group alone if it is set apart, with this group's outcome. */
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self);
 
 /* Drops what is in flight: the communicator has failed. */

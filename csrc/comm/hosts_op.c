@@ -476,14 +476,17 @@ void fsdpc_hosts_carry_on(void *arg)
     if (world->link->ops->progress)
         world->link->ops->progress(world->link);
     for (fsdpc_hosts_comm *group = world->groups; group; group = group->next_group) {
-        if (!group->base.poison[0])
+        if (!group->base.poison[0] && !group->base.apart)
             carry_on(group);
     }
 }
 
 fsdpc_status fsdpc_hosts_progress(fsdpc_hosts_comm *self)
 {
-    fsdpc_hosts_carry_on(self->world);
+    if (!self->base.apart)
+        fsdpc_hosts_carry_on(self->world);
+    else if (!self->base.poison[0])
+        carry_on(self);
     fsdpc_status status = self->broke;
     self->broke = FSDPC_OK;
     return status != FSDPC_OK ? fsdpc_fail(status, "%s", self->base.poison)

@@ -31,9 +31,9 @@ static fsdpc_status post(fsdpc_link *link, bool sends, int peer, uint32_t tag, v
     if (status != FSDPC_OK)
         op->link = NULL;
     else if (sends)
-        link->sent_bytes += bytes;
+        atomic_fetch_add_explicit(&link->sent_bytes, bytes, memory_order_relaxed);
     else
-        link->received_bytes += bytes;
+        atomic_fetch_add_explicit(&link->received_bytes, bytes, memory_order_relaxed);
     return status;
 }
 

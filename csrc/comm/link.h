@@ -18,9 +18,10 @@
  * operation is done.  A done send says that its memory may be written again, not that the peer has
  * received it.
  *
- * Threads.  One thread posts and tests.  A link may have a thread of its own; it calls `wake` when
- * a receive is done, so that whoever sleeps looks again.  Links without one move bytes inside
- * `progress` alone, which every poll calls.
+ * Threads.  Any thread posts, and tests what it has posted: groups that are set apart have one of
+ * their own.  A link may have a thread too; it calls `wake` when a receive is done, so that whoever
+ * sleeps looks again.  Links without one move bytes inside `progress` alone, which every poll calls,
+ * and are one thread's.
  *
  * Failure.  After an abort, by this rank or by what the link learned of a peer, every operation
  * fails with FSDPC_ERR_PEER and the reason, and the link touches no memory of operations any more.
@@ -73,9 +74,9 @@ typedef struct fsdpc_link_ops {
 struct fsdpc_link {
     const fsdpc_link_ops *ops;
     int rank, size;
-    uint32_t tags;                       /* tags are below this; at least 1 << 15 */
-    uint64_t sent_bytes, received_bytes; /* of messages posted */
-    void (*wake)(void *arg);             /* the implementation's, by set_wake */
+    uint32_t tags;                               /* tags are below this; at least 1 << 15 */
+    _Atomic uint64_t sent_bytes, received_bytes; /* of messages posted; relaxed: counts alone */
+    void (*wake)(void *arg);                     /* the implementation's, by set_wake */
     void *wake_arg;
     _Atomic bool failed; /* release after poison, acquire by whoever reads it */
     char poison[256];    /* why; written once */

@@ -310,7 +310,7 @@ static fsdpc_status carry_on(fsdpc_shm_comm *self)
 {
     fsdpc_shm_comm *group = self->base.apart ? NULL : self->world->groups;
     for (; group; group = group->next_group) {
-        if (group != self && group->pending && !group->base.apart)
+        if (group != self && !group->base.apart && group->pending)
             carry_on_group(group);
     }
     return carry_on_group(self);

@@ -20,7 +20,7 @@
 
 static fsdpc_comm *control_of(fsdpc_comm *comm)
 {
-    return fsdpc_control_of(comm, fsdpc_local_of(comm)->control);
+    return fsdpc_local_of(comm)->control;
 }
 
 /* ---- Life ---- */
@@ -80,6 +80,11 @@ static void local_abort(fsdpc_comm *comm, const char *reason)
 static void local_leave(fsdpc_comm *comm)
 {
     fsdpc_comm_leave(fsdpc_local_of(comm)->control);
+}
+
+static void local_set_apart(fsdpc_comm *comm)
+{
+    fsdpc_comm_set_apart(fsdpc_local_of(comm)->control);
 }
 
 /* ---- Copies ---- */
@@ -265,6 +270,7 @@ static const fsdpc_comm_ops local_ops = {
     .split = local_split,
     .abort = local_abort,
     .leave = local_leave,
+    .set_apart = local_set_apart,
     .wire_create = fsdpc_local_wire_create,
     .wire_destroy = fsdpc_local_wire_destroy,
     .epoch_arrive = fsdpc_controlled_arrive,

@@ -85,6 +85,11 @@ static void nccl_leave(fsdpc_comm *comm)
     fsdpc_comm_leave(self->control);
 }
 
+static void nccl_set_apart(fsdpc_comm *comm)
+{
+    fsdpc_comm_set_apart(fsdpc_nccl_of(comm)->control);
+}
+
 static void nccl_destroy(fsdpc_comm *comm)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
@@ -273,7 +278,7 @@ static bool goes_on_alone(fsdpc_comm_nccl *self)
 static fsdpc_status nccl_idle(fsdpc_comm *comm, int64_t max_ns)
 {
     fsdpc_comm_nccl *self = fsdpc_nccl_of(comm);
-    fsdpc_comm *control = fsdpc_control_of(comm, self->control);
+    fsdpc_comm *control = self->control;
     if (max_ns > 0)
         FSDPC_TRY(fsdpc_nccl_carry_on(self));
     if (max_ns > GPU_NAP_NS && gpu_is_busy(self))
@@ -344,12 +349,12 @@ static void nccl_describe(fsdpc_comm *comm, char *text, size_t bytes)
 
 static void nccl_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 {
-    fsdpc_comm_locate(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), phase, unit);
+    fsdpc_comm_locate(fsdpc_nccl_of(comm)->control, phase, unit);
 }
 
 static void nccl_waits(fsdpc_comm *comm, const char *what)
 {
-    fsdpc_comm_waits(fsdpc_control_of(comm, fsdpc_nccl_of(comm)->control), what);
+    fsdpc_comm_waits(fsdpc_nccl_of(comm)->control, what);
 }
 
 /* ---- The table ---- */
@@ -360,6 +365,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .split = nccl_split,
     .abort = nccl_abort,
     .leave = nccl_leave,
+    .set_apart = nccl_set_apart,
     .wire_create = nccl_wire_create,
     .wire_destroy = nccl_wire_destroy,
     .wire_attach = fsdpc_nccl_wire_attach,

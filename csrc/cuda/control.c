@@ -64,8 +64,7 @@ fsdpc_status fsdpc_control_split(fsdpc_comm *comm, fsdpc_comm *control, int colo
 {
     fsdpc_comm *part = NULL;
     FSDPC_TRY(fsdpc_comm_health(comm));
-    FSDPC_TRY(fsdpc_control_settle(
-        comm, control, fsdpc_comm_split(fsdpc_control_of(comm, control), color, key, &part)));
+    FSDPC_TRY(fsdpc_control_settle(comm, control, fsdpc_comm_split(control, color, key, &part)));
     *config_out = (fsdpc_control_config){.control = part};
     if (part)
         config_out->comm = fsdpc_comm_config_like(comm, part->rank, part->size);
@@ -78,7 +77,6 @@ fsdpc_status fsdpc_control_sizes(fsdpc_comm *comm, fsdpc_comm *control, const ch
                                  size_t bytes)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    fsdpc_control_of(comm, control);
     fsdpc_status status = fsdpc_comm_run(control, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER,
                                                                 .unit = -1,
                                                                 .what = what,

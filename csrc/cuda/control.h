@@ -27,14 +27,6 @@ static inline int fsdpc_control_hosts(const fsdpc_control_config *config)
  */
 fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char *who);
 
-/* The control, to make a call on.  Set apart, a communicator takes its control along. */
-static inline fsdpc_comm *fsdpc_control_of(const fsdpc_comm *comm, fsdpc_comm *control)
-{
-    if (comm->apart && !control->apart)
-        fsdpc_comm_set_apart(control);
-    return control;
-}
-
 /* `status` of a call on the control; what closed that closes `comm` too. */
 fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status);
 

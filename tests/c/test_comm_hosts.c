@@ -109,6 +109,59 @@ static void held_and_changed(rank_context *self)
     fsdpc_wire_destroy(wire);
 }
 
+/* ---- A group that another thread drives ---- */
+
+enum { TURNS = 40 };
+
+/* The sum over ranks of numbers that change from turn to turn. */
+static fsdpc_status sum_turns(fsdpc_comm *comm, int64_t first)
+{
+    for (int turn = 0; turn < TURNS; turn++) {
+        int64_t mine[3] = {first, comm->rank, turn}, all[3];
+        FSDPC_TRY(fsdpc_comm_run(comm, &(fsdpc_coll){.kind = FSDPC_COLL_ALL_REDUCE,
+                                                     .unit = -1,
+                                                     .what = "turns",
+                                                     .dtype = FSDPC_I64,
+                                                     .send = mine,
+                                                     .recv = all,
+                                                     .numel = 3}));
+        int64_t n = comm->size;
+        if (all[0] != n * first || all[1] != n * (n - 1) / 2 || all[2] != n * turn)
+            return fsdpc_fail(FSDPC_ERR_INTERNAL, "turn %d: %lld, %lld, %lld", turn,
+                              (long long)all[0], (long long)all[1], (long long)all[2]);
+    }
+    return FSDPC_OK;
+}
+
+typedef struct apart {
+    fsdpc_comm *comm;
+    fsdpc_status status;
+    char text[256];
+} apart;
+
+static void *drive_apart(void *arg)
+{
+    apart *self = arg;
+    self->status = sum_turns(self->comm, 1000);
+    snprintf(self->text, sizeof self->text, "%s", fsdpc_last_error());
+    return NULL;
+}
+
+/* As a save does that runs beside training. */
+static void set_apart(rank_context *self)
+{
+    apart other = {0};
+    pthread_t thread;
+    EXPECT_OK(self, fsdpc_comm_split(self->comm, 0, self->rank, &other.comm));
+    fsdpc_comm_set_apart(other.comm);
+    EXPECT(self, pthread_create(&thread, NULL, drive_apart, &other) == 0, "no thread");
+    EXPECT_OK(self, sum_turns(self->comm, 7));
+    pthread_join(thread, NULL);
+    EXPECT(self, other.status == FSDPC_OK, "%s", other.text);
+    EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+    fsdpc_comm_destroy(other.comm);
+}
+
 /* ---- What crosses, counted ---- */
 
 /* A reduction: each rank sends the sums of the other hosts' slices, fp32, beside headers; a header
@@ -264,6 +317,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, collectives, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, epochs, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, held_and_changed, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, set_apart, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, counts, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, operations_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, agreements_differ, &options);

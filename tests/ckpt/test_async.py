@@ -49,8 +49,7 @@ def test_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "3", {"model": model})  # waits for the one that makes it
 
 
-@pytest.mark.ranks([1, 2])
-def test_training_goes_on_under_a_save(tmp_path: Path) -> None:
+def train_under_a_save(tmp_path: Path) -> None:
     """What is saved is what was there when the save began, whatever steps are made meanwhile."""
     model = build()
     optimizer = fsdpc.optim.AdamW(model.parameters())
@@ -66,6 +65,17 @@ def test_training_goes_on_under_a_save(tmp_path: Path) -> None:
     assert values(model) != before
     checkpoint.load(tmp_path / "c", {"model": model, "optimizer": optimizer})
     assert values(model) == before
+
+
+@pytest.mark.ranks([1, 2])
+def test_training_goes_on_under_a_save(tmp_path: Path) -> None:
+    train_under_a_save(tmp_path)
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_training_goes_on_under_a_save_of_several_hosts(tmp_path: Path) -> None:
+    """The save's thread and this one talk to other hosts at once."""
+    train_under_a_save(tmp_path)
 
 
 @pytest.mark.ranks([1, 2])
