@@ -1,14 +1,15 @@
 """Training over two hosts: fsdpc beside torch FSDP2 and DDP on the same wire.
 
     python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--ranks 2]
-                                     [--engines fsdpc fsdp2 ddp local] [--rounds 3]
+                                     [--engines fsdpc native fsdp2 ddp local ...] [--rounds 3]
 
 The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
 benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
-directions. A step and its turns are those of bench_torch.py; all engines use gloo. "Sent" is what
-the device of the first host sent in a step, all protocols counted. The floor of a step is the
-greater of what it takes alone ("local", as many ranks, no communication) and of those bytes at the
-wire's rate. "Simulated" is what fsdpc.simulate() makes of the time alone and that rate, for fsdpc.
+directions. A step and its turns are those of bench_torch.py; all engines use gloo. "native" is
+fsdpc's own LLaMA of the same shape. "Sent" is what the device of the first host sent in a step, all
+protocols counted. The floor of a step is the greater of what it takes alone ("local",
+"native-alone": as many ranks, no communication) and of those bytes at the wire's rate. "Simulated"
+is what fsdpc.simulate() makes of the time alone and that rate, for fsdpc.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import common
 
 from two_hosts import Hosts, missing, two_hosts
 
-ENGINES = ("fsdpc", "fsdp2", "ddp", "local")
+ENGINES = ("fsdpc", "native", "fsdp2", "ddp", "local", "native-alone")
 STEPS = bench_torch.WARM + bench_torch.STEPS
 LATENCY = 1e-4  # seconds, assumed of a message over gloo
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
@@ -80,14 +81,14 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
             for engine in engines:
                 turns[engine].append(measure(model, engine, ranks, hosts))
     ms = {e: statistics.median(t[0] for t in ts) for e, ts in turns.items()}
-    alone = ms.get("local", float("nan"))
     for engine in engines:
+        alone = ms.get("native-alone" if engine in bench_torch.NATIVE else "local", float("nan"))
         _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
                f"{sent:.1f}", f"{pss:,.0f}", ""]  # fmt: skip
-        if engine == "fsdpc":
+        if engine in ("fsdpc", "native"):
             row[-1] = f"{simulated_ms(model, ranks, rate, alone):.0f}".replace("nan", "")
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 

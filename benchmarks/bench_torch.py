@@ -32,6 +32,7 @@ import common
 
 OURS = ("fsdpc", "fsdpc-kernels", "fsdpc-torch-clip")
 ENGINES = (*OURS, "fsdp2", "ddp", "local")
+NATIVE = ("native", "native-alone")  # bench_hosts.py's
 MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
 LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
 MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
@@ -129,6 +130,8 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
+    if engine in NATIVE:
+        return {"seconds": measure(native_step(engine, name))}
     model, units, loss_of, dtype = workload(name)
     if engine == "deepspeed":
         return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
@@ -154,6 +157,21 @@ def turn(engine: str, name: str) -> dict[str, Any]:
         optimizer.step()
 
     return {"seconds": measure(step)}
+
+
+def native_step(engine: str, name: str) -> Callable[[], None]:
+    """A step of fsdpc's own LLaMA; its ranks meet by torch's process group, or not at all."""
+    import bench_llama
+
+    import fsdpc
+    import fsdpc.torch
+
+    if engine == "native":
+        fsdpc.torch._mesh.join()
+    else:
+        fsdpc.init(0, 1)
+    _, preset, dtype = name.split("-")
+    return bench_llama.fsdpc_step(preset, dtype)
 
 
 def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
