@@ -11,7 +11,7 @@ import pytest
 import fsdpc
 from fsdpc.models import Llama, ModelConfig
 
-from .test_hosts import leave, links, pretend
+from .test_hosts import join_again, leave, links
 
 CONFIG = ModelConfig(vocab_size=128, dim=128, layers=3, heads=4, inner=256)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPTIM", "NO_SHARD", "HYBRID_SHARD",
@@ -52,9 +52,9 @@ def sent_by_a_host(strategy: str, policy: Any, hosts: int) -> list[float]:
 def test_bytes_are_those_of_a_run(
     dtype: str, ranks_of_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(ranks_of_host, tmp_path, monkeypatch)
-    fsdpc.torch._mesh.join()
     hosts = 4 // ranks_of_host
+    join_again(hosts, tmp_path, monkeypatch)
+    fsdpc.torch._mesh.join()
     policy = fsdpc.MixedPrecisionPolicy()
     if dtype == "bf16":
         policy = fsdpc.MixedPrecisionPolicy(

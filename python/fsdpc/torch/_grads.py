@@ -175,12 +175,16 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _like(args: tuple[Any, ...], result: Any) -> Any:
-    """What arithmetic makes of gradients element by element: rows as theirs."""
+    """What arithmetic makes of gradients element by element: rows as theirs.
+
+    Of a parameter that one rank keeps whole it is plain: that rank computes with it alone (Muon).
+    """
     if isinstance(result, (list, tuple)):
         return type(result)(_like((g,), r) for g, r in zip(args[0], result, strict=True))
     for grad in args:
         if isinstance(grad, PieceGrad) and grad is not result and grad.shape == result.shape:
-            return _at_home(result, grad._fsdpc)
+            state, index = grad.home()
+            return result if index in state.whole else _at_home(result, grad._fsdpc)
     return result
 
 
@@ -315,15 +319,13 @@ _WRITES_LISTS = frozenset(
 )
 
 #: So that ``p.grad = p.grad / n`` still answers the norm of the whole. None of these is in place.
+#: What optimizers make of gradients beside that (zeros_like, lerp) is plain, as their states are.
 _ELEMENTWISE = frozenset(
     getattr(space, name)
     for space in (torch, torch.Tensor)
     for word in (
-        "abs", "add", "addcdiv", "addcmul", "clamp", "clip", "contiguous", "div", "divide", "lerp",
-        "mul", "multiply", "nan_to_num", "neg", "negative", "pow", "sign", "sqrt", "square", "sub",
-        "subtract", "tanh", "true_divide", "where", "zeros_like", "ones_like", "empty_like",
-        "full_like", "rand_like", "randn_like", "half", "bfloat16", "truediv", "radd", "rmul",
-        "rsub", "rtruediv", "rdiv",
+        "add", "clamp", "clip", "div", "divide", "mul", "multiply", "nan_to_num", "neg", "sub",
+        "subtract", "true_divide", "where", "truediv", "radd", "rmul", "rsub",
     )
     for name in (word, f"__{word}__", f"_foreach_{word}")
     if hasattr(space, name)
