@@ -290,16 +290,7 @@ static int lanes_of(const fsdpc_hosts_comm *self, const int *members, int n)
 static fsdpc_status split_over_hosts(fsdpc_hosts_comm *self, const int *members, int n, int lanes,
                                      fsdpc_comm *host, fsdpc_hosts_comm **out)
 {
-    fsdpc_comm_config config = {.size = n,
-                                .device = self->base.device,
-                                .trace = self->base.trace,
-                                .timeout_s = self->base.timeout_s,
-                                .notice_s = self->base.notice_s,
-                                .interrupt = self->base.interrupt,
-                                .notice = self->base.notice,
-                                .notice_arg = self->base.notice_arg,
-                                .log = self->base.log,
-                                .spin = self->base.spin};
+    fsdpc_comm_config config = fsdpc_comm_config_like(&self->base, 0, n);
     int peers[FSDPC_COLL_MAX_RANKS], lane = 0;
     for (int i = 0; i < n; i++) {
         if (members[i] == self->base.rank) {
