@@ -210,10 +210,9 @@ static void leave_relay(fsdpc_link *link)
     pthread_mutex_unlock(&self->lock);
 }
 
-static void abort_relay(fsdpc_link *link, const char *reason)
+static void fail(relay *self, const char *reason)
 {
-    relay *self = (relay *)link;
-    pthread_mutex_lock(&self->lock);
+    fsdpc_link *link = &self->base;
     if (!failed(self)) {
         snprintf(link->poison, sizeof link->poison, "%s", reason && reason[0] ? reason : "aborted");
         atomic_store_explicit(&link->failed, true, memory_order_release);
@@ -223,6 +222,13 @@ static void abort_relay(fsdpc_link *link, const char *reason)
     drop_all(&self->early);
     pthread_cond_broadcast(&self->news);
     wake(link);
+}
+
+static void abort_relay(fsdpc_link *link, const char *reason)
+{
+    relay *self = (relay *)link;
+    pthread_mutex_lock(&self->lock);
+    fail(self, reason);
     pthread_mutex_unlock(&self->lock);
 }
 
@@ -315,24 +321,27 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
                 : FSDPC_IN_PROGRESS;
 }
 
-static void hear_reason(fsdpc_link *link, const fsdpc_message *message)
+static void hear_reason(relay *self, const fsdpc_message *message)
 {
-    char text[sizeof link->poison];
+    char text[sizeof self->base.poison];
     const char *why = (const char *)message->data;
     bool named = message->bytes > 5 && memcmp(why, "rank ", 5) == 0; /* the peer was told itself */
     int used = named ? 0 : snprintf(text, sizeof text, "rank %d: ", message->peer);
     snprintf(text + used, sizeof text - (size_t)used, "%.*s", (int)message->bytes, why);
-    abort_relay(link, text);
+    fail(self, text);
 }
 
-/* A peer's last message; whether there are peers left who have not sent theirs. */
+/* A peer's last message; whether there are peers left who have not sent theirs.  Under one lock: a
+ * receive that is posted meanwhile must find the reason, not that the peer is gone. */
 static bool hear_last(relay *self, fsdpc_message *message)
 {
     pthread_mutex_lock(&self->lock);
     self->heard[message->peer] = true;
     tell(self, message->peer, HEARD, "");
     pthread_cond_signal(&self->news);
-    if (message->tag != NEWS) {
+    if (message->tag == NEWS) {
+        hear_reason(self, message);
+    } else {
         give_up(self, message->peer);
         wake(&self->base);
     }
@@ -340,8 +349,6 @@ static bool hear_last(relay *self, fsdpc_message *message)
     for (int peer = 0; peer < self->base.size; peer++)
         others |= self->met[peer] && !self->heard[peer];
     pthread_mutex_unlock(&self->lock);
-    if (message->tag == NEWS)
-        hear_reason(&self->base, message);
     fsdpc_message_free(message);
     return others;
 }

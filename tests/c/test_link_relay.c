@@ -172,8 +172,39 @@ static void test_leaving_is_answered(void)
     fsdpc_link_destroy(b);
 }
 
+static void *deliver_reason(void *arg)
+{
+    deliver(arg, 1, UINT32_MAX, "out of disk");
+    return NULL;
+}
+
+/* Whoever posts while a peer's reason arrives finds the reason, or nothing yet. */
+static void test_a_reason_is_never_a_departure(void)
+{
+    enum { ROUNDS = 500, POSTS = 5000 };
+    static fsdpc_link_op ops[POSTS];
+    for (int round = 0; round < ROUNDS; round++) {
+        fsdpc_link *link = make(0);
+        char data[2];
+        pthread_t peer;
+        fsdpc_status status = FSDPC_IN_PROGRESS;
+        memset(ops, 0, sizeof ops);
+        CHECK(pthread_create(&peer, NULL, deliver_reason, link) == 0);
+        for (int i = 0; i < POSTS && status == FSDPC_IN_PROGRESS; i++) {
+            status = receive(link, 1, data, 2, &ops[i]);
+            if (status == FSDPC_OK)
+                status = link->ops->test(&ops[i]);
+        }
+        if (status != FSDPC_IN_PROGRESS)
+            CHECK_FAILS(status, FSDPC_ERR_PEER, "out of disk");
+        pthread_join(peer, NULL);
+        fsdpc_link_destroy(link);
+    }
+}
+
 int main(void)
 {
+    test_a_reason_is_never_a_departure();
     test_leaving_is_answered();
     test_sends_are_copied_and_in_order();
     test_receives_before_and_after();
