@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import socket
 import stat
@@ -209,21 +208,25 @@ def port() -> int:
 
 
 def attack(port: int, until: Path, done: Path) -> None:
-    """Noise, silence and wrong keys, a thousand times, while the ranks meet; then on and on."""
+    """Noise, silence and wrong keys, a thousand times, while the ranks meet; then on and on.
+
+    A call that nobody took, as rank 0 does not listen yet, is made again.
+    """
     silent = []
-    for count in itertools.count():
+    count = 0
+    while not until.exists():
         if count == 1000:
             done.touch()
-        if until.exists():
-            break
         with contextlib.suppress(OSError):
             if count % 100 == 50:
                 silent.append(socket.create_connection(("127.0.0.1", port), timeout=5))
             elif count % 100 == 75:
-                watch.call(("127.0.0.1", port), bytes(32), 1, 2)
+                with contextlib.suppress(OSError):
+                    watch.call(("127.0.0.1", port), bytes(32), 1, 2)
             else:
                 with socket.create_connection(("127.0.0.1", port), timeout=5) as noisy:
                     noisy.sendall(os.urandom(watch.ANSWER.size))
+            count += 1
     for connection in silent:
         connection.close()
 
