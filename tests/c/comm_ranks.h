@@ -9,6 +9,7 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -150,7 +151,22 @@ static inline const char *ranks_address(void)
     return address;
 }
 
-static inline void ranks_process_main(int rank, int size, const char *address, rank_fn fn,
+/* Where ranks wait for each other outside of what is tested: one that is still on its way into the
+ * communicator when others find an error in it would hear of that there. */
+static inline pthread_barrier_t *ranks_meeting(int size)
+{
+    pthread_barrier_t *meeting =
+        mmap(NULL, sizeof *meeting, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    pthread_barrierattr_t shared;
+    CHECK(meeting != MAP_FAILED);
+    pthread_barrierattr_init(&shared);
+    pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+    pthread_barrier_init(meeting, &shared, (unsigned)size);
+    return meeting;
+}
+
+static inline void ranks_process_main(int rank, int size, const char *address,
+                                      pthread_barrier_t *meeting, rank_fn fn,
                                       const rank_options *options)
 {
     alarm(RANKS_ALARM_S);
@@ -159,6 +175,7 @@ static inline void ranks_process_main(int rank, int size, const char *address, r
     fsdpc_comm_config config = ranks_config(&self, options);
     config.address = address;
     EXPECT_OK(&self, fsdpc_comm_shm_create(&config, &self.comm));
+    pthread_barrier_wait(meeting);
     if (self.comm)
         fn(&self);
     ranks_close(&self);
@@ -170,11 +187,12 @@ static inline void ranks_run_processes(int size, rank_fn fn, const rank_options 
 {
     pid_t pids[RANKS_MAX];
     const char *address = ranks_address();
+    pthread_barrier_t *meeting = ranks_meeting(size);
     fflush(NULL);
     for (int r = 0; r < size; r++) {
         pids[r] = fork();
         if (pids[r] == 0)
-            ranks_process_main(r, size, address, fn, options);
+            ranks_process_main(r, size, address, meeting, fn, options);
     }
     for (int r = 0; r < size; r++) {
         int ended = 0;
@@ -184,6 +202,7 @@ static inline void ranks_run_processes(int size, rank_fn fn, const rank_options 
         else
             CHECK_NOTE(WIFEXITED(ended) && WEXITSTATUS(ended) == 0, "rank %d: %x", r, ended);
     }
+    munmap(meeting, sizeof *meeting);
 }
 
 static inline void ranks_run(bool threads, int size, rank_fn fn, const rank_options *options)
