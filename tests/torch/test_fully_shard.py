@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types
 
 import fsdpc
 import fsdpc.torch
@@ -126,7 +127,8 @@ def test_pieces_are_rows() -> None:
     assert [n for n, _ in ours.named_parameters()] == names
     for name, p in ours.named_parameters():
         q = plain.get_parameter(name)
-        assert type(p) is torch.nn.Parameter and p.dim() == q.dim()
+        assert isinstance(p, torch.nn.Parameter) and p.dim() == q.dim()
+        assert type(p) in _foreach_supported_types
         assert p.fsdpc.shape == q.shape
         if p.dim() == 2:
             begin, end = p.fsdpc.rows

@@ -12,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdpc
 from fsdpc import _core
 
-from .common import assert_same_grads, batch, both, build, loss_of, shard, twin
+from .common import (
+    assert_same_grads,
+    assert_same_parameters,
+    assert_same_steps,
+    batch,
+    both,
+    build,
+    loss_of,
+    shard,
+    twin,
+)
 
 
 def norms_of(parameters: Any) -> list[torch.Tensor]:
@@ -123,6 +133,61 @@ def test_arithmetic_on_gradients_gives_gradients(how: str) -> None:
     ours.blocks[0].norm.bias.grad = ours.blocks[0].norm.bias.grad * 2
     plain.blocks[0].norm.bias.grad *= 2
     assert_same_grads(ours, plain)
+
+
+@pytest.mark.ranks([1, 2, 3])
+@pytest.mark.parametrize("foreach", [None, True])
+@pytest.mark.parametrize("how", ["sign", "flat", "zeros", "tolist"])
+def test_what_is_assigned_to_grad_is_rows_of_a_gradient(how: str, foreach: bool | None) -> None:
+    """Ranks clip by one factor then, that of the whole; also where only some were assigned."""
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    both(ours, plain)
+
+    def changed(grad: torch.Tensor) -> torch.Tensor:
+        if how == "sign":
+            return torch.sign(grad)
+        if how == "flat":  # as gradient surgery does
+            return torch.cat([grad.flatten(), grad.flatten()])[: grad.numel()].view(grad.shape)
+        if how == "zeros":
+            return torch.zeros_like(grad).lerp(grad, 0.5)
+        return torch.tensor(grad.tolist()).view(grad.shape)
+
+    for net in (ours, plain):
+        for p in list(net.parameters())[:-1]:
+            new = changed(p.grad)
+            p.grad = new
+            new.mul_(2)  # the same memory
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, plain)]
+    total = torch.nn.utils.get_total_norm([p.grad for p in ours.parameters()], foreach=foreach)
+    norms = [
+        nn.utils.clip_grad_norm_(m.parameters(), 0.1, foreach=foreach) for m in (ours, plain)
+    ]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+    assert torch.equal(total, norms[0])
+    assert_same_grads(ours, plain)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_parameters(ours, plain)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in ours.parameters())
+    assert_same_steps(ours, plain)
+
+
+@pytest.mark.ranks(2)
+def test_grads_of_another_shape_or_type_are_refused() -> None:
+    p = shard(build()).first.weight
+    with pytest.raises(RuntimeError, match="same size"):
+        p.grad = torch.zeros(p.fsdpc.shape)
+    with pytest.raises(RuntimeError, match="dtype"):
+        p.grad = torch.zeros(p.shape, dtype=torch.float64)
+    with pytest.raises(TypeError):
+        p.grad = 0.5
+    p.grad = torch.ones(p.shape)
+    del p.grad
+    assert p.grad is None
 
 
 @pytest.mark.ranks(2)

@@ -143,10 +143,11 @@ class PieceGrad(LocalRows):
 
 def as_piece_grad(rows: torch.Tensor, state: UnitState, index: int) -> PieceGrad:
     """Return the rows as a gradient of parameter ``index``, with a version counter of its own."""
-    return _at_home(rows.data, (weakref.ref(state), index))
+    return at_home(rows.data, (weakref.ref(state), index))
 
 
-def _at_home(rows: torch.Tensor, home: Home, of: PieceGrad | None = None) -> PieceGrad:
+def at_home(rows: torch.Tensor, home: Home, of: PieceGrad | None = None) -> PieceGrad:
+    """Return rows as a gradient of a parameter, over their memory."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = rows.as_subclass(PieceGrad)
     grad._fsdpc = home
@@ -163,7 +164,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``detach()`` and ``.data``: the gradient's memory, and its version counter in both."""
     grad = args[0]
     of = grad if grad._fsdpc_of is None else grad._fsdpc_of
-    return _at_home(_plain(torch.Tensor.detach, (grad,), {}), grad._fsdpc, of)
+    return at_home(_plain(torch.Tensor.detach, (grad,), {}), grad._fsdpc, of)
 
 
 def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,7 +172,7 @@ def _keep(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _plain(func, args, kwargs)
     if result is args[0] or not isinstance(args[0], PieceGrad):
         return result
-    return _at_home(result, args[0]._fsdpc)
+    return at_home(result, args[0]._fsdpc)
 
 
 def _like(args: tuple[Any, ...], result: Any) -> Any:
@@ -184,7 +185,7 @@ def _like(args: tuple[Any, ...], result: Any) -> Any:
     for grad in args:
         if isinstance(grad, PieceGrad) and grad is not result and grad.shape == result.shape:
             state, index = grad.home()
-            return result if index in state.whole else _at_home(result, grad._fsdpc)
+            return result if index in state.whole else at_home(result, grad._fsdpc)
     return result
 
 

@@ -292,7 +292,7 @@ def fully_shard(
 
     Notes
     -----
-    Outside forward and backward parameters are this rank's rows, ordinary ``nn.Parameter`` objects
+    Outside forward and backward parameters are this rank's rows, ``nn.Parameter`` objects
     with ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
     Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
     """

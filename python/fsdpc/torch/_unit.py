@@ -16,19 +16,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as _optimizer
 
 from fsdpc import _core
 from fsdpc._shard import Found, Inside, enclosing, name_units, outermost, sharded_modules
 from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
-from fsdpc.torch._copies import offer_copies
+from fsdpc.torch._copies import PieceCopy, offer_copies
 from fsdpc.torch._drawn import check_drawn
-from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad
+from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad, at_home
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch._rows import refuse_checkpoint
+from fsdpc.torch._rows import Home, Rows, refuse_checkpoint
 from fsdpc.torch.kernels import target
 
 Slot = tuple[dict[str, Any], str, int]
+
+_grad: Any = torch._C.TensorBase.grad  # as a descriptor
+_BECOME_GRADS = frozenset({torch.Tensor, nn.Parameter, PieceCopy, Rows})
 
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 _set_version: Callable[[tuple[Any, ...], tuple[int, ...]], None]
@@ -52,6 +56,7 @@ class PieceInfo:
         self._state, self._index, self._name = state, index, name
         self.shape = shape
         self.is_cut = state.comms[0].size > 1 and index not in state.whole
+        self.home: Home = (weakref.ref(state), index)
         _, _, first, numel, _ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
         self.rows = (first // row, -(-(first + numel) // row))
@@ -74,7 +79,20 @@ class PieceInfo:
         return self
 
 
-class BarePiece(nn.Parameter):
+class Piece(nn.Parameter):
+    """A piece of a parameter: whatever is assigned to its ``.grad`` is rows of a gradient there."""
+
+    fsdpc: PieceInfo
+
+    def _set_grad(self, value: Any) -> None:
+        if type(value) in _BECOME_GRADS:
+            value = at_home(value, self.fsdpc.home)
+        _grad.__set__(self, value)
+
+    grad = property(_grad.__get__, _set_grad, _grad.__delete__)  # type: ignore[assignment]
+
+
+class BarePiece(Piece):
     """A piece of a parameter on the meta device, until ``to_empty()`` or values arrive.
 
     The engine has its memory anyway, so it only says that it is there.
@@ -105,7 +123,7 @@ class UnitState:
         ]
         self.pieces = [
             kind(torch.empty(0, device=_device.home()), p.requires_grad)
-            for kind, p in ((BarePiece if p.is_meta else nn.Parameter, p) for _, p, _ in params)
+            for kind, p in ((BarePiece if p.is_meta else Piece, p) for _, p, _ in params)
         ]
         self.guards = [
             (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
@@ -180,7 +198,7 @@ class UnitState:
 
     def give_memory(self, i: int) -> None:
         """Let a piece say where it is."""
-        self.pieces[i].__class__ = nn.Parameter
+        self.pieces[i].__class__ = Piece
 
     def written(self) -> list[int]:
         """Return the pieces that were written since their values were rows of a full one."""
@@ -267,6 +285,10 @@ class UnitState:
                 target(full, self, i)
                 self.fulls.append(full)
         self.torch_unit.bind(self.fulls, bases, _set_version, root.at_end, root.torch_units)
+
+
+# Optimizers choose their calls over lists by it; torch adds DTensor the same way.
+_optimizer._foreach_supported_types.append(Piece)
 
 
 @contextmanager
