@@ -59,10 +59,14 @@ def as_modules(module: Any, base: type, takes: str, elsewhere: str) -> list[Any]
             )
         name = type(m).__name__
         if is_sharded(m):
-            raise ShardedError(f"{name} is sharded already: fully_shard was called twice")
+            raise ShardedError(
+                f"{name} is sharded already: fully_shard was called twice. Each distinct "
+                "composable distributed API can only be applied to a module once."
+            )
         if type(m).forward is base.forward and "forward" not in m.__dict__:  # type: ignore[attr-defined]
             raise ValueError(
-                f"{name} has no forward of its own, so nothing would gather its parameters: shard "
+                f"{name} has no forward of its own, so nothing would gather its parameters "
+                "(fully_shard does not support containers that do not implement forward): shard "
                 "the modules in it (a list of them is one unit), or the module around it"
             )
     for k, m in enumerate(modules):
@@ -155,8 +159,8 @@ def collect(inside: Inside, ignored: Iterable[Any], check: Callable[[str, Any], 
                 check(path + key, p)
                 if p.ndim == 0:
                     raise ValueError(
-                        f"parameter '{path + key}' is a scalar, which cannot be sharded: give it "
-                        "shape (1,)"
+                        f"parameter '{path + key}' is a scalar, which cannot be sharded. Change "
+                        f"{path + key} to a 1D tensor with numel equal to 1, of shape (1,)"
                     )
                 found[id(p)] = (path + key, p, [])
             found[id(p)][2].append((owner._parameters, key))

@@ -195,7 +195,7 @@ class FSDPModule:
         raise TypeError("a sharded module is not pickled: save its state_dict()")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ShardedError("a sharded module cannot be copied: copy it before fully_shard()")
+        raise ShardedError("FSDP does not support deepcopy: copy a module before fully_shard()")
 
 
 def plain_class(cls: type) -> type:

@@ -46,17 +46,17 @@ def test_what_cannot_be_one_unit(door: str) -> None:
         ([], ValueError, "got an empty list"),
         ([linear, linear], ValueError, "one Linear twice in a list"),
         ([net, net[1][0]], ValueError, r"a Sequential and its own '1.0' in one list"),
-        (nn.ModuleList([linear]), ValueError, "ModuleList has no forward of its own"),
+        (nn.ModuleList([linear]), ValueError, "has no .* not support containers that do not"),
     ):
         with pytest.raises(error, match=f"fully_shard .*{text}|{text}"):
             ours.fully_shard(modules)
     assert not any(isinstance(m, ours.FSDPModule) for m in (*net.modules(), linear))
     ours.fully_shard(linear)
     for kind in (ValueError, AssertionError):
-        with pytest.raises(kind, match="FSDPLinear is sharded already: fully_shard was called"):
+        with pytest.raises(kind, match="Linear is sharded already: .* applied to a module once"):
             ours.fully_shard(linear)
     for kind in (TypeError, AssertionError):
-        with pytest.raises(kind, match="cannot be copied: copy it before"):
+        with pytest.raises(kind, match="does not support deepcopy: copy a module before"):
             copy.deepcopy(linear)
 
 
@@ -72,7 +72,7 @@ def test_parameters_in_options(door: str) -> None:
         with pytest.raises(TypeError, match=text):
             ours.fully_shard(linear, ignored_params=given)
     linear.scale = parameter(door, np.ones((), np.float32))
-    with pytest.raises(ValueError, match=r"'scale' is a scalar, which .* give it shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"'scale' .* Change scale to a 1D tensor .* shape \(1,\)"):
         ours.fully_shard(linear)
     assert not isinstance(linear, ours.FSDPModule)
 

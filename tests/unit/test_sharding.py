@@ -219,7 +219,7 @@ def test_containers_and_strangers() -> None:
 @pytest.mark.ranks(1)
 def test_copies_and_pickles() -> None:
     model = fsdpc.fully_shard(Net())
-    with pytest.raises(TypeError, match="cannot be copied: copy it before"):
+    with pytest.raises(TypeError, match="does not support deepcopy: copy a module before"):
         copy.deepcopy(model)
     with pytest.raises(TypeError, match="not pickled: save its state_dict"):
         pickle.dumps(model)

@@ -187,9 +187,9 @@ def check_parameter(
                     )
     if holder is not None:
         raise ValueError(
-            f"parameter '{name}' is sharded already, as {holder}: modules that share (tie) a "
-            "parameter belong into one unit; shard a module around them all, or give "
-            "fully_shard a list of them"
+            f"parameter '{name}' is sharded already, as {holder} (already managed by another FSDP "
+            "group): modules that share (tie) a parameter belong into one unit; shard a module "
+            "around them all, or give fully_shard a list of them"
         )
     check_kind(name, p)
     if p._backward_hooks or p._post_accumulate_grad_hooks:
@@ -200,8 +200,8 @@ def check_parameter(
         )
     if not p.is_contiguous():
         raise NotImplementedError(
-            f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}): make "
-            "it so before fully_shard()"
+            f"parameter '{name}' {tuple(p.shape)} is not contiguous (strides {p.stride()}), and "
+            "FSDP does not support non-contiguous parameters: make it so before fully_shard()"
         )
     if p.device.type not in ("cpu", "cuda", "meta"):
         raise NotImplementedError(

@@ -71,11 +71,14 @@ def _dimensions(mesh: Any) -> tuple[list[Any], Sequence[str]]:
             f"{_device.home()}: make the mesh for that"
         )
     if mesh.ndim > 2:
-        raise ValueError(f"a mesh of {mesh.ndim} dimensions: pick (shard) or (replicate, shard)")
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: pick (shard) or "
+            "(replicate, shard) of it"
+        )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError(
-            "a mesh of two dimensions without names: say which one replicates, "
-            'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+            "a mesh of two dimensions without names. Please init the 2D mesh for HSDP with "
+            'mesh_dim_names specified, as ("replicate", "shard")'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

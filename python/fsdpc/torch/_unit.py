@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -424,6 +424,19 @@ def states_of(module: nn.Module) -> list[UnitState]:
     return list({id(s): s for s in states}.values())
 
 
+def refuse_missing(state: UnitState) -> NoReturn:
+    """Raise that parameters have no values; PyTorch says so of those without memory alone."""
+    names = [state.pieces[i].fsdpc.name for i in sorted(state.missing)]
+    meta = all(state.pieces[i].is_meta for i in state.missing)
+    raise RuntimeError(
+        f"parameter '{state.names[min(state.missing)]}' of unit '{state.unit.name}' was on the "
+        "meta device and has no values yet: load_state_dict(), or initialise it inside "
+        "summon_full_params(). FSDP parameters should be materialized from meta device before "
+        f"training, but the following {'were still on meta device' if meta else 'were not'}: "
+        f"{names}"
+    )
+
+
 def make_root(module: nn.Module) -> Root:
     """Join all units of the outermost module around this one; collective."""
     module = outermost(module)
@@ -432,12 +445,8 @@ def make_root(module: nn.Module) -> Root:
     for state in ordered:
         if not state.summoned:
             state.check_slots()
-        for i in state.missing:
-            raise RuntimeError(
-                f"parameter '{state.names[i]}' of unit '{state.unit.name}' was on the meta device "
-                "and has no values yet: load_state_dict(), or initialise it inside "
-                "summon_full_params()"
-            )
+        if state.missing:
+            refuse_missing(state)
         fill_blank(module, state)
         for name, piece in zip(state.names, state.pieces, strict=True):
             if piece._backward_hooks:
