@@ -285,3 +285,26 @@ def test_meta_models_are_filled_unit_by_unit() -> None:
     model.load_state_dict(plain.state_dict())
     torch.testing.assert_close(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
     assert_same_parameters(model, plain, rtol=0, atol=0)
+
+
+@pytest.mark.ranks([1, 2, 3])
+def test_pieces_are_written_in_place_after_to_empty() -> None:
+    """Rows that the user wrote are values too; what nobody wrote is named, with all of its unit."""
+    plain = build()
+    with torch.device("meta"):
+        ours = shard(Net())
+    names = r"training.*: \['Net.first.weight', 'Net.first.bias', 'Net.last.weight'\]"
+    with pytest.raises(RuntimeError, match="from meta device before " + names):
+        ours(batch(0, fsdpc.rank()))
+    ours.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, p in list(ours.named_parameters())[:-1]:
+            begin, end = p.fsdpc.rows
+            p.copy_(plain.get_parameter(name).view(p.fsdpc.shape)[begin:end].view(p.shape))
+    with pytest.raises(RuntimeError, match=r"no values yet: .* not: \['Net.last.weight'\]"):
+        ours(batch(0, fsdpc.rank()))
+    with torch.no_grad():
+        begin, end = ours.last.weight.fsdpc.rows
+        ours.last.weight.detach().copy_(plain.last.weight[begin:end])
+    x = batch(0, fsdpc.rank())
+    assert torch.equal(ours(x), plain(x))

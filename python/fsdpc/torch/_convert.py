@@ -48,6 +48,7 @@ def convert(module: Any, apply: Callable[..., Any], fn: Change, recurse: bool) -
             state.trust(i)
     for state, i in bare if emptied else ():
         state.give_memory(i)
+        state.trusted[i] = state.pieces[i]._version  # so that writing it gives it values
     for name, owner, key, _ in on_meta:
         buffer = owner[key]
         if not buffer.is_meta and buffer.numel():

@@ -445,6 +445,7 @@ def make_root(module: nn.Module) -> Root:
     for state in ordered:
         if not state.summoned:
             state.check_slots()
+        state.missing.difference_update(state.written())
         if state.missing:
             refuse_missing(state)
         fill_blank(module, state)
