@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdpc
@@ -18,7 +20,15 @@ from fsdpc.torch import (
     fully_shard,
 )
 
-from .common import assert_same_parameters, average_grads, batch, build, loss_of, twin
+from .common import (
+    assert_same_parameters,
+    average_grads,
+    batch,
+    build,
+    join_gloo,
+    loss_of,
+    twin,
+)
 
 
 @pytest.mark.ranks([1, 2, 3])
@@ -49,6 +59,44 @@ def test_a_script_of_ddp() -> None:
                 torch.testing.assert_close(model(batch(9, 9)), plain(batch(9, 9)))
             twin(plain).load_state_dict(model.module.state_dict())
     assert_same_parameters(model, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["DDP", "replicate"])
+def test_ddp_of_what_units_do_not_hold(how: str, tmp_path: Any) -> None:
+    """Told to ignore the pieces, torch's DDP reduces the other parameters alone."""
+    from torch.distributed._composable import replicate
+
+    join_gloo(tmp_path)
+    wrap = nn.parallel.DistributedDataParallel
+    plain = build()
+    model = twin(plain)
+    for block in model.blocks[:2]:
+        fully_shard(block, ignored_params=block.norm.parameters())
+    pieces = [name for name, p in model.named_parameters() if hasattr(p, "fsdpc")]
+    assert pieces == [f"blocks.{k}.linear.{key}" for k in (0, 1) for key in ("weight", "bias")]
+    wrap._set_params_and_buffers_to_ignore_for_model(model, pieces[1:])
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel around Net.* ignore pieces"):
+        wrap(model)
+    wrap._set_params_and_buffers_to_ignore_for_model(model, pieces)
+    with pytest.raises(RuntimeError, match=r"\.DataParallel around Net"):
+        nn.DataParallel(model)
+    linears = [block.linear for block in model.blocks[:2]]
+    outer = wrap(model) if how == "DDP" else replicate(model, ignored_modules=linears)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (outer, plain)]
+    for step in range(3):
+        x = batch(step, fsdpc.rank())
+        loss_of(outer, x).backward()
+        loss_of(plain, x).backward()
+        average_grads(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in plain.named_parameters():
+        ours = model.get_parameter(name)
+        value = ours.full_tensor() if name in pieces else ours.detach()
+        torch.testing.assert_close(value, p.detach(), msg=lambda m, n=name: f"{n}: {m}")
+    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(1)

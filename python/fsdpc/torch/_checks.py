@@ -65,14 +65,21 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
     if name not in ("module", "_fsdp_wrapped_module") or not isinstance(inner, nn.Module):
         return
     wrapper = _wrapper(outer)
-    piece = next((p for p in inner.parameters() if hasattr(p, "fsdpc")), None) if wrapper else None
+    if not wrapper:
+        return
+    left: Any = ()
+    if wrapper.endswith("DistributedDataParallel"):  # others do not look at what it is to ignore
+        left = getattr(inner, "_ddp_params_and_buffers_to_ignore", left)
+    named = inner.named_parameters()
+    piece = next((p for key, p in named if hasattr(p, "fsdpc") and key not in left), None)
     if piece is not None:
         raise RuntimeError(
             f"{wrapper} around {type(inner).__name__}, which fsdpc shards: this rank has "
             f"{piece.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
-            "gradients over ranks themselves: leave it out. accelerate's prepare(model), and so "
-            "transformers' Trainer, adds it: prepare() loaders, optimizer and scheduler alone, or "
-            "prepare_model(model, evaluation_mode=True)"
+            "gradients over ranks themselves: leave it out, or let DDP ignore pieces (replicate() "
+            "has ignored_modules) where other parameters need it. accelerate's prepare(model), and "
+            "so transformers' Trainer, adds it: prepare() loaders, optimizer and scheduler alone, "
+            "or prepare_model(model, evaluation_mode=True)"
         )
 
 
