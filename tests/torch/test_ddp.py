@@ -123,8 +123,21 @@ def test_what_changes_nothing_is_said_once() -> None:
             backward_prefetch=BackwardPrefetch.BACKWARD_POST,
             forward_prefetch=True,
         )
-        fully_shard(nn.Linear(2, 2), sync_module_states=True, offload_policy=CPUOffloadPolicy())
-    begin = ["cpu_offload changes", "backward_prefetch, forward", "CPUOffloadPolicy changes"]
+        unit = fully_shard(
+            nn.Linear(2, 2), sync_module_states=True, offload_policy=CPUOffloadPolicy()
+        )
+        unit.set_allocate_memory_from_process_group_for_comm(False)
+        unit.set_reduce_scatter_max_input_buffers(2)
+    unit.set_allocate_memory_from_process_group_for_comm(True)
+    for n in (1, 3):
+        unit.set_reduce_scatter_max_input_buffers(n)
+    begin = [
+        "cpu_offload changes",
+        "backward_prefetch, forward",
+        "CPUOffloadPolicy changes",
+        "set_allocate_memory_from_process_group_for_comm changes",
+        "set_reduce_scatter_max_input_buffers changes",
+    ]
     assert [a[: len(b)] for a, b in zip(said, begin, strict=True)] == begin if (
         fsdpc.rank() == 0
     ) else said == []

@@ -142,10 +142,11 @@ class FSDPModule(fsdp_module.FSDPModule):
         raise NotImplementedError("set_custom_reduce_scatter: reductions are the engine's")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accept False; there is no process group to allocate from."""
+        """Accept either, and say in the log that there is no process group to allocate from."""
         if enable:
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: no process group is used"
+            log_once(
+                "set_allocate_memory_from_process_group_for_comm changes nothing: communication "
+                "uses the engine's memory"
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -155,15 +156,13 @@ class FSDPModule(fsdp_module.FSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accept 2, the number of pooled reduce buffers."""
+        """Accept 1 or more; other than 2, the number of pooled reduce buffers, the log says so."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers takes an int, got {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers takes 1 or more, got {max_input_buffers}")
         if max_input_buffers != 2:
-            raise NotImplementedError(
-                f"set_reduce_scatter_max_input_buffers({max_input_buffers}): the pool has 2"
-            )
+            log_once("set_reduce_scatter_max_input_buffers changes nothing: a pool of 2 is shared")
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
