@@ -18,11 +18,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/size.h"
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
 #include "comm/hosts_internal.h"
 
 static const fsdpc_comm_ops hosts_ops;
+
+enum { MEM_ALIGN = 64 }; /* to which fsdpc_mem counts blocks */
 
 /* ---- Life ---- */
 
@@ -75,10 +78,7 @@ static void hosts_destroy(fsdpc_comm *comm)
         return;
     fsdpc_hosts_drop(self);
     end_watch(self);
-    for (fsdpc_hosts_op *op; (op = self->spare);) {
-        self->spare = op->next;
-        fsdpc_hosts_op_free(self, op);
-    }
+    fsdpc_hosts_ops_free(self, &self->spare);
     fsdpc_comm_destroy(self->later);
     leave_world(self);
     fsdpc_comm_destroy(self->host);
@@ -185,6 +185,16 @@ fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_con
         self->world->watch)
         return fsdpc_fail(FSDPC_ERR_VALUE, "a watch is the first rank's of each host, and one");
     return fsdpc_host_watch_start(self->host, config, &self->world->watch);
+}
+
+size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
+                                   int hosts, int lanes)
+{
+    size_t numel = buffer_bytes / fsdpc_dtype_bytes(dtype);
+    size_t share = numel / ((size_t)hosts * (size_t)lanes);
+    fsdpc_hosts_rooms rooms = fsdpc_hosts_rooms_for(kind, dtype, numel, share, hosts, lanes);
+    return fsdpc_round_up(rooms.here, MEM_ALIGN) + fsdpc_round_up(rooms.there, MEM_ALIGN) +
+           fsdpc_round_up(rooms.all, MEM_ALIGN);
 }
 
 static void hosts_abort(fsdpc_comm *comm, const char *reason)

@@ -12,6 +12,11 @@
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
                                      fsdpc_link *link, fsdpc_comm **out);
 
+/* Bytes that a reduction of a buffer takes beside it on each rank of a group over hosts of so many
+ * lanes, for sums on their way: kept with the buffer, and counted as REDUCE. */
+size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
+                                   int hosts, int lanes);
+
 /* On the first rank of a host, once: the watch over the other hosts; it ends when this rank leaves.
  */
 fsdpc_status fsdpc_comm_hosts_watch(fsdpc_comm *comm, const fsdpc_host_watch_config *config);

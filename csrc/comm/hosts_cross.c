@@ -6,6 +6,11 @@
  *
  * Tags are made of the group, the operation's number and the part of it, folded below what the link
  * takes.  Operations in flight are far fewer than numbers that fit.
+ *
+ * Storage.  What a reduction needs on its way stays with its buffer, of which it is the only user:
+ * so how much that is follows from the buffers, and not from how many operations happen to be in
+ * flight at a time.  Spare ones are taken in the order in which they were made, whichever ended
+ * first.
  */
 #include "comm/hosts_internal.h"
 
@@ -26,11 +31,12 @@ uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int pa
 
 /* ---- Storage ---- */
 
-fsdpc_status fsdpc_hosts_op_new(fsdpc_hosts_comm *self, fsdpc_hosts_op **out)
+fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
+                                 fsdpc_hosts_op **out)
 {
-    fsdpc_hosts_op *op = self->spare;
+    fsdpc_hosts_op *op = *home;
     if (op) {
-        self->spare = op->next;
+        *home = op->next;
         *out = op;
         return FSDPC_OK;
     }
@@ -41,11 +47,22 @@ fsdpc_status fsdpc_hosts_op_new(fsdpc_hosts_comm *self, fsdpc_hosts_op **out)
         op->ops = calloc(2 * n * FSDPC_HOSTS_PARTS, sizeof *op->ops);
     }
     if (op && op->theirs && op->ops) {
+        op->home = home;
+        op->made = self->posted;
         *out = op;
         return FSDPC_OK;
     }
     fsdpc_hosts_op_free(self, op);
     return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for an operation over %d hosts", self->n_hosts);
+}
+
+void fsdpc_hosts_op_return(fsdpc_hosts_op *op)
+{
+    fsdpc_hosts_op **at = op->home;
+    while (*at && (*at)->made < op->made)
+        at = &(*at)->next;
+    op->next = *at;
+    *at = op;
 }
 
 static void room_free(fsdpc_hosts_comm *self, fsdpc_hosts_room *room)
@@ -67,13 +84,22 @@ void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     free(op);
 }
 
-fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_hosts_room *room, size_t bytes)
+void fsdpc_hosts_ops_free(fsdpc_hosts_comm *self, fsdpc_hosts_op **home)
+{
+    for (fsdpc_hosts_op *op; (op = *home);) {
+        *home = op->next;
+        fsdpc_hosts_op_free(self, op);
+    }
+}
+
+fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
+                                  fsdpc_hosts_room *room, size_t bytes)
 {
     void *data;
     if (room->bytes >= bytes)
         return FSDPC_OK;
     room_free(self, room);
-    FSDPC_TRY(fsdpc_device_alloc(self->base.device, FSDPC_MEM_REDUCE, bytes, &data));
+    FSDPC_TRY(fsdpc_device_alloc(self->base.device, kind, bytes, &data));
     *room = (fsdpc_hosts_room){.data = data, .bytes = bytes};
     return FSDPC_OK;
 }

@@ -37,14 +37,22 @@ typedef struct fsdpc_hosts_header {
 
 enum { FSDPC_HOSTS_PARTS = 4 }; /* messages of one operation to one peer have tags of their own */
 
-/* Memory that an operation needs on its way; kept for the next one. */
+/* Memory that an operation needs on its way; kept for the next one.  A reduction's counts as
+ * REDUCE, any other's as OTHER. */
 typedef struct fsdpc_hosts_room {
     unsigned char *data;
     size_t bytes;
 } fsdpc_hosts_room;
 
+/* Bytes that a reduction needs of each. */
+typedef struct fsdpc_hosts_rooms {
+    size_t here, there, all;
+} fsdpc_hosts_rooms;
+
 typedef struct fsdpc_hosts_op {
-    struct fsdpc_hosts_op *next; /* in flight, in order of posting; or spare */
+    struct fsdpc_hosts_op *next;  /* in flight, in order of posting; or spare */
+    struct fsdpc_hosts_op **home; /* the spare ones that it returns to */
+    uint64_t made;                /* by its order those are taken */
     fsdpc_work *work;
     uint64_t sequence;
     int phase;       /* its own steps */
@@ -104,6 +112,7 @@ typedef struct fsdpc_hosts_wire {
 typedef struct fsdpc_hosts_buffer {
     fsdpc_buffer base;
     fsdpc_buffer *host;
+    fsdpc_hosts_op *spare; /* of its reductions, with their rooms */
 } fsdpc_hosts_buffer;
 
 static inline fsdpc_hosts_comm *fsdpc_hosts_of(fsdpc_comm *comm)
@@ -128,12 +137,17 @@ fsdpc_status fsdpc_hosts_receive(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, int
                                  void *data, size_t bytes);
 /* FSDPC_IN_PROGRESS until all of it has come and gone; an error where headers differ. */
 fsdpc_status fsdpc_hosts_crossed(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-/* At least so many bytes. */
 /* The tag of a part of the operation, or epoch, of this number. */
 uint32_t fsdpc_hosts_tag(const fsdpc_hosts_comm *self, uint64_t sequence, int part);
-fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_hosts_room *room, size_t bytes);
+/* At least so many bytes. */
+fsdpc_status fsdpc_hosts_room_for(fsdpc_hosts_comm *self, fsdpc_mem_kind kind,
+                                  fsdpc_hosts_room *room, size_t bytes);
+/* The first of the spare ones, or a new one; and back to them. */
+fsdpc_status fsdpc_hosts_op_take(fsdpc_hosts_comm *self, fsdpc_hosts_op **home,
+                                 fsdpc_hosts_op **out);
+void fsdpc_hosts_op_return(fsdpc_hosts_op *op);
 void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op);
-fsdpc_status fsdpc_hosts_op_new(fsdpc_hosts_comm *self, fsdpc_hosts_op **out);
+void fsdpc_hosts_ops_free(fsdpc_hosts_comm *self, fsdpc_hosts_op **home); /* all spare ones */
 
 /* ---- hosts_values.c: a step of an operation on values; it has its turn ---- */
 
@@ -141,6 +155,8 @@ fsdpc_status fsdpc_hosts_values_step(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 
 /* ---- hosts_op.c ---- */
 
+fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
+                                        size_t share, int n_hosts, int n_lanes);
 fsdpc_status fsdpc_hosts_post(fsdpc_work *work);
 fsdpc_status fsdpc_hosts_test(fsdpc_work *work);
 /* Carries on what is in flight in all groups of this rank but those set apart.  What fails is found

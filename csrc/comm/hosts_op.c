@@ -60,7 +60,7 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t at, sent = 0;
     for (size_t i = 0; i < coll->n_slices; i++)
         sent += rows_of(coll, i, self->base.rank, &at);
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->here, sent));
+    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, sent));
     sent = 0;
     for (size_t i = 0; i < coll->n_slices; i++) {
         size_t bytes = rows_of(coll, i, self->base.rank, &at);
@@ -71,7 +71,7 @@ static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     for (int h = 0; h < self->n_hosts; h++)
         for (size_t i = 0; h != self->this_host && i < coll->n_slices; i++)
             all += rows_of(coll, i, h * self->n_lanes + self->lane, &at);
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, all));
+    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->there, all));
     all = 0;
     for (int h = 0; h < self->n_hosts; h++) {
         size_t bytes = 0;
@@ -172,6 +172,35 @@ static fsdpc_status slices_of_host(const fsdpc_hosts_comm *self, fsdpc_hosts_op 
     return FSDPC_OK;
 }
 
+/* A rank's rooms for reductions of `numel` elements, of which no rank gets more than `share`. */
+fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t numel,
+                                        size_t share, int n_hosts, int n_lanes)
+{
+    size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
+    if (kind == FSDPC_COLL_REDUCE_SCATTER) {
+        size_t shares = share * hosts * element;
+        return (fsdpc_hosts_rooms){.here = shares, .there = shares};
+    }
+    size_t parts = fsdpc_round_up(numel, (size_t)n_lanes) * hosts * element;
+    return (fsdpc_hosts_rooms){.here = numel * element, .there = parts, .all = parts};
+}
+
+/* For any reduction of the buffer in this dtype, so that they depend on the buffer alone; more if
+ * parameters that stay whole give one rank more than its share of it. */
+static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    const fsdpc_coll *coll = &op->work->op;
+    size_t numel = coll->buffer->bytes / fsdpc_dtype_bytes(coll->dtype);
+    size_t share = numel / (size_t)self->base.size;
+    for (int h = 0; h < self->n_hosts; h++)
+        share = fsdpc_max_size(share, sums_for(self, coll, h));
+    fsdpc_hosts_rooms need =
+        fsdpc_hosts_rooms_for(coll->kind, coll->dtype, numel, share, self->n_hosts, self->n_lanes);
+    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->here, need.here));
+    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->there, need.there));
+    return fsdpc_hosts_room_for(self, FSDPC_MEM_REDUCE, &op->all, need.all);
+}
+
 static size_t sums_of_host(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
     size_t numel = 0;
@@ -187,8 +216,7 @@ static fsdpc_status post_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const fsdpc_coll *coll = &op->work->op;
     fsdpc_dtype dtype = wide(coll->dtype);
     FSDPC_TRY(slices_of_host(self, op));
-    FSDPC_TRY(
-        fsdpc_hosts_room_for(self, &op->here, sums_of_host(self, coll) * fsdpc_dtype_bytes(dtype)));
+    FSDPC_TRY(take_rooms(self, op));
     fsdpc_coll sums = *coll;
     sums.stream = NULL;
     sums.slices = op->slices;
@@ -206,7 +234,6 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const fsdpc_coll *coll = &op->work->op;
     size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), from = 0, to = 0;
     size_t mine = sums_for(self, coll, self->this_host) * element;
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, mine * (size_t)self->n_hosts));
     for (int h = 0; h < self->n_hosts; h++) {
         size_t theirs = sums_for(self, coll, h) * element;
         if (h != self->this_host) {
@@ -232,8 +259,6 @@ static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), numel = sums_of_host(self, coll);
     size_t part = part_numel(self, coll), first = fsdpc_min_size(numel, (size_t)self->lane * part);
     size_t bytes = fsdpc_min_size(part, numel - first) * element;
-    size_t room = part * element * (size_t)self->n_hosts;
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, room));
     memcpy(op->there.data + (size_t)self->this_host * part * element,
            op->here.data + first * element, bytes);
     for (int h = 0; h < self->n_hosts; h++) {
@@ -287,7 +312,6 @@ static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const fsdpc_coll *coll = &op->work->op;
     size_t bytes =
         part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype)) * (size_t)self->n_hosts;
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->all, bytes * (size_t)self->n_lanes));
     return fsdpc_comm_post(self->later,
                            &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
                                          .unit = coll->unit,
@@ -306,7 +330,6 @@ static fsdpc_status finish_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
     size_t part = part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype));
     size_t hosts = (size_t)self->n_hosts, lanes = (size_t)self->n_lanes;
-    FSDPC_TRY(fsdpc_hosts_room_for(self, &op->there, part * hosts * lanes));
     for (size_t h = 0; h < hosts; h++) {
         for (size_t l = 0; l < lanes && lanes > 1; l++)
             memcpy(op->there.data + (h * lanes + l) * part, op->all.data + (l * hosts + h) * part,
@@ -394,7 +417,9 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     bool crosses = true, moves = !coll->agree_only;
     if (moves && coll->kind == FSDPC_COLL_GATHER)
         FSDPC_TRY(needs_rows(coll, &crosses));
-    FSDPC_TRY(fsdpc_hosts_op_new(self, &op));
+    bool sums = moves && fsdpc_coll_reduces(coll->kind);
+    FSDPC_TRY(fsdpc_hosts_op_take(
+        self, sums ? &((fsdpc_hosts_buffer *)coll->buffer)->spare : &self->spare, &op));
     op->next = NULL;
     op->work = work;
     op->sequence = work->sequence = self->posted++;
@@ -421,20 +446,19 @@ fsdpc_status fsdpc_hosts_post(fsdpc_work *work)
     return FSDPC_OK;
 }
 
-static void end_op(fsdpc_hosts_comm *self, fsdpc_hosts_op *op, fsdpc_status status)
+static void end_op(fsdpc_hosts_op *op, fsdpc_status status)
 {
     op->work->status = status;
     atomic_store_explicit(&op->work->state, 0, memory_order_relaxed);
     op->work = NULL;
-    op->next = self->spare;
-    self->spare = op;
+    fsdpc_hosts_op_return(op);
 }
 
 void fsdpc_hosts_drop(fsdpc_hosts_comm *self)
 {
     for (fsdpc_hosts_op *op; (op = self->pending);) {
         self->pending = op->next;
-        end_op(self, op, FSDPC_ERR_POISONED);
+        end_op(op, FSDPC_ERR_POISONED);
     }
 }
 
@@ -456,7 +480,7 @@ static void carry_on(fsdpc_hosts_comm *self)
         status = step(self, op, !turn_taken);
         if (status < 0) {
             *at = op->next;
-            end_op(self, op, status);
+            end_op(op, status);
             break_off(self, status);
             return;
         }
@@ -466,7 +490,7 @@ static void carry_on(fsdpc_hosts_comm *self)
             continue;
         }
         *at = op->next;
-        end_op(self, op, FSDPC_OK);
+        end_op(op, FSDPC_OK);
     }
 }
 

@@ -204,6 +204,7 @@ fsdpc_status fsdpc_hosts_buffer_create(fsdpc_comm *comm, size_t bytes, fsdpc_buf
 
 void fsdpc_hosts_buffer_destroy(fsdpc_buffer *base)
 {
+    fsdpc_hosts_ops_free(fsdpc_hosts_of(base->comm), &((fsdpc_hosts_buffer *)base)->spare);
     fsdpc_buffer_destroy(((fsdpc_hosts_buffer *)base)->host);
     free(base);
 }

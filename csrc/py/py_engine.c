@@ -2,6 +2,7 @@
 #include "py/py_torch_unit.h"
 
 #include "base/crc32c.h"
+#include "comm/comm_hosts.h"
 #include "engine/plan.h"
 #include "engine/slots.h"
 
@@ -146,6 +147,19 @@ static PyObject *plan_fulls(PyObject *module, PyObject *args)
     return fine ? PyLong_FromSize_t(bytes) : NULL;
 }
 
+static PyObject *plan_rooms(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *object;
+    fsdpc_dtype dtype;
+    Py_ssize_t bytes;
+    int replicas, hosts, lanes;
+    if (!PyArg_ParseTuple(args, "pOnii", &replicas, &object, &bytes, &hosts, &lanes) ||
+        fsdpc_py_dtype_parse(object, &dtype) < 0)
+        return NULL;
+    fsdpc_coll_kind kind = replicas ? FSDPC_COLL_REDUCE_ALL : FSDPC_COLL_REDUCE_SCATTER;
+    return PyLong_FromSize_t(fsdpc_comm_hosts_room_bytes(kind, dtype, (size_t)bytes, hosts, lanes));
+}
+
 PyMethodDef fsdpc_py_engine_functions[] = {
     {"plan_unit", plan_unit, METH_VARARGS,
      "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
@@ -153,6 +167,9 @@ PyMethodDef fsdpc_py_engine_functions[] = {
     {"plan_fulls", plan_fulls, METH_VARARGS,
      "plan_fulls(units, ranks, prefetch, remote): bytes that the fulls of units (bytes, of own "
      "slices, whether it shares with none) take on a rank's GPU, or on the host's CPUs."},
+    {"plan_rooms", plan_rooms, METH_VARARGS,
+     "plan_rooms(replicas, dtype, bytes, hosts, lanes): bytes that a reduction of a buffer takes "
+     "beside it on a rank, over several hosts."},
     {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
     {"trace_events", trace_events, METH_NOARGS,
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},

@@ -520,6 +520,10 @@ def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
 ) -> int: ...
 
+def plan_rooms(
+    replicas: bool, dtype: dtype, bytes: int, hosts: int, lanes: int, /
+) -> int: ...
+
 class TorchUnit:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""
 

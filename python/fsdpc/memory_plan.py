@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,27 @@ from fsdpc.wrap import WrapPolicy, by_name, units_by
 STATES = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 
 
+class HostGroup(NamedTuple):
+    """Ranks of one operation: on how many hosts, how many on each, and such groups on a host."""
+
+    hosts: int
+    lanes: int
+    per_host: int
+
+
+def groups_on_hosts(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[HostGroup, HostGroup]:
+    """Return the ranks that share shards, and those that hold the same, on hosts of some lanes."""
+    shard = mesh[1]
+    if shard <= lanes and lanes % shard == 0:
+        return HostGroup(1, shard, lanes // shard), HostGroup(hosts, lanes // shard, shard)
+    if shard % lanes:
+        raise ValueError(
+            f"mesh {mesh} on hosts of {lanes} ranks: {shard} ranks that share shards must lie "
+            "inside a host, or be whole hosts"
+        )
+    return HostGroup(shard // lanes, lanes, 1), HostGroup(mesh[0], 1, lanes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes that the engine will hold on a rank, by the categories of :func:`memory_stats`.
@@ -29,11 +52,13 @@ class MemoryPlan:
     ``wire`` is one copy of the parameters in the compute dtype for the ranks of a host that form a
     shard group; the others are each rank's own. On ``device`` "cuda" it is each rank's own too: its
     slices of all units, and room for those that are whole at a time. In deterministic mode over
-    NCCL ``reduce`` includes room for what the peers send to a sum. ``activation`` is what forward
-    and backward hold at once, where a batch was given. ``units`` says what was counted as units.
+    NCCL ``reduce`` includes room for what the peers send to a sum; on CPUs of several ``hosts``,
+    for sums on their way between them. ``activation`` is what forward and backward hold at once,
+    where a batch was given. ``units`` says what was counted as units.
     """
 
     device: str
+    hosts: int = 1
 
     wire: int
     master: int
@@ -44,6 +69,8 @@ class MemoryPlan:
     micro_sum: int = 0
     units: str = field(default="", compare=False)
     _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
+    _mesh: tuple[int, int] = field(default=(1, 1), compare=False, repr=False)
+    _buffers: tuple[_Buffer, ...] = field(default=(), compare=False, repr=False)
 
     def for_device(self, device: str) -> MemoryPlan:
         """Return the plan of ranks on device "cpu", or "cuda", which need not be here.
@@ -66,7 +93,30 @@ class MemoryPlan:
         [32, 8]
         """
         check_device(device)
-        return replace(self, device=device, **self._by_device[device])
+        held = dict(self._by_device[device])
+        if device == "cpu":
+            held["reduce"] += _room_bytes(self._buffers, self._mesh, self.hosts)
+        return replace(self, device=device, **held)
+
+    def for_hosts(self, hosts: int) -> MemoryPlan:
+        """Return the plan of the same ranks on so many hosts, as many on each.
+
+        Raises
+        ------
+        ValueError
+            The ranks, or those that share shards, do not fit on so many.
+
+        Examples
+        --------
+        >>> import fsdpc
+        >>> plan = fsdpc.memory_plan(fsdpc.nn.Linear(1024, 1024, bias=False), 16)
+        >>> [plan.for_hosts(n).reduce // 2**20 for n in (1, 2)]
+        [4, 5]
+        """
+        ranks = math.prod(self._mesh)
+        if hosts < 1 or ranks % hosts:
+            raise ValueError(f"{ranks} ranks on {hosts} hosts: every host has as many")
+        return replace(self, hosts=hosts).for_device(self.device)
 
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
@@ -84,7 +134,8 @@ class MemoryPlan:
         if self.activation is None:
             names.remove("activation")
         lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
-        return "\n".join([*lines, f"of {self.units}, on {self.device}"])
+        where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
+        return "\n".join([*lines, f"of {self.units}, on {where}"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +145,21 @@ class _UnitShape:
     reduce_dtype: Any
     own_buffer: bool
     own_full: bool  # where fulls take turns in memory, this one's does not
+
+    def sums(self, stage: str) -> list[_core.dtype]:
+        """Return the dtypes of what a reduction, or a partial, sums: one of each flat group."""
+        groups = dict.fromkeys(dtype for dtype, _ in self.specs)
+        if stage == "reduce":
+            return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
+        return [d if d == _core.float64 else _core.float32 for d in groups]
+
+
+class _Buffer(NamedTuple):
+    """A reduce buffer, or a partial between the two stages of a mesh with replicas."""
+
+    stage: str
+    bytes: int
+    dtypes: tuple[tuple[_core.dtype, ...], ...]  # of each flat group, those of the units sharing it
 
 
 def memory_plan(
@@ -133,7 +199,8 @@ def memory_plan(
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
         long as no unit keeps gradients over several backwards (``no_sync``). It is of this
-        process's device; :meth:`MemoryPlan.for_device` gives that of another.
+        process's device and, for as many ranks as this run has, of its hosts;
+        :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of others.
 
     Raises
     ------
@@ -169,12 +236,8 @@ def memory_plan(
     fulls = [(one["wire"], one["published"], u.own_full) for u, one in zip(units, plans)]
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
     two_stages = replicate > 1 and shard > 1
-    held = ("reduce", "partial") if two_stages else ("reduce",)
-    alone = [u.own_buffer or keeps for u in units]
-    reduce = sum(one[key] for one, is_alone in zip(plans, alone) if is_alone for key in held)
-    pooled = [one for one, is_alone in zip(plans, alone) if one["reduce"] and not is_alone]
-    each = sum(max((one[key] for one in pooled), default=0) for key in held)
-    reduce += each * min(_core.pooled_buffers, len(pooled))
+    buffers = _buffers(units, plans, keeps, two_stages)
+    reduce = sum(buffer.bytes for buffer in buffers)
     first = shard if shard > 1 else replicate  # ranks that a sum brings contributions of
     received = (first - 1) * max((one["contribution"] for one in plans), default=0)
     if two_stages:
@@ -189,11 +252,49 @@ def memory_plan(
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
-    here = get_default_device()
+    here, world = get_default_device(), distributed._world
+    is_here = world is not None and world.size == replicate * shard
     return MemoryPlan(
-        device=here, **sums, **by_device[here], activation=activation, units=described,
-        _by_device=by_device,
-    )
+        device=here, hosts=world.hosts if world is not None and is_here else 1, **sums,
+        **by_device[here], activation=activation, units=described, _by_device=by_device,
+        _mesh=(replicate, shard), _buffers=buffers,
+    ).for_device(here)  # fmt: skip
+
+
+def _buffers(
+    units: list[_UnitShape], plans: list[dict[str, int]], keeps: bool, two_stages: bool
+) -> tuple[_Buffer, ...]:
+    """What csrc/engine/fill.c creates."""
+    found = []
+    both = [(unit, one) for unit, one in zip(units, plans) if one["reduce"]]
+    pooled = [each for each in both if not (each[0].own_buffer or keeps)]
+    for stage in ("reduce", "partial") if two_stages else ("reduce",):
+        for unit, one in both:
+            if unit.own_buffer or keeps:
+                found.append(_Buffer(stage, one[stage], tuple((d,) for d in unit.sums(stage))))
+        shared = zip_longest(*(unit.sums(stage) for unit, _ in pooled))
+        dtypes = tuple(tuple({d for d in each if d is not None}) for each in shared)
+        largest = max((one[stage] for _, one in pooled), default=0)
+        found += [_Buffer(stage, largest, dtypes)] * min(_core.pooled_buffers, len(pooled))
+    return tuple(found)
+
+
+def _room_bytes(buffers: tuple[_Buffer, ...], mesh: tuple[int, int], hosts: int) -> int:
+    """What sums on their way between hosts take beside the buffers."""
+    if hosts == 1:
+        return 0
+    shards, replicas = groups_on_hosts(mesh, hosts, math.prod(mesh) // hosts)
+    total = 0
+    for buffer in buffers:
+        is_whole = buffer.stage == "partial" or mesh[1] == 1  # summed over replicas
+        group = replicas if is_whole else shards
+        if group.hosts > 1:
+            where = buffer.bytes, group.hosts, group.lanes
+            total += sum(
+                max(_core.plan_rooms(is_whole, dtype, *where) for dtype in each)
+                for each in buffer.dtypes
+            )
+    return total
 
 
 def _contributions_are_sent(device: str) -> bool:

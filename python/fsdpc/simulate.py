@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fsdpc import _core, _shard
 from fsdpc._played import OPTIMIZERS, Played, play_step
 from fsdpc.device import check_device, get_default_device
-from fsdpc.memory_plan import STATES, MemoryPlan, memory_plan
+from fsdpc.memory_plan import STATES, HostGroup, MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.nn.module import Module
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy, as_strategy
@@ -207,7 +207,7 @@ def simulate(
     check_device(device)
     strategy = as_strategy(o.strategy)
     mesh = _mesh(o, strategy, hosts, ranks_per_host)
-    groups = _groups(mesh, hosts, ranks_per_host)
+    groups = groups_on_hosts(mesh, hosts, ranks_per_host)
     _shard.check_reshard(o.reshard_after_forward, mesh[1])
     shape = _batch_shape(model, batch_shape)
     policy, units = _units(model, o)
@@ -218,7 +218,7 @@ def simulate(
         optimizer=o.optimizer, accumulate=o.accumulate, orders=device == "cuda",
     )  # fmt: skip
     memory = memory_plan(model, mesh, strategy=strategy, plan=policy, mp_policy=o.mp_policy,
-                         optimizer=o.optimizer).for_device(device)  # fmt: skip
+                         optimizer=o.optimizer).for_device(device).for_hosts(hosts)  # fmt: skip
     wires = _Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
     clock = _Clock(record, groups, wires, flops)
     clock.play()
@@ -307,27 +307,6 @@ def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
 # ---- what travels ----
 
 
-class _Group(NamedTuple):
-    """Ranks of one operation: on how many hosts, how many on each, and such groups on a host."""
-
-    hosts: int
-    lanes: int
-    per_host: int
-
-
-def _groups(mesh: tuple[int, int], hosts: int, lanes: int) -> tuple[_Group, _Group]:
-    """The ranks that share shards, and those that hold the same."""
-    shard = mesh[1]
-    if shard <= lanes and lanes % shard == 0:
-        return _Group(1, shard, lanes // shard), _Group(hosts, lanes // shard, shard)
-    if shard % lanes:
-        raise ValueError(
-            f"mesh {mesh} on hosts of {lanes} ranks: {shard} ranks that share shards must lie "
-            "inside a host, or be whole hosts"
-        )
-    return _Group(shard // lanes, lanes, 1), _Group(mesh[0], 1, lanes)
-
-
 class _Load(NamedTuple):
     """An operation: bytes of a host to others and inside it, messages of a rank, seconds."""
 
@@ -348,7 +327,7 @@ class _Wires:
         self.is_ring = device == "cuda"
         self.overlaps = self.is_ring if options.overlap is None else options.overlap
 
-    def load(self, kind: str, group: _Group, full: float, element: int) -> _Load:
+    def load(self, kind: str, group: HostGroup, full: float, element: int) -> _Load:
         """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
         if self.is_ring:
             return self._ring(kind, group, full)
@@ -363,7 +342,7 @@ class _Wires:
         return self._crossing(group, crossing, inside)
 
     def _crossing(
-        self, group: _Group, bytes_to_each: float, inside: float = 0.0, header: bool = True
+        self, group: HostGroup, bytes_to_each: float, inside: float = 0.0, header: bool = True
     ) -> _Load:
         """Each host sends so many bytes to every other one, whatever its number of ranks."""
         hosts, lanes, per_host = group
@@ -375,7 +354,7 @@ class _Wires:
             between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds
         )
 
-    def _ring(self, kind: str, group: _Group, full: float) -> _Load:
+    def _ring(self, kind: str, group: HostGroup, full: float) -> _Load:
         hosts, lanes, per_host = group
         ranks = hosts * lanes
         rounds = 2 if kind == "all_reduce" else 1
@@ -389,7 +368,7 @@ class _Wires:
             between, inside, messages, rounds * hops, max(local, between / self.bandwidth)
         )
 
-    def values(self, group: _Group, n_bytes: int, header: bool = True) -> _Load:
+    def values(self, group: HostGroup, n_bytes: int, header: bool = True) -> _Load:
         """A note of an epoch, or an agreement: every rank's bytes to its lane of each host."""
         if self.is_ring:  # not on the GPUs' clock
             return _Load(0.0, 0.0, 0, 0.0, 0.0)
@@ -424,7 +403,7 @@ class _Clock:
     """
 
     def __init__(
-        self, record: Played, groups: tuple[_Group, _Group], wires: _Wires, flops: float
+        self, record: Played, groups: tuple[HostGroup, HostGroup], wires: _Wires, flops: float
     ) -> None:
         self.record, self.wires, self.flops = record, wires, flops
         self.shards, self.replicas = groups

@@ -8,7 +8,8 @@ from typing import Any
 import fsdpc
 import numpy as np
 import pytest
-from fsdpc import wrap
+from fsdpc import nn, wrap
+from fsdpc._launch import pretend
 from fsdpc.models import GPT2, Llama
 from fsdpc.nn.module import Module
 
@@ -61,6 +62,81 @@ def test_plan_is_the_peak(precision: str) -> None:
                 wanted = 0
             assert peaks[category] == wanted, (name, category)
         del model
+
+
+@pytest.mark.ranks(4, init=False)
+@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("precision", ["f32", "bf16-bf16"])
+def test_plan_is_the_peak_on_hosts(precision: str, hosts: int) -> None:
+    """Rank by rank, and on each host one copy of the fulls for each shard group there."""
+    pretend.on_hosts(hosts)
+    fsdpc.init()
+    lanes = fsdpc.world_size() // hosts
+    for name, options in variants().items():
+        peaks, model = run(options, *PRECISIONS[precision])
+        plan = fsdpc.memory_plan(model, options.get("mesh"), strategy=options.get("strategy"))
+        assert plan.hosts == hosts
+        for category in ("master", "grad", "state", "reduce"):
+            assert peaks[category] == getattr(plan, category), (name, category)
+        shards = model._fsdpc_unit.mesh_shape[1]
+        wires = fsdpc.all_gather(peaks["wire"])
+        for first in range(0, fsdpc.world_size(), lanes):
+            copies = lanes // min(shards, lanes)
+            assert sum(wires[first : first + lanes]) == copies * plan.wire, name
+        del model
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_plan_of_uneven_units_on_hosts() -> None:
+    """Whichever of them takes which of the pooled buffers."""
+
+    class Uneven(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 640))
+            self.small = nn.Linear(64, 8)
+
+        def forward(self, x: Any, uses: int) -> Any:
+            for layer in self.inner[:uses]:
+                x = layer(x)
+            return self.small(x).sum()
+
+    before = fsdpc.memory_stats()["reduce_bytes"]
+    model = Uneven()
+    for layer in [*model.inner, model.small]:
+        fsdpc.fully_shard(layer)
+    fsdpc.fully_shard(model)
+    plan = fsdpc.memory_plan(model)
+    x = np.ones((2, 64), np.float32)
+    for uses in (1, 3, 2):
+        model(fsdpc.tensor(x), uses).backward()
+    assert fsdpc.memory_stats()["reduce_peak_bytes"] - before == plan.reduce
+
+
+def test_hosts_cost_what_the_docs_say() -> None:
+    """docs/hosts.md: 2 R / L beside each reduce buffer of R bytes, R (1 + 2 H) for replicas."""
+    layer = nn.Linear(1024, 1024, bias=False)
+    half = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)
+    r = 4 * 1024 * 1024
+    for h, lanes in ((2, 1), (2, 4), (8, 4)):
+        ranks = h * lanes
+
+        def beside(mesh: Any, policy: Any = None) -> int:
+            plan = fsdpc.memory_plan(layer, mesh, mp_policy=policy)
+            assert plan.for_hosts(h).for_device("cuda") == plan.for_device("cuda").for_hosts(h)
+            return plan.for_hosts(h).reduce - plan.reduce
+
+        assert beside((1, ranks)) == beside((1, ranks), half) == 2 * r // lanes
+        assert beside((ranks, 1)) == beside((ranks, 1), half) == r * (1 + 2 * h)
+        if lanes > 1:  # shards inside a host: partials alone cross
+            assert beside((h, lanes)) == r // lanes * (1 + 2 * h)
+    plan = fsdpc.memory_plan(layer, 8)
+    assert str(plan.for_hosts(4)).endswith("on cpu, 4 hosts")
+    with pytest.raises(ValueError, match="8 ranks on 3 hosts"):
+        plan.for_hosts(3)
+    with pytest.raises(ValueError, match="inside a host, or be whole hosts"):
+        fsdpc.memory_plan(layer, (4, 3)).for_hosts(3)
 
 
 def test_plan_of_another_world() -> None:
@@ -161,11 +237,19 @@ def test_estimate_has_the_published_figures() -> None:
 
 def test_estimate_of_gpus() -> None:
     def wire(strategy: str, device: str) -> float:
-        return fsdpc.estimate(params=64e9, world=1000, dtype=fsdpc.bfloat16, strategy=strategy,
-                              units=64, device=device).held["wire"]
+        return fsdpc.estimate(
+            params=64e9,
+            world=1000,
+            dtype=fsdpc.bfloat16,
+            strategy=strategy,
+            units=64,
+            device=device,
+        ).held["wire"]
 
     unit = 2e9  # of 64
-    assert {wire(name, "cpu") for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")} == {64 * unit}
+    assert {wire(name, "cpu") for name in ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")} == {
+        64 * unit
+    }
     assert wire("NO_SHARD", "cuda") == 64 * unit
     # The own slices of all, and what is whole: all, or the root and two that take turns.
     assert wire("SHARD_GRAD_OP", "cuda") == pytest.approx(64 * unit / 1000 + 64 * unit, rel=1e-3)

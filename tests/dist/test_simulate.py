@@ -74,6 +74,20 @@ def test_plan_is_what_the_record_held(mesh: tuple[int, int]) -> None:
         assert plan.activation == held["activation"] > 0
 
 
+def test_memory_is_that_of_its_hosts() -> None:
+    with fsdpc.deferred_init():
+        model = Llama(CONFIG)
+    plan = fsdpc.memory_plan(model, 8)
+    found = {
+        hosts: fsdpc.simulate(
+            model, (2, 17), ranks_per_host=8 // hosts, device="cpu", **CLUSTER | {"hosts": hosts}
+        ).memory.reduce
+        for hosts in (1, 2, 4, 8)
+    }
+    assert found == {hosts: plan.for_hosts(hosts).reduce for hosts in found}
+    assert len(set(found.values())) == 4
+
+
 @pytest.mark.ranks(2)
 def test_ranks_need_not_meet() -> None:
     """A rank simulates its own world's size alone, though it has joined the others."""
