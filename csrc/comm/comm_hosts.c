@@ -157,6 +157,8 @@ fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm
         status = fsdpc_fail_errno("no memory for a world of %d ranks", config->size);
     if (status == FSDPC_OK) {
         world->link = link;
+        link->timeout_s = config->timeout_s;
+        link->log = (fsdpc_log){.level = config->log.level, .rank = config->rank};
         world->fork_count = fsdpc_fork_count();
         host->carry = fsdpc_hosts_carry_on;
         host->carry_arg = world;

@@ -35,6 +35,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/log.h"
 #include "base/status.h"
 
 typedef struct fsdpc_link fsdpc_link;
@@ -78,6 +79,8 @@ struct fsdpc_link {
     _Atomic uint64_t sent_bytes, received_bytes; /* of messages posted; relaxed: counts alone */
     void (*wake)(void *arg);                     /* the implementation's, by set_wake */
     void *wake_arg;
+    double timeout_s;    /* deadline of what it waits for itself; the communicator's */
+    fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after poison, acquire by whoever reads it */
     char poison[256];    /* why; written once */
 };

@@ -10,9 +10,12 @@
  * The end.  MPI_Finalize waits for all processes, and a launcher takes a process that exits
  * without it for a failure.  So a clean destroy returns at once, and the thread goes on: it meets
  * the others in a barrier that it polls, then calls MPI_Finalize.  A process that exits with status
- * 0 meanwhile waits for that, as every MPI program does.  After an abort, with operations in
- * flight, or with another exit status, nothing is waited for: launchers end a run when a process
- * fails, and Open MPI's also when one exits without MPI_Finalize.
+ * 0 meanwhile waits for that, as every MPI program does.  For the others it waits as long as they
+ * run, which may be long.  Once all have met, MPI_Finalize has a deadline: MPICH over UCX's TCP has
+ * been seen to stay there.  Then the process ends at once, with its status and a warning, as code
+ * of MPI that runs at exits may hang too.  After an abort, with operations in flight, or with
+ * another exit status, nothing is waited for: launchers end a run when a process fails, and Open
+ * MPI's also when one exits without MPI_Finalize.
  *
  * The thread and the handler of exits look at the link's memory until the process ends, so it is
  * never freed.  MPI starts once in a process, so that is once too.
@@ -28,6 +31,7 @@
 #include "base/wait.h"
 
 static const int64_t STOP_NS = 2000000000; /* a thread in MPI longer than this is left alone */
+static const double NO_DEADLINE = 1e9;     /* until a communicator says one */
 
 static uint32_t phase_of(fsdpc_mpi_link *link)
 {
@@ -160,9 +164,20 @@ void fsdpc_mpi_version(char *text, size_t bytes)
 static void at_exit(int exit_status, void *arg)
 {
     fsdpc_mpi_link *link = arg;
-    if (exit_status == 0 && getpid() == link->pid)
-        while (phase_of(link) == FSDPC_MPI_ENDING)
-            await_phase(link, FSDPC_MPI_ENDING, STOP_NS);
+    if (exit_status != 0 || getpid() != link->pid)
+        return;
+    while (phase_of(link) == FSDPC_MPI_ENDING)
+        await_phase(link, FSDPC_MPI_ENDING, STOP_NS);
+    await_phase(link, FSDPC_MPI_LAST, (int64_t)(link->base.timeout_s * 1e9));
+    if (phase_of(link) != FSDPC_MPI_LAST)
+        return;
+    FSDPC_WARN(&link->base.log,
+               "all ranks have ended, and MPI_Finalize has not returned within %g s "
+               "(FSDPC_TIMEOUT_S): this process ends without it, which the launcher may call a "
+               "failure",
+               link->base.timeout_s);
+    fflush(NULL);
+    _exit(exit_status);
 }
 
 static const fsdpc_link_ops mpi_ops = {
@@ -181,7 +196,8 @@ fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
     fsdpc_mpi_link *link = calloc(1, sizeof *link);
     if (!link)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link");
-    link->base = (fsdpc_link){.ops = &mpi_ops, .rank = rank, .size = size};
+    link->base =
+        (fsdpc_link){.ops = &mpi_ops, .rank = rank, .size = size, .timeout_s = NO_DEADLINE};
     link->pid = getpid();
     link->met = calloc((size_t)size, sizeof *link->met);
     pthread_mutex_init(&link->waking, NULL);

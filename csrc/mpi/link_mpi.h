@@ -17,7 +17,8 @@ enum fsdpc_mpi_phase {
     FSDPC_MPI_STARTING,
     FSDPC_MPI_RUNNING,
     FSDPC_MPI_STOPPED, /* calls MPI no more, and `reason` says why */
-    FSDPC_MPI_ENDING,  /* agrees with its peers on the end, then calls MPI_Finalize */
+    FSDPC_MPI_ENDING,  /* agrees with its peers on the end */
+    FSDPC_MPI_LAST,    /* is in MPI_Finalize */
     FSDPC_MPI_ENDED,
 };
 

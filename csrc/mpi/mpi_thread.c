@@ -434,7 +434,10 @@ static bool end_mpi(fsdpc_mpi_link *link)
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);
     MPI_Comm_free(&link->comm);
-    return !link->ours || !failed(link, MPI_Finalize(), "MPI_Finalize");
+    if (!link->ours)
+        return true;
+    enter(link, FSDPC_MPI_LAST);
+    return !failed(link, MPI_Finalize(), "MPI_Finalize");
 }
 
 static void stop(fsdpc_mpi_link *link)

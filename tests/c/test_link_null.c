@@ -36,6 +36,7 @@ static void play(rank_context *self, int hosts, int lanes)
     CHECK_OK(fsdpc_comm_null_create(&of_host, &host));
     CHECK_OK(fsdpc_link_null_create(self->rank, hosts * lanes, &link));
     CHECK_OK(fsdpc_comm_hosts_create(&config, host, link, &self->comm));
+    CHECK(link->timeout_s == config.timeout_s && link->timeout_s > 0);
 
     fsdpc_wire *wire;
     fsdpc_epoch_note note = {.bits = FSDPC_EPOCH_CHANGED, .kind = 1}, all;

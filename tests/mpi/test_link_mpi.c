@@ -6,6 +6,7 @@
  *     orphan  the last rank leaves, and all others learn that nothing will come from it
  *     leave   the last rank returns from main without destroying its link
  *     fail    the last rank exits with status 3 after destroying its link
+ *     stuck   as late, with a deadline of a second for MPI_Finalize
  *     again   a second link in a process is refused
  *     speed   latency, bandwidth, and what a computing thread loses; prints rows
  */
@@ -358,7 +359,11 @@ int main(int argc, char **argv)
         exchange(100, 1, true);
     if (strcmp(mode, "orphan") == 0)
         orphans();
-    if (strcmp(mode, "late") == 0 && me != 0)
+    if (strcmp(mode, "stuck") == 0) {
+        mpi->timeout_s = 1;
+        mpi->log = (fsdpc_log){.level = FSDPC_LOG_WARNING, .rank = me};
+    }
+    if ((strcmp(mode, "late") == 0 || strcmp(mode, "stuck") == 0) && me != 0)
         pause_ms(1000);
     if (strcmp(mode, "leave") == 0 && me == last)
         return check_report("test_link_mpi");

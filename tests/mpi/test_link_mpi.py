@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,9 +56,12 @@ def start(program: Path, family: str) -> Start:
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1",
                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
-    def run(mode: str, processes: int) -> subprocess.CompletedProcess[str]:
-        command = [str(mpiexec), *OPTIONS[family], "-n", str(processes), str(program), str(plugin)]
-        return subprocess.run([*command, mode], capture_output=True, text=True, timeout=TIMEOUT_S,
+    def run(mode: str, processes: int, preload: str = "") -> subprocess.CompletedProcess[str]:
+        command = [str(mpiexec), *OPTIONS[family], "-n", str(processes)]
+        if preload:  # its launcher may not tell how a process ended
+            command += ["sh", "-c", f'LD_PRELOAD={preload} "$@"; echo "status $?"', "sh"]
+        command += [str(program), str(plugin), mode]
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S,
                               env=environment)
 
     return run
@@ -88,6 +92,20 @@ def test_ends_that_are_not_clean(start: Start, family: str, mode: str) -> None:
     if (family, mode) == ("mpich", "leave"):
         pytest.skip("MPICH's mpiexec takes status 0 for a success, with or without MPI_Finalize")
     assert start(mode, 2).returncode != 0
+
+
+def test_mpi_finalize_has_a_deadline(start: Start, tmp_path: Path) -> None:
+    """It never returns, as that of MPICH over UCX's TCP did once; the exit status is kept."""
+    source, library = tmp_path / "stuck.c", tmp_path / "stuck.so"
+    source.write_text(
+        "#include <unistd.h>\nint MPI_Finalize(void)\n{\n    for (;;)\n        pause();\n}\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    done = start("stuck", 2, str(library))
+    # MPICH's launcher may end the second process when the first has ended.
+    said = "MPI_Finalize has not returned within 1 s (FSDPC_TIMEOUT_S)"
+    assert done.stderr.count(said) in (1, 2), done.stdout + done.stderr
+    assert set(re.findall(r"status (\d+)", done.stdout)) == {"0"}, done.stdout + done.stderr
 
 
 def test_a_world_of_another_size(program: Path, start: Start, family: str) -> None:
