@@ -20,6 +20,10 @@ typedef struct host_rank {
 
 static int hosts_slow = -1; /* a rank whose messages take long */
 
+/* Who has created its communicator waits here for the others: a rank that the machine lets wait
+ * would else learn in there how `fn` failed. */
+static pthread_barrier_t hosts_created;
+
 /* What a network does: from one rank's outbox to another rank. */
 static void *hosts_carry(void *arg)
 {
@@ -45,6 +49,7 @@ static void *hosts_rank_main(void *arg)
     rank_context *context = &self->context;
     EXPECT_OK(context,
               fsdpc_comm_hosts_create(&self->config, self->host, self->link, &context->comm));
+    pthread_barrier_wait(&hosts_created);
     if (context->comm)
         self->fn(context);
     return NULL;
@@ -70,6 +75,7 @@ static inline void hosts_run(int hosts, int lanes, rank_fn fn, const rank_option
     static host_rank ranks[RANKS_MAX];
     int size = hosts * lanes;
     memset(ranks, 0, sizeof ranks);
+    CHECK(pthread_barrier_init(&hosts_created, NULL, (unsigned)size) == 0);
     for (int r = 0; r < size; r++) {
         ranks[r].context = (rank_context){.rank = r, .size = size, .threads = true};
         ranks[r].fn = fn;
@@ -90,6 +96,7 @@ static inline void hosts_run(int hosts, int lanes, rank_fn fn, const rank_option
         ranks_close(&ranks[r].context); /* its link is closed, so its carrier comes to its end */
     for (int r = 0; r < size; r++)
         pthread_join(ranks[r].carrier, NULL);
+    pthread_barrier_destroy(&hosts_created);
     for (int r = 0; r < size; r++) {
         fsdpc_link_destroy(ranks[r].link);
         check_count += ranks[r].context.checks;
