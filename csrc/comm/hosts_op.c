@@ -7,8 +7,8 @@
  *                     the host have theirs.  A group's rows are brought once after they changed
  *     REDUCE_SCATTER  the host's sums of every rank's slices, wide; those of the others go there,
  *                     theirs come here; the hosts' sums are added in order of hosts
- *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, and the
- *                     ranks of the host show each other what came
+ *     REDUCE_ALL      the host's sums of all slices; this lane's part of them crosses, is added
+ *                     to that of the other hosts, and the ranks of the host show each other those
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
@@ -177,12 +177,13 @@ fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                         size_t share, int n_hosts, int n_lanes)
 {
     size_t element = fsdpc_dtype_bytes(wide(dtype)), hosts = (size_t)n_hosts;
-    if (kind == FSDPC_COLL_REDUCE_SCATTER) {
-        size_t shares = share * hosts * element;
-        return (fsdpc_hosts_rooms){.here = shares, .there = shares};
-    }
-    size_t parts = fsdpc_round_up(numel, (size_t)n_lanes) * hosts * element;
-    return (fsdpc_hosts_rooms){.here = numel * element, .there = parts, .all = parts};
+    if (kind == FSDPC_COLL_REDUCE_SCATTER)
+        return (fsdpc_hosts_rooms){.here = share * hosts * element,
+                                   .there = share * (hosts - 1) * element};
+    size_t part = fsdpc_ceil_div(numel, (size_t)n_lanes) * element;
+    return (fsdpc_hosts_rooms){.here = numel * element,
+                               .there = part * hosts,
+                               .all = n_lanes > 1 ? part * (size_t)n_lanes : 0};
 }
 
 /* For any reduction of the buffer in this dtype, so that they depend on the buffer alone; more if
@@ -239,41 +240,45 @@ static fsdpc_status cross_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
         if (h != self->this_host) {
             FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + to, mine));
             FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + from, theirs));
+            to += mine;
         }
         from += theirs;
-        to += mine;
     }
     return FSDPC_OK;
 }
 
-/* REDUCE_ALL: this lane's part of all sums, cut evenly, to and from every host. */
-static size_t part_numel(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
+/* REDUCE_ALL: this lane's part of all sums, cut evenly; the last ones may be short, or empty. */
+typedef struct lane_part {
+    size_t first, numel;
+    size_t bytes; /* of any that is not short */
+} lane_part;
+
+static lane_part part_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll)
 {
-    size_t lanes = (size_t)self->n_lanes;
-    return (sums_of_host(self, coll) + lanes - 1) / lanes;
+    size_t numel = sums_of_host(self, coll), most = fsdpc_ceil_div(numel, (size_t)self->n_lanes);
+    size_t first = fsdpc_min_size(numel, (size_t)self->lane * most);
+    return (lane_part){.first = first,
+                       .numel = fsdpc_min_size(most, numel - first),
+                       .bytes = most * fsdpc_dtype_bytes(wide(coll->dtype))};
 }
 
 static fsdpc_status cross_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
-    const fsdpc_coll *coll = &op->work->op;
-    size_t element = fsdpc_dtype_bytes(wide(coll->dtype)), numel = sums_of_host(self, coll);
-    size_t part = part_numel(self, coll), first = fsdpc_min_size(numel, (size_t)self->lane * part);
-    size_t bytes = fsdpc_min_size(part, numel - first) * element;
-    memcpy(op->there.data + (size_t)self->this_host * part * element,
-           op->here.data + first * element, bytes);
+    lane_part part = part_of(self, &op->work->op);
+    size_t element = fsdpc_dtype_bytes(wide(op->work->op.dtype)), bytes = part.numel * element;
     for (int h = 0; h < self->n_hosts; h++) {
         if (h == self->this_host)
             continue;
-        unsigned char *to = op->there.data + (size_t)h * part * element;
+        unsigned char *to = op->there.data + (size_t)h * part.bytes;
         FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, to, bytes));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + first * element, bytes));
+        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data + part.first * element, bytes));
     }
     return FSDPC_OK;
 }
 
-/* Adds the hosts' sums, which lie in `sums`, of `stride` elements a host: the last step. */
-static fsdpc_status add_hosts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
-                              const unsigned char *const *sums)
+/* Adds so many sums, of some hosts each, scales and rounds: the last step. */
+static fsdpc_status add_sums(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
+                             const unsigned char *const *sums, int n_sums)
 {
     fsdpc_coll last = op->work->op;
     fsdpc_stream inline_stream = {.device = self->base.device, .name = "hosts"};
@@ -285,9 +290,9 @@ static fsdpc_status add_hosts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op,
         size_t first, numel = fsdpc_coll_part(&last, &last.slices[i], self->base.rank, &first);
         if (numel == 0)
             continue;
-        for (int h = 0; h < self->n_hosts; h++)
-            srcs[h] = sums[h] + at * element;
-        FSDPC_TRY(fsdpc_coll_reduce_part(&last, &last.slices[i], srcs, self->n_hosts, stream));
+        for (int s = 0; s < n_sums; s++)
+            srcs[s] = sums[s] + at * element;
+        FSDPC_TRY(fsdpc_coll_reduce_part(&last, &last.slices[i], srcs, n_sums, stream));
         at += numel;
     }
     return FSDPC_OK;
@@ -301,42 +306,60 @@ static fsdpc_status finish_scatter(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     size_t mine = sums_for(self, coll, self->this_host) * element;
     for (int h = 0; h < self->this_host; h++)
         own += sums_for(self, coll, h) * element;
-    for (int h = 0; h < self->n_hosts; h++)
-        sums[h] = h == self->this_host ? op->here.data + own : op->there.data + (size_t)h * mine;
-    return add_hosts(self, op, sums);
+    for (int h = 0, came = 0; h < self->n_hosts; h++)
+        sums[h] =
+            h == self->this_host ? op->here.data + own : op->there.data + (size_t)came++ * mine;
+    return add_sums(self, op, sums, self->n_hosts);
 }
 
-/* The ranks of a host show each other what came, so that each has all sums of all hosts. */
+/* Where the sum of a part is once it was added: the place of this host's, which nothing came to. */
+static unsigned char *sum_of_part(const fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
+{
+    return op->there.data + (size_t)self->this_host * part_of(self, &op->work->op).bytes;
+}
+
+static fsdpc_status add_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
+{
+    fsdpc_dtype dtype = wide(op->work->op.dtype);
+    fsdpc_stream stream = {.device = self->base.device, .name = "hosts"};
+    lane_part part = part_of(self, &op->work->op);
+    const void *srcs[FSDPC_COLL_MAX_RANKS];
+    for (int h = 0; h < self->n_hosts; h++)
+        srcs[h] = h == self->this_host ? op->here.data + part.first * fsdpc_dtype_bytes(dtype)
+                                       : op->there.data + (size_t)h * part.bytes;
+    return fsdpc_flat_reduce(&(fsdpc_reduce_args){.srcs = srcs,
+                                                  .n_srcs = self->n_hosts,
+                                                  .dtype = dtype,
+                                                  .numel = part.numel,
+                                                  .scale = 1,
+                                                  .round_dtype = dtype,
+                                                  .out = sum_of_part(self, op),
+                                                  .out_dtype = dtype},
+                             &stream);
+}
+
+/* The ranks of a host show each other their parts, so that each has all sums over all hosts. */
 static fsdpc_status show_parts(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    size_t bytes =
-        part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype)) * (size_t)self->n_hosts;
+    FSDPC_TRY(add_parts(self, op));
+    if (self->n_lanes == 1)
+        return FSDPC_OK;
     return fsdpc_comm_post(self->later,
                            &(fsdpc_coll){.kind = FSDPC_COLL_ALL_GATHER,
                                          .unit = coll->unit,
                                          .what = coll->what,
                                          .dtype = FSDPC_U8,
-                                         .send = op->there.data,
+                                         .send = sum_of_part(self, op),
                                          .recv = op->all.data,
-                                         .numel = bytes},
+                                         .numel = part_of(self, coll).bytes},
                            &op->later);
 }
 
-/* `all` is [lane][host][part]; sums of a host are to lie in one piece. */
 static fsdpc_status finish_all(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
-    const fsdpc_coll *coll = &op->work->op;
-    const unsigned char *sums[FSDPC_COLL_MAX_RANKS];
-    size_t part = part_numel(self, coll) * fsdpc_dtype_bytes(wide(coll->dtype));
-    size_t hosts = (size_t)self->n_hosts, lanes = (size_t)self->n_lanes;
-    for (size_t h = 0; h < hosts; h++) {
-        for (size_t l = 0; l < lanes && lanes > 1; l++)
-            memcpy(op->there.data + (h * lanes + l) * part, op->all.data + (l * hosts + h) * part,
-                   part);
-        sums[h] = op->there.data + h * lanes * part;
-    }
-    return add_hosts(self, op, sums);
+    const unsigned char *sums = self->n_lanes == 1 ? sum_of_part(self, op) : op->all.data;
+    return add_sums(self, op, &sums, 1);
 }
 
 /* ---- Steps; FSDPC_IN_PROGRESS: not yet ---- */

@@ -338,7 +338,7 @@ class _Wires:
         if lanes == 1:
             inside = 0.0
         elif kind == "all_reduce" and hosts > 1:
-            inside += lanes * hosts * wide
+            inside += lanes * wide
         return self._crossing(group, crossing, inside)
 
     def _crossing(

@@ -115,7 +115,7 @@ def test_plan_of_uneven_units_on_hosts() -> None:
 
 
 def test_hosts_cost_what_the_docs_say() -> None:
-    """docs/hosts.md: 2 R / L beside each reduce buffer of R bytes, R (1 + 2 H) for replicas."""
+    """docs/hosts.md, What does it cost in memory?"""
     layer = nn.Linear(1024, 1024, bias=False)
     half = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)
     r = 4 * 1024 * 1024
@@ -127,10 +127,16 @@ def test_hosts_cost_what_the_docs_say() -> None:
             assert plan.for_hosts(h).for_device("cuda") == plan.for_device("cuda").for_hosts(h)
             return plan.for_hosts(h).reduce - plan.reduce
 
-        assert beside((1, ranks)) == beside((1, ranks), half) == 2 * r // lanes
-        assert beside((ranks, 1)) == beside((ranks, 1), half) == r * (1 + 2 * h)
+        assert beside((1, ranks)) == beside((1, ranks), half) == r // lanes * (2 * h - 1) // h
+        of_replicas = r * (1 + h) if lanes == 1 else r * 2 + r // lanes * h
+        assert beside((ranks, 1)) == beside((ranks, 1), half) == of_replicas
         if lanes > 1:  # shards inside a host: partials alone cross
-            assert beside((h, lanes)) == r // lanes * (1 + 2 * h)
+            assert beside((h, lanes)) == r // lanes * (1 + h)
+    with fsdpc.deferred_init():
+        model = Llama(fsdpc.models.preset("7B"))
+    for strategy, gibs in (("FULL_SHARD", ("1.24", "2.17")), ("NO_SHARD", ("1.24", "7.45"))):
+        plan = fsdpc.memory_plan(model, 8, strategy=strategy, mp_policy=half)
+        assert tuple(f"{plan.for_hosts(n).reduce / 2**30:.2f}" for n in (1, 2)) == gibs
     plan = fsdpc.memory_plan(layer, 8)
     assert str(plan.for_hosts(4)).endswith("on cpu, 4 hosts")
     with pytest.raises(ValueError, match="8 ranks on 3 hosts"):
