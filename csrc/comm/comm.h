@@ -9,12 +9,12 @@
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
  * epoch and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note
  * said CHANGED, write the own slices, publish, and wait for all publications before anything is
- * read.  docs/design/communication.md says why this order and no simpler one is safe.
+ * read.  Gathers are waited for before the next arrival: a transport may read the own slices, and
+ * write the others, until then.  docs/design/communication.md says why no simpler order is safe.
  *
  * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
- * would lie.  A gather there sends this rank's slices, as they lie in its
- * shard, from memory that fsdpc_wire_own gave, and receives the full, in memory that the caller has
- * for it.  It is waited for before the next arrival: peers write theirs after that.
+ * would lie.  A gather there sends this rank's slices, as they lie in its shard, from memory that
+ * fsdpc_wire_own gave, and receives the full, in memory that the caller has for it.
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->

@@ -79,6 +79,7 @@ void fsdpc_hosts_op_free(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
     room_free(self, &op->there);
     room_free(self, &op->all);
     free(op->slices);
+    free(op->rows);
     free(op->theirs);
     free(op->ops);
     free(op);

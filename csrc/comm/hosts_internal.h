@@ -65,7 +65,8 @@ typedef struct fsdpc_hosts_op {
     int n_ops;
     fsdpc_slice *slices;
     size_t n_slices;
-    size_t done_numel; /* of values: elements of earlier rounds */
+    fsdpc_link_run *rows; /* of a gather, in the wire: of each host and slice */
+    size_t done_numel;    /* of values: elements of earlier rounds */
     fsdpc_hosts_room here, there, all;
 } fsdpc_hosts_op;
 

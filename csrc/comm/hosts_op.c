@@ -12,6 +12,12 @@
  *     values          hosts_values.c
  *     agree_only      headers cross, and nothing else
  *
+ * Rows go from the wire and into it where the link takes runs.  That is safe from the post on.  All
+ * reads of the wire in earlier epochs are over when a rank goes on from an epoch, and a rank has
+ * completed its gathers before it arrives in the next one: so own rows are not written while the
+ * link reads them.  Rows of another host's rank are written by its lane here alone, and no rank of
+ * the host reads them before the lanes have met.
+ *
  * Sums.  Ranks of a host follow each other, so adding hosts' sums as a pairwise tree is the tree
  * over all ranks if a host has a power of two of them: the bits of one host.  Sums travel in fp32,
  * or fp64 for that, and are scaled and rounded once, at the end.
@@ -44,59 +50,71 @@ static fsdpc_dtype wide(fsdpc_dtype dtype)
 
 /* ---- Gathers ---- */
 
-/* Whether another host's rank has rows of a slice, and where. */
-static size_t rows_of(const fsdpc_coll *coll, size_t i, int rank, size_t *at_out)
+/* Where the rows of this lane of a host lie in the wire; their bytes. */
+static size_t rows_of(const fsdpc_hosts_comm *self, const fsdpc_coll *coll, int host,
+                      fsdpc_link_run *rows)
 {
-    size_t first, numel = fsdpc_coll_part(coll, &coll->slices[i], rank, &first);
-    size_t element = fsdpc_dtype_bytes(coll->dtype);
-    *at_out = coll->offset + first * element;
-    return numel * element;
+    size_t element = fsdpc_dtype_bytes(coll->dtype), first, bytes = 0;
+    for (size_t i = 0; i < coll->n_slices; i++) {
+        size_t numel =
+            fsdpc_coll_part(coll, &coll->slices[i], host * self->n_lanes + self->lane, &first);
+        rows[i].data = coll->wire->write + coll->offset + first * element;
+        rows[i].bytes = numel * element;
+        bytes += rows[i].bytes;
+    }
+    return bytes;
 }
 
+/* Own rows from where they lie, theirs to where they belong; by way of `here` and `there` if the
+ * link takes no runs. */
 static fsdpc_status cross_rows(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;
-    unsigned char *memory = coll->wire->write;
-    size_t at, sent = 0;
-    for (size_t i = 0; i < coll->n_slices; i++)
-        sent += rows_of(coll, i, self->base.rank, &at);
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, sent));
-    sent = 0;
-    for (size_t i = 0; i < coll->n_slices; i++) {
-        size_t bytes = rows_of(coll, i, self->base.rank, &at);
-        memcpy(op->here.data + sent, memory + at, bytes);
-        sent += bytes;
-    }
-    size_t all = 0;
+    size_t n = coll->n_slices, sizes[FSDPC_COLL_MAX_RANKS], all = 0, at = 0;
+    fsdpc_link_run *rows = realloc(op->rows, (n * (size_t)self->n_hosts + 1) * sizeof *rows);
+    if (!rows)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %zu slices", n);
+    op->rows = rows;
     for (int h = 0; h < self->n_hosts; h++)
-        for (size_t i = 0; h != self->this_host && i < coll->n_slices; i++)
-            all += rows_of(coll, i, h * self->n_lanes + self->lane, &at);
-    FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->there, all));
-    all = 0;
+        all += sizes[h] = rows_of(self, coll, h, rows + (size_t)h * n);
+    const bool packs = !self->link->takes_runs;
+    const size_t n_runs = packs ? 1 : n;
+    const uint32_t tag = fsdpc_hosts_tag(self, op->sequence, 1);
+    fsdpc_link_run own = {.bytes = sizes[self->this_host]}, theirs;
+    const fsdpc_link_run *from = rows + (size_t)self->this_host * n;
+    if (packs) {
+        FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->here, own.bytes));
+        FSDPC_TRY(fsdpc_hosts_room_for(self, FSDPC_MEM_OTHER, &op->there, all - own.bytes));
+        own.data = op->here.data;
+        for (size_t i = 0; i < n; at += from[i++].bytes)
+            memcpy(own.data + at, from[i].data, from[i].bytes);
+        from = &own;
+    }
+    at = 0;
     for (int h = 0; h < self->n_hosts; h++) {
-        size_t bytes = 0;
         if (h == self->this_host)
             continue;
-        for (size_t i = 0; i < coll->n_slices; i++)
-            bytes += rows_of(coll, i, h * self->n_lanes + self->lane, &at);
-        FSDPC_TRY(fsdpc_hosts_receive(self, op, h, 1, op->there.data + all, bytes));
-        FSDPC_TRY(fsdpc_hosts_send(self, op, h, 1, op->here.data, sent));
-        all += bytes;
+        theirs = (fsdpc_link_run){packs ? op->there.data + at : NULL, sizes[h]};
+        at += sizes[h];
+        FSDPC_TRY(fsdpc_link_post_runs(self->link, false, self->peers[h], tag,
+                                       packs ? &theirs : rows + (size_t)h * n, n_runs,
+                                       &op->ops[op->n_ops++]));
+        FSDPC_TRY(fsdpc_link_post_runs(self->link, true, self->peers[h], tag, from, n_runs,
+                                       &op->ops[op->n_ops++]));
     }
     return FSDPC_OK;
 }
 
-/* What came, into the full. */
+/* What came, into the full, if it does not lie there. */
 static void place_rows(fsdpc_hosts_comm *self, const fsdpc_hosts_op *op)
 {
-    const fsdpc_coll *coll = &op->work->op;
     const unsigned char *from = op->there.data;
-    for (int h = 0; h < self->n_hosts; h++) {
-        for (size_t i = 0; h != self->this_host && i < coll->n_slices; i++) {
-            size_t at, bytes = rows_of(coll, i, h * self->n_lanes + self->lane, &at);
-            memcpy(coll->wire->write + at, from, bytes);
-            from += bytes;
-        }
+    size_t n = op->work->op.n_slices;
+    for (size_t i = 0; !self->link->takes_runs && i < n * (size_t)self->n_hosts; i++) {
+        if (i / n == (size_t)self->this_host)
+            continue;
+        memcpy(op->rows[i].data, from, op->rows[i].bytes);
+        from += op->rows[i].bytes;
     }
 }
 

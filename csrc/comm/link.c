@@ -1,8 +1,6 @@
 /* What every link shares: an operation's storage, and counts. */
 #include "comm/link.h"
 
-#include <string.h>
-
 fsdpc_status fsdpc_link_health(const fsdpc_link *link)
 {
     if (!atomic_load_explicit(&link->failed, memory_order_acquire))
@@ -10,43 +8,54 @@ fsdpc_status fsdpc_link_health(const fsdpc_link *link)
     return fsdpc_fail(FSDPC_ERR_PEER, "%s", link->poison);
 }
 
-static fsdpc_status post(fsdpc_link *link, bool sends, int peer, uint32_t tag, void *data,
-                         size_t bytes, fsdpc_link_op *op)
+static fsdpc_status post(fsdpc_link *link, const fsdpc_link_op *wanted, fsdpc_link_op *op)
 {
+    const int peer = wanted->peer;
+    const uint32_t tag = wanted->tag;
     FSDPC_TRY(fsdpc_link_health(link));
     if (peer < 0 || peer >= link->size || peer == link->rank || tag >= link->tags)
         return fsdpc_fail(FSDPC_ERR_INTERNAL, "rank %d of a link of %d %s rank %d, tag %u of %u",
-                          link->rank, link->size, sends ? "sends to" : "receives from", peer, tag,
-                          link->tags);
+                          link->rank, link->size, wanted->sends ? "sends to" : "receives from",
+                          peer, tag, link->tags);
     if (op->link)
         return fsdpc_fail(FSDPC_ERR_INTERNAL, "an operation of a link is posted twice");
-    memset(op, 0, sizeof *op);
+    *op = *wanted;
     op->link = link;
-    op->sends = sends;
-    op->peer = peer;
-    op->tag = tag;
-    op->data = data;
-    op->bytes = bytes;
     fsdpc_status status = link->ops->post(op);
     if (status != FSDPC_OK)
         op->link = NULL;
-    else if (sends)
-        atomic_fetch_add_explicit(&link->sent_bytes, bytes, memory_order_relaxed);
     else
-        atomic_fetch_add_explicit(&link->received_bytes, bytes, memory_order_relaxed);
+        atomic_fetch_add_explicit(wanted->sends ? &link->sent_bytes : &link->received_bytes,
+                                  wanted->bytes, memory_order_relaxed);
     return status;
 }
 
 fsdpc_status fsdpc_link_send(fsdpc_link *link, int peer, uint32_t tag, const void *data,
                              size_t bytes, fsdpc_link_op *op)
 {
-    return post(link, true, peer, tag, (void *)data, bytes, op);
+    return post(link,
+                &(fsdpc_link_op){
+                    .sends = true, .peer = peer, .tag = tag, .data = (void *)data, .bytes = bytes},
+                op);
 }
 
 fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *data, size_t bytes,
                                 fsdpc_link_op *op)
 {
-    return post(link, false, peer, tag, data, bytes, op);
+    return post(link, &(fsdpc_link_op){.peer = peer, .tag = tag, .data = data, .bytes = bytes}, op);
+}
+
+fsdpc_status fsdpc_link_post_runs(fsdpc_link *link, bool sends, int peer, uint32_t tag,
+                                  const fsdpc_link_run *runs, size_t n_runs, fsdpc_link_op *op)
+{
+    fsdpc_link_op wanted = {.sends = sends, .peer = peer, .tag = tag, .n_runs = n_runs};
+    for (size_t i = 0; i < n_runs; i++)
+        wanted.bytes += runs[i].bytes;
+    if (n_runs == 1)
+        wanted.data = runs->data;
+    else
+        wanted.runs = runs;
+    return post(link, &wanted, op);
 }
 
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op)

@@ -12,6 +12,7 @@
  * and one tag arrive in the order in which they were sent; others may pass each other.  A receive
  * may be posted before or after its send.  A message of another size than its receive is an error
  * on the receiving side, and never written beyond the memory given.  0 bytes are a message.
+ * Where a link takes runs, the memory of either side may lie in several.
  *
  * Operations.  fsdpc_link_op is the caller's storage, zeroed before its first use; a post allocates
  * nothing that grows with bytes.  Storage and memory belong to the link until test says that the
@@ -19,7 +20,7 @@
  * received it.
  *
  * Threads.  Any thread posts, and tests what it has posted: groups that are set apart have one of
- * their own.  A link may have a thread too; it calls `wake` when a receive is done, so that whoever
+ * their own.  A link may have a thread too; it calls `wake` when one is done, so that whoever
  * sleeps looks again.  Links without one move bytes inside `progress` alone, which every poll calls,
  * and are one thread's.
  *
@@ -40,6 +41,11 @@
 
 typedef struct fsdpc_link fsdpc_link;
 
+typedef struct fsdpc_link_run {
+    unsigned char *data;
+    size_t bytes;
+} fsdpc_link_run;
+
 typedef struct fsdpc_link_op {
     fsdpc_link *link; /* NULL: idle storage */
     bool sends;
@@ -47,6 +53,9 @@ typedef struct fsdpc_link_op {
     uint32_t tag;
     unsigned char *data;
     size_t bytes;
+    const fsdpc_link_run
+        *runs; /* instead of data; the caller's as long as the memory is the link's */
+    size_t n_runs;
     /* The implementation's: */
     _Atomic int state; /* 0 when done */
     fsdpc_status status;
@@ -75,6 +84,7 @@ typedef struct fsdpc_link_ops {
 struct fsdpc_link {
     const fsdpc_link_ops *ops;
     int rank, size;
+    bool takes_runs;
     uint32_t tags;                               /* tags are below this; at least 1 << 15 */
     _Atomic uint64_t sent_bytes, received_bytes; /* of messages posted; relaxed: counts alone */
     void (*wake)(void *arg);                     /* the implementation's, by set_wake */
@@ -92,6 +102,9 @@ fsdpc_status fsdpc_link_send(fsdpc_link *link, int peer, uint32_t tag, const voi
                              size_t bytes, fsdpc_link_op *op);
 fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *data, size_t bytes,
                                 fsdpc_link_op *op);
+/* A send or a receive of memory in runs; a link that takes none takes one. */
+fsdpc_status fsdpc_link_post_runs(fsdpc_link *link, bool sends, int peer, uint32_t tag,
+                                  const fsdpc_link_run *runs, size_t n_runs, fsdpc_link_op *op);
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op); /* idle storage is done */
 /* What a receive from a rank that has left fails with. */
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op);

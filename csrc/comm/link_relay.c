@@ -1,12 +1,17 @@
-/* Two lists of messages and one of receives, under one lock.
+/* Lists of operations under one lock: sends to be carried, receives that wait, messages that came
+ * early.
  *
- * A message is matched with the oldest receive of its peer and tag, when either comes second.  The
- * copy happens under the lock: links carry a network's worth of bytes, and memory is much faster.
+ * Copies.  A message is copied once on each side: from a send's memory into the room of the carrier
+ * that takes it, which ends the send, and from a carrier's room into the memory of its receive.
+ * Small sends are copied, and done, when they are posted.  A large message that comes before its
+ * receive keeps its room, and the carrier makes another.  Copies happen under the lock: links carry a
+ * network's worth of bytes, and memory is much faster.  So nobody reads or writes memory of
+ * operations behind an abort's back.
  *
- * Closing and aborting keep what is in the outbox, since a send that was posted is done: peers count
- * on it.  The takers get the rest, and then the end.  What an abort was for goes behind the rest, to
- * every peer that this rank has had to do with: a peer that waits for a message which will not come
- * learns why.
+ * Closing keeps what is in the outbox; an abort keeps what was done, since peers count on it, and
+ * drops other sends.  The takers get the rest, and then the end.  What an abort was for goes behind
+ * the rest, to every peer that this rank has had to do with: a peer that waits for a message which
+ * will not come learns why.
  *
  * The end.  A rank sends each peer it has had to do with one last message: that it left, the reason
  * of an abort, or, if the peer was first, that it heard of that.  So a carrier that has brought
@@ -20,8 +25,12 @@
 #include <string.h>
 #include <time.h>
 
+/* KEPT, in `request`: an operation of the relay's own, a send that is done or a message that came
+ * early.  Its memory goes with it. */
+enum { SMALL = 4096, KEPT = 1 };
+
 typedef struct list {
-    fsdpc_message *first, **end;
+    fsdpc_link_op *first, **end;
 } list;
 
 static const uint32_t NEWS = UINT32_MAX;      /* tag of an abort's reason */
@@ -30,13 +39,12 @@ static const uint32_t HEARD = UINT32_MAX - 2; /* of the answer to either */
 
 typedef struct relay {
     fsdpc_link base;
-    bool *met;   /* peers that something was posted for */
+    bool *met;   /* peers that something was posted for; begins the memory of all three */
     bool *told;  /* peers to whom the last message is on its way */
     bool *heard; /* peers whose last message has come */
     pthread_mutex_t lock;
     pthread_cond_t news; /* for takers */
-    list outbox, early;  /* to be carried; brought before their receive was posted */
-    fsdpc_link_op *receives, **last_receive;
+    list outbox, early, receives;
     bool closed;
     _Atomic int refs; /* the link's user, and its carriers */
 } relay;
@@ -48,51 +56,108 @@ static bool failed(const relay *self)
     return atomic_load_explicit(&self->base.failed, memory_order_acquire);
 }
 
-static void push(list *l, fsdpc_message *message)
+static void push(list *l, fsdpc_link_op *op)
 {
-    message->next = NULL;
-    *l->end = message;
-    l->end = &message->next;
+    op->next = NULL;
+    *l->end = op;
+    l->end = &op->next;
+}
+
+/* Removes what stands at this place of a list. */
+static fsdpc_link_op *take_out(list *l, fsdpc_link_op **at)
+{
+    fsdpc_link_op *op = *at;
+    *at = op->next;
+    if (!*at)
+        l->end = at;
+    return op;
+}
+
+/* Removes the oldest of this peer and tag; NULL: there is none. */
+static fsdpc_link_op *pull(list *l, int peer, uint32_t tag)
+{
+    for (fsdpc_link_op **at = &l->first; *at; at = &(*at)->next) {
+        if ((*at)->peer == peer && (*at)->tag == tag)
+            return take_out(l, at);
+    }
+    return NULL;
+}
+
+static void end_op(fsdpc_link_op *op, fsdpc_status status)
+{
+    op->status = status;
+    /* release: the bytes come before; acquire in test. */
+    atomic_store_explicit(&op->state, 0, memory_order_release);
+}
+
+/* ---- Copies ---- */
+
+fsdpc_status fsdpc_message_reserve(fsdpc_message *message, size_t bytes)
+{
+    if (message->data && message->room >= bytes)
+        return FSDPC_OK;
+    fsdpc_message_free(message);
+    message->data = malloc(bytes);
+    if (!message->data)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message of %zu bytes to another host",
+                          bytes);
+    message->room = bytes;
+    return FSDPC_OK;
+}
+
+void fsdpc_message_free(fsdpc_message *message)
+{
+    free(message->data);
+    message->data = NULL;
+    message->room = 0;
+}
+
+/* Between an operation's memory and a room: to the room if it sends. */
+static void copy(const fsdpc_link_op *op, unsigned char *room)
+{
+    const fsdpc_link_run whole = {op->data, op->bytes}, *runs = op->runs ? op->runs : &whole;
+    for (size_t i = 0; i < (op->runs ? op->n_runs : 1); room += runs[i++].bytes) {
+        if (runs[i].bytes > 0)
+            memcpy(op->sends ? room : runs[i].data, op->sends ? runs[i].data : room, runs[i].bytes);
+    }
+}
+
+/* An operation of the relay's own, which takes a room over; NULL: no memory. */
+static fsdpc_link_op *keep(const fsdpc_message *message)
+{
+    fsdpc_link_op *op = calloc(1, sizeof *op);
+    if (!op)
+        return NULL;
+    *op = (fsdpc_link_op){.sends = true, .peer = message->peer, .tag = message->tag};
+    op->data = message->data;
+    op->bytes = message->bytes;
+    op->request = KEPT;
+    return op;
+}
+
+/* The same with a copy of a send's bytes. */
+static fsdpc_link_op *keep_copy(const fsdpc_link_op *send)
+{
+    fsdpc_message copied = {.peer = send->peer, .tag = send->tag, .bytes = send->bytes};
+    if (fsdpc_message_reserve(&copied, send->bytes) != FSDPC_OK)
+        return NULL;
+    copy(send, copied.data);
+    fsdpc_link_op *op = keep(&copied);
+    if (!op)
+        fsdpc_message_free(&copied);
+    return op;
+}
+
+static void drop(fsdpc_link_op *op)
+{
+    free(op->data);
+    free(op);
 }
 
 static void drop_all(list *l)
 {
-    for (fsdpc_message *message = l->first, *next; message; message = next) {
-        next = message->next;
-        fsdpc_message_free(message);
-    }
-    *l = (list){.end = &l->first};
-}
-
-/* ---- Matching; under the lock ---- */
-
-/* Removes the oldest message of this peer and tag; NULL: there is none. */
-static fsdpc_message *pull(list *l, int peer, uint32_t tag)
-{
-    for (fsdpc_message **at = &l->first; *at; at = &(*at)->next) {
-        fsdpc_message *message = *at;
-        if (message->peer != peer || message->tag != tag)
-            continue;
-        *at = message->next;
-        if (!*at)
-            l->end = at;
-        return message;
-    }
-    return NULL;
-}
-
-static fsdpc_link_op *pull_receive(relay *self, int peer, uint32_t tag)
-{
-    for (fsdpc_link_op **at = &self->receives; *at; at = &(*at)->next) {
-        fsdpc_link_op *op = *at;
-        if (op->peer != peer || op->tag != tag)
-            continue;
-        *at = op->next;
-        if (!*at)
-            self->last_receive = at;
-        return op;
-    }
-    return NULL;
+    while (l->first)
+        drop(take_out(l, &l->first));
 }
 
 static void wake(const fsdpc_link *link)
@@ -101,15 +166,13 @@ static void wake(const fsdpc_link *link)
         link->wake(link->wake_arg);
 }
 
-static void receive(fsdpc_link_op *op, fsdpc_message *message)
+/* A message to its receive. */
+static void receive(fsdpc_link_op *op, unsigned char *data, size_t bytes)
 {
-    op->moved = message->bytes;
-    op->status = message->bytes == op->bytes ? FSDPC_OK : FSDPC_ERR_MISMATCH;
-    if (op->status == FSDPC_OK && op->bytes > 0)
-        memcpy(op->data, message->data, op->bytes);
-    fsdpc_message_free(message);
-    /* release: the bytes come before; acquire in test. */
-    atomic_store_explicit(&op->state, 0, memory_order_release);
+    op->moved = bytes;
+    if (bytes == op->bytes)
+        copy(op, data);
+    end_op(op, bytes == op->bytes ? FSDPC_OK : FSDPC_ERR_MISMATCH);
 }
 
 /* ---- The link's side ---- */
@@ -117,32 +180,29 @@ static void receive(fsdpc_link_op *op, fsdpc_message *message)
 static fsdpc_status post(fsdpc_link_op *op)
 {
     relay *self = (relay *)op->link;
-    fsdpc_message *message = NULL;
+    fsdpc_link_op *sent = op, *early;
     const bool sends = op->sends;
-    if (sends) {
-        FSDPC_TRY(fsdpc_message_create(op->peer, op->tag, op->bytes, &message));
-        if (op->bytes > 0)
-            memcpy(message->data, op->data, op->bytes);
-    }
+    if (sends && op->bytes <= SMALL && !(sent = keep_copy(op)))
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message to another host");
     op->status = FSDPC_OK;
-    op->next = NULL;
-    atomic_store_explicit(&op->state, !sends, memory_order_relaxed);
+    atomic_store_explicit(&op->state, sent == op, memory_order_relaxed);
     pthread_mutex_lock(&self->lock);
     bool over = self->closed || failed(self);
     self->met[op->peer] = true;
     if (over || (sends && self->told[op->peer])) {
-        fsdpc_message_free(message);
+        end_op(op, FSDPC_OK);
+        if (sent != op)
+            drop(sent);
     } else if (sends) {
-        push(&self->outbox, message);
+        push(&self->outbox, sent);
         pthread_cond_signal(&self->news);
-    } else if ((message = pull(&self->early, op->peer, op->tag))) {
-        receive(op, message);
+    } else if ((early = pull(&self->early, op->peer, op->tag))) {
+        receive(op, early->data, early->bytes);
+        drop(early);
     } else if (self->heard[op->peer]) {
-        op->status = FSDPC_ERR_PEER;
-        atomic_store_explicit(&op->state, 0, memory_order_relaxed);
+        end_op(op, FSDPC_ERR_PEER);
     } else {
-        *self->last_receive = op;
-        self->last_receive = &op->next;
+        push(&self->receives, op);
     }
     pthread_mutex_unlock(&self->lock);
     return over ? fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed: %s",
@@ -164,15 +224,26 @@ static fsdpc_status test(fsdpc_link_op *op)
     return fsdpc_link_left(op);
 }
 
+/* Operations of the user's with a rank, or with all (-1), fail and leave the list. */
+static void give_up(list *l, int peer)
+{
+    for (fsdpc_link_op **at = &l->first; *at;) {
+        if ((*at)->request != KEPT && (peer < 0 || (*at)->peer == peer))
+            end_op(take_out(l, at), FSDPC_ERR_PEER);
+        else
+            at = &(*at)->next;
+    }
+}
+
 /* The last message to a peer, unless it was sent one. */
 static void tell(relay *self, int peer, uint32_t tag, const char *text)
 {
-    fsdpc_message *message = NULL;
-    if (!self->met[peer] || self->told[peer] ||
-        fsdpc_message_create(peer, tag, strlen(text), &message))
+    fsdpc_link_op send = {.sends = true, .peer = peer, .tag = tag}, *last;
+    send.data = (unsigned char *)text;
+    send.bytes = strlen(text);
+    if (!self->met[peer] || self->told[peer] || !(last = keep_copy(&send)))
         return;
-    memcpy(message->data, text, message->bytes);
-    push(&self->outbox, message);
+    push(&self->outbox, last);
     self->told[peer] = true;
 }
 
@@ -180,23 +251,6 @@ static void tell_peers(relay *self, uint32_t tag, const char *text)
 {
     for (int peer = 0; peer < self->base.size; peer++)
         tell(self, peer, tag, text);
-}
-
-/* Receives from a rank, or from all (-1), fail: nothing will answer them. */
-static void give_up(relay *self, int peer)
-{
-    self->last_receive = &self->receives;
-    for (fsdpc_link_op *op = self->receives, *next; op; op = next) {
-        next = op->next;
-        if (peer >= 0 && op->peer != peer) {
-            *self->last_receive = op;
-            self->last_receive = &op->next;
-            continue;
-        }
-        op->status = FSDPC_ERR_PEER;
-        atomic_store_explicit(&op->state, 0, memory_order_release);
-    }
-    *self->last_receive = NULL;
 }
 
 static void leave_relay(fsdpc_link *link)
@@ -218,7 +272,8 @@ static void fail(relay *self, const char *reason)
         atomic_store_explicit(&link->failed, true, memory_order_release);
         tell_peers(self, NEWS, link->poison);
     }
-    give_up(self, -1);
+    give_up(&self->outbox, -1);
+    give_up(&self->receives, -1);
     drop_all(&self->early);
     pthread_cond_broadcast(&self->news);
     wake(link);
@@ -251,7 +306,12 @@ static void destroy(fsdpc_link *link)
 {
     relay *self = (relay *)link;
     set_wake(link, NULL, NULL);
-    fsdpc_link_relay_close(link);
+    pthread_mutex_lock(&self->lock);
+    self->closed = true;
+    give_up(&self->outbox, -1);
+    give_up(&self->receives, -1);
+    pthread_cond_broadcast(&self->news);
+    pthread_mutex_unlock(&self->lock);
     /* acq_rel: whoever goes last sees all that the others did. */
     if (atomic_fetch_sub_explicit(&self->refs, 1, memory_order_acq_rel) > 1)
         return;
@@ -260,28 +320,10 @@ static void destroy(fsdpc_link *link)
     pthread_cond_destroy(&self->news);
     pthread_mutex_destroy(&self->lock);
     free(self->met);
-    free(self->told);
-    free(self->heard);
     free(self);
 }
 
 /* ---- The carriers' side ---- */
-
-fsdpc_status fsdpc_message_create(int peer, uint32_t tag, size_t bytes, fsdpc_message **out)
-{
-    fsdpc_message *message = malloc(sizeof *message + bytes);
-    if (!message)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a message of %zu bytes to another host",
-                          bytes);
-    *message = (fsdpc_message){.peer = peer, .tag = tag, .bytes = bytes};
-    *out = message;
-    return FSDPC_OK;
-}
-
-void fsdpc_message_free(fsdpc_message *message)
-{
-    free(message);
-}
 
 static struct timespec later(int64_t ns)
 {
@@ -298,7 +340,25 @@ void fsdpc_link_relay_retain(fsdpc_link *link)
     atomic_fetch_add_explicit(&((relay *)link)->refs, 1, memory_order_relaxed);
 }
 
-fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message **out)
+/* The first of the outbox, to the room of a carrier; under the lock. */
+static fsdpc_status hand_over(relay *self, fsdpc_message *out)
+{
+    FSDPC_TRY(fsdpc_message_reserve(out, self->outbox.first->bytes));
+    fsdpc_link_op *op = take_out(&self->outbox, &self->outbox.first);
+    out->peer = op->peer;
+    out->tag = op->tag;
+    out->bytes = op->bytes;
+    copy(op, out->data);
+    if (op->request == KEPT) {
+        drop(op);
+    } else {
+        end_op(op, FSDPC_OK);
+        wake(&self->base);
+    }
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_message *message)
 {
     relay *self = (relay *)link;
     const struct timespec until = later(max_ns);
@@ -306,19 +366,13 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
     pthread_mutex_lock(&self->lock);
     while (!self->outbox.first && !self->closed && !failed(self) && waited == 0)
         waited = pthread_cond_timedwait(&self->news, &self->lock, &until);
-    fsdpc_message *message = self->outbox.first;
-    if (message) {
-        self->outbox.first = message->next;
-        if (!message->next)
-            self->outbox.end = &self->outbox.first;
-    }
-    bool over = self->closed || failed(self);
+    fsdpc_status status = FSDPC_IN_PROGRESS;
+    if (self->outbox.first)
+        status = hand_over(self, message);
+    else if (self->closed || failed(self))
+        status = fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed");
     pthread_mutex_unlock(&self->lock);
-    *out = message;
-    if (message)
-        return FSDPC_OK;
-    return over ? fsdpc_fail(FSDPC_ERR_PEER, "the link to other hosts is closed")
-                : FSDPC_IN_PROGRESS;
+    return status;
 }
 
 static void hear_reason(relay *self, const fsdpc_message *message)
@@ -333,7 +387,7 @@ static void hear_reason(relay *self, const fsdpc_message *message)
 
 /* A peer's last message; whether there are peers left who have not sent theirs.  Under one lock: a
  * receive that is posted meanwhile must find the reason, not that the peer is gone. */
-static bool hear_last(relay *self, fsdpc_message *message)
+static bool hear_last(relay *self, const fsdpc_message *message)
 {
     pthread_mutex_lock(&self->lock);
     self->heard[message->peer] = true;
@@ -342,15 +396,27 @@ static bool hear_last(relay *self, fsdpc_message *message)
     if (message->tag == NEWS) {
         hear_reason(self, message);
     } else {
-        give_up(self, message->peer);
+        give_up(&self->receives, message->peer);
         wake(&self->base);
     }
     bool others = false;
     for (int peer = 0; peer < self->base.size; peer++)
         others |= self->met[peer] && !self->heard[peer];
     pthread_mutex_unlock(&self->lock);
-    fsdpc_message_free(message);
     return others;
+}
+
+/* A message without a receive: a small one is copied, another keeps its room. */
+static fsdpc_link_op *keep_early(fsdpc_message *message)
+{
+    fsdpc_link_op small = {.sends = true, .peer = message->peer, .tag = message->tag}, *early;
+    small.data = message->data;
+    small.bytes = message->bytes;
+    if (message->bytes <= SMALL)
+        return keep_copy(&small);
+    if ((early = keep(message)))
+        *message = (fsdpc_message){0};
+    return early;
 }
 
 bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
@@ -359,15 +425,15 @@ bool fsdpc_link_relay_deliver(fsdpc_link *link, fsdpc_message *message)
     if (message->tag >= HEARD)
         return hear_last(self, message);
     pthread_mutex_lock(&self->lock);
-    fsdpc_link_op *op = pull_receive(self, message->peer, message->tag);
-    if (op)
-        receive(op, message);
-    else if (failed(self))
-        fsdpc_message_free(message);
-    else
-        push(&self->early, message);
-    if (op)
+    fsdpc_link_op *op = pull(&self->receives, message->peer, message->tag), *early;
+    if (op) {
+        receive(op, message->data, message->bytes);
         wake(link);
+    } else if (!failed(self) && (early = keep_early(message))) {
+        push(&self->early, early);
+    } else {
+        fail(self, "no memory for a message of another host"); /* or it has failed already */
+    }
     pthread_mutex_unlock(&self->lock);
     return true;
 }
@@ -397,23 +463,21 @@ static const fsdpc_link_ops relay_ops = {
 fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out)
 {
     relay *self = calloc(1, sizeof *self);
-    bool *met = calloc((size_t)size, 1), *told = calloc((size_t)size, 1);
-    bool *heard = calloc((size_t)size, 1);
-    if (!self || !met || !told || !heard) {
+    bool *met = calloc(3 * (size_t)size, 1);
+    if (!self || !met) {
         free(self);
         free(met);
-        free(told);
-        free(heard);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
     }
-    self->base = (fsdpc_link){.ops = &relay_ops, .rank = rank, .size = size, .tags = HEARD};
+    self->base = (fsdpc_link){
+        .ops = &relay_ops, .rank = rank, .size = size, .takes_runs = true, .tags = HEARD};
     self->met = met;
-    self->told = told;
-    self->heard = heard;
+    self->told = met + size;
+    self->heard = met + 2 * (size_t)size;
     self->refs = 1;
     self->outbox.end = &self->outbox.first;
     self->early.end = &self->early.first;
-    self->last_receive = &self->receives;
+    self->receives.end = &self->receives.first;
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);

@@ -1,20 +1,19 @@
 /* Link: what carries bytes between hosts, as Python sees it.
  *
- * A relay's messages are carried by Python threads: they take what is to be sent, and deliver what
- * came.  Both leave the GIL while they wait or copy.  Other links are a plugin's and carry their
- * own.  A communicator of several hosts takes the link over; the object of a relay stays for the
- * carriers.
+ * A relay's messages are carried by two Python threads: one takes what is to be sent, one delivers
+ * what came.  Both leave the GIL while they wait or copy, and each has a room of its own here, of
+ * which it sees views.  Other links are a plugin's and carry their own.  A communicator of several
+ * hosts takes the link over; the object of a relay stays for the carriers.
  */
 #include "py/py_link.h"
-
-#include <string.h>
 
 #include "plugin/plugin.h"
 
 typedef struct py_link {
     PyObject_HEAD fsdpc_link *link;
     bool relay;
-    bool given; /* to a communicator */
+    bool given;               /* to a communicator */
+    fsdpc_message sent, came; /* in the carriers' hands */
 } py_link;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_link **out)
@@ -53,9 +52,11 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void link_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    const py_link *self = (py_link *)object;
+    py_link *self = (py_link *)object;
     if (self->relay || !self->given)
         fsdpc_link_destroy(self->link);
+    fsdpc_message_free(&self->sent);
+    fsdpc_message_free(&self->came);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -87,52 +88,49 @@ static fsdpc_link *relay_of(PyObject *object)
     return self->relay ? self->link : NULL;
 }
 
+static PyObject *view_of(const fsdpc_message *message)
+{
+    return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
+}
+
 static PyObject *link_take(PyObject *object, PyObject *arg)
 {
     fsdpc_link *link = relay_of(object);
     double seconds = PyFloat_AsDouble(arg);
     if (!link || (seconds == -1 && PyErr_Occurred()))
         return NULL;
-    fsdpc_message *message;
+    fsdpc_message *message = &((py_link *)object)->sent;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = fsdpc_link_relay_take(link, (int64_t)(seconds * 1e9), &message));
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_link_relay_take(link, (int64_t)(seconds * 1e9), message));
     if (status == FSDPC_IN_PROGRESS)
         Py_RETURN_NONE;
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    PyObject *data = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)message->bytes);
-    if (data) {
-        char *to = PyByteArray_AS_STRING(data);
-        Py_BEGIN_ALLOW_THREADS;
-        memcpy(to, message->data, message->bytes);
-        Py_END_ALLOW_THREADS;
-    }
-    PyObject *result =
-        data ? Py_BuildValue("iIN", message->peer, (unsigned)message->tag, data) : NULL;
-    fsdpc_message_free(message);
-    return result;
+    return Py_BuildValue("iIN", message->peer, (unsigned)message->tag, view_of(message));
+}
+
+static PyObject *link_room(PyObject *object, PyObject *arg)
+{
+    fsdpc_link *link = relay_of(object);
+    size_t bytes = PyLong_AsSize_t(arg);
+    if (!link || (bytes == (size_t)-1 && PyErr_Occurred()))
+        return NULL;
+    fsdpc_message *message = &((py_link *)object)->came;
+    fsdpc_status status = fsdpc_message_reserve(message, bytes);
+    message->bytes = status == FSDPC_OK ? bytes : 0;
+    return status == FSDPC_OK ? view_of(message) : fsdpc_py_raise(status);
 }
 
 static PyObject *link_deliver(PyObject *object, PyObject *args)
 {
     fsdpc_link *link = relay_of(object);
-    int peer;
-    unsigned tag;
-    Py_buffer view;
-    if (!link || !PyArg_ParseTuple(args, "iIy*", &peer, &tag, &view))
+    fsdpc_message *message = &((py_link *)object)->came;
+    bool goes_on;
+    if (!link || !PyArg_ParseTuple(args, "iI", &message->peer, &message->tag))
         return NULL;
-    fsdpc_message *message;
-    fsdpc_status status;
-    bool goes_on = false;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_message_create(peer, tag, (size_t)view.len, &message);
-    if (status == FSDPC_OK) {
-        memcpy(message->data, view.buf, (size_t)view.len);
-        goes_on = fsdpc_link_relay_deliver(link, message);
-    }
-    Py_END_ALLOW_THREADS;
-    PyBuffer_Release(&view);
-    return status == FSDPC_OK ? PyBool_FromLong(goes_on) : fsdpc_py_raise(status);
+    FSDPC_PY_WITHOUT_GIL(goes_on = fsdpc_link_relay_deliver(link, message));
+    message->bytes = 0; /* until there is room for another */
+    return PyBool_FromLong(goes_on);
 }
 
 static PyObject *link_abort(PyObject *object, PyObject *arg)
@@ -165,10 +163,12 @@ static PyObject *get_failed(PyObject *object, void *Py_UNUSED(unused))
 
 static PyMethodDef link_methods[] = {
     {"take", link_take, METH_O,
-     "take(seconds) -> (peer, tag, bytearray): the next message to carry; None: there is none yet. "
-     "Raises PeerError at the end."},
+     "take(seconds) -> (peer, tag, memoryview): the next message to carry, until the next call; "
+     "None: there is none yet. Raises PeerError at the end."},
+    {"room", link_room, METH_O,
+     "room(size) -> memoryview: where the next message is to come, until it is delivered."},
     {"deliver", link_deliver, METH_VARARGS,
-     "deliver(peer, tag, data) -> bool: this message has come; False: no other will."},
+     "deliver(peer, tag) -> bool: what is in the room has come; False: no other will."},
     {"abort", link_abort, METH_O, "abort(reason): every operation fails with it."},
     {"close", link_close, METH_NOARGS, "No more is sent."},
     {NULL, NULL, 0, NULL},

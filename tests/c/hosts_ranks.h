@@ -30,16 +30,17 @@ static void *hosts_carry(void *arg)
     enum { LOOK_NS = 1000000000 };
     host_rank *self = arg;
     fsdpc_status status;
-    fsdpc_message *message;
+    fsdpc_message message = {0};
     while ((status = fsdpc_link_relay_take(self->link, LOOK_NS, &message)) >= 0) {
         if (status == FSDPC_IN_PROGRESS)
             continue;
-        fsdpc_link *to = self->world[message->peer].link;
+        fsdpc_link *to = self->world[message.peer].link;
         if (self->context.rank == hosts_slow)
             usleep(300000);
-        message->peer = self->context.rank;
-        fsdpc_link_relay_deliver(to, message);
+        message.peer = self->context.rank;
+        fsdpc_link_relay_deliver(to, &message);
     }
+    fsdpc_message_free(&message);
     return NULL;
 }
 

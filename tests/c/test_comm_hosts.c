@@ -44,6 +44,14 @@ static uint64_t sent_of(const rank_context *self)
     return ((const host_rank *)(const void *)self)->link->sent_bytes;
 }
 
+/* Memory of operations on their way. */
+static size_t rooms_of(const rank_context *self)
+{
+    fsdpc_mem_stats stats;
+    fsdpc_mem_stats_read(self->mem, &stats);
+    return stats.now_bytes[FSDPC_MEM_OTHER];
+}
+
 /* Every third epoch changes nothing.  Half of each rank's row, and one slice that rank 1 owns. */
 static void epochs(rank_context *self)
 {
@@ -73,7 +81,9 @@ static void epochs(rank_context *self)
             EXPECT_OK(self, fsdpc_wire_published_wait(wire, "block"));
         }
         uint64_t before = sent_of(self);
+        size_t rooms = rooms_of(self);
         gather(self, wire, slices, 2);
+        EXPECT(self, rooms_of(self) == rooms, "rows went by way of %zu bytes", rooms_of(self));
         uint64_t once = sent_of(self) - before;
         gather(self, wire, slices, 2); /* what was brought is there */
         EXPECT(self, sent_of(self) - before == once && (once > 0) == changes, "%d bytes, then %d",

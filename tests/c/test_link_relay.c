@@ -1,9 +1,11 @@
 /* comm/link_relay: what is taken is what was sent, in order; messages find their receives, early or
- * late; wrong sizes, ends and aborts are said.
+ * late; bytes are copied once on each side, and none after an abort; wrong sizes, ends and aborts
+ * are said.
  */
 #include "comm/link_relay.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,10 +22,11 @@ static fsdpc_link *make(int rank)
 
 static void deliver(fsdpc_link *link, int peer, uint32_t tag, const char *text)
 {
-    fsdpc_message *message = NULL;
-    CHECK_OK(fsdpc_message_create(peer, tag, strlen(text), &message));
-    memcpy(message->data, text, strlen(text));
-    fsdpc_link_relay_deliver(link, message);
+    fsdpc_message message = {.peer = peer, .tag = tag, .bytes = strlen(text)};
+    CHECK_OK(fsdpc_message_reserve(&message, strlen(text)));
+    memcpy(message.data, text, strlen(text));
+    fsdpc_link_relay_deliver(link, &message);
+    fsdpc_message_free(&message);
 }
 
 static fsdpc_status receive(fsdpc_link *link, uint32_t tag, char *data, size_t bytes,
@@ -46,25 +49,24 @@ static fsdpc_status send_text(fsdpc_link *link, uint32_t tag, const char *text)
     return link->ops->test(&op);
 }
 
-static void test_sends_are_copied_and_in_order(void)
+static void test_small_sends_are_copied_and_in_order(void)
 {
     fsdpc_link *link = make(0);
-    fsdpc_message *message = NULL;
+    fsdpc_message message = {0};
     char text[] = "first";
     CHECK(fsdpc_link_relay_take(link, 0, &message) == FSDPC_IN_PROGRESS);
     CHECK_OK(send_text(link, 7, text)); /* done at once: its memory may change */
     memset(text, 'x', sizeof text - 1);
     CHECK_OK(send_text(link, 3, "second"));
     CHECK_OK(fsdpc_link_relay_take(link, SECOND, &message));
-    CHECK(message->tag == 7 && message->peer == 1 && message->bytes == 5);
-    CHECK(memcmp(message->data, "first", 5) == 0);
-    fsdpc_message_free(message);
+    CHECK(message.tag == 7 && message.peer == 1 && message.bytes == 5);
+    CHECK(memcmp(message.data, "first", 5) == 0);
     fsdpc_link_relay_close(link); /* what was sent is still carried */
     CHECK_OK(fsdpc_link_relay_take(link, SECOND, &message));
-    CHECK(message->tag == 3 && memcmp(message->data, "second", 6) == 0);
-    fsdpc_message_free(message);
+    CHECK(message.tag == 3 && memcmp(message.data, "second", 6) == 0);
     CHECK_FAILS(fsdpc_link_relay_take(link, SECOND, &message), FSDPC_ERR_PEER, "closed");
     CHECK_FAILS(send_text(link, 3, "third"), FSDPC_ERR_PEER, "closed");
+    fsdpc_message_free(&message);
     fsdpc_link_destroy(link);
 }
 
@@ -104,16 +106,185 @@ static void test_another_size(void)
     fsdpc_link_destroy(link);
 }
 
+/* ---- Copies ---- */
+
+enum { LARGE = 20000 };
+
+static unsigned char *large(int value)
+{
+    unsigned char *data = malloc(LARGE);
+    memset(data, value, LARGE);
+    return data;
+}
+
+static void test_large_sends_are_taken_from_their_memory(void)
+{
+    fsdpc_link *link = make(0);
+    fsdpc_message message = {0};
+    fsdpc_link_op op = {0};
+    unsigned char *data = large(1);
+    CHECK_OK(fsdpc_link_send(link, 1, 3, data, LARGE, &op));
+    CHECK(fsdpc_link_test(&op) == FSDPC_IN_PROGRESS); /* its memory is the link's */
+    data[LARGE - 1] = 2; /* against the rules: shows that there is no copy */
+    CHECK_OK(fsdpc_link_relay_take(link, SECOND, &message));
+    CHECK_OK(fsdpc_link_test(&op));
+    memset(data, 7, LARGE);
+    CHECK(message.bytes == LARGE && message.data[0] == 1 && message.data[LARGE - 1] == 2);
+    fsdpc_message_free(&message);
+    free(data);
+    fsdpc_link_destroy(link);
+}
+
+static bool bring(fsdpc_link *link, uint32_t tag, int value, fsdpc_message *message)
+{
+    if (fsdpc_message_reserve(message, LARGE) != FSDPC_OK)
+        return false;
+    message->peer = 1;
+    message->tag = tag;
+    message->bytes = LARGE;
+    memset(message->data, value, LARGE);
+    return fsdpc_link_relay_deliver(link, message);
+}
+
+/* A message whose receive waits, and a small one, leave the carrier its room. */
+static void test_rooms_are_used_again(void)
+{
+    fsdpc_link *link = make(0);
+    fsdpc_message message = {0};
+    fsdpc_link_op op = {0};
+    unsigned char *data = large(0), *room;
+    CHECK_OK(fsdpc_link_receive(link, 1, 3, data, LARGE, &op));
+    CHECK(bring(link, 3, 1, &message));
+    room = message.data;
+    CHECK(room && fsdpc_link_test(&op) == FSDPC_OK && data[0] == 1 && data[LARGE - 1] == 1);
+    message.tag = 5;
+    message.bytes = 3;
+    CHECK(fsdpc_link_relay_deliver(link, &message) && message.data == room);
+    CHECK(bring(link, 3, 2, &message));
+    CHECK(!message.data && message.room == 0); /* it waits in the room that it came in */
+    CHECK_OK(fsdpc_link_receive(link, 1, 3, data, LARGE, &op));
+    CHECK(fsdpc_link_test(&op) == FSDPC_OK && data[0] == 2 && data[LARGE - 1] == 2);
+    CHECK(bring(link, 4, 3, &message));
+    CHECK_OK(fsdpc_link_receive(link, 1, 4, data, LARGE - 1, &op));
+    CHECK_FAILS(fsdpc_link_test(&op), FSDPC_ERR_MISMATCH, "20000 bytes came from rank 1");
+    CHECK_OK(fsdpc_link_receive(link, 1, 5, data, 3, &op));
+    CHECK(fsdpc_link_test(&op) == FSDPC_OK && data[0] == 1 && data[3] == 2);
+    fsdpc_message_free(&message);
+    free(data);
+    fsdpc_link_destroy(link);
+}
+
+/* Cut in one way where it is sent, in another where it comes. */
+static void test_memory_in_runs(void)
+{
+    fsdpc_link *a = make(0), *b = make(1);
+    fsdpc_message message = {0};
+    fsdpc_link_op sent = {0}, came = {0};
+    unsigned char *from = large(0), *to = large(0);
+    for (int i = 0; i < LARGE; i++)
+        from[i] = (unsigned char)(i % 251);
+    const fsdpc_link_run outs[] = {{from + 9000, 5000}, {from, 0}, {from + 100, 3000}, {from, 1}};
+    const fsdpc_link_run ins[] = {{to + 1, 1}, {to + 7000, 8000}};
+    CHECK_OK(fsdpc_link_post_runs(b, false, 0, 3, ins, 2, &came));
+    CHECK_OK(fsdpc_link_post_runs(a, true, 1, 3, outs, 4, &sent));
+    CHECK_OK(fsdpc_link_relay_take(a, SECOND, &message));
+    message.peer = 0;
+    fsdpc_link_relay_deliver(b, &message);
+    CHECK(fsdpc_link_test(&sent) == FSDPC_OK && fsdpc_link_test(&came) == FSDPC_OK);
+    CHECK(to[1] == from[9000] && memcmp(to + 7000, from + 9001, 4999) == 0);
+    CHECK(memcmp(to + 11999, from + 100, 3000) == 0 && to[14999] == from[0]);
+    CHECK(to[0] == 0 && to[2] == 0 && to[6999] == 0 && to[15000] == 0);
+    CHECK(a->sent_bytes == 8001 && b->received_bytes == 8001);
+    fsdpc_message_free(&message);
+    free(from);
+    free(to);
+    fsdpc_link_destroy(a);
+    fsdpc_link_destroy(b);
+}
+
+/* Takes, brings and says that it did, until the link ends. */
+typedef struct busy {
+    fsdpc_link *link;
+    _Atomic int carried;
+} busy;
+
+static void *carry_busily(void *arg)
+{
+    busy *self = arg;
+    fsdpc_message out = {0}, in = {0};
+    while (fsdpc_link_relay_take(self->link, SECOND, &out) >= 0 && bring(self->link, 4, 1, &in))
+        self->carried++;
+    fsdpc_message_free(&out);
+    fsdpc_message_free(&in);
+    return NULL;
+}
+
+/* The memory of sends and receives is its owner's again, and may go, while a carrier is at work
+ * (for sanitizers).  What was done before arrives, and then the reason. */
+static void test_nothing_is_touched_after_an_abort(void)
+{
+    enum { ROUNDS = 100, OPS = 8 };
+    for (int round = 0; round < ROUNDS; round++) {
+        busy carrier = {.link = make(0)};
+        fsdpc_link_op ops[2 * OPS] = {{0}};
+        unsigned char *memory[2 * OPS];
+        pthread_t thread;
+        for (int i = 0; i < 2 * OPS; i++)
+            memory[i] = large(i);
+        CHECK(pthread_create(&thread, NULL, carry_busily, &carrier) == 0);
+        for (int i = 0; i < OPS; i++) {
+            CHECK_OK(fsdpc_link_receive(carrier.link, 1, 4, memory[i], LARGE, &ops[i]));
+            CHECK_OK(fsdpc_link_send(carrier.link, 1, 3, memory[OPS + i], LARGE, &ops[OPS + i]));
+        }
+        while (carrier.carried < round % OPS)
+            sched_yield();
+        fsdpc_link_abort(carrier.link, "out of disk");
+        for (int i = 0; i < 2 * OPS; i++) {
+            fsdpc_status status = fsdpc_link_test(&ops[i]);
+            CHECK(status == FSDPC_OK || status == FSDPC_ERR_PEER);
+            memset(memory[i], 9, LARGE);
+            free(memory[i]);
+        }
+        memset(ops, 0, sizeof ops);
+        pthread_join(thread, NULL);
+        fsdpc_link_destroy(carrier.link);
+    }
+}
+
+static void test_destroy_drops_what_is_not_done(void)
+{
+    fsdpc_link *link = make(0);
+    fsdpc_link_op *ops = calloc(2, sizeof *ops);
+    fsdpc_message message = {0};
+    unsigned char *data = large(1);
+    fsdpc_link_relay_retain(link);
+    CHECK_OK(send_text(link, 3, "small"));
+    CHECK_OK(fsdpc_link_send(link, 1, 3, data, LARGE, &ops[0]));
+    CHECK_OK(fsdpc_link_receive(link, 1, 4, data, LARGE, &ops[1]));
+    fsdpc_link_destroy(link);
+    free(data);
+    free(ops);
+    CHECK(bring(link, 4, 2, &message));
+    CHECK_OK(fsdpc_link_relay_take(link, SECOND, &message));
+    CHECK(message.bytes == 5 && memcmp(message.data, "small", 5) == 0);
+    CHECK_FAILS(fsdpc_link_relay_take(link, SECOND, &message), FSDPC_ERR_PEER, "closed");
+    fsdpc_message_free(&message);
+    fsdpc_link_destroy(link);
+}
+
+/* ---- The end ---- */
+
 static fsdpc_link *to_peer;
 
 static void *carry_all(void *arg)
 {
-    fsdpc_message *message = NULL;
+    fsdpc_message message = {0};
     fsdpc_status status;
     while ((status = fsdpc_link_relay_take(arg, (int64_t)600 * SECOND, &message)) == FSDPC_OK) {
-        message->peer = 0;
-        fsdpc_link_relay_deliver(to_peer, message);
+        message.peer = 0;
+        fsdpc_link_relay_deliver(to_peer, &message);
     }
+    fsdpc_message_free(&message);
     fsdpc_link_destroy(arg); /* the carrier's share of it */
     return (void *)(intptr_t)status;
 }
@@ -151,23 +322,24 @@ static void test_leaving_is_answered(void)
 {
     fsdpc_link *a = make(0), *b = make(1);
     fsdpc_link_op op = {0}, never = {0};
-    fsdpc_message *message = NULL;
+    fsdpc_message message = {0};
     char data[2];
     CHECK_OK(fsdpc_link_send(a, 1, 3, "ab", 2, &op));
     CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
     fsdpc_link_leave(a);
     for (int i = 0; i < 2; i++) { /* what was sent, and that it left */
         CHECK_OK(fsdpc_link_relay_take(a, SECOND, &message));
-        message->peer = 0;
-        CHECK(fsdpc_link_relay_deliver(b, message) == (i == 0)); /* nobody else may send */
+        message.peer = 0;
+        CHECK(fsdpc_link_relay_deliver(b, &message) == (i == 0)); /* nobody else may send */
     }
     CHECK_FAILS(fsdpc_link_relay_take(a, SECOND, &message), FSDPC_ERR_PEER, "closed");
     CHECK_OK(fsdpc_link_test(&never));
     CHECK_OK(fsdpc_link_relay_take(b, SECOND, &message));
-    message->peer = 1;
-    CHECK(!fsdpc_link_relay_deliver(a, message));
+    message.peer = 1;
+    CHECK(!fsdpc_link_relay_deliver(a, &message));
     CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
     CHECK_FAILS(fsdpc_link_test(&never), FSDPC_ERR_PEER, "rank 0 left");
+    fsdpc_message_free(&message);
     fsdpc_link_destroy(a);
     fsdpc_link_destroy(b);
 }
@@ -206,7 +378,12 @@ int main(void)
 {
     test_a_reason_is_never_a_departure();
     test_leaving_is_answered();
-    test_sends_are_copied_and_in_order();
+    test_small_sends_are_copied_and_in_order();
+    test_large_sends_are_taken_from_their_memory();
+    test_rooms_are_used_again();
+    test_memory_in_runs();
+    test_nothing_is_touched_after_an_abort();
+    test_destroy_drops_what_is_not_done();
     test_receives_before_and_after();
     test_another_size();
     test_an_abort_ends_all();

@@ -58,7 +58,9 @@ def _meet(rank: int, size: int, name: str) -> dict[int, socket.socket]:
             peers[peer].sendall(WHO.pack(rank))
         while len(peers) < size - 1:
             connection, _ = listening.accept()
-            peers[WHO.unpack(_exactly(connection, WHO.size))[0]] = connection
+            who = bytearray(WHO.size)
+            _fill(connection, memoryview(who))
+            peers[WHO.unpack(who)[0]] = connection
     return peers
 
 
@@ -76,15 +78,12 @@ def _call(name: str) -> socket.socket:
             time.sleep(0.005)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytearray:
-    data = bytearray(size)
-    view = memoryview(data)
+def _fill(connection: socket.socket, view: memoryview) -> None:
     while view:
         count = connection.recv_into(view)
         if count == 0:
             raise ConnectionError("a rank's end closed")
         view = view[count:]
-    return data
 
 
 def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
@@ -93,7 +92,8 @@ def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
             message = link.take(carriers.LOOK_S)
             if message is not None:
                 peer, tag, data = message
-                peers[peer].sendall(HEAD.pack(tag, len(data)) + data)
+                peers[peer].sendall(HEAD.pack(tag, len(data)))
+                peers[peer].sendall(data)
     except _core.PeerError:  # all that was posted is sent
         for connection in peers.values():
             try:
@@ -110,10 +110,12 @@ def _receive(link: _core.Link, peers: dict[int, socket.socket]) -> None:
         while ready.get_map():
             for key, _ in ready.select():
                 connection, peer = peers[key.data], key.data
-                head = _exactly(connection, HEAD.size)
+                head = bytearray(HEAD.size)
+                _fill(connection, memoryview(head))
                 if head == FAREWELL:
                     ready.unregister(connection)
                     continue
                 tag, size = HEAD.unpack(head)
-                if not link.deliver(peer, tag, _exactly(connection, size)):
+                _fill(connection, link.room(size))
+                if not link.deliver(peer, tag):
                     return

