@@ -85,7 +85,7 @@ SHARED_WITH_CORE = ("guest/guest.c",
 
 
 # Of the core, the tests link these.
-CORE_LAYERS = ("base", "device", "comm", "engine", "ops")
+CORE_LAYERS = ("base", "tier", "device", "comm", "engine", "ops")
 
 
 @dataclass(frozen=True)

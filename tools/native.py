@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "objects"  # of csrc without csrc/py, for the extension and plain C tests
-LAYERS = ("base", "device", "ops", "comm", "engine", "ckpt", "nn", "plugin")
+LAYERS = ("base", "tier", "device", "ops", "comm", "engine", "ckpt", "nn", "plugin")
 
 WARNINGS = ("-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wvla",
             "-Werror=implicit-function-declaration")

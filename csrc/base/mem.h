@@ -25,6 +25,7 @@
     X(GRAD, "grad")             /* gradient shards */                                              \
     X(STATE, "state")           /* optimizer states */                                             \
     X(REDUCE, "reduce")         /* reduce buffers */                                               \
+    X(STAGING, "staging")       /* what is on its way to and from a disk */                        \
     X(ACTIVATION, "activation") /* tensors of the tape and the user */                             \
     X(OTHER, "other")
 

@@ -15,7 +15,7 @@
 #define FSDPC_CKPT_PIECES_H
 
 #include "base/dtype.h"
-#include "ckpt/fs.h"
+#include "base/fs.h"
 
 /* Small enough that what the kernel has just read is still in a core's own cache. */
 enum { FSDPC_CKPT_CHUNK_BYTES = 1 << 20 };

@@ -6,7 +6,7 @@
 #ifndef FSDPC_CKPT_SUMS_H
 #define FSDPC_CKPT_SUMS_H
 
-#include "ckpt/fs.h"
+#include "base/fs.h"
 
 typedef struct fsdpc_ckpt_run {
     const char *path; /* runs of one file share the pointer */

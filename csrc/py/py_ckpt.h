@@ -4,7 +4,7 @@
 
 #include "py/py_engine.h"
 
-#include "ckpt/fs.h"
+#include "base/fs.h"
 #include "ckpt/pieces.h"
 #include "ckpt/safetensors.h"
 

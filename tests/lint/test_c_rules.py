@@ -13,12 +13,13 @@ FILE_LINES = 600
 FUNCTION_LINES = 100
 
 # What each layer may include besides itself; engine, nn and ckpt never see each other.
-COMMON = {"base", "device", "ops", "comm"}
+COMMON = {"base", "tier", "device", "ops", "comm"}
 MAY_INCLUDE = {
     "base": set(),
+    "tier": {"base"},
     "device": {"base"},
     "ops": {"base", "device"},
-    "comm": {"base", "device", "ops"},
+    "comm": {"base", "tier", "device", "ops"},
     "engine": COMMON,
     "nn": COMMON,
     "ckpt": COMMON,
@@ -46,8 +47,8 @@ ORDER = {
     """,
     "engine": """
         layout slots norm plan unit unit_internal root_internal acts micro order fill full
-        full_shared grads collect clip agree reduce full_moved full_private gather epoch root
-        optim_internal optim_graph optim sched call step_graph
+        full_shared full_file grads collect clip agree reduce full_moved full_private gather epoch
+        root optim_internal optim_graph optim sched call step_graph
     """,
 }
 

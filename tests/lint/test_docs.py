@@ -27,15 +27,15 @@ PLAIN = set("""
     gather gelu gemm global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
     key kind level linear load local location log loss lt magnitude main make map math matmul
-    mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number numpy
-    op open operand ops optim option order pack pair pairs param parts peer philox pieces plan
-    plugin pool portable post preference private product products properties py queue random range
-    read real red reduce reduction ref register registered registers registry remote rendezvous
-    request result ring rotary round rows rules run runtime safetensors save scalars scale sched
-    schedule self settings shape shared shm size softmax sort spec st staged staging state stats
-    status step storage stream sum sums sumsq swiglu table tables target tensor thread tile
-    tiles torch trace transport tree type unary value vec vector version view wait window windows
-    work world write
+    mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number
+    numpy offload op open operand ops optim option order pack pair pairs param parts peer philox
+    pieces plan plugin pool portable post preference private product products properties py
+    queue random range read real red reduce reduction ref register registered registers registry
+    remote rendezvous request result ring rotary round rows rules run runtime safetensors save
+    scalars scale sched schedule self settings shape shared shm size softmax sort spec st staged
+    staging state stats status step storage stream sum sums sumsq swiglu table tables target
+    tensor thread tile tiles torch trace transport tree type unary value vec vector version view
+    wait window windows work world write
 """.split())
 
 # A number in a page -> the file and the constant (or default of a variable) that it stands for.

@@ -5,12 +5,13 @@
  * the write.  renameat2 without replacing falls back to a link where it is not known: only for
  * plain files, so a folder on such a file system is checked for and renamed.
  */
-#include "ckpt/fs.h"
+#include "base/fs.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -40,20 +41,60 @@ fsdpc_status fsdpc_fs_refuse_existing(const fsdpc_fs *fs, const char *path)
     return errno == ENOENT ? FSDPC_OK : fsdpc_fail_errno("cannot look at '%s'", path);
 }
 
-static fsdpc_status reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t bytes)
+fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
+                              uint64_t bytes)
 {
     FSDPC_TRY(ask(fs, "fallocate", path));
     if (bytes == 0)
         return FSDPC_OK;
     int result;
-    do
-        result = fallocate(fd, 0, 0, (off_t)bytes); /* what it reserved stays when a signal comes */
+    do /* what it reserved stays when a signal comes */
+        result = fallocate(fd, 0, (off_t)offset, (off_t)bytes);
     while (result != 0 && errno == EINTR);
     if (result == 0)
         return FSDPC_OK;
-    if ((errno == EOPNOTSUPP || errno == ENOSYS) && ftruncate(fd, (off_t)bytes) == 0)
+    if ((errno == EOPNOTSUPP || errno == ENOSYS) && ftruncate(fd, (off_t)(offset + bytes)) == 0)
         return FSDPC_OK;
     return fsdpc_fail_errno("cannot reserve %llu bytes for '%s'", (unsigned long long)bytes, path);
+}
+
+void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes)
+{
+    if (bytes > 0)
+        (void)fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
+                        (off_t)bytes);
+}
+
+/* Where the file system has no files without a name, one is made and its name removed. */
+static int open_temporary(const char *folder, int flags)
+{
+    int fd = open(folder, O_TMPFILE | O_RDWR | O_CLOEXEC | flags, 0600);
+    if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != ENOENT))
+        return fd;
+    char path[4096];
+    int n = snprintf(path, sizeof path, "%s/.fsdpc-XXXXXX", folder);
+    if (n < 0 || (size_t)n >= sizeof path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    fd = mkostemp(path, O_CLOEXEC | flags);
+    if (fd >= 0)
+        unlink(path);
+    return fd;
+}
+
+fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_out,
+                                bool *direct_out)
+{
+    FSDPC_TRY(ask(fs, "create", folder));
+    int fd = open_temporary(folder, O_DIRECT);
+    *direct_out = fd >= 0;
+    if (fd < 0 && errno == EINVAL)
+        fd = open_temporary(folder, 0);
+    if (fd < 0)
+        return fsdpc_fail_errno("cannot make a file in the folder '%s'", folder);
+    *fd_out = fd;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t bytes, int *fd_out)
@@ -62,7 +103,7 @@ fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t byte
     int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0)
         return fsdpc_fail_errno("cannot create '%s'", path);
-    fsdpc_status status = reserve(fs, fd, path, bytes);
+    fsdpc_status status = fsdpc_fs_reserve(fs, fd, path, 0, bytes);
     if (status != FSDPC_OK) {
         close(fd);
         return status;

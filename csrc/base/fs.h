@@ -1,13 +1,13 @@
-/* The file-system calls of a save and a load, each behind one hook.
+/* File-system calls, each behind one hook.
  *
- * Whatever a save does to a file system it does through these functions, and each of them asks the
- * hook first.  A test sees every call by that, and can let one fail or end the process before it;
+ * Whatever a save, a load or an offload does to a file system it does through these functions, and
+ * each of them asks the hook first.  A test sees every call by that, and can let one fail or end the process before it;
  * in use there is no hook and it costs nothing.  Errors name call, path and errno's text.
  *
  * The functions keep no state: any thread may call them.
  */
-#ifndef FSDPC_CKPT_FS_H
-#define FSDPC_CKPT_FS_H
+#ifndef FSDPC_BASE_FS_H
+#define FSDPC_BASE_FS_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -27,6 +27,15 @@ fsdpc_status fsdpc_fs_mkdir(const fsdpc_fs *fs, const char *path);
 fsdpc_status fsdpc_fs_refuse_existing(const fsdpc_fs *fs, const char *path);
 /* A new file of this size, its blocks reserved; open for writing. */
 fsdpc_status fsdpc_fs_create(const fsdpc_fs *fs, const char *path, uint64_t bytes, int *fd_out);
+/* A file without a name, open for reading and writing; past the page cache where the file system
+ * can, which it says. */
+fsdpc_status fsdpc_fs_temporary(const fsdpc_fs *fs, const char *folder, int *fd_out,
+                                bool *direct_out);
+/* Blocks for a range of a file, whose size grows to hold it. */
+fsdpc_status fsdpc_fs_reserve(const fsdpc_fs *fs, int fd, const char *path, uint64_t offset,
+                              uint64_t bytes);
+/* Gives the blocks of a range back, if the file system can; never an error. */
+void fsdpc_fs_punch(int fd, uint64_t offset, uint64_t bytes);
 fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int *fd_out);
 fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out);
 /* All of the bytes, or an error. */

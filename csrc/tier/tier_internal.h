@@ -1,0 +1,89 @@
+/* The struct of a tier, for tier.c and pass.c. */
+#ifndef FSDPC_TIER_TIER_INTERNAL_H
+#define FSDPC_TIER_TIER_INTERNAL_H
+
+#include "tier/tier.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+enum { FSDPC_TIER_PAGE = 4096, FSDPC_TIER_THREADS = 2 };
+
+typedef enum fsdpc_chunk_state {
+    FSDPC_TIER_ZEROS,   /* nothing was written yet */
+    FSDPC_TIER_WRITTEN, /* by a pass: the checksum is known */
+    FSDPC_TIER_LOOKED,  /* the same, and it was compared since */
+    FSDPC_TIER_UNKNOWN, /* through memory */
+} fsdpc_chunk_state;
+
+struct fsdpc_tier_chunk {
+    uint32_t crc;
+    fsdpc_chunk_state known;
+};
+
+typedef enum fsdpc_buffer_state {
+    FSDPC_BUFFER_FREE,
+    FSDPC_BUFFER_READING,
+    FSDPC_BUFFER_READY,
+    FSDPC_BUFFER_USED,
+    FSDPC_BUFFER_CHANGED, /* to be written */
+    FSDPC_BUFFER_WRITING,
+} fsdpc_buffer_state;
+
+typedef struct fsdpc_tier_buffer {
+    unsigned char *data;
+    fsdpc_extent *extent;
+    size_t chunk, entry;
+    fsdpc_buffer_state state;
+} fsdpc_tier_buffer;
+
+typedef struct fsdpc_tier_entry {
+    fsdpc_extent *extent;
+    size_t chunk, row; /* row: the first entry of its row */
+} fsdpc_tier_entry;
+
+struct fsdpc_tier {
+    _Atomic int refs;
+    fsdpc_mem *mem;
+    fsdpc_fs fs;
+    int fd, rank;
+    size_t chunk;
+    pid_t pid;                    /* of who made it: a forked child leaves the file alone */
+    char folder[4096], path[512]; /* path: for messages, as the file has no name */
+    uint64_t end_bytes;
+
+    pthread_mutex_t lock; /* guards all below */
+    pthread_cond_t work, done;
+    pthread_t threads[FSDPC_TIER_THREADS];
+    int n_threads;
+    bool ending;
+    fsdpc_tier_stats stats;
+    fsdpc_status status; /* the failure, and its text */
+    char reason[512];
+    unsigned char *ring;
+    size_t buffer_bytes;
+    fsdpc_tier_buffer buffers[FSDPC_TIER_BUFFERS];
+    fsdpc_tier_entry *entries;
+    size_t n_entries, entries_room;
+    size_t next_read, row; /* the next entry to read; the row in use */
+    bool started;
+    uint64_t passes;
+};
+
+/* Elements, and bytes, of a chunk: the last one may be short.  Files are read and written in whole
+ * pages. */
+size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
+size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
+
+/* Reads a chunk and compares its checksum.  By any thread that has the chunk. */
+fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
+
+/* ---- pass.c ---- */
+
+/* The failure, as this thread's. */
+fsdpc_status fsdpc_tier_health(fsdpc_tier *tier);
+/* The threads end, and what is not written is dropped. */
+void fsdpc_tier_stop(fsdpc_tier *tier);
+
+#endif
