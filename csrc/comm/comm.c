@@ -489,6 +489,16 @@ fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
     return FSDPC_OK;
 }
 
+fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                  fsdpc_wire **out)
+{
+    if (!comm->ops->wire_create_in)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk over '%s'", comm->ops->name);
+    FSDPC_TRY(comm->ops->wire_create_in(comm, bytes, tier, out));
+    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes on a disk for %d ranks", bytes, comm->size);
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
 {
     const fsdpc_comm *comm = wire->comm;

@@ -381,6 +381,7 @@ static const fsdpc_comm_ops hosts_ops = {
     .leave = hosts_leave,
     .set_apart = hosts_set_apart,
     .wire_create = fsdpc_hosts_wire_create,
+    .wire_create_in = fsdpc_hosts_wire_create_in,
     .wire_destroy = fsdpc_hosts_wire_destroy,
     .epoch_arrive = fsdpc_hosts_epoch_arrive,
     .epoch_test = fsdpc_hosts_epoch_test,

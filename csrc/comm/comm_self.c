@@ -20,6 +20,7 @@ static const fsdpc_comm_ops self_ops;
 
 typedef struct self_wire {
     fsdpc_wire base;
+    fsdpc_extent *extent; /* that holds it; NULL: the device's memory does */
     fsdpc_epoch_note note;
 } self_wire;
 
@@ -60,9 +61,32 @@ static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire 
     return FSDPC_OK;
 }
 
+static fsdpc_status self_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                        fsdpc_wire **out)
+{
+    FSDPC_TRY(fsdpc_comm_health(comm));
+    self_wire *wire = calloc(1, sizeof *wire);
+    if (!wire)
+        return fsdpc_fail_errno("no memory for a wire");
+    fsdpc_status status =
+        fsdpc_extent_create(tier, "the params", FSDPC_MEM_WIRE, bytes, 1, 1, &wire->extent);
+    if (status != FSDPC_OK) {
+        free(wire);
+        return status;
+    }
+    unsigned char *data = wire->extent->memory;
+    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
+    *out = &wire->base;
+    return FSDPC_OK;
+}
+
 static void self_wire_destroy(fsdpc_wire *wire)
 {
-    fsdpc_device_free(wire->comm->device, wire->write);
+    fsdpc_extent *extent = ((self_wire *)wire)->extent;
+    if (extent)
+        fsdpc_extent_destroy(extent);
+    else
+        fsdpc_device_free(wire->comm->device, wire->write);
     free(wire);
 }
 
@@ -179,6 +203,7 @@ static const fsdpc_comm_ops self_ops = {
     .split = self_split,
     .abort = fsdpc_comm_abort_local,
     .wire_create = self_wire_create,
+    .wire_create_in = self_wire_create_in,
     .wire_destroy = self_wire_destroy,
     .epoch_arrive = self_epoch_arrive,
     .epoch_test = self_epoch_test,

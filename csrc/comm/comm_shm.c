@@ -249,6 +249,7 @@ static const fsdpc_comm_ops shm_ops = {
     .abort = fsdpc_shm_abort,
     .leave = shm_leave,
     .wire_create = fsdpc_shm_wire_create,
+    .wire_create_in = fsdpc_shm_wire_create_in,
     .wire_destroy = fsdpc_shm_wire_destroy,
     .epoch_arrive = fsdpc_shm_epoch_arrive,
     .epoch_test = fsdpc_shm_epoch_test,

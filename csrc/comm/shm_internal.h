@@ -27,6 +27,7 @@ typedef struct fsdpc_shm_wire_words {
 typedef struct fsdpc_shm_wire {
     fsdpc_wire base;
     uint64_t id;
+    fsdpc_tier *tier; /* in whose folder the file is; NULL: memory */
     fsdpc_shm_segment *segment;
     fsdpc_shm_wire_words *words;
     struct fsdpc_shm_wire *next;

@@ -1,4 +1,4 @@
-/* Sealed memfds.
+/* Sealed memfds, and files without a name.
  *
  * A memfd has no name in any file system: it goes away with its last descriptor and mapping,
  * however its users die.  Seals forbid resizing, so that no peer can turn another's mapping into
@@ -156,15 +156,16 @@ fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **o
     bytes = fsdpc_shm_page_round(bytes);
     struct stat about;
     int seals = fcntl(fd, F_GET_SEALS);
-    fsdpc_status status;
-    if (seals < 0 || (seals & SEALS) != SEALS || fstat(fd, &about) ||
-        (uint64_t)about.st_size != bytes)
-        status = fsdpc_fail(FSDPC_ERR_PEER,
-                            "a peer passed memory that is not sealed or not %zu "
-                            "bytes long; do all ranks run the same version?",
-                            bytes);
-    else
-        status = new_segment(fd, bytes, out);
+    bool file = seals < 0; /* which cannot be sealed, but has no name by which others find it */
+    bool fine = fstat(fd, &about) == 0 && (uint64_t)about.st_size == bytes &&
+                (file ? S_ISREG(about.st_mode) && about.st_nlink == 0 : (seals & SEALS) == SEALS);
+    fsdpc_status status = fine ? new_segment(fd, bytes, out)
+                               : fsdpc_fail(FSDPC_ERR_PEER,
+                                            "a peer passed memory that is not sealed or not %zu "
+                                            "bytes long; do all ranks run the same version?",
+                                            bytes);
+    if (status == FSDPC_OK)
+        (*out)->file = file;
     if (status != FSDPC_OK)
         close(fd);
     return status;
@@ -175,7 +176,8 @@ fsdpc_status fsdpc_shm_segment_map(fsdpc_shm_segment *segment, bool writable)
     if (writable ? segment->writable != NULL : segment->readable != NULL)
         return FSDPC_OK;
     bool plain = segment->fd < 0;
-    int flags = MAP_POPULATE | (plain ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    int flags =
+        (segment->file ? 0 : MAP_POPULATE) | (plain ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
     void *at = mmap(NULL, segment->bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, flags,
                     segment->fd, 0);
     if (at == MAP_FAILED)

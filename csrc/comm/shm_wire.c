@@ -1,6 +1,6 @@
 /* Wires and epochs.
  *
- * One memfd for the group: data, then a line of words a rank.  Every rank maps it twice, read-only
+ * One memfd, or file, for the group: data, then a line of words a rank.  Every rank maps it twice, read-only
  * for the modules and writable for its own slices and words.  Threads share one mapping.
  *
  * The epoch protocol (docs/design/communication.md; explored over every interleaving of 2-3 ranks):
@@ -31,14 +31,26 @@ static fsdpc_status wire_bytes(const fsdpc_shm_comm *self, size_t bytes, size_t 
                           all_out);
 }
 
+/* One file or memfd for all; `tier` NULL: a memfd. */
+static fsdpc_status create_segment(const fsdpc_shm_comm *self, fsdpc_tier *tier, size_t bytes,
+                                   fsdpc_shm_segment **out)
+{
+    if (!tier)
+        return fsdpc_shm_segment_create("fsdpc wire", bytes, !self->world->threads, out);
+    if (self->world->threads)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk between threads");
+    int fd;
+    FSDPC_TRY(fsdpc_tier_make_file(tier, fsdpc_shm_page_round(bytes), &fd));
+    return fsdpc_shm_segment_adopt(fd, bytes, out);
+}
+
 static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t tag)
 {
     size_t data_bytes = 0, all_bytes = 0;
     FSDPC_TRY(wire_bytes(self, wire->base.bytes, &data_bytes, &all_bytes));
     fsdpc_status status = FSDPC_OK;
     if (self->base.rank == 0) {
-        status = fsdpc_shm_segment_create("fsdpc wire", all_bytes, !self->world->threads,
-                                          &wire->segment);
+        status = create_segment(self, wire->tier, all_bytes, &wire->segment);
         FSDPC_KEEP_FIRST(status, fsdpc_shm_give_all(self, tag, wire->segment, status));
         FSDPC_KEEP_FIRST(status, fsdpc_shm_given_all(self));
     } else {
@@ -57,7 +69,23 @@ static fsdpc_status share(fsdpc_shm_comm *self, fsdpc_shm_wire *wire, uint64_t t
     return FSDPC_OK;
 }
 
+/* Where its bytes are: in memory, or in a file. */
+static void count(const fsdpc_shm_wire *wire, int64_t bytes)
+{
+    const fsdpc_comm *comm = wire->base.comm;
+    if (comm->rank == 0 && wire->tier)
+        fsdpc_tier_count_file(wire->tier, bytes);
+    else if (comm->rank == 0)
+        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, bytes);
+}
+
 fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    return fsdpc_shm_wire_create_in(comm, bytes, NULL, out);
+}
+
+fsdpc_status fsdpc_shm_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                      fsdpc_wire **out)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     uint64_t tag = 0;
@@ -67,14 +95,16 @@ fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **
         return fsdpc_fail_errno("no memory for a wire");
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes};
     wire->id = self->creations;
+    wire->tier = tier;
     fsdpc_status status = fsdpc_comm_agree(comm, share(self, wire, tag), "wire_create");
     if (status != FSDPC_OK) {
         fsdpc_shm_segment_release(wire->segment);
         free(wire);
         return status;
     }
-    if (comm->rank == 0)
-        fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, (int64_t)bytes);
+    if (tier)
+        fsdpc_tier_acquire(tier);
+    count(wire, (int64_t)bytes);
     wire->next = self->wires;
     self->wires = wire;
     *out = &wire->base;
@@ -90,9 +120,9 @@ void fsdpc_shm_wire_destroy(fsdpc_wire *base)
         link = &(*link)->next;
     if (*link)
         *link = wire->next;
-    if (self->base.rank == 0)
-        fsdpc_mem_count(self->base.device->mem, FSDPC_MEM_WIRE, -(int64_t)base->bytes);
+    count(wire, -(int64_t)base->bytes);
     fsdpc_shm_segment_release(wire->segment);
+    fsdpc_tier_release(wire->tier);
     free(wire);
 }
 

@@ -72,8 +72,7 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "parameter '%s' of unit '%s' has no gradient: run backward first",
                           place->name, unit->name);
-    if (grads)
-        FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    FSDPC_TRY(grads ? fsdpc_unit_apply_scale(unit) : fsdpc_unit_check_master(unit, param));
     fsdpc_piece mine;
     fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
     const void *from =

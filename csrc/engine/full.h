@@ -3,10 +3,11 @@
  * A root chooses one way for all its units, once, by a table:
  *
  *     fsdpc_full_shared    ranks share a wire that holds every full; a gather copies nothing
+ *     fsdpc_full_file      the same wire, in a file on a disk
  *     fsdpc_full_moved     a gather moves bytes, into slots that units share (slots.h)
  *     fsdpc_full_private   no-alias mode: pages of the unit's own, unreadable while it is SHARDED
  *
- * Another way (other hosts, a disk) is another table.  The simplest, full_shared.c, is the
+ * Another way is another table.  The simplest, full_shared.c, is the
  * template.
  *
  * The address of a full is fixed from place to remove.  Both announce it to base/fault.h, so that a
@@ -38,7 +39,8 @@ struct fsdpc_full_ops {
     void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
 };
 
-extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_moved, fsdpc_full_private;
+extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
+    fsdpc_full_private;
 
 /* When the wire exists; units are SHARDED.  Collective. */
 fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses);

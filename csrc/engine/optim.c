@@ -11,10 +11,14 @@
  * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no
  * forward ran) has no wire; its masters are updated and published by the first epoch.
  *
+ * Where masters or states lie in a file, a step walks through it by a pass (tier/tier.h), and runs
+ * are cut where chunks end: an element's step does not depend on its neighbours.
+ *
  * Captured steps stand in optim_graph.c.
  */
 #include "engine/optim.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/size.h"
@@ -48,9 +52,14 @@ fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsd
 static void fini_states(fsdpc_optim *optim, unit_states *states)
 {
     int n_groups = states->unit->layout->n_groups;
-    for (int i = 0; states->states && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++)
-        fsdpc_device_free(optim->device, states->states[i]);
+    for (int i = 0; states->states && i < n_groups * FSDPC_OPTIM_MAX_STATES; i++) {
+        if (states->extents && states->extents[i])
+            fsdpc_extent_destroy(states->extents[i]);
+        else
+            fsdpc_device_free(optim->device, states->states[i]);
+    }
     free(states->states);
+    free(states->extents);
     free(states->params);
 }
 
@@ -99,7 +108,8 @@ static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
     states->unit = unit;
     states->params = calloc(n_params, sizeof *states->params);
     states->states = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->states);
-    if (!states->params || !states->states)
+    states->extents = calloc(n_groups * FSDPC_OPTIM_MAX_STATES, sizeof *states->extents);
+    if (!states->params || !states->states || !states->extents)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'", unit->name);
     for (size_t i = 0; i < n_params; i++)
         states->params[i].group = -1;
@@ -111,6 +121,25 @@ static fsdpc_dtype state_dtype_of(const fsdpc_optim *optim, fsdpc_dtype param)
     return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
 }
 
+/* As large as the shard, zeros; `s` counts within the flat group. */
+static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
+                               fsdpc_dtype dtype)
+{
+    const fsdpc_unit *unit = states->unit;
+    size_t numel = unit->groups[flat_group].plan->shard_numel, element = fsdpc_dtype_bytes(dtype);
+    int at = flat_group * FSDPC_OPTIM_MAX_STATES + s;
+    if (!unit->offload.states)
+        return fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, numel * element,
+                                         &states->states[at]);
+    char name[128];
+    snprintf(name, sizeof name, "%s of unit '%s'", fsdpc_optim_state_name(optim->kind, s),
+             unit->name);
+    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, name, FSDPC_MEM_STATE, numel, element,
+                                  unit->offload.part, &states->extents[at]));
+    states->states[at] = states->extents[at]->memory;
+    return FSDPC_OK;
+}
+
 /* States of a parameter come with those of its whole flat group. */
 static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int param)
 {
@@ -119,13 +148,10 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
     if (!hyper)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
-    size_t bytes = states->unit->groups[place->group].plan->shard_numel *
-                   fsdpc_dtype_bytes(state_dtype_of(optim, place->dtype));
-    void **of_group = &states->states[place->group * FSDPC_OPTIM_MAX_STATES];
+    fsdpc_dtype dtype = state_dtype_of(optim, place->dtype);
     for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
-        if (of_group[s])
-            continue;
-        FSDPC_TRY(fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, bytes, &of_group[s]));
+        if (!states->states[place->group * FSDPC_OPTIM_MAX_STATES + s])
+            FSDPC_TRY(make_state(optim, states, place->group, s, dtype));
     }
     return FSDPC_OK;
 }
@@ -190,23 +216,35 @@ fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_s
     return fsdpc_flat_step(args, stream);
 }
 
-/* Updates one run of a parameter's band. */
-static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states, run part)
+/* Where element `at` of an array lies, which ends where its elements cease to lie together. */
+static fsdpc_status locate(fsdpc_extent *extent, unsigned char *memory, size_t element, size_t at,
+                           size_t *end, void **out)
 {
+    size_t together;
+    *out = memory + at * element;
+    if (!extent)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_pass_at(extent, at, out, &together));
+    *end = fsdpc_min_size(*end, at + together);
+    return FSDPC_OK;
+}
+
+/* Updates the front of a run of a parameter's band, as far as it lies together, and cuts it off. */
+static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *states, run *rest)
+{
+    run part = *rest;
     fsdpc_unit *unit = states->unit;
     const fsdpc_place *place = &unit->layout->params[part.param];
     const param_states *own = &states->params[part.param];
     fsdpc_unit_group *group = &unit->groups[place->group];
     const fsdpc_slice *band = &group->plan->bands[place->band];
     fsdpc_stream *main = fsdpc_device_main(optim->device);
+    void *grad;
     fsdpc_step_args args = {
-        .param = group->master + part.begin * fsdpc_dtype_bytes(place->dtype),
         .param_dtype = place->dtype,
-        .grad = group->grad + part.begin * fsdpc_dtype_bytes(group->grad_dtype),
         .grad_dtype = group->grad_dtype,
         .state_dtype = state_dtype_of(optim, place->dtype),
         .wire_dtype = group->wire_dtype,
-        .numel = part.end - part.begin,
         .grad_scale = unit->pending_scale,
         .grad_scale_at = fsdpc_unit_scale_at(unit),
         .step = own->steps,
@@ -214,14 +252,31 @@ static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states
         .number = own->number,
         .first = part.first,
     };
+    FSDPC_TRY(locate(group->master_extent, group->master, fsdpc_dtype_bytes(place->dtype),
+                     part.begin, &part.end, &args.param));
+    FSDPC_TRY(locate(group->grad_extent, group->grad, fsdpc_dtype_bytes(group->grad_dtype),
+                     part.begin, &part.end, &grad));
+    args.grad = grad;
     for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++) {
-        unsigned char *state = states->states[place->group * FSDPC_OPTIM_MAX_STATES + s];
-        if (state)
-            args.states[s] = state + part.begin * fsdpc_dtype_bytes(args.state_dtype);
+        int at = place->group * FSDPC_OPTIM_MAX_STATES + s;
+        if (states->states[at])
+            FSDPC_TRY(locate(states->extents[at], states->states[at],
+                             fsdpc_dtype_bytes(args.state_dtype), part.begin, &part.end,
+                             &args.states[s]));
     }
+    args.numel = part.end - part.begin;
     if (unit->root)
         args.wire = fsdpc_full_published(unit, group, band, part.begin);
+    rest->begin = part.end;
+    rest->first += args.numel;
     return fsdpc_optim_step_alone(optim, own->group, &args, main);
+}
+
+static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states, run part)
+{
+    while (part.begin < part.end)
+        FSDPC_TRY(step_front(optim, states, &part));
+    return FSDPC_OK;
 }
 
 static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, int b)
@@ -315,6 +370,85 @@ static fsdpc_status prepare(fsdpc_optim *optim)
     return FSDPC_OK;
 }
 
+/* ---- What lies in a file ---- */
+
+/* The tiers of the optimizer's units, each once: calls fn on every one. */
+static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_tier *))
+{
+    for (int i = 0; i < optim->n_units; i++) {
+        fsdpc_tier *tier = optim->units[i].unit->offload.tier;
+        bool seen = !tier;
+        for (int j = i - 1; j >= 0 && !seen; j--)
+            seen = optim->units[j].unit->offload.tier == tier;
+        if (!seen)
+            FSDPC_TRY(fn(tier));
+    }
+    return FSDPC_OK;
+}
+
+static bool group_steps(const unit_states *states, int flat_group)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    for (int p = 0; p < layout->n_params; p++)
+        if (layout->params[p].group == flat_group && steps(states, p))
+            return true;
+    return false;
+}
+
+static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *states)
+{
+    const fsdpc_unit *unit = states->unit;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        fsdpc_extent *const *of_states = &states->extents[g * FSDPC_OPTIM_MAX_STATES];
+        fsdpc_extent *row[FSDPC_TIER_COLUMNS];
+        int n = 0;
+        if (group->master_extent)
+            row[n++] = fsdpc_extent_rename(group->master_extent, "master", unit->name);
+        for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++)
+            if (of_states[s])
+                row[n++] = fsdpc_extent_rename(of_states[s], fsdpc_optim_state_name(optim->kind, s),
+                                               unit->name);
+        if (group->master_extent && unit->foreign) /* others may have written them */
+            fsdpc_extent_forget(group->master_extent);
+        if (group->grad_extent) {
+            fsdpc_extent_forget(group->grad_extent);
+            row[n++] = fsdpc_extent_rename(group->grad_extent, "grad", unit->name);
+        }
+        if (n > 0 && group_steps(states, g))
+            FSDPC_TRY(fsdpc_pass_add(unit->offload.tier, row, n));
+    }
+    return FSDPC_OK;
+}
+
+/* From here on what the step will need is read, in the order in which it will. */
+static fsdpc_status begin_pass(const fsdpc_optim *optim)
+{
+    FSDPC_TRY(each_tier(optim, fsdpc_pass_begin));
+    for (int i = 0; i < optim->n_units; i++) {
+        if (optim->units[i].unit->offload.tier && optim->units[i].unit->grad_live)
+            FSDPC_TRY(add_to_pass(optim, &optim->units[i]));
+    }
+    return each_tier(optim, fsdpc_pass_start);
+}
+
+static fsdpc_status abort_root(fsdpc_root *root)
+{
+    fsdpc_comm_abort(root->comm, fsdpc_last_error());
+    return FSDPC_OK;
+}
+
+/* Part of the model is stepped and the rest cannot be: no rank goes on with that. */
+static fsdpc_status give_up(const fsdpc_optim *optim, fsdpc_status status)
+{
+    char reason[512];
+    snprintf(reason, sizeof reason, "%s", fsdpc_last_error());
+    (void)each_root(optim, abort_root);
+    return fsdpc_fail(status, "%s", reason);
+}
+
+/* ---- A step ---- */
+
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out)
 {
@@ -330,10 +464,14 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
             "another optimizer steps inside a captured step: a graph holds the step of "
             "the one that it was given");
     FSDPC_TRY(prepare(optim));
+    FSDPC_TRY(begin_pass(optim));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
         status = step_unit(optim, &optim->units[i]);
+    fsdpc_status files = each_tier(optim, fsdpc_pass_end);
+    if (files != FSDPC_OK)
+        return give_up(optim, files);
     /* An epoch that was announced is published whatever happened: peers wait for that. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     return status;
@@ -366,11 +504,25 @@ static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *sta
     return view;
 }
 
+/* Before a parameter's rows of a state are read, or written, where they lie. */
+static fsdpc_status open_rows(const unit_states *states, int param, int state, bool write)
+{
+    int group = states->unit->layout->params[param].group;
+    fsdpc_extent *extent = states->extents[group * FSDPC_OPTIM_MAX_STATES + state];
+    fsdpc_piece piece =
+        fsdpc_layout_piece(states->unit->layout, param, fsdpc_unit_rank(states->unit));
+    if (!extent)
+        return FSDPC_OK;
+    return write ? fsdpc_extent_written(extent, piece.shard_offset, piece.numel)
+                 : fsdpc_extent_check(extent, piece.shard_offset, piece.numel);
+}
+
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
-                               fsdpc_optim_view *out)
+                               bool write, fsdpc_optim_view *out)
 {
     unit_states *states = NULL;
     FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_rows(states, param, state, write));
     *out = view_of(optim, states, param, state);
     return FSDPC_OK;
 }
@@ -404,9 +556,11 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
         fsdpc_optim_view view = view_of(optim, states, param, s);
         if (s == 0)
             states->params[param].momentum = steps > 0 && view.data;
-        if (steps == 0 && view.data)
-            FSDPC_TRY(fsdpc_device_fill(optim->device, view.data, 0,
-                                        view.piece.numel * fsdpc_dtype_bytes(view.dtype), NULL));
+        if (steps != 0 || !view.data)
+            continue;
+        FSDPC_TRY(open_rows(states, param, s, true));
+        FSDPC_TRY(fsdpc_device_fill(optim->device, view.data, 0,
+                                    view.piece.numel * fsdpc_dtype_bytes(view.dtype), NULL));
     }
     return FSDPC_OK;
 }
@@ -422,6 +576,7 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
         return fsdpc_fail(FSDPC_ERR_STATE, "%s as set up keeps no state %d of parameter '%s'",
                           fsdpc_optim_kind_name(optim->kind), state,
                           unit->layout->params[param].name);
+    FSDPC_TRY(open_rows(states, param, state, true));
     fsdpc_stream *main = fsdpc_device_main(optim->device);
     const char *from = (const char *)full + view.piece.first * fsdpc_dtype_bytes(dtype);
     return fsdpc_flat_cast(view.data, view.dtype, from, dtype, view.piece.numel, main);
@@ -436,5 +591,6 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
     if (!mine.data)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter '%s' has no state %d yet",
                           unit->layout->params[param].name, state);
+    FSDPC_TRY(open_rows(states, param, state, false));
     return fsdpc_unit_collect_rows(unit, param, mine.dtype, mine.data, out);
 }

@@ -57,7 +57,8 @@ fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *roo
                                        fsdpc_optim_graph **out);
 /* -- states ------------------------------------------------------------------------------------ */
 
-/* This rank's rows of a state, laid out as the master's piece. */
+/* This rank's rows of a state, laid out as the master's piece; `write`: they may be written until
+ * the next step. */
 typedef struct fsdpc_optim_view {
     fsdpc_piece piece;
     fsdpc_dtype dtype;
@@ -65,7 +66,7 @@ typedef struct fsdpc_optim_view {
 } fsdpc_optim_view;
 
 fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int param, int state,
-                               fsdpc_optim_view *out);
+                               bool write, fsdpc_optim_view *out);
 
 /* Makes, as zeros, the states that the parameter's hyper-parameters ask for and that are missing.
  */

@@ -18,7 +18,10 @@ typedef struct param_states {
 typedef struct unit_states {
     fsdpc_unit *unit;
     param_states *params;
-    void **states; /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet */
+    /* [flat group * FSDPC_OPTIM_MAX_STATES + state]; NULL: not used yet.  A state that lies in a
+     * file is the memory of its extent. */
+    void **states;
+    fsdpc_extent **extents;
 } unit_states;
 
 struct fsdpc_optim {

@@ -27,6 +27,31 @@ fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options
     return FSDPC_OK;
 }
 
+/* One array of every element of a group: bytes in memory, and in a file. */
+static void plan_array(const fsdpc_group *group, size_t element, bool offloaded, double part,
+                       fsdpc_unit_plan *sum, size_t *memory, size_t *file)
+{
+    size_t numel = group->shard_numel;
+    size_t kept = offloaded ? fsdpc_tier_kept(numel, part) : numel;
+    *memory += fsdpc_round_up(kept * element, COUNT_ALIGN);
+    if (!offloaded)
+        return;
+    *file += fsdpc_tier_file_bytes(numel, element, part);
+    sum->ring_bytes = fsdpc_max_size(sum->ring_bytes, fsdpc_tier_ring_bytes(numel, element, part));
+}
+
+static void plan_shards(const fsdpc_group *group, const fsdpc_group_plan *plan,
+                        const fsdpc_unit_options *options, fsdpc_unit_plan *sum)
+{
+    plan_array(group, fsdpc_dtype_bytes(group->dtype), options->offload.masters,
+               options->offload.part, sum, &sum->master_bytes, &sum->master_file_bytes);
+    plan_array(group, fsdpc_dtype_bytes(plan->grad_dtype), options->offload.gradients,
+               options->offload.part, sum, &sum->grad_bytes, &sum->grad_file_bytes);
+    /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
+    plan_array(group, fsdpc_dtype_bytes(plan->grad_dtype), options->offload.states,
+               options->offload.part, sum, &sum->state_bytes, &sum->state_file_bytes);
+}
+
 fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,
                              const fsdpc_unit_options *options, fsdpc_unit_plan *out)
 {
@@ -49,11 +74,8 @@ fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ran
         sum.wire_bytes += plan.wire_bytes;
         sum.published_bytes += fsdpc_round_up(published, COUNT_ALIGN);
         sum.reduce_bytes += plan.reduce_bytes;
-        sum.master_bytes += fsdpc_round_up(plan.master_bytes, COUNT_ALIGN);
-        sum.grad_bytes += fsdpc_round_up(plan.grad_bytes, COUNT_ALIGN);
+        plan_shards(group, &plan, options, &sum);
         sum.partial_bytes += plan.partial_bytes;
-        /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
-        sum.state_bytes += fsdpc_round_up(plan.grad_bytes, COUNT_ALIGN);
     }
     fsdpc_layout_destroy(layout);
     if (status == FSDPC_OK)

@@ -8,12 +8,20 @@
 
 #include "comm/comm.h"
 #include "engine/layout.h"
+#include "tier/tier.h"
 
 /* Where the ranks of a unit stand; `replicate` is NULL for a mesh of one row. */
 typedef struct fsdpc_mesh {
     fsdpc_comm *shard;
     fsdpc_comm *replicate;
 } fsdpc_mesh;
+
+/* Which arrays of a unit lie in a file, and how much of them: the rear part, 0 to 1. */
+typedef struct fsdpc_offload {
+    fsdpc_tier *tier; /* held by what lies in it; NULL while nothing is allocated yet: a plan's */
+    bool params, masters, states, gradients;
+    double part;
+} fsdpc_offload;
 
 typedef struct fsdpc_unit_options {
     const char *name; /* copied; shown in messages and traces */
@@ -27,6 +35,7 @@ typedef struct fsdpc_unit_options {
     bool reshard_after_forward;
     int first_owner;
     bool no_alias; /* private memory for fulls, out of reach while sharded */
+    fsdpc_offload offload;
 } fsdpc_unit_options;
 
 /* Ranks that contribute to its gradients. */
@@ -57,7 +66,9 @@ enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
-    size_t state_bytes;     /* of one state of every parameter */
+    size_t state_bytes; /* of one state of every parameter */
+    size_t master_file_bytes, state_file_bytes, grad_file_bytes; /* what lies in a file, instead */
+    size_t ring_bytes;      /* that a pass over them needs; the largest of a root's units is made */
     size_t published_bytes; /* of own slices, where a gather moves bytes (slots.h) */
     /* Of what one peer sends to this rank's sums, where a reduction brings contributions here, and
      * of what it sends of its partial; of the largest group each. */

@@ -40,6 +40,23 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
     return FSDPC_OK;
 }
 
+/* In memory or on a disk: the same for all units, whose fulls lie in it. */
+static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
+{
+    const fsdpc_unit *first = root->units[0];
+    for (int i = 1; i < root->n_units; i++) {
+        const fsdpc_unit *unit = root->units[i];
+        if (unit->offload.params != first->offload.params)
+            return fsdpc_fail(FSDPC_ERR_VALUE,
+                              "units '%s' and '%s' are of one model, and one has its params on a "
+                              "disk and the other has not: give both one offload_policy",
+                              first->name, unit->name);
+    }
+    return first->offload.params
+               ? fsdpc_wire_create_in(root->comm, bytes, first->offload.tier, &root->wire)
+               : fsdpc_wire_create(root->comm, bytes, &root->wire);
+}
+
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,
                                fsdpc_root **out)
 {
@@ -64,11 +81,12 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     }
     size_t wire_bytes = 0;
     FSDPC_TRY_GOTO(status, adopt_units(root, units, &wire_bytes), destroy);
-    FSDPC_TRY_GOTO(status, fsdpc_wire_create(root->comm, wire_bytes, &root->wire), destroy);
+    FSDPC_TRY_GOTO(status, create_wire(root, wire_bytes), destroy);
     root->wire->kind_text = fsdpc_epoch_text;
-    root->full = units[0]->no_alias  ? &fsdpc_full_private
-                 : root->wire->moved ? &fsdpc_full_moved
-                                     : &fsdpc_full_shared;
+    root->full = units[0]->no_alias         ? &fsdpc_full_private
+                 : root->wire->moved        ? &fsdpc_full_moved
+                 : units[0]->offload.params ? &fsdpc_full_file
+                                            : &fsdpc_full_shared;
     FSDPC_TRY_GOTO(status, fsdpc_full_create(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_fill_create_buffers(root, encloses), destroy);
     FSDPC_TRY_GOTO(status, fsdpc_stream_create(root->device, "gather", true, &root->gather_stream),

@@ -6,10 +6,36 @@
  */
 #include "engine/unit_internal.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "ops/flat_ops.h"
+
+/* An array as long as the shard, in memory or in a file; zeros. */
+static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool offloaded,
+                                 fsdpc_mem_kind kind, fsdpc_dtype dtype, fsdpc_extent **extent,
+                                 unsigned char **out)
+{
+    size_t element = fsdpc_dtype_bytes(dtype);
+    char name[128];
+    if (!offloaded)
+        return fsdpc_device_alloc_zeroed(unit->device, kind, plan->shard_numel * element,
+                                         (void **)out);
+    snprintf(name, sizeof name, "%s of unit '%s'", fsdpc_mem_kind_name(kind), unit->name);
+    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, name, kind, plan->shard_numel, element,
+                                  unit->offload.part, extent));
+    *out = (*extent)->memory;
+    return FSDPC_OK;
+}
+
+static void destroy_shard(fsdpc_unit *unit, fsdpc_extent *extent, void *memory)
+{
+    if (extent)
+        fsdpc_extent_destroy(extent);
+    else
+        fsdpc_device_free(unit->device, memory);
+}
 
 static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_options *options)
 {
@@ -27,11 +53,13 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     unit->wire_bytes += sizes.wire_bytes;
     unit->reduce_bytes += sizes.reduce_bytes;
     unit->grad_bytes += sizes.partial_bytes;
-    fsdpc_device *device = unit->device;
-    FSDPC_TRY(fsdpc_device_alloc_zeroed(device, FSDPC_MEM_MASTER, sizes.master_bytes,
-                                        (void **)&group->master));
-    return fsdpc_device_alloc_zeroed(device, FSDPC_MEM_GRAD, sizes.grad_bytes,
-                                     (void **)&group->grad);
+    FSDPC_TRY(create_shard(unit, group->plan, unit->offload.masters, FSDPC_MEM_MASTER,
+                           group->plan->dtype, &group->master_extent, &group->master));
+    FSDPC_TRY(create_shard(unit, group->plan, unit->offload.gradients, FSDPC_MEM_GRAD,
+                           group->grad_dtype, &group->grad_extent, &group->grad));
+    if (group->grad_extent)
+        group->grad_extent->read_only = true;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
@@ -53,6 +81,9 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                            .prefetch = FSDPC_PREFETCH,
                                            .n_modules = 1};
     unit->no_alias = options->no_alias;
+    unit->offload = options->offload;
+    if (unit->offload.tier)
+        fsdpc_tier_acquire(unit->offload.tier);
     unit->dirty = true;
     unit->pending_scale = 1;
     FSDPC_TRY_GOTO(status,
@@ -91,12 +122,13 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
     if (!unit)
         return;
     for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
-        fsdpc_device_free(unit->device, unit->groups[g].master);
-        fsdpc_device_free(unit->device, unit->groups[g].grad);
+        destroy_shard(unit, unit->groups[g].master_extent, unit->groups[g].master);
+        destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
         fsdpc_device_free(unit->device, unit->sums[i]);
     fsdpc_device_free(unit->device, unit->clip_factor);
+    fsdpc_tier_release(unit->offload.tier);
     free(unit->ahead[0]);
     free(unit->ahead[1]);
     fsdpc_layout_destroy(unit->layout);
@@ -136,6 +168,11 @@ const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit)
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit)
 {
     return unit->device;
+}
+
+fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit)
+{
+    return unit->offload;
 }
 
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit)
@@ -224,14 +261,32 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
+/* What a pass wrote of the masters is not all that they hold any more. */
+static void forget_masters(fsdpc_unit *unit)
+{
+    for (int g = 0; unit->offload.masters && g < unit->layout->n_groups; g++)
+        fsdpc_extent_forget(unit->groups[g].master_extent);
+}
+
 void fsdpc_unit_mark_written(fsdpc_unit *unit)
 {
     unit->dirty = true;
+    forget_masters(unit);
 }
 
 void fsdpc_unit_mark_shared(fsdpc_unit *unit)
 {
     unit->foreign = true;
+    forget_masters(unit);
+}
+
+fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param)
+{
+    const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
+    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    if (!group->master_extent || piece.numel == 0 || unit->foreign)
+        return FSDPC_OK;
+    return fsdpc_extent_check(group->master_extent, piece.shard_offset, piece.numel);
 }
 
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out)
@@ -266,7 +321,7 @@ fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fs
     fsdpc_piece piece;
     void *master = fsdpc_unit_master(unit, param, &piece);
     const char *from = (const char *)value + piece.first * fsdpc_dtype_bytes(dtype);
-    unit->dirty = true;
+    fsdpc_unit_mark_written(unit);
     return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, main);
 }
 
@@ -276,7 +331,7 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_piece piece;
     void *master = fsdpc_unit_master(unit, param, &piece);
-    unit->dirty = true;
+    fsdpc_unit_mark_written(unit);
     fsdpc_init_args args = {.dst = master,
                             .dtype = unit->layout->params[param].dtype,
                             .numel = piece.numel,

@@ -57,6 +57,7 @@ fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 const fsdpc_mesh *fsdpc_unit_mesh(const fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
+fsdpc_offload fsdpc_unit_offload(const fsdpc_unit *unit);
 fsdpc_root *fsdpc_unit_root(const fsdpc_unit *unit); /* NULL before the first forward */
 fsdpc_unit_state fsdpc_unit_where(const fsdpc_unit *unit);
 bool fsdpc_unit_in_backward(const fsdpc_unit *unit); /* its backward has begun and not ended */
@@ -86,6 +87,8 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the 
 
 /* This rank's piece of a parameter's master; marks nothing. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
+/* Before it is read by who keeps the values: what lies in a file is as it was written. */
+fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
 /* Masters were written; or they may be from now on, as somebody holds them: they are compared with
  * the wire when an epoch begins. */

@@ -28,6 +28,7 @@ typedef struct fsdpc_unit_group {
     size_t grad_offset;   /* bytes into a partial, or into a level of micro-step sums */
     fsdpc_slice whole;    /* of the shard, as a reduction of partials takes it */
     unsigned char *master, *grad;
+    fsdpc_extent *master_extent, *grad_extent; /* that they are the memory of; NULL: the device's */
     unsigned char *full;      /* what modules read, at a fixed address; see full.h */
     unsigned char *target;    /* where a gather writes it: the same memory, by the address that
                                  transports are given; NULL where a gather moves nothing */
@@ -46,6 +47,7 @@ struct fsdpc_unit {
     fsdpc_device *device;
     fsdpc_trace *trace;
     fsdpc_root *root; /* NULL before the first forward */
+    fsdpc_offload offload;
     size_t reduce_bytes, wire_bytes, grad_bytes;
 
     /* Settings.  Written by unit.c, and by grads.c where a frozen parameter was given a gradient.

@@ -32,6 +32,8 @@ static PyObject *master_piece(PyObject *module, PyObject *args)
     void *data = fsdpc_unit_master(unit->ref->unit, param, &piece);
     if (write)
         fsdpc_unit_mark_written(unit->ref->unit);
+    else if (fsdpc_py_check(fsdpc_unit_check_master(unit->ref->unit, param)) < 0)
+        return NULL;
     return piece_tuple(module, unit, fsdpc_unit_flat_with(unit->ref->unit, param).dtype, &piece,
                        data);
 }

@@ -377,6 +377,12 @@ static PyObject *comm_get_rank(PyObject *object, void *Py_UNUSED(unused))
     return comm ? PyLong_FromLong(comm->rank) : NULL;
 }
 
+static PyObject *comm_get_world_rank(PyObject *object, void *Py_UNUSED(unused))
+{
+    fsdpc_comm *comm = fsdpc_py_comm_of(object);
+    return comm ? PyLong_FromLong(comm->world_rank) : NULL;
+}
+
 static PyObject *comm_get_size(PyObject *object, void *Py_UNUSED(unused))
 {
     fsdpc_comm *comm = fsdpc_py_comm_of(object);
@@ -416,6 +422,8 @@ static PyMethodDef comm_methods[] = {
 
 static PyGetSetDef comm_getset[] = {
     {"rank", comm_get_rank, NULL, "This process's number in the group.", NULL},
+    {"world_rank", comm_get_world_rank, NULL, "Its number in the group that was split first.",
+     NULL},
     {"size", comm_get_size, NULL, "How many ranks.", NULL},
     {"hosts", comm_get_hosts, NULL, "On how many hosts; 0 where it was split off.", NULL},
     {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},

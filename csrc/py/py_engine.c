@@ -5,6 +5,7 @@
 #include "comm/comm_hosts.h"
 #include "engine/plan.h"
 #include "engine/slots.h"
+#include "py/py_tier.h"
 
 static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -73,16 +74,19 @@ static int read_spec(PyObject *item, fsdpc_param_spec *spec)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static PyObject *plan_unit(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *plan_unit(PyObject *module, PyObject *args)
 {
-    PyObject *list, *param_dtype, *reduce_dtype;
+    PyObject *list, *param_dtype, *reduce_dtype, *offload = NULL;
     int ranks;
-    if (!PyArg_ParseTuple(args, "O!iOO", &PyList_Type, &list, &ranks, &param_dtype, &reduce_dtype))
+    if (!PyArg_ParseTuple(args, "O!iOO|O", &PyList_Type, &list, &ranks, &param_dtype, &reduce_dtype,
+                          &offload))
         return NULL;
     fsdpc_unit_options options = {
         .name = "", .cast_params = param_dtype != Py_None, .cast_reduce = reduce_dtype != Py_None};
     if ((options.cast_params && fsdpc_py_dtype_parse(param_dtype, &options.param_dtype) < 0) ||
         (options.cast_reduce && fsdpc_py_dtype_parse(reduce_dtype, &options.reduce_dtype) < 0))
+        return NULL;
+    if (fsdpc_py_offload_parse(module, offload, &options.offload) < 0)
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(list);
     fsdpc_param_spec *specs = fsdpc_py_room(n, sizeof *specs);
@@ -95,11 +99,13 @@ static PyObject *plan_unit(PyObject *Py_UNUSED(module), PyObject *args)
     PyMem_Free(specs);
     if (result < 0)
         return NULL;
-    return Py_BuildValue("{snsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce",
+    return Py_BuildValue("{snsnsnsnsnsnsnsnsnsnsnsnsn}", "wire", plan.wire_bytes, "reduce",
                          plan.reduce_bytes, "master", plan.master_bytes, "grad", plan.grad_bytes,
                          "partial", plan.partial_bytes, "state", plan.state_bytes, "published",
                          plan.published_bytes, "contribution", plan.contribution_bytes,
-                         "partial_contribution", plan.partial_contribution_bytes);
+                         "partial_contribution", plan.partial_contribution_bytes, "master_file",
+                         plan.master_file_bytes, "state_file", plan.state_file_bytes, "grad_file",
+                         plan.grad_file_bytes, "ring", plan.ring_bytes);
 }
 
 /* Of this process's GPU, if it has one: only then is a runtime made.  False with an exception. */
@@ -162,7 +168,8 @@ static PyObject *plan_rooms(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyMethodDef fsdpc_py_engine_functions[] = {
     {"plan_unit", plan_unit, METH_VARARGS,
-     "plan_unit(params, ranks, param_dtype, reduce_dtype): bytes that a unit of parameters "
+     "plan_unit(params, ranks, param_dtype, reduce_dtype, offload=None): bytes that a unit of "
+     "parameters "
      "(dtype, shape) takes on a rank."},
     {"plan_fulls", plan_fulls, METH_VARARGS,
      "plan_fulls(units, ranks, prefetch, remote): bytes that the fulls of units (bytes, of own "

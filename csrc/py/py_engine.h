@@ -39,6 +39,7 @@ struct fsdpc_unit_ref {
     fsdpc_root_ref *root; /* NULL before the first forward */
     fsdpc_param_ref *params;
     PyObject *comms[2]; /* strong: shard, replicate or NULL */
+    PyObject *tier;     /* strong: what it is offloaded to; NULL: nothing */
 };
 
 typedef struct fsdpc_py_comm {

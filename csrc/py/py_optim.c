@@ -224,11 +224,11 @@ static void release_optimizer(fsdpc_storage *storage)
     PyGILState_Release(gil);
 }
 
-/* Parses (unit, i, which); NULL with an exception. */
-static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which)
+/* Parses (unit, i, which, write=False); NULL with an exception. */
+static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int *which, int *write)
 {
     PyObject *unit_object;
-    if (!PyArg_ParseTuple(args, "Oii", &unit_object, param, which))
+    if (!PyArg_ParseTuple(args, "Oii|p", &unit_object, param, which, write))
         return NULL;
     fsdpc_py_unit *unit = unit_arg(object, unit_object, *param);
     if (unit && (*which < 0 || *which >= FSDPC_OPTIM_MAX_STATES)) {
@@ -241,13 +241,13 @@ static fsdpc_unit *state_args(PyObject *object, PyObject *args, int *param, int 
 
 static PyObject *optimizer_state(PyObject *object, PyObject *args)
 {
-    int param, which;
+    int param, which, write = 0;
     fsdpc_optim_view view;
-    fsdpc_unit *unit = state_args(object, args, &param, &which);
+    fsdpc_unit *unit = state_args(object, args, &param, &which, &write);
     if (!unit)
         return NULL;
     fsdpc_status status =
-        fsdpc_optim_state(((py_optimizer *)object)->optim, unit, param, which, &view);
+        fsdpc_optim_state(((py_optimizer *)object)->optim, unit, param, which, write != 0, &view);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (!view.data)
@@ -298,15 +298,15 @@ static PyObject *optimizer_write(PyObject *object, PyObject *args)
 
 static PyObject *optimizer_collect(PyObject *object, PyObject *args)
 {
-    int param, which;
+    int param, which, write = 0;
     fsdpc_optim_view view;
     fsdpc_optim *optim = ((py_optimizer *)object)->optim;
-    fsdpc_unit *unit = state_args(object, args, &param, &which);
+    fsdpc_unit *unit = state_args(object, args, &param, &which, &write);
     if (!unit || fsdpc_py_unit_check_open((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0)) < 0)
         return NULL;
     const fsdpc_place *place = &fsdpc_unit_layout(unit)->params[param];
     fsdpc_tensor *t = NULL;
-    fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, &view);
+    fsdpc_status status = fsdpc_optim_state(optim, unit, param, which, false, &view);
     if (status == FSDPC_OK)
         status =
             fsdpc_tensor_create(fsdpc_unit_device(unit), view.dtype, place->ndim, place->shape, &t);
@@ -351,7 +351,7 @@ static PyMethodDef optimizer_methods[] = {
      "step_alone(group, number, step, copy_gradient, p, grad, states): one without a unit."},
     {"state_names", optimizer_state_names, METH_O, "state_names(group): what its options use."},
     {"state", optimizer_state, METH_VARARGS,
-     "state(unit, i, which): this rank's rows, writable; None before a step used the state."},
+     "state(unit, i, which, write=False): this rank's rows; None before a step used the state."},
     {"make_states", optimizer_make_states, METH_VARARGS, "make_states(unit, i): those missing."},
     {"write", optimizer_write, METH_VARARGS, "write(unit, i, which, full): take the own rows."},
     {"collect", optimizer_collect, METH_VARARGS, "collect(unit, i, which): full; collective."},

@@ -29,6 +29,7 @@
     X(handle)                                                                                      \
     X(comm)                                                                                        \
     X(link)                                                                                        \
+    X(tier)                                                                                        \
     X(unit)                                                                                        \
     X(optimizer)                                                                                   \
     X(save)                                                                                        \

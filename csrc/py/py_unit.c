@@ -8,6 +8,7 @@
  * Its methods stand where their subject does: py_call.c, py_unit_values.c, py_unit_schedule.c.
  */
 #include "py/py_engine.h"
+#include "py/py_tier.h"
 
 #include <stddef.h>
 #include <structmember.h>
@@ -25,6 +26,7 @@ static void free_unit_ref(fsdpc_unit_ref *ref)
             ((fsdpc_py_comm *)ref->comms[i])->users--;
         Py_XDECREF(ref->comms[i]);
     }
+    Py_XDECREF(ref->tier);
     PyGILState_Release(gil);
     PyMem_RawFree(ref->params);
     PyMem_RawFree(ref);
@@ -188,7 +190,8 @@ static fsdpc_status make_ref(fsdpc_py_unit *self, const fsdpc_param_spec *specs,
 }
 
 static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyObject *whole,
-                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype)
+                     PyObject *comms[2], PyObject *param_dtype, PyObject *reduce_dtype,
+                     PyObject *offload)
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(Py_TYPE(self));
     if (!runtime)
@@ -199,6 +202,8 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
                                   .trace = runtime->trace,
                                   .reshard_after_forward = true,
                                   .no_alias = runtime->env.no_alias};
+    if (fsdpc_py_offload_parse(PyType_GetModule(Py_TYPE(self)), offload, &options.offload) < 0)
+        return -1;
     if (!(options.mesh.shard = fsdpc_py_comm_of(comms[0])))
         return -1;
     if (comms[1] && !(options.mesh.replicate = fsdpc_py_comm_of(comms[1])))
@@ -213,6 +218,8 @@ static int init_unit(fsdpc_py_unit *self, const char *name, PyObject *names, PyO
     PyMem_Free(specs);
     if (result < 0)
         return -1;
+    if (options.offload.tier)
+        self->ref->tier = Py_NewRef(PyTuple_GET_ITEM(offload, 0));
     for (int i = 0; i < 2; i++) {
         self->ref->comms[i] = Py_XNewRef(comms[i]);
         if (comms[i])
@@ -252,15 +259,18 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                "deterministic",
                                "modules",
                                "whole",
+                               "offload",
                                NULL};
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
+    PyObject *offload = NULL;
     int cast_inputs = 1, keep_grads = 0, deterministic = 0, n_modules = 1;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "sO!O!O|OOOOpOppiO!", keywords, &name, &PyList_Type, &names, &PyList_Type,
-            &params, &shard, &replicate, &param_dtype, &reduce_dtype, &output_dtype, &cast_inputs,
-            &reshard, &keep_grads, &deterministic, &n_modules, &PyList_Type, &whole))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O|OOOOpOppiO!O", keywords, &name,
+                                     &PyList_Type, &names, &PyList_Type, &params, &shard,
+                                     &replicate, &param_dtype, &reduce_dtype, &output_dtype,
+                                     &cast_inputs, &reshard, &keep_grads, &deterministic,
+                                     &n_modules, &PyList_Type, &whole, &offload))
         return NULL;
     if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params)) {
         PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
@@ -276,7 +286,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (take_params(self, params) < 0 ||
         parse_optional_dtype(param_dtype, &input_given, &input) < 0 ||
         parse_optional_dtype(output_dtype, &output_given, &output) < 0 ||
-        init_unit(self, name, names, whole, comms, param_dtype, reduce_dtype) < 0) {
+        init_unit(self, name, names, whole, comms, param_dtype, reduce_dtype, offload) < 0) {
         Py_DECREF(self);
         return NULL;
     }

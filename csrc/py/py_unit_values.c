@@ -67,6 +67,8 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
     if (param < 0)
         return NULL;
     fsdpc_piece piece;
+    if (fsdpc_py_check(fsdpc_unit_check_master(unit_of(object), param)) < 0)
+        return NULL;
     void *data = fsdpc_unit_master(unit_of(object), param, &piece);
     fsdpc_unit_mark_shared(unit_of(object));
     return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
@@ -224,7 +226,19 @@ PyMethodDef fsdpc_py_unit_value_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyObject *get_offload(PyObject *object, void *Py_UNUSED(closure))
+{
+    const fsdpc_offload offload = fsdpc_unit_offload(unit_of(object));
+    if (!offload.tier)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(OOOOOd)", Py_None, offload.params ? Py_True : Py_False,
+                         offload.masters ? Py_True : Py_False, offload.states ? Py_True : Py_False,
+                         offload.gradients ? Py_True : Py_False, offload.part);
+}
+
 PyGetSetDef fsdpc_py_unit_value_getset[] = {
+    {"offload", get_offload, NULL,
+     "(None, params, masters, states, gradients, part): what lies in a file.", NULL},
     {"params", get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -71,6 +71,7 @@ from fsdpc.memory import memory_stats, reset_peak_memory_stats
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 from fsdpc.nn.module import deferred_init
+from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.schedule import Schedule, schedule
 from fsdpc.sharding import fully_shard
@@ -97,7 +98,8 @@ __all__ = [
     "graph_step", "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled",
     "is_initialized", "launch", "local_rank", "lr_scheduler", "manual_seed", "memory_plan",
     "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
-    "no_grad", "num_threads", "optim", "PeerError", "rank", "register_fsdp_forward_method",
+    "no_grad", "num_threads", "OffloadPolicy", "optim", "PeerError", "rank",
+    "register_fsdp_forward_method",
     "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
     "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
     "summon_full_params", "Tensor", "tensor", "uint8", "world_size", "wrap",

@@ -63,6 +63,7 @@ def simulate_parser() -> argparse.ArgumentParser:
     add_number(world, "--local-latency", 0.0, "microseconds of a hop between GPUs of a host")
     add_number(world, "--message", 0.0, "microseconds of a CPU for each message")
     add_number(world, "--memory-bandwidth", math.inf, "GB/s of an optimizer's pass")
+    add_number(world, "--disk-bandwidth", math.inf, "GB/s of a rank, read and written")
     world.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
@@ -110,6 +111,8 @@ def main(argv: Sequence[str]) -> int:
             local_latency=o.local_latency * 1e-6,
             message=o.message * 1e-6,
             memory_bandwidth=o.memory_bandwidth * 1e9,
+            offload_policy=o.offload,
+            disk_bandwidth=o.disk_bandwidth * 1e9,
         )
         print(simulate(model, (o.batch, o.seq), hosts=o.hosts, ranks_per_host=o.ranks_per_host,
                        bandwidth=o.bandwidth * 1e9 / 8, latency=o.latency * 1e-6,
@@ -125,7 +128,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate"):
         if (value := getattr(options, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("tflops", "bandwidth", "local_bandwidth", "memory_bandwidth"):
+    for name in ("tflops", "bandwidth", "local_bandwidth", "memory_bandwidth", "disk_bandwidth"):
         if not (value := getattr(options, name)) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
     for name in ("latency", "local_latency", "message"):

@@ -15,6 +15,7 @@ from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
 from fsdpc._train_checkpoint import add_options, check_options
 from fsdpc.mesh import DeviceMesh
+from fsdpc.offload import CLASSES, OffloadPolicy
 from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
 from fsdpc.strategies import ShardingStrategy, apply_strategy
 
@@ -146,6 +147,13 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
     add_choice(sharding, "--reduce-dtype", DTYPES, "fp32",
                "in which gradients are written and sent")  # fmt: skip
     sharding.add_argument(
+        "--offload",
+        type=_offload,
+        metavar="WHAT=disk:PATH",
+        help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
+        "fraction=X: how much of it",
+    )
+    sharding.add_argument(
         "--deterministic",
         action="store_true",
         help="the same bits however --ranks and --accumulate split the global batch",
@@ -157,6 +165,29 @@ def _mesh_shape(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"a mesh is written as 2x4, got '{text}'")
     return int(parts[0]), int(parts[1])
+
+
+def _offload(text: str) -> OffloadPolicy:
+    """Read ``optimizer=disk:/path,masters=disk:/path,fraction=0.5``."""
+    options: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        tier, _, path = value.partition(":")
+        if name == "fraction":
+            options[name] = value
+            continue
+        if name not in CLASSES:
+            raise argparse.ArgumentTypeError(
+                f"'{part}': one of {', '.join(CLASSES)}, as in optimizer=disk:/var/tmp, or fraction"
+            )
+        options[name] = tier
+        if path and options.setdefault("path", path) != path:
+            raise argparse.ArgumentTypeError(f"one folder for all that is offloaded, got '{text}'")
+    try:
+        options["fraction"] = float(options.get("fraction", 1))
+        return OffloadPolicy(**options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(f"'{text}': {error}") from None
 
 
 def _true_false_number(text: str) -> bool | int:

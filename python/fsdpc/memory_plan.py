@@ -16,6 +16,7 @@ from fsdpc._snapshot import Snapshot
 from fsdpc.device import DEVICES, check_device, get_default_device
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
+from fsdpc.offload import OffloadPolicy, planned
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy, as_strategy
 from fsdpc.wrap import WrapPolicy, by_name, units_by
@@ -53,8 +54,9 @@ class MemoryPlan:
     shard group; the others are each rank's own. On ``device`` "cuda" it is each rank's own too: its
     slices of all units, and room for those that are whole at a time. In deterministic mode over
     NCCL ``reduce`` includes room for what the peers send to a sum; on CPUs of several ``hosts``,
-    for sums on their way between them. ``activation`` is what forward and backward hold at once,
-    where a batch was given. ``units`` says what was counted as units.
+    for sums on their way between them. ``staging`` is what is on its way to and from a disk,
+    ``file`` what lies there, and is not in the total. ``activation`` is what forward and backward
+    hold at once, where a batch was given. ``units`` says what was counted as units.
     """
 
     device: str
@@ -65,7 +67,9 @@ class MemoryPlan:
     grad: int
     state: int
     reduce: int
+    staging: int = 0
     activation: int | None = None
+    file: int = 0
     micro_sum: int = 0
     units: str = field(default="", compare=False)
     _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
@@ -126,13 +130,16 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of them together, on the rank that the wire is counted on."""
-        engine = self.wire + self.master + self.grad + self.state + self.reduce
+        engine = self.wire + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
     def __str__(self) -> str:
-        names = ["wire", "master", "grad", "state", "reduce", "activation", "total"]
-        if self.activation is None:
-            names.remove("activation")
+        names = ["wire", "master", "grad", "state", "reduce"]
+        if self.staging:
+            names += ["staging"]
+        names += ["activation", "total"] if self.activation is not None else ["total"]
+        if self.file:
+            names += ["file"]
         lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
         where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
         return "\n".join([*lines, f"of {self.units}, on {where}"])
@@ -145,6 +152,7 @@ class _UnitShape:
     reduce_dtype: Any
     own_buffer: bool
     own_full: bool  # where fulls take turns in memory, this one's does not
+    offload: _core.Offload | None
 
     def sums(self, stage: str) -> list[_core.dtype]:
         """Return the dtypes of what a reduction, or a partial, sums: one of each flat group."""
@@ -171,6 +179,7 @@ def memory_plan(
     plan: WrapPolicy | dict[str, dict[str, Any]] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str | int = "adamw",
+    offload_policy: OffloadPolicy | None = None,
 ) -> MemoryPlan:
     """Compute what the engine will hold on each rank while a model trains.
 
@@ -193,6 +202,8 @@ def memory_plan(
         each of the model's ``blocks()`` is a unit, if it has that method.
     optimizer : str or int, default "adamw"
         Its name, or how many states it keeps for each parameter.
+    offload_policy : OffloadPolicy, optional
+        As :func:`fully_shard` takes it, for a model that is not sharded.
 
     Returns
     -------
@@ -224,15 +235,21 @@ def memory_plan(
                 described = f"{len(blocks)} blocks and the rest, as no plan was given"
                 own = set(map(id, blocks))
                 plan = lambda name, module: {} if id(module) in own else None  # noqa: E731
-        units = _planned_units(model, plan, mp_policy or MixedPrecisionPolicy(), strategy)
+        policy = mp_policy or MixedPrecisionPolicy()
+        units = _planned_units(model, plan, policy, strategy, offload_policy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    plans = [_core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype) for u in units]
+    plans = [
+        _core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload) for u in units
+    ]
 
     def total(key: str) -> int:
         return sum(one[key] for one in plans)
 
     sums = {"master": total("master"), "grad": total("grad"), "micro_sum": total("partial")}
     sums["state"] = n_states * total("state")
+    sums["file"] = total("master_file") + total("grad_file")
+    sums["file"] += n_states * total("state_file")
+    sums["staging"] = max((one["ring"] for one in plans), default=0) if sums["file"] else 0
     fulls = [(one["wire"], one["published"], u.own_full) for u, one in zip(units, plans)]
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
     two_stages = replicate > 1 and shard > 1
@@ -249,6 +266,9 @@ def memory_plan(
         }
         for name in DEVICES
     }
+    if any(u.offload and u.offload[1] for u in units):  # params: the wire is a file
+        sums["file"] += by_device["cpu"]["wire"]
+        by_device["cpu"]["wire"] = 0
     activation = None
     if batch_shape is not None:
         activation = _activation_bytes(model, tuple(batch_shape), mp_policy)
@@ -327,13 +347,18 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
             reduce_dtype=unit.reduce_dtype,
             own_buffer=own or unit.keep_grads,
             own_full=own or unit.rank_dependent or not unit.reshard_after_forward,
+            offload=unit.offload,
         )
         for unit, own in {**_shard.enclosing(model), model._fsdpc_unit: True}.items()
     ]
 
 
 def _planned_units(
-    model: Any, plan: Any, policy: MixedPrecisionPolicy, strategy: Any
+    model: Any,
+    plan: Any,
+    policy: MixedPrecisionPolicy,
+    strategy: Any,
+    offload_policy: OffloadPolicy | None,
 ) -> list[_UnitShape]:
     stays = strategy is not None and as_strategy(strategy).keeps_params
     chosen: list[tuple[list[Any], dict[str, Any]]] = []
@@ -356,6 +381,7 @@ def _planned_units(
                 reduce_dtype=own.reduce_dtype,
                 own_buffer=alone,
                 own_full=alone or reshards is False,
+                offload=planned(options.get("offload_policy", offload_policy)),
             )
         )
     return units

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpc import _core, _shard, distributed
+from fsdpc import _core, _shard, distributed, offload
 from fsdpc._agree import check_agreement
 from fsdpc.fsdp_module import FSDPModule
 from fsdpc.mesh import DeviceMesh
 from fsdpc.nn.module import Module, Parameter
+from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy
 from fsdpc.wrap import WrapPolicy, by_name, check_names, units_by
@@ -32,6 +33,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     ignored_params: Iterable[Parameter] | None = None,
     strategy: ShardingStrategy | str | None = None,
+    offload_policy: OffloadPolicy | None = None,
     plan: WrapPolicy | Mapping[str, Mapping[str, Any]] | None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place; collective.
@@ -58,6 +60,8 @@ def fully_shard(
         Left alone: neither sharded nor reduced.
     strategy : ShardingStrategy or str, optional
         A name for a mesh and ``reshard_after_forward``.
+    offload_policy : OffloadPolicy, optional
+        What lies on a disk; nothing where not given.
     plan : WrapPolicy or mapping of str to dict, optional
         Which submodules to shard first: a policy of :mod:`fsdpc.wrap`, or patterns of dotted names
         with options (``{"layers.*": {}}``). All other options apply to them too.
@@ -82,7 +86,7 @@ def fully_shard(
     modules = _shard.as_modules(
         module, Module, "an fsdpc.nn.Module", "for torch modules use fsdpc.torch"
     )
-    _check_options(mesh, mp_policy)
+    _check_options(mesh, mp_policy, offload_policy)
     ignored = _shard.as_params("ignored_params", ignored_params, _core.Tensor)
     if plan is not None:
         options = {
@@ -91,17 +95,18 @@ def fully_shard(
             "mp_policy": mp_policy,
             "ignored_params": ignored,
             "strategy": strategy,
+            "offload_policy": offload_policy,
         }
         if not callable(plan):
             check_names(plan, modules)
         groups = units_by(plan if callable(plan) else by_name(plan), modules)
         _shard.shard_by_plan(groups, options, fully_shard)
     where = _shard.place(mesh, strategy, reshard_after_forward)
-    _make_unit(modules, where, mp_policy or MixedPrecisionPolicy(), ignored)
+    _make_unit(modules, where, mp_policy or MixedPrecisionPolicy(), offload_policy, ignored)
     return module
 
 
-def _check_options(mesh: Any, mp_policy: Any) -> None:
+def _check_options(mesh: Any, mp_policy: Any, offload_policy: Any) -> None:
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, got {mesh!r}: init_device_mesh('cpu', (replicate, shard))"
@@ -111,19 +116,26 @@ def _check_options(mesh: Any, mp_policy: Any) -> None:
             f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}: "
             "MixedPrecisionPolicy(param_dtype=...)"
         )
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy must be an OffloadPolicy, got {offload_policy!r}: "
+            "OffloadPolicy(optimizer='disk', path=...)"
+        )
 
 
 def _make_unit(
     modules: list[Any],
     where: _shard.Placement,
     policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
     ignored: list[Parameter],
 ) -> None:
     found = _shard.collect(_shard.inside_of(modules), ignored, _check_parameter)
     names, params = [name for name, _, _ in found], [p for _, p, _ in found]
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p)) for name, p, _ in found]
-    check_agreement([title, *lines, f"{policy}, {where}"], where.comms)
+    lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
+    check_agreement([title, *lines], where.comms)
     unit = _core.Unit(
         title,
         names,
@@ -138,6 +150,7 @@ def _make_unit(
         keep_grads=where.keep_grads,
         deterministic=distributed.is_deterministic(),
         modules=len(modules),
+        offload=offload.opened(offload_policy, where.comms[0]),
     )
     for p in ignored:
         p._ignored = True

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from fsdpc import _core, _shard
@@ -19,6 +20,7 @@ from fsdpc._played import OPTIMIZERS, Played, play_step
 from fsdpc.device import check_device, get_default_device
 from fsdpc.memory_plan import STATES, HostGroup, MemoryPlan, groups_on_hosts, memory_plan
 from fsdpc.nn.module import Module
+from fsdpc.offload import OffloadPolicy
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.strategies import ShardingStrategy, as_strategy
 from fsdpc.wrap import WrapPolicy, by_name, check_names, units_by
@@ -55,6 +57,11 @@ class SimulateOptions:
         Seconds of a rank for each message to another host; CPUs alone.
     memory_bandwidth : float, default infinite
         Bytes a second of the optimizer's pass over masters, gradients and states.
+    offload_policy : OffloadPolicy, optional
+        What lies on a disk, as :func:`fsdpc.fully_shard` takes it; its folder is not looked at.
+    disk_bandwidth : float, default infinite
+        Bytes a second that a rank reads and writes of it, together, while the others do too. The
+        optimizer's pass is as long as the disk needs, or the memory.
     overlap : bool, optional
         Whether bytes move while ranks compute. By default on GPUs; on CPUs of several hosts they
         move when the rank's thread calls the engine.
@@ -72,6 +79,8 @@ class SimulateOptions:
     local_latency: float = 0.0
     message: float = 0.0
     memory_bandwidth: float = math.inf
+    offload_policy: OffloadPolicy | None = None
+    disk_bandwidth: float = math.inf
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +90,7 @@ class SimulateOptions:
             accumulate=self.accumulate,
             local_bandwidth=self.local_bandwidth,
             memory_bandwidth=self.memory_bandwidth,
+            disk_bandwidth=self.disk_bandwidth,
         )
         _check_not_negative(local_latency=self.local_latency, message=self.message)
 
@@ -122,8 +132,11 @@ class Simulation:
         parts = {"master": plan.master, "grad": plan.grad, "state": plan.state,
                  "reduce": plan.reduce, "activation": plan.activation or 0}  # fmt: skip
         parts = parts if shared else {"wire": plan.wire, **parts}
+        parts |= {"staging": plan.staging} if plan.staging else {}
         held = ", ".join(f"{name} {n / 2**30:.3g}" for name, n in parts.items())
+        filed = f"; on a disk {plan.file / 2**30:.3g}" if plan.file else ""
         also = f"; wire {plan.wire / 2**30:.3g}, which {self.wire_ranks} share" if shared else ""
+        also += filed
         return "\n".join([
             self.title,
             f"step      {1e3 * self.step:.4g} ms: compute {1e3 * self.compute:.4g}, exposed "
@@ -217,15 +230,21 @@ def simulate(
          "mp_policy": o.mp_policy},
         optimizer=o.optimizer, accumulate=o.accumulate, orders=device == "cuda",
     )  # fmt: skip
-    memory = memory_plan(model, mesh, strategy=strategy, plan=policy, mp_policy=o.mp_policy,
-                         optimizer=o.optimizer).for_device(device).for_hosts(hosts)  # fmt: skip
+    planned = partial(memory_plan, model, mesh, strategy=strategy, plan=policy,
+                      mp_policy=o.mp_policy, optimizer=o.optimizer)  # fmt: skip
+    whole = planned().for_device(device)
+    memory = planned(offload_policy=o.offload_policy).for_device(device).for_hosts(hosts)
     wires = _Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
     clock = _Clock(record, groups, wires, flops)
     clock.play()
     params = {id(p): p for p in model.parameters()}.values()
     held = sum(math.prod(p.shape) * p.dtype.itemsize for p in params)
     element = (o.mp_policy and o.mp_policy.param_dtype or _core.float32).itemsize
-    optimizer = memory.grad / 4 * (12 + 8 * STATES[o.optimizer] + element) / o.memory_bandwidth
+    numel, states = whole.grad / 4, STATES[o.optimizer]
+    optimizer = max(
+        numel * (12 + 8 * states + element) / o.memory_bandwidth,
+        numel * _disk_bytes(o.offload_policy, states) / o.disk_bandwidth,
+    )
     ranks = f"{hosts} host{'s' * (hosts > 1)} x {ranks_per_host} rank{'s' * (ranks_per_host > 1)}"
     return Simulation(
         title=f"{strategy.name} on {ranks} ({device}), mesh {mesh[0]} x {mesh[1]}, "
@@ -239,12 +258,18 @@ def simulate(
         flops=record.flops,
         memory=replace(memory, activation=record.memory["activation"]),
         wire_ranks=groups[0].lanes if device == "cpu" else 1,
-        padding=memory.master * mesh[1] / held - 1,
+        padding=whole.master * mesh[1] / held - 1,
         record=record,
     )  # fmt: skip
 
 
 # ---- what was asked for ----
+
+
+def _disk_bytes(policy: OffloadPolicy | None, states: int) -> float:
+    """Read and written for an element of a shard by a step, without what the page cache moves."""
+    each = {"masters": 8, "optimizer": 8 * states, "gradients": 8, "params": 0}
+    return policy.fraction * sum(each[name] for name in policy.on_disk) if policy else 0.0
 
 
 def _check_positive(**values: float) -> None:

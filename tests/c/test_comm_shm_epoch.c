@@ -49,13 +49,22 @@ static void run_epoch(rank_context *self, fsdpc_wire *wire, int epoch)
 static void epochs(rank_context *self)
 {
     fsdpc_wire *wire;
-    EXPECT_OK(self, fsdpc_wire_create(self->comm, (size_t)(4 * SLICE * self->size), &wire));
+    fsdpc_tier *tier = NULL;
+    size_t bytes = (size_t)(4 * SLICE * self->size), in_memory = 0, on_disk = 0;
+    if (self->arg) {
+        fsdpc_tier_config config = {.folder = self->arg, .mem = self->mem};
+        EXPECT_OK(self, fsdpc_tier_open(&config, &tier));
+        EXPECT_OK(self, fsdpc_wire_create_in(self->comm, bytes, tier, &wire));
+        on_disk = fsdpc_tier_stats_of(tier).file_bytes;
+    } else {
+        EXPECT_OK(self, fsdpc_wire_create(self->comm, bytes, &wire));
+    }
     fsdpc_mem_stats stats;
     fsdpc_mem_stats_read(self->mem, &stats);
-    EXPECT(self,
-           stats.now_bytes[FSDPC_MEM_WIRE] ==
-               (self->rank == 0 ? (size_t)(4 * SLICE * self->size) : 0),
+    in_memory = stats.now_bytes[FSDPC_MEM_WIRE];
+    EXPECT(self, (tier ? on_disk : in_memory) == (self->rank == 0 ? bytes : 0),
            "the wire is counted once a host");
+    EXPECT(self, (tier ? in_memory : on_disk) == 0, "and only where it is");
     EXPECT(self, (wire->read == wire->write) == self->threads, "two mappings in a process");
     for (int epoch = 1; epoch <= EPOCHS; epoch++)
         run_epoch(self, wire, epoch);
@@ -70,6 +79,8 @@ static void epochs(rank_context *self)
     EXPECT_OK(self, fsdpc_wire_arrive(wire, &forward));
     EXPECT_OK(self, fsdpc_wire_epoch_wait(wire, "layers.3", &all));
     fsdpc_wire_destroy(wire);
+    EXPECT(self, !tier || fsdpc_tier_stats_of(tier).file_bytes == 0, "its file is gone");
+    fsdpc_tier_release(tier);
 }
 
 /* A rank that comes late may learn one call earlier what the others found, and finds the
@@ -280,6 +291,8 @@ int main(void)
     for (int threads = 0; threads < 2; threads++) {
         for (int size = threads ? 1 : 2; size <= 4; size++)
             ranks_run(threads, size, epochs, &(rank_options){.spin = size == 2});
+        for (int size = 2; !threads && size <= 4; size++)
+            ranks_run(threads, size, epochs, &(rank_options){.arg = "/var/tmp"});
         for (int size = 2; size <= 3; size++) {
             for (size_t i = 0; i < sizeof note_cases / sizeof *note_cases; i++)
                 ranks_run(threads, size, notes_differ, &(rank_options){.arg = note_cases[i]});

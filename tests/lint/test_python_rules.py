@@ -20,7 +20,7 @@ MODULES = files(".py", under="python")
 HOOKS = {"forward", "extra_repr"}
 
 # Calls that mirror PyTorch's keep PyTorch's signatures.
-MIRRORS = {"fully_shard", "AdamW", "Adam", "SGD", "FullyShardedDataParallel"}
+MIRRORS = {"fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -206,7 +206,7 @@ class StateAccess:
         wanted : collection of str, optional
             The states that a checkpoint has, when they are to be read.
         """
-        return self.optimizer.state_views(p)
+        return self.optimizer.state_views(p, write=wanted is not None)
 
     def place(self, p: Any) -> tuple[tuple[int, ...], int, int]:
         """Return a parameter's whole shape, this rank's first element, and which copy it is."""

@@ -191,12 +191,14 @@ class Optimizer:
             states[name] = None if view is None else view.clone()
         return states
 
-    def state_views(self, p: Parameter) -> dict[str, _core.Tensor]:
-        """Return this rank's rows of the states themselves, to be written; see set_step_count.
+    def state_views(self, p: Parameter, write: bool = True) -> dict[str, _core.Tensor]:
+        """Return this rank's rows of the states themselves; see set_step_count.
 
         Parameters
         ----------
         p : Parameter
+        write : bool, default True
+            They will be written, before the next step: states on a disk are then taken as they are.
 
         Returns
         -------
@@ -207,7 +209,9 @@ class Optimizer:
         if p._unit is None:
             return self._plain_states(p)
         self._core.make_states(p._unit, p._index)
-        views = {name: self._view(p, k, name) for k, name in enumerate(self._state_names(p))}
+        views = {
+            name: self._view(p, k, name, write) for k, name in enumerate(self._state_names(p))
+        }
         return {name: view for name, view in views.items() if view is not None}
 
     def step_count(self, p: Parameter) -> int:
@@ -284,9 +288,11 @@ class Optimizer:
     def _state_names(self, p: Parameter) -> tuple[str, ...]:
         return self._core.state_names(self._group_of[id(p)])
 
-    def _view(self, p: Parameter, which: int, name: str) -> _core.Tensor | None:
+    def _view(
+        self, p: Parameter, which: int, name: str, write: bool = False
+    ) -> _core.Tensor | None:
         if p._unit is not None:
-            return self._core.state(p._unit, p._index, which)
+            return self._core.state(p._unit, p._index, which, write)
         return self._plain_of(p).states.get(name)
 
 

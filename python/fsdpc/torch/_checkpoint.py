@@ -169,7 +169,7 @@ class _FlatAccess(_Access):
 
     def views(self, p: Any, wanted: Collection[str] | None) -> dict[str, _core.Tensor]:
         self.optimizer._core.make_states(p.fsdpc.unit, p.fsdpc._index)
-        return self.optimizer.state_rows(p)
+        return self.optimizer.state_rows(p, write=wanted is not None)
 
     def set_steps(self, p: Any, steps: int) -> None:
         self.optimizer._core.set_step_count(p.fsdpc.unit, p.fsdpc._index, steps)

@@ -288,6 +288,16 @@ def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> N
         state.attributes[i].pop("_fsdpc_sharded", None)
 
 
+def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
+    """Raise if states that this optimizer will make are to lie on a disk."""
+    if info.unit.offload is not None and info.unit.offload[3]:  # states
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} of {type(optimizer).__module__} keeps its states in "
+            f"memory, and the offload_policy of {info} has optimizer='disk': use an optimizer of "
+            "fsdpc.torch.optim, or leave optimizer out of the policy"
+        )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise before a step that would be lost, or other than that of the whole parameter."""
     checked = (len(optimizer.param_groups), _Sharded.units)
@@ -305,6 +315,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
                 )
             info = getattr(p, "fsdpc", None)
             sharded |= info is not None
+            if info is not None and not hasattr(optimizer, "piece_state"):
+                _refuse_states(optimizer, info)
             if structured is not None and getattr(info, "is_cut", False):
                 raise NotImplementedError(
                     f"{structured.__name__} reads whole parameters, and this rank has {info} "

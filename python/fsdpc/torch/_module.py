@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc import _shard, fsdp_module
+from fsdpc import _shard, fsdp_module, offload
 from fsdpc._agree import check_agreement
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
@@ -257,7 +257,8 @@ def fully_shard(
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication.
     offload_policy : OffloadPolicy, optional
-        Masters are in host memory on CPUs in any case; on a GPU none but the default is taken.
+        What lies on a disk; masters are in host memory on CPUs in any case. On a GPU none but the
+        default is taken.
     ignored_params : iterable of nn.Parameter, optional
         Left alone: neither sharded nor reduced.
     dp_mesh_dims : optional
@@ -333,7 +334,8 @@ def fully_shard(
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
-    check_agreement([title, *lines, f"{policy}, {where}"], where.comms, _initialise.CURE)
+    lines.append(f"{policy}, {where}{offload.words(offload_policy)}")
+    check_agreement([title, *lines], where.comms, _initialise.CURE)
     kept = {id(p) for p in whole}
     recipe = Recipe(
         name=title,
@@ -344,6 +346,7 @@ def fully_shard(
         policy=policy,
         whole=frozenset(i for i, (_, p) in enumerate(named) if id(p) in kept),
         synced=sync_module_states,
+        offload=offload_policy,
     )
     with torch.inference_mode(False):  # pieces are to be trained, whoever shards
         state = UnitState(recipe, found, dtypes, readers_of(found, inside, modules))

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdpc import _core, distributed
+from fsdpc import _core, distributed, offload
 from fsdpc._shard import Found, Inside, Placement
+from fsdpc.offload import OffloadPolicy
 from fsdpc.torch import _device
 from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
 
@@ -34,6 +35,7 @@ class Recipe:
         Parameters that are not cut.
     synced : bool
         Rank 0's initial values are taken.
+    offload : OffloadPolicy, optional
     """
 
     name: str
@@ -44,6 +46,7 @@ class Recipe:
     policy: MixedPrecisionPolicy
     whole: frozenset[int]
     synced: bool
+    offload: OffloadPolicy | None = None
 
     def make(self, dtypes: list[torch.dtype]) -> _core.Unit:
         """Return a unit whose parameters have these dtypes, and no values yet."""
@@ -63,6 +66,7 @@ class Recipe:
             deterministic=distributed.is_deterministic(),
             modules=len(self.modules),
             whole=sorted(self.whole),
+            offload=offload.opened(self.offload, self.where.comms[0]),
         )
 
 

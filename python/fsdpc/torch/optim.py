@@ -78,10 +78,11 @@ class FlatOptimizer(torch.optim.Optimizer):
                 return self._core.state_names(i)
         raise KeyError(f"the optimizer was not given this parameter {tuple(p.shape)}")
 
-    def state_rows(self, p: Any) -> dict[str, _core.Tensor]:
+    def state_rows(self, p: Any, write: bool = False) -> dict[str, _core.Tensor]:
         """Return this rank's rows of the states of a piece, in the engine's memory."""
         unit, i = p.fsdpc.unit, p.fsdpc._index
-        states = ((name, self._core.state(unit, i, k)) for k, name in enumerate(self._names(p)))
+        names = enumerate(self._names(p))
+        states = ((name, self._core.state(unit, i, k, write)) for k, name in names)
         return {name: rows for name, rows in states if rows is not None}
 
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
@@ -99,7 +100,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         held = {name: v for name, v in values.items() if name != "step" and v is not None}
         if held:
             self._core.make_states(unit, i)
-        for name, rows in self.state_rows(p).items():
+        for name, rows in self.state_rows(p, write=bool(held)).items():
             if name in held:
                 _device.to_torch(rows).reshape(-1).copy_(held[name].reshape(-1))
         # Afterwards, as it says that the states hold something. torch's SGD counts no steps.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdpc import _core
+from fsdpc.offload import OffloadPolicy
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
 
-@dataclass
-class OffloadPolicy:
-    """Where masters live; FSDP2's default, which is beside the compute."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Masters in host memory: on CPUs they are there anyway.
 
