@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -42,3 +45,22 @@ def no_engine_threads():
     fsdpc.set_num_threads(1)
     yield
     fsdpc.set_num_threads(threads)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder on a disk of this host; pytest's own may lie in memory."""
+    from fsdpc import _core
+
+    build = Path(__file__).parents[1] / "build"
+    for parent in (tmp_path, Path("/var/tmp"), build):
+        if not parent.is_dir():
+            continue
+        with tempfile.TemporaryDirectory(prefix="fsdpc-test-", dir=parent) as folder:
+            try:
+                _core.Tier(folder, 0)
+            except (OSError, ValueError):
+                continue
+            yield Path(folder)
+            return
+    pytest.skip(f"neither pytest's folder nor /var/tmp nor {build} is on a disk")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import fsdpc
 import numpy as np
 from fsdpc import functional as F
 from fsdpc import nn
+
+from tests.offload import on_disk
 
 from .random_cases import Leaf, Node, Policy
 
@@ -130,6 +134,15 @@ def build(root: Node, twin: bool, masters: bool = False, control: Control | None
     return Tree(root, Builder(twin, control or Control()), Policy(), masters)
 
 
+def offload_of(spec: Node) -> Any:
+    """What of a unit lies in this folder: params of all or none, the rest of some."""
+    folder = os.environ.get("TEST_OFFLOAD")
+    if not folder:
+        return None
+    rest = ("masters", "optimizer", "gradients")[: len(spec.order) % 4]
+    return on_disk(Path(folder), "params", *rest)
+
+
 def shard(tree: Tree, **options: Any) -> Tree:
     """Make units of the nodes that are to be units, children first."""
     for child in tree.nodes:
@@ -146,5 +159,5 @@ def shard(tree: Tree, **options: Any) -> Tree:
         own = dict(options)
         if options["strategy"] == "FULL_SHARD" and spec.reshard is not None:
             own["reshard_after_forward"] = spec.reshard
-        fsdpc.fully_shard(tree, mp_policy=policy, **own)
+        fsdpc.fully_shard(tree, mp_policy=policy, offload_policy=offload_of(spec), **own)
     return tree

@@ -6,6 +6,8 @@ thousand cases more, from new seeds.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -35,14 +37,14 @@ def search(size: int, examples: int, profile: settings) -> None:
         check()
 
 
-def search_unaliased(size: int, examples: int, profile: settings) -> None:
-    """Run cases with fulls on the wire and with private ones that are NaN when given up."""
-    with World(size) as shared, World(size, FSDPC_NO_ALIAS="1") as private:
+def search_equal(size: int, examples: int, profile: settings, **environment: str) -> None:
+    """Run cases as they are, and under these variables."""
+    with World(size) as usual, World(size, **environment) as other:
 
         @settings(profile, max_examples=examples)
         @given(cases())
         def check(case: Case) -> None:
-            assert shared.run(case) == private.run(case), case.describe()
+            assert usual.run(case) == other.run(case), case.describe()
 
         check()
 
@@ -53,7 +55,12 @@ def test_models_and_scripts(size: int, examples: int) -> None:
 
 
 def test_no_alias_mode_has_the_same_bits() -> None:
-    search_unaliased(2, 60, QUICK)
+    """With private fulls, which are NaN when given up."""
+    search_equal(2, 60, QUICK, FSDPC_NO_ALIAS="1")
+
+
+def test_a_disk_has_the_same_bits(disk: Path) -> None:
+    search_equal(2, 40, QUICK, TEST_OFFLOAD=str(disk))
 
 
 @pytest.mark.soak
@@ -64,4 +71,9 @@ def test_many_models_and_scripts(size: int, examples: int) -> None:
 
 @pytest.mark.soak
 def test_no_alias_mode_over_many_cases() -> None:
-    search_unaliased(2, 2000, SOAK)
+    search_equal(2, 2000, SOAK, FSDPC_NO_ALIAS="1")
+
+
+@pytest.mark.soak
+def test_a_disk_over_many_cases(disk: Path) -> None:
+    search_equal(2, 2000, SOAK, TEST_OFFLOAD=str(disk))

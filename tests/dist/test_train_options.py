@@ -37,9 +37,11 @@ def test_deterministic_splits_end_equal(tmp_path: Path) -> None:
     assert one == two
 
 
-def test_strategies_end_equal(tmp_path: Path) -> None:
+def test_strategies_end_equal(tmp_path: Path, disk: Path) -> None:
     strategies = [
         [],
+        ["--offload", f"params=disk:{disk},masters=disk,optimizer=disk,gradients=disk"],
+        ["--offload", f"masters=disk:{disk},optimizer=disk:{disk},fraction=0.5"],
         ["--strategy", "SHARD_GRAD_OP"],
         ["--strategy", "hybrid_shard", "--mesh", "2x1"],
         ["--reshard-after-forward", "true"],

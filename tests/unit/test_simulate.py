@@ -139,6 +139,15 @@ def test_messages_and_memory_take_time() -> None:
     assert slow.compute == pytest.approx(play(hosts=1).compute + LAYERS * WIDTH**2 * 32 / 1e9)
 
 
+def test_the_disk_takes_time_and_no_memory() -> None:
+    policy = fsdpc.OffloadPolicy(optimizer="disk", masters="disk", path="/not/looked/at")
+    plain, slow = play(), play(offload_policy=policy, disk_bandwidth=1e6)
+    moved = 24 * plain.memory.grad / 4  # two states and the masters, read and written
+    assert slow.step - plain.step == pytest.approx(moved / 1e6)
+    assert slow.memory.state == slow.memory.master == 0 and slow.padding == plain.padding
+    assert slow.memory.file >= 12 * plain.memory.grad / 4 and "on a disk" in str(slow)
+
+
 def test_a_model_is_left_as_it_was() -> None:
     fsdpc.manual_seed(3)
     model = Llama(preset("2M"))

@@ -1,0 +1,122 @@
+"""Policies that cannot be, folders that are no place, and what the command line says of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdpc
+from fsdpc import _core, nn
+from fsdpc._train_options import estimate_parser
+
+pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "tape"}, "optimizer='tape': a tier is one of device, host, disk"),
+        ({"gradients": None}, "gradients=None: a tier is one of"),
+        ({"masters": "disk"}, "masters on a disk needs a path"),
+        ({"masters": "disk", "path": ""}, "masters on a disk needs a path"),
+        ({"path": "/var/tmp"}, "a path or a fraction, and nothing is on a disk: say what"),
+        ({"fraction": 0.5}, "a path or a fraction, and nothing is on a disk: say what"),
+        ({"optimizer": "disk", "path": "/var/tmp", "fraction": 0}, r"fraction=0 is not in \(0, 1]"),
+        ({"optimizer": "disk", "path": "/var/tmp", "fraction": 1.5}, "fraction=1.5 is not in"),
+        ({"optimizer": "disk", "path": "/x", "fraction": float("nan")}, "fraction=nan is not in"),
+    ],
+)
+def test_policies_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fsdpc.OffloadPolicy(**options)
+
+
+def test_the_default_is_no_disk() -> None:
+    assert fsdpc.OffloadPolicy().on_disk == ()
+    policy = fsdpc.OffloadPolicy(gradients="disk", params="disk", masters="host", path="/var/tmp")
+    assert policy.on_disk == ("params", "gradients")
+
+
+@pytest.mark.ranks(1)
+def test_folders_that_are_no_place(disk: Path) -> None:
+    (disk / "file").write_text("")
+    for path, kind, said in (
+        ("/dev/shm", ValueError, "offload to '/dev/shm': its file system is tmpfs, whose files "
+         "lie in memory; name a folder on a disk of this host"),
+        (disk / "nowhere", OSError, f"cannot offload to the folder '{disk}/nowhere': No such file"),
+        (disk / "file", OSError, f"cannot make a file in the folder '{disk}/file': Not a direct"),
+    ):  # fmt: skip
+        policy = fsdpc.OffloadPolicy(optimizer="disk", path=path)
+        with pytest.raises(kind, match=said):
+            fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=policy)
+    for wrong in ("disk", fsdpc.MixedPrecisionPolicy()):
+        with pytest.raises(TypeError, match="offload_policy must be an OffloadPolicy, got"):
+            fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=wrong)  # type: ignore[arg-type]
+    fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=fsdpc.OffloadPolicy())
+    assert [each.name for each in disk.iterdir()] == ["file"]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_agree_on_what_lies_where(disk: Path) -> None:
+    """Each may have a folder of its own; what lies there is the same."""
+    own = disk / str(fsdpc.rank())
+    own.mkdir()
+    here = fsdpc.OffloadPolicy(optimizer="disk", path=own)
+    fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=here)
+    other = fsdpc.OffloadPolicy(masters="disk", path=own) if fsdpc.rank() else here
+    with pytest.raises(fsdpc.MismatchError, match="on disk"):
+        fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=other)
+
+
+def test_a_tier_counts_what_it_holds(disk: Path) -> None:
+    stats = _core.Tier(disk, 0).stats()
+    assert stats["file_bytes"] == stats["read_bytes"] == stats["written_bytes"] == 0
+    with pytest.raises(ValueError, match="chunks of 100 elements: a multiple of 4096"):
+        _core.Tier(disk, 0, 100)
+
+
+def estimated(*options: str) -> dict[str, float]:
+    """What one of 8 ranks holds by category, in bytes."""
+    command = [sys.executable, "-m", "fsdpc", "estimate", "--preset", "1B", "--ranks", "8"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.endswith(" MiB")]
+    return {name: float(mib) * 2**20 for name, mib, _ in lines}
+
+
+def test_estimate_shows_files_and_staging() -> None:
+    here = estimated()
+    there = estimated("--offload", "optimizer=disk:/nowhere,masters=disk")
+    assert "file" not in here and "staging" not in here
+    assert there["master"] == there["state"] == 0
+    assert there["file"] == pytest.approx(here["master"] + here["state"], rel=1e-3)
+    assert 2**20 < there["staging"] < 2**26  # a few chunks, whatever the model
+    total = here["total"] - there["file"] + there["staging"]
+    assert there["total"] == pytest.approx(total, rel=1e-3)
+    half = estimated("--offload", "optimizer=disk:/nowhere,fraction=0.5")
+    assert half["file"] == pytest.approx(half["state"], rel=1e-3)
+    assert half["state"] == pytest.approx(here["state"] / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("optimizer", "optimizer='': a tier is one of device, host, disk"),
+        ("optimizer=disk", "optimizer on a disk needs a path"),
+        ("optimizer=disk:", "optimizer on a disk needs a path"),
+        ("optimizer=disk:/a,masters=disk:/b", "one folder for all that is offloaded"),
+        ("states=disk:/a", "'states=disk:/a': one of params, masters, optimizer"),
+        ("optimizer=disk:/a,fraction=0", "fraction=0.0 is not in (0, 1]"),
+        ("optimizer=disk:/a,fraction=half", "could not convert string to float: 'half'"),
+    ],
+)
+def test_offload_of_the_command_line(
+    text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        estimate_parser().parse_args(["--offload", text])
+    assert said in capsys.readouterr().err
