@@ -1,0 +1,161 @@
+"""A step with arrays on a disk, beside the same step without, and the disk alone.
+
+    python benchmarks/bench_offload.py [--preset 125M] [--batch 4] [--seq 256] [--rounds 2]
+                                       [--path /var/tmp] [--cases none optimizer ...]
+
+Ranks train a LLaMA in fp32 with AdamW and clipping. "Floor" is the greater of the step without a
+policy and of (bytes read + written) at the bandwidth of the disk: that of direct reads and writes
+in blocks of a chunk, by all ranks at once, measured in the same turn. "Over floor" is the step over
+it. Bytes are those that passes read and wrote; what the page cache moves of params and gradients is
+not among them, and is little where memory has room for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import common
+
+CASES: dict[str, tuple[tuple[str, ...], float]] = {
+    "none": ((), 1.0),
+    "optimizer": (("optimizer",), 1.0),
+    "optimizer masters": (("optimizer", "masters"), 1.0),
+    "optimizer masters, half": (("optimizer", "masters"), 0.5),
+    "optimizer masters params": (("optimizer", "masters", "params"), 1.0),
+    "everything": (("optimizer", "masters", "gradients", "params"), 1.0),
+}
+RANKS, STEPS = 2, 4  # of which the first makes the schedule and the states
+BLOCK, BLOCKS = 2 << 20, 192
+
+
+def bandwidth(folder: str) -> float:
+    """Bytes a second of this rank, while the others do the same: a block read, a block written."""
+    import fsdpc
+
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
+    with mmap.mmap(-1, BLOCK) as block:
+        block.write(os.urandom(BLOCK))
+        for k in range(BLOCKS):
+            os.pwrite(fd, block, k * BLOCK)
+        fsdpc.barrier()
+        begin = time.perf_counter()
+        for k in range(BLOCKS):
+            os.preadv(fd, [block], k * BLOCK)
+            os.pwrite(fd, block, (k - 8) % BLOCKS * BLOCK)
+        seconds = time.perf_counter() - begin
+        fsdpc.barrier()
+    os.close(fd)
+    return 2 * BLOCK * BLOCKS / seconds
+
+
+def turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
+    """Train some steps on this rank."""
+    import numpy as np
+
+    import fsdpc
+
+    fsdpc.init()
+    classes, fraction = CASES[case]
+    policy = None
+    if classes:
+        where = dict.fromkeys(classes, "disk")
+        policy = fsdpc.OffloadPolicy(**where, path=folder, fraction=fraction)
+    fsdpc.manual_seed(0)
+    with fsdpc.deferred_init():
+        model = fsdpc.models.Llama(fsdpc.models.preset(preset))
+    for block in model.blocks():
+        fsdpc.fully_shard(block, offload_policy=policy)
+    fsdpc.fully_shard(model, offload_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.named_parameters(), lr=1e-4)
+    words = np.random.default_rng(fsdpc.rank()).integers(0, 256, (batch, seq + 1))
+    seconds, in_step = [], []
+    before: dict[str, int] = {}
+    for _ in range(STEPS):
+        before = fsdpc.memory_stats()
+        fsdpc.barrier()
+        begin = time.perf_counter()
+        model(words[:, :-1], words[:, 1:]).backward()
+        fsdpc.clip_grad_norm_(model, 1.0)
+        updating = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        fsdpc.barrier()
+        seconds.append(time.perf_counter() - begin)
+        in_step.append(time.perf_counter() - updating)
+    after = fsdpc.memory_stats()
+    moved = sum(after[k] - before[k] for k in ("disk_read_bytes", "disk_written_bytes"))
+    result = {
+        "seconds": statistics.median(seconds[1:]),
+        "in_step": statistics.median(in_step[1:]),
+        "bytes": moved,
+        "bandwidth": bandwidth(folder),
+        "loss_bits": float(model(words[:, :-1], words[:, 1:]).item()).hex(),
+    }
+    fsdpc.barrier()
+    return result
+
+
+def main() -> None:
+    """Run the turns and print the rows."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--preset", default="125M")
+    p.add_argument("--batch", type=int, default=4)
+    p.add_argument("--seq", type=int, default=256)
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--path", default="/var/tmp")
+    p.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    p.add_argument("--turn", help=argparse.SUPPRESS)
+    o = p.parse_args()
+    if o.turn:
+        common.leave_result(turn(o.turn, o.preset, o.batch, o.seq, o.path))
+        return
+    with tempfile.TemporaryDirectory(dir=o.path) as folder:
+        shape = ["--preset", o.preset, "--batch", str(o.batch), "--seq", str(o.seq)]
+        found: dict[str, list[dict[str, Any]]] = {case: [] for case in o.cases}
+        for _ in range(o.rounds):
+            for case in o.cases:
+                arguments = ["--turn", case, *shape, "--path", folder]
+                found[case].append(common.run_ranks(__file__, arguments, RANKS, timeout=1800))
+    report(o, found)
+
+
+def report(o: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Print the rows, and that losses after the last step have the same bits."""
+    common.header()
+    print(f"LLaMA {o.preset}, fp32, {RANKS} ranks, batch {o.batch} x {o.seq} a rank, AdamW, "
+          f"{o.rounds} rounds\n")  # fmt: skip
+
+    def median(case: str, key: str) -> float:
+        return statistics.median(turn[key] for turn in found[case])
+
+    alone = median("none", "seconds") if "none" in found else float("nan")
+    speed = statistics.median(t["bandwidth"] for turns in found.values() for t in turns)
+    rows = []
+    for case, turns in found.items():
+        moved = median(case, "bytes")
+        floor = max(alone, moved / speed)
+        seconds = [turn["seconds"] for turn in turns]
+        rows.append([
+            case, common.spread(seconds), f"{median(case, 'in_step'):.3g}", f"{moved / 1e9:.2f}",
+            f"{moved / speed:.3g}", f"{floor:.3g}", f"{statistics.median(seconds) / floor:.2f}",
+            f"{median(case, 'peak_pss_bytes') / 2**20:.0f}",
+        ])  # fmt: skip
+    common.table(
+        ["on the disk", "step s", "of it optimizer", "GB moved a rank", "at the disk's speed s",
+         "floor s", "over floor", "peak PSS MiB, both"], rows)  # fmt: skip
+    print(f"\nThe disk: {RANKS * speed / 1e6:.0f} MB/s, half read and half written.")
+    bits = {turn["loss_bits"] for turns in found.values() for turn in turns}
+    print(f"Losses after {STEPS} steps: {'the same bits' if len(bits) == 1 else sorted(bits)}.")
+
+
+if __name__ == "__main__":
+    main()
