@@ -97,8 +97,8 @@ def plugin_says() -> tuple[str, str]:
 def versions() -> str:
     """Versions of what is measured, or measured against, by their packages; imports nothing."""
     found = [f"Python {platform.python_version()}"]
-    for name in ("numpy", "torch", "transformers", "nvidia-nccl-cu13", "nvidia-cublas",
-                 "nvidia-cudnn-cu13"):  # fmt: skip
+    for name in ("numpy", "torch", "transformers", "deepspeed", "nvidia-nccl-cu13",
+                 "nvidia-cublas", "nvidia-cudnn-cu13"):  # fmt: skip
         with suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return ", ".join(found)
