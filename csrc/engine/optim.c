@@ -372,18 +372,19 @@ static fsdpc_status prepare(fsdpc_optim *optim)
 
 /* ---- What lies in a file ---- */
 
-/* The tiers of the optimizer's units, each once: calls fn on every one. */
+/* The tiers of the optimizer's units, each once: calls fn on every one, whatever fails. */
 static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_tier *))
 {
+    fsdpc_status status = FSDPC_OK;
     for (int i = 0; i < optim->n_units; i++) {
         fsdpc_tier *tier = optim->units[i].unit->offload.tier;
         bool seen = !tier;
         for (int j = i - 1; j >= 0 && !seen; j--)
             seen = optim->units[j].unit->offload.tier == tier;
         if (!seen)
-            FSDPC_TRY(fn(tier));
+            FSDPC_KEEP_FIRST(status, fn(tier));
     }
-    return FSDPC_OK;
+    return status;
 }
 
 static bool group_steps(const unit_states *states, int flat_group)
@@ -424,12 +425,16 @@ static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *sta
 /* From here on what the step will need is read, in the order in which it will. */
 static fsdpc_status begin_pass(const fsdpc_optim *optim)
 {
-    FSDPC_TRY(each_tier(optim, fsdpc_pass_begin));
-    for (int i = 0; i < optim->n_units; i++) {
+    fsdpc_status status = each_tier(optim, fsdpc_pass_begin);
+    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++) {
         if (optim->units[i].unit->offload.tier && optim->units[i].unit->grad_live)
-            FSDPC_TRY(add_to_pass(optim, &optim->units[i]));
+            status = add_to_pass(optim, &optim->units[i]);
     }
-    return each_tier(optim, fsdpc_pass_start);
+    if (status == FSDPC_OK)
+        status = each_tier(optim, fsdpc_pass_start);
+    if (status != FSDPC_OK)
+        (void)each_tier(optim, fsdpc_pass_end);
+    return status;
 }
 
 static fsdpc_status abort_root(fsdpc_root *root)
