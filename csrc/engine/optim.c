@@ -123,10 +123,10 @@ static fsdpc_dtype state_dtype_of(const fsdpc_optim *optim, fsdpc_dtype param)
 
 /* As large as the shard, zeros; `s` counts within the flat group. */
 static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
-                               fsdpc_dtype dtype)
+                               size_t element)
 {
     const fsdpc_unit *unit = states->unit;
-    size_t numel = unit->groups[flat_group].plan->shard_numel, element = fsdpc_dtype_bytes(dtype);
+    size_t numel = unit->groups[flat_group].plan->shard_numel;
     int at = flat_group * FSDPC_OPTIM_MAX_STATES + s;
     if (!unit->offload.states)
         return fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, numel * element,
@@ -148,11 +148,10 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
     if (!hyper)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter group %d, of '%s', has no hyper-parameters",
                           states->params[param].group, place->name);
-    fsdpc_dtype dtype = state_dtype_of(optim, place->dtype);
-    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++) {
+    size_t element = fsdpc_dtype_bytes(state_dtype_of(optim, place->dtype));
+    for (int s = 0; s < fsdpc_optim_states(optim->kind, hyper); s++)
         if (!states->states[place->group * FSDPC_OPTIM_MAX_STATES + s])
-            FSDPC_TRY(make_state(optim, states, place->group, s, dtype));
-    }
+            FSDPC_TRY(make_state(optim, states, place->group, s, element));
     return FSDPC_OK;
 }
 
@@ -426,10 +425,9 @@ static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *sta
 static fsdpc_status begin_pass(const fsdpc_optim *optim)
 {
     fsdpc_status status = each_tier(optim, fsdpc_pass_begin);
-    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++) {
+    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
         if (optim->units[i].unit->offload.tier && optim->units[i].unit->grad_live)
             status = add_to_pass(optim, &optim->units[i]);
-    }
     if (status == FSDPC_OK)
         status = each_tier(optim, fsdpc_pass_start);
     if (status != FSDPC_OK)
