@@ -164,7 +164,7 @@ static fsdpc_status compare(rig *r, const scene *s, fsdpc_optim *optim, int step
         int n_states = p == 4 ? 0 : fsdpc_optim_states(s->kind, &hypers[groups[p]]);
         if (p != 4) {
             for (int k = 0; k < 2; k++) {
-                FSDPC_TRY(fsdpc_optim_state(optim, unit, p, k, &views[k]));
+                FSDPC_TRY(fsdpc_optim_state(optim, unit, p, k, false, &views[k]));
                 r->result[2] += (views[k].data != NULL) != (k < n_states);
             }
             FSDPC_TRY(fsdpc_optim_step_count(optim, unit, p, &count));
@@ -271,8 +271,8 @@ static void test_refused(void)
     CHECK_FAILS(fsdpc_optim_step(optim), FSDPC_ERR_STATE, "no hyper-parameters");
     CHECK(r.root->wire->epoch == epoch && r.root->steps == 0);
     fsdpc_optim_view view;
-    CHECK_FAILS(fsdpc_optim_state(optim, r.units[0], 3, 0, &view), FSDPC_ERR_KEY, "'p'");
-    CHECK_OK(fsdpc_optim_state(optim, r.units[0], 0, 0, &view));
+    CHECK_FAILS(fsdpc_optim_state(optim, r.units[0], 3, 0, false, &view), FSDPC_ERR_KEY, "'p'");
+    CHECK_OK(fsdpc_optim_state(optim, r.units[0], 0, 0, false, &view));
     CHECK(!view.data);
     CHECK_FAILS(fsdpc_optim_set_step_count(optim, r.units[0], 0, -1), FSDPC_ERR_VALUE, "-1 steps");
     CHECK_OK(fsdpc_optim_set_hyper(optim, 0, &hypers[0]));
@@ -299,8 +299,8 @@ static fsdpc_status carry_states(rig *r)
             fsdpc_optim_view from, to;
             FSDPC_TRY(fsdpc_optim_collect(optim, r->units[0], p, k, full));
             FSDPC_TRY(fsdpc_optim_write(other, r->units[0], p, k, full, FSDPC_F32));
-            FSDPC_TRY(fsdpc_optim_state(optim, r->units[0], p, k, &from));
-            FSDPC_TRY(fsdpc_optim_state(other, r->units[0], p, k, &to));
+            FSDPC_TRY(fsdpc_optim_state(optim, r->units[0], p, k, false, &from));
+            FSDPC_TRY(fsdpc_optim_state(other, r->units[0], p, k, true, &to));
             size_t bytes = from.piece.numel * sizeof(float);
             r->result[0] += from.data == to.data || memcmp(from.data, to.data, bytes) != 0;
             r->result[1] += bytes > 0 && memcmp(full + from.piece.first, to.data, bytes) != 0;
@@ -314,7 +314,7 @@ static fsdpc_status carry_states(rig *r)
     }
     FSDPC_TRY(fsdpc_optim_set_step_count(other, r->units[0], 1, 0));
     fsdpc_optim_view view;
-    FSDPC_TRY(fsdpc_optim_state(other, r->units[0], 1, 0, &view));
+    FSDPC_TRY(fsdpc_optim_state(other, r->units[0], 1, 0, false, &view));
     for (size_t i = 0; i < view.piece.numel; i++)
         r->result[3] += ((const float *)view.data)[i] != 0;
     fsdpc_optim_destroy(optim);
