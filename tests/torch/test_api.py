@@ -48,9 +48,11 @@ def test_every_method_exists_with_its_arguments() -> None:
 
 
 def test_policies_take_the_same_fields() -> None:
+    """First; our tiers come behind, by name alone."""
     for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
         expected = inspect.signature(getattr(theirs, name)).parameters
-        assert list(inspect.signature(getattr(ours, name)).parameters) == list(expected), name
+        fields = list(inspect.signature(getattr(ours, name)).parameters)
+        assert fields[: len(expected)] == list(expected), name
 
 
 def test_fsdp1_takes_every_argument() -> None:
