@@ -114,8 +114,8 @@ class MemoryPlan:
         --------
         >>> import fsdpc
         >>> plan = fsdpc.memory_plan(fsdpc.nn.Linear(1024, 1024, bias=False), 16)
-        >>> [plan.for_hosts(n).reduce // 2**20 for n in (1, 2)]
-        [4, 5]
+        >>> [plan.for_hosts(n).reduce // 2**10 for n in (1, 2)]
+        [4096, 4864]
         """
         ranks = math.prod(self._mesh)
         if hosts < 1 or ranks % hosts:

@@ -50,7 +50,7 @@ def test_it_loads_and_says_what_it_found(plugin: Path, tmp_path: Path) -> None:
     builder = native.Builder(tmp_path)
     tests = ROOT / "tests" / "c"
     objects = builder.compile([tests / "test_plugin.c"], [f"-I{tests}"])
-    objects += builder.compile(native.sources(("base", "device", "ops", "comm", "plugin")))
+    objects += builder.compile(native.sources(("base", "tier", "device", "ops", "comm", "plugin")))
     program = builder.link(objects, tmp_path / "test_plugin")
     done = subprocess.run([program, plugin], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
