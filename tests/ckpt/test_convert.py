@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from pathlib import Path
@@ -202,6 +203,7 @@ class Watch:
         return self.most - self.begin
 
 
+M_MMAP_THRESHOLD = -3  # of malloc.h
 TURNS = [
     ("safetensors", "full"), ("full", "per_rank"), ("full", "torch"), ("full", "dcp"),
     ("per_rank", "full"), ("per_rank", "torch"), ("torch", "full"), ("dcp", "full"),
@@ -210,7 +212,9 @@ TURNS = [
 
 @alone
 def test_nothing_is_held(tmp_path: Path) -> None:
-    """64 MiB in 16 tensors go from format to format in less than half of that."""
+    """64 MiB in 16 tensors go from format to format in a few tensors' memory."""
+    # What is freed goes back at once: else malloc keeps more or less of it, by how threads meet.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     tensors = {f"{i:02}": torch.full((1 << 20,), float(i)) for i in range(16)}
     save_file(tensors, tmp_path / "large.safetensors")
     save_file({"small": torch.ones(3)}, tmp_path / "small.safetensors")
@@ -221,5 +225,5 @@ def test_nothing_is_held(tmp_path: Path) -> None:
             to = tmp_path / f"{size}-{source}-{form}"
             with Watch() as watch:
                 convert(made[source], to, form, 3 if form == "per_rank" else None)
-            assert size == "small" or watch.grown < 32 << 20, (source, form, watch.grown)
+            assert size == "small" or watch.grown < 24 << 20, (source, form, watch.grown)
             made.setdefault(form, to)
