@@ -1,8 +1,9 @@
 /* File-system calls, each behind one hook.
  *
  * Whatever a save, a load or an offload does to a file system it does through these functions, and
- * each of them asks the hook first.  A test sees every call by that, and can let one fail or end the process before it;
- * in use there is no hook and it costs nothing.  Errors name call, path and errno's text.
+ * each of them asks the hook first.  A test sees every call by that, and can let one fail or end the
+ * process before it; in use there is no hook and it costs nothing.  Errors name call, path and
+ * errno's text.
  *
  * The functions keep no state: any thread may call them.
  */

@@ -482,20 +482,16 @@ fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char 
 
 /* ---- Epochs and buffers ---- */
 
-fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
-{
-    FSDPC_TRY(comm->ops->wire_create(comm, bytes, out));
-    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes for %d ranks", bytes, comm->size);
-    return FSDPC_OK;
-}
-
 fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                   fsdpc_wire **out)
 {
-    if (!comm->ops->wire_create_in)
-        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk over '%s'", comm->ops->name);
-    FSDPC_TRY(comm->ops->wire_create_in(comm, bytes, tier, out));
-    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes on a disk for %d ranks", bytes, comm->size);
+    const fsdpc_comm_ops *ops = comm->ops;
+    if (tier && !ops->wire_create_in)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED, "params on a disk over '%s'", ops->name);
+    FSDPC_TRY(ops->wire_create_in ? ops->wire_create_in(comm, bytes, tier, out)
+                                  : ops->wire_create(comm, bytes, out));
+    FSDPC_NOTE(&comm->log, "made a wire of %zu bytes for %d ranks%s", bytes, comm->size,
+               tier ? ", on a disk" : "");
     return FSDPC_OK;
 }
 

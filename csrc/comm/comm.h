@@ -178,9 +178,10 @@ typedef struct fsdpc_comm_ops {
     void (*set_apart)(fsdpc_comm *comm);
 
     /* Wire and epochs */
-    fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out); /* collective */
+    /* One of the two, collective; the second is for who can have wires in files too. */
+    fsdpc_status (*wire_create)(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
     fsdpc_status (*wire_create_in)(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                   fsdpc_wire **out); /* in files.  Optional */
+                                   fsdpc_wire **out);
     void (*wire_destroy)(fsdpc_wire *wire);
     /* See fsdpc_wire_own.  Optional: the device's memory. */
     fsdpc_status (*wire_own)(fsdpc_wire *wire, size_t bytes, unsigned char **out); /* collective */
@@ -347,11 +348,16 @@ fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_
  * that failed.  `what` was tried. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
-/* The same in a file of the tier's folder, one of the host's, of rank 0: kernel and disk say which
- * of it is in memory. */
+/* Collective.  In memory, or, with a tier, in a file of its folder, one of the host's, of rank 0: then
+ * kernel and disk say which of it is in memory. */
 fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                  fsdpc_wire **out); /* collective */
+                                  fsdpc_wire **out);
+
+static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+{
+    return fsdpc_wire_create_in(comm, bytes, NULL, out);
+}
+
 /* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE; the wire's, with
  * which it goes.  Collective, once. */
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);

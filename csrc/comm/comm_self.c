@@ -46,35 +46,24 @@ static fsdpc_status self_split(fsdpc_comm *comm, int color, int key, fsdpc_comm 
     return FSDPC_OK;
 }
 
-static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
+static fsdpc_status self_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                     fsdpc_wire **out)
 {
     FSDPC_TRY(fsdpc_comm_health(comm));
-    void *data;
-    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data));
-    self_wire *wire = calloc(1, sizeof *wire);
-    if (!wire) {
-        fsdpc_device_free(comm->device, data);
-        return fsdpc_fail_errno("no memory for a wire");
-    }
-    wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
-    *out = &wire->base;
-    return FSDPC_OK;
-}
-
-static fsdpc_status self_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                        fsdpc_wire **out)
-{
-    FSDPC_TRY(fsdpc_comm_health(comm));
+    void *data = NULL;
     self_wire *wire = calloc(1, sizeof *wire);
     if (!wire)
         return fsdpc_fail_errno("no memory for a wire");
     fsdpc_status status =
-        fsdpc_extent_create(tier, "the params", FSDPC_MEM_WIRE, bytes, 1, 1, &wire->extent);
+        tier ? fsdpc_extent_create(tier, "the params", NULL, FSDPC_MEM_WIRE, bytes, 1, 1,
+                                   &wire->extent)
+             : fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data);
     if (status != FSDPC_OK) {
         free(wire);
         return status;
     }
-    unsigned char *data = wire->extent->memory;
+    if (tier)
+        data = wire->extent->memory;
     wire->base = (fsdpc_wire){.comm = comm, .bytes = bytes, .read = data, .write = data};
     *out = &wire->base;
     return FSDPC_OK;
@@ -202,8 +191,7 @@ static const fsdpc_comm_ops self_ops = {
     .destroy = self_destroy,
     .split = self_split,
     .abort = fsdpc_comm_abort_local,
-    .wire_create = self_wire_create,
-    .wire_create_in = self_wire_create_in,
+    .wire_create_in = self_wire_create,
     .wire_destroy = self_wire_destroy,
     .epoch_arrive = self_epoch_arrive,
     .epoch_test = self_epoch_test,

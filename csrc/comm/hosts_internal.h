@@ -171,9 +171,8 @@ void fsdpc_hosts_drop(fsdpc_hosts_comm *self);
 
 /* ---- hosts_wire.c ---- */
 
-fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out);
-fsdpc_status fsdpc_hosts_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                        fsdpc_wire **out);
+fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                     fsdpc_wire **out);
 void fsdpc_hosts_wire_destroy(fsdpc_wire *wire);
 fsdpc_status fsdpc_hosts_epoch_arrive(fsdpc_wire *wire, const fsdpc_epoch_note *mine);
 fsdpc_status fsdpc_hosts_epoch_test(fsdpc_wire *wire, fsdpc_epoch_note *all_out);

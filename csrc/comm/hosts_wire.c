@@ -24,13 +24,8 @@ static void wire_free(fsdpc_hosts_wire *wire)
     free(wire);
 }
 
-fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
-{
-    return fsdpc_hosts_wire_create_in(comm, bytes, NULL, out);
-}
-
-fsdpc_status fsdpc_hosts_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                        fsdpc_wire **out)
+fsdpc_status fsdpc_hosts_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                     fsdpc_wire **out)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     FSDPC_TRY(fsdpc_comm_health(comm));
@@ -44,8 +39,7 @@ fsdpc_status fsdpc_hosts_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_ti
     if (!wire || !wire->notes || !wire->ops)
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a wire");
     if (status == FSDPC_OK)
-        status = tier ? fsdpc_wire_create_in(self->host, bytes, tier, &wire->host)
-                      : fsdpc_wire_create(self->host, bytes, &wire->host);
+        status = fsdpc_wire_create_in(self->host, bytes, tier, &wire->host);
     status = fsdpc_comm_agree(comm, status, "wire_create");
     if (status != FSDPC_OK) {
         wire_free(wire);

@@ -79,13 +79,8 @@ static void count(const fsdpc_shm_wire *wire, int64_t bytes)
         fsdpc_mem_count(comm->device->mem, FSDPC_MEM_WIRE, bytes);
 }
 
-fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_wire **out)
-{
-    return fsdpc_shm_wire_create_in(comm, bytes, NULL, out);
-}
-
-fsdpc_status fsdpc_shm_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
-                                      fsdpc_wire **out)
+fsdpc_status fsdpc_shm_wire_create(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
+                                   fsdpc_wire **out)
 {
     fsdpc_shm_comm *self = fsdpc_shm_of(comm);
     uint64_t tag = 0;

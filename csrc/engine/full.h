@@ -42,6 +42,9 @@ struct fsdpc_full_ops {
 extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
     fsdpc_full_private;
 
+/* `place` of fulls that modules read where the wire has them. */
+fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group);
+
 /* When the wire exists; units are SHARDED.  Collective. */
 fsdpc_status fsdpc_full_create(fsdpc_root *root, const bool *encloses);
 void fsdpc_full_remove(fsdpc_unit *unit); /* also of a unit that was not placed, or half */

@@ -5,12 +5,6 @@
 
 #include "engine/full.h"
 
-static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
-{
-    group->full = (unsigned char *)unit->root->wire->read + group->wire_offset;
-    return FSDPC_OK;
-}
-
 static fsdpc_status make_room(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)
@@ -18,4 +12,5 @@ static fsdpc_status make_room(fsdpc_unit *unit)
     return FSDPC_OK; /* a kernel that does not take the hint reads later */
 }
 
-const fsdpc_full_ops fsdpc_full_file = {.name = "file", .place = place, .make_room = make_room};
+const fsdpc_full_ops fsdpc_full_file = {
+    .name = "file", .place = fsdpc_full_place_in_wire, .make_room = make_room};

@@ -1,10 +1,10 @@
 /* Ranks share a wire: the fulls of all units lie in it, mapped read-only, for the whole run. */
 #include "engine/full.h"
 
-static fsdpc_status place(fsdpc_unit *unit, fsdpc_unit_group *group)
+fsdpc_status fsdpc_full_place_in_wire(fsdpc_unit *unit, fsdpc_unit_group *group)
 {
     group->full = (unsigned char *)unit->root->wire->read + group->wire_offset;
     return FSDPC_OK;
 }
 
-const fsdpc_full_ops fsdpc_full_shared = {.name = "shared", .place = place};
+const fsdpc_full_ops fsdpc_full_shared = {.name = "shared", .place = fsdpc_full_place_in_wire};

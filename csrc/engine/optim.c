@@ -131,11 +131,9 @@ static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat
     if (!unit->offload.states)
         return fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, numel * element,
                                          &states->states[at]);
-    char name[128];
-    snprintf(name, sizeof name, "%s of unit '%s'", fsdpc_optim_state_name(optim->kind, s),
-             unit->name);
-    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, name, FSDPC_MEM_STATE, numel, element,
-                                  unit->offload.part, &states->extents[at]));
+    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_optim_state_name(optim->kind, s),
+                                  &unit->name, FSDPC_MEM_STATE, numel, element, unit->offload.part,
+                                  &states->extents[at]));
     states->states[at] = states->extents[at]->memory;
     return FSDPC_OK;
 }
@@ -395,7 +393,7 @@ static bool group_steps(const unit_states *states, int flat_group)
     return false;
 }
 
-static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *states)
+static fsdpc_status add_to_pass(const unit_states *states)
 {
     const fsdpc_unit *unit = states->unit;
     for (int g = 0; g < unit->layout->n_groups; g++) {
@@ -404,16 +402,15 @@ static fsdpc_status add_to_pass(const fsdpc_optim *optim, const unit_states *sta
         fsdpc_extent *row[FSDPC_TIER_COLUMNS];
         int n = 0;
         if (group->master_extent)
-            row[n++] = fsdpc_extent_rename(group->master_extent, "master", unit->name);
+            row[n++] = group->master_extent;
         for (int s = 0; s < FSDPC_OPTIM_MAX_STATES; s++)
             if (of_states[s])
-                row[n++] = fsdpc_extent_rename(of_states[s], fsdpc_optim_state_name(optim->kind, s),
-                                               unit->name);
+                row[n++] = of_states[s];
         if (group->master_extent && unit->foreign) /* others may have written them */
             fsdpc_extent_forget(group->master_extent);
         if (group->grad_extent) {
             fsdpc_extent_forget(group->grad_extent);
-            row[n++] = fsdpc_extent_rename(group->grad_extent, "grad", unit->name);
+            row[n++] = group->grad_extent;
         }
         if (n > 0 && group_steps(states, g))
             FSDPC_TRY(fsdpc_pass_add(unit->offload.tier, row, n));
@@ -427,7 +424,7 @@ static fsdpc_status begin_pass(const fsdpc_optim *optim)
     fsdpc_status status = each_tier(optim, fsdpc_pass_begin);
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
         if (optim->units[i].unit->offload.tier && optim->units[i].unit->grad_live)
-            status = add_to_pass(optim, &optim->units[i]);
+            status = add_to_pass(&optim->units[i]);
     if (status == FSDPC_OK)
         status = each_tier(optim, fsdpc_pass_start);
     if (status != FSDPC_OK)

@@ -52,9 +52,8 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
                               "disk and the other has not: give both one offload_policy",
                               first->name, unit->name);
     }
-    return first->offload.params
-               ? fsdpc_wire_create_in(root->comm, bytes, first->offload.tier, &root->wire)
-               : fsdpc_wire_create(root->comm, bytes, &root->wire);
+    fsdpc_tier *tier = first->offload.params ? first->offload.tier : NULL;
+    return fsdpc_wire_create_in(root->comm, bytes, tier, &root->wire);
 }
 
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,

@@ -6,7 +6,6 @@
  */
 #include "engine/unit_internal.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,13 +17,11 @@ static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool
                                  unsigned char **out)
 {
     size_t element = fsdpc_dtype_bytes(dtype);
-    char name[128];
     if (!offloaded)
         return fsdpc_device_alloc_zeroed(unit->device, kind, plan->shard_numel * element,
                                          (void **)out);
-    snprintf(name, sizeof name, "%s of unit '%s'", fsdpc_mem_kind_name(kind), unit->name);
-    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, name, kind, plan->shard_numel, element,
-                                  unit->offload.part, extent));
+    FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_mem_kind_name(kind), &unit->name, kind,
+                                  plan->shard_numel, element, unit->offload.part, extent));
     *out = (*extent)->memory;
     return FSDPC_OK;
 }

@@ -15,7 +15,6 @@
 #include <sys/mman.h>
 #include <time.h>
 
-#include "base/crc32c.h"
 #include "base/size.h"
 #include "base/thread.h"
 #include "tier/tier_internal.h"
@@ -46,7 +45,7 @@ static void note_failure(fsdpc_tier *tier, fsdpc_status status, const char *doin
         return;
     tier->status = status;
     snprintf(tier->reason, sizeof tier->reason, "rank %d, %s %s: %.360s", tier->rank, doing,
-             extent->name, fsdpc_last_error());
+             fsdpc_extent_name_of(extent).text, fsdpc_last_error());
 }
 
 /* ---- The threads ---- */
@@ -96,13 +95,11 @@ static void write_buffer(fsdpc_tier *tier, fsdpc_tier_buffer *buffer)
 {
     fsdpc_extent *extent = buffer->extent;
     size_t bytes = fsdpc_chunk_bytes(extent, buffer->chunk);
-    uint64_t at = buffer->chunk * (uint64_t)tier->chunk * extent->element;
     buffer->state = FSDPC_BUFFER_WRITING;
     pthread_mutex_unlock(&tier->lock);
-    uint32_t crc =
-        fsdpc_crc32c(0, buffer->data, fsdpc_chunk_numel(extent, buffer->chunk) * extent->element);
-    fsdpc_status status =
-        fsdpc_fs_pwrite(&tier->fs, tier->fd, tier->path, buffer->data, bytes, extent->offset + at);
+    uint32_t crc = fsdpc_chunk_crc(extent, buffer->chunk, buffer->data);
+    fsdpc_status status = fsdpc_fs_pwrite(&tier->fs, tier->fd, tier->path, buffer->data, bytes,
+                                          fsdpc_chunk_offset(extent, buffer->chunk));
     pthread_mutex_lock(&tier->lock);
     if (status != FSDPC_OK)
         note_failure(tier, status, "writing", extent);
@@ -221,7 +218,7 @@ fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int 
     for (int c = 0; c < n; c++) {
         if (extents[c]->numel != extents[0]->numel || extents[c]->kept != extents[0]->kept)
             return fsdpc_fail(FSDPC_ERR_INTERNAL, "%s and %s are walked through together",
-                              extents[0]->name, extents[c]->name);
+                              extents[0]->what, extents[c]->what);
         extents[c]->first_entry = tier->n_entries + (size_t)c;
         extents[c]->stride = (size_t)n;
         extents[c]->pass = tier->passes;
@@ -256,6 +253,8 @@ static fsdpc_status make_ring(fsdpc_tier *tier)
 
 fsdpc_status fsdpc_pass_start(fsdpc_tier *tier)
 {
+    if (tier->n_entries == 0)
+        return FSDPC_OK;
     FSDPC_TRY(make_ring(tier));
     FSDPC_TRY(start_threads(tier));
     pthread_mutex_lock(&tier->lock);
@@ -324,7 +323,7 @@ fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *
         extent->pass == tier->passes && tier->started && tier->entries[entry].row >= tier->row
             ? take(tier, entry, &buffer)
             : fsdpc_fail(FSDPC_ERR_INTERNAL, "element %zu of %s is not ahead in this pass", at,
-                         extent->name);
+                         extent->what);
     pthread_mutex_unlock(&tier->lock);
     FSDPC_TRY(status);
     *out = buffer->data + within * extent->element;

@@ -176,7 +176,27 @@ size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk)
     return fsdpc_round_up(fsdpc_chunk_numel(extent, chunk) * extent->element, FSDPC_TIER_PAGE);
 }
 
+uint64_t fsdpc_chunk_offset(const fsdpc_extent *extent, size_t chunk)
+{
+    return extent->offset + chunk * (uint64_t)extent->tier->chunk * extent->element;
+}
+
+uint32_t fsdpc_chunk_crc(const fsdpc_extent *extent, size_t chunk, const void *data)
+{
+    return fsdpc_crc32c(0, data, fsdpc_chunk_numel(extent, chunk) * extent->element);
+}
+
 /* ---- Extents ---- */
+
+fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent)
+{
+    fsdpc_extent_name name;
+    if (extent->unit)
+        snprintf(name.text, sizeof name.text, "%s of unit '%s'", extent->what, *extent->unit);
+    else
+        snprintf(name.text, sizeof name.text, "%s", extent->what);
+    return name;
+}
 
 static size_t kept_bytes(const fsdpc_extent *extent)
 {
@@ -186,9 +206,7 @@ static size_t kept_bytes(const fsdpc_extent *extent)
 static fsdpc_status map_extent(fsdpc_extent *extent)
 {
     fsdpc_tier *tier = extent->tier;
-    size_t rest = extent->numel * extent->element - kept_bytes(extent);
-    size_t on_disk = fsdpc_round_up(rest, FSDPC_TIER_PAGE);
-    extent->file_bytes = on_disk;
+    size_t on_disk = extent->file_bytes;
     extent->mapped_bytes = fsdpc_round_up(kept_bytes(extent) + on_disk, FSDPC_TIER_PAGE);
     extent->offset = tier->end_bytes;
     if (on_disk > 0)
@@ -198,32 +216,35 @@ static fsdpc_status map_extent(fsdpc_extent *extent)
     void *memory = mmap(NULL, fsdpc_max_size(extent->mapped_bytes, FSDPC_TIER_PAGE),
                         PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
-        return fsdpc_fail_errno("no addresses for %zu bytes of '%s'", extent->mapped_bytes,
-                                extent->name);
+        return fsdpc_fail_errno("no addresses for %zu bytes of %s", extent->mapped_bytes,
+                                fsdpc_extent_name_of(extent).text);
     extent->memory = memory;
     if (on_disk > 0 && mmap(extent->memory + kept_bytes(extent), on_disk, PROT_READ | PROT_WRITE,
                             MAP_SHARED | MAP_FIXED, tier->fd, (off_t)extent->offset) == MAP_FAILED)
-        return fsdpc_fail_errno("cannot map %zu bytes of '%s' in '%s'", on_disk, extent->name,
-                                tier->path);
+        return fsdpc_fail_errno("cannot map %zu bytes of %s in '%s'", on_disk,
+                                fsdpc_extent_name_of(extent).text, tier->path);
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *name, fsdpc_mem_kind kind,
-                                 size_t numel, size_t element, double on_disk, fsdpc_extent **out)
+fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const *unit,
+                                 fsdpc_mem_kind kind, size_t numel, size_t element, double on_disk,
+                                 fsdpc_extent **out)
 {
     fsdpc_extent *extent = calloc(1, sizeof *extent);
     if (!extent)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for '%s'", name);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %s", what);
     extent->tier = fsdpc_tier_acquire(tier);
     extent->kind = kind;
     extent->numel = numel;
     extent->element = element;
     extent->kept = fsdpc_tier_kept(numel, on_disk);
     extent->n_chunks = (numel - extent->kept + extent->tier->chunk - 1) / extent->tier->chunk;
-    snprintf(extent->name, sizeof extent->name, "%s", name);
+    extent->file_bytes = fsdpc_tier_file_bytes(numel, element, on_disk);
+    extent->what = what;
+    extent->unit = unit;
     extent->chunks = calloc(extent->n_chunks + 1, sizeof *extent->chunks);
     fsdpc_status status =
-        extent->chunks ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for '%s'", name);
+        extent->chunks ? FSDPC_OK : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %s", what);
     if (status == FSDPC_OK)
         status = map_extent(extent);
     if (status != FSDPC_OK) {
@@ -253,31 +274,25 @@ void fsdpc_extent_destroy(fsdpc_extent *extent)
     fsdpc_tier_release(tier);
 }
 
-fsdpc_extent *fsdpc_extent_rename(fsdpc_extent *extent, const char *what, const char *unit)
-{
-    snprintf(extent->name, sizeof extent->name, "%s of unit '%s'", what, unit);
-    return extent;
-}
-
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to)
 {
     fsdpc_tier_chunk *own = &extent->chunks[chunk];
     fsdpc_tier *tier = extent->tier;
     size_t bytes = fsdpc_chunk_bytes(extent, chunk);
-    uint64_t at = chunk * (uint64_t)tier->chunk * extent->element;
     if (own->known == FSDPC_TIER_ZEROS) {
         memset(to, 0, bytes);
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_fs_pread(&tier->fs, tier->fd, tier->path, to, bytes, extent->offset + at));
+    FSDPC_TRY(fsdpc_fs_pread(&tier->fs, tier->fd, tier->path, to, bytes,
+                             fsdpc_chunk_offset(extent, chunk)));
     if (own->known == FSDPC_TIER_UNKNOWN)
         return FSDPC_OK;
-    uint32_t crc = fsdpc_crc32c(0, to, fsdpc_chunk_numel(extent, chunk) * extent->element);
+    uint32_t crc = fsdpc_chunk_crc(extent, chunk, to);
     if (crc != own->crc)
         return fsdpc_fail(FSDPC_ERR_OS,
                           "chunk %zu of %s, in '%s', is not what was written there: CRC-32C %08x, "
                           "it was %08x; the disk is damaged, or something wrote to it",
-                          chunk, extent->name, tier->path, crc, own->crc);
+                          chunk, fsdpc_extent_name_of(extent).text, tier->path, crc, own->crc);
     own->known = FSDPC_TIER_LOOKED;
     return FSDPC_OK;
 }
@@ -302,7 +317,8 @@ fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel
         if (extent->chunks[chunk].known != FSDPC_TIER_WRITTEN)
             continue;
         if (!scratch && posix_memalign(&scratch, FSDPC_TIER_PAGE, fsdpc_chunk_bytes(extent, chunk)))
-            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to check '%s'", extent->name);
+            return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to check %s",
+                              fsdpc_extent_name_of(extent).text);
         status = fsdpc_chunk_read(extent, chunk, scratch);
     }
     free(scratch);

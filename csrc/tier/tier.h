@@ -73,7 +73,8 @@ typedef struct fsdpc_extent {
     bool read_only;              /* the user's: a pass reads it, and others write it */
     /* tier.c and pass.c: */
     fsdpc_mem_kind kind;
-    char name[128];
+    const char *what;
+    char *const *unit;
     uint64_t offset; /* in the file, of the first element that is not kept */
     size_t n_chunks, mapped_bytes, file_bytes;
     fsdpc_tier_chunk *chunks;
@@ -87,12 +88,13 @@ size_t fsdpc_tier_kept(size_t numel, double on_disk);
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 
-/* What is kept is counted as `kind`.  An error if the disk has no room. */
-fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *name, fsdpc_mem_kind kind,
-                                 size_t numel, size_t element, double on_disk, fsdpc_extent **out);
+/* What is kept is counted as `kind`.  Messages say what it is, and of which unit: both outlive it,
+ * and the unit's name may change outside of passes; NULL: of none.  An error if the disk has no room.
+ */
+fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const *unit,
+                                 fsdpc_mem_kind kind, size_t numel, size_t element, double on_disk,
+                                 fsdpc_extent **out);
 void fsdpc_extent_destroy(fsdpc_extent *extent); /* NULL is fine */
-/* Outside of a pass, as a unit gets its full name late.  Returns the extent. */
-fsdpc_extent *fsdpc_extent_rename(fsdpc_extent *extent, const char *what, const char *unit);
 
 /* Outside of a pass, before these elements are read through `memory`: chunks that were not compared
  * since they were written are. */

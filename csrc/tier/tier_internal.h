@@ -60,7 +60,7 @@ struct fsdpc_tier {
     bool ending;
     fsdpc_tier_stats stats;
     fsdpc_status status; /* the failure, and its text */
-    char reason[512];
+    char reason[640];
     unsigned char *ring;
     size_t buffer_bytes;
     fsdpc_tier_buffer buffers[FSDPC_TIER_BUFFERS];
@@ -75,6 +75,17 @@ struct fsdpc_tier {
  * pages. */
 size_t fsdpc_chunk_numel(const fsdpc_extent *extent, size_t chunk);
 size_t fsdpc_chunk_bytes(const fsdpc_extent *extent, size_t chunk);
+
+/* Where it begins in the file. */
+uint64_t fsdpc_chunk_offset(const fsdpc_extent *extent, size_t chunk);
+uint32_t fsdpc_chunk_crc(const fsdpc_extent *extent, size_t chunk, const void *data);
+
+/* As messages name it. */
+typedef struct fsdpc_extent_name {
+    char text[192];
+} fsdpc_extent_name;
+
+fsdpc_extent_name fsdpc_extent_name_of(const fsdpc_extent *extent);
 
 /* Reads a chunk and compares its checksum.  By any thread that has the chunk. */
 fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);

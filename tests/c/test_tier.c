@@ -79,7 +79,7 @@ static void test_passes_and_memory_agree(double on_disk, size_t numel)
     fsdpc_extent *x[3];
     size_t kept = fsdpc_tier_kept(numel, on_disk);
     for (int e = 0; e < 3; e++)
-        CHECK_OK(fsdpc_extent_create(tier, "exp_avg", FSDPC_MEM_STATE, numel, sizeof(float),
+        CHECK_OK(fsdpc_extent_create(tier, "exp_avg", NULL, FSDPC_MEM_STATE, numel, sizeof(float),
                                      on_disk, &x[e]));
     CHECK(counted(FSDPC_MEM_STATE) == fsdpc_round_up(3 * kept * sizeof(float), 64));
     CHECK(fsdpc_tier_stats_of(tier).file_bytes ==
@@ -112,7 +112,7 @@ static void test_rows_left_out(void)
     fsdpc_extent *x[2];
     enum { CHUNKS = 9 };
     for (int e = 0; e < 2; e++)
-        CHECK_OK(fsdpc_extent_create(tier, "exp_avg", FSDPC_MEM_STATE, CHUNKS * CHUNK,
+        CHECK_OK(fsdpc_extent_create(tier, "exp_avg", NULL, FSDPC_MEM_STATE, CHUNKS * CHUNK,
                                      sizeof(float), 1, &x[e]));
     CHECK_OK(add(tier, x, 2, 6 * CHUNK + 5, 1));
     CHECK_OK(fsdpc_extent_check(x[1], 0, x[1]->numel));
@@ -127,7 +127,7 @@ static void test_a_flipped_bit_is_found(void)
 {
     fsdpc_tier *tier = tier_with(NULL);
     fsdpc_extent *x = NULL;
-    CHECK_OK(fsdpc_extent_create(tier, "exp_avg of 'layers.3'", FSDPC_MEM_STATE, 3 * CHUNK,
+    CHECK_OK(fsdpc_extent_create(tier, "exp_avg of 'layers.3'", NULL, FSDPC_MEM_STATE, 3 * CHUNK,
                                  sizeof(float), 1, &x));
     CHECK_OK(add(tier, &x, 1, 0, 1));
     CHECK_OK(fsdpc_pass_begin(tier)); /* written */
@@ -154,8 +154,8 @@ static void test_each_call_fails(const char *call)
         f.left = n;
         fsdpc_status status = FSDPC_OK;
         for (int e = 0; status == FSDPC_OK && e < 2; e++)
-            status = fsdpc_extent_create(tier, "exp_avg", FSDPC_MEM_STATE, CHUNK + 9, sizeof(float),
-                                         1, &x[e]);
+            status = fsdpc_extent_create(tier, "exp_avg", NULL, FSDPC_MEM_STATE, CHUNK + 9,
+                                         sizeof(float), 1, &x[e]);
         for (int step = 0; status == FSDPC_OK && step < 2; step++)
             status = add(tier, x, 2, 0, 1);
         FSDPC_KEEP_FIRST(status, x[1] ? fsdpc_extent_check(x[1], 0, 1) : FSDPC_OK);
