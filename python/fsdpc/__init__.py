@@ -99,10 +99,10 @@ __all__ = [
     "is_initialized", "launch", "local_rank", "lr_scheduler", "manual_seed", "memory_plan",
     "memory_stats", "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn",
     "no_grad", "num_threads", "OffloadPolicy", "optim", "PeerError", "rank",
-    "register_fsdp_forward_method",
-    "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
-    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
-    "summon_full_params", "Tensor", "tensor", "uint8", "world_size", "wrap",
+    "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
+    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
+    "simulate", "SimulateOptions", "Simulation", "summon_full_params", "Tensor", "tensor", "uint8",
+    "world_size", "wrap",
 ]  # fmt: skip
 
 

@@ -186,7 +186,7 @@ def _offload(text: str) -> OffloadPolicy:
     try:
         options["fraction"] = float(options.get("fraction", 1))
         return OffloadPolicy(**options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"'{text}': {error}") from None
 
 

@@ -35,11 +35,10 @@ class OffloadPolicy:
     ------
     ValueError
         A tier is unknown, ``path`` is missing, or ``fraction`` is out of range.
-    NotImplementedError
-        Something is to be on "host" or "disk" and ranks compute on GPUs.
 
     Notes
     -----
+    ``fully_shard`` refuses "host" and "disk" where ranks compute on GPUs (NotImplementedError).
     Results have the bits of a run without it. A step reads and writes masters and states on the
     disk once, in the order of the units, ahead of their use, past the page cache. What was written
     is compared by CRC-32C when it is read: a disk that returns something else ends the run with an

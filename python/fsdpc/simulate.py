@@ -233,7 +233,10 @@ def simulate(
     planned = partial(memory_plan, model, mesh, strategy=strategy, plan=policy,
                       mp_policy=o.mp_policy, optimizer=o.optimizer)  # fmt: skip
     whole = planned().for_device(device)
-    memory = planned(offload_policy=o.offload_policy).for_device(device).for_hosts(hosts)
+    memory = whole
+    if o.offload_policy is not None:
+        memory = planned(offload_policy=o.offload_policy).for_device(device)
+    memory = memory.for_hosts(hosts)
     wires = _Wires(bandwidth=bandwidth, latency=latency, options=o, device=device)
     clock = _Clock(record, groups, wires, flops)
     clock.play()
