@@ -71,12 +71,23 @@ static bool forked(const fsdpc_hosts_comm *self)
     return self->world->fork_count != fsdpc_fork_count();
 }
 
+/* The link refers to memory of operations in flight until it is aborted. */
+static void abandon(fsdpc_hosts_comm *self)
+{
+    if (self->pending && !self->base.poison[0])
+        (void)fsdpc_hosts_progress(self); /* they may have ended, untested */
+    if (self->pending)
+        fsdpc_link_abort(self->link, "a group was destroyed with operations in flight; wait for "
+                                     "them, on every rank, before dropping it");
+    fsdpc_hosts_drop(self);
+}
+
 static void hosts_destroy(fsdpc_comm *comm)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     if (forked(self)) /* its threads, and its peers, are the parent's; so is what it holds */
         return;
-    fsdpc_hosts_drop(self);
+    abandon(self);
     end_watch(self);
     fsdpc_hosts_ops_free(self, &self->spare);
     fsdpc_comm_destroy(self->later);

@@ -310,6 +310,39 @@ static void those_who_heard_leave(rank_context *self)
     fsdpc_wire_destroy(wire);
 }
 
+/* The last rank drops a group while it waits there for what the others send later. */
+static void one_drops_a_group(rank_context *self)
+{
+    const fsdpc_coll barrier = {.kind = FSDPC_COLL_BARRIER, .what = "end"};
+    enum { N = 100000 };
+    fsdpc_comm *group = NULL;
+    fsdpc_work work = {0};
+    uint8_t *mine = calloc(1, N), *all = calloc(N, (size_t)self->size);
+    fsdpc_coll values = {.kind = FSDPC_COLL_ALL_GATHER,
+                         .what = "values",
+                         .dtype = FSDPC_U8,
+                         .send = mine,
+                         .recv = all,
+                         .numel = N};
+    EXPECT_OK(self, fsdpc_comm_split(self->comm, 0, self->rank, &group));
+    pthread_barrier_wait(&hosts_created); /* all have theirs */
+    if (self->rank == self->size - 1) {
+        EXPECT_OK(self, fsdpc_comm_post(group, &values, &work));
+        EXPECT(self, fsdpc_comm_test(&work) == FSDPC_IN_PROGRESS, "nobody else has posted it");
+        fsdpc_comm_destroy(group);
+        EXPECT_FAILS(self, fsdpc_comm_run(self->comm, &barrier), FSDPC_ERR_POISONED, "dropping it");
+    } else {
+        fsdpc_status status = fsdpc_comm_run(self->comm, &barrier);
+        if (status == FSDPC_OK) /* the last rank has come to its host's */
+            status = fsdpc_comm_run(self->comm, &barrier);
+        EXPECT(self, status < 0 && strstr(fsdpc_last_error(), "operations in flight"), "%s",
+               fsdpc_last_error());
+        fsdpc_comm_destroy(group);
+    }
+    free(mine);
+    free(all);
+}
+
 static void crossing_groups_are_refused(rank_context *self)
 {
     fsdpc_comm *part = NULL;
@@ -333,6 +366,7 @@ int main(void)
         hosts_run(shapes[s].hosts, ranks_of_host, agreements_differ, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_gives_up, &options);
         hosts_run(shapes[s].hosts, ranks_of_host, one_leaves_early, &options);
+        hosts_run(shapes[s].hosts, ranks_of_host, one_drops_a_group, &options);
     }
     ranks_of_host = 2;
     hosts_run(2, 2, crossing_groups_are_refused, &options);
