@@ -5,17 +5,19 @@
 
 The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
 benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
-directions. A step and its turns are those of bench_torch.py; all engines use gloo. "native" is
-fsdpc's own LLaMA of the same shape. "Sent" is what the device of the first host sent in a step, all
-protocols counted. The floor of a step is the greater of what it takes alone ("local",
-"native-alone": as many ranks, no communication) and of those bytes at the wire's rate. "Simulated"
-is what fsdpc.simulate() makes of the time alone and that rate, for fsdpc.
+directions. Each host has half of the cores to itself, as two machines have. A step and its turns
+are those of bench_torch.py; all engines use gloo. "native" is fsdpc's own LLaMA of the same shape.
+"Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
+step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
+communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
+the time alone and that rate, for fsdpc.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -34,6 +36,12 @@ LATENCY = 1e-4  # seconds, assumed of a message over gloo
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
 
+def own_cores(host: int) -> list[str]:
+    """What is put before a command that runs on the cores of a host."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", ",".join(map(str, cores[host::2] or cores))]
+
+
 def sent_bytes(hosts: Hosts) -> int:
     """What the first host has sent so far."""
     shown = json.loads(hosts.ip(f"-n {hosts.name}0 -s -j link show dev v0"))
@@ -43,8 +51,9 @@ def sent_bytes(hosts: Hosts) -> int:
 def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, float, float]:
     """Median milliseconds of a step in one turn, MB sent in one, and peak PSS in MiB."""
     before = sent_bytes(hosts)
+    inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
     words = ["turn", "--turn", engine, model]
-    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=hosts.inside)
+    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
     sent = (sent_bytes(hosts) - before) / STEPS / 1e6
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 

@@ -5,9 +5,9 @@
 
 Ranks train a LLaMA in fp32 with AdamW and clipping. "Floor" is the greater of the step without a
 policy and of (bytes read + written) at the bandwidth of the disk: that of direct reads and writes
-in blocks of a chunk, by all ranks at once, measured in the same turn. "Over floor" is the step over
-it. Bytes are those that passes read and wrote; what the page cache moves of params and gradients is
-not among them, and is little where memory has room for it.
+in blocks of a chunk, by two threads of each rank at once, measured in the same turn. "Over floor"
+is the step over it. Bytes are those that passes read and wrote; what the page cache moves of params
+and gradients is not among them, and is little where memory has room for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,21 +39,33 @@ BLOCK, BLOCKS = 2 << 20, 192
 
 
 def bandwidth(folder: str) -> float:
-    """Bytes a second of this rank, while the others do the same: a block read, a block written."""
+    """Bytes a second of this rank, while the others do the same: one thread reads, one writes."""
     import fsdpc
 
     fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600)
-    with mmap.mmap(-1, BLOCK) as block:
+    blocks = [mmap.mmap(-1, BLOCK) for _ in range(2)]
+    for block in blocks:
         block.write(os.urandom(BLOCK))
+    for k in range(BLOCKS):
+        os.pwrite(fd, blocks[0], k * BLOCK)
+
+    def read() -> None:
         for k in range(BLOCKS):
-            os.pwrite(fd, block, k * BLOCK)
-        fsdpc.barrier()
-        begin = time.perf_counter()
+            os.preadv(fd, [blocks[0]], k * BLOCK)
+
+    def write() -> None:
         for k in range(BLOCKS):
-            os.preadv(fd, [block], k * BLOCK)
-            os.pwrite(fd, block, (k - 8) % BLOCKS * BLOCK)
-        seconds = time.perf_counter() - begin
-        fsdpc.barrier()
+            os.pwrite(fd, blocks[1], (k - 8) % BLOCKS * BLOCK)
+
+    threads = [threading.Thread(target=read), threading.Thread(target=write)]
+    fsdpc.barrier()
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - begin
+    fsdpc.barrier()
     os.close(fd)
     return 2 * BLOCK * BLOCKS / seconds
 
