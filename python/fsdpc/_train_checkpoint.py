@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on from the newest valid checkpoint in DIR, if there is one",
     )
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a rank fails, start all again and resume, at most N times (default: 0)",
+    )
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -41,6 +49,14 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if options.checkpoint is None and (options.resume or options.save_every or options.keep):
         raise ValueError("--resume, --save-every and --keep need --checkpoint DIR")
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts must be at least 0, got {options.max_restarts}")
+    if not options.max_restarts or "FSDPC_LAUNCHER_PID" in os.environ:
+        return
+    if options.checkpoint is None or options.save_every is None:
+        raise ValueError("--max-restarts needs --checkpoint DIR and --save-every N to go on from")
+    if "RANK" in os.environ or options.hosts is not None:
+        raise ValueError("--max-restarts is for ranks that fsdpc train starts, on one host")
 
 
 class TrainCheckpoints:

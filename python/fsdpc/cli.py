@@ -15,6 +15,7 @@ examples:
   fsdpc run --ranks 2 script.py --its-own --options
   fsdpc run --ranks 4 -m package.module
   fsdpc run --ranks 8 --hosts first,second script.py
+  fsdpc run --ranks 2 --max-restarts 3 script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
@@ -62,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         help="end all ranks after S seconds, with their stacks printed (default: never)",
+    )
+    run.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a failure start all ranks again, at most N times (default: 0)",
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("script", metavar="SCRIPT", help="the script, or the module after -m")
@@ -133,6 +141,8 @@ def _run(arguments: list[str]) -> int:
                 "--ranks-per-host": options.ranks_per_host}  # fmt: skip
     if options.hosts is None and (given := [name for name, v in of_hosts.items() if v is not None]):
         parser.error(f"run: {given[0]} goes with --hosts")
+    if options.hosts is not None and options.max_restarts:
+        parser.error("run: --max-restarts is for the ranks of one host, without --hosts")
 
     from fsdpc import launcher
     from fsdpc._launch import hosts
@@ -152,7 +162,9 @@ def _run(arguments: list[str]) -> int:
             names, each = hosts.check_hosts(options.hosts, options.ranks, options.ranks_per_host)
             hosts.run(command, names, each, launcher=options.launcher, agent=options.agent,
                       timeout=options.timeout)  # fmt: skip
-        return launcher.run(command, options.ranks, timeout=options.timeout)
+        return launcher.run(
+            command, options.ranks, timeout=options.timeout, max_restarts=options.max_restarts
+        )
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
@@ -29,6 +30,8 @@ from fsdpc._launch.process import STOPS
 from fsdpc._launch.supervisor import Supervisor
 
 __all__ = ["LaunchError", "launch", "run"]
+
+BAD_USAGE = 2  # the exit code of a command that was called wrongly
 
 
 class LaunchError(RuntimeError):
@@ -123,7 +126,14 @@ def launch(
     return [report.value for report in outcome.reports if report is not None]
 
 
-def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> int:
+def run(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    timeout: float | None = None,
+    max_restarts: int = 0,
+    again: Sequence[str] = (),
+) -> int:
     """Run a Python script on ranks of this machine; the work behind ``fsdpc run``.
 
     Parameters
@@ -133,7 +143,14 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     ranks : int
         How many ranks.
     timeout : float, optional
-        Seconds until all ranks print their stacks and are ended; default never.
+        Seconds until all ranks print their stacks and are ended, whatever was restarted; default
+        never.
+    max_restarts : int, default 0
+        How often all ranks are started again after one failed. TORCHELASTIC_RESTART_COUNT tells
+        them how often they were. Not after a signal to this process, at the timeout, or where a
+        rank ended with code 2, which says that it was called wrongly.
+    again : sequence of str
+        Arguments added where the script is started again.
 
     Returns
     -------
@@ -144,7 +161,7 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     Raises
     ------
     ValueError
-        `ranks` is below 1 or more than the machine can hold.
+        `ranks` is below 1 or more than the machine can hold, or `max_restarts` is negative.
     FileNotFoundError
         There is no such script.
 
@@ -153,8 +170,31 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
     SIGINT and SIGTERM are passed on to all ranks.  Call it from the main thread.
     """
     ranks = check_ranks(ranks)
+    if max_restarts < 0:
+        raise ValueError(f"the number of restarts must be at least 0, got {max_restarts}")
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise FileNotFoundError(f"no such script: {command[0]}")
+    begin = time.monotonic()
+    for restarts in range(max_restarts + 1):
+        added = {
+            "TORCHELASTIC_RESTART_COUNT": str(restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        }
+        whole = [*command, *(again if restarts else ())]
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
+        supervisor, received = _run_once(whole, ranks, left, added if max_restarts else {})
+        code = _exit_code(supervisor, received, timeout)
+        ended = received or supervisor.timed_out or code in (0, BAD_USAGE)
+        if ended or restarts == max_restarts:
+            return code
+        _say(f"all ranks start again ({restarts + 1} of {max_restarts})")
+    raise AssertionError("unreachable")
+
+
+def _run_once(
+    command: Sequence[str], ranks: int, timeout: float | None, variables: dict[str, str]
+) -> tuple[Supervisor, list[int]]:
+    """Start all ranks and wait for them; with the signals that came meanwhile."""
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
@@ -173,17 +213,17 @@ def run(command: Sequence[str], ranks: int, *, timeout: float | None = None) -> 
 
     previous = {which: signal.signal(which, forward) for which in (signal.SIGINT, signal.SIGTERM)}
     # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
-    extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
     extra |= _share_of_cores(ranks)
     try:
-        for variables in rank_environments(ranks):
-            supervisor.start({**variables, **extra}, body)
+        for own in rank_environments(ranks):
+            supervisor.start({**own, **extra}, body)
         supervisor.watch()
     finally:
         supervisor.close()
         for which, handler in previous.items():
             signal.signal(which, handler)
-    return _exit_code(supervisor, received, timeout)
+    return supervisor, received
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:

@@ -81,11 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             hosts.run(["-m", "fsdpc", "train", *arguments], names, each)
         if "RANK" not in os.environ:  # one rank reports the error
             check_resources(options, options.ranks or 1)
-        if options.ranks is not None and options.ranks != 1 and "RANK" not in os.environ:
+        alone = options.ranks in (None, 1) and not options.max_restarts
+        if not alone and "RANK" not in os.environ:
             from fsdpc import launcher
 
             live = ["--live"] if sys.stdout.isatty() else []
-            return launcher.run(["-m", "fsdpc", "train", *live, *arguments], options.ranks)
+            return launcher.run(
+                ["-m", "fsdpc", "train", *live, *arguments], options.ranks or 1,
+                max_restarts=options.max_restarts, again=["--resume"],
+            )  # fmt: skip
         if options.ranks == 1 and "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         Trainer(options).run()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +120,45 @@ def test_sigterm_saves(ranks: int, tmp_path: Path) -> None:
     assert len(names(folder)) == 1 and "step-" in names(folder)[0], text
 
 
+def ranks_of(launcher: int) -> list[int]:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(pid) for pid in children]
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(
+    kills: int, tmp_path: Path
+) -> None:
+    """At random moments once the newest start has saved a step."""
+    steps, folder = 10 * kills, tmp_path / "run"
+    options = ("--ranks", 2, "--steps", steps, "--deterministic")
+    whole = train(*options)
+    again = ("--checkpoint", folder, "--save-every", 1, "--keep", 2, "--max-restarts", kills)
+    chance = random.Random(kills)
+    killed, saved = 0, ""
+    with (
+        open(tmp_path / "out", "w+") as out,
+        subprocess.Popen(command(*options, *again), stdout=out, stderr=out) as process,
+    ):
+        while process.poll() is None:
+            time.sleep(0.01)
+            newest = max(folder.glob("step-*"), default=folder).name
+            if killed == kills or newest <= saved or not newest.startswith("step"):
+                continue
+            time.sleep(chance.random() * 0.15)
+            with contextlib.suppress(ProcessLookupError, IndexError):
+                os.kill(chance.choice(ranks_of(process.pid)), signal.SIGKILL)
+                killed, saved = killed + 1, newest
+        text = (tmp_path / "out").read_text()
+    assert process.returncode == 0, text
+    assert 0 < text.count("start again") <= killed, text
+    assert crc(text) == crc(whole)
+
+
 def test_options_that_need_each_other() -> None:
     done = subprocess.run(command("--resume"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "need --checkpoint" in done.stderr
+    for more in ([], ["--checkpoint", "run"]):
+        words = command("--max-restarts", 2, *more)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "--save-every N to go on from" in done.stderr

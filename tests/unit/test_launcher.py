@@ -565,6 +565,8 @@ def test_what_a_rank_leaves_behind_is_killed(tmp_path: Path) -> None:
         (["--ranks", "two", "x.py"], "invalid int value: 'two'"),
         (["--ranks", "1", "missing.py"], "no such script: missing.py"),
         (["x.py"], "--ranks"),
+        (["--ranks", "1", "--max-restarts", "-1", __file__], "at least 0, got -1"),
+        (["--ranks", "2", "--hosts", "a,b", "--max-restarts", "1", "x.py"], "of one host"),
     ],
 )
 def test_run_refuses(arguments: list[str], text: str) -> None:
