@@ -1,4 +1,4 @@
-/* The struct of an optimizer, for optim.c and optim_graph.c. */
+/* The struct of an optimizer, for optim.c, optim_step.c and optim_graph.c. */
 #ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
 #define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
@@ -41,5 +41,13 @@ struct fsdpc_optim {
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
 };
+
+/* ---- optim.c ---- */
+
+unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
+fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param);
+
+/* Before anything is announced to the peers: hyper-parameters and states are there. */
+fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
 
 #endif
