@@ -117,6 +117,8 @@ typedef struct fsdpc_coll {
     fsdpc_wire *wire;     /* GATHER */
     fsdpc_buffer *buffer; /* REDUCE_*: source; one dtype, full at byte `offset` */
     size_t offset;        /* bytes into the wire or buffer where the full begins */
+    bool late;            /* GATHER: ranks may have written their slices just before they posted, so
+                             it is done when all have; the same on all ranks */
     uint32_t trains;      /* REDUCE_*: hash of what the caller trains; only compared */
     bool same_filling;    /* REDUCE_*: the buffer was posted already since it was filled */
     void *shard;          /* REDUCE_*: where the slices go, at their shard_offset */
@@ -155,6 +157,7 @@ enum fsdpc_epoch_bits {
     FSDPC_EPOCH_GRAD = 8,     /* a forward with gradients */
     FSDPC_EPOCH_STEP = 16,    /* begun by an optimizer */
     FSDPC_EPOCH_REFUSED = 32, /* this rank cannot do what all were called for, so nobody does */
+    FSDPC_EPOCH_LATE = 64,    /* it publishes slices before their next gather, not in this epoch */
 };
 
 typedef struct fsdpc_epoch_note {

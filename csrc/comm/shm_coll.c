@@ -3,7 +3,8 @@
  * Three ways, none of which allocates or enters the kernel unless somebody sleeps:
  *
  * GATHER is a look: the slices are in the wire since the epoch was published.  It is complete when
- * posted; fingerprints of peers that are as far are compared.
+ * posted; fingerprints of peers that are as far are compared.  A late one is complete when all have
+ * posted it.
  *
  * REDUCE_SCATTER and REDUCE_ALL read the peers' buffers where they are.  Posting is the mark "my
  * buffer is filled"; when all have posted, this rank sums its slices and marks that it has read.  A
@@ -100,7 +101,7 @@ static fsdpc_status agreed(fsdpc_shm_comm *self, uint64_t sequence, fsdpc_shm_la
     return FSDPC_IN_PROGRESS;
 }
 
-/* A gather waits for nobody. */
+/* A gather waits for nobody, unless it is late. */
 static fsdpc_status compare_early(fsdpc_shm_comm *self, uint64_t sequence)
 {
     for (int p = 0; p < self->base.size; p++) {
@@ -269,7 +270,8 @@ static fsdpc_status run_on_stream(void *arg, fsdpc_stream *stream)
 
 static bool on_thread(const fsdpc_coll *op)
 {
-    return op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER && !op->agree_only;
+    return op->stream && op->stream->async && op->kind != FSDPC_COLL_BARRIER &&
+           op->kind != FSDPC_COLL_GATHER && !op->agree_only;
 }
 
 /* `work` has failed, and with it the communicator: nothing is in flight any more. */
@@ -361,7 +363,7 @@ fsdpc_status fsdpc_shm_post(fsdpc_work *work)
     self->chain = fsdpc_shm_ring_post(self->mine, work->sequence, self->chain, op,
                                       fsdpc_coll_bytes(op, self->base.size), object_of(op));
     fsdpc_shm_wake(self->bell);
-    if (op->kind == FSDPC_COLL_GATHER && !op->agree_only)
+    if (op->kind == FSDPC_COLL_GATHER && !op->agree_only && !op->late)
         return compare_early(self, work->sequence);
 
     atomic_store_explicit(&work->state, 1, memory_order_relaxed);

@@ -74,7 +74,7 @@ static mark mark_slice(const fsdpc_root *root, uint64_t bytes)
             uint64_t size = master_bytes(&unit->groups[g]);
             uint64_t from = skip < size ? skip : size;
             uint64_t part = size - from < bytes ? size - from : bytes;
-            sum = fsdpc_crc32c(sum, unit->groups[g].master + from, part);
+            sum = fsdpc_crc32c(sum, fsdpc_unit_masters(unit, &unit->groups[g]) + from, part);
             skip -= from;
             bytes -= part;
         }
@@ -118,6 +118,8 @@ static fsdpc_status agree_over_replicas(fsdpc_root *root, uint8_t *bytes, size_t
         slice = SMALLEST_SLICE;
     if (root->device->remote || root->device->flat == fsdpc_flat_ops_null())
         return highest(root->replicate, bytes, n, used); /* nothing that can be read */
+    for (int u = 0; u < root->n_units; u++)
+        FSDPC_TRY(fsdpc_unit_end_step(root->units[u]));
     mark m = mark_slice(root, slice);
     memcpy(bytes + n + 1, &m, sizeof m);
     FSDPC_TRY(highest(root->replicate, bytes, n + 1 + sizeof m, used));

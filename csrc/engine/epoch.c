@@ -9,6 +9,10 @@
  * published: the next reader begins its own epoch, and a rank arrives there only after it
  * published here, so waiting for that arrival is enough.
  *
+ * Its slices may come even later, where the step of a unit waits until somebody needs it.  Then
+ * all ranks learn in this epoch that slices are late, and the next gather of each unit is complete
+ * only when all ranks have posted it, which each does after it has written its own.
+ *
  * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
  * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
  * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
@@ -71,6 +75,8 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->held)
             bits |= FSDPC_EPOCH_HELD;
+        if (root->units[i]->late && kind == FSDPC_EPOCH_OPTIM)
+            bits |= FSDPC_EPOCH_LATE;
     }
     if (root->needs_reset)
         bits |= FSDPC_EPOCH_RESET;
@@ -111,8 +117,11 @@ static fsdpc_status decide(fsdpc_root *root, const fsdpc_unit *called)
     if (root->stage != FSDPC_STAGE_WRITING)
         return FSDPC_OK;
     root->generation++;
-    for (int i = 0; i < root->n_units; i++)
+    for (int i = 0; i < root->n_units; i++) {
         fsdpc_full_drop(root->units[i]);
+        if (root->note.kind == FSDPC_EPOCH_OPTIM)
+            root->units[i]->late = all.bits & FSDPC_EPOCH_LATE;
+    }
     return FSDPC_OK;
 }
 

@@ -3,7 +3,8 @@
  * ranks have published into the unit's full (full.h).
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
- * only between the arrival of all ranks in an epoch and the own publication of it (epoch.h).
+ * only between the arrival of all ranks in an epoch and the own publication of it (epoch.h), or, of
+ * late slices, until the own post of the next gather, which then waits for those of all ranks.
  */
 #include "engine/gather.h"
 
@@ -28,7 +29,8 @@ static fsdpc_status post_group(fsdpc_unit *unit, fsdpc_unit_group *group)
                      .send = group->published,
                      .recv = group->target,
                      .wire = root->wire,
-                     .offset = group->wire_offset};
+                     .offset = group->wire_offset,
+                     .late = unit->late};
     return fsdpc_comm_post(root->comm, &op, &group->gather);
 }
 
@@ -37,6 +39,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
     if (unit->state != FSDPC_UNIT_SHARDED)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_full_settle(unit)); /* one that was gathered ahead and never used */
+    FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->root->comm->size > 1 && unit->layout->n_groups > 0) {
         size_t bytes = 0;
         if (unit->root->full->make_room)
@@ -48,6 +51,7 @@ fsdpc_status fsdpc_gather_post(fsdpc_unit *unit, bool in_backward)
         }
         fsdpc_root_trace(unit, FSDPC_TRACE_GATHER, bytes, in_backward);
     }
+    unit->late = false;
     unit->state = FSDPC_UNIT_GATHERING;
     return FSDPC_OK;
 }
@@ -72,14 +76,15 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     size_t bytes = 0;
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (band->owner >= 0 && band->owner != root->comm->rank)
                 continue;
-            const unsigned char *from =
-                group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
+            const unsigned char *from = fsdpc_unit_masters(unit, group) +
+                                        band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
             FSDPC_TRY(fsdpc_flat_cast(fsdpc_full_published(unit, group, band, band->shard_offset),
                                       group->wire_dtype, from, group->plan->dtype, band->numel,
                                       main));
@@ -107,7 +112,8 @@ fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
             bool equal;
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,
-                group->master + band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
+                fsdpc_unit_masters(unit, group) +
+                    band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
                 group->plan->dtype, band->numel, &equal, main));
             if (!equal) {
                 *changed_out = unit->dirty = true;

@@ -1,7 +1,8 @@
 /* What reductions leave in the gradient shards, until zero_grad.
  *
  * Zeroing touches no memory: it only says that the shards hold nothing, and that a reduction in
- * flight is not wanted.
+ * flight is not wanted.  A step that goes on has decided what it steps, and by which scale, so it
+ * may be zeroed behind its back; whoever reads or writes shards has it advance first.
  */
 #include "engine/grads.h"
 
@@ -29,6 +30,7 @@ double fsdpc_unit_pending_scale(const fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_advance(unit));
     FSDPC_TRY(fsdpc_micro_fold(unit));
     if (!fsdpc_unit_is_scaled(unit))
         return FSDPC_OK;
@@ -68,6 +70,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->grad_live)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit));
     unit->grad_live = true;

@@ -44,10 +44,12 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
 {
     if (!optim)
         return;
+    fsdpc_optim_leave_step(optim);
     for (int i = 0; i < optim->n_units; i++)
         fini_states(optim, &optim->units[i]);
     fsdpc_device_free(optim->device, optim->scalars);
     free(optim->units);
+    free(optim->order);
     free(optim->hypers);
     free(optim);
 }
@@ -132,14 +134,17 @@ static fsdpc_status make_states(fsdpc_optim *optim, unit_states *states, int par
 
 fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, int group)
 {
+    FSDPC_TRY(fsdpc_optim_end_step(optim));
     unit_states *states = fsdpc_optim_unit(optim, unit);
     if (!states) {
-        unit_states *grown =
-            realloc(optim->units, (size_t)(optim->n_units + 1) * sizeof *optim->units);
-        if (!grown)
+        size_t n = (size_t)optim->n_units + 1;
+        unit_states *grown = realloc(optim->units, n * sizeof *grown);
+        int *order = realloc(optim->order, n * sizeof *order);
+        optim->units = grown ? grown : optim->units;
+        optim->order = order ? order : optim->order;
+        if (!grown || !order)
             return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the optimizer of unit '%s'",
                               unit->name);
-        optim->units = grown;
         states = &optim->units[optim->n_units];
         *states = (unit_states){0};
         fsdpc_status status = init_states(states, unit);
@@ -147,6 +152,7 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
             fini_states(optim, states);
             return status;
         }
+        order[optim->n_units] = optim->n_units;
         optim->n_units++;
     }
     const fsdpc_place *place = &unit->layout->params[param];
@@ -161,6 +167,7 @@ fsdpc_status fsdpc_optim_add(fsdpc_optim *optim, fsdpc_unit *unit, int param, in
 
 fsdpc_status fsdpc_optim_set_hyper(fsdpc_optim *optim, int group, const fsdpc_hyper *hyper)
 {
+    FSDPC_TRY(fsdpc_optim_end_step(optim));
     if (group >= optim->n_hypers) {
         fsdpc_hyper *grown = realloc(optim->hypers, (size_t)(group + 1) * sizeof *grown);
         if (!grown)
@@ -207,6 +214,7 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,
                                        fsdpc_optim_graph **out)
 {
+    FSDPC_TRY(fsdpc_optim_end_step(optim));
     FSDPC_TRY(fsdpc_optim_prepare(optim));
     return fsdpc_optim_graph_create(optim, root, out);
 }
@@ -222,6 +230,14 @@ static fsdpc_status find_states(const fsdpc_optim *optim, const fsdpc_unit *unit
                           unit->layout->params[param].name);
     *out = states;
     return FSDPC_OK;
+}
+
+/* The same, and they are what the last step made. */
+static fsdpc_status open_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param,
+                                unit_states **out)
+{
+    FSDPC_TRY(fsdpc_optim_end_step(optim));
+    return find_states(optim, unit, param, out);
 }
 
 static fsdpc_optim_view view_of(const fsdpc_optim *optim, const unit_states *states, int param,
@@ -255,7 +271,7 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
                                bool write, fsdpc_optim_view *out)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_states(optim, unit, param, &states));
     FSDPC_TRY(open_rows(states, param, state, write));
     *out = view_of(optim, states, param, state);
     return FSDPC_OK;
@@ -264,7 +280,7 @@ fsdpc_status fsdpc_optim_state(fsdpc_optim *optim, const fsdpc_unit *unit, int p
 fsdpc_status fsdpc_optim_make_states(fsdpc_optim *optim, const fsdpc_unit *unit, int param)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_states(optim, unit, param, &states));
     return make_states(optim, states, param);
 }
 
@@ -281,7 +297,7 @@ fsdpc_status fsdpc_optim_set_step_count(fsdpc_optim *optim, const fsdpc_unit *un
                                         int64_t steps)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_states(optim, unit, param, &states));
     if (steps < 0)
         return fsdpc_fail(FSDPC_ERR_VALUE, "parameter '%s' cannot have made %lld steps",
                           unit->layout->params[param].name, (long long)steps);
@@ -303,7 +319,7 @@ fsdpc_status fsdpc_optim_write(fsdpc_optim *optim, const fsdpc_unit *unit, int p
                                const void *full, fsdpc_dtype dtype)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_states(optim, unit, param, &states));
     FSDPC_TRY(make_states(optim, states, param));
     fsdpc_optim_view view = view_of(optim, states, param, state);
     if (!view.data)
@@ -320,7 +336,7 @@ fsdpc_status fsdpc_optim_collect(fsdpc_optim *optim, const fsdpc_unit *unit, int
                                  void *out)
 {
     unit_states *states = NULL;
-    FSDPC_TRY(find_states(optim, unit, param, &states));
+    FSDPC_TRY(open_states(optim, unit, param, &states));
     fsdpc_optim_view mine = view_of(optim, states, param, state);
     if (!mine.data)
         return fsdpc_fail(FSDPC_ERR_STATE, "parameter '%s' has no state %d yet",

@@ -12,6 +12,7 @@ typedef struct param_states {
     int group; /* of hyper-parameters; -1: not ours */
     uint32_t number;
     int64_t steps;
+    bool stepping; /* by the step that is made, or goes on */
     bool momentum; /* SGD: the buffer holds something, the next step does not copy the gradient */
 } param_states;
 
@@ -22,6 +23,10 @@ typedef struct unit_states {
      * file is the memory of its extent. */
     void **states;
     fsdpc_extent **extents;
+    /* The step that is made, or goes on. */
+    bool waits;             /* to be stepped */
+    double scale;           /* of the gradients */
+    const double *scale_at; /* and in the device's memory; NULL: none */
 } unit_states;
 
 struct fsdpc_optim {
@@ -33,6 +38,7 @@ struct fsdpc_optim {
     uint32_t n_numbers;
     unit_states *units;
     int n_units;
+    int *order; /* of them, in which a step goes: roots first, as forward does */
     fsdpc_hyper *hypers;
     int n_hypers;
     fsdpc_optim_graph *capture; /* in the making; NULL: none */
@@ -40,6 +46,11 @@ struct fsdpc_optim {
      * there are no graphs. */
     fsdpc_step_scalars *scalars;
     size_t n_scalars;
+    fsdpc_pending pending; /* the step, where units of it have this */
+    bool goes_on;
+    int next; /* in `order`: the unit to be looked at next */
+    fsdpc_status failed;
+    char reason[512];
 };
 
 /* ---- optim.c ---- */
@@ -49,5 +60,12 @@ fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
 
 /* Before anything is announced to the peers: hyper-parameters and states are there. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);
+
+/* ---- optim_step.c ---- */
+
+/* A step that goes on ends; before what it uses is changed. */
+fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim);
+/* The same before the optimizer goes, whatever comes of it. */
+void fsdpc_optim_leave_step(fsdpc_optim *optim);
 
 #endif

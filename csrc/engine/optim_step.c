@@ -11,15 +11,24 @@
  *
  * Where masters or states lie in a file, a step walks through it by a pass (tier/tier.h), and runs
  * are cut where chunks end: an element's step does not depend on its neighbours.
+ *
+ * A step that goes on.  The call decides what steps (parameters, scales, counts) and opens an epoch;
+ * units in memory are stepped there.  Those in a file wait: threads of the tier read ahead while
+ * the program goes on, and the unit's next gather steps it, in the order of the pass.  The slices
+ * come late then, so that gather is complete when all ranks have posted it (epoch.h).  All is this
+ * thread's work and this rank's own, so it may be done at any time.  Whoever uses masters or states
+ * has the whole step ended first: what was stepped is in the file then, not in the ring.
+ *
+ * One that fails fails for all later callers, and aborts the roots' communicators.
  */
 #include "engine/optim.h"
 
+#include <stddef.h>
 #include <stdio.h>
 
 #include "base/size.h"
 #include "engine/epoch.h"
 #include "engine/full.h"
-#include "engine/grads.h"
 #include "engine/optim_graph.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
@@ -58,8 +67,8 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
         .grad_dtype = group->grad_dtype,
         .state_dtype = fsdpc_optim_state_dtype(optim, place->dtype),
         .wire_dtype = group->wire_dtype,
-        .grad_scale = unit->pending_scale,
-        .grad_scale_at = fsdpc_unit_scale_at(unit),
+        .grad_scale = states->scale,
+        .grad_scale_at = states->scale_at,
         .step = own->steps,
         .copy_gradient = !own->momentum,
         .number = own->number,
@@ -101,11 +110,6 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-static bool steps(const unit_states *states, int param)
-{
-    return states->params[param].group >= 0 && fsdpc_grad_exists(states->unit, param);
-}
-
 /* Parameters of a band stand in declaration order, so neighbours in it are met one after the other;
  * the pieces of another band in between do not end a run of this one only if it is looked for,
  * hence the walk per band. */
@@ -118,7 +122,7 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
         const fsdpc_place *place = &unit->layout->params[i];
         if (place->group != flat_group || place->band != band)
             continue;
-        bool ours = steps(states, i);
+        bool ours = states->params[i].stepping;
         fsdpc_piece piece = fsdpc_layout_piece(unit->layout, i, fsdpc_unit_rank(unit));
         if (open.param >= 0 && !(ours && joins(optim, states, open.param, i))) {
             FSDPC_TRY(step_run(optim, states, open));
@@ -136,20 +140,18 @@ static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *state
 static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *states)
 {
     fsdpc_unit *unit = states->unit;
-    if (!unit->grad_live)
-        return FSDPC_OK;
-    for (int i = 0; i < unit->layout->n_params; i++)
-        states->params[i].steps += steps(states, i);
+    bool any = false;
     for (int g = 0; g < unit->layout->n_groups; g++) {
         for (size_t b = 0; b < unit->layout->groups[g].n_bands; b++)
             FSDPC_TRY(step_band(optim, states, g, (int)b));
     }
     for (int i = 0; i < unit->layout->n_params; i++) {
         param_states *own = &states->params[i];
-        if (steps(states, i) && optim->hypers[own->group].momentum != 0)
+        any |= own->stepping;
+        if (own->stepping && optim->hypers[own->group].momentum != 0)
             own->momentum = true;
     }
-    if (!unit->root)
+    if (any && !unit->root)
         unit->dirty = true;
     return FSDPC_OK;
 }
@@ -170,18 +172,23 @@ static fsdpc_status each_root(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
 
 /* ---- What lies in a file ---- */
 
-/* The tiers of the optimizer's units, each once: calls fn on every one, whatever fails. */
+/* The tier of a unit, where no unit before has it; else NULL. */
+static fsdpc_tier *tier_of(const fsdpc_optim *optim, int i)
+{
+    fsdpc_tier *tier = optim->units[i].unit->offload.tier;
+    bool seen = false;
+    for (int j = i - 1; j >= 0 && !seen; j--)
+        seen = optim->units[j].unit->offload.tier == tier;
+    return seen ? NULL : tier;
+}
+
+/* Calls fn on every tier of the optimizer's units, whatever fails. */
 static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc_tier *))
 {
     fsdpc_status status = FSDPC_OK;
-    for (int i = 0; i < optim->n_units; i++) {
-        fsdpc_tier *tier = optim->units[i].unit->offload.tier;
-        bool seen = !tier;
-        for (int j = i - 1; j >= 0 && !seen; j--)
-            seen = optim->units[j].unit->offload.tier == tier;
-        if (!seen)
-            FSDPC_KEEP_FIRST(status, fn(tier));
-    }
+    for (int i = 0; i < optim->n_units; i++)
+        if (tier_of(optim, i))
+            FSDPC_KEEP_FIRST(status, fn(tier_of(optim, i)));
     return status;
 }
 
@@ -189,7 +196,7 @@ static bool group_steps(const unit_states *states, int flat_group)
 {
     const fsdpc_layout *layout = states->unit->layout;
     for (int p = 0; p < layout->n_params; p++)
-        if (layout->params[p].group == flat_group && steps(states, p))
+        if (layout->params[p].group == flat_group && states->params[p].stepping)
             return true;
     return false;
 }
@@ -219,13 +226,19 @@ static fsdpc_status add_to_pass(const unit_states *states)
     return FSDPC_OK;
 }
 
-/* From here on what the step will need is read, in the order in which it will. */
-static fsdpc_status begin_pass(const fsdpc_optim *optim)
+/* From here on what the step of the units that wait, or of those that do not, will need is read, in
+ * the order in which it will. */
+static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 {
-    fsdpc_status status = each_tier(optim, fsdpc_pass_begin);
+    fsdpc_status status = FSDPC_OK;
     for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
-        if (optim->units[i].unit->offload.tier && optim->units[i].unit->grad_live)
-            status = add_to_pass(&optim->units[i]);
+        if (tier_of(optim, i))
+            status = fsdpc_pass_begin(tier_of(optim, i), &optim->pending.pass);
+    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++) {
+        const unit_states *states = &optim->units[optim->order[i]];
+        if (states->unit->offload.tier && states->waits == waiting)
+            status = add_to_pass(states);
+    }
     if (status == FSDPC_OK)
         status = each_tier(optim, fsdpc_pass_start);
     if (status != FSDPC_OK)
@@ -236,36 +249,198 @@ static fsdpc_status begin_pass(const fsdpc_optim *optim)
 static fsdpc_status abort_root(fsdpc_root *root)
 {
     fsdpc_comm_abort(root->comm, fsdpc_last_error());
+    if (root->replicate)
+        fsdpc_comm_abort(root->replicate, fsdpc_last_error());
     return FSDPC_OK;
 }
 
 /* Part of the model is stepped and the rest cannot be: no rank goes on with that. */
-static fsdpc_status give_up(const fsdpc_optim *optim, fsdpc_status status)
+static fsdpc_status give_up(fsdpc_optim *optim, fsdpc_status status)
 {
-    char reason[512];
-    snprintf(reason, sizeof reason, "%s", fsdpc_last_error());
+    snprintf(optim->reason, sizeof optim->reason, "%s", fsdpc_last_error());
+    optim->failed = status;
+    (void)each_tier(optim, fsdpc_pass_end);
+    (void)fsdpc_fail(status, "%s", optim->reason);
     (void)each_root(optim, abort_root);
-    return fsdpc_fail(status, "%s", reason);
+    return fsdpc_fail(status, "%s", optim->reason);
+}
+
+/* ---- A step that goes on ---- */
+
+static fsdpc_optim *optim_of(fsdpc_pending *pending)
+{
+    return (fsdpc_optim *)((char *)pending - offsetof(fsdpc_optim, pending));
+}
+
+/* Whether it can go on. */
+static fsdpc_status check_step(const fsdpc_optim *optim)
+{
+    if (optim->failed != FSDPC_OK)
+        return fsdpc_fail(optim->failed, "%s", optim->reason);
+    return optim->goes_on ? each_tier(optim, fsdpc_tier_check_process) : FSDPC_OK;
+}
+
+static fsdpc_status step_next(fsdpc_optim *optim)
+{
+    unit_states *states = &optim->units[optim->order[optim->next]];
+    const fsdpc_root *root = states->unit->root;
+    if (states->waits) {
+        fsdpc_status status = step_unit(optim, states);
+        if (status != FSDPC_OK)
+            return give_up(optim, status);
+        states->waits = false;
+        fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, states->unit->id, 0,
+                        root ? root->wire->epoch : 0, root && root->in_backward);
+    }
+    optim->next++;
+    return FSDPC_OK;
+}
+
+/* Rows of a pass come in order, so the units before it are stepped too. */
+static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
+{
+    fsdpc_optim *optim = optim_of(pending);
+    const unit_states *states = fsdpc_optim_unit(optim, unit);
+    FSDPC_TRY(check_step(optim));
+    while (states->waits)
+        FSDPC_TRY(step_next(optim));
+    return FSDPC_OK;
+}
+
+static void close_step(fsdpc_optim *optim)
+{
+    for (int i = 0; i < optim->n_units; i++)
+        if (optim->units[i].unit->pending == &optim->pending)
+            optim->units[i].unit->pending = NULL;
+    optim->goes_on = false;
+}
+
+fsdpc_status fsdpc_optim_end_step(fsdpc_optim *optim)
+{
+    FSDPC_TRY(check_step(optim));
+    if (!optim->goes_on)
+        return FSDPC_OK;
+    while (optim->next < optim->n_units)
+        FSDPC_TRY(step_next(optim));
+    fsdpc_status files = each_tier(optim, fsdpc_pass_end);
+    if (files != FSDPC_OK)
+        return give_up(optim, files);
+    close_step(optim);
+    return FSDPC_OK;
+}
+
+void fsdpc_optim_leave_step(fsdpc_optim *optim)
+{
+    (void)fsdpc_optim_end_step(optim); /* where it fails, the roots' communicators say so */
+    close_step(optim);
+}
+
+static fsdpc_status end(fsdpc_pass_user *user)
+{
+    return fsdpc_optim_end_step(
+        optim_of((fsdpc_pending *)((char *)user - offsetof(fsdpc_pending, pass))));
+}
+
+/* The units that wait are stepped when somebody needs them. */
+static fsdpc_status leave_open(fsdpc_optim *optim)
+{
+    optim->pending = (fsdpc_pending){.pass.end = end, .advance = advance};
+    optim->next = 0;
+    fsdpc_status status = begin_pass(optim, true);
+    if (status != FSDPC_OK)
+        return give_up(optim, status);
+    optim->goes_on = true;
+    for (int i = 0; i < optim->n_units; i++)
+        if (optim->units[i].waits)
+            optim->units[i].unit->pending = &optim->pending;
+    return FSDPC_OK;
 }
 
 /* ---- A step ---- */
 
+/* As forward will use them: units of a root by number, its outermost one first. */
+static void sort_units(const fsdpc_optim *optim)
+{
+    for (int i = 1; i < optim->n_units; i++) {
+        int at = i, moved = optim->order[i];
+        const fsdpc_unit *unit = optim->units[moved].unit;
+        for (; at > 0; at--) {
+            const fsdpc_unit *before = optim->units[optim->order[at - 1]].unit;
+            if (before->root != unit->root || before->id <= unit->id)
+                break;
+            optim->order[at] = optim->order[at - 1];
+        }
+        optim->order[at] = moved;
+    }
+}
+
+static bool lies_in_file(const fsdpc_unit *unit)
+{
+    const fsdpc_offload *offload = &unit->offload;
+    return offload->tier && (offload->masters || offload->states || offload->gradients);
+}
+
+/* What steps, by which scale, and what of it waits: whatever is done to gradients after the step was
+ * called does not change that.  Units of which others hold memory do not wait. */
+static fsdpc_status decide(fsdpc_optim *optim)
+{
+    sort_units(optim);
+    for (int i = 0; i < optim->n_units; i++) {
+        unit_states *states = &optim->units[i];
+        fsdpc_unit *unit = states->unit;
+        bool any = false;
+        FSDPC_TRY(fsdpc_unit_end_step(unit)); /* another optimizer's */
+        for (int p = 0; p < unit->layout->n_params; p++) {
+            param_states *own = &states->params[p];
+            own->stepping = own->group >= 0 && fsdpc_grad_exists(unit, p);
+            any |= own->stepping;
+        }
+        states->scale = unit->pending_scale;
+        states->scale_at = fsdpc_unit_scale_at(unit);
+        states->waits = any && unit->root && lies_in_file(unit) && !unit->foreign &&
+                        !optim->device->capturing &&
+                        atomic_load_explicit(&unit->lent, memory_order_relaxed) == 0;
+        unit->late = states->waits;
+    }
+    return FSDPC_OK;
+}
+
+/* All ranks have arrived: counts the step, and makes what does not wait. */
+static fsdpc_status step_units(fsdpc_optim *optim, bool *waits_out)
+{
+    *waits_out = false;
+    for (int i = 0; i < optim->n_units; i++) {
+        const unit_states *states = &optim->units[optim->order[i]];
+        for (int p = 0; p < states->unit->layout->n_params; p++)
+            states->params[p].steps += states->params[p].stepping;
+        *waits_out |= states->waits;
+        if (!states->waits)
+            FSDPC_TRY(step_unit(optim, states));
+    }
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
 {
+    bool waits = false;
     if (optim->device->capturing && !optim->capture)
         return fsdpc_fail(
             FSDPC_ERR_STATE,
             "another optimizer steps inside a captured step: a graph holds the step of "
             "the one that it was given");
+    FSDPC_TRY(fsdpc_optim_end_step(optim));
     FSDPC_TRY(fsdpc_optim_prepare(optim));
-    FSDPC_TRY(begin_pass(optim));
+    FSDPC_TRY(decide(optim));
+    FSDPC_TRY(begin_pass(optim, false));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
-    for (int i = 0; status == FSDPC_OK && i < optim->n_units; i++)
-        status = step_unit(optim, &optim->units[i]);
+    if (status == FSDPC_OK)
+        status = step_units(optim, &waits);
     fsdpc_status files = each_tier(optim, fsdpc_pass_end);
     if (files != FSDPC_OK)
         return give_up(optim, files);
+    if (status == FSDPC_OK && waits)
+        status = leave_open(optim);
     /* An epoch that was announced is published whatever happened: peers wait for that. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
     return status;

@@ -225,7 +225,8 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     if (!unit->buffer)
         return FSDPC_OK;
-    FSDPC_TRY(fsdpc_reduce_wait(unit)); /* one at a time */
+    FSDPC_TRY(fsdpc_unit_advance(unit)); /* sums go where a step may not have read yet */
+    FSDPC_TRY(fsdpc_reduce_wait(unit));  /* one at a time */
     if (unit->grad_live && fsdpc_unit_is_scaled(unit))
         FSDPC_TRY(fsdpc_unit_apply_scale(unit)); /* the new gradients are not clipped yet */
     FSDPC_TRY(post_seconds(root, NULL));

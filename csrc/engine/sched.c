@@ -89,6 +89,14 @@ static fsdpc_status note_use(fsdpc_root *root, const fsdpc_unit *unit, bool back
     return append(record, entry);
 }
 
+/* Where ranks share a wire, a gather ahead brings nothing, and a late one would wait for steps that
+ * can go on beside computing. */
+static bool comes_too_early(const fsdpc_unit *unit)
+{
+    const fsdpc_comm *comm = unit->root->comm;
+    return unit->late && comm->host_size == comm->size;
+}
+
 /* Gathers what the unit was told to gather ahead, else the units that the record names next. */
 static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool backward)
 {
@@ -97,7 +105,8 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
         return FSDPC_OK;
     if (unit->ahead[backward]) {
         for (int i = 0; i < unit->n_ahead[backward]; i++) {
-            if (fsdpc_full_has_room(unit->ahead[backward][i]))
+            if (fsdpc_full_has_room(unit->ahead[backward][i]) &&
+                !comes_too_early(unit->ahead[backward][i]))
                 FSDPC_TRY(fsdpc_gather_post(unit->ahead[backward][i], backward));
         }
         return FSDPC_OK;
@@ -107,7 +116,7 @@ static fsdpc_status gather_ahead(fsdpc_root *root, const fsdpc_unit *unit, bool 
     size_t end = record->position + (size_t)root->prefetch;
     for (size_t i = record->position; i < end && i < record->length; i++) {
         fsdpc_unit *next = root->units[record->entries[i].unit];
-        if (!fsdpc_full_has_room(next))
+        if (!fsdpc_full_has_room(next) || comes_too_early(next))
             break; /* no further than there is memory */
         FSDPC_TRY(fsdpc_gather_post(next, record->entries[i].backward));
     }

@@ -147,6 +147,11 @@ fsdpc_status fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
     char *copy = strdup(name);
     if (!copy)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the name '%s'", name);
+    fsdpc_status status = fsdpc_unit_end_step(unit); /* threads of a tier may read the old one */
+    if (status != FSDPC_OK) {
+        free(copy);
+        return status;
+    }
     free(unit->name);
     unit->name = copy;
     return FSDPC_OK;
@@ -265,22 +270,33 @@ static void forget_masters(fsdpc_unit *unit)
         fsdpc_extent_forget(unit->groups[g].master_extent);
 }
 
-void fsdpc_unit_mark_written(fsdpc_unit *unit)
+fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
     unit->dirty = true;
     forget_masters(unit);
+    return FSDPC_OK;
 }
 
-void fsdpc_unit_mark_shared(fsdpc_unit *unit)
+fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit)
 {
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
     unit->foreign = true;
     forget_masters(unit);
+    return FSDPC_OK;
+}
+
+void fsdpc_unit_lend(fsdpc_unit *unit, int change)
+{
+    /* relaxed: a step asks on the thread that hands tensors out; one that goes meanwhile is missed */
+    atomic_fetch_add_explicit(&unit->lent, change, memory_order_relaxed);
 }
 
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param)
 {
     const fsdpc_unit_group *group = &unit->groups[unit->layout->params[param].group];
     fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    FSDPC_TRY(fsdpc_unit_end_step(unit));
     if (!group->master_extent || piece.numel == 0 || unit->foreign)
         return FSDPC_OK;
     return fsdpc_extent_check(group->master_extent, piece.shard_offset, piece.numel);
@@ -290,7 +306,7 @@ void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_ou
 {
     const fsdpc_place *place = &unit->layout->params[param];
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
-    return unit->groups[place->group].master +
+    return fsdpc_unit_masters(unit, &unit->groups[place->group]) +
            piece_out->shard_offset * fsdpc_dtype_bytes(place->dtype);
 }
 
@@ -316,9 +332,9 @@ fsdpc_status fsdpc_unit_write(fsdpc_unit *unit, int param, const void *value, fs
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_piece piece;
+    FSDPC_TRY(fsdpc_unit_mark_written(unit));
     void *master = fsdpc_unit_master(unit, param, &piece);
     const char *from = (const char *)value + piece.first * fsdpc_dtype_bytes(dtype);
-    fsdpc_unit_mark_written(unit);
     return fsdpc_flat_cast(master, place->dtype, from, dtype, piece.numel, main);
 }
 
@@ -327,8 +343,8 @@ fsdpc_status fsdpc_unit_init_param(fsdpc_unit *unit, int param, int kind, double
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     fsdpc_piece piece;
+    FSDPC_TRY(fsdpc_unit_mark_written(unit));
     void *master = fsdpc_unit_master(unit, param, &piece);
-    fsdpc_unit_mark_written(unit);
     fsdpc_init_args args = {.dst = master,
                             .dtype = unit->layout->params[param].dtype,
                             .numel = piece.numel,

@@ -85,15 +85,19 @@ typedef struct fsdpc_unit_flat {
 fsdpc_unit_flat fsdpc_unit_flat_of(const fsdpc_unit *unit, int group);
 fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param); /* the group it is in */
 
-/* This rank's piece of a parameter's master; marks nothing. */
+/* This rank's piece of a parameter's master; marks nothing.  After check_master, or a mark. */
 void *fsdpc_unit_master(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
-/* Before it is read by who keeps the values: what lies in a file is as it was written. */
+/* Before it is read: a step that goes on ends, and what lies in a file is as it was written. */
 fsdpc_status fsdpc_unit_check_master(const fsdpc_unit *unit, int param);
 
-/* Masters were written; or they may be from now on, as somebody holds them: they are compared with
- * the wire when an epoch begins. */
-void fsdpc_unit_mark_written(fsdpc_unit *unit);
-void fsdpc_unit_mark_shared(fsdpc_unit *unit);
+/* Before masters are written; or they may be from now on, as somebody holds them: they are compared
+ * with the wire when an epoch begins.  An error where a step that goes on cannot end. */
+fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit);
+fsdpc_status fsdpc_unit_mark_shared(fsdpc_unit *unit);
+
+/* A tensor on its gradient shards or on states of its parameters was made (1), or is gone (-1); any
+ * thread.  While there are any, a step leaves nothing of the unit for later. */
+void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 
 /* Where its rows of the gradient lie, whatever they hold. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);

@@ -2,6 +2,9 @@
 #ifndef FSDPC_ENGINE_UNIT_INTERNAL_H
 #define FSDPC_ENGINE_UNIT_INTERNAL_H
 
+#include <assert.h>
+#include <stdatomic.h>
+
 #include "engine/unit.h"
 
 /* Where a reduction is; a posted one has left `buffer`. */
@@ -19,6 +22,14 @@ typedef enum fsdpc_grad_state {
 } fsdpc_grad_state;
 
 enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
+
+/* An optimizer's step that goes on after its call: its units are stepped when somebody needs them
+ * (optim_step.c).  Until it has ended, masters and states of its units may be old. */
+typedef struct fsdpc_pending fsdpc_pending;
+struct fsdpc_pending {
+    fsdpc_pass_user pass; /* what is left is stepped, and all is where it lies */
+    fsdpc_status (*advance)(fsdpc_pending *pending, const fsdpc_unit *unit); /* up to this one */
+};
 
 typedef struct fsdpc_unit_group {
     const fsdpc_group *plan;
@@ -70,6 +81,11 @@ struct fsdpc_unit {
     int held;              /* unshard() calls not yet given back */
     bool dirty;            /* masters are known to differ from the wire */
     bool foreign;          /* masters may differ: somebody holds a writable piece */
+
+    /* A step that goes on.  Written by optim_step.c; `late` by epoch.c and gather.c too. */
+    fsdpc_pending *pending; /* NULL: none */
+    bool late;              /* slices may come after the epoch of the step, until the next gather */
+    _Atomic int lent; /* tensors on its gradients and states: it does not wait to be stepped */
 
     /* Calls.  Written by sched.c and call.c. */
     bool stays;       /* more modules of it are to run in this forward */
@@ -127,6 +143,26 @@ static inline const double *fsdpc_unit_scale_at(const fsdpc_unit *unit)
 static inline bool fsdpc_unit_reshards(const fsdpc_unit *unit)
 {
     return unit->settings.reshard_after_forward && !unit->stays && !unit->settings.rank_dependent;
+}
+
+/* Before its rows of the wire are read, or its gradient shards are used. */
+static inline fsdpc_status fsdpc_unit_advance(fsdpc_unit *unit)
+{
+    return unit->pending ? unit->pending->advance(unit->pending, unit) : FSDPC_OK;
+}
+
+/* Before its masters are used, or states of its parameters. */
+static inline fsdpc_status fsdpc_unit_end_step(const fsdpc_unit *unit)
+{
+    return unit->pending ? unit->pending->pass.end(&unit->pending->pass) : FSDPC_OK;
+}
+
+/* The masters of a group, for all but the step itself; a lint holds that. */
+static inline unsigned char *fsdpc_unit_masters(const fsdpc_unit *unit,
+                                                const fsdpc_unit_group *group)
+{
+    assert(!unit->pending);
+    return group->master;
 }
 
 static inline int fsdpc_unit_rank(const fsdpc_unit *unit)

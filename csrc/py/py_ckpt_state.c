@@ -28,12 +28,11 @@ static PyObject *master_piece(PyObject *module, PyObject *args)
     fsdpc_py_unit *unit = fsdpc_py_unit_of(module, object);
     if (!unit || fsdpc_py_unit_check_param(unit, param) < 0)
         return NULL;
+    if (fsdpc_py_check(write ? fsdpc_unit_mark_written(unit->ref->unit)
+                             : fsdpc_unit_check_master(unit->ref->unit, param)) < 0)
+        return NULL;
     fsdpc_piece piece;
     void *data = fsdpc_unit_master(unit->ref->unit, param, &piece);
-    if (write)
-        fsdpc_unit_mark_written(unit->ref->unit);
-    else if (fsdpc_py_check(fsdpc_unit_check_master(unit->ref->unit, param)) < 0)
-        return NULL;
     return piece_tuple(module, unit, fsdpc_unit_flat_with(unit->ref->unit, param).dtype, &piece,
                        data);
 }

@@ -217,10 +217,20 @@ static PyObject *optimizer_step_alone(PyObject *object, PyObject *args)
 
 /* ---- states ---- */
 
-static void release_optimizer(fsdpc_storage *storage)
+/* What a state's tensor keeps: the optimizer, and with it the unit. */
+typedef struct lent_state {
+    PyObject *optimizer;
+    fsdpc_unit_ref *unit;
+} lent_state;
+
+static void release_state(fsdpc_storage *storage)
 {
+    lent_state *lent = storage->owner;
     PyGILState_STATE gil = PyGILState_Ensure();
-    Py_DECREF((PyObject *)storage->owner);
+    fsdpc_unit_lend(lent->unit->unit, -1);
+    fsdpc_unit_ref_release(lent->unit);
+    Py_DECREF(lent->optimizer);
+    PyMem_Free(lent);
     PyGILState_Release(gil);
 }
 
@@ -255,12 +265,18 @@ static PyObject *optimizer_state(PyObject *object, PyObject *args)
     size_t shape[FSDPC_MAX_DIMS];
     int ndim = fsdpc_py_piece_shape(&fsdpc_unit_layout(unit)->params[param], &view.piece, shape);
     fsdpc_tensor *t;
+    lent_state *lent = fsdpc_py_room(1, sizeof *lent);
+    if (!lent)
+        return NULL;
+    *lent = (lent_state){object, ((fsdpc_py_unit *)PyTuple_GET_ITEM(args, 0))->ref};
     status = fsdpc_tensor_wrap(fsdpc_unit_device(unit), view.dtype, ndim, shape, view.data,
-                               release_optimizer, Py_NewRef(object), &t);
+                               release_state, lent, &t);
     if (status != FSDPC_OK) {
-        Py_DECREF(object);
+        PyMem_Free(lent);
         return fsdpc_py_raise(status);
     }
+    Py_INCREF(object);
+    fsdpc_unit_lend(fsdpc_unit_ref_acquire(lent->unit)->unit, 1);
     return fsdpc_py_tensor_wrap(PyType_GetModule(Py_TYPE(object)), t);
 }
 

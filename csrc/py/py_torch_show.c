@@ -135,7 +135,9 @@ int fsdpc_torch_hide(fsdpc_py_torch_unit *self)
         return -1;
     if (!written)
         return 0;
-    fsdpc_unit_mark_written(unit); /* what was written is overwritten by what the masters hold */
+    /* What was written is overwritten by what the masters hold. */
+    if (fsdpc_py_check(fsdpc_unit_mark_written(unit)) < 0)
+        return -1;
     PyErr_Format(PyExc_RuntimeError,
                  "a parameter of unit '%s' was written in place while the model ran: what forward "
                  "sees is a copy, and the write is lost; write before or after the call, under "

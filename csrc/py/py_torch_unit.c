@@ -15,6 +15,8 @@ static bool init_names(fsdpc_torch_names *names)
 static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, PyObject *grads)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
+    if (fsdpc_py_check(fsdpc_unit_mark_shared(unit)) < 0) /* users may write the pieces */
+        return -1;
     for (int i = 0; i < self->n_params; i++) {
         fsdpc_torch_param *p = &self->params[i];
         const fsdpc_unit_flat flat = fsdpc_unit_flat_with(unit, i);
@@ -38,7 +40,6 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, Py
         Py_INCREF(slot->dict);
         Py_INCREF(slot->name);
     }
-    fsdpc_unit_mark_shared(unit); /* users may write the pieces */
     return 0;
 }
 

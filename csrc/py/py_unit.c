@@ -55,17 +55,23 @@ static void release_storage(fsdpc_storage *storage)
     fsdpc_unit_ref_release(storage->owner);
 }
 
+static void release_lent(fsdpc_storage *storage)
+{
+    fsdpc_unit_ref *ref = storage->owner;
+    fsdpc_unit_lend(ref->unit, -1);
+    fsdpc_unit_ref_release(ref);
+}
+
 PyObject *fsdpc_py_unit_tensor(PyObject *module, fsdpc_unit_ref *ref, fsdpc_dtype dtype, int ndim,
                                const size_t *shape, void *data)
 {
     fsdpc_tensor *t;
-    fsdpc_unit_ref_acquire(ref);
     fsdpc_status status = fsdpc_tensor_wrap(fsdpc_unit_device(ref->unit), dtype, ndim, shape, data,
-                                            release_storage, ref, &t);
-    if (status != FSDPC_OK) {
-        fsdpc_unit_ref_release(ref);
+                                            release_lent, ref, &t);
+    if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
-    }
+    fsdpc_unit_ref_acquire(ref);
+    fsdpc_unit_lend(ref->unit, 1);
     return fsdpc_py_tensor_wrap(module, t);
 }
 

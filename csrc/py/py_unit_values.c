@@ -67,10 +67,10 @@ static PyObject *unit_local(PyObject *object, PyObject *arg)
     if (param < 0)
         return NULL;
     fsdpc_piece piece;
-    if (fsdpc_py_check(fsdpc_unit_check_master(unit_of(object), param)) < 0)
+    if (fsdpc_py_check(fsdpc_unit_check_master(unit_of(object), param)) < 0 ||
+        fsdpc_py_check(fsdpc_unit_mark_shared(unit_of(object))) < 0)
         return NULL;
     void *data = fsdpc_unit_master(unit_of(object), param, &piece);
-    fsdpc_unit_mark_shared(unit_of(object));
     return piece_tensor(object, param, &piece, place_of(object, param)->dtype, data);
 }
 
@@ -149,8 +149,8 @@ static PyObject *unit_collect(PyObject *object, PyObject *args)
     fsdpc_dtype dtype = grads ? fsdpc_unit_flat_with(unit, param).grad_dtype : place->dtype;
     fsdpc_tensor *t = NULL, *rows = NULL;
     if (!PyBool_Check(what)) {
-        fsdpc_piece piece;
-        fsdpc_unit_master(unit, param, &piece);
+        const fsdpc_piece piece =
+            fsdpc_layout_piece(fsdpc_unit_layout(unit), param, fsdpc_unit_mesh(unit)->shard->rank);
         rows = fsdpc_py_tensor_of(what);
         if (!rows)
             return NULL;

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/size.h"
 #include "base/thread.h"
@@ -195,8 +196,21 @@ static fsdpc_status settle(fsdpc_tier *tier)
 
 /* ---- A pass ---- */
 
-fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier)
+fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier)
 {
+    if (tier->pid == getpid())
+        return FSDPC_OK;
+    return fsdpc_fail(FSDPC_ERR_STATE,
+                      "a forked child reads what its parent's optimizer is stepping, in '%s': read "
+                      "it in the parent, before the fork",
+                      tier->path);
+}
+
+fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_user *user)
+{
+    if (tier->user)
+        FSDPC_TRY(tier->user->end(tier->user));
+    tier->user = user;
     tier->n_entries = tier->next_read = tier->row = 0;
     tier->passes++;
     return fsdpc_tier_health(tier);
@@ -336,6 +350,7 @@ fsdpc_status fsdpc_pass_end(fsdpc_tier *tier)
     pthread_mutex_lock(&tier->lock);
     pass_rows(tier, tier->n_entries);
     tier->started = false;
+    tier->user = NULL;
     fsdpc_status status = settle(tier);
     for (int i = 0; i < FSDPC_TIER_BUFFERS; i++)
         tier->buffers[i].state = FSDPC_BUFFER_FREE; /* after a failure some are not */

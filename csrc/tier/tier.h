@@ -106,7 +106,14 @@ void fsdpc_extent_forget(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
-fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier);
+/* A pass may stay open while its user does other things.  Whoever begins the next one has it ended
+ * first, by `end`, which calls fsdpc_pass_end. */
+typedef struct fsdpc_pass_user fsdpc_pass_user;
+struct fsdpc_pass_user {
+    fsdpc_status (*end)(fsdpc_pass_user *user);
+};
+
+fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_user *user); /* NULL: it ends before */
 /* The next rows: all of these extents, of as many elements, each in one pass once. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
 /* What was added is read ahead from here on. */
@@ -116,5 +123,7 @@ fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
 fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *numel_out);
 /* What pass_at has given is in the file.  Fails if anything of the pass has failed. */
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier);
+/* An error in a forked child: threads and file are the parent's. */
+fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier);
 
 #endif

@@ -48,7 +48,7 @@ static size_t counted(fsdpc_mem_kind kind)
 static fsdpc_status add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n, size_t from,
                         float by)
 {
-    FSDPC_TRY(fsdpc_pass_begin(tier));
+    FSDPC_TRY(fsdpc_pass_begin(tier, NULL));
     FSDPC_TRY(fsdpc_pass_add(tier, extents, n));
     FSDPC_TRY(fsdpc_pass_start(tier));
     fsdpc_status status = FSDPC_OK;
@@ -130,7 +130,7 @@ static void test_a_flipped_bit_is_found(void)
     CHECK_OK(fsdpc_extent_create(tier, "exp_avg of 'layers.3'", NULL, FSDPC_MEM_STATE, 3 * CHUNK,
                                  sizeof(float), 1, &x));
     CHECK_OK(add(tier, &x, 1, 0, 1));
-    CHECK_OK(fsdpc_pass_begin(tier)); /* written */
+    CHECK_OK(fsdpc_pass_begin(tier, NULL)); /* written */
     x->memory[2 * CHUNK * sizeof(float) + 17] ^= 4;
     CHECK_FAILS(fsdpc_extent_check(x, 2 * CHUNK, 1), FSDPC_ERR_OS,
                 "chunk 2 of exp_avg of 'layers.3', in '/tmp/fsdpc-test-tier");

@@ -223,7 +223,11 @@ class Run:
                 p.copy_(self.own[name].detach().to(p.dtype))
 
     def step(self, a: int, b: int) -> None:
-        """An optimizer's step on both; graphs of before are refused."""
+        """An optimizer's step on both; graphs of before are refused.
+
+        What is done next finds it ended, or going on; its gradients may be gone by then, and rates
+        others.
+        """
         found = self.check_gradients()
         for name, p in self.stepped.items():
             with fsdpc.no_grad():
@@ -235,7 +239,16 @@ class Run:
             for name in found:
                 self.own[name].copy_(self.stepped[name].detach().to(self.own[name].dtype))
         self.refresh_twin()
-        self.check_values()
+        if b == 0:
+            self.check_values()
+        elif b == 1:
+            for state in map(self.optimizer.state, self.params.values()):
+                for part in state.values():
+                    self.note(str(part).encode() if isinstance(part, int | None) else raw(part))
+        elif b < 5:
+            self.zero(0, 0)
+        for optimizer in (self.optimizer, self.reference):
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + a)
         old = [graph.loss for graph in self.graphs if graph.loss.requires_grad]
         self.graphs.clear()
         if old and a % 2:

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsdpc
 import pytest
+from fsdpc import _core
 
 from tests.offload import (
     BF16,
@@ -134,6 +135,130 @@ def test_a_backward_that_was_given_up(disk: Path) -> None:
         train(model, optimizer, range(2, 4))
         found.append(everything(model, optimizer))
     assert found[0] == found[1] == found[2]
+
+
+def stepped() -> int:
+    """Steps that were called, and units that were stepped behind them."""
+    return _core.trace_counts()["optim"]
+
+
+def watched(model: Any) -> list[tuple[str, int]]:
+    """Where each forward of a block notes how far the last step is."""
+    seen: list[tuple[str, int]] = []
+
+    def watch(block: Any, name: str) -> None:
+        forward = block.forward
+        block.forward = lambda *args: (seen.append((name, stepped())), forward(*args))[1]
+
+    for i, block in enumerate(model.layers):
+        watch(block, f"block {i}")
+    return seen
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("classes", [("masters", "optimizer"), ("gradients",), ALL])
+def test_a_step_goes_on_behind_the_next_forward(classes: tuple[str, ...], disk: Path) -> None:
+    """Each unit is stepped when it is gathered, the root first; looking at gradients that are gone
+    asks for nothing, looking at values or states for all."""
+    policy = on_disk(disk, *classes)
+    model = build(offload_policy=policy)
+    optimizer = optimizer_of(model, "AdamW")
+    weight = model.layers[1].layer.weight
+    seen = watched(model)
+
+    def go_on() -> int:
+        train(model, optimizer, range(1))
+        seen.clear()
+        assert weight.grad is None and optimizer.step_count(weight) > 0
+        return stepped()
+
+    def run() -> None:
+        with fsdpc.no_grad():
+            model(batch(0, 0), True)
+
+    before = go_on()
+    run()
+    assert seen == [("block 0", before + 2), ("block 1", before + 3)]
+    run()
+    assert stepped() == before + 3
+    before = go_on()
+    with fsdpc.no_grad():
+        model.layers[0](batch(0, 0), True)  # units in front of it are stepped too
+    assert stepped() == before + 2
+    looks: list[Any] = [
+        lambda: fsdpc.full_tensor(weight),
+        lambda: optimizer.state(weight),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.set_step_count(weight, 7),
+        lambda: fsdpc.nn.init.zeros_(weight),
+        lambda: model.state_dict(),
+        lambda: model.load_state_dict(model.state_dict()),
+    ]
+    for look in looks:
+        before = go_on()
+        look()
+        assert stepped() == before + 3, look
+    before = go_on()
+    optimizer.step()
+    assert stepped() == before + 4
+    train(model, optimizer, range(1))
+    held = optimizer.state_views(weight)  # whoever holds memory of a unit sees it stepped at once
+    before = go_on()
+    assert stepped() == before
+    with fsdpc.no_grad():
+        model.layers[0](batch(0, 0), True)
+    assert stepped() == before + 2
+    del held
+    gc.collect()
+    before = go_on()
+    run()
+    assert stepped() == before + 3
+    held = weight.local  # and from here on, whenever somebody may write
+    before = go_on()
+    run()
+    assert stepped() == before + 2
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_step_behind_at_other_times(disk: Path) -> None:
+    """One steps all at once, as somebody looks there; the other unit by unit."""
+    found, kept = [], []
+    for policy in (None, on_disk(disk, *ALL[2:])):
+        model = build(offload_policy=policy)
+        optimizer = optimizer_of(model, "AdamW")
+        for step in range(6):
+            if step % 3 == fsdpc.rank():
+                optimizer.state(model.layers[0].layer.weight)
+            elif step == 5 and fsdpc.rank() == 0:
+                kept.append(model.layers[1].layer.weight.local)  # stepped at once, here alone
+            train(model, optimizer, range(step, step + 1))
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.ranks(1)
+def test_what_ends_a_step_that_goes_on(disk: Path) -> None:
+    """Another optimizer's pass through the same file, and the end of the optimizer."""
+    found: list[Any] = []
+    for policy in (None, on_disk(disk, *ALL[2:])):
+        models = [build(offload_policy=policy) for _ in range(2)]
+        optimizers = [optimizer_of(model, "AdamW") for model in models]
+        counts = []
+        for step in range(3):
+            for model in models:
+                model(batch(step, 0), True).backward()
+            for optimizer in optimizers:
+                before = stepped()
+                optimizer.step()
+                optimizer.zero_grad()
+                counts.append(stepped() - before)
+        before = stepped()
+        del optimizer, optimizers[1]
+        counts.append(stepped() - before)
+        values = {n: fsdpc.full_tensor(p).numpy().tobytes() for n, p in models[1].named_parameters()}
+        found.append((everything(models[0], optimizers[0]), values))
+    assert found[0] == found[1]
+    assert counts == [1, 4, 1, 4, 1, 4, 3]
 
 
 @pytest.mark.ranks([1, 2, 4])

@@ -87,6 +87,7 @@ def test_a_bit_that_changed_is_not_handed_out(how: str, disk: Path) -> None:
     model = build(WIDTH, offload_policy=on_disk(disk, *BOTH))
     optimizer = fsdpc.optim.AdamW(model.named_parameters())
     train(model, optimizer, 2)
+    fsdpc.full_tensor(model.head.weight)  # the step has ended
     weight = model.blocks[0].weight
     reads: dict[str, Callable[[], object]] = {
         "full_tensor": lambda: fsdpc.full_tensor(weight),
