@@ -29,6 +29,7 @@
 #include "base/size.h"
 #include "engine/epoch.h"
 #include "engine/full.h"
+#include "engine/micro.h"
 #include "engine/optim_graph.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
@@ -390,6 +391,8 @@ static fsdpc_status decide(fsdpc_optim *optim)
         fsdpc_unit *unit = states->unit;
         bool any = false;
         FSDPC_TRY(fsdpc_unit_end_step(unit)); /* another optimizer's */
+        if (unit->grad_live)
+            FSDPC_TRY(fsdpc_micro_fold(unit));
         for (int p = 0; p < unit->layout->n_params; p++) {
             param_states *own = &states->params[p];
             own->stepping = own->group >= 0 && fsdpc_grad_exists(unit, p);

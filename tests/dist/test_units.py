@@ -464,6 +464,27 @@ def test_dropout_does_not_see_the_split_in_deterministic_mode() -> None:
     assert len({crc for per_rank in results for crc in per_rank}) == 1, results
 
 
+@pytest.mark.ranks(2, init=False)
+@pytest.mark.parametrize("reduce", [None, fsdpc.bfloat16])
+def test_a_step_takes_all_micro_steps_in_deterministic_mode(reduce: Any) -> None:
+    """Three of them, which end as two sums; whether somebody looked before or not."""
+    fsdpc.init(deterministic=True)
+    found = []
+    for looks in (True, False):
+        fsdpc.manual_seed(4)
+        policy = fsdpc.MixedPrecisionPolicy(reduce_dtype=reduce)
+        model = fsdpc.fully_shard(nn.Linear(WIDTH, WIDTH), mp_policy=policy)
+        optimizer = fsdpc.optim.SGD(model.parameters(), lr=0.1)
+        for micro in range(3):
+            loss_of(model(batch(0, 2 * micro + fsdpc.rank()))).backward()
+        if looks:
+            assert fsdpc.full_grad(model.weight) is not None
+        optimizer.step()
+        found.append(fsdpc.full_tensor(model.weight).numpy().tobytes())
+    assert found[0] == found[1]
+    fsdpc.shutdown()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("meanwhile", ["forward", "barrier"])
 def test_a_state_dict_of_one_rank_alone(meanwhile: str) -> None:
