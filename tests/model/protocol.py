@@ -58,6 +58,7 @@ class Note(NamedTuple):
     steps: int = 0
     changed: bool = False
     held: bool = False
+    late: bool = False
 
 
 class Words(NamedTuple):
@@ -90,6 +91,9 @@ class Root(NamedTuple):
     graphs: tuple[Graph, ...] = ()
     held: tuple[int, ...] = ()  # what unshard() read; () is not held
     hold: tuple[int, ...] = ()  # what hold() fixed; () is not in force
+    pending: bool = False  # our optimizer's pass is still to come: the slice shows the step before
+    late: bool = False  # some rank's may be: the next gather waits for those of all
+    meeting: bool = False  # it was posted
 
 
 class Rank(NamedTuple):
@@ -117,6 +121,7 @@ class Rules(NamedTuple):
     wait_arrivals: bool = True
     wait_publications: bool = True
     wait_reductions: bool = True
+    wait_late: bool = True
     check_generation: bool = True
     compare_notes: bool = True
     refuse_held: bool = True
@@ -175,7 +180,7 @@ class Machine:
             yield Event("refused", op.root), world._replace(ranks=put(world.ranks, r, rank))
             return
         if op.interrupted and step in INTERRUPTIBLE:
-            if op.verb == "step" and self.rules.close_interrupted_step:
+            if op.verb in ("step", "late step") and self.rules.close_interrupted_step:
                 raise Named("interrupted in an optimizer's step that others may take")
             rank = world.ranks[r]
             rank = rank._replace(op=rank.op + 1, step=0)
@@ -185,9 +190,15 @@ class Machine:
         """To the next step that has something to do in the epoch's stage."""
         rank, steps = world.ranks[r], STEPS[op.verb]
         at = rank.step
-        while (stage := NEEDS.get(steps[at])) and self.mine(world, r, op).stage != stage:
+        while not self._has_work(steps[at], world, r, op):
             at += 1
         return self._with_rank(world, r, rank._replace(step=at)), steps[at]
+
+    def _has_work(self, step: Step, world: World, r: int, op: Op) -> bool:
+        stage, flag = NEEDS.get(step), WHILE.get(step)
+        return (stage is None or self.mine(world, r, op).stage == stage) and (
+            flag is None or bool(getattr(self.mine(world, r, op), flag))
+        )
 
     def _advance(self, world: World, r: int, op: Op) -> World:
         rank = world.ranks[r]
@@ -239,15 +250,16 @@ class Machine:
 def arrive(m: Machine, world: World, r: int, op: Op) -> Next:
     """Say what this rank is about to do: everything that it read before is read."""
     mine, shown = m.mine(world, r, op), m.words(world, op)[r]
-    update = op.verb == "step"
+    update = op.verb in ("step", "late step")
     promise = mine.master + update
     epoch = mine.epoch + 1
     note = Note(
-        kind=op.verb,
+        kind="step" if update else op.verb,
         unit=op.unit,
         steps=mine.steps + update,
-        changed=promise != shown.version,
+        changed=promise != shown.version + mine.pending,
         held=bool(mine.held),
+        late=op.verb == "late step",
     )
     world = m.with_mine(
         world, r, op, epoch=epoch, stage="arrived", steps=note.steps,
@@ -276,15 +288,18 @@ def decide(m: Machine, world: World, r: int, op: Op) -> Next:
     changed = any(note.changed for note in notes)
     if m.rules.refuse_held and changed and any(note.held for note in notes):
         raise Refused("weights changed while a unit is held by unshard()")
+    late = mine.late or any(note.late for note in notes)
     after = m.with_mine(
-        world, r, op, stage="writing" if changed else "idle", generation=mine.generation + changed
-    )
+        world, r, op, stage="writing" if changed else "idle",
+        generation=mine.generation + changed, late=late and m.rules.wait_late,
+    )  # fmt: skip
     yield Event("decide", op.root, (int(changed),)), after
 
 
 def begin_write(m: Machine, world: World, r: int, op: Op) -> Next:
     """Nobody reads now; the own slice is about to change, if this rank announced so."""
-    changes = m.mine(world, r, op).announced[-1] != m.words(world, op)[r].version
+    mine = m.mine(world, r, op)
+    changes = mine.announced[-1] != m.words(world, op)[r].version + mine.pending
     yield Event("begin_write", op.root), m.with_words(world, r, op, writing=changes)
 
 
@@ -293,7 +308,7 @@ def end_write(m: Machine, world: World, r: int, op: Op) -> Next:
     mine = m.mine(world, r, op)
     world = m.with_mine(world, r, op, stage="written")
     yield Event("end_write", op.root), m.with_words(
-        world, r, op, writing=False, version=mine.master
+        world, r, op, writing=False, version=mine.master - mine.pending
     )
 
 
@@ -306,6 +321,44 @@ def update(m: Machine, world: World, r: int, op: Op) -> Next:
     yield Event("end_write", op.root), m.with_words(
         world, r, op, writing=False, version=mine.master + 1
     )
+
+
+def put_off(m: Machine, world: World, r: int, op: Op) -> Next:
+    """The same that waits until somebody needs it; what was written before shows now."""
+    mine = m.mine(world, r, op)
+    world = m.with_mine(
+        world, r, op, stage="written", master=mine.master + 1, taken=mine.taken + 1, pending=True
+    )
+    yield Event("end_write", op.root), m.with_words(
+        world, r, op, writing=False, version=mine.master
+    )
+
+
+def begin_late(m: Machine, world: World, r: int, op: Op) -> Next:
+    """This rank needs it: the slice is about to change, in no epoch."""
+    yield Event("begin_write", op.root), m.with_words(world, r, op, writing=True)
+
+
+def end_late(m: Machine, world: World, r: int, op: Op) -> Next:
+    """The slice shows the master."""
+    version = m.mine(world, r, op).master
+    world = m.with_mine(world, r, op, pending=False)
+    yield Event("end_write", op.root), m.with_words(
+        world, r, op, writing=False, version=version
+    )
+
+
+def post_gather(m: Machine, world: World, r: int, op: Op) -> Next:
+    """The first gather after a late step, behind the own slice."""
+    history = (*world.posted[r], ("gather", op.root))
+    world = m.with_mine(world, r, op, late=False, meeting=True)
+    yield Event("meet", op.root), world._replace(posted=put(world.posted, r, history))
+
+
+def await_gather(m: Machine, world: World, r: int, op: Op) -> Next:
+    """Wait until all have posted it, so that all slices are written."""
+    for _, after in await_posted(m, world, r, op):
+        yield Event("meet", op.root), m.with_mine(after, r, op, meeting=False)
 
 
 def publish(m: Machine, world: World, r: int, op: Op) -> Next:
@@ -475,7 +528,8 @@ def refuse_in_hold(m: Machine, world: World, r: int, op: Op) -> Next:
 
 # A rank may have been interrupted in an epoch: what it announced there is done first.
 FINISH = (decide, begin_write, end_write, publish, await_published)
-EPOCH = (*FINISH, arrive, *FINISH)
+SETTLE = (begin_late, end_late)
+EPOCH = (*FINISH, await_gather, arrive, *FINISH, *SETTLE, post_gather, await_gather)
 STEPS: dict[str, tuple[Step, ...]] = {
     "forward": (*EPOCH, read),
     "collect": (post, await_posted),
@@ -483,12 +537,19 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "reshard": (read_held,),
     "hold": (*EPOCH, read),
     "use": (read_inside_hold,),
-    "release": (read_held, *EPOCH, end),
+    "release": (read_held, *FINISH, arrive, *FINISH, end),
     "backward": (read_again, post, await_posted, drop_graph),
     "recompute": (read_again,),
     "drop": (drop_graph,),
-    "step": (refuse_in_hold, *FINISH, arrive, decide, begin_write, update, publish, leave),
-    "write": (write_master,),
+    "step": (
+        refuse_in_hold, *SETTLE, *FINISH, await_gather, arrive, decide, begin_write, update, publish,
+        leave,
+    ),
+    "late step": (
+        refuse_in_hold, *SETTLE, *FINISH, await_gather, arrive, decide, begin_write, put_off,
+        publish, leave,
+    ),
+    "write": (*SETTLE, write_master),
     "barrier": (post, await_posted),
     "foreign": (foreign_arrive, foreign_wait),
 }
@@ -499,8 +560,17 @@ NEEDS: dict[Step, str] = {
     begin_write: "writing",
     end_write: "writing",
     update: "writing",
+    put_off: "writing",
     publish: "written",
     await_published: "published",
     leave: "published",
 }
-INTERRUPTIBLE = (decide, await_published)
+
+# What a rank knows of a late step while a step has something to do.
+WHILE: dict[Step, str] = {
+    begin_late: "pending",
+    end_late: "pending",
+    post_gather: "late",
+    await_gather: "meeting",
+}
+INTERRUPTIBLE = (decide, await_published, await_gather)

@@ -1,6 +1,6 @@
 /* Runs programs of tests/model/scenarios.py on the engine and prints what every rank did, and when.
  *
- *     record_traces [none|arrivals|publications] < programs
+ *     record_traces [none|arrivals|publications|late] < programs
  *
  * A line of input is a seed and a program a rank, separated by tabs.  Ranks are threads over
  * comm_shm; a table of operations in front of the communicator's own delays them at random before
@@ -34,6 +34,8 @@ typedef struct model {
     uint64_t graphs[GRAPHS]; /* generations of forwards whose backward is still to come */
     int n_graphs;
     long version;
+    fsdpc_pending pending; /* a late step */
+    bool waits[UNITS];
 } model;
 
 typedef struct recorder {
@@ -49,7 +51,7 @@ typedef struct recorder {
 static recorder recorders[RIG_RANKS];
 static const fsdpc_comm_ops *real_ops;
 static fsdpc_comm_ops delayed_ops;
-static bool skip_arrivals, skip_publications;
+static bool skip_arrivals, skip_publications, skip_late;
 
 /* ---- delays and notes ---- */
 
@@ -153,6 +155,7 @@ static fsdpc_status post(fsdpc_work *work)
     rec->reducing = rec->reducing || work->op.kind == FSDPC_COLL_REDUCE_SCATTER;
     delay(rec);
     int64_t begin = fsdpc_clock_ns();
+    work->op.late = work->op.late && !skip_late;
     FSDPC_TRY(real_ops->post(work));
     if (counts)
         note(rec, "post", begin);
@@ -259,25 +262,77 @@ static void fill(recorder *rec, float *to, size_t numel, long version)
     }
 }
 
+static void fill_unit(recorder *rec, model *m, int u, bool wire_too)
+{
+    for (int p = 0; p < m->units[u]->layout->n_params; p++) {
+        const fsdpc_unit_group *group = &m->units[u]->groups[0];
+        fsdpc_piece piece = fsdpc_layout_piece(m->units[u]->layout, p, rec->r->rank);
+        fill(rec, (float *)(void *)group->master + piece.shard_offset, piece.numel, m->version);
+        size_t at = m->units[u]->layout->params[p].full_offset + piece.first;
+        if (wire_too)
+            fill(rec, (float *)(void *)(m->root->wire->write + group->wire_offset) + at,
+                 piece.numel, m->version);
+    }
+}
+
 static void fill_masters(recorder *rec, model *m, bool wire_too)
 {
     m->version++;
+    for (int u = 0; u < UNITS; u++)
+        fill_unit(rec, m, u, wire_too);
+}
+
+/* ---- a late step, as an optimizer's is ---- */
+
+static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
+{
+    model *m = (model *)((char *)pending - offsetof(model, pending));
+    recorder *rec = of(m->root->comm);
     for (int u = 0; u < UNITS; u++) {
-        for (int p = 0; p < m->units[u]->layout->n_params; p++) {
-            fsdpc_piece piece;
-            float *master = fsdpc_unit_master(m->units[u], p, &piece);
-            fill(rec, master, piece.numel, m->version);
-            const fsdpc_unit_group *group = &m->units[u]->groups[0];
-            size_t at = m->units[u]->layout->params[p].full_offset + piece.first;
-            if (wire_too)
-                fill(rec, (float *)(void *)(m->root->wire->write + group->wire_offset) + at,
-                     piece.numel, m->version);
-        }
+        if (m->waits[u])
+            fill_unit(rec, m, u, true);
+        m->waits[u] = false;
+        if (m->units[u] == unit)
+            break;
     }
+    return FSDPC_OK;
+}
+
+static fsdpc_status end_late(fsdpc_pass_user *user)
+{
+    fsdpc_pending *pending = (fsdpc_pending *)((char *)user - offsetof(fsdpc_pending, pass));
+    model *m = (model *)((char *)pending - offsetof(model, pending));
+    FSDPC_TRY(advance(pending, NULL));
+    for (int u = 0; u < UNITS; u++) {
+        m->units[u]->pending = NULL;
+        m->units[u]->foreign = true;
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status late_step(recorder *rec, model *m)
+{
+    FSDPC_TRY(fsdpc_unit_end_step(m->units[0]));
+    for (int u = 0; u < UNITS; u++)
+        m->units[u]->late = true;
+    fsdpc_status status = fsdpc_root_write_begin(m->root);
+    if (status == FSDPC_OK) {
+        m->version++;
+        m->pending = (fsdpc_pending){.pass.end = end_late, .advance = advance};
+        for (int u = 0; u < UNITS; u++) {
+            m->waits[u] = true;
+            m->units[u]->pending = &m->pending;
+            m->units[u]->foreign = false; /* nobody else has its memory meanwhile */
+        }
+        delay(rec);
+    }
+    FSDPC_KEEP_FIRST(status, fsdpc_root_write_end(m->root));
+    return status;
 }
 
 static fsdpc_status optimizer_step(recorder *rec, model *m)
 {
+    FSDPC_TRY(fsdpc_unit_end_step(m->units[0]));
     fsdpc_status status = fsdpc_root_write_begin(m->root);
     if (status == FSDPC_OK)
         fill_masters(rec, m, true);
@@ -313,7 +368,10 @@ static fsdpc_status say(recorder *rec, char word)
         return FSDPC_OK;
     case 'O':
         return optimizer_step(rec, m);
+    case 'L':
+        return late_step(rec, m);
     case 'W':
+        FSDPC_TRY(fsdpc_unit_end_step(m->units[0]));
         fill_masters(rec, m, false);
         note(rec, "write", begin);
         return FSDPC_OK;
@@ -438,6 +496,7 @@ int main(int argc, char **argv)
 {
     static char line[4096];
     skip_arrivals = argc > 1 && strcmp(argv[1], "arrivals") == 0;
+    skip_late = argc > 1 && strcmp(argv[1], "late") == 0;
     skip_publications = argc > 1 && strcmp(argv[1], "publications") == 0;
     while (fgets(line, sizeof line, stdin))
         run_line(line);

@@ -2,7 +2,8 @@
 
 A program is written as words, one rank's after the other's: ``F`` forward with gradients, ``E``
 without (evaluation, generation), ``B`` backward of the oldest graph, ``N`` of the newest, ``W``
-masters written by something else than an optimizer of ours, ``O`` our optimizer's step, ``D`` a
+masters written by something else than an optimizer of ours, ``O`` our optimizer's step, ``L`` one
+that goes on behind what comes next, ``D`` a
 loss dropped (also by an exception), ``C`` a forward of a child alone, ``R`` recomputation inside
 backward, ``U``/``S`` unshard and reshard, ``H``/``X`` enter and leave hold(), ``V`` a forward
 without gradients and ``G`` one with, both inside hold(), ``T`` full_tensor, ``|`` a barrier of
@@ -24,6 +25,7 @@ WORDS = {
     "N": Op("backward", newest=True),
     "W": Op("write"),
     "O": Op("step"),
+    "L": Op("late step"),
     "D": Op("drop"),
     "R": Op("recompute"),
     "U": Op("unshard"),
@@ -99,6 +101,20 @@ SCENARIOS = [
     alike("full_tensor between steps", "FBO T FBO T"),
     alike("averaged weights swapped in, evaluation, swapped out", "FBO W E W FB"),
     alike("the same, our optimizer in between", "FBO W E W O F"),
+    # Steps that go on behind the next forward.
+    alike("train, late", "FBL FBL F"),
+    alike("train, late, three ranks", "FBL F", ranks=3),
+    alike("late, then evaluation and another step", "FBL L E FBO E"),
+    alike("late, then weights are written", "FBL W E W FB"),
+    alike("late, and looked at", "FBL T FBL T"),
+    alike("late, a child, and the whole", "FBL C FB"),
+    alike("late, then unshard and hold", "FBL U S H V X FB"),
+    alike("late, two roots", "Ff Bb Ll Ff"),
+    apart("late on one rank alone", "FBL FBL F", "FBO FBL F"),
+    apart("late, masters written on one rank", "FBL W E FB", "FBL E FB"),
+    apart("late, a forward on one rank", "FBL E FB", "FBL FB", LEFT),
+    alike("backward after a late step", "FFN L N", STALE),
+    alike("unshard held over a late step", "U F B L S", HELD),
     # Graphs that are older than the weights.
     alike("backward after another optimizer's step, not yet published", "FFN W N"),
     alike("backward after our optimizer's step", "FFN O N", STALE),
@@ -147,6 +163,8 @@ SCENARIOS = [
     apart("Ctrl-C in the first forward of a step", "FBO E* FB", "FBO E FB"),
     # The second forward may end while it completes the first one's epoch, before it has its own.
     alike("Ctrl-C everywhere", "W E* E* FB", "ok", LEFT),
+    # The others may wait for its slice in a gather that it does not come to any more.
+    apart("Ctrl-C in a forward behind a late step", "FBL E* FB", "FBL E FB", "ok", LEFT),
     apart("Ctrl-C, then weights are written", "W E* W E", "W E W E", "ok", NEWER),
     apart("Ctrl-C in unshard", "U* E", "U S E", "ok"),
     apart(

@@ -21,6 +21,8 @@ NEEDED = [
     ("parity", "train", "named: epochs disagree"),
     ("wait_publications", "train", "wrong: stale read"),
     ("wait_publications", "train, another optimizer", "wrong: torn read"),
+    ("wait_late", "train, late", "wrong: stale read"),
+    ("wait_late", "train, late", "wrong: torn read"),
     ("wait_reductions", "a missing backward", "ok"),
     ("check_generation", "backward after our optimizer's step", "wrong: torn read"),
     (

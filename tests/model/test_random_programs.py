@@ -16,7 +16,7 @@ from .explore import outcomes, walk
 from .protocol import Op, Programs
 from .scenarios import WORDS, program
 
-CHOICES = "FFEBBNWOCTURDHefbow"
+CHOICES = "FFEBBNWOLLCTURDHefbowl"
 HARMLESS = "ECTe!"  # a rank that does one more of these changes nobody's weights
 
 

@@ -19,6 +19,7 @@ import pytest
 import fsdpc
 from fsdpc._launch.forked import Report, run_forked
 from tests.faults.common import Net, batch, wait_file
+from tests.offload import on_disk
 
 from .scenarios import SCENARIOS, Scenario
 
@@ -50,20 +51,21 @@ class Ended(NamedTuple):
 class Speaker:
     """One rank's models, and what each word does with them."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, disk: Path | None) -> None:
         fsdpc.manual_seed(1)
-        self.models = [self._sharded(), self._sharded()]
+        self.models = [self._sharded(disk), self._sharded(disk)]
         self.optimizers = [fsdpc.optim.AdamW(m.parameters(), lr=0.1) for m in self.models]
         self.losses: list[list[Any]] = [[], []]
         self.holds = [ExitStack(), ExitStack()]
         self.folder, self.ranks, self.foreign = folder, ranks, 0
 
     @staticmethod
-    def _sharded() -> Any:
+    def _sharded(disk: Path | None) -> Any:
         model = Net()
+        policy = on_disk(disk, "masters", "optimizer") if disk else None
         for block in model.blocks:
-            fsdpc.fully_shard(block)
-        return fsdpc.fully_shard(model)
+            fsdpc.fully_shard(block, offload_policy=policy)
+        return fsdpc.fully_shard(model, offload_policy=policy)
 
     def say(self, word: str) -> None:
         """Do what the word says, with the first model or, in lower case, the second."""
@@ -87,7 +89,7 @@ class Speaker:
             case "W":
                 for p in model.parameters():
                     p.local.numpy()[...] *= 1.01
-            case "O":
+            case "O" | "L":
                 self.optimizers[which].step()
             case "U":
                 model.unshard()
@@ -113,11 +115,12 @@ class Speaker:
             wait_file(self.folder / f"{self.foreign}-{rank}", within=2.5)
 
 
-def speak(scenario: Scenario, folder: Path) -> tuple[str, str]:
-    """Run this rank's program to its end."""
+def speak(scenario: Scenario, folder: Path, disk: Path) -> tuple[str, str]:
+    """Run this rank's program to its end; steps are late where they go through a disk."""
     rank = int(os.environ["RANK"])
     fsdpc.init()
-    speaker = Speaker(folder, len(scenario.texts))
+    late = "L" in scenario.texts[rank]
+    speaker = Speaker(folder, len(scenario.texts), disk if late else None)
     try:
         for word in scenario.texts[rank].replace(" ", ""):
             speaker.say(word)
@@ -143,9 +146,9 @@ SPOKEN = [s for s in SCENARIOS if not any(set(text) & set("*R") for text in s.te
 
 @pytest.mark.parametrize("scenario", SPOKEN, ids=lambda scenario: scenario.name)
 @pytest.mark.ranks(1, init=False)
-def test_real_ranks_end_as_the_model_says(scenario: Scenario, tmp_path: Path) -> None:
+def test_real_ranks_end_as_the_model_says(scenario: Scenario, tmp_path: Path, disk: Path) -> None:
     def body() -> Report:
-        return Report("ok", tuple(speak(scenario, tmp_path)))
+        return Report("ok", tuple(speak(scenario, tmp_path, disk)))
 
     foreign = any(end.endswith("foreign barrier") for end in scenario.ends)
     env = {"FSDPC_TIMEOUT_S": DEADLINE_S} if foreign else {}

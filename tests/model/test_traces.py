@@ -16,8 +16,8 @@ from .traces import Seen, Trace, is_run, parse
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
-SPOKEN = set("FEBNWOCDUSHXVG|feboOw ")  # what record_traces.c can do
-CHOICES = "FFEBBNWOCfeb|"
+SPOKEN = set("FEBNWOLCDUSHXVG|feboOlw ")  # what record_traces.c can do
+CHOICES = "FFEBBNWOLLCfebl|"
 
 
 @pytest.fixture(scope="session")
@@ -118,11 +118,18 @@ def test_many_random_programs(seed: int, recorder: Path) -> None:
 TRAIN = ("FBO W E W FB", "FBO W E W FB")
 
 
-@pytest.mark.parametrize("without", ["arrivals", "publications"])
-def test_traces_of_a_broken_communicator_are_refused(without: str, recorder: Path) -> None:
+LATE = ("FBL FBL FBL FB",) * 2
+
+
+@pytest.mark.parametrize(
+    "without, texts", [("arrivals", TRAIN), ("publications", TRAIN), ("late", LATE)]
+)
+def test_traces_of_a_broken_communicator_are_refused(
+    without: str, texts: tuple[str, ...], recorder: Path
+) -> None:
     """The check sees it when a wait is missing in the library."""
-    programs = tuple(program(text) for text in TRAIN)
-    traces = record(recorder, TRAIN, range(8), without)
+    programs = tuple(program(text) for text in texts)
+    traces = record(recorder, texts, range(8), without)
     refused = [trace for trace in traces if not is_run(programs, trace)]
     assert len(refused) >= 4
 

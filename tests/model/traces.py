@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .protocol import Event, Machine, Named, Programs, World, Wrong
 
-SILENT = {"begin_write", "end_write", "leave", "drop", "may step"}
+SILENT = {"begin_write", "end_write", "meet", "leave", "drop", "may step"}
 
 # A library's error, by words in it, and the model's.
 ERRORS = {
