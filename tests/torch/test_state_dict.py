@@ -97,3 +97,16 @@ def test_a_state_dict_of_rank_0_alone_is_named_on_both() -> None:
         if fsdpc.rank() == 0:
             ours.state_dict()
         loss_of(ours, batch(0, 0)).backward()
+
+
+@pytest.mark.ranks(2)
+def test_one_name_of_a_tied_parameter_is_enough() -> None:
+    """As safetensors files have one, and scripts load them with strict=False."""
+    plain = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    plain[1].weight = plain[0].weight
+    for name in ("0.weight", "1.weight"):
+        ours: Any = fully_shard(twin(plain), sync_module_states=True)
+        value = torch.arange(36.0).view(6, 6)
+        found = ours.load_state_dict({name: value}, strict=False)
+        assert len(found.missing_keys) == 1
+        assert torch.equal(next(ours.parameters()).full_tensor(), value)

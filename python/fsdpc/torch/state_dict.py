@@ -171,10 +171,11 @@ def module_load_state_dict(
             for owner, key, i in s.slots:
                 own[i] = owner[key]
     missing = set(result.missing_keys)
-    pieces = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    named = module.named_parameters(remove_duplicate=False)  # one of a tied one's names is enough
+    present = {id(p) for name, p in named if name not in missing}
     for s, own in zip(states, news, strict=True):
         for i, p in enumerate(s.pieces):
-            if id(p) in pieces and pieces[id(p)] not in missing:
+            if id(p) in present:
                 s.write(i, own[i])
     return result
 
