@@ -27,6 +27,7 @@ from fsdpc.torch.ddp import DistributedDataParallel
 from fsdpc.torch.fsdp1 import FullyShardedDataParallel, ShardingStrategy
 from fsdpc.torch.kernels import KernelLinear, use_kernels
 from fsdpc.torch.optim_state import get_optimizer_state_dict, set_optimizer_state_dict
+from fsdpc.torch.plan import shard_by_plan
 from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdpc.torch.state_dict import (
     full_grad,
@@ -44,7 +45,7 @@ __all__ = [
     "StateDictType", "UnshardHandle", "clip_grad_norm_", "full_grad", "fully_shard",
     "fully_sharded_data_parallel", "get_model_state_dict", "get_optimizer_state_dict", "optim",
     "register_fsdp_forward_method", "set_model_state_dict", "set_optimizer_state_dict",
-    "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
+    "shard_by_plan", "sharded_grad_scaler", "size_based_auto_wrap_policy", "summon_full_params",
     "transformer_auto_wrap_policy", "use_kernels", "wrap",
 ]  # fmt: skip
 

@@ -44,7 +44,7 @@ def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
     for name, m in reversed(list(module.named_modules())[1:]):
         for key, value in plan.items():
             patterns = key if isinstance(key, tuple) else (key,)
-            if not any(_fits(name.split("."), pattern.split(".")) for pattern in patterns):
+            if not any(fits(name, pattern) for pattern in patterns):
                 continue
             if isinstance(key, tuple) and key in units:
                 units[key][0].insert(0, m)
@@ -61,8 +61,10 @@ def _by_patterns(module: nn.Module, plan: Mapping[Any, Any]) -> list[Group]:
     return found
 
 
-def _fits(path: list[str], pattern: list[str]) -> bool:
-    return len(path) == len(pattern) and all(map(fnmatchcase, path, pattern))
+def fits(name: str, pattern: str) -> bool:
+    """Whether each part of a dotted name fits the pattern's."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _options(key: Any, value: Any) -> dict[str, Any]:

@@ -1,0 +1,162 @@
+"""``shard_by_plan``: shard a whole model by the plan that it brings, or by classes of its layers.
+
+transformers' models say what to shard: ``fsdp_plan`` maps patterns of names to what happens with
+parameters after forward. Configurations inherit a plan for names that many models do not have; a
+plan counts only if it finds the model's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc.fsdp_module import register_fsdp_forward_method
+from fsdpc.torch import _device
+from fsdpc.torch._module import fully_shard
+from fsdpc.torch._plan import STYLES, fits
+
+
+def shard_by_plan(
+    model: nn.Module, *, classes: Iterable[type | str] | None = None, **options: Any
+) -> Any:
+    """Shard a model by its ``fsdp_plan``, inner units first and the model last; collective.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Of transformers, or a module around such models (PEFT's).
+    classes : iterable of type or str, optional
+        Each module of one of these classes, or class names, is a unit; instead of the plan. An
+        empty one makes the model one unit.
+    **options
+        Of :func:`fsdpc.torch.fully_shard`, for all units. ``reshard_after_forward`` and
+        ``strategy`` go before what the plan says.
+
+    Returns
+    -------
+    the same model
+
+    Raises
+    ------
+    ValueError
+        The model has no plan that finds its layers, and no classes were given; or no module is of
+        a class.
+
+    Notes
+    -----
+    ``"free_full_weight"`` is ``reshard_after_forward=True``, ``"keep_full_weight"`` is False. The
+    last norm and the head are one unit if both are kept, and so are modules that share a parameter.
+    ``model.generate()`` begins and ends on all ranks together; on CPUs each runs as many steps as
+    it needs (inside ``hold()``), on GPUs all run equally many (``synced_gpus``).
+
+    Examples
+    --------
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> _ = shard_by_plan(model, classes=["Linear"])
+    >>> [type(m).__name__ for m in (model, *model)]
+    ['FSDPSequential', 'FSDPLinear', 'ReLU', 'FSDPLinear']
+    """
+    styles = options.get("strategy") is None and options.get("reshard_after_forward") is None
+    plan = _plan_of(model) if classes is None else _by_classes(model, tuple(classes))
+    fully_shard(model, plan={k: v if styles else {} for k, v in plan.items()}, **options)
+    if callable(getattr(model, "generate", None)):
+        _gather_in_generate(model)
+    return model
+
+
+def _gather_in_generate(model: Any) -> None:
+    """Let ``generate()`` gather, and its ranks run different numbers of steps where they can."""
+    if not _device.on_cpu():
+        for m in model.modules():
+            if hasattr(type(m), "fsdp_plan"):
+                m.__dict__["_is_fsdp_managed_module"] = True  # synced_gpus, by transformers
+        return register_fsdp_forward_method(model, "generate")
+    method = model.generate
+
+    @wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        summoned = model._fsdpc_state.summoned  # each rank has copies then, and may be alone
+        with torch.no_grad(), nullcontext() if summoned else model.hold():
+            return model._fsdpc_run(method, args, kwargs)
+
+    model.__dict__["generate"] = generate
+
+
+def layer_classes(model: nn.Module) -> list[str]:
+    """Return the classes that transformers says are not to be split over devices."""
+    found: set[str] = set()
+    for m in model.modules():
+        found.update(getattr(m, "_no_split_modules", None) or ())
+    inside = {type(m).__name__ for m in model.modules()}
+    return sorted(found & inside)
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether a model brings a plan that finds its layers."""
+    return any(_finds_layers(model, plan) for plan in _plans(model))
+
+
+def _plans(model: nn.Module) -> list[dict[Any, Any]]:
+    """The plans of the outermost models of transformers inside, by names from ``model``."""
+    found = []
+    todo = [("", model)]
+    while todo:
+        path, m = todo.pop()
+        if hasattr(type(m), "fsdp_plan"):
+            plan = {path + key: value for key, value in (m.fsdp_plan or {}).items()}
+            found.append(_last_norm_and_head(path, m, plan))
+        else:
+            todo += [(f"{path}{name}.", child) for name, child in m.named_children()]
+    return found
+
+
+def _last_norm_and_head(path: str, model: Any, plan: dict[Any, Any]) -> dict[Any, Any]:
+    """Join what runs last and is kept."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    kept = [key for key, value in plan.items() if value == "keep_full_weight"]
+    named = {path + name: m for name, m in model.named_modules()}
+    pair = [key for key in kept if key.endswith("norm") and key in named]
+    pair += [key for key in kept if head is not None and named.get(key) is head]
+    if len(pair) != 2:
+        return plan
+    return {k: v for k, v in plan.items() if k not in pair} | {tuple(pair): "keep_full_weight"}
+
+
+def _finds_layers(model: nn.Module, plan: dict[Any, Any]) -> bool:
+    """Whether the patterns with a star fit a module; all of them where none has one."""
+    patterns = [p for key in plan for p in (key if isinstance(key, tuple) else (key,))]
+    layers = [p for p in patterns if "*" in p] or patterns
+    return any(fits(name, p) for name, _ in model.named_modules() for p in layers)
+
+
+def _plan_of(model: nn.Module) -> dict[Any, Any]:
+    plans = [plan for plan in _plans(model) if _finds_layers(model, plan)]
+    if not plans:
+        hint = layer_classes(model) or ["the class of its layers"]
+        raise ValueError(
+            f"{type(model).__name__} brings no fsdp_plan that finds its layers: give "
+            f"shard_by_plan(model, classes={hint}), or model.fsdp_plan a mapping of patterns of "
+            f"names to one of {sorted(STYLES)}"
+        )
+    return {key: value for plan in plans for key, value in plan.items()}
+
+
+def _by_classes(model: nn.Module, classes: tuple[type | str, ...]) -> dict[Any, Any]:
+    """Return the plan that names each module of these classes."""
+    plan: dict[Any, Any] = {}
+    for cls in classes:
+        inside = [
+            name
+            for name, m in model.named_modules()
+            if name and any(c is cls or c.__name__ == cls for c in type(m).__mro__)
+        ]
+        if not inside:
+            kinds = sorted({type(m).__name__ for m in model.modules()})
+            raise ValueError(f"no module of {type(model).__name__} is a {cls!r}: it has {kinds}")
+        plan.update(dict.fromkeys(inside, {}))
+    return plan
