@@ -78,8 +78,8 @@ def refuse_wrapper(outer: nn.Module, name: str, inner: nn.Module | None) -> None
             f"{piece.fsdpc}, which it would take for the whole parameter. Units reduce "  # type: ignore[attr-defined]
             "gradients over ranks themselves: leave it out, or let DDP ignore pieces (replicate() "
             "has ignored_modules) where other parameters need it. accelerate's prepare(model), and "
-            "so transformers' Trainer, adds it: prepare() loaders, optimizer and scheduler alone, "
-            "or prepare_model(model, evaluation_mode=True)"
+            "so transformers' Trainer, adds it: use fsdpc.integrations.accelerate.prepare() and "
+            "fsdpc.integrations.transformers.Trainer"
         )
 
 
@@ -269,7 +269,8 @@ def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
             raise NotImplementedError(
                 f"{reader} takes states of {type(optimizer).__name__} for whole ones, and "
                 "this rank has rows of them: use get_optimizer_state_dict and "
-                "set_optimizer_state_dict of fsdpc.torch, or fsdpc.checkpoint"
+                "set_optimizer_state_dict of fsdpc.torch, or fsdpc.checkpoint (or prepare it by "
+                "fsdpc.integrations.accelerate)"
             )
         frame = frame.f_back  # type: ignore[assignment]
 

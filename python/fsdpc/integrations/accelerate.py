@@ -1,0 +1,208 @@
+"""fsdpc under Hugging Face's Accelerate: one call in the place of ``accelerator.prepare``.
+
+    from fsdpc.integrations.accelerate import prepare
+
+    accelerator = Accelerator()
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+
+The rest of a script stays as it is. Nothing of Accelerate is replaced: the model is prepared as for
+evaluation (autocast alone), since units reduce gradients themselves, and the optimizer is an
+``AcceleratedOptimizer`` whose state dict is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from fsdpc._shard import is_sharded
+from fsdpc.torch import optim_state, shard_by_plan
+from fsdpc.torch._mesh import join
+
+#: What shards, splits or wraps a model itself.
+_OTHERS = {
+    DistributedType.FSDP: "FSDP (--use_fsdp, or an fsdp_plugin)",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+
+
+class WholeStateOptimizer(AcceleratedOptimizer):
+    """Accelerate's optimizer, whose state dict has whole tensors by number; collective.
+
+    An optimizer of the unsharded model reads what it returns, and the other way round, at any
+    number of ranks.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Sharded.
+    optimizer : torch.optim.Optimizer
+        Over the model's pieces.
+    scaler : torch.amp.GradScaler, optional
+        Of the accelerator.
+
+    Examples
+    --------
+    As :func:`prepare` does::
+
+        optimizer = WholeStateOptimizer(model, torch.optim.AdamW(model.parameters()))
+        torch.save(optimizer.state_dict(), "optimizer.pt")  # on each rank: it gathers
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None):
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+        self._model = model
+        self._gathered: dict[str, Any] | None = None
+        self._is_accelerate_prepared = True  # Accelerate does not put its own around it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whole states on rank 0, and nothing on other ranks, which take part."""
+        if self._gathered is not None:
+            return self._gathered
+        states = optim_state.get_optimizer_state_dict(self._model, self.optimizer, rank0_only=True)
+        return states and optim_state.rekey(states, self._model, self.optimizer, by_name=False)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gather now, on all ranks; inside, ``state_dict()`` returns that on any rank alone."""
+        self._gathered = self.state_dict()
+        try:
+            yield
+        finally:
+            self._gathered = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's rows of whole states, which every rank is given."""
+        states = optim_state.rekey(state_dict, self._model, self.optimizer, by_name=True)
+        optim_state.set_optimizer_state_dict(self._model, self.optimizer, states)
+
+
+def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options: Any) -> Any:
+    """Shard a model and prepare it and what belongs to it; collective.
+
+    Parameters
+    ----------
+    accelerator : accelerate.Accelerator
+        Of a launch without FSDP and DeepSpeed: ranks alone (``MULTI_CPU``, ``MULTI_GPU``).
+    model : nn.Module
+        Sharded by :func:`fsdpc.torch.shard_by_plan`, unless it is sharded already.
+    *others
+        Optimizers of this model, loaders and schedulers, as for ``accelerator.prepare``. An
+        optimizer that was made over the unsharded model takes the pieces in their place, if it has
+        made no step.
+    **options
+        Of ``shard_by_plan``: ``classes`` and those of ``fully_shard``.
+
+    Returns
+    -------
+    tuple
+        The model and the others, in this order; the model itself where there are none.
+
+    Raises
+    ------
+    ValueError
+        The accelerator was launched with another engine, or counts other ranks; an optimizer has
+        stepped already; options are given for a model that is sharded; the model has no plan.
+
+    Notes
+    -----
+    ``backward``, ``accumulate``, ``clip_grad_norm_``, ``clip_grad_value_``, ``gather_for_metrics``,
+    ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` of the accelerator work.
+    The last two gather: :mod:`fsdpc.checkpoint` writes each rank's rows instead.
+
+    Examples
+    --------
+    ::
+
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model, optimizer, loader = prepare(
+            accelerator, model, optimizer, loader, classes=["Block"]
+        )
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    check(accelerator)
+    optimizers = [each for each in others if isinstance(each, torch.optim.Optimizer)]
+    if not is_sharded(model):
+        _check_ranks(accelerator)
+        if accelerator.device_placement and not any(p.is_meta for p in model.parameters()):
+            model.to(accelerator.device)
+        names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        for optimizer in optimizers:
+            _check_new(optimizer, names)
+        shard_by_plan(model, **options)
+        for optimizer in optimizers:
+            _take_pieces(optimizer, model, names)
+    elif options:
+        raise ValueError(
+            f"{type(model).__name__} is sharded already: leave out {sorted(options)}, or give "
+            "prepare() the model before fully_shard()"
+        )
+    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    model._is_accelerate_prepared = True  # DDP would be put around it otherwise
+    found = [
+        WholeStateOptimizer(model, each, accelerator.scaler)
+        if isinstance(each, torch.optim.Optimizer)
+        else each
+        for each in others
+    ]
+    if not found:
+        return model
+    prepared = accelerator.prepare(*found)
+    return (model, *(prepared if len(found) > 1 else (prepared,)))
+
+
+def check(accelerator: Accelerator) -> None:
+    """Raise ValueError if an accelerator was told to shard or split models by something else."""
+    engine = _OTHERS.get(accelerator.distributed_type)
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        engine = "a parallelism_config"
+    if engine is not None:
+        raise ValueError(
+            f"the accelerator was made for {engine}, and fsdpc shards the model itself: leave it "
+            "out of the launch and of Accelerator(), and give prepare() options of fully_shard() "
+            "(mesh, strategy, mp_policy, offload_policy)"
+        )
+
+
+def _check_ranks(accelerator: Accelerator) -> None:
+    """Raise if ranks would train on the same data, each as if it were alone."""
+    ranks = join().size
+    if ranks != accelerator.num_processes:
+        raise ValueError(
+            f"fsdpc has {ranks} ranks, and the accelerator counts {accelerator.num_processes}, so "
+            "loaders would give ranks the same data: on CPUs under torchrun make it "
+            "Accelerator(cpu=True), and TrainingArguments(use_cpu=True)"
+        )
+
+
+def _check_new(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise if states of whole parameters would be lost."""
+    for p in optimizer.state:
+        if id(p) in names and optimizer.state[p]:
+            raise ValueError(
+                f"{type(optimizer).__name__} has states of the unsharded '{names[id(p)]}': give it "
+                "to prepare() before its first step, and load states afterwards"
+            )
+
+
+def _take_pieces(
+    optimizer: torch.optim.Optimizer, model: nn.Module, names: Mapping[int, str]
+) -> None:
+    """Put pieces into the places of the parameters that they replaced; tied ones once."""
+    pieces = dict(model.named_parameters(remove_duplicate=False))
+    for group in optimizer.param_groups:
+        group["params"] = [pieces.get(names.get(id(p), ""), p) for p in group["params"]]

@@ -1,0 +1,1 @@
+"""fsdpc in the trainers of others, with the real packages."""
