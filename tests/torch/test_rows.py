@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import fsdpc
-from fsdpc.torch import get_model_state_dict, get_optimizer_state_dict, optim
+from fsdpc.torch import optim
 
 from .common import batch, build, join_gloo, loss_of, shard
 
@@ -36,33 +35,6 @@ def sent_from_rank_0(value: Any) -> Any:
     given = [file.getvalue()]
     dist.broadcast_object_list(given, src=0)
     return torch.load(io.BytesIO(given[0]))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", sorted(MAKERS))
-def test_torchs_checkpoints_are_refused(kind: str, tmp_path: Any) -> None:
-    join_gloo(tmp_path)
-    ours, optimizer = trained(kind)
-    path = str(tmp_path / "step")
-    for state in (
-        {"optim": optimizer.state_dict()},
-        {"optim": optimizer},
-        {"model": dict(ours.named_parameters())},
-    ):
-        with pytest.raises(BaseException, match=r"fsdpc.checkpoint, or give it what"):
-            dcp.save(state, checkpoint_id=path)
-    with pytest.raises(NotImplementedError, match="takes rows 0:|takes rows [1-9]"):
-        dcp.async_save({"optim": optimizer.state_dict()}, checkpoint_id=path)
-    whole = {
-        "model": get_model_state_dict(ours),
-        "optim": get_optimizer_state_dict(ours, optimizer),
-    }
-    dcp.save(whole, checkpoint_id=path)
-    loaded = copy.deepcopy(whole)
-    loaded["model"]["last.weight"].zero_()
-    dcp.load(loaded, checkpoint_id=path)
-    assert torch.equal(loaded["model"]["last.weight"], whole["model"]["last.weight"])
-    dist.destroy_process_group()
 
 
 @pytest.mark.ranks(2)

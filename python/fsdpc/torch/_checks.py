@@ -255,7 +255,7 @@ def check_kind(name: str, p: nn.Parameter) -> None:
 STRUCTURED = frozenset({"Adafactor", "LBFGS", "Muon", "SOAP", "Shampoo"})
 
 
-_ROWS_READERS = ("torch.distributed.checkpoint.state_dict", "accelerate.checkpointing")
+_STATE_DICT, _ACCELERATE = "torch.distributed.checkpoint.state_dict", "accelerate.checkpointing"
 
 
 def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
@@ -265,7 +265,9 @@ def refuse_reader(optimizer: torch.optim.Optimizer) -> None:
         if frame is None:
             return
         reader = frame.f_globals.get("__name__")
-        if reader in _ROWS_READERS:
+        # torch's takes rows as such, unless an option of it asks for whole states.
+        info = frame.f_locals.get("info") if reader == _STATE_DICT else None
+        if reader == _ACCELERATE or getattr(info, "full_state_dict", False):
             raise NotImplementedError(
                 f"{reader} takes states of {type(optimizer).__name__} for whole ones, and "
                 "this rank has rows of them: use get_optimizer_state_dict and "

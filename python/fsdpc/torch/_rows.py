@@ -1,9 +1,9 @@
 """State dicts of optimizers over pieces say which rows they are of.
 
 Their tensors are rows that no two ranks share, under keys that all ranks share. Loaded on another
-rank, they would be other rows' states wherever the counts fit, and ``torch.distributed.checkpoint``
-keeps one rank's of each key. So tensors of a state dict carry the rows, also through
-``torch.save``: loading compares them, and torch's checkpoints are refused.
+rank, they would be other rows' states wherever the counts fit. So tensors of a state dict carry the
+rows, also through ``torch.save``: loading compares them, and ``torch.distributed.checkpoint``
+writes and reads them as parts of a whole.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fsdpc.torch._dcp import Part
 
 if TYPE_CHECKING:
     from fsdpc.torch._unit import UnitState
@@ -21,19 +23,11 @@ if TYPE_CHECKING:
 #: Weak: a piece holds its gradient in C++, where the collector of cycles does not look.
 Home = tuple["weakref.ref[UnitState]", int]
 
-_READERS = ("torch.distributed.checkpoint", "torch.distributed._state_dict_utils")
+#: What pickles tensors for another process, which torch's asynchronous saves may have.
+_PROCESSES = "multiprocessing.reduction"
 
 
-def refuse_checkpoint(rows: str, *_: Any) -> NoReturn:
-    """Raise what torch.distributed.checkpoint is told that was given rows."""
-    raise NotImplementedError(
-        f"torch.distributed.checkpoint takes {rows} for the whole, and would keep one rank's: use "
-        "fsdpc.checkpoint, or give it what get_model_state_dict and get_optimizer_state_dict of "
-        "fsdpc.torch return"
-    )
-
-
-class LocalRows(torch.Tensor):
+class LocalRows(Part, torch.Tensor):
     """This rank's rows of a parameter or of something like it; in files a plain tensor."""
 
     _fsdpc: Home
@@ -52,42 +46,55 @@ class LocalRows(torch.Tensor):
         """Return the rows as a plain tensor, whose norm is theirs alone."""
         return self.as_subclass(torch.Tensor)
 
-    def __create_write_items__(self, *_: Any) -> NoReturn:
-        refuse_checkpoint(getattr(self, "fsdpc_rows", "rows of a parameter"))
-
-    __create_chunk_list__ = __create_write_items__
+    def _fsdpc_part(self) -> tuple[int, torch.Size]:
+        state, index = self.home()
+        info = state.pieces[index].fsdpc  # type: ignore[attr-defined]
+        return info.rows[0], info.shape
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.to_local().__reduce_ex__(protocol)
+        if sys._getframe(1).f_globals.get("__name__") != _PROCESSES:
+            return self.to_local().__reduce_ex__(protocol)
+        return Rows._of(self._fsdpc_plain(), *self._fsdpc_part())._reduce_as(Rows)
 
 
 class Rows(LocalRows):
     """A tensor of a state dict, over the memory of a plain one; operations give plain ones."""
 
     fsdpc_rows: str
+    _begin: int
+    _whole: torch.Size
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def size(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any tensor; what copies states for torch's checkpoints asks for it first."""
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith(_READERS):
-            refuse_checkpoint(self.fsdpc_rows)
-        return super().size(*args, **kwargs)
+    @staticmethod
+    def _of(rows: torch.Tensor, begin: int, whole: torch.Size) -> Rows:
+        marked = rows.as_subclass(Rows)
+        marked._begin, marked._whole = begin, whole
+        end = begin + (len(rows) if rows.dim() and rows.numel() else 0)
+        marked.fsdpc_rows = f"rows {begin}:{end} of {tuple(whole)}"
+        return marked
+
+    def _fsdpc_part(self) -> tuple[int, torch.Size]:
+        return self._begin, self._whole
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of any tensor; what is moved to the host's memory still is rows."""
+        return Rows._of(plain(self).to(*args, **kwargs), self._begin, self._whole)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return _marked(plain(self).clone(), self.fsdpc_rows)
+        memo[id(self)] = copied = Rows._of(plain(self).clone(), self._begin, self._whole)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As a plain tensor that has the attribute, which ``weights_only`` loads too."""
-        made, args = plain(self)._reduce_ex_internal(protocol)
-        state = {"fsdpc_rows": self.fsdpc_rows}
-        return torch._tensor._rebuild_from_type_v2, (made, torch.Tensor, args, state)
+        if sys._getframe(1).f_globals.get("__name__") == _PROCESSES:
+            return self._reduce_as(Rows)
+        return self._reduce_as(torch.Tensor)
 
-
-def _marked(value: torch.Tensor, rows: str) -> torch.Tensor:
-    value = value.as_subclass(Rows)
-    value.fsdpc_rows = rows  # type: ignore[attr-defined]
-    return value
+    def _reduce_as(self, kind: type) -> Any:
+        made, args = plain(self)._reduce_ex_internal(2)
+        state = dict(self.__dict__) if kind is Rows else {"fsdpc_rows": self.fsdpc_rows}
+        return torch._tensor._rebuild_from_type_v2, (made, kind, args, state)
 
 
 def plain(value: Any) -> Any:
@@ -95,20 +102,17 @@ def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, Rows) else value
 
 
-def _rows_of(p: Any) -> str | None:
-    """Which rows a piece has; None for a parameter that is not cut."""
+def _spread(p: Any) -> Any:
+    """What a parameter knows of its rows; None if each rank has all of them."""
     info = getattr(p, "fsdpc", None)
-    if not getattr(info, "is_cut", False):
-        return None
-    begin, end = info.rows
-    return f"rows {begin}:{end} of {tuple(info.shape)}"
+    return info if info is not None and info.is_spread else None
 
 
 def mark(p: Any, value: Any) -> Any:
     """Return a state of a parameter, marked if it is rows."""
-    rows = _rows_of(p)
-    if rows and isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
-        return _marked(plain(value), rows)
+    info = _spread(p)
+    if info and isinstance(value, torch.Tensor) and value.dim() and value.shape == p.shape:
+        return Rows._of(plain(value), info.rows[0], info.shape)
     return value
 
 
@@ -120,7 +124,8 @@ def check(p: Any, key: str, value: Any) -> Any:
     ValueError
         Names both.
     """
-    rows = _rows_of(p)
+    info = _spread(p)
+    rows = "rows {}:{} of {}".format(*info.rows, tuple(info.shape)) if info else None
     theirs = getattr(value, "fsdpc_rows", rows) if isinstance(value, torch.Tensor) else rows
     if theirs != rows and value.shape == p.shape:
         raise ValueError(
@@ -134,6 +139,14 @@ def check(p: Any, key: str, value: Any) -> Any:
 def params_of(optimizer: Any) -> list[Any]:
     """Return an optimizer's parameters in the order by which its state dict numbers them."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def keys_of(state_dict: dict[str, Any]) -> list[Any]:
+    """Return under what an optimizer's state dict has the states of parameters, in order.
+
+    Numbers, or names where ``torch.distributed.checkpoint.state_dict`` made it.
+    """
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def mark_all(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +165,7 @@ def _changed(
     change: Callable[[Any, str, Any], Any],
 ) -> dict[str, Any]:
     states = dict(state_dict["state"])
-    for i, p in enumerate(params_of(optimizer)):
-        if i in states:
-            states[i] = {key: change(p, key, value) for key, value in states[i].items()}
+    for key, p in zip(keys_of(state_dict), params_of(optimizer), strict=False):
+        if key in states:
+            states[key] = {k: change(p, k, value) for k, value in states[key].items()}
     return {**state_dict, "state": states}

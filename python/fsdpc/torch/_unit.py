@@ -23,10 +23,11 @@ from fsdpc._shard import Found, Inside, enclosing, name_units, outermost, sharde
 from fsdpc.torch import _device
 from fsdpc.torch._buffers import fill_blank
 from fsdpc.torch._copies import PieceCopy, offer_copies
+from fsdpc.torch._dcp import Part
 from fsdpc.torch._drawn import check_drawn
 from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad, at_home
 from fsdpc.torch._recipe import Recipe
-from fsdpc.torch._rows import Home, Rows, refuse_checkpoint
+from fsdpc.torch._rows import Home, Rows
 from fsdpc.torch.kernels import target
 
 Slot = tuple[dict[str, Any], str, int]
@@ -49,13 +50,15 @@ except TypeError:  # of torch 2.6 and older, which take one tensor
 class PieceInfo:
     """Which parameter a piece is of: ``name``, full ``shape``, and its ``rows`` (begin, end).
 
-    ``is_cut`` says whether ranks share its rows; else one rank has all of them.
+    ``is_cut`` says whether ranks share its rows; else one rank has all of them. ``is_spread`` says
+    whether other ranks have other rows, or none.
     """
 
     def __init__(self, state: UnitState, index: int, name: str, shape: torch.Size) -> None:
         self._state, self._index, self._name = state, index, name
         self.shape = shape
-        self.is_cut = state.comms[0].size > 1 and index not in state.whole
+        self.is_spread = state.comms[0].size > 1
+        self.is_cut = self.is_spread and index not in state.whole
         self.home: Home = (weakref.ref(state), index)
         _, _, first, numel, _ = state.places[index]
         row = max(1, shape[1:].numel()) if len(shape) else 1
@@ -79,10 +82,24 @@ class PieceInfo:
         return self
 
 
-class Piece(nn.Parameter):
+class Piece(Part, nn.Parameter):
     """A piece of a parameter: whatever is assigned to its ``.grad`` is rows of a gradient there."""
 
     fsdpc: PieceInfo
+
+    def _fsdpc_part(self) -> tuple[int, torch.Size]:
+        return self.fsdpc.rows[0], self.fsdpc.shape
+
+    def _fsdpc_plain(self) -> torch.Tensor:
+        if self.is_meta:
+            raise RuntimeError(f"{self.fsdpc} is on the meta device, and has no values to save")
+        return super()._fsdpc_plain()
+
+    def _fsdpc_staged(self, made: torch.Tensor) -> NoReturn:
+        raise NotImplementedError(
+            f"torch.distributed.checkpoint.async_save of {self.fsdpc}, the parameter itself: give "
+            "it get_model_state_dict(model, sharded=True), which has the same memory"
+        )
 
     def _set_grad(self, value: Any) -> None:
         if type(value) in _BECOME_GRADS:
@@ -177,10 +194,6 @@ class UnitState:
         piece.full_tensor = partial(full_value, self, i)  # type: ignore[attr-defined]
         piece.to_local = partial(_local, piece)  # type: ignore[attr-defined]
         piece.is_contiguous = partial(_is_contiguous, piece)  # type: ignore[method-assign]
-        if piece.fsdpc.is_cut:  # type: ignore[attr-defined]
-            refuse = partial(refuse_checkpoint, "a piece of a parameter")
-            piece.__create_write_items__ = refuse  # type: ignore[attr-defined]
-            piece.__create_chunk_list__ = refuse  # type: ignore[attr-defined]
         offer_copies(piece, self, i)
         piece._local_tensor = self.rows[i]  # type: ignore[attr-defined]  # as DTensors have
 

@@ -6,6 +6,7 @@ Schedulers, GradScaler and ``state_dict`` work on them as on torch's own. States
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,32 @@ from fsdpc.torch._checks import refuse_reader
 from fsdpc.torch._unit import PieceInfo, UnitState, take_grads
 
 
+class _States(dict[Any, Any]):
+    """``optimizer.state``, read only: ``[p]`` is :meth:`FlatOptimizer.piece_state` of it.
+
+    It is true once there are states, and iterates over none: those of torch are walked to move,
+    cast or drop them, and these are the engine's.
+    """
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __bool__(self) -> bool:
+        found = self._optimizer()
+        return found is not None and any(map(found._steps_of, _rows.params_of(found)))
+
+    def __missing__(self, p: Any) -> dict[str, torch.Tensor]:
+        found = self._optimizer()
+        return {} if found is None else found.piece_state(p)
+
+
 class FlatOptimizer(torch.optim.Optimizer):
     """What the optimizers of this module share: one pass over memory a step."""
 
     _kind = "AdamW"
     _hypers: tuple[str, ...] = ()  # options that the engine reads
+    # What torch assigns to it at construction and on loading is dropped.
+    state = property(_States, lambda self, value: None)  # type: ignore[assignment]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._core = _core.Optimizer(self._kind)
@@ -85,10 +107,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         states = ((name, self._core.state(unit, i, k, write)) for k, name in names)
         return {name: rows for name, rows in states if rows is not None}
 
+    def _steps_of(self, p: Any) -> int:
+        return self._core.step_count(p.fsdpc.unit, p.fsdpc._index)
+
     def piece_state(self, p: Any) -> dict[str, torch.Tensor]:
         """Return the states of a piece, this rank's rows, and its ``step``; empty before one."""
-        info = p.fsdpc
-        steps = self._core.step_count(info.unit, info._index)
+        steps = self._steps_of(p)
         if steps == 0:
             return {}
         states = {n: _device.to_torch(t).reshape(p.shape) for n, t in self.state_rows(p).items()}
@@ -117,8 +141,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Take what :meth:`state_dict` returned on this rank of as many."""
         state_dict = _rows.check_all(self, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
-        for i, p in enumerate(_rows.params_of(self)):
-            self.set_piece_state(p, state_dict["state"].get(i, {}))
+        for key, p in zip(_rows.keys_of(state_dict), _rows.params_of(self), strict=True):
+            self.set_piece_state(p, state_dict["state"].get(key, {}))
 
 
 class AdamW(FlatOptimizer):

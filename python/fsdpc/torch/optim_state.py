@@ -23,7 +23,11 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def get_optimizer_state_dict(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = False,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Return an optimizer's states as full tensors by parameter name; collective.
 
@@ -34,12 +38,21 @@ def get_optimizer_state_dict(
         Over the model's pieces: one of ``torch.optim`` or of ``fsdpc.torch.optim``.
     rank0_only : bool, default False
         Other ranks take part and get an empty dict.
+    sharded : bool, default False
+        States are copies of this rank's rows instead, which ``torch.distributed.checkpoint`` saves
+        as parts of a whole, and loads at any number of ranks. An optimizer that has made no step
+        makes its states first, by one without gradients and learning rate, as torch's function of
+        this name does. :func:`set_optimizer_state_dict` takes them.
 
     Returns
     -------
     dict
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
     """
+    if sharded:
+        make_states(optimizer)
+        return local_optimizer_state_dict(model, optimizer)
+
     def full(p: Any, value: torch.Tensor) -> torch.Tensor:
         info = getattr(p, "fsdpc", None)
         if info is not None and value.shape == p.shape and p.dim():
@@ -49,6 +62,26 @@ def get_optimizer_state_dict(
     found = _by_name(model, optimizer, full)
     units = [p.fsdpc._state for p in params_of(optimizer) if hasattr(p, "fsdpc")]
     return {} if rank0_only and units and _rank(units) != 0 else found
+
+
+def make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer without states, whose parameters have no gradients, have them."""
+    groups = optimizer.param_groups
+    params = [p for p in params_of(optimizer) if p.requires_grad]
+    if optimizer.state or any(p.grad is not None for p in params):
+        return
+    rates = [group.get("lr") for group in groups]
+    with torch.no_grad():
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        for group, rate in zip(groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    for group, rate in zip(groups, rates, strict=True):
+        if rate is not None:
+            group["lr"] = rate
+    optimizer.zero_grad()
 
 
 def _by_name(

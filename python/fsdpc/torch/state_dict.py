@@ -210,7 +210,9 @@ def _take_full(state: UnitState, places: dict[str, int], given: Any, prefix: str
             given[prefix + key] = state.pieces[i].detach()
 
 
-def get_model_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def get_model_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, sharded: bool = False
+) -> dict[str, torch.Tensor]:
     """Return full parameters and buffers by name; collective.
 
     Parameters
@@ -218,7 +220,16 @@ def get_model_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[
     model : nn.Module
     rank0_only : bool, default False
         Other ranks take part and get an empty dict; full tensors exist one at a time there.
+    sharded : bool, default False
+        Parameters are this rank's rows instead, over their own memory, and nothing communicates:
+        for ``torch.distributed.checkpoint``, which saves them as parts of a whole, and loads into
+        them in place at any number of ranks.
     """
+    if sharded:
+        for s in states_of(model):
+            s.torch_unit.follow()
+        named = local_state_dict(model, keep_vars=True)
+        return {name: t.detach() if torch.is_tensor(t) else t for name, t in named.items()}
     keep = True
     units = states_of(model)
     if rank0_only and units:

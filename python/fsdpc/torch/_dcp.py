@@ -1,0 +1,86 @@
+"""What ``torch.distributed.checkpoint`` (DCP) asks a tensor that holds some rows of a larger one.
+
+Its planners ask tensors for their pieces by three methods, which DTensor has too, and compare the
+whole's shape with the file's by ``size()``. Writes of equal (name, offsets) are one to them: so
+replicas are written once, and ranks' rows, which begin at different offsets, never are. A rank
+without rows writes and reads nothing.
+
+Asynchronous saves copy tensors first: ``new_empty()`` lets copies stay what they are. What would
+make plain tensors of them, which ranks then took for one, is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+_PLANNER = "torch.distributed.checkpoint.default_planner"
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+#: Makes plain tensors, of a state dict's sizes: stagers of torch 2.8 and older.
+_COPIER = "torch.distributed._state_dict_utils"
+
+
+class Part:
+    """A tensor that is rows of a whole one; mixed into tensors' classes."""
+
+    def _fsdpc_part(self) -> tuple[int, torch.Size]:
+        """Return the first row, and the shape of the whole."""
+        raise NotImplementedError
+
+    def _fsdpc_plain(self) -> torch.Tensor:
+        """Return a plain tensor over the same memory, which counts writes to it too."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.detach(self).as_subclass(torch.Tensor)  # type: ignore[arg-type]
+
+    def size(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any tensor; DCP's planner hears the size of the whole."""
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == _PLANNER and not args and not kwargs:
+            return self._fsdpc_part()[1]
+        if caller == _COPIER:
+            raise NotImplementedError(
+                f"torch's copy of a state dict makes plain tensors of rows of "
+                f"{tuple(self._fsdpc_part()[1])}, and would keep one rank's: use "
+                "torch.distributed.checkpoint.save, or fsdpc.checkpoint"
+            )
+        return super().size(*args, **kwargs)  # type: ignore[misc]
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of any tensor; what stages an asynchronous save gets one of the same class."""
+        made = super().new_empty(*args, **kwargs)  # type: ignore[misc]
+        if sys._getframe(1).f_globals.get("__name__") == _STAGER:
+            return self._fsdpc_staged(made)
+        return made
+
+    def _fsdpc_staged(self, made: torch.Tensor) -> torch.Tensor:
+        return made.as_subclass(type(self))  # type: ignore[type-var]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        begin, whole = self._fsdpc_part()
+        rows = self._fsdpc_plain()
+        if not rows.numel() and whole.numel():
+            return []
+        offsets = torch.Size([begin, *[0] * (len(whole) - 1)])
+        return [ChunkStorageMetadata(offsets, rows.shape)]
+
+    def __create_write_items__(self, fqn: str, _: Any = None) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._fsdpc_plain())
+        whole = self._fsdpc_part()[1]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self._fsdpc_plain()

@@ -1,0 +1,166 @@
+"""torch.distributed.checkpoint saves and loads rows of parameters and of states as a whole's."""
+
+from __future__ import annotations
+
+import io
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import fsdpc
+from fsdpc.torch import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    optim,
+    set_optimizer_state_dict,
+)
+
+from .common import batch, build, join_gloo, loss_of, shard
+
+MAKERS = {"torch": torch.optim.AdamW, "ours": optim.AdamW}
+
+
+def made(kind: str, steps: int) -> tuple[Any, Any]:
+    """Some weights stay whole on one rank, the others are cut."""
+    model = build()
+    whole = [b.linear.weight for b in model.blocks] + [model.last.weight]
+    ours = shard(model, whole_params=whole)
+    optimizer = MAKERS[kind](ours.parameters(), lr=1e-2)
+    for step in range(steps):
+        loss_of(ours, batch(step, fsdpc.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ours, optimizer
+
+
+def whole_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def rows_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model, sharded=True),
+        "optim": get_optimizer_state_dict(model, optimizer, sharded=True),
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(torch.as_tensor(found[key]), value), key
+
+
+@pytest.mark.ranks([2, 3])
+def test_rows_are_saved_and_loaded_as_parts(tmp_path: Path) -> None:
+    """By every way that torch describes, and by an unsharded process in between."""
+    join_gloo(tmp_path)
+    for kind in MAKERS:
+        ours, optimizer = made(kind, 3)
+        expected = whole_of(ours, optimizer)
+        at = {name: str(tmp_path / kind / name) for name in ("rows", "numbers", "theirs", "later")}
+        dcp.save(rows_of(ours, optimizer), checkpoint_id=at["rows"])
+        numbers = {"model": dict(ours.named_parameters()), "optim": optimizer.state_dict()}
+        dcp.save(numbers, checkpoint_id=at["numbers"])
+        model_state, optim_state = theirs.get_state_dict(ours, optimizer)
+        assert optimizer.state[ours.first.weight]["step"] == 3  # it makes a step where none was
+        dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=at["theirs"])
+        dcp.async_save(rows_of(ours, optimizer), checkpoint_id=at["later"]).result()
+
+        for name in ("rows", "theirs", "later"):
+            check_alone(at[name], expected)
+            fresh, states = made(kind, 0)
+            state = rows_of(fresh, states)
+            dcp.load(state, checkpoint_id=at[name])
+            set_optimizer_state_dict(fresh, states, state["optim"])
+            assert_same(whole_of(fresh, states), expected)
+        fresh, states = made(kind, 0)
+        model_state, optim_state = theirs.get_state_dict(fresh, states)
+        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=at["rows"])
+        theirs.set_state_dict(
+            fresh, states, model_state_dict=model_state, optim_state_dict=optim_state
+        )
+        assert_same(whole_of(fresh, states), expected)
+        fresh, states = made(kind, 1)
+        numbers = {"model": dict(fresh.named_parameters()), "optim": states.state_dict()}
+        dcp.load(numbers, checkpoint_id=at["numbers"])
+        states.load_state_dict(numbers["optim"])
+        assert_same(whole_of(fresh, states), expected)
+        loss_of(fresh, batch(9, fsdpc.rank())).backward()  # reads what was loaded in place
+    dist.destroy_process_group()
+
+
+def check_alone(path: str, expected: dict[str, Any]) -> None:
+    """Rank 0 reads by itself, into whole tensors; files have no row twice."""
+    if fsdpc.rank():
+        return
+    found: dict[str, Any] = {"model": {}, "optim": {"state": {}}}
+    for name, value in expected["model"].items():
+        found["model"][name] = torch.full_like(value, float("nan"))
+    for name, states in expected["optim"]["state"].items():
+        found["optim"]["state"][name] = {k: torch.zeros_like(v) for k, v in states.items()}
+    dcp.load(found, checkpoint_id=path, no_dist=True)
+    assert_same(found["model"], expected["model"])
+    assert_same(found["optim"]["state"], expected["optim"]["state"])
+    for name, one in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        if isinstance(one, TensorStorageMetadata):
+            numel = sum(chunk.sizes.numel() for chunk in one.chunks)
+            assert numel == one.size.numel(), (name, one)
+
+
+@pytest.mark.ranks(2)
+def test_what_a_plain_process_saved_is_loaded(tmp_path: Path) -> None:
+    join_gloo(tmp_path)
+    plain = build(seed=5)
+    by_hand = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    loss_of(plain, batch(0, 0)).backward()
+    by_hand.step()
+    model_state, optim_state = theirs.get_state_dict(plain, by_hand)
+    path = str(tmp_path / "plain")
+    if fsdpc.rank() == 0:
+        state = {"model": model_state, "optim": optim_state}
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    fsdpc.barrier()
+    ours, optimizer = made("ours", 0)
+    state = rows_of(ours, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(ours, optimizer, state["optim"])
+    assert_same(get_model_state_dict(ours), dict(plain.state_dict()))
+    found = get_optimizer_state_dict(ours, optimizer)["state"]
+    assert_same(found, optim_state["state"])
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_what_would_lose_the_rows_is_refused(tmp_path: Path) -> None:
+    join_gloo(tmp_path)
+    ours, optimizer = made("torch", 1)
+    options = theirs.StateDictOptions(full_state_dict=True)
+    with pytest.raises(NotImplementedError, match="takes states of AdamW for whole ones"):
+        theirs.get_optimizer_state_dict(ours, optimizer, options=options)
+    path = str(tmp_path / "step")
+    with pytest.raises(NotImplementedError, match="the parameter itself: give it get_model"):
+        dcp.async_save(dict(ours.named_parameters()), checkpoint_id=path)
+    copies = torch.distributed._state_dict_utils._create_cpu_state_dict
+    with pytest.raises(NotImplementedError, match=r"makes plain tensors of rows of \(20, 7\)"):
+        copies(get_model_state_dict(ours, sharded=True))
+    # What goes to another process, as that of an asynchronous save, still is rows there.
+    for state in (ours.first.weight.detach(), optimizer.state_dict()["state"][0]["exp_avg"]):
+        sent = ForkingPickler.loads(bytes(ForkingPickler.dumps(state)))
+        assert sent._fsdpc_part() == ours.first.weight._fsdpc_part()
+        file = io.BytesIO()
+        torch.save(state, file)
+        assert type(torch.load(io.BytesIO(file.getvalue()))) is torch.Tensor
+    dist.destroy_process_group()
