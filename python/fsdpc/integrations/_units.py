@@ -1,0 +1,173 @@
+"""Which modules of a model become units where its trainer shards it, and how a folder keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc.torch import (
+    FSDPModule,
+    fully_shard,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+#: None, classes or their names, a mapping of patterns of names, or a function of (name, module).
+Units = Iterable[type | str] | Mapping[Any, Any] | Callable[[str, nn.Module], Any] | None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module has units inside, or is one."""
+    return any(isinstance(m, FSDPModule) for m in module.modules())
+
+
+def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: Any) -> None:
+    """Make a module a unit, and modules inside of it; collective.
+
+    Parameters
+    ----------
+    module : nn.Module
+        If something in it is sharded already, the user has chosen units: only parameters that are
+        in none become one.
+    units : Units
+        As :func:`plan_of` takes them.
+    inner : mapping
+        Options of :func:`fsdpc.torch.fully_shard` for modules inside, beside ``options``.
+    options : mapping
+        Of the module and of those inside.
+    """
+    if is_sharded(module):
+        if any(not hasattr(p, "fsdpc") for p in module.parameters()):
+            fully_shard(module, **options)
+        return
+    plan = plan_of(units, module)
+    if callable(plan) and inner:
+        choose = plan
+
+        def plan(name: str, m: nn.Module) -> Any:
+            own = choose(name, m)
+            return None if own is None else {**inner, **own}
+
+    fully_shard(module, plan=plan, **options)
+    if any(p.is_meta for p in module.parameters()):
+        _materialise(module)
+
+
+def plan_of(units: Units, module: nn.Module) -> Any:
+    """Return a plan as ``fully_shard`` takes it.
+
+    Parameters
+    ----------
+    units : Units
+        None: every element of an ``nn.ModuleList`` that is in no other one.
+    module : nn.Module
+
+    Raises
+    ------
+    ValueError
+        No module is of one of these classes.
+    """
+    if units is None:
+        inside: dict[int, bool] = {}
+        for m in module.modules():
+            if isinstance(m, nn.ModuleList) and id(m) not in inside:
+                inside.update((id(below), False) for child in m for below in child.modules())
+                inside.update((id(child), any(True for _ in child.parameters())) for child in m)
+        return lambda name, m: {} if inside.get(id(m)) else None
+    if isinstance(units, Mapping) or (callable(units) and not isinstance(units, type)):
+        return units
+    kinds = [units] if isinstance(units, (type, str)) else list(units)
+    for kind in kinds:
+        if not any(_is_of(m, kind) for m in module.modules()):
+            name = kind if isinstance(kind, str) else kind.__name__
+            raise ValueError(f"{type(module).__name__} has no module of the class {name}")
+    return lambda name, m: {} if any(_is_of(m, kind) for kind in kinds) else None
+
+
+def _is_of(module: nn.Module, kind: type | str) -> bool:
+    if isinstance(kind, str):
+        return any(c.__name__ == kind for c in type(module).__mro__)
+    return isinstance(module, kind)
+
+
+def _materialise(module: nn.Module) -> None:
+    """Give values to what was made on the meta device, where modules can draw them."""
+    from fsdpc.torch import _device
+
+    module.to_empty(device=_device.home())
+    for m in module.modules():
+        if callable(getattr(m, "reset_parameters", None)):
+            m.reset_parameters()  # type: ignore[operator]
+
+
+def no_sync(module: nn.Module) -> ExitStack:
+    """Return a context in which gradients of all units inside stay local."""
+    stack = ExitStack()
+    for m in module.modules():
+        if isinstance(m, FSDPModule):
+            stack.enter_context(m.no_sync(recurse=False))
+    return stack
+
+
+META = "meta.pt"
+
+
+def is_folder_of_parts(path: Path) -> bool:
+    """Whether a path is what :func:`save_parts` wrote to the end."""
+    return path.is_dir() and (path / META).is_file()
+
+
+def save_parts(path: Path, state: dict[str, Any], rest: Any) -> None:
+    """Save rows of a model and of optimizers, and the rest as a file of rank 0; collective.
+
+    Parameters
+    ----------
+    path : Path
+        A folder of ``torch.distributed.checkpoint``; its ``meta.pt`` comes last.
+    state : dict
+        Of rows, as ``get_model_state_dict(..., sharded=True)`` and its like return them.
+    rest : Any
+        What rank 0 saves of it.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        if path.is_file():
+            path.unlink()
+        (path / META).unlink(missing_ok=True)
+    torch.distributed.barrier()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(path), overwrite=True))
+    if rank == 0:
+        torch.save(rest, path / META)
+
+
+def load_parts(
+    path: Path, model: tuple[str, nn.Module], optimizers: Any, strict: bool = True
+) -> None:
+    """Load a model and optimizers at any number of ranks; collective.
+
+    Parameters
+    ----------
+    path : Path
+    model : (str, nn.Module)
+    optimizers : mapping of str to Optimizer
+    strict : bool, default True
+        Raise if the folder lacks what the model has.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=not strict)
+    name, module = model
+    state: dict[str, Any] = {name: get_model_state_dict(module, sharded=True)}
+    dcp.load(state, checkpoint_id=str(path), planner=planner)
+    for key, optimizer in optimizers.items():
+        states = {key: get_optimizer_state_dict(module, optimizer, sharded=True)}
+        dcp.load(states, checkpoint_id=str(path))
+        set_optimizer_state_dict(module, optimizer, states[key])

@@ -1,0 +1,451 @@
+"""Lightning's Trainer and Fabric over :mod:`fsdpc.torch`: a strategy for each.
+
+``Trainer(strategy=FsdpcStrategy())`` and ``Fabric(strategy=FsdpcFabricStrategy())``, or ``"fsdpc"``
+for either once this module is imported. Both are Lightning's DDP strategies in how processes start
+and speak: its FSDP and model-parallel ones refuse CPUs or loss scaling. Tested with lightning 2.6.
+
+A LightningModule is the outermost unit, so that its steps read any of its parameters. With manual
+optimization, where backward runs inside a step, each of its children is one instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from fsdpc.integrations import _units
+from fsdpc.torch import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from fsdpc.torch.optim_state import rekey
+
+StateDictType = Literal["full", "sharded"]
+_MODEL = "model"  # in a folder, as Lightning's consolidate_checkpoint looks for it
+
+
+class FsdpcStrategy(DDPStrategy):
+    """Shards a LightningModule over the ranks of a Trainer.
+
+    Parameters
+    ----------
+    units : optional
+        Modules that are gathered as one: classes or their names, or a plan as
+        :func:`fsdpc.torch.fully_shard` takes it. None: the elements of each ``nn.ModuleList``.
+        Nothing of this counts if ``configure_model`` shards: then only what it left is.
+    state_dict_type : {"full", "sharded"}, default "full"
+        What checkpoints are. "full": Lightning's file, which any strategy resumes from, made on
+        rank 0. "sharded": a folder of ``torch.distributed.checkpoint``, written by all ranks.
+    cluster_environment : ClusterEnvironment, optional
+        Who started the ranks, as for every strategy of Lightning's. ``fsdpc run`` and
+        ``fsdpc.launch`` are found, beside those that Lightning finds.
+    precision_plugin : Precision, optional
+        For "16-mixed" on CPUs, ``MixedPrecision("16-mixed", "cpu")``: there the Trainer takes
+        "bf16-mixed" in the place of its own argument.
+    process_group_backend : str, optional
+    start_method : {"popen", "spawn", "fork", "forkserver"}, default "popen"
+        How Lightning starts ranks, where nothing else did.
+    options
+        Of :func:`fsdpc.torch.fully_shard`: ``strategy``, ``mp_policy``, ``offload_policy`` and
+        others.
+
+    Notes
+    -----
+    With mixed precision, units inside compute and are gathered in its dtype, reduce in float32 and
+    cast their inputs; the outermost unit stays in float32 under autocast, as everything does in
+    DDP. ``mp_policy`` replaces both.
+    """
+
+    strategy_name = "fsdpc"
+
+    def __init__(
+        self,
+        units: _units.Units = None,
+        state_dict_type: StateDictType = "full",
+        *,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment or _environment(),
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+        )
+        self._sharded = _is_sharded_type(state_dict_type)
+        self._fsdpc_units, self._options = units, options
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Parameters are loaded into units."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """:meth:`load_checkpoint` does, as rows need the model's names."""
+        return False
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, where it is not, and make optimizers over its pieces; collective."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        _refuse_callbacks(trainer)
+        module = self.lightning_module
+        if self._layer_sync is not None:
+            raise NotImplementedError("sync_batchnorm: convert layers in the module's __init__")
+        self.precision_plugin.convert_module(module)
+        if not _units.is_sharded(module) and not any(p.is_meta for p in module.parameters()):
+            self.model_to_device()
+        inner = _inner_options(self.precision_plugin, MixedPrecision, self._options)
+        for m in [module] if module.automatic_optimization else _children(module):
+            _units.shard(m, self._fsdpc_units, inner, self._options)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's method as the outermost unit's forward."""
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's method as the outermost unit's forward."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's method as the outermost unit's forward."""
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's method as the outermost unit's forward."""
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def _run(self, name: str, args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        method = getattr(module, name)
+        if isinstance(module, FSDPModule):
+            return module._fsdpc_run(method, args, kwargs)
+        return method(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Let gradients stay local, for accumulation."""
+        assert self.lightning_module is not None
+        with _units.no_sync(self.lightning_module):
+            yield
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return full parameters on rank 0, or every rank's rows; collective."""
+        assert self.lightning_module is not None
+        if self._sharded:
+            return get_model_state_dict(self.lightning_module, sharded=True)
+        return get_model_state_dict(self.lightning_module, rank0_only=True)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return full states on rank 0, numbered as torch does, or the rows' owner; collective."""
+        assert self.lightning_module is not None
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if self._sharded:
+            return get_optimizer_state_dict(self.lightning_module, optimizer, sharded=True)
+        return _numbered(self.lightning_module, optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Write a file on rank 0, or a folder from all ranks; collective."""
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(filepath))
+        if not self._sharded:
+            if self.is_global_zero and _units.is_folder_of_parts(path):
+                shutil.rmtree(path)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError('storage_options: folders (state_dict_type="sharded") take none')
+        names = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
+        states = dict(zip(names, checkpoint.pop("optimizer_states", ()), strict=True))
+        state = {_MODEL: checkpoint.pop("state_dict"), **states}
+        _units.save_parts(path, state, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Load model and, while fitting, optimizers of either kind of checkpoint; collective."""
+        module = self.lightning_module
+        assert module is not None
+        path = Path(self.broadcast(checkpoint_path))
+        strict = module.strict_loading
+        if _units.is_folder_of_parts(path):
+            named = {f"optimizer_{i}": o for i, o in enumerate(self.optimizers)}
+            _units.load_parts(path, (_MODEL, module), named, strict)
+            return self.checkpoint_io.load_checkpoint(path / _units.META, weights_only=weights_only)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder without {_units.META}: its save did not end")
+        checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        states = checkpoint.get("optimizer_states", [])
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            set_optimizer_state_dict(module, optimizer, _named(module, optimizer, state))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a file's full parameters; a folder's are loaded by then."""
+        if "state_dict" in checkpoint:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add nothing: the engine says which ranks wait where."""
+
+    def teardown(self) -> None:
+        """Leave module and optimizers where they are: units live on their device."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register "fsdpc"; the base class's names stay its own."""
+        strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
+
+
+class FsdpcFabricStrategy(FabricDDPStrategy):
+    """Shards the module that ``fabric.setup`` is given.
+
+    Parameters
+    ----------
+    units, state_dict_type, cluster_environment, start_method, options
+        As of :class:`FsdpcStrategy`.
+    precision : Precision, optional
+        For "16-mixed" on CPUs, a ``MixedPrecision`` of Fabric.
+
+    Notes
+    -----
+    ``fabric.setup(model, optimizer)`` gives the optimizer the pieces in the place of parameters;
+    it may have been made before. Checkpoints are of one model, which ``state`` must have.
+    """
+
+    def __init__(
+        self,
+        units: _units.Units = None,
+        state_dict_type: StateDictType = "full",
+        *,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment=cluster_environment or _environment(),
+            precision=precision,
+            process_group_backend=process_group_backend,
+            start_method=start_method,
+        )
+        self._sharded = _is_sharded_type(state_dict_type)
+        self._fsdpc_units, self._options = units, options
+        self._backward_sync_control = _NoSync()  # type: ignore[assignment]
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """Shard a module; collective."""
+        inner = _inner_options(self.precision, FabricMixedPrecision, self._options)
+        _units.shard(module, self._fsdpc_units, inner, self._options)
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
+    ) -> Any:
+        """Shard a module, and let optimizers step its pieces; collective."""
+        places = {
+            id(p): (owner._parameters, key)
+            for owner in module.modules()
+            for key, p in owner._parameters.items()
+        }
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise RuntimeError("fabric.setup() of an optimizer that has stepped: set up first")
+        self.setup_module(module)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            found = [places.get(id(p)) for p in group["params"]]
+            group["params"] = [
+                p if at is None else at[0][at[1]]
+                for p, at in zip(group["params"], found, strict=True)
+            ]
+        return module, optimizers, scheduler
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Write a file on rank 0, or a folder from all ranks; collective."""
+        path = Path(self.broadcast(path))
+        key, module, optimizers = _parts_of(state)
+        converted: dict[str, Any] = {}
+        if self._sharded:
+            converted[key] = get_model_state_dict(module, sharded=True)
+        else:
+            converted[key] = get_model_state_dict(module, rank0_only=True)
+        for name, optimizer in optimizers.items():
+            converted[name] = (
+                get_optimizer_state_dict(module, optimizer, sharded=True)
+                if self._sharded
+                else _numbered(module, optimizer)
+            )
+        rest = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value
+            for name, value in state.items()
+            if name not in converted
+        }
+        for part in (converted, rest):
+            for name, wanted in (filter or {}).items():
+                if name in part:
+                    part[name] = {k: v for k, v in part[name].items() if wanted(k, v)}
+        if self._sharded:
+            _units.save_parts(path, converted, rest)
+        elif self.is_global_zero:
+            if _units.is_folder_of_parts(path):
+                shutil.rmtree(path)
+            self.checkpoint_io.save_checkpoint({**converted, **rest}, path, storage_options)
+        self.barrier()
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what ``state`` has, in place, at any number of ranks; return the rest."""
+        path = Path(self.broadcast(path))
+        if not _units.is_folder_of_parts(path) and (not state or isinstance(state, nn.Module)):
+            return super().load_checkpoint(path, state, strict, weights_only)
+        if isinstance(state, nn.Module) or not state:
+            raise ValueError("a folder is loaded into a state: pass {'model': model, ...}")
+        key, module, optimizers = _parts_of(state)
+        if _units.is_folder_of_parts(path):
+            _units.load_parts(path, (key, module), optimizers, strict)
+            rest = self.checkpoint_io.load_checkpoint(path / _units.META, weights_only=weights_only)
+        else:
+            rest = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            module.load_state_dict(rest.pop(key), strict=strict)
+            for name, optimizer in optimizers.items():
+                states = _named(module, optimizer, rest.pop(name))
+                set_optimizer_state_dict(module, optimizer, states)
+        for name, value in list(state.items()):
+            if name == key or name in optimizers:
+                continue
+            if name not in rest:
+                if strict:
+                    raise KeyError(f"the checkpoint has no '{name}', which the state asks for")
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
+        return rest
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register "fsdpc"; the base class's names stay its own."""
+        strategy_registry.register("fsdpc", cls, description="units sharded by fsdpc")
+
+
+class _NoSync:
+    """Fabric's ``no_backward_sync`` over units."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+        return _units.no_sync(module) if enabled else nullcontext()
+
+
+def _environment() -> ClusterEnvironment | None:
+    """What reads torchrun's variables, where fsdpc's launchers set them."""
+    return TorchElasticEnvironment() if "FSDPC_LAUNCHER_PID" in os.environ else None
+
+
+def _is_sharded_type(state_dict_type: str) -> bool:
+    if state_dict_type not in ("full", "sharded"):
+        raise ValueError(f"state_dict_type is 'full' or 'sharded', got {state_dict_type!r}")
+    return state_dict_type == "sharded"
+
+
+def _inner_options(precision: Any, mixed: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of units inside for a precision plugin; none where the user gave a policy."""
+    if "mp_policy" in options or not isinstance(precision, mixed):
+        return {}
+    dtype = torch.float16 if precision.precision == "16-mixed" else torch.bfloat16  # type: ignore[attr-defined]
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)}
+
+
+def _children(module: LightningModule) -> list[nn.Module]:
+    """The modules to shard where backward runs inside of a step."""
+    own = [name for name, p in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"{type(module).__name__} has parameters of its own, {own[:3]}, and manual "
+            "optimization, where it is no unit: put them into a module inside of it"
+        )
+    return [m for m in module.children() if any(True for _ in m.parameters())]
+
+
+def _refuse_callbacks(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise NotImplementedError(
+                f"{type(callback).__name__} keeps a copy of the whole model beside units, which "
+                "have rows: keep an average of the parameters in on_train_batch_end instead"
+            )
+
+
+def _numbered(module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Full states on rank 0, as an unsharded optimizer's state dict has them; collective."""
+    states = get_optimizer_state_dict(module, optimizer, rank0_only=True)
+    return rekey(states, module, optimizer, by_name=False) if states else {}
+
+
+def _named(module: nn.Module, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
+    """States of a file by parameter name, as those of a consolidated folder are already."""
+    if all(isinstance(name, str) for group in states["param_groups"] for name in group["params"]):
+        return states
+    return rekey(states, module, optimizer, by_name=True)
+
+
+def _parts_of(state: Mapping[str, Any]) -> tuple[str, nn.Module, dict[str, Any]]:
+    """The one sharded model of a state, its key, and the optimizers."""
+    models = [(k, m) for k, m in state.items() if isinstance(m, nn.Module) and _units.is_sharded(m)]
+    if len(models) != 1:
+        raise ValueError(
+            f"a checkpoint is of one model that fabric.setup() sharded, and the state has "
+            f"{len(models)}: {list(state)}"
+        )
+    optimizers = {k: o for k, o in state.items() if isinstance(o, torch.optim.Optimizer)}
+    return *models[0], optimizers
+
+
+#: For ``strategy="fsdpc"``; importing this module again finds them.
+_REGISTRIES: tuple[tuple[Any, Callable[[Any], None]], ...] = (
+    (StrategyRegistry, FsdpcStrategy.register_strategies),
+    (STRATEGY_REGISTRY, FsdpcFabricStrategy.register_strategies),
+)
+for _registry, _register in _REGISTRIES:
+    if "fsdpc" not in _registry:
+        _register(_registry)
