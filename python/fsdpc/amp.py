@@ -204,6 +204,10 @@ class LossScaler:
         found = self._found
         _overflow.forget(self._unscaled)
         self._begin_step()
+        self._adjust(found)
+
+    def _adjust(self, found: bool) -> None:
+        """Grow or shrink the scale after a step that overflowed, or did not."""
         if not self.dynamic:
             return
         if found:

@@ -19,8 +19,10 @@ MODULES = files(".py", under="python")
 # What these do is PyTorch's to say.
 HOOKS = {"forward", "extra_repr"}
 
-# Calls that mirror PyTorch's keep PyTorch's signatures.
-MIRRORS = {"fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel"}
+# Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
+MIRRORS = {
+    "fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel", "initialize",
+}  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -115,6 +115,38 @@ def no_sync(module: nn.Module) -> ExitStack:
     return stack
 
 
+def places_of(module: nn.Module) -> dict[int, tuple[dict[str, Any], str]]:
+    """Return where each parameter is, by identity; for :func:`moved` after sharding."""
+    return {
+        id(p): (owner._parameters, key)
+        for owner in module.modules()
+        for key, p in owner._parameters.items()
+        if p is not None
+    }
+
+
+def moved(params: Iterable[Any], places: Mapping[int, tuple[dict[str, Any], str]]) -> list[Any]:
+    """Return what stands in the places of parameters now; others as they are."""
+    found = [(p, places.get(id(p))) for p in params]
+    return [p if at is None else at[0][at[1]] for p, at in found]
+
+
+def move(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
+    """Let an optimizer that was made before sharding step the pieces.
+
+    Raises
+    ------
+    RuntimeError
+        It has states, of whole parameters.
+    """
+    if optimizer.state:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has stepped before its model was sharded: make it after"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = moved(group["params"], places)
+
+
 META = "meta.pt"
 
 

@@ -282,21 +282,10 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> Any:
         """Shard a module, and let optimizers step its pieces; collective."""
-        places = {
-            id(p): (owner._parameters, key)
-            for owner in module.modules()
-            for key, p in owner._parameters.items()
-        }
-        for optimizer in optimizers:
-            if optimizer.state:
-                raise RuntimeError("fabric.setup() of an optimizer that has stepped: set up first")
+        places = _units.places_of(module)
         self.setup_module(module)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            found = [places.get(id(p)) for p in group["params"]]
-            group["params"] = [
-                p if at is None else at[0][at[1]]
-                for p, at in zip(group["params"], found, strict=True)
-            ]
+        for optimizer in optimizers:
+            _units.move(optimizer, places)
         return module, optimizers, scheduler
 
     def save_checkpoint(

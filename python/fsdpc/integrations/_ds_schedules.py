@@ -1,0 +1,107 @@
+"""DeepSpeed's learning rates over steps, as schedulers of torch.
+
+The first step has the smallest rate, and step k what DeepSpeed's formulas have at iteration k - 1.
+Source: ``deepspeed/runtime/lr_schedules.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class _Schedule(LRScheduler):
+    """Rates by a function of (iteration, group's own rate); iteration -1 is before the first."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: Callable[[int, float], float]):
+        self._rate = rate
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        return [self._rate(self.last_epoch - 1, base) for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "base_lrs": [float(b) for b in self.base_lrs]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self.base_lrs = list(state_dict["base_lrs"])
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+
+def _warmth(steps: int, kind: str) -> Callable[[int], float]:
+    """How far a warm-up has come, from 0 to 1."""
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type is 'log' or 'linear', got {kind!r}")
+    steps = max(2, steps)
+
+    def warmth(k: int) -> float:
+        if k >= steps:
+            return 1.0
+        return math.log(k + 1) / math.log(steps) if kind == "log" else k / steps
+
+    return warmth
+
+
+def _warmup(
+    optimizer: Any,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+    total_num_steps: int | None = None,
+) -> _Schedule:
+    low = warmup_min_lr
+    high = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
+    warmth, steps = _warmth(warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+
+    def rate(k: int, base: float) -> float:
+        if k < 0:
+            return low
+        gamma = warmth(k)
+        if k >= steps and total_num_steps is not None:
+            gamma = max(0.0, (total_num_steps - k) / max(1.0, total_num_steps - steps))
+        return low + (high - low) * gamma
+
+    return _Schedule(optimizer, rate)
+
+
+def _decay(
+    optimizer: Any, total_num_steps: int, warmup_max_lr: float = 0.001, **others: Any
+) -> _Schedule:
+    return _warmup(
+        optimizer, warmup_max_lr=warmup_max_lr, total_num_steps=total_num_steps, **others
+    )
+
+
+def _cosine(
+    optimizer: Any,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> _Schedule:
+    warmth, steps = _warmth(warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+
+    def rate(k: int, base: float) -> float:
+        if k < 0:
+            return 0.0
+        if k < steps:
+            return base * (warmup_min_ratio + (1 - warmup_min_ratio) * warmth(k))
+        done = min(1.0, (k - steps + 1) / max(1, total_num_steps - steps))
+        wave = (1 + math.cos(math.pi * done)) / 2
+        return base * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * wave)
+
+    return _Schedule(optimizer, rate)
+
+
+#: By the names of a configuration.
+SCHEDULES: dict[str, Callable[..., _Schedule]] = {
+    "WarmupLR": _warmup, "WarmupDecayLR": _decay, "WarmupCosineLR": _cosine,
+}  # fmt: skip
