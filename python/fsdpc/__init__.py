@@ -81,6 +81,7 @@ from fsdpc.strategies import ShardingStrategy
 if TYPE_CHECKING:
     from fsdpc import amp, checkpoint, data, functional, lr_scheduler, models, wrap
     from fsdpc.launcher import launch
+    from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,13 @@ _LAZY = {
     "amp", "checkpoint", "data", "functional", "launcher", "lr_scheduler", "models", "testing",
     "wrap",
 }  # fmt: skip
+
+_FROM = {  # name -> the module that has it, imported when the first of its names is used
+    "launch": "launcher",
+    "Stabilized": "stabilizer",
+    "StabilizerOptions": "stabilizer",
+    "TrainingStabilizer": "stabilizer",
+}
 
 __all__ = [
     "all_gather", "all_reduce", "amp", "barrier", "bfloat16", "bool_", "broadcast",
@@ -101,16 +109,16 @@ __all__ = [
     "no_grad", "num_threads", "OffloadPolicy", "optim", "PeerError", "rank",
     "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
     "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
-    "simulate", "SimulateOptions", "Simulation", "summon_full_params", "Tensor", "tensor", "uint8",
-    "world_size", "wrap",
+    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
+    "summon_full_params", "Tensor", "tensor", "TrainingStabilizer", "uint8", "world_size", "wrap",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "launch":
-        return importlib.import_module("fsdpc.launcher").launch
+    if name in _FROM:
+        return getattr(importlib.import_module(f"fsdpc.{_FROM[name]}"), name)
     if name in _LAZY:
         return importlib.import_module(f"fsdpc.{name}")
     raise AttributeError(f"module 'fsdpc' has no attribute '{name}'")

@@ -60,7 +60,7 @@ class DistributedSampler:
             raise ValueError(f"{length} sequences are fewer than {world} ranks")
         self.length, self.rank, self.world = length, rank, world
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
+        self.epoch = self.order = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration gives."""
@@ -91,6 +91,7 @@ class DistributedSampler:
         if not self.shuffle:
             return np.arange(self.length)
         words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, self.epoch]
+        words += [self.order] if self.order else []
         return np.random.RandomState(words).permutation(self.length)
 
 
@@ -258,6 +259,7 @@ class Loader:
             "sequences": taken,
             "length": self.sampler.length,
             "seed": self.sampler.seed,
+            **({"order": self.sampler.order} if self.sampler.order else {}),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -272,6 +274,7 @@ class Loader:
             if state[what] != own:
                 raise ValueError(f"the cursor is of data with {what} {state[what]}, not {own}")
         self._drop_ahead()
+        self.sampler.order = state.get("order", 0)
         batch, inside = divmod(state["sequences"], self.batch_size * self.sampler.world)
         batch = 0 if inside else min(batch, len(self))  # beyond its end: the next epoch's beginning
         taken = min(state["sequences"], self.sampler.length) if inside else 0
@@ -280,6 +283,20 @@ class Loader:
             left = len(self._indices_of(state["epoch"])) // self.batch_size
             self._begun = (state["epoch"], taken, left)
         self._next = self._advance((state["epoch"], 0), batch)
+
+    def reorder(self, order: int) -> None:
+        """Go on from here in another order of the same data; a cursor brings it back.
+
+        Parameters
+        ----------
+        order : int
+            Which, the same on all ranks; 0 is the first. Some sequences of the epoch may come
+            again, and others not.
+        """
+        if order < 0:
+            raise ValueError(f"order must be at least 0, got {order}")
+        self._drop_ahead()
+        self.sampler.order, self._order = order, (-1, np.empty(0, np.int64))
 
     def stop(self) -> None:
         """End the thread; the next batch starts a new one.  Stopping twice is fine."""
