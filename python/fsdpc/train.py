@@ -49,12 +49,10 @@ from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
 from fsdpc.optim import Optimizer
+from fsdpc.performance import measure_peak
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
 
-# The peak is that of the first square product, of doubling sizes, that takes this long.
-PRODUCT_SECONDS = 2e-3
-PRODUCT_SIZES = (96, 4096)
 LINE_WIDTH = 76  # with a rank in front it fits into 80 columns
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
@@ -225,7 +223,7 @@ class Trainer:
         )
         self.loader = Loader(self.train_data, options.batch, self._sampler())
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
-        self.peak_flops = self._measure_peak() * self.world
+        self.peak_flops = measure_peak(DTYPES[options.dtype]) * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader}  # fmt: skip
@@ -265,20 +263,6 @@ class Trainer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr)
-
-    @no_grad()
-    def _measure_peak(self) -> float:
-        """FLOP/s of this rank's matrix products: what MFU is a share of."""
-        dtype = DTYPES[self.options.dtype]
-        n, best = PRODUCT_SIZES[0], 0.0
-        while best < PRODUCT_SECONDS and n <= PRODUCT_SIZES[1]:
-            n, best = 2 * n, math.inf
-            a, b = (_core.randn(n, n, seed=i).to(dtype) for i in (1, 2))
-            for _ in range(4):
-                begin = time.perf_counter()
-                _core.matmul(a, b)[0, 0].item()  # a GPU is waited for
-                best = min(best, time.perf_counter() - begin)
-        return 2 * n**3 / best
 
     def run(self) -> None:
         """Train, validate, write metrics, show a sample."""
