@@ -62,7 +62,7 @@ from fsdpc.distributed import (
     shutdown,
     world_size,
 )
-from fsdpc.estimate import estimate
+from fsdpc.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.full_params import full_grad, full_tensor, summon_full_params
 from fsdpc.grad_mode import enable_grad, no_grad
@@ -103,17 +103,18 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
 __all__ = [
     "all_gather", "all_reduce", "amp", "barrier", "bfloat16", "bool_", "broadcast", "checkpoint",
     "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_", "cuda", "data",
-    "deferred_init", "DeviceMesh", "distributed", "dtype", "enable_grad", "estimate", "float16",
-    "float32", "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full_grad",
-    "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step",
-    "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized",
-    "launch", "local_rank", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
-    "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
-    "OffloadPolicy", "optim", "PeerError", "PerformanceTracker", "rank",
-    "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
-    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
-    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
-    "summon_full_params", "Tensor", "tensor", "TrainingStabilizer", "uint8", "world_size", "wrap",
+    "deferred_init", "DeviceMesh", "distributed", "dtype", "enable_grad", "estimate",
+    "estimate_activations", "float16", "float32", "float64", "flops_per_token", "from_dlpack",
+    "from_numpy", "FSDPModule", "full_grad", "full_tensor", "fully_shard", "functional",
+    "get_default_device", "grad_norms", "graph_step", "GraphStep", "init", "init_device_mesh",
+    "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "local_rank", "lr_scheduler",
+    "manual_seed", "memory_plan", "memory_stats", "MemoryPlan", "MismatchError",
+    "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads", "OffloadPolicy", "optim",
+    "PeerError", "PerformanceTracker", "rank", "register_fsdp_forward_method",
+    "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
+    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
+    "Stabilized", "StabilizerOptions", "summon_full_params", "Tensor", "tensor", "training_cost",
+    "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap",
 ]  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from fsdpc.grad_mode import no_grad
 _PRODUCT_SECONDS = 2e-3
 _PRODUCT_SIZES = (96, 4096)
 
-#: FLOP/s of common devices in dense bfloat16 products (V100, T4: float16), from their makers' data
-#: sheets. A part of a device's name is enough where a peak is asked for; longer names come first.
+#: FLOP/s of common devices in dense bfloat16 products (V100, T4: float16), from vendors' data
+#: sheets. The longest of these names that is in the name of a device counts.
 PEAKS: dict[str, float] = {
     "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12,
     "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12,
