@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from fsdpc import amp, checkpoint, data, functional, lr_scheduler, models, wrap
     from fsdpc.launcher import launch
     from fsdpc.performance import PerformanceTracker, flops_per_token
+    from fsdpc.planner import PlanOptions, Plans, plan
     from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
 
 __version__ = "0.1.0"
@@ -95,6 +96,9 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
     "flops_per_token": "performance",
     "launch": "launcher",
     "PerformanceTracker": "performance",
+    "plan": "planner",
+    "PlanOptions": "planner",
+    "Plans": "planner",
     "Stabilized": "stabilizer",
     "StabilizerOptions": "stabilizer",
     "TrainingStabilizer": "stabilizer",
@@ -110,11 +114,12 @@ __all__ = [
     "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "local_rank", "lr_scheduler",
     "manual_seed", "memory_plan", "memory_stats", "MemoryPlan", "MismatchError",
     "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads", "OffloadPolicy", "optim",
-    "PeerError", "PerformanceTracker", "rank", "register_fsdp_forward_method",
-    "reset_peak_memory_stats", "Schedule", "schedule", "set_default_device", "set_num_threads",
-    "ShardingStrategy", "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation",
-    "Stabilized", "StabilizerOptions", "summon_full_params", "Tensor", "tensor", "training_cost",
-    "TrainingCost", "TrainingStabilizer", "uint8", "world_size", "wrap",
+    "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans", "rank",
+    "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
+    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
+    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
+    "summon_full_params", "Tensor", "tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
+    "uint8", "world_size", "wrap",
 ]  # fmt: skip
 
 

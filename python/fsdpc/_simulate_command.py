@@ -19,7 +19,7 @@ from fsdpc._train_options import (
     add_number,
     add_sharding_options,
 )
-from fsdpc.models.config import ModelConfig
+from fsdpc.models.config import ModelConfig, of_transformers
 from fsdpc.simulate import SimulateOptions, simulate
 from fsdpc.train import make_model, make_policy
 
@@ -32,15 +32,6 @@ The engine records its own schedule on a device that computes nothing; nothing i
 neither hosts nor GPUs need be here. docs/simulate.md says what the times are made of.
 """
 
-#: Of transformers' LlamaConfig and SmolLM3Config.
-_NAMES = {
-    "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "layers",
-    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "inner",
-    "max_position_embeddings": "max_seq", "tie_word_embeddings": "tied",
-    "no_rope_layer_interval": "no_rope_every",
-}  # fmt: skip
-
-
 def simulate_parser() -> argparse.ArgumentParser:
     """Return the parser of ``fsdpc simulate``."""
     p = argparse.ArgumentParser(
@@ -52,6 +43,19 @@ def simulate_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    add_world_options(p)
+    model = add_model_options(p)
+    model.add_argument("--checkpoint-activations", nargs="?", const="all", metavar="WHICH",
+                       help="all, every N-th block, or a ratio like 0.5")  # fmt: skip
+    add_number(model, "--batch", 1, "sequences in a micro-step of one rank")
+    add_number(model, "--accumulate", 1, "micro-steps in a step of the optimizer")
+    add_sharding_options(p)
+    add_choice(p, "--optimizer", OPTIMIZERS, "adamw", "optimizer")
+    return p
+
+
+def add_world_options(p: argparse.ArgumentParser) -> None:
+    """Add what says which hosts there are and how fast they are."""
     world = p.add_argument_group("world")
     add_number(world, "--hosts", 1, "hosts")
     add_number(world, "--ranks-per-host", 1, "ranks on each")
@@ -69,6 +73,10 @@ def simulate_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="whether bytes move while ranks compute (default: on cuda)",
     )
+
+
+def add_model_options(p: argparse.ArgumentParser) -> Any:
+    """Add what says which model it is; return the group."""
     model = p.add_argument_group("model")
     add_choice(model, "--model", ("llama", "gpt2"), "llama", "family")
     add_choice(model, "--preset", models.PRESETS, "2M", ", ".join(models.PRESETS), metavar="SIZE")
@@ -79,14 +87,24 @@ def simulate_parser() -> argparse.ArgumentParser:
         help="JSON in the place of a preset: fields of ModelConfig, or transformers' config.json",
     )
     add_choice(model, "--dtype", DTYPES, "bf16", "of compute and gathers")
-    model.add_argument("--checkpoint-activations", nargs="?", const="all", metavar="WHICH",
-                       help="all, every N-th block, or a ratio like 0.5")  # fmt: skip
-    add_number(model, "--batch", 1, "sequences in a micro-step of one rank")
     add_number(model, "--seq", 2048, "words in a sequence")
-    add_number(model, "--accumulate", 1, "micro-steps in a step of the optimizer")
-    add_sharding_options(p)
-    add_choice(p, "--optimizer", OPTIMIZERS, "adamw", "optimizer")
-    return p
+    return model
+
+
+def world_options(o: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a simulation that :func:`add_world_options` added, in its units."""
+    return {
+        "bandwidth": o.bandwidth * 1e9 / 8,
+        "latency": o.latency * 1e-6,
+        "flops": o.tflops * 1e12,
+        "device": o.device,
+        "local_bandwidth": o.local_bandwidth * 1e9 / 8,
+        "local_latency": o.local_latency * 1e-6,
+        "message": o.message * 1e-6,
+        "memory_bandwidth": o.memory_bandwidth * 1e9,
+        "disk_bandwidth": o.disk_bandwidth * 1e9,
+        "overlap": o.overlap,
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,18 +123,9 @@ def main(argv: Sequence[str]) -> int:
             distributed.init(0, 1, deterministic=True)
         known = {each.name for each in fields(SimulateOptions)}
         options = {name: value for name, value in vars(o).items() if name in known}
-        options.update(
-            mp_policy=make_policy(o),
-            local_bandwidth=o.local_bandwidth * 1e9 / 8,
-            local_latency=o.local_latency * 1e-6,
-            message=o.message * 1e-6,
-            memory_bandwidth=o.memory_bandwidth * 1e9,
-            offload_policy=o.offload,
-            disk_bandwidth=o.disk_bandwidth * 1e9,
-        )
+        options.update(mp_policy=make_policy(o), offload_policy=o.offload, **world_options(o))
         print(simulate(model, (o.batch, o.seq), hosts=o.hosts, ranks_per_host=o.ranks_per_host,
-                       bandwidth=o.bandwidth * 1e9 / 8, latency=o.latency * 1e-6,
-                       flops=o.tflops * 1e12, **options))  # fmt: skip
+                       **options))  # fmt: skip
     except (ValueError, OSError) as error:
         print(f"fsdpc simulate: {error}", file=sys.stderr)
         return 2
@@ -126,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
 def check_numbers(options: argparse.Namespace) -> None:
     """Refuse numbers that no world has, as they were written."""
     for name in ("hosts", "ranks_per_host", "batch", "seq", "accumulate"):
-        if (value := getattr(options, name)) < 1:
+        if (value := getattr(options, name, 1)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for name in ("tflops", "bandwidth", "local_bandwidth", "memory_bandwidth", "disk_bandwidth"):
         if not (value := getattr(options, name)) > 0:
@@ -150,15 +159,8 @@ def read_config(path: Path) -> ModelConfig:
         raise ValueError(f"--config {path}: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"--config {path}: a mapping of names to values is wanted")
-    if "hidden_size" in found:
-        head = found.get("head_dim")
-        if head and head * found.get("num_attention_heads", 1) != found["hidden_size"]:
-            raise ValueError(
-                f"--config {path}: heads of {head} do not make up a width of {found['hidden_size']}"
-            )
-        found = {ours: found[name] for name, ours in _NAMES.items() if found.get(name) is not None}
     try:
-        return ModelConfig(**found)
+        return of_transformers(found) if "hidden_size" in found else ModelConfig(**found)
     except TypeError as error:
         raise ValueError(f"--config {path}: {str(error).split(') ')[-1]}") from None
     except ValueError as error:

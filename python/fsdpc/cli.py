@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "train a language model on text (fsdpc train --help)"),
         ("estimate", "show what each rank of a training run would hold"),
         ("simulate", "show what a step would take and send on hosts that are not here"),
+        ("plan", "show which ways to train fit a cluster, the fastest first"),
         ("ckpt", "look at checkpoints, check and convert them"),
     ):
         commands.add_parser(name, add_help=False, help=text)
@@ -125,6 +126,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc import _simulate_command
 
         return _simulate_command.main(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from fsdpc import _plan_command
+
+        return _plan_command.main(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 

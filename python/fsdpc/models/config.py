@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,32 @@ class ModelConfig:
         causal half of the attention matrix counted.
         """
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * self.dim * seq
+
+
+#: Of transformers' LlamaConfig and SmolLM3Config.
+_THEIRS = {
+    "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "layers",
+    "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "inner",
+    "max_position_embeddings": "max_seq", "tie_word_embeddings": "tied",
+    "no_rope_layer_interval": "no_rope_every",
+}  # fmt: skip
+
+
+def of_transformers(found: Mapping[str, Any]) -> ModelConfig:
+    """Return the shape of a LLaMA-like model by the fields of transformers' configuration.
+
+    Raises
+    ------
+    ValueError
+        Its heads do not make up its width, or a size is out of range.
+    TypeError
+        A field that a model needs is not there.
+    """
+    head = found.get("head_dim")
+    if head and head * found.get("num_attention_heads", 1) != found["hidden_size"]:
+        raise ValueError(f"heads of {head} do not make up a width of {found['hidden_size']}")
+    own = {ours: found[name] for name, ours in _THEIRS.items() if found.get(name) is not None}
+    return ModelConfig(**own)
 
 
 PRESETS: dict[str, ModelConfig] = {

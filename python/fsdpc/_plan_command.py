@@ -1,0 +1,77 @@
+"""``fsdpc plan``: how to train a model on a cluster that is not here, from one command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fsdpc._simulate_command import (
+    add_model_options,
+    add_world_options,
+    check_numbers,
+    read_config,
+    world_options,
+)
+from fsdpc._train_options import DTYPES, OPTIMIZERS, add_choice, add_number
+from fsdpc.planner import plan
+from fsdpc.train import make_model, make_policy
+
+_EPILOG = """\
+example:
+  fsdpc plan --preset 7B --hosts 2 --ranks-per-host 8 --memory 80 --device cuda --tflops 400 \\
+      --bandwidth 3200 --latency 5 --local-bandwidth 2880 --local-latency 2 --batch 8 --seq 4096
+
+All ways train on the same batch, so the fastest step is the best. Memory is planned to the byte,
+and what fits is simulated; nothing is started, and neither hosts nor GPUs need be here.
+"""
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``fsdpc plan``."""
+    p = argparse.ArgumentParser(
+        prog="fsdpc plan",
+        usage="fsdpc plan --memory X [--option value ...]",
+        description="Try strategies, meshes, recomputation, offload and micro-batches for a model, "
+        "and show the fastest that fit, with the options of fsdpc train.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--memory", type=float, required=True, metavar="X",
+                   help="GB of a rank: of its GPU, or its share of the host's")  # fmt: skip
+    add_number(p, "--top", 10, "rows to show")
+    add_world_options(p)
+    model = add_model_options(p)
+    add_number(model, "--batch", 8, "sequences of a rank in a step; micro-batches divide it")
+    add_choice(model, "--reduce-dtype", DTYPES, "fp32", "in which gradients are sent")
+    add_choice(p, "--optimizer", OPTIMIZERS, "adamw", "optimizer")
+    p.set_defaults(checkpoint_activations=None)
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``fsdpc plan`` and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str
+        Options, as on the command line.
+    """
+    o = plan_parser().parse_args(argv)
+    try:
+        check_numbers(o)
+        if o.top < 1:
+            raise ValueError(f"--top must be at least 1, got {o.top}")
+        model = make_model(o, None if o.config is None else read_config(o.config))
+        found = plan(
+            model, memory=o.memory * 1e9, ranks=o.hosts * o.ranks_per_host,
+            ranks_per_host=o.ranks_per_host, batch=o.batch, seq=o.seq, mp_policy=make_policy(o),
+            optimizer=o.optimizer, **world_options(o),
+        )  # fmt: skip
+        print(found.table(o.top))
+        found.best  # noqa: B018, raises where nothing fits
+    except (ValueError, OSError) as error:
+        print(f"fsdpc plan: {error}", file=sys.stderr)
+        return 2
+    return 0
