@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 __all__ = [
-    "LRScheduler", "LambdaLR", "WarmupCosine", "WarmupLinearDecay", "WarmupStableDecay",
-    "scale_lr",
+    "LRScheduler", "LambdaLR", "WarmupCosine", "WarmupDecayLR", "WarmupLinearDecay",
+    "WarmupStableDecay", "scale_lr", "schedule_by_name",
 ]  # fmt: skip
 
 
@@ -146,7 +147,7 @@ class WarmupCosine(LRScheduler):
 
 
 class WarmupStableDecay(LRScheduler):
-    """Linear warm-up, a plateau, then a linear decay to a minimum.
+    """Linear warm-up, a plateau, then a decay to a minimum (WSD).
 
     Parameters
     ----------
@@ -156,6 +157,8 @@ class WarmupStableDecay(LRScheduler):
         Steps of the three phases.
     min_ratio : float
         What is left at the end, as a part of the first learning rate; default 0.
+    shape : {"linear", "cosine", "sqrt"}
+        Of the decay: a line, half a cosine, or 1 - sqrt(t); default "linear".
 
     Raises
     ------
@@ -164,14 +167,24 @@ class WarmupStableDecay(LRScheduler):
 
     Notes
     -----
-    Source: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models", 2024.
+    Sources: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models", 2024; Hagele et
+    al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024 (sqrt).
     """
 
     def __init__(
-        self, optimizer: Any, warmup: int, stable: int, decay: int, min_ratio: float = 0.0
+        self,
+        optimizer: Any,
+        warmup: int,
+        stable: int,
+        decay: int,
+        min_ratio: float = 0.0,
+        shape: str = "linear",
     ) -> None:
         _check_steps(warmup=warmup, stable=stable, decay=decay)
         _check_ratio(min_ratio)
+        if shape not in _SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}")
+        self.shape = shape
         self.warmup, self.stable, self.decay = warmup, stable, decay
         self.min_ratio = min_ratio
         super().__init__(optimizer)
@@ -185,7 +198,7 @@ class WarmupStableDecay(LRScheduler):
             return 1.0
         if into_decay >= self.decay:
             return self.min_ratio
-        return 1 - (1 - self.min_ratio) * into_decay / self.decay
+        return 1 - (1 - self.min_ratio) * _SHAPES[self.shape](into_decay / self.decay)
 
 
 class WarmupLinearDecay(WarmupStableDecay):
@@ -213,6 +226,76 @@ class WarmupLinearDecay(WarmupStableDecay):
         if warmup >= total:
             raise ValueError(f"warmup ({warmup}) must be smaller than total ({total})")
         super().__init__(optimizer, warmup, 0, total - warmup, min_ratio)
+
+
+#: How much of a decay is done after a part t of its steps.
+_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda t: t,
+    "cosine": lambda t: (1 - math.cos(math.pi * t)) / 2,
+    "sqrt": math.sqrt,
+}
+
+
+class WarmupDecayLR(LRScheduler):
+    """DeepSpeed's schedule of this name: a warm-up to a rate, then a line to 0.
+
+    Parameters
+    ----------
+    optimizer : object with ``param_groups``
+        See :class:`LRScheduler`; its own learning rates do not count.
+    total_num_steps : int
+        Steps of the whole schedule.
+    warmup_min_lr, warmup_max_lr : float
+        Learning rates at both ends of the warm-up; default 0 and 0.001.
+    warmup_num_steps : int
+        Steps of the warm-up, at least 2; default 1000.
+    warmup_type : {"log", "linear"}
+        Whether the warm-up goes by the logarithm of the step; default "log".
+
+    Raises
+    ------
+    ValueError
+        An argument is out of range; the message has its value.
+
+    Notes
+    -----
+    DeepSpeed counts iterations from the end of the first step, so the first two steps run at
+    ``warmup_min_lr``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float = 0.0,
+        warmup_max_lr: float = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+    ) -> None:
+        _check_steps(total_num_steps=total_num_steps, warmup_num_steps=warmup_num_steps)
+        if not 0 <= warmup_min_lr <= warmup_max_lr or not 0 < warmup_max_lr < math.inf:
+            raise ValueError(
+                f"warmup_min_lr {warmup_min_lr} and warmup_max_lr {warmup_max_lr}: from 0 on, in "
+                "this order"
+            )
+        if warmup_type not in ("log", "linear"):
+            raise ValueError(f"warmup_type must be 'log' or 'linear', got {warmup_type!r}")
+        self.total, self.warmup = total_num_steps, max(2, warmup_num_steps)
+        self.least, self.is_log = warmup_min_lr / warmup_max_lr, warmup_type == "log"
+        for group in getattr(optimizer, "param_groups", ()):
+            group["initial_lr"] = warmup_max_lr
+        super().__init__(optimizer)
+
+    def factor(self, step: int, group: int) -> float:
+        """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
+        at = max(step - 1, 0)
+        if at >= self.warmup:
+            done = max(0.0, (self.total - at) / max(1, self.total - self.warmup))
+        elif self.is_log:
+            done = math.log(at + 1) / math.log(self.warmup)
+        else:
+            done = at / self.warmup
+        return self.least + (1 - self.least) * done
 
 
 class LambdaLR(LRScheduler):
@@ -247,22 +330,69 @@ class LambdaLR(LRScheduler):
         return float(self.functions[group](step))
 
 
-def scale_lr(lr: float, ranks: int, rule: str = "linear") -> float:
-    """Scale a learning rate found on one rank to the larger batch of several.
+def schedule_by_name(name: str, optimizer: Any, **options: Any) -> LRScheduler:
+    """Make a schedule by its name, as configurations have it.
+
+    Parameters
+    ----------
+    name : {"cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt", "WarmupDecayLR"}
+    optimizer : object with ``param_groups``
+    **options
+        Of the class.
+
+    Raises
+    ------
+    ValueError
+        There is no such name; the message lists them.
+
+    Examples
+    --------
+    >>> from types import SimpleNamespace
+    >>> optimizer = SimpleNamespace(param_groups=[{"lr": 1.0}])
+    >>> schedule = schedule_by_name("wsd-cosine", optimizer, warmup=0, stable=1, decay=4)
+    >>> schedule.step()
+    >>> [round((schedule.step(), schedule.get_last_lr()[0])[1], 3) for _ in range(4)]
+    [0.854, 0.5, 0.146, 0.0]
+    """
+    if name not in _NAMES:
+        raise ValueError(f"no schedule '{name}'; there are {', '.join(_NAMES)}")
+    return _NAMES[name](optimizer, **options)
+
+
+_NAMES: dict[str, Callable[..., LRScheduler]] = {
+    "cosine": WarmupCosine,
+    "linear": WarmupLinearDecay,
+    "wsd": WarmupStableDecay,
+    "wsd-cosine": partial(WarmupStableDecay, shape="cosine"),
+    "wsd-sqrt": partial(WarmupStableDecay, shape="sqrt"),
+    "WarmupDecayLR": WarmupDecayLR,
+}
+
+
+def scale_lr(
+    lr: float,
+    ranks: int = 1,
+    rule: str = "linear",
+    *,
+    batch: float | None = None,
+    base_batch: float | None = None,
+) -> float:
+    """Scale a learning rate to a larger batch.
 
     Parameters
     ----------
     lr : float
-        The learning rate for the batch of one rank.
+        The learning rate for the batch of one rank, or for ``base_batch``.
     ranks : int
-        How many ranks, each with a batch of that size.
+        How many ranks, each with a batch of that size; default 1.
     rule : {"linear", "sqrt"}
-        Times `ranks` (SGD), or times its square root (Adam); default "linear".
+        Times the batch's growth (SGD), or times its square root (Adam); default "linear".
+    batch, base_batch : float, optional
+        The batch to train with and the one that ``lr`` was found for, in sequences or in tokens.
 
     Returns
     -------
     float
-        The learning rate for all ranks together.
 
     Raises
     ------
@@ -276,8 +406,8 @@ def scale_lr(lr: float, ranks: int, rule: str = "linear") -> float:
 
     Examples
     --------
-    >>> scale_lr(0.1, 4), scale_lr(0.1, 4, "sqrt")
-    (0.4, 0.2)
+    >>> scale_lr(0.1, 4), scale_lr(0.1, 4, "sqrt"), scale_lr(0.1, batch=512, base_batch=128)
+    (0.4, 0.2, 0.4)
     """
     if not lr > 0 or not math.isfinite(lr):
         raise ValueError(f"lr must be a positive number, got {lr!r}")
@@ -285,7 +415,14 @@ def scale_lr(lr: float, ranks: int, rule: str = "linear") -> float:
         raise ValueError(f"ranks must be at least 1, got {ranks!r}")
     if rule not in ("linear", "sqrt"):
         raise ValueError(f"rule must be 'linear' or 'sqrt', got {rule!r}")
-    return lr * (ranks if rule == "linear" else math.sqrt(ranks))
+    if (batch is None) != (base_batch is None):
+        raise ValueError("give both batch and base_batch, or neither")
+    growth = float(ranks)
+    if batch is not None and base_batch is not None:
+        if not (0 < batch < math.inf and 0 < base_batch < math.inf):
+            raise ValueError(f"batch {batch} and base_batch {base_batch} must be above 0")
+        growth *= batch / base_batch
+    return lr * (growth if rule == "linear" else math.sqrt(growth))
 
 
 def _check_steps(**counts: int) -> None:

@@ -13,9 +13,11 @@ from fsdpc.lr_scheduler import (
     LambdaLR,
     LRScheduler,
     WarmupCosine,
+    WarmupDecayLR,
     WarmupLinearDecay,
     WarmupStableDecay,
     scale_lr,
+    schedule_by_name,
 )
 
 
@@ -52,6 +54,55 @@ def test_cosine_begins_each_cycle_at_the_full_rate() -> None:
 def test_stable_decay_by_hand() -> None:
     seen = rates(WarmupStableDecay(optimizer(2.0), 2, 3, 4, min_ratio=0.5), 11)
     assert seen == [1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0]
+
+
+def test_shapes_of_a_stable_decay() -> None:
+    cosine = rates(WarmupStableDecay(optimizer(), 1, 1, 4, 0.2, shape="cosine"), 8)
+    expected = [1.0, 1.0, *(0.2 + 0.8 * (1 + math.cos(math.pi * t / 4)) / 2 for t in range(4))]
+    assert cosine == pytest.approx([*expected, 0.2, 0.2], rel=1e-12)
+    root = rates(WarmupStableDecay(optimizer(), 0, 0, 4, shape="sqrt"), 5)
+    assert root == pytest.approx([1 - math.sqrt(t / 4) for t in range(5)], abs=1e-12)
+    with pytest.raises(ValueError, match="shape must be one of linear, cosine, sqrt, got 'x'"):
+        WarmupStableDecay(optimizer(), 0, 0, 4, shape="x")
+
+
+def test_deepspeeds_schedule_by_hand() -> None:
+    """Its iteration i is our step i + 1."""
+    seen = rates(WarmupDecayLR(optimizer(7.0), 10, 0.1, 0.5, 4), 14)
+    log = [0.1 + 0.4 * math.log(i + 1) / math.log(4) for i in range(4)]
+    line = [0.1 + 0.4 * (10 - i) / 6 for i in range(4, 11)]
+    assert seen == pytest.approx([log[0], *log, *line, 0.1, 0.1], rel=1e-12)
+    linear = rates(WarmupDecayLR(optimizer(), 4, 0.0, 1.0, 2, "linear"), 6)
+    assert linear == pytest.approx([0, 0, 0.5, 1, 0.5, 0], abs=1e-12)
+    with pytest.raises(ValueError, match="warmup_type must be"):
+        WarmupDecayLR(optimizer(), 4, warmup_type="x")
+    with pytest.raises(ValueError, match="in this order"):
+        WarmupDecayLR(optimizer(), 4, 0.2, 0.1)
+
+
+def test_schedules_by_name() -> None:
+    for name, cls, options in (
+        ("cosine", WarmupCosine, {"warmup": 1, "total": 4}),
+        ("linear", WarmupLinearDecay, {"warmup": 1, "total": 4}),
+        ("wsd", WarmupStableDecay, {"warmup": 1, "stable": 1, "decay": 2}),
+        ("WarmupDecayLR", WarmupDecayLR, {"total_num_steps": 4}),
+    ):
+        assert type(schedule_by_name(name, optimizer(), **options)) is cls
+    options = {"warmup": 0, "stable": 0, "decay": 4}
+    by_name = [rates(schedule_by_name(f"wsd{s}", optimizer(), **options), 4)[1]
+               for s in ("", "-cosine", "-sqrt")]  # fmt: skip
+    assert by_name == pytest.approx([0.75, (1 + math.sqrt(0.5)) / 2, 0.5])
+    with pytest.raises(ValueError, match="no schedule 'x'; there are cosine, linear, wsd"):
+        schedule_by_name("x", optimizer())
+
+
+def test_rates_of_larger_batches() -> None:
+    assert scale_lr(0.1, 2, batch=96, base_batch=12) == pytest.approx(1.6)
+    assert scale_lr(0.1, rule="sqrt", batch=900, base_batch=100) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="both batch and base_batch"):
+        scale_lr(0.1, batch=1)
+    with pytest.raises(ValueError, match="must be above 0"):
+        scale_lr(0.1, batch=1, base_batch=0)
 
 
 def test_linear_decay_by_hand() -> None:
