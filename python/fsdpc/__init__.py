@@ -79,7 +79,7 @@ from fsdpc.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
-    from fsdpc import amp, checkpoint, data, functional, lr_scheduler, models, wrap
+    from fsdpc import amp, checkpoint, data, functional, loggers, lr_scheduler, models, wrap
     from fsdpc.batch_size import find_batch_size
     from fsdpc.launcher import launch
     from fsdpc.performance import PerformanceTracker, flops_per_token
@@ -89,8 +89,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "amp", "checkpoint", "data", "functional", "launcher", "lr_scheduler", "models", "testing",
-    "wrap",
+    "amp", "checkpoint", "data", "functional", "launcher", "loggers", "lr_scheduler", "models",
+    "testing", "wrap",
 }  # fmt: skip
 
 _FROM = {  # name -> the module that has it, imported when the first of its names is used
@@ -114,8 +114,8 @@ __all__ = [
     "from_dlpack", "from_numpy", "FSDPModule", "full_grad", "full_tensor", "fully_shard",
     "functional", "get_default_device", "grad_norms", "graph_step", "GraphStep", "init",
     "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch",
-    "local_rank", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats", "MemoryPlan",
-    "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
+    "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
+    "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
     "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
     "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",

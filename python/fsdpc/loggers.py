@@ -1,0 +1,339 @@
+"""What a run measures, written where people look: JSON lines, CSV, TensorBoard, W&B.
+
+Rank 0 alone writes; elsewhere a logger does nothing, so loops need no test of the rank. Each call
+hands its record to the kernel in one write, before it returns: a process that is killed after that
+loses nothing. (A machine that loses its power may: nothing waits for the disk.) Files are appended
+to, so a run that goes on from a checkpoint goes on in the same file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fsdpc import _core, distributed
+
+Value = float | int | str | None
+
+
+class Logger:
+    """Base of all loggers; a new one overrides :meth:`write`."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the values of a step, on rank 0; other ranks return at once.
+
+        Parameters
+        ----------
+        step : int
+        values : mapping
+            Numbers by name, text, or tensors of one element, which are read.
+        """
+        if _writes():
+            self.write(int(step), {name: _plain(value) for name, value in values.items()})
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Write plain values; rank 0 calls it."""
+        raise NotImplementedError("a logger defines write(step, values)")
+
+    def close(self) -> None:
+        """End; what was logged is there already."""
+
+    def __enter__(self) -> Logger:
+        """Return itself; leaving closes it."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class JsonLines(Logger):
+    """A JSON object a line: ``step``, ``time`` (of the clock) and the values; NaN becomes null.
+
+    Parameters
+    ----------
+    path : path
+        Made, with its folders, by the first call.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = _Appended(path)
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Write a line."""
+        finite = {name: None if _is_odd(value) else value for name, value in values.items()}
+        line = json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False)
+        self._file.append(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Csv(Logger):
+    """A table with a column a name; a name that comes later widens it.
+
+    Parameters
+    ----------
+    path : path
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file = _Appended(path)
+        self._names: list[str] | None = None
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Write a line; with new names, the file anew."""
+        row: dict[str, Any] = {"step": step, **values}
+        if self._names is None:
+            self._names = self._found()
+        if new := [name for name in row if name not in self._names]:
+            self._widen(self._names + new)
+        self._file.append(_csv_line(row.get(name, "") for name in self._names))
+
+    def _found(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return next(csv.reader(file), [])
+
+    def _widen(self, names: list[str]) -> None:
+        """Write all lines under the new names beside the file, and take its place at once."""
+        rows: list[dict[str, str]] = []
+        if self._names:
+            with self.path.open(newline="") as file:
+                rows = list(csv.DictReader(file))
+        self._file.close()
+        beside = _Appended(self.path.with_name(f".{self.path.name}.wider"), fresh=True)
+        beside.append(_csv_line(names))
+        for row in rows:
+            beside.append(_csv_line(row.get(name) or "" for name in names))
+        beside.close()
+        beside.path.replace(self.path)
+        self._names = names
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard(Logger):
+    """Scalars in an event file, as TensorBoard reads them; no package is needed to write it.
+
+    Parameters
+    ----------
+    folder : path
+        Each run that logs there adds a file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = _Appended(Path(folder) / name)
+        self._is_new = True
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Write an event with all numbers among the values."""
+        if self._is_new:  # field 3 of an event: the version of the file
+            self._file.append(_record(_field(1, time.time()) + _field(3, b"brain.Event:2")))
+            self._is_new = False
+        summary = b"".join(
+            _field(1, _field(1, name.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value))
+            for name, value in values.items()
+            if isinstance(value, (int, float))
+        )
+        event = _field(1, time.time()) + _field(2, step) + _field(5, summary)
+        self._file.append(_record(event))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Wandb(Logger):
+    """A run of Weights & Biases, by the package ``wandb``.
+
+    Parameters
+    ----------
+    project : str, default "fsdpc"
+    **options
+        Of ``wandb.init``, as ``mode="offline"``, ``dir=``, ``config=``, ``id=`` and ``resume=``.
+
+    Raises
+    ------
+    ImportError
+        The package is not installed; rank 0 alone needs it.
+
+    Notes
+    -----
+    W&B's own process writes, from a queue: what reached it before a kill is W&B's promise, not
+    this module's.
+    """
+
+    def __init__(self, project: str = "fsdpc", **options: Any) -> None:
+        self._run: Any = None
+        if not _writes():
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError(
+                "logging to W&B needs its package: pip install wandb, or log to jsonl:FILE"
+            ) from error
+        self._run = wandb.init(project=project, **options)
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Log to the run."""
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class Loggers(Logger):
+    """Several loggers as one.
+
+    Parameters
+    ----------
+    loggers : iterable of Logger
+    """
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self.loggers = list(loggers)
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Write to each."""
+        for logger in self.loggers:
+            logger.write(step, values)
+
+    def close(self) -> None:
+        """Close each."""
+        for logger in self.loggers:
+            logger.close()
+
+
+def open_loggers(text: str) -> Loggers:
+    """Make loggers from a line as options have it.
+
+    Parameters
+    ----------
+    text : str
+        ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER`` and ``wandb`` or ``wandb:PROJECT``,
+        with commas between.
+
+    Raises
+    ------
+    ValueError
+        Another word, or no file where one is needed.
+
+    Examples
+    --------
+    >>> [type(each).__name__ for each in open_loggers("jsonl:run.jsonl,tensorboard:runs").loggers]
+    ['JsonLines', 'TensorBoard']
+    """
+    made: list[Logger] = []
+    for part in text.split(","):
+        kind, _, where = part.strip().partition(":")
+        if kind not in _KINDS:
+            raise ValueError(f"'{part}': one of {', '.join(_KINDS)}, as in jsonl:run.jsonl")
+        if not where and kind != "wandb":
+            raise ValueError(f"'{part}': say where to, as in {kind}:PATH")
+        made.append(_KINDS[kind](where) if where else Wandb())
+    return Loggers(made)
+
+
+_KINDS: dict[str, Callable[[str], Logger]] = {
+    "jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb
+}  # fmt: skip
+
+
+def _writes() -> bool:
+    return not distributed.is_initialized() or distributed.rank() == 0
+
+
+def _plain(value: Any) -> Value:
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return float(value)  # a tensor, or a NumPy scalar
+
+
+def _is_odd(value: Value) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+class _Appended:
+    """A file that whole records are appended to, each by one write; made at the first."""
+
+    def __init__(self, path: str | os.PathLike[str], fresh: bool = False) -> None:
+        self.path, self._fresh, self._fd = Path(path), fresh, -1
+
+    def append(self, record: bytes) -> None:
+        if self._fd < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(self.path, flags | os.O_TRUNC * self._fresh, 0o666)
+            length = os.fstat(self._fd).st_size
+            is_text = record.endswith(b"\n")
+            if is_text and length and os.pread(self._fd, 1, length - 1) != b"\n":
+                record = b"\n" + record  # a line was cut off, by a full disk
+        while record:
+            record = record[os.write(self._fd, record) :]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _csv_line(values: Iterable[Any]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(values)
+    return text.getvalue().encode()
+
+
+# ---- an event file: records of protocol buffers, by hand as there are five fields ----
+
+
+def _varint(n: int) -> bytes:
+    n &= (1 << 64) - 1
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    return bytes([*out, n])
+
+
+def _field(number: int, value: float | int | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return _varint(number << 3 | 2) + _varint(len(value)) + value
+    if isinstance(value, float):
+        return _varint(number << 3 | 1) + struct.pack("<d", value)
+    return _varint(number << 3) + _varint(value)
+
+
+def _record(data: bytes) -> bytes:
+    length = struct.pack("<Q", len(data))
+    return length + _masked(length) + data + _masked(data)
+
+
+def _masked(data: bytes) -> bytes:
+    """A CRC-32C as such files have it, turned and moved so that none is of its own kind."""
+    crc = _core.crc32c(0, data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -1,0 +1,148 @@
+"""Loggers: what is written, by rank 0 alone, and that a kill after a call loses nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdpc
+from fsdpc.loggers import Csv, JsonLines, Loggers, TensorBoard, open_loggers
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def records(folder: Path) -> list[bytes]:
+    """The events of the one file, each whole and with its checksums."""
+    (path,) = folder.glob("events.out.tfevents.*")
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        for part, at in ((data[:8], 8), (data[12 : 12 + length], 12 + length)):
+            crc = fsdpc._core.crc32c(0, part)
+            masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+            assert struct.unpack("<I", data[at : at + 4]) == (masked,)
+        found.append(data[12 : 12 + length])
+        data = data[16 + length :]
+    return found
+
+
+def test_json_lines_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "run.jsonl"
+    with JsonLines(path) as log:
+        log.log(1, {"loss": fsdpc.tensor(2.5), "norm": math.inf, "note": "a\nb", "n": 3})
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')  # cut off by a full disk
+    with JsonLines(path) as log:
+        log.log(3, {"loss": 1})
+    first, cut, last = path.read_text().splitlines()
+    seen = json.loads(first)
+    assert seen.pop("time") > 1e9
+    assert seen == {"step": 1, "loss": 2.5, "norm": None, "note": "a\nb", "n": 3}
+    assert cut == '{"step": 2, "lo' and json.loads(last)["loss"] == 1
+
+
+def test_a_table_widens(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    with Csv(path) as log:
+        log.log(1, {"loss": 2.5})
+        log.log(2, {"loss": 2.0, "note": 'a "b", c'})
+        log.log(3, {"note": "d"})
+    with Csv(path) as log:
+        log.log(4, {"loss": 1.0})
+    assert [list(row.values()) for row in rows(path)] == [
+        ["1", "2.5", ""], ["2", "2.0", 'a "b", c'], ["3", "", "d"], ["4", "1.0", ""],
+    ]  # fmt: skip
+    assert [each.name for each in tmp_path.iterdir()] == ["run.csv"]
+
+
+def test_an_event_file_is_tensorboards(tmp_path: Path) -> None:
+    with TensorBoard(tmp_path) as log:
+        log.log(7, {"loss": 2.5, "note": "left out", "n": 3})
+        log.log(300, {"loss": math.nan})
+    version, first, _ = records(tmp_path)
+    assert b"brain.Event:2" in version
+    assert first[9:11] == bytes([2 << 3, 7])  # the step follows the time
+    assert b"\x0a\x04loss\x15" + struct.pack("<f", 2.5) in first and b"left out" not in first
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="the package tensorboard, which reads it too, is not installed",
+    )
+    read = reader.EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(read.Tags()["scalars"]) == ["loss", "n"]
+    steps = [(event.step, event.value) for event in read.Scalars("loss")]
+    assert steps[0] == (7, 2.5) and steps[1][0] == 300 and math.isnan(steps[1][1])
+
+
+KILLED = """
+import os, sys
+from fsdpc.loggers import open_loggers
+log = open_loggers("jsonl:run.jsonl,csv:run.csv,tensorboard:board")
+for step in range(3):
+    log.log(step, {"loss": float(step), f"late {step}": 1.0})
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_kill_loses_nothing(tmp_path: Path) -> None:
+    path = str(Path(fsdpc.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert [line["loss"] for line in lines(tmp_path / "run.jsonl")] == [0, 1, 2]
+    assert [row["loss"] for row in rows(tmp_path / "run.csv")] == ["0.0", "1.0", "2.0"]
+    assert len(records(tmp_path / "board")) == 4
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_alone_writes(tmp_path: Path) -> None:
+    with open_loggers(f"jsonl:{tmp_path}/{fsdpc.rank()}/a,csv:{tmp_path}/{fsdpc.rank()}/b") as log:
+        log.log(1, {"loss": 1.0})
+    fsdpc.barrier()
+    assert [each.name for each in tmp_path.iterdir()] == ["0"]
+    assert len(list((tmp_path / "0").iterdir())) == 2
+
+
+def test_lines_of_options() -> None:
+    kinds = [type(each) for each in open_loggers("csv:a, jsonl:b,tensorboard:c").loggers]
+    assert kinds == [Csv, JsonLines, TensorBoard]
+    with pytest.raises(ValueError, match="'xml:a': one of jsonl, csv, tensorboard, wandb"):
+        open_loggers("xml:a")
+    with pytest.raises(ValueError, match="'csv': say where to, as in csv:PATH"):
+        open_loggers("csv")
+
+
+def test_wandb_gets_each_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with open_loggers("wandb:trial") as log:
+        log.log(1, {"loss": 2.5})
+        log.log(2, {"loss": 2.25})
+    (data,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"2.25" in data.read_bytes()
+
+
+def test_without_wandb_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb, or log to jsonl:FILE"):
+        open_loggers("wandb")
+    assert Loggers([]).loggers == []
