@@ -13,15 +13,13 @@ import io
 import json
 import math
 import os
-import socket
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fsdpc import _core, distributed
+from fsdpc import distributed
 
 Value = float | int | str | None
 
@@ -133,35 +131,52 @@ class Csv(Logger):
 
 
 class TensorBoard(Logger):
-    """Scalars in an event file, as TensorBoard reads them; no package is needed to write it.
+    """Scalars in an event file, by the package ``tensorboard``.
 
     Parameters
     ----------
     folder : path
         Each run that logs there adds a file.
+
+    Raises
+    ------
+    ImportError
+        The package is not installed; rank 0 alone needs it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = _Appended(Path(folder) / name)
-        self._is_new = True
+        self._folder = os.fspath(folder)
+        self._writer: Any = None
+        if not _writes():
+            return
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise ImportError(
+                "logging to TensorBoard needs its package: pip install tensorboard, or log to "
+                "jsonl:FILE"
+            ) from error
+        self._make, self._event, self._summary = EventFileWriter, event_pb2.Event, summary_pb2
 
     def write(self, step: int, values: dict[str, Value]) -> None:
         """Write an event with all numbers among the values."""
-        if self._is_new:  # field 3 of an event: the version of the file
-            self._file.append(_record(_field(1, time.time()) + _field(3, b"brain.Event:2")))
-            self._is_new = False
-        summary = b"".join(
-            _field(1, _field(1, name.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", value))
+        if self._writer is None:
+            self._writer = self._make(self._folder)
+        numbers = [
+            self._summary.Summary.Value(tag=name, simple_value=value)
             for name, value in values.items()
             if isinstance(value, (int, float))
-        )
-        event = _field(1, time.time()) + _field(2, step) + _field(5, summary)
-        self._file.append(_record(event))
+        ]
+        summary = self._summary.Summary(value=numbers)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()  # its thread writes
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 class Wandb(Logger):
@@ -245,8 +260,8 @@ def open_loggers(text: str) -> Loggers:
 
     Examples
     --------
-    >>> [type(each).__name__ for each in open_loggers("jsonl:run.jsonl,tensorboard:runs").loggers]
-    ['JsonLines', 'TensorBoard']
+    >>> [type(each).__name__ for each in open_loggers("jsonl:run.jsonl,csv:run.csv").loggers]
+    ['JsonLines', 'Csv']
     """
     made: list[Logger] = []
     for part in text.split(","):
@@ -290,8 +305,7 @@ class _Appended:
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self._fd = os.open(self.path, flags | os.O_TRUNC * self._fresh, 0o666)
             length = os.fstat(self._fd).st_size
-            is_text = record.endswith(b"\n")
-            if is_text and length and os.pread(self._fd, 1, length - 1) != b"\n":
+            if length and os.pread(self._fd, 1, length - 1) != b"\n":
                 record = b"\n" + record  # a line was cut off, by a full disk
         while record:
             record = record[os.write(self._fd, record) :]
@@ -306,34 +320,3 @@ def _csv_line(values: Iterable[Any]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue().encode()
-
-
-# ---- an event file: records of protocol buffers, by hand as there are five fields ----
-
-
-def _varint(n: int) -> bytes:
-    n &= (1 << 64) - 1
-    out = bytearray()
-    while n > 127:
-        out.append(n & 127 | 128)
-        n >>= 7
-    return bytes([*out, n])
-
-
-def _field(number: int, value: float | int | bytes) -> bytes:
-    if isinstance(value, bytes):
-        return _varint(number << 3 | 2) + _varint(len(value)) + value
-    if isinstance(value, float):
-        return _varint(number << 3 | 1) + struct.pack("<d", value)
-    return _varint(number << 3) + _varint(value)
-
-
-def _record(data: bytes) -> bytes:
-    length = struct.pack("<Q", len(data))
-    return length + _masked(length) + data + _masked(data)
-
-
-def _masked(data: bytes) -> bytes:
-    """A CRC-32C as such files have it, turned and moved so that none is of its own kind."""
-    crc = _core.crc32c(0, data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -542,8 +542,8 @@ STEPS: dict[str, tuple[Step, ...]] = {
     "recompute": (read_again,),
     "drop": (drop_graph,),
     "step": (
-        refuse_in_hold, *SETTLE, *FINISH, await_gather, arrive, decide, begin_write, update, publish,
-        leave,
+        refuse_in_hold, *SETTLE, *FINISH, await_gather, arrive, decide, begin_write, update,
+        publish, leave,
     ),
     "late step": (
         refuse_in_hold, *SETTLE, *FINISH, await_gather, arrive, decide, begin_write, put_off,
