@@ -10,6 +10,10 @@ from types import FrameType
 from typing import Any
 
 from fsdpc import distributed
+from fsdpc.stabilizer import TrainingStabilizer
+
+OPTIONS = "run.toml"
+RETURNS = 3  # to one checkpoint
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-every", type=int, metavar="N", help="save after every N steps as well"
     )
+    group.add_argument("--save-hours", type=float, metavar="X", help="save every X hours as well")
     group.add_argument(
         "--keep", type=int, metavar="N", help="keep the newest N checkpoints (default: all)"
     )
@@ -47,13 +52,17 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.checkpoint is None and (options.resume or options.save_every or options.keep):
-        raise ValueError("--resume, --save-every and --keep need --checkpoint DIR")
+    hours = options.save_hours
+    if hours is not None and not hours > 0:
+        raise ValueError(f"--save-hours must be above 0, got {hours}")
+    wants = options.resume or options.save_every or hours or options.keep
+    if options.checkpoint is None and wants:
+        raise ValueError("--resume, --save-every, --save-hours and --keep need --checkpoint DIR")
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts must be at least 0, got {options.max_restarts}")
     if not options.max_restarts or "FSDPC_LAUNCHER_PID" in os.environ:
         return
-    if options.checkpoint is None or options.save_every is None:
+    if options.checkpoint is None or not (options.save_every or hours):
         raise ValueError("--max-restarts needs --checkpoint DIR and --save-every N to go on from")
     if "RANK" in os.environ or options.hosts is not None:
         raise ValueError("--max-restarts is for ranks that fsdpc train starts, on one host")
@@ -62,14 +71,16 @@ def check_options(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
 
-    The state is as :func:`fsdpc.checkpoint.save` takes it.
+    The state is as :func:`fsdpc.checkpoint.save` takes it; ``text`` has the options of the run, and
+    is kept beside its checkpoints.
     """
 
-    def __init__(self, options: argparse.Namespace, state: dict[str, Any]) -> None:
-        self.options, self.state = options, state
+    def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
+        self.options, self.state, self.text = options, state, text
         self.stopped = False
         self._asked = False
         self._saved: int | None = None
+        self._returned_to, self._returns = -1, 0
         self._manager: Any = None
 
     def begin(self) -> int:
@@ -80,8 +91,9 @@ class TrainCheckpoints:
         from fsdpc.checkpoint import CheckpointManager
 
         self._manager = CheckpointManager(
-            o.checkpoint, max_to_keep=o.keep, every_steps=o.save_every
-        )
+            o.checkpoint, max_to_keep=o.keep, every_steps=o.save_every,
+            every_seconds=None if o.save_hours is None else o.save_hours * 3600,
+        )  # fmt: skip
         self._manager.claim()
         self._before = signal.signal(signal.SIGTERM, self._ask)
         latest = self._manager.latest()
@@ -95,17 +107,36 @@ class TrainCheckpoints:
             found = "nothing to resume" if step is None else f"resumed after step {step}"
             print(f"{found} in {o.checkpoint}")
         self._saved = step
+        if distributed.rank() == 0:
+            (o.checkpoint / OPTIONS).write_text(self.text)
         return step or 0
+
+    def go_back(self, stabilizer: TrainingStabilizer) -> int:
+        """Return the step of the newest checkpoint, with its state loaded. Collective."""
+        if self._manager is None:
+            raise FloatingPointError(
+                f"training diverged: {stabilizer.in_a_row} steps in a row were skipped, and there "
+                "is no --checkpoint to go back to; take a lower --lr"
+            )
+        step = stabilizer.go_back(self._manager, self.state)
+        self._returns = self._returns + 1 if step == self._returned_to else 1
+        if self._returns > RETURNS:
+            raise FloatingPointError(
+                f"training diverged: {RETURNS} times it went back to step {step}, and did not get "
+                "beyond its skipped steps; take a lower --lr"
+            )
+        self._saved = self._returned_to = step
+        return step
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:
         self._asked = True
 
-    def after(self, step: int) -> bool:
-        """Save if it is time to; return whether the run is to stop. Collective."""
+    def after(self, step: int, healthy: bool) -> bool:
+        """Save a healthy state if it is time to; return whether the run is to stop. Collective."""
         if self._manager is None:
             return False
         self.stopped = bool(distributed.all_reduce(int(self._asked), "max"))
-        if self._manager.step(step, self.state):
+        if healthy and self._manager.step(step, self.state):
             self._saved = step
         return self.stopped
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from fsdpc import _core, models
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
 from fsdpc._train_checkpoint import add_options, check_options
+from fsdpc.lr_scheduler import LRScheduler, schedule_by_name
 from fsdpc.mesh import DeviceMesh
 from fsdpc.offload import CLASSES, OffloadPolicy
 from fsdpc.optim import SGD, Adam, AdamW, Lion, Optimizer
@@ -28,6 +30,7 @@ examples:
   fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
   fsdpc train --ranks 2 --preset 10M --data notes/ --steps 2000
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
+  fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize --log tensorboard:board
 
 The data are bytes of text; the last 500,000 (at most a tenth) are held out for the validation loss,
 which is printed at the end in nats per byte, with a sample of generated text.
@@ -57,6 +60,20 @@ def parser() -> argparse.ArgumentParser:
     add_number(run, "--steps", 400, "optimizer steps")
     add_number(run, "--seed", 0, "of weights, data order and dropout")
     run.add_argument("--metrics", type=Path, metavar="FILE", help="write JSON, a line a step")
+    run.add_argument(
+        "--log",
+        metavar="WORDS",
+        help="loggers beside it: tensorboard:DIR, csv:FILE, wandb:PROJECT, with commas between",
+    )
+    run.add_argument(
+        "--config", type=Path, metavar="FILE", help="options in TOML; those given here go before"
+    )
+    run.add_argument(
+        "--stabilize",
+        action="store_true",
+        help="skip steps whose loss or gradients jump; after three in a row go back to the newest "
+        "checkpoint",
+    )
     add_number(run, "--sample", 300, "bytes of text to generate at the end")
     model = p.add_argument_group("model")
     add_choice(model, "--model", ("llama", "gpt2"), "llama", "family")
@@ -81,6 +98,9 @@ def parser() -> argparse.ArgumentParser:
     add_number(data, "--batch", 16, "sequences in a micro-step of one rank")
     add_number(data, "--eval-bytes", HELD_OUT_BYTES,
             "held-out bytes to validate on at the end; 0 skips it", shown="all")  # fmt: skip
+    data.add_argument(
+        "--eval-every", type=int, metavar="N", help="validate after every N steps as well"
+    )
     add_number(data, "--seq", 256, "bytes in a sequence")
     add_number(data, "--accumulate", 1, "micro-steps in a step of the optimizer")
     add_sharding_options(p)
@@ -212,6 +232,87 @@ OPTIMIZERS = {
 }
 
 
+FLAGS = ("deterministic", "resume", "stabilize", "live")  # options without a value
+SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
+
+
+def make_schedule(options: argparse.Namespace, optimizer: Optimizer) -> LRScheduler:
+    """Return the schedule that the options name."""
+    steps = max(options.steps, 1)
+    warmup = max(1, steps // 20) if options.warmup is None else options.warmup
+    warmup = min(warmup, steps - 1)
+    lengths = {"warmup": warmup, "total": steps}
+    if options.schedule.startswith("wsd"):
+        decay = max(1, steps // 10) if options.decay is None else options.decay
+        decay = min(decay, steps - warmup)
+        lengths = {"warmup": warmup, "stable": steps - warmup - decay, "decay": decay}
+    return schedule_by_name(options.schedule, optimizer, min_ratio=options.min_lr_ratio, **lengths)
+
+
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with those that ``--config`` names before them.
+
+    Raises
+    ------
+    ValueError
+        The file is no TOML, or a value of it no option's.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    path = first.parse_known_args(arguments)[0].config
+    if path is None:
+        return list(arguments)
+    try:
+        import tomllib
+    except ImportError:
+        raise ValueError("--config needs Python 3.11 or newer, which reads TOML") from None
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--config {path}: {error}") from None
+    found: list[str] = []
+    for name, value in values.items():
+        option = name.replace("_", "-")
+        if isinstance(value, dict) or option == "config":
+            raise ValueError(f"--config {path}: '{name}' is no option of fsdpc train")
+        if option in FLAGS:
+            found += [f"--{option}"] if value else []
+        else:
+            found += [f"--{option}", *map(_word, value if isinstance(value, list) else [value])]
+    return [*found, *arguments]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_toml(options: argparse.Namespace) -> str:
+    """Return the options as ``--config`` takes them, without those that are not set."""
+    lines = ["# As fsdpc train --config takes it; options on the command line go before.\n"]
+    for name, value in sorted(vars(options).items()):
+        option = name.replace("_", "-")
+        if option in ("config", "live", "resume") or value is None:
+            continue
+        if option not in FLAGS:
+            lines.append(f"{option} = {_toml_value(value)}\n")
+        elif value:
+            lines.append(f"{option} = true\n")
+    return "".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, (int, float)):
+        return repr(value).lower()  # true and false too
+    if isinstance(value, OffloadPolicy):
+        words = [f"{name}=disk:{os.fspath(value.path or '')}" for name in value.on_disk]
+        value = ",".join([*words, f"fraction={value.fraction}"])
+    elif isinstance(value, tuple):  # a mesh
+        value = "x".join(map(str, value))
+    return json.dumps(str(value), ensure_ascii=False)
+
+
 def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
     optim = p.add_argument_group("optimizer")
     add_choice(optim, "--optimizer", OPTIMIZERS, "adamw", "")
@@ -220,7 +321,24 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="peak learning rate (default: "
-        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items()) + ")",
+        + ", ".join(f"{each.lr:g} for {name}" for name, each in OPTIMIZERS.items())
+        + ")",
+    )
+    add_choice(optim, "--schedule", SCHEDULES, "cosine", "what the learning rate does after the "
+               "warm-up")  # fmt: skip
+    optim.add_argument(
+        "--warmup", type=int, metavar="N", help="steps of the warm-up (default: a twentieth)"
+    )
+    optim.add_argument(
+        "--decay", type=int, metavar="N", help="steps of a WSD's decay (default: a tenth)"
+    )
+    add_number(optim, "--min-lr-ratio", 0.05, "learning rate at the end, of the peak's")
+    optim.add_argument(
+        "--betas",
+        type=float,
+        nargs=2,
+        metavar="X",
+        help="of AdamW, Adam (default: 0.9 0.95) and Lion (0.9 0.99)",
     )
     add_number(optim, "--weight-decay", 0.1, "for tensors of two or more dimensions")
     add_number(optim, "--clip", 1.0, "largest global norm of gradients")
@@ -239,6 +357,7 @@ def check_values(options: argparse.Namespace) -> None:
         raise ValueError(f"--seed must be below 2^63, got {options.seed}")
     if options.lr is None:
         options.lr = OPTIMIZERS[options.optimizer].lr
+    _check_schedule(options)
     for name in ("lr", "clip"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name} must be above 0, got {getattr(options, name)}")
@@ -248,6 +367,26 @@ def check_values(options: argparse.Namespace) -> None:
         raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
     if options.checkpoint_activations:
         checkpoint_choice(options.checkpoint_activations)
+
+
+def _check_schedule(options: argparse.Namespace) -> None:
+    for name, least in (("warmup", 0), ("decay", 1), ("eval_every", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            given = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{given} must be at least {least}, got {value}")
+    if options.decay is not None and not options.schedule.startswith("wsd"):
+        raise ValueError(f"--decay is of the WSD schedules, and this is --schedule "
+                         f"{options.schedule}")  # fmt: skip
+    if not 0 <= options.min_lr_ratio <= 1:
+        raise ValueError(f"--min-lr-ratio must be in [0, 1], got {options.min_lr_ratio}")
+    if options.betas is not None:
+        if options.optimizer == "sgd":
+            raise ValueError("--betas: SGD has none")
+        if not all(0 <= beta < 1 for beta in options.betas):
+            raise ValueError(f"--betas must be in [0, 1), got {options.betas}")
+    if options.stabilize and options.dtype == "fp16":
+        raise ValueError("--stabilize does not go with fp16, whose loss scaler skips steps itself")
 
 
 def check(options: argparse.Namespace) -> None:

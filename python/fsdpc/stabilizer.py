@@ -139,6 +139,11 @@ class TrainingStabilizer:
         self._clip = (clip if native else import_module("fsdpc.torch")).clip_grad_norm_
 
     @property
+    def gave_up(self) -> bool:
+        """Whether the last step was skipped as the last of :attr:`StabilizerOptions.patience`."""
+        return self.in_a_row > 0 and self.in_a_row % self.options.patience == 0
+
+    @property
     def limit(self) -> float:
         """The largest loss that is no jump."""
         if len(self._window) < self.options.least:
@@ -214,12 +219,12 @@ class TrainingStabilizer:
         self.optimizer.zero_grad()
         self.skipped[reason] += 1
         self.in_a_row += 1
-        many, every = self.in_a_row, self.options.patience
+        many = self.in_a_row
         if not distributed.is_initialized() or distributed.rank() == 0:
             total = sum(self.skipped.values())
             self._log(f"step skipped ({many} in a row, {total} in all): {text}")
         return Stabilized(taken=False, norm=norm, reason=reason, text=text, names=tuple(names),
-                          go_back=many % every == 0)  # fmt: skip
+                          go_back=self.gave_up)  # fmt: skip
 
     def go_back(self, manager: Any, state: Mapping[str, Any]) -> int:
         """Load the newest checkpoint, and go on from it with another order of data; collective.

@@ -22,13 +22,16 @@ from fsdpc._train_options import (
     DTYPES,
     HELD_OUT_BYTES,
     OPTIMIZERS,
+    as_toml,
     check,
     check_sharding,
     check_values,
     checkpoint_choice,
     estimate_parser,
+    make_schedule,
     mesh_shape,
     parser,
+    with_config,
 )
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
@@ -44,7 +47,7 @@ from fsdpc.data import (
 from fsdpc.data.files import refuse_binary
 from fsdpc.device import set_default_device
 from fsdpc.grad_mode import no_grad
-from fsdpc.lr_scheduler import WarmupCosine
+from fsdpc.loggers import Loggers, open_loggers
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
@@ -52,6 +55,7 @@ from fsdpc.optim import Optimizer
 from fsdpc.performance import measure_peak
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
+from fsdpc.stabilizer import TrainingStabilizer
 
 LINE_WIDTH = 76  # with a rank in front it fits into 80 columns
 WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
@@ -66,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options, as on the command line.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(with_config(arguments))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as the launcher blocked it
         adopt_scheduler(os.environ)
         check(options)
@@ -214,23 +218,23 @@ class Trainer:
         self.divisor = 1 if whole else options.accumulate  # of losses
         self.model, self.optimizer = self._build()
         self.scaler = LossScaler() if options.dtype == "fp16" else None
-        warmup = max(1, options.steps // 20)
-        self.schedule = WarmupCosine(
-            self.optimizer,
-            min(warmup, max(options.steps - 1, 0)),
-            max(options.steps, 1),
-            min_ratio=0.05,
-        )
+        self.schedule = make_schedule(options, self.optimizer)
+        self.stabilizer = None
+        if options.stabilize:
+            self.stabilizer = TrainingStabilizer(
+                self.model, self.optimizer, options.clip, log=self._say_skipped
+            )
         self.loader = Loader(self.train_data, options.batch, self._sampler())
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops = measure_peak(DTYPES[options.dtype]) * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader}  # fmt: skip
-        self.checkpoints = TrainCheckpoints(options, state)
+        self.checkpoints = TrainCheckpoints(options, state, as_toml(options))
         self.line = LiveLine(self)
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
+        self.loggers = open_loggers(options.log) if options.log else Loggers([])
 
     def _sampler(self) -> DistributedSampler:
         o, length, place = self.options, len(self.train_data), (self.rank, self.world)
@@ -262,7 +266,8 @@ class Trainer:
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr)
+        betas = {"betas": tuple(o.betas)} if o.betas else {}
+        return model, OPTIMIZERS[o.optimizer].make(groups, lr=o.lr, **betas)
 
     def run(self) -> None:
         """Train, validate, write metrics, show a sample."""
@@ -275,18 +280,19 @@ class Trainer:
                 while step < o.steps:
                     step += 1
                     self.line.show(step, self._step())
-                    if self.checkpoints.after(step):
+                    if self.stabilizer and self.stabilizer.gave_up:
+                        step = self.checkpoints.go_back(self.stabilizer)
+                        continue
+                    if o.eval_every and step % o.eval_every == 0 and step < o.steps:
+                        self._write({"step": step, **self._validation(f"step {step}: ")})
+                    healthy = not self.stabilizer or self.stabilizer.in_a_row == 0
+                    if self.checkpoints.after(step, healthy):
                         break
             self.line.end()
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
-            last: dict[str, Any] = {}
-            if o.eval_bytes:
-                loss, tokens = self.validate()
-                last = {"val_loss": loss, "val_tokens": tokens}
-                if self.rank == 0:
-                    print(f"validation loss {loss:.4f} nats per byte over {tokens:,} bytes")
+            last = self._validation()
             seconds, crc = time.perf_counter() - begin, self._params_crc()
             if self.rank == 0:
                 self._write({**last, "seconds": seconds, "params_crc32c": f"{crc:08x}"})
@@ -295,6 +301,22 @@ class Trainer:
         finally:
             if self.metrics:
                 self.metrics.close()
+            self.loggers.close()
+
+    def _validation(self, prefix: str = "") -> dict[str, Any]:
+        """Validate, say how it went, and return the record of it."""
+        if not self.options.eval_bytes:
+            return {}
+        loss, tokens = self.validate()
+        bits, perplexity = loss / math.log(2), math.exp(min(loss, 700.0))
+        if self.rank == 0:
+            print(f"{prefix}validation loss {loss:.4f} nats per byte over {tokens:,} bytes: "
+                  f"{bits:.3f} bits, perplexity {perplexity:.4g}", flush=True)  # fmt: skip
+        return {"val_loss": loss, "val_tokens": tokens, "val_bits_per_byte": bits,
+                "val_perplexity": perplexity}  # fmt: skip
+
+    def _say_skipped(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def _show_header(self) -> None:
         if self.rank == 0:
@@ -314,11 +336,15 @@ class Trainer:
                 self.model.set_requires_gradient_sync(micro == o.accumulate - 1)
             x, y = next(self.loader)
             loss = self.model(x, y)
-            part = loss / self.divisor if self.divisor > 1 else loss
+            watched = self.stabilizer.watch(loss) if self.stabilizer else loss
+            part = watched / self.divisor if self.divisor > 1 else watched
             (self.scaler.scale(part) if self.scaler else part).backward()
             losses.append(float(loss))
         lr = self.optimizer.param_groups[0]["lr"]
-        if self.scaler:
+        norm: Any
+        if self.stabilizer:
+            norm = self.stabilizer.step().norm
+        elif self.scaler:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model, o.clip)
             self.scaler.step(self.optimizer)  # not where a gradient overflowed
@@ -401,6 +427,8 @@ class Trainer:
         if self.metrics:
             self.metrics.write(json.dumps(record) + "\n")
             self.metrics.flush()
+        if "step" in record:
+            self.loggers.log(record["step"], {k: v for k, v in record.items() if k != "step"})
 
 
 class LiveLine:
