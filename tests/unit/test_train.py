@@ -26,7 +26,14 @@ EACH_STEP = {
     "step", "loss", "tokens_per_second", "grad_norm", "lr", "mfu", "peak_bytes", "comm_ms",
     "data_ms",
 }  # fmt: skip
-AT_THE_END = {"val_loss", "val_tokens", "seconds", "params_crc32c"}
+AT_THE_END = {
+    "val_loss",
+    "val_tokens",
+    "val_bits_per_byte",
+    "val_perplexity",
+    "seconds",
+    "params_crc32c",
+}
 
 
 def command(*options: object) -> list[str]:
