@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import fsdpc
 from fsdpc.integrations._fsdp_config import from_fsdp_config
 from tests.torch.common import join_gloo
 
-from .scripts import run_script
+from .scripts import script_of
 
 pytest.importorskip("accelerate")
 
@@ -80,22 +82,29 @@ def history(trainer: Any, names: tuple[str, ...]) -> list[float]:
 @pytest.mark.ranks(2, init=False, timeout=200)
 def test_fit_evaluate_save_and_resume_as_transformers(tmp_path: Any) -> None:
     from fsdpc.integrations.transformers import Trainer
+    from fsdpc.torch import shard_by_plan
 
     join_gloo(tmp_path)
     options = {
         "max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3, "weight_decay": 0.1,
         "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True,
         "save_strategy": "steps", "metric_for_best_model": "eval_loss",
-        "dataloader_drop_last": True, "activation_checkpointing": True,
+        "dataloader_drop_last": True,
     }  # fmt: skip
     data = {"train_dataset": Words(20), "eval_dataset": Words(7, seed=1)}
     runs = {}
     for kind in (Trainer, transformers.Trainer):
         name = "ours" if kind is Trainer else "theirs"
-        runs[name] = kind(llama(), arguments(tmp_path / name, **options), **data)
+        if kind is Trainer:  # what FSDP's arguments ask for
+            config = {"activation_checkpointing": True, "reshard_after_forward": False}
+            how = {"fsdp": True, "fsdp_config": config}
+        else:
+            how = {"activation_checkpointing": True}
+        runs[name] = kind(llama(), arguments(tmp_path / name, **options, **how), **data)
         runs[name].train()
     ours, theirs = runs["ours"], runs["theirs"]
-    assert hasattr(ours.model, "_fsdpc_unit") and ours.model.is_activation_checkpointing
+    assert not ours.model.model.layers[0]._fsdpc_unit.reshard_after_forward
+    assert ours.model.is_activation_checkpointing
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "total_flos")
     assert history(ours, names) == pytest.approx(history(theirs, names), rel=1e-4)
     assert_same(ours.model, theirs.model)  # of the best checkpoint
@@ -107,8 +116,8 @@ def test_fit_evaluate_save_and_resume_as_transformers(tmp_path: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours.model.eval()(ids).logits, loaded(ids).logits)
 
-    # Each goes on from the other's checkpoint: ours on a model that is sharded, and on a plain one.
-    again = Trainer(llama(), arguments(tmp_path / "again", **options), **data)
+    # Each goes on from the other's checkpoint, ours on a model that is sharded already.
+    again = Trainer(shard_by_plan(llama()), arguments(tmp_path / "again", **options), **data)
     again.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-2"))
     assert_same(again.model, theirs.model)
     ours.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
@@ -236,11 +245,15 @@ def test_options_of_fsdp_become_ours() -> None:
 
 
 def test_the_script_of_the_page_under_accelerate_launch(tmp_path: Path) -> None:
-    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_machines=1"]
-    launch += ["--mixed_precision=no", "--dynamo_backend=no"]
-    output = run_script("transformers.md", "transformers' Trainer", tmp_path, launch)
-    losses = [float(found) for found in re.findall(r"'loss': '([\d.]+)'", output)]
-    evaluated = {float(found) for found in re.findall(r"evaluated: ([\d.]+)", output)}
+    (tmp_path / "script.py").write_text(script_of("transformers.md", "transformers' Trainer"))
+    launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    command = [*launch, "--mixed_precision=no", "--dynamo_backend=no", "script.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(found) for found in re.findall(r"'loss': '([\d.]+)'", done.stdout)]
+    evaluated = {float(found) for found in re.findall(r"evaluated: ([\d.]+)", done.stdout)}
     assert len(losses) == 4 and losses[-1] < losses[0] and len(evaluated) == 1  # alike on ranks
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     ids = (torch.arange(1, 33) % 60).view(1, -1)
