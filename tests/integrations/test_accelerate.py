@@ -141,6 +141,10 @@ def test_what_is_refused(tmp_path: Any) -> None:
     stepped.step()
     with pytest.raises(ValueError, match="AdamW has states of the unsharded 'first.weight'"):
         prepare(accelerator, other, stepped, classes=["Block"])
+    accelerator.project_configuration.save_on_each_node = True
+    with pytest.raises(ValueError, match="save_on_each_node"):
+        check(accelerator)
+    accelerator.project_configuration.save_on_each_node = False
     accelerator.state.num_processes = 1
     with pytest.raises(ValueError, match=r"2 ranks, and the accelerator counts 1.*cpu=True"):
         prepare(accelerator, build())

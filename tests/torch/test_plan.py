@@ -105,6 +105,12 @@ MODELS: dict[str, tuple[dict[str, Any], list[str] | None]] = {
     ),
 }  # fmt: skip
 
+# A plan finds the layers of its text, not those of its images.
+MODELS["LlavaForConditionalGeneration"] = (
+    {"text_config": {**TEXT, "model_type": "llama"}, "image_token_index": 5, "image_token_id": 5,
+     "vision_config": {**IMAGE, "model_type": "clip_vision_model"}}, None,
+)  # fmt: skip
+
 # Tried and left out.
 LEFT_OUT = {
     "CLIPModel": "its logit_scale is a scalar, which FSDP2 refuses too",
@@ -126,6 +132,9 @@ def inputs(model: Any, step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(100 * step + fsdpc.rank())
     ids = torch.randint(3, 61, (2, 12), generator=generator)
     image = torch.randn(2, 3, 16, 16, generator=generator)
+    if isinstance(model, transformers.LlavaForConditionalGeneration):
+        ids = torch.cat([torch.full((2, 16), 5), ids.clamp(min=6)], dim=1)
+        return {"input_ids": ids, "pixel_values": image, "labels": ids}
     if model.main_input_name == "pixel_values":
         return {"pixel_values": image, "labels": ids[:, 0] % 5}
     if model.main_input_name == "input_features":

@@ -170,6 +170,8 @@ def check(accelerator: Accelerator) -> None:
     engine = _OTHERS.get(accelerator.distributed_type)
     if getattr(accelerator, "parallelism_config", None) is not None:
         engine = "a parallelism_config"
+    if accelerator.project_configuration.save_on_each_node:
+        raise ValueError("save_on_each_node: rank 0 alone has whole states, for all hosts' folder")
     if engine is not None:
         raise ValueError(
             f"the accelerator was made for {engine}, and fsdpc shards the model itself: leave it "
