@@ -247,6 +247,7 @@ def test_options_of_fsdp_become_ours() -> None:
 def test_the_script_of_the_page_under_accelerate_launch(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script_of("transformers.md", "transformers' Trainer"))
     launch = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
+    launch += ["--main_process_port=0"]  # a free one: other tests run beside
     command = [*launch, "--mixed_precision=no", "--dynamo_backend=no", "script.py"]
     done = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, timeout=200, cwd=tmp_path
