@@ -39,7 +39,9 @@ _LOGS = "log what the loop has"
 KEYS: dict[str, Key] = {
     "train_batch_size": _used("sequences of all ranks in a step; any two of these three give it"),
     "train_micro_batch_size_per_gpu": _used("batch size of the loader that is returned"),
-    "gradient_accumulation_steps": _used("backwards in a step; the last of them reduces"),
+    "gradient_accumulation_steps": _used(
+        "backwards in a step; the last reduces (`set_requires_gradient_sync`)"
+    ),
     "gradient_clipping": _used("`clip_grad_norm_` before the step"),
     "optimizer": _used(
         "`type`: Adam (with `adam_w_mode`), AdamW, SGD of `fsdpc.torch.optim`, or the class of "
