@@ -34,6 +34,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 import fsdpc  # noqa: E402
+from fsdpc.integrations import _units  # noqa: E402
 from fsdpc.integrations.lightning import FsdpcFabricStrategy, FsdpcStrategy  # noqa: E402
 from fsdpc.torch import FSDPModule, fully_shard, optim  # noqa: E402
 from tests.torch.common import Net, build, join_gloo  # noqa: E402
@@ -196,11 +197,15 @@ def test_trainers_train_as_with_ddp(tmp_path: Path) -> None:
         theirs = fitted(tmp_path, "ddp", precision=precision)
         assert_close(own, theirs, rtol=0.05, atol=0.01)
         assert not torch.equal(own["net.first.weight"], plain["net.first.weight"])
+    model = Lit()
+    fitted(tmp_path, FsdpcStrategy({"net.blocks.*": {}}), model, precision="bf16-mixed")
+    assert model.net.blocks[0]._fsdpc_state.policy.param_dtype is torch.bfloat16
+    assert model._fsdpc_state.policy.param_dtype is None
     halves = {"plugins": MixedPrecision("16-mixed", "cpu")}
     assert_close(fitted(tmp_path, FsdpcStrategy(), **halves), plain, rtol=0.01, atol=0.002)
     with pytest.raises(NotImplementedError, match="StochasticWeightAveraging keeps a copy"):
         fitted(tmp_path, FsdpcStrategy(), callbacks=[StochasticWeightAveraging(1e-2)])
-    with pytest.raises(ValueError, match="no module of the class Layer"):
+    with pytest.raises(ValueError, match="no module of Lit is a 'Layer'"):
         fitted(tmp_path, FsdpcStrategy("Layer"))
     dist.destroy_process_group()
     fsdpc.shutdown()
@@ -309,10 +314,26 @@ def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
         assert_close(dict(again.state_dict()), dict(model.state_dict()))
         for i, values in optimizer.optimizer.state_dict()["state"].items():
             assert_close(states.optimizer.state_dict()["state"][i], values)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FsdpcFabricStrategy())
+    fabric.launch()
+    model = fabric.setup_module(build())
+    optimizer = fabric.setup_optimizers(optim.AdamW(model.parameters(), lr=1e-2))
+    fabric.backward(model(torch.ones(2, 7)).sum())
+    optimizer.step()
+    assert optimizer.optimizer.state[model.first.weight]["step"] == 1
     half = run(FsdpcFabricStrategy(), 2, precision="bf16-mixed")[1]
     assert_close(dict(half.state_dict()), expected, rtol=0.05, atol=0.02)
     dist.destroy_process_group()
     fsdpc.shutdown()
+
+
+def test_plans_of_models_are_followed() -> None:
+    class Planned(Net):
+        fsdp_plan = {"blocks.0": "keep_full_weight"}
+
+    model = Lit()
+    model.net = Planned()
+    assert _units.plan_of(None, model) == {"net.blocks.0": "keep_full_weight"}
 
 
 def test_the_page_runs_as_it_is(tmp_path: Path) -> None:

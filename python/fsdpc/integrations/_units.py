@@ -17,6 +17,8 @@ from fsdpc.torch import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from fsdpc.torch._plan import _options as options_of
+from fsdpc.torch.plan import _by_classes, _plan_of, has_plan
 
 #: None, classes or their names, a mapping of patterns of names, or a function of (name, module).
 Units = Iterable[type | str] | Mapping[Any, Any] | Callable[[str, nn.Module], Any] | None
@@ -47,13 +49,19 @@ def shard(module: nn.Module, units: Units, inner: Mapping[str, Any], options: An
             fully_shard(module, **options)
         return
     plan = plan_of(units, module)
-    if callable(plan) and inner:
+    if callable(plan):
         choose = plan
 
         def plan(name: str, m: nn.Module) -> Any:
             own = choose(name, m)
             return None if own is None else {**inner, **own}
 
+    else:
+        styles = options.get("strategy") is None and options.get("reshard_after_forward") is None
+        plan = {
+            key: {**inner, **(options_of(key, v) if styles or not isinstance(v, str) else {})}
+            for key, v in plan.items()
+        }
     fully_shard(module, plan=plan, **options)
     if any(p.is_meta for p in module.parameters()):
         _materialise(module)
@@ -65,7 +73,8 @@ def plan_of(units: Units, module: nn.Module) -> Any:
     Parameters
     ----------
     units : Units
-        None: every element of an ``nn.ModuleList`` that is in no other one.
+        None: the ``fsdp_plan`` of models of transformers inside, or where there is none every
+        element of an ``nn.ModuleList`` that is in no other one.
     module : nn.Module
 
     Raises
@@ -73,6 +82,8 @@ def plan_of(units: Units, module: nn.Module) -> Any:
     ValueError
         No module is of one of these classes.
     """
+    if units is None and has_plan(module):
+        return _plan_of(module)
     if units is None:
         inside: dict[int, bool] = {}
         for m in module.modules():
@@ -82,18 +93,7 @@ def plan_of(units: Units, module: nn.Module) -> Any:
         return lambda name, m: {} if inside.get(id(m)) else None
     if isinstance(units, Mapping) or (callable(units) and not isinstance(units, type)):
         return units
-    kinds = [units] if isinstance(units, (type, str)) else list(units)
-    for kind in kinds:
-        if not any(_is_of(m, kind) for m in module.modules()):
-            name = kind if isinstance(kind, str) else kind.__name__
-            raise ValueError(f"{type(module).__name__} has no module of the class {name}")
-    return lambda name, m: {} if any(_is_of(m, kind) for kind in kinds) else None
-
-
-def _is_of(module: nn.Module, kind: type | str) -> bool:
-    if isinstance(kind, str):
-        return any(c.__name__ == kind for c in type(module).__mro__)
-    return isinstance(module, kind)
+    return _by_classes(module, (units,) if isinstance(units, (type, str)) else tuple(units))
 
 
 def _materialise(module: nn.Module) -> None:

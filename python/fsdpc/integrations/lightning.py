@@ -51,7 +51,8 @@ class FsdpcStrategy(DDPStrategy):
     ----------
     units : optional
         Modules that are gathered as one: classes or their names, or a plan as
-        :func:`fsdpc.torch.fully_shard` takes it. None: the elements of each ``nn.ModuleList``.
+        :func:`fsdpc.torch.fully_shard` takes it. None: the ``fsdp_plan`` of models of
+        transformers, or the elements of each ``nn.ModuleList``.
         Nothing of this counts if ``configure_model`` shards: then only what it left is.
     state_dict_type : {"full", "sharded"}, default "full"
         What checkpoints are. "full": Lightning's file, which any strategy resumes from, made on
