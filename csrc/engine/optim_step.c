@@ -336,10 +336,10 @@ void fsdpc_optim_leave_step(fsdpc_optim *optim)
     close_step(optim);
 }
 
-static fsdpc_status end(fsdpc_pass_user *user)
+static fsdpc_status end(fsdpc_pass_hook *hook)
 {
     return fsdpc_optim_end_step(
-        optim_of((fsdpc_pending *)((char *)user - offsetof(fsdpc_pending, pass))));
+        optim_of((fsdpc_pending *)((char *)hook - offsetof(fsdpc_pending, pass))));
 }
 
 /* The units that wait are stepped when somebody needs them. */

@@ -27,7 +27,7 @@ enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
  * (optim_step.c).  Until it has ended, masters and states of its units may be old. */
 typedef struct fsdpc_pending fsdpc_pending;
 struct fsdpc_pending {
-    fsdpc_pass_user pass; /* what is left is stepped, and all is where it lies */
+    fsdpc_pass_hook pass; /* what is left is stepped, and all is where it lies */
     fsdpc_status (*advance)(fsdpc_pending *pending, const fsdpc_unit *unit); /* up to this one */
 };
 

@@ -206,11 +206,11 @@ fsdpc_status fsdpc_tier_check_process(fsdpc_tier *tier)
                       tier->path);
 }
 
-fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_user *user)
+fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook)
 {
-    if (tier->user)
-        FSDPC_TRY(tier->user->end(tier->user));
-    tier->user = user;
+    if (tier->hook)
+        FSDPC_TRY(tier->hook->end(tier->hook));
+    tier->hook = hook;
     tier->n_entries = tier->next_read = tier->row = 0;
     tier->passes++;
     return fsdpc_tier_health(tier);
@@ -350,7 +350,7 @@ fsdpc_status fsdpc_pass_end(fsdpc_tier *tier)
     pthread_mutex_lock(&tier->lock);
     pass_rows(tier, tier->n_entries);
     tier->started = false;
-    tier->user = NULL;
+    tier->hook = NULL;
     fsdpc_status status = settle(tier);
     for (int i = 0; i < FSDPC_TIER_BUFFERS; i++)
         tier->buffers[i].state = FSDPC_BUFFER_FREE; /* after a failure some are not */

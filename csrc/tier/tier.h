@@ -106,14 +106,14 @@ void fsdpc_extent_forget(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
-/* A pass may stay open while its user does other things.  Whoever begins the next one has it ended
- * first, by `end`, which calls fsdpc_pass_end. */
-typedef struct fsdpc_pass_user fsdpc_pass_user;
-struct fsdpc_pass_user {
-    fsdpc_status (*end)(fsdpc_pass_user *user);
+/* A pass may stay open while other things are done.  Whoever begins the next one has it ended first,
+ * by `end`, which calls fsdpc_pass_end. */
+typedef struct fsdpc_pass_hook fsdpc_pass_hook;
+struct fsdpc_pass_hook {
+    fsdpc_status (*end)(fsdpc_pass_hook *hook);
 };
 
-fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_user *user); /* NULL: it ends before */
+fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: it ends before */
 /* The next rows: all of these extents, of as many elements, each in one pass once. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
 /* What was added is read ahead from here on. */

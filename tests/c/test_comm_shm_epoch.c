@@ -130,6 +130,31 @@ static void notes_differ(rank_context *self)
     fsdpc_wire_destroy(wire);
 }
 
+/* A late gather is done when all have posted it, with whatever they wrote before. */
+static void late_gathers_meet(rank_context *self)
+{
+    fsdpc_wire *wire;
+    EXPECT_OK(self, fsdpc_wire_create(self->comm, 4096, &wire));
+    fsdpc_slice slice = {.numel = 32, .owner = -1};
+    fsdpc_coll gather = {.kind = FSDPC_COLL_GATHER,
+                         .unit = 1,
+                         .what = "embed",
+                         .wire = wire,
+                         .slices = &slice,
+                         .n_slices = 1,
+                         .late = true};
+    for (int round = 1; round < 20; round++) {
+        EXPECT_OK(self, fsdpc_comm_run(self->comm, &(fsdpc_coll){.kind = FSDPC_COLL_BARRIER}));
+        for (int i = 0; self->rank > 0 && i < 200; i++)
+            sched_yield();
+        wire->write[self->rank] = (unsigned char)round;
+        EXPECT_OK(self, fsdpc_comm_run(self->comm, &gather));
+        for (int p = 0; p < self->size; p++)
+            EXPECT(self, wire->read[p] == round, "rank %d shows %d", p, wire->read[p]);
+    }
+    fsdpc_wire_destroy(wire);
+}
+
 /* Two wires, which the odd rank uses in the other order: without a look at it each would wait for
  * the other until the deadline. */
 static void orders_differ(rank_context *self)
@@ -298,6 +323,7 @@ int main(void)
                 ranks_run(threads, size, notes_differ, &(rank_options){.arg = note_cases[i]});
             for (int i = 0; i < OP_CASES; i++)
                 ranks_run(threads, size, operations_differ, &(rank_options){.arg = &i});
+            ranks_run(threads, size, late_gathers_meet, &(rank_options){0});
             ranks_run(threads, size, orders_differ, &(rank_options){0});
             ranks_run(threads, size, creations_differ, &(rank_options){0});
             ranks_run(threads, size, abandoned_epoch, &(rank_options){0});

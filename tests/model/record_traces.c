@@ -298,9 +298,9 @@ static fsdpc_status advance(fsdpc_pending *pending, const fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-static fsdpc_status end_late(fsdpc_pass_user *user)
+static fsdpc_status end_late(fsdpc_pass_hook *hook)
 {
-    fsdpc_pending *pending = (fsdpc_pending *)((char *)user - offsetof(fsdpc_pending, pass));
+    fsdpc_pending *pending = (fsdpc_pending *)((char *)hook - offsetof(fsdpc_pending, pass));
     model *m = (model *)((char *)pending - offsetof(model, pending));
     FSDPC_TRY(advance(pending, NULL));
     for (int u = 0; u < UNITS; u++) {
