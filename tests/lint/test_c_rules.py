@@ -120,8 +120,7 @@ def test_functions_are_short(path: Path) -> None:
             begin = None
 
 
-# Who may reach masters past fsdpc_unit_masters, which a step that goes on has not ended: their owner
-# and the step.
+# Who may reach masters past fsdpc_unit_masters, also while a step goes on: their owner, the step.
 REACH_MASTERS = {"unit_internal.h", "unit.c", "optim_step.c"}
 
 

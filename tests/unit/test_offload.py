@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.offload import on_disk
 
 import fsdpc
-from fsdpc import _core, nn
+from fsdpc import _core, nn, offload
 from fsdpc._train_options import estimate_parser
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")  # launch() forks
@@ -58,6 +59,19 @@ def test_folders_that_are_no_place(disk: Path) -> None:
             fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=wrong)  # type: ignore[arg-type]
     fsdpc.fully_shard(nn.Linear(3, 3), offload_policy=fsdpc.OffloadPolicy())
     assert [each.name for each in disk.iterdir()] == ["file"]
+
+
+@pytest.mark.ranks(1)
+def test_gpus_have_no_disk_and_graphs_no_cpu(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no captured step meets an array on a disk."""
+    policy = on_disk(disk, "masters", "optimizer")
+    model = fsdpc.fully_shard(nn.Linear(4, 4), offload_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    with pytest.raises(NotImplementedError, match=r"graph_step\(\) needs device 'cuda'"):
+        fsdpc.graph_step(model, optimizer)
+    monkeypatch.setattr(offload, "get_default_device", lambda: "cuda")
+    with pytest.raises(NotImplementedError, match="offload to 'disk' where ranks compute on cuda"):
+        fsdpc.fully_shard(nn.Linear(4, 4), offload_policy=policy)
 
 
 @pytest.mark.ranks(2)
