@@ -43,6 +43,7 @@ class OffloadPolicy:
     disk once, in the order of the units, ahead of their use, past the page cache. What was written
     is compared by CRC-32C when it is read: a disk that returns something else ends the run with an
     error. Parameters and gradients go through the page cache, and have no checksum.
+    The step goes on behind the next forward, unit by unit; whoever reads values or states ends it.
     Source: ZeRO-Infinity (Rajbhandari et al. 2021).
 
     Examples

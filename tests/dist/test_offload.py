@@ -222,6 +222,16 @@ def test_a_step_goes_on_behind_the_next_forward(classes: tuple[str, ...], disk: 
 @pytest.mark.ranks(2)
 def test_ranks_that_step_behind_at_other_times(disk: Path) -> None:
     """One steps all at once, as somebody looks there; the other unit by unit."""
+    step_at_other_times(disk)
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_hosts_that_step_behind_at_other_times(disk: Path) -> None:
+    """Rows leave a host behind the step of their unit."""
+    step_at_other_times(disk)
+
+
+def step_at_other_times(disk: Path) -> None:
     found, kept = [], []
     for policy in (None, on_disk(disk, *ALL[2:])):
         model = build(offload_policy=policy)

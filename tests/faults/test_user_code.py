@@ -22,6 +22,7 @@ import pytest
 import fsdpc
 from fsdpc import MismatchError, PeerError, nn
 from fsdpc.launcher import LaunchError, launch
+from tests.offload import on_disk
 
 from .common import (
     SOON_S,
@@ -230,15 +231,21 @@ def test_a_backward_on_rank_0_as_the_last_thing_of_a_program() -> None:
 
 
 @pytest.mark.parametrize("to_all", [False, True])
-@pytest.mark.parametrize("moment", ["forward", "backward", "clip", "optimizer", "barrier"])
+@pytest.mark.parametrize(
+    "moment", ["forward", "in forward", "backward", "clip", "optimizer", "barrier"]
+)
 @pytest.mark.ranks(1, init=False)
-def test_ctrl_c_while_a_rank_waits(moment: str, to_all: bool, tmp_path: Path) -> None:
-    """It ends the wait within 0.2 s; the program ends, and so do the peers."""
+def test_ctrl_c_while_a_rank_waits(moment: str, to_all: bool, tmp_path: Path, disk: Path) -> None:
+    """It ends the wait within 0.2 s; the program ends, and so do the peers.
+
+    Inside forward a rank waits where a step goes on: for its peers to have stepped a unit.
+    """
 
     def body() -> None:
         rank = int(os.environ["RANK"])
         fsdpc.init()
-        model = build()
+        late = moment == "in forward"
+        model = build(offload_policy=on_disk(disk, "masters", "optimizer") if late else None)
         optimizer = fsdpc.optim.AdamW(model.parameters())
         step(model, optimizer)
 
@@ -271,7 +278,7 @@ def test_ctrl_c_while_a_rank_waits(moment: str, to_all: bool, tmp_path: Path) ->
     assert "KeyboardInterrupt" in other if to_all else "rank 1" in other
 
 
-def interrupt_at_random(seed: int, tmp_path: Path) -> None:
+def interrupt_at_random(seed: int, tmp_path: Path, disk: Path) -> None:
     """Ctrl-C for one rank, or all, at a random moment of a run that would go on for ever."""
     rng = random.Random(seed)
     ranks, everybody, after = rng.choice([2, 3]), rng.random() < 0.5, rng.uniform(0, 0.25)
@@ -279,7 +286,8 @@ def interrupt_at_random(seed: int, tmp_path: Path) -> None:
     def body() -> None:
         rank = int(os.environ["RANK"])
         fsdpc.init()
-        model = build()
+        policy = on_disk(disk, "masters", "optimizer") if seed % 2 else None
+        model = build(offload_policy=policy)
         optimizer = fsdpc.optim.AdamW(model.parameters())
         (tmp_path / f"pid{rank}").write_text(str(os.getpid()))
         if rank == 0:
@@ -306,15 +314,15 @@ def interrupt_at_random(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.ranks(1, init=False)
-def test_ctrl_c_at_any_time(seed: int, tmp_path: Path) -> None:
-    interrupt_at_random(seed, tmp_path)
+def test_ctrl_c_at_any_time(seed: int, tmp_path: Path, disk: Path) -> None:
+    interrupt_at_random(seed, tmp_path, disk)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 200))
 @pytest.mark.ranks(1, init=False)
-def test_ctrl_c_at_many_times(seed: int, tmp_path: Path) -> None:
-    interrupt_at_random(seed, tmp_path)
+def test_ctrl_c_at_many_times(seed: int, tmp_path: Path, disk: Path) -> None:
+    interrupt_at_random(seed, tmp_path, disk)
 
 
 # ---- exit handlers
