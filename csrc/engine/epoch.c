@@ -75,7 +75,7 @@ static fsdpc_status announce(fsdpc_root *root, fsdpc_epoch_kind kind, const fsdp
     for (int i = 0; i < root->n_units; i++) {
         if (root->units[i]->held)
             bits |= FSDPC_EPOCH_HELD;
-        if (root->units[i]->late && kind == FSDPC_EPOCH_OPTIM)
+        if ((root->units[i]->puts_off || root->units[i]->late) && kind == FSDPC_EPOCH_OPTIM)
             bits |= FSDPC_EPOCH_LATE;
     }
     if (root->needs_reset)

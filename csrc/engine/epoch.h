@@ -39,7 +39,7 @@ fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_sta
 
 /* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters
  * and its own slices in one pass; end publishes.  End is called also when begin or the pass failed.
- * Slices of units that are `late` before may be written later, until the unit is gathered. */
+ * Slices of units that `puts_off` may be written later, until the unit is gathered. */
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root);
 fsdpc_status fsdpc_root_write_end(fsdpc_root *root);
 

@@ -351,9 +351,11 @@ static fsdpc_status leave_open(fsdpc_optim *optim)
     if (status != FSDPC_OK)
         return give_up(optim, status);
     optim->goes_on = true;
-    for (int i = 0; i < optim->n_units; i++)
+    for (int i = 0; i < optim->n_units; i++) {
+        optim->units[i].unit->puts_off = false;
         if (optim->units[i].waits)
             optim->units[i].unit->pending = &optim->pending;
+    }
     return FSDPC_OK;
 }
 
@@ -403,7 +405,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
         states->waits = any && unit->root && lies_in_file(unit) && !unit->foreign &&
                         !optim->device->capturing &&
                         atomic_load_explicit(&unit->lent, memory_order_relaxed) == 0;
-        unit->late = states->waits;
+        unit->puts_off = states->waits;
     }
     return FSDPC_OK;
 }

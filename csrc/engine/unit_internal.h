@@ -82,8 +82,9 @@ struct fsdpc_unit {
     bool dirty;            /* masters are known to differ from the wire */
     bool foreign;          /* masters may differ: somebody holds a writable piece */
 
-    /* A step that goes on.  Written by optim_step.c; `late` by epoch.c and gather.c too. */
+    /* A step that goes on.  Written by optim_step.c; `late` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */
+    bool puts_off;          /* the step that is about to begin will go on behind it, on this rank */
     bool late;              /* slices may come after the epoch of the step, until the next gather */
     _Atomic int lent; /* tensors on its gradients and states: it does not wait to be stepped */
 

@@ -246,6 +246,23 @@ def step_at_other_times(disk: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.ranks(2)
+def test_a_step_that_is_refused_leaves_ranks_alike(disk: Path) -> None:
+    """Also where it would have gone on behind on one of them alone."""
+    model = build(offload_policy=on_disk(disk, *ALL[2:]))
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(3))
+    model.set_modules_to_forward_prefetch([model.layers[1]])  # but not while its step goes on
+    weight = model.layers[1].layer.weight
+    model(batch(3, 0), False).backward()
+    held = optimizer.state_views(weight) if fsdpc.rank() == 0 else None
+    with model.hold(), pytest.raises(RuntimeError, match=r"stepped inside hold\(\)"):
+        optimizer.step()
+    del held
+    gc.collect()
+    train(model, optimizer, range(4, 6))
+
+
 @pytest.mark.ranks(1)
 def test_what_ends_a_step_that_goes_on(disk: Path) -> None:
     """Another optimizer's pass through the same file, and the end of the optimizer."""

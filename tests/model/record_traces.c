@@ -314,7 +314,7 @@ static fsdpc_status late_step(recorder *rec, model *m)
 {
     FSDPC_TRY(fsdpc_unit_end_step(m->units[0]));
     for (int u = 0; u < UNITS; u++)
-        m->units[u]->late = true;
+        m->units[u]->puts_off = true;
     fsdpc_status status = fsdpc_root_write_begin(m->root);
     if (status == FSDPC_OK) {
         m->version++;
@@ -322,6 +322,7 @@ static fsdpc_status late_step(recorder *rec, model *m)
         for (int u = 0; u < UNITS; u++) {
             m->waits[u] = true;
             m->units[u]->pending = &m->pending;
+            m->units[u]->puts_off = false;
             m->units[u]->foreign = false; /* nobody else has its memory meanwhile */
         }
         delay(rec);
