@@ -91,7 +91,8 @@ def initialize(
         Of the loader.
     units : optional
         Modules that are gathered as one, as :class:`~fsdpc.integrations.lightning.FsdpcStrategy`
-        takes them: classes or names, a plan. None: the elements of each ``nn.ModuleList``.
+        takes them: classes or names, a plan. None: the ``fsdp_plan`` of models of transformers, or
+        the elements of each ``nn.ModuleList``.
     others
         ``config_params`` is ``config``'s older name; others of DeepSpeed's are refused unless None.
 
