@@ -195,8 +195,7 @@ class Wandb(Logger):
 
     Notes
     -----
-    W&B's own process writes, from a queue: what reached it before a kill is W&B's promise, not
-    this module's.
+    W&B's own process writes, from a queue, and a kill loses what is in it: log to a file beside it.
     """
 
     def __init__(self, project: str = "fsdpc", **options: Any) -> None:
