@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from fsdpc import amp, checkpoint, data, functional, loggers, lr_scheduler, models, wrap
     from fsdpc.auditor import Audited, audit
     from fsdpc.batch_size import find_batch_size
+    from fsdpc.flight import FlightRecorder
     from fsdpc.launcher import launch
     from fsdpc.performance import PerformanceTracker, flops_per_token
     from fsdpc.planner import PlanOptions, Plans, plan
@@ -98,6 +99,7 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
     "audit": "auditor",
     "Audited": "auditor",
     "find_batch_size": "batch_size",
+    "FlightRecorder": "flight",
     "flops_per_token": "performance",
     "launch": "launcher",
     "PerformanceTracker": "performance",
@@ -113,11 +115,11 @@ __all__ = [
     "all_gather", "all_reduce", "amp", "audit", "Audited", "barrier", "bfloat16", "bool_",
     "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
     "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "enable_grad",
-    "estimate", "estimate_activations", "find_batch_size", "float16", "float32", "float64",
-    "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full_grad", "full_tensor",
-    "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step", "GraphStep",
-    "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized", "launch",
-    "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
+    "estimate", "estimate_activations", "find_batch_size", "FlightRecorder", "float16", "float32",
+    "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full_grad",
+    "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step",
+    "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized",
+    "launch", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
     "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
     "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",

@@ -85,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         ("ckpt", "look at checkpoints, check and convert them"),
     ):
         commands.add_parser(name, add_help=False, help=text)
+    last = commands.add_parser(
+        "flight", help="show the last operations of all ranks, as FlightRecorder wrote them"
+    )
+    last.add_argument("folder", metavar="FOLDER", help="that the recorders wrote to")
+    last.add_argument("--rows", type=int, default=40, metavar="N", help="operations to show (40)")
+    last.add_argument("--trace", metavar="FILE", help="write all of them for Perfetto too")
     commands.add_parser("info", help="show what fsdpc found and uses on this machine")
     return parser
 
@@ -142,6 +148,8 @@ def _run(arguments: list[str]) -> int:
     if options.command == "info":
         fsdpc.show_config()
         return 0
+    if options.command == "flight":
+        return _flight(options)
     of_hosts = {"--launcher": options.launcher, "--agent": options.agent,
                 "--ranks-per-host": options.ranks_per_host}  # fmt: skip
     if options.hosts is None and (given := [name for name, v in of_hosts.items() if v is not None]):
@@ -175,3 +183,17 @@ def _run(arguments: list[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"fsdpc run: {error}", file=sys.stderr)
         return 2
+
+
+def _flight(options: argparse.Namespace) -> int:
+    from fsdpc import flight
+
+    try:
+        found = flight.merge(options.folder)
+        if options.trace:
+            found.save_trace(options.trace)
+    except (OSError, ValueError) as error:
+        print(f"fsdpc flight: {error}", file=sys.stderr)
+        return 2
+    print(found.timeline(max(1, options.rows)))
+    return 0
