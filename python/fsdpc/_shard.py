@@ -6,6 +6,7 @@ Modules are of ``fsdpc.nn`` or of torch. Both have ``named_modules()``, ``named_
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -265,6 +266,10 @@ def enclose(modules: Sequence[Any]) -> None:
             known = m.__dict__.get("_fsdpc_outer")
             if m not in modules and (not known or known() is None):
                 m.__dict__["_fsdpc_outer"] = weakref.ref(outer)
+    if "FSDPC_FAULT" in os.environ:
+        from fsdpc import faults
+
+        faults.watch(modules)
 
 
 def outermost(module: Any) -> Any:

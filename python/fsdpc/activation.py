@@ -55,13 +55,18 @@ def checkpoint_activations(
 
 
 def _wrap(module: Module) -> None:
-    if "forward" in module.__dict__:
+    own = module.__dict__.get("forward")
+    drill = getattr(own, "inner", None)  # of faults.py: its frame stays outside
+    if own is not None and (drill is None or not hasattr(drill[0], "__self__")):
         return
-    forward = module.forward
+    forward = drill[0] if drill else module.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not _core.is_grad_enabled():
             return forward(*args, **kwargs)
         return _core.checkpoint(forward, *args, **kwargs)
 
-    module.__dict__["forward"] = recomputed
+    if drill:
+        drill[0] = recomputed
+    else:
+        module.__dict__["forward"] = recomputed
