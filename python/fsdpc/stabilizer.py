@@ -34,7 +34,8 @@ class StabilizerOptions:
     window : int, default 100
         Losses of steps that were taken, this rank's own.
     least : int, default 10
-        Losses in the window before any is compared with it.
+        Steps that must have been taken before losses and norms are compared with anything: a model
+        that was just made has large ones.
     norm_limit : float, default 10
         Largest global norm of gradients, before clipping, of a step that is taken.
     patience : int, default 3
@@ -183,7 +184,8 @@ class TrainingStabilizer:
         losses = [float(loss) for loss in self._losses]
         limit = self.limit
         self._losses.clear()
-        if error is None and norm <= self.options.norm_limit:
+        is_new = len(self._window) < self.options.least
+        if error is None and (is_new or norm <= self.options.norm_limit):
             self._window.append(sum(losses) / len(losses))
             self.in_a_row = 0
             self.optimizer.step()
@@ -254,7 +256,6 @@ class TrainingStabilizer:
             )
         self.went_back += 1
         self.in_a_row = 0
-        self._window.clear()
         loader = state.get("data")
         if hasattr(loader, "reorder"):
             loader.reorder(self.went_back)

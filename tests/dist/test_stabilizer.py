@@ -5,7 +5,11 @@ Healthy steps are those of a loop without a stabilizer, to the bit and to the co
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +113,16 @@ def test_the_loss_of_one_rank_skips_the_step_on_all() -> None:
 @pytest.mark.ranks(2)
 def test_norms_and_what_is_not_finite() -> None:
     stabilizer = TrainingStabilizer(*build(), options=OPTIONS, log=lambda line: None)
-    done = step(stabilizer, 0, 1e6)  # before the window has anything to compare with
-    assert done.reason == "norm" and done.norm > 10 and "above 10" in done.text
+    assert step(stabilizer, 0, 1e3).norm > 10 and stabilizer.in_a_row == 0  # one of the first
+    stabilizer = TrainingStabilizer(*build(), options=OPTIONS, log=lambda line: None)
+    for n in range(3):
+        assert step(stabilizer, n).taken
     model = stabilizer.model
+    stabilizer.watch(model(x_of(3), 1.0)).backward()
+    if fsdpc.rank() == 1:
+        model.b.weight.grad.numpy()[...] = 1e3
+    done = stabilizer.step()
+    assert done.reason == "norm" and done.norm > 10 and "above 10" in done.text
     stabilizer.watch(model(x_of(1), 1.0)).backward()
     if fsdpc.rank() == 1:
         model.b.weight.grad.numpy()[...] = math.nan  # its one row of the two
@@ -155,6 +166,28 @@ def test_going_back_brings_another_order(tmp_path: Path) -> None:
     other = TrainingStabilizer(model, optimizer)
     other.load_state_dict(stabilizer.state_dict())
     assert (other.went_back, other.skipped["nonfinite"]) == (1, 2)
+
+
+def test_fsdpc_train_goes_back(tmp_path: Path) -> None:
+    """Three gradients in a row are wrong on one rank; it goes on from the checkpoint before."""
+    data = tmp_path / "data.txt"
+    data.write_text("It was a dark and stormy night; the rain fell in torrents. " * 200)
+    faults = [f"rank 1: corrupt at backward of model.layers.0 in step {n}" for n in (13, 14, 15)]
+    command = [
+        sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--steps", "16", "--batch", "2",
+        "--seq", "32", "--dtype", "fp32", "--data", str(data), "--eval-bytes", "0", "--sample",
+        "0", "--stabilize", "--checkpoint", str(tmp_path / "run"), "--save-every", "4",
+        "--metrics", str(tmp_path / "m.jsonl"),
+    ]  # fmt: skip
+    environment = {**os.environ, "FSDPC_FAULT_ENABLE": "1",
+                   "FSDPC_FAULT": "; ".join(faults)}  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert said.count("step skipped") == 3 and "went back to step 12" in said
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "step" in line]
+    assert steps == [*range(1, 16), *range(13, 17)]
 
 
 def test_options_that_make_no_sense() -> None:
