@@ -96,8 +96,13 @@ def read_faults(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...
 
 
 def watch(modules: Iterable[Any]) -> None:
-    """Let the modules of a unit have the faults of this rank; sharding calls it."""
+    """Let the modules of a unit have the faults of this rank; sharding calls it.
+
+    Ranks that were started again after a failure have none: what is drilled is how they go on.
+    """
     faults = [f for f in read_faults() if f.rank == distributed.rank()]
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
     for module in modules if faults else ():
         forward = module.forward  # bound; an instance's own takes its place
         object.__setattr__(module, "forward", _watched(module, forward, faults))

@@ -44,10 +44,13 @@ def ones() -> fsdpc.Tensor:
     return fsdpc.tensor(np.ones((2, 8), np.float32))
 
 
-def run(tmp_path: Path, text: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, text: str, restarts: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "fsdpc", "run", "--ranks", "2", "--timeout", "60"]
+    command += ["--max-restarts", str(restarts)]
     environment = {**os.environ, "FSDPC_FAULT": text, **variables}
     return subprocess.run(
         [*command, str(script)], capture_output=True, text=True, env=environment
@@ -61,6 +64,12 @@ def test_a_rank_is_killed_in_its_step(tmp_path: Path) -> None:
     assert "[1] fsdpc: FSDPC_FAULT on rank 1: kill at backward of 1 in step 3" in said
     assert "[1] step 2" in said and "step 3" not in said.replace("in step 3", "")
     assert "PeerError" in said
+
+
+def test_ranks_that_start_again_have_no_fault(tmp_path: Path) -> None:
+    done = run(tmp_path, "rank 1: kill at backward of 1 in step 3", restarts=1, **ENABLED)
+    assert done.returncode == 0
+    assert "[1] step 4" in done.stdout and "kill at backward" in done.stdout + done.stderr
 
 
 def test_it_is_refused_unless_enabled(tmp_path: Path) -> None:
