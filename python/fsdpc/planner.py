@@ -216,10 +216,11 @@ def plan(
         else c
         for c in found
     )
-    o = case.options
+    o, hosts = case.options, case.hosts
     return Plans(
-        title=f"{ranks} ranks ({case.device}) on {case.hosts} host{'s' * (case.hosts > 1)}, "
-        f"{_gib(memory)} each, {o.batch} x {o.seq} words of a rank in a step",
+        title=f"{ranks} rank{'s' * (ranks > 1)} ({case.device}) on "
+        f"{hosts} host{'s' * (hosts > 1)}, {_gib(memory)} each, "
+        f"{o.batch} x {o.seq} words of a rank in a step",
         choices=explained,
         tokens=o.batch * (o.seq or 0) * ranks,
     )

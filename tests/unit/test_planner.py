@@ -17,6 +17,7 @@ from fsdpc.models import Llama, ModelConfig
 
 CONFIG = ModelConfig(vocab_size=64, dim=64, layers=4, heads=4, inner=128, max_seq=32)
 WORLD = {"ranks": 4, "bandwidth": 1e9, "flops": 1e10}
+ALONE = {**WORLD, "ranks": 1}  # few choices
 
 
 def llama() -> Llama:
@@ -61,7 +62,8 @@ def test_choices_are_planned_and_played() -> None:
 
 
 def test_options_are_those_of_fsdpc_train() -> None:
-    found = fsdpc.plan(CONFIG, memory=1e9, disk_bandwidth=1e9, device="cpu", **WORLD)
+    # With a byte nothing is played, and all choices are there.
+    found = fsdpc.plan(CONFIG, memory=1, batch=2, disk_bandwidth=1e9, device="cpu", **WORLD)
     offloads = {c.offload for c in found.choices}
     assert offloads == {"none", "optimizer", "optimizer,masters"}
     for c in found.choices:
@@ -71,15 +73,15 @@ def test_options_are_those_of_fsdpc_train() -> None:
         assert o.checkpoint_activations == (None if c.checkpoint is None else str(c.checkpoint))
         on_disk = () if o.offload is None else o.offload.on_disk
         assert ",".join(sorted(on_disk, reverse=True)) == c.offload.replace("none", "")
-    gpus = fsdpc.plan(CONFIG, memory=1e9, disk_bandwidth=1e9, device="cuda", **WORLD)
+    gpus = fsdpc.plan(CONFIG, memory=1, disk_bandwidth=1e9, device="cuda", **WORLD)
     assert {c.offload for c in gpus.choices} == {"none"}
 
 
 def test_less_memory_takes_more_sharding_and_recomputation() -> None:
     """With as much memory as the smallest choice needs, that one is left."""
-    much = fsdpc.plan(CONFIG, memory=1e9, batch=2, **WORLD)
+    much = fsdpc.plan(CONFIG, memory=1e9, batch=2, **ALONE)
     least = min(c.memory for c in much.choices)
-    little = fsdpc.plan(CONFIG, memory=least, batch=2, **WORLD).best
+    little = fsdpc.plan(CONFIG, memory=least, batch=2, **ALONE).best
     assert (little.memory, little.checkpoint, little.micro_batch) == (least, "all", 1)
     assert much.best.memory > least and much.best.simulation.step < little.simulation.step
 
@@ -90,8 +92,8 @@ def test_models_of_transformers_have_a_twin() -> None:
         "intermediate_size": 128, "vocab_size": 64, "max_position_embeddings": 32,
     }  # fmt: skip
     theirs = SimpleNamespace(config=SimpleNamespace(hidden_size=64, to_dict=lambda: fields))
-    assert str(fsdpc.plan(theirs, memory=1e9, **WORLD)) == str(
-        fsdpc.plan(CONFIG, memory=1e9, **WORLD)
+    assert str(fsdpc.plan(theirs, memory=1e9, **ALONE)) == str(
+        fsdpc.plan(CONFIG, memory=1e9, **ALONE)
     )
 
 
@@ -116,10 +118,10 @@ def test_what_is_no_model() -> None:
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--preset", "2M", "--ranks-per-host", "2", "--batch", "2", "--seq", "64"]
+    small = ["--preset", "2M", "--ranks-per-host", "1", "--batch", "2", "--seq", "64"]
     assert _plan_command.main([*small, "--memory", "1", "--top", "2"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("2 ranks (cpu) on 1 host, 0.9 GiB each, 2 x 64 words")
+    assert out.startswith("1 rank (cpu) on 1 host, 0.9 GiB each, 2 x 64 words")
     assert out.count("--strategy") == 2 and "fastest: " in out
     assert _plan_command.main([*small, "--memory", "0.001"]) == 2
     said = capsys.readouterr()
