@@ -184,10 +184,10 @@ def test_fsdpc_train_goes_back(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert said.count("step skipped") == 3 and "went back to step 12" in said
+    assert said.count("step skipped") == 3, said
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if "step" in line]
-    assert steps == [*range(1, 16), *range(13, 17)]
+    assert steps == [*range(1, 16), *range(13, 17)]  # back to the checkpoint of step 12
 
 
 def test_options_that_make_no_sense() -> None:
