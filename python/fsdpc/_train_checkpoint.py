@@ -126,6 +126,8 @@ class TrainCheckpoints:
                 "beyond its skipped steps; take a lower --lr"
             )
         self._saved = self._returned_to = step
+        if distributed.rank() == 0:
+            print(f"went back to step {step} in {self.options.checkpoint}, with another order")
         return step
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:

@@ -326,7 +326,7 @@ class Trainer:
                   f"{data.tokens:,} bytes of text to train on, {self.tokens_per_step:,} a step, "
                   f"{self.val_data.tokens:,} held out", flush=True)  # fmt: skip
 
-    def _step(self) -> dict[str, float]:
+    def _step(self) -> dict[str, Any]:
         o, world = self.options, distributed.world()
         begin, waited, data = time.perf_counter(), world.waited_ns, self.loader.wait_seconds
         losses = []
@@ -342,8 +342,10 @@ class Trainer:
             losses.append(float(loss))
         lr = self.optimizer.param_groups[0]["lr"]
         norm: Any
+        skipped = ""
         if self.stabilizer:
-            norm = self.stabilizer.step().norm
+            done = self.stabilizer.step()
+            norm, skipped = done.norm, done.reason
         elif self.scaler:
             self.scaler.unscale_(self.optimizer)
             norm = clip_grad_norm_(self.model, o.clip)
@@ -360,6 +362,7 @@ class Trainer:
         self.schedule.step()
         seconds = time.perf_counter() - begin
         return {
+            "skipped": skipped,
             "loss": distributed.all_reduce(float(np.mean(losses)), "mean"),
             "grad_norm": float(norm),
             "lr": lr,
@@ -441,7 +444,7 @@ class LiveLine:
         self.rated_steps, self.rated_seconds = 0, 0.0
         self.width = 0
 
-    def show(self, step: int, m: dict[str, float]) -> None:
+    def show(self, step: int, m: dict[str, Any]) -> None:
         """Take a step's measurements; write metrics and, when it is time, the line."""
         t = self.trainer
         if step > min(WARM_STEPS, t.options.steps - 1):
@@ -461,6 +464,7 @@ class LiveLine:
             "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak,
             "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
             **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
+            **({"skipped": m["skipped"]} if m["skipped"] else {}),
         })  # fmt: skip
         speed, share, left = "-", "-", "-"
         if self.rated_steps:
