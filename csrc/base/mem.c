@@ -134,8 +134,10 @@ static void count_bytes(fsdpc_mem *mem, fsdpc_mem_kind kind, int64_t bytes)
 {
     fsdpc_mem_stats *stats = &mem->stats;
     stats->now_bytes[kind] += (size_t)bytes; /* modulo 2^64: a minus subtracts */
-    stats->total_now_bytes += (size_t)bytes;
     stats->peak_bytes[kind] = fsdpc_max_size(stats->peak_bytes[kind], stats->now_bytes[kind]);
+    if (kind == FSDPC_MEM_PINNED)
+        return;
+    stats->total_now_bytes += (size_t)bytes;
     stats->total_peak_bytes = fsdpc_max_size(stats->total_peak_bytes, stats->total_now_bytes);
 }
 

@@ -26,6 +26,7 @@
     X(STATE, "state")           /* optimizer states */                                             \
     X(REDUCE, "reduce")         /* reduce buffers */                                               \
     X(STAGING, "staging")       /* what is on its way to and from a disk */                        \
+    X(PINNED, "pinned")         /* the host's, which a GPU beside it reaches too */                \
     X(ACTIVATION, "activation") /* tensors of the tape and the user */                             \
     X(OTHER, "other")
 
@@ -40,9 +41,9 @@ typedef struct fsdpc_mem fsdpc_mem;
 
 typedef struct fsdpc_mem_stats {
     size_t now_bytes[FSDPC_MEM_COUNT];
-    size_t peak_bytes[FSDPC_MEM_COUNT]; /* of each category by itself */
-    size_t total_now_bytes, total_peak_bytes;
-    size_t cached_bytes;    /* free blocks kept for reuse */
+    size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category by itself */
+    size_t total_now_bytes, total_peak_bytes; /* without pinned memory, which is another's */
+    size_t cached_bytes;                      /* free blocks kept for reuse */
     uint64_t system_allocs; /* times the system was asked for memory since create */
 } fsdpc_mem_stats;
 

@@ -1,4 +1,4 @@
-/* Size classes over cudaMalloc.
+/* Size classes over cudaMalloc, or cudaHostAlloc.
  *
  * Up to 1 MiB a class is a power of two divided in eight steps; above, a multiple of 2 MiB, the
  * granularity in which the driver maps memory.  A block never changes its class and is never split:
@@ -41,6 +41,7 @@ struct fsdpc_cuda_hold {
 
 struct fsdpc_cuda_pool {
     fsdpc_mem *mem;
+    bool pinned;
     pthread_mutex_t lock;
     block *live[BUCKETS], *spare[BUCKETS];
     size_t held_bytes[FSDPC_MEM_COUNT]; /* as counted */
@@ -63,23 +64,24 @@ static size_t bucket_of(uintptr_t key)
     return (size_t)((uint64_t)(key / SMALLEST) * 0x9E3779B97F4A7C15u >> 54);
 }
 
-fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, fsdpc_cuda_pool **out)
+fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, bool pinned, fsdpc_cuda_pool **out)
 {
     fsdpc_cuda_pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a pool of device memory");
     pool->mem = mem;
+    pool->pinned = pinned;
     pthread_mutex_init(&pool->lock, NULL);
     *out = pool;
     return FSDPC_OK;
 }
 
-static void release_chains(block **chains)
+static void release_chains(const fsdpc_cuda_pool *pool, block **chains)
 {
     for (size_t b = 0; b < BUCKETS; b++) {
         for (block *it = chains[b], *next; it; it = next) {
             next = it->next;
-            (void)cudaFree(it->pointer);
+            (void)(pool->pinned ? cudaFreeHost(it->pointer) : cudaFree(it->pointer));
             free(it);
         }
         chains[b] = NULL;
@@ -90,9 +92,9 @@ void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool)
 {
     if (!pool)
         return;
-    release_chains(pool->live);
-    release_chains(pool->spare);
-    release_chains(pool->capture_spare);
+    release_chains(pool, pool->live);
+    release_chains(pool, pool->spare);
+    release_chains(pool, pool->capture_spare);
     pthread_mutex_destroy(&pool->lock);
     free(pool);
 }
@@ -127,6 +129,11 @@ static fsdpc_status no_memory(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t
 {
     size_t free_bytes = 0, total = 0;
     char held[256] = ", nothing";
+    if (pool->pinned)
+        return fsdpc_fail(FSDPC_ERR_NOMEM,
+                          "no host memory to pin for %zu bytes (%s), beside %zu that are: use more "
+                          "ranks or hosts, or leave a class out of the offload policy",
+                          bytes, fsdpc_mem_kind_name(kind), pool->held_bytes[kind]);
     (void)cudaMemGetInfo(&free_bytes, &total);
     (void)cudaGetLastError();
     for (size_t k = 0, at = 0; k < FSDPC_MEM_COUNT && at < sizeof held; k++) {
@@ -148,7 +155,9 @@ static fsdpc_status make_block(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to note a block of device memory");
     made->class_bytes = class_bytes;
     fsdpc_mem_count_system_alloc(pool->mem);
-    cudaError_t error = cudaMalloc(&made->pointer, class_bytes);
+    cudaError_t error = pool->pinned
+                            ? cudaHostAlloc(&made->pointer, class_bytes, cudaHostAllocPortable)
+                            : cudaMalloc(&made->pointer, class_bytes);
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
         free(made);
@@ -190,7 +199,7 @@ fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fs
     pthread_mutex_unlock(&pool->lock);
     fsdpc_status status = wait(device);
     if (status == FSDPC_OK) {
-        release_chains(free_ones);
+        release_chains(pool, free_ones);
         return FSDPC_OK;
     }
     pthread_mutex_lock(&pool->lock);

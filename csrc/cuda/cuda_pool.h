@@ -1,4 +1,4 @@
-/* Device memory, counted and kept for reuse.
+/* Device memory, counted and kept for reuse; or pinned memory of the host, which the device reaches.
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
  * handed out again by size class; a steady-state step asks CUDA for nothing (system_allocs counts),
@@ -27,11 +27,12 @@ typedef struct fsdpc_cuda_pool fsdpc_cuda_pool;
 typedef struct fsdpc_cuda_hold fsdpc_cuda_hold;
 
 /* `mem` counts; borrowed. */
-fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, fsdpc_cuda_pool **out);
+fsdpc_status fsdpc_cuda_pool_create(fsdpc_mem *mem, bool pinned, fsdpc_cuda_pool **out);
 void fsdpc_cuda_pool_destroy(fsdpc_cuda_pool *pool); /* gives everything back, live blocks too */
 fsdpc_status fsdpc_cuda_pool_alloc(fsdpc_cuda_pool *pool, fsdpc_mem_kind kind, size_t bytes,
                                    void **out); /* 512-byte aligned; 0 bytes give a pointer too */
-void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer); /* NULL is fine */
+/* NULL is fine, and so is another pool's. */
+void fsdpc_cuda_pool_free(fsdpc_cuda_pool *pool, void *pointer);
 /* Gives free blocks back to CUDA behind a wait until nothing uses them any more: cudaFree need not
  * wait by itself.  Where that fails they stay, and its error is returned.  Not inside a capture. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),

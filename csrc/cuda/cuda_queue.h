@@ -49,6 +49,7 @@ typedef struct fsdpc_cuda_device {
     cudaStream_t own;        /* what main is until it is made another's */
     cudaEvent_t behind;      /* a point of main that another stream waits for */
     struct fsdpc_cuda_pool *pool;
+    struct fsdpc_cuda_pool *pinned;           /* of the host's memory */
     struct fsdpc_cuda_windows *windows;       /* NULL: it has none */
     struct fsdpc_cuda_products *gemm;         /* NULL until the first product asks for cuBLASLt */
     struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */

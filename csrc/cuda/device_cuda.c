@@ -272,9 +272,11 @@ fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device)
 
 static fsdpc_status cuda_alloc(fsdpc_device *base, fsdpc_mem_kind kind, size_t bytes, void **out)
 {
-    fsdpc_cuda_pool *pool = ((fsdpc_cuda_device *)base)->pool;
+    bool pinned = kind == FSDPC_MEM_PINNED;
+    fsdpc_cuda_device *device = (fsdpc_cuda_device *)base;
+    fsdpc_cuda_pool *pool = pinned ? device->pinned : device->pool;
     fsdpc_status status = fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
-    if (status != FSDPC_ERR_NOMEM || base->capturing)
+    if (status != FSDPC_ERR_NOMEM || base->capturing || pinned)
         return status;
     FSDPC_TRY(fsdpc_device_cuda_make_room(base));
     return fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
@@ -283,6 +285,7 @@ static fsdpc_status cuda_alloc(fsdpc_device *base, fsdpc_mem_kind kind, size_t b
 static void cuda_free(fsdpc_device *device, void *pointer)
 {
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pool, pointer);
+    fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pinned, pointer);
 }
 
 /* Whether CUDA would wait for the stream in this copy: always where ordinary memory is written, and
@@ -388,6 +391,7 @@ static void cuda_destroy(fsdpc_device *base)
         (void)cudaEventDestroy(device->behind);
     if (!device->lost) {
         fsdpc_cuda_pool_destroy(device->pool);
+        fsdpc_cuda_pool_destroy(device->pinned);
         fsdpc_cuda_windows_destroy(device->windows);
     }
     free(device);
@@ -448,7 +452,8 @@ static fsdpc_status init(fsdpc_cuda_device *device)
                                           device->head.ordinal),
                    "ask for the shared memory of a block");
     device->shared_bytes = (size_t)shared_bytes;
-    FSDPC_TRY(fsdpc_cuda_pool_create(device->head.mem, &device->pool));
+    FSDPC_TRY(fsdpc_cuda_pool_create(device->head.mem, false, &device->pool));
+    FSDPC_TRY(fsdpc_cuda_pool_create(device->head.mem, true, &device->pinned));
     fsdpc_stream *main;
     FSDPC_TRY(cuda_stream_create(&device->head, "main", true, &main));
     device->main = (fsdpc_cuda_stream *)main;

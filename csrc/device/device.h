@@ -14,7 +14,10 @@
  * caller.  Whoever looks at its memory, or fills it from the host's, copies: with a stream in that
  * stream's order (what was copied out is there after a sync, what was copied in may be changed at
  * once), with no stream in the order of the main stream, and waited for.  All its streams that are
- * not async are one, the main stream, so work on them needs no events.
+ * not async are one, the main stream, so work on them needs no events.  Memory that it is asked for
+ * as FSDPC_MEM_PINNED is the host's: both sides use it by one address, kernels over a bus.  What the
+ * host wrote there is seen by work that is enqueued afterwards; what the device wrote, by a host that
+ * has waited for it.
  *
  * Events order streams: record marks a point of a stream, stream_wait makes later work of another
  * stream wait for it.  An event that was never recorded counts as complete; recorded again, it
@@ -146,6 +149,7 @@ struct fsdpc_device {
     const struct fsdpc_nn_ops *nn;
     fsdpc_watch watch;  /* set by a transport whose operations run on it; zero: waits are blind */
     fsdpc_stream *main; /* see fsdpc_device_main */
+    fsdpc_device *host; /* of a remote one: the CPU beside it; set by the context.  NULL: none */
 };
 
 /* The stream that kernels and copies run on unless somebody gives them another: the caller itself

@@ -255,6 +255,7 @@ static inline void rig_close(void)
     fsdpc_mem_stats_read(gpu_mem, &stats);
     CHECK_NOTE(stats.total_now_bytes == 0, "%zu bytes of device memory not given back",
                stats.total_now_bytes);
+    CHECK(stats.now_bytes[FSDPC_MEM_PINNED] == 0);
     fsdpc_device_destroy(cpu);
     fsdpc_mem_destroy(gpu_mem);
     fsdpc_mem_destroy(cpu_mem);

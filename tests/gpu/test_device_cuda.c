@@ -35,6 +35,37 @@ static void test_memory(void)
                 "are free");
 }
 
+/* By one address both sides use it, and kernels read and write it where it lies. */
+static void test_pinned_memory(void)
+{
+    enum { NUMEL = 5000, BYTES = NUMEL * 4 };
+    fsdpc_mem_stats stats;
+    void *memory, *there, *again;
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_PINNED, BYTES, &memory));
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_OTHER, BYTES, &there));
+    fsdpc_mem_stats_read(gpu_mem, &stats);
+    CHECK(stats.now_bytes[FSDPC_MEM_PINNED] == BYTES + 32);
+    CHECK(stats.total_now_bytes == BYTES + 32); /* of the device alone */
+    float *here = memory;
+    CHECK_OK(fsdpc_device_fill(gpu, memory, 0, BYTES, NULL));
+    CHECK(here[0] == 0 && here[NUMEL - 1] == 0);
+    for (int i = 0; i < NUMEL; i++)
+        here[i] = (float)i;
+    CHECK_OK(fsdpc_flat_cast(there, FSDPC_F32, memory, FSDPC_F32, NUMEL, gpu_stream));
+    CHECK_OK(fsdpc_flat_accumulate(memory, FSDPC_F32, there, FSDPC_F32, NUMEL, gpu_stream));
+    CHECK_OK(fsdpc_stream_sync(gpu_stream));
+    CHECK(here[1] == 2 && here[NUMEL - 1] == 2 * (NUMEL - 1));
+    fsdpc_device_free(gpu, there);
+    fsdpc_device_free(gpu, memory);
+    CHECK_OK(fsdpc_device_alloc(gpu, FSDPC_MEM_PINNED, BYTES, &again));
+    CHECK(again == memory);
+    fsdpc_device_free(gpu, again);
+    fsdpc_mem_stats_read(gpu_mem, &stats);
+    CHECK(stats.now_bytes[FSDPC_MEM_PINNED] == 0);
+    CHECK_FAILS(fsdpc_device_alloc(gpu, FSDPC_MEM_PINNED, SIZE_MAX / 4 * 3, &again),
+                FSDPC_ERR_NOMEM, "no host memory to pin");
+}
+
 static void test_copies_without_a_stream_are_done(void)
 {
     enum { NUMEL = 1000 };
@@ -251,6 +282,7 @@ int main(void)
 #endif
     static const rig_test_fn tests[] = {
         test_memory,
+        test_pinned_memory,
         test_copies_without_a_stream_are_done,
         test_events_order_streams,
         test_first_error_is_kept,
