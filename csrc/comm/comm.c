@@ -501,7 +501,8 @@ fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out)
     if (comm->ops->wire_own)
         return comm->ops->wire_own(wire, bytes, out);
     void *data;
-    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, FSDPC_MEM_WIRE, bytes, &data));
+    fsdpc_mem_kind kind = wire->pinned ? FSDPC_MEM_PINNED : FSDPC_MEM_WIRE;
+    FSDPC_TRY(fsdpc_device_alloc_zeroed(comm->device, kind, bytes, &data));
     *out = wire->own = data;
     return FSDPC_OK;
 }

@@ -258,6 +258,7 @@ struct fsdpc_wire {
     bool moved; /* it has no memory: gathers move bytes, and both pointers are NULL */
     const unsigned char *read;
     unsigned char *write;
+    bool pinned;        /* moved: what fsdpc_wire_own gives is memory of the host; said before it */
     unsigned char *own; /* moved: this rank's slices, once fsdpc_wire_own was called */
     uint64_t epoch;     /* the last one this rank arrived in; 0: none yet */
     /* What a note's kind means, for messages; NULL: its number is shown. */
@@ -361,8 +362,8 @@ static inline fsdpc_status fsdpc_wire_create(fsdpc_comm *comm, size_t bytes, fsd
     return fsdpc_wire_create_in(comm, bytes, NULL, out);
 }
 
-/* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE; the wire's, with
- * which it goes.  Collective, once. */
+/* Memory for what this rank publishes in a moved wire, zeroed, counted as WIRE or PINNED; the wire's,
+ * with which it goes.  Collective, once. */
 fsdpc_status fsdpc_wire_own(fsdpc_wire *wire, size_t bytes, unsigned char **out);
 fsdpc_status fsdpc_buffer_create(fsdpc_comm *comm, size_t bytes,
                                  fsdpc_buffer **out); /* collective */

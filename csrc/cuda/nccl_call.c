@@ -36,8 +36,10 @@ static fsdpc_nccl_result call_slice(const fsdpc_nccl_call *c, const fsdpc_slice 
     unsigned char *full = memory + slice->full_offset * element;
     unsigned char *own = full + (size_t)c->rank * numel * element;
     const unsigned char *sent = op->send;
-    if (gathers)
-        sent = c->in_place && slice->owner < 0 ? own : sent + slice->shard_offset * element;
+    if (gathers && c->in_place)
+        sent = slice->owner < 0 ? own : full;
+    else if (gathers)
+        sent += slice->shard_offset * element;
     if (op->kind == FSDPC_COLL_REDUCE_ALL)
         return c->nccl->ncclAllReduce(full, full, numel, type, FSDPC_NCCL_SUM, c->raw, c->stream);
     if (slice->owner >= 0)
@@ -130,13 +132,13 @@ fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c)
     size_t element = fsdpc_dtype_bytes(op->dtype);
     for (size_t i = 0; i < op->n_slices; i++) {
         const fsdpc_slice *slice = &op->slices[i];
-        size_t place = slice->full_offset + (size_t)c->rank * slice->numel;
-        if (slice->owner >= 0 || slice->numel == 0)
+        size_t place, numel = fsdpc_coll_part(op, slice, c->rank, &place);
+        if (numel == 0)
             continue;
         FSDPC_CUDA_TRY(
             cudaMemcpyAsync((unsigned char *)op->recv + place * element,
                             (const unsigned char *)op->send + slice->shard_offset * element,
-                            slice->numel * element, cudaMemcpyDefault, c->stream),
+                            numel * element, cudaMemcpyDefault, c->stream),
             "copy memory");
     }
     return FSDPC_OK;

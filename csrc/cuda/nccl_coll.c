@@ -168,15 +168,16 @@ static fsdpc_status launch(fsdpc_comm_nccl *self, fsdpc_nccl_op *op)
         op->stage = FSDPC_NCCL_LAUNCHING;
         return fsdpc_graph_launch(coll->graph);
     }
-    const fsdpc_nccl_call c = {.nccl = &self->world->nccl,
-                               .raw = self->channels[op->channel],
-                               .stream = raw_stream(self, coll),
-                               .op = coll,
-                               .contributions = op->contributions,
-                               .rank = self->base.rank,
-                               .size = self->base.size,
-                               .in_place = coll->kind == FSDPC_COLL_GATHER &&
-                                           fsdpc_nccl_registered_find(self, coll->recv)};
+    const fsdpc_nccl_call c = {
+        .nccl = &self->world->nccl,
+        .raw = self->channels[op->channel],
+        .stream = raw_stream(self, coll),
+        .op = coll,
+        .contributions = op->contributions,
+        .rank = self->base.rank,
+        .size = self->base.size,
+        .in_place = coll->kind == FSDPC_COLL_GATHER &&
+                    (coll->wire->pinned || fsdpc_nccl_registered_find(self, coll->recv))};
     if (c.in_place)
         FSDPC_TRY(fsdpc_nccl_place_own(&c));
     if (coll->kind == FSDPC_COLL_ALL_GATHER && coll->send == coll->recv && c.rank > 0) {

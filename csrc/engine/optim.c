@@ -3,7 +3,8 @@
  * Per unit it knows which group each parameter belongs to, its step count, and one state buffer per
  * flat group and state, as large as the shard, made before the first step that uses it.
  *
- * Steps stand in optim_step.c, captured ones in optim_graph.c.
+ * Steps stand in optim_step.c, captured ones in optim_graph.c, those of the CPU beside a remote
+ * device in optim_host.c.
  */
 #include "engine/optim.h"
 
@@ -11,6 +12,7 @@
 
 #include "engine/collect.h"
 #include "engine/optim_graph.h"
+#include "engine/optim_host.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_optim_create(fsdpc_optim_kind kind, fsdpc_device *device, fsdpc_trace *trace,
@@ -48,6 +50,7 @@ void fsdpc_optim_destroy(fsdpc_optim *optim)
     for (int i = 0; i < optim->n_units; i++)
         fini_states(optim, &optim->units[i]);
     fsdpc_device_free(optim->device, optim->scalars);
+    fsdpc_optim_host_destroy(optim);
     free(optim->units);
     free(optim->order);
     free(optim->hypers);
@@ -107,9 +110,10 @@ static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat
     const fsdpc_unit *unit = states->unit;
     size_t numel = unit->groups[flat_group].plan->shard_numel;
     int at = flat_group * FSDPC_OPTIM_MAX_STATES + s;
-    if (!unit->offload.states)
-        return fsdpc_device_alloc_zeroed(optim->device, FSDPC_MEM_STATE, numel * element,
-                                         &states->states[at]);
+    if (!unit->offload.states || unit->offload.host)
+        return fsdpc_device_alloc_zeroed(optim->device,
+                                         unit->offload.states ? FSDPC_MEM_PINNED : FSDPC_MEM_STATE,
+                                         numel * element, &states->states[at]);
     FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_optim_state_name(optim->kind, s),
                                   &unit->name, FSDPC_MEM_STATE, numel, element, unit->offload.part,
                                   &states->extents[at]));
@@ -208,7 +212,7 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
                 FSDPC_TRY(make_states(optim, states, p));
         }
     }
-    return FSDPC_OK;
+    return fsdpc_optim_host_prepare(optim);
 }
 
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,

@@ -1,4 +1,4 @@
-/* The struct of an optimizer, for optim.c, optim_step.c and optim_graph.c. */
+/* The struct of an optimizer, for optim.c, optim_step.c, optim_host.c and optim_graph.c. */
 #ifndef FSDPC_ENGINE_OPTIM_INTERNAL_H
 #define FSDPC_ENGINE_OPTIM_INTERNAL_H
 
@@ -7,6 +7,7 @@
 
 typedef struct fsdpc_optim fsdpc_optim;
 typedef struct fsdpc_optim_graph fsdpc_optim_graph;
+typedef struct fsdpc_optim_host fsdpc_optim_host;
 
 typedef struct param_states {
     int group; /* of hyper-parameters; -1: not ours */
@@ -51,7 +52,18 @@ struct fsdpc_optim {
     int next; /* in `order`: the unit to be looked at next */
     fsdpc_status failed;
     char reason[512];
+    fsdpc_optim_host *host; /* of steps by the CPU; NULL before the first that has any */
+    size_t host_chunk;      /* elements that are brought at a time; 0: the usual */
 };
+
+static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_group)
+{
+    const fsdpc_layout *layout = states->unit->layout;
+    for (int p = 0; p < layout->n_params; p++)
+        if (layout->params[p].group == flat_group && states->params[p].stepping)
+            return true;
+    return false;
+}
 
 /* ---- optim.c ---- */
 

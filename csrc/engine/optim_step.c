@@ -31,6 +31,7 @@
 #include "engine/full.h"
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
+#include "engine/optim_host.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
 typedef struct run {
@@ -61,7 +62,7 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
     const param_states *own = &states->params[part.param];
     fsdpc_unit_group *group = &unit->groups[place->group];
     const fsdpc_slice *band = &group->plan->bands[place->band];
-    fsdpc_stream *main = fsdpc_device_main(optim->device);
+    bool on_host = fsdpc_offload_steps_on_host(&unit->offload);
     void *grad;
     fsdpc_step_args args = {
         .param_dtype = place->dtype,
@@ -87,12 +88,16 @@ static fsdpc_status step_front(const fsdpc_optim *optim, const unit_states *stat
                              fsdpc_dtype_bytes(args.state_dtype), part.begin, &part.end,
                              &args.states[s]));
     }
+    if (on_host)
+        FSDPC_TRY(
+            fsdpc_optim_host_bring(optim, states, place->group, part.begin, &part.end, &args));
     args.numel = part.end - part.begin;
-    if (unit->root)
+    if (unit->root && (!on_host || unit->root->wire->pinned))
         args.wire = fsdpc_full_published(unit, group, band, part.begin);
     rest->begin = part.end;
     rest->first += args.numel;
-    return fsdpc_optim_step_alone(optim, own->group, &args, main);
+    fsdpc_device *device = on_host ? optim->device->host : optim->device;
+    return fsdpc_optim_step_alone(optim, own->group, &args, fsdpc_device_main(device));
 }
 
 static fsdpc_status step_run(const fsdpc_optim *optim, const unit_states *states, run part)
@@ -154,7 +159,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     }
     if (any && !unit->root)
         unit->dirty = true;
-    return FSDPC_OK;
+    return any ? fsdpc_optim_host_stepped(unit) : FSDPC_OK;
 }
 
 /* The roots of the optimizer's units, each once: calls fn on every one. */
@@ -193,15 +198,6 @@ static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
     return status;
 }
 
-static bool group_steps(const unit_states *states, int flat_group)
-{
-    const fsdpc_layout *layout = states->unit->layout;
-    for (int p = 0; p < layout->n_params; p++)
-        if (layout->params[p].group == flat_group && states->params[p].stepping)
-            return true;
-    return false;
-}
-
 static fsdpc_status add_to_pass(const unit_states *states)
 {
     const fsdpc_unit *unit = states->unit;
@@ -221,7 +217,7 @@ static fsdpc_status add_to_pass(const unit_states *states)
             fsdpc_extent_forget(group->grad_extent);
             row[n++] = group->grad_extent;
         }
-        if (n > 0 && group_steps(states, g))
+        if (n > 0 && fsdpc_optim_steps_group(states, g))
             FSDPC_TRY(fsdpc_pass_add(unit->offload.tier, row, n));
     }
     return FSDPC_OK;
@@ -440,8 +436,11 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
     if (status == FSDPC_OK)
+        status = fsdpc_optim_host_begin(optim);
+    if (status == FSDPC_OK)
         status = step_units(optim, &waits);
     fsdpc_status files = each_tier(optim, fsdpc_pass_end);
+    FSDPC_KEEP_FIRST(files, fsdpc_optim_host_end(optim));
     if (files != FSDPC_OK)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)

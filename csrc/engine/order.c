@@ -6,6 +6,8 @@
  *     a gradient shard         main reads (filled) -> the reduction writes -> main reads
  *     a partial                the first stage writes -> the second reads -> (by way of main and
  *                              `filled`) the next first stage writes
+ *     what the CPU steps by    main computes (computed) -> a copy brings (arrived) -> the host reads
+ *     masters that it steps    main publishes (computed) -> (arrived) the host writes
  *
  * Arrows that begin at main are events of this file.  Those that begin at a collective are the
  * communicator's, which knows when an operation is on its stream (fsdpc_comm_order); main waits for
@@ -17,6 +19,8 @@
  * then.
  */
 #include "engine/order.h"
+
+#include <sched.h>
 
 fsdpc_status fsdpc_order_create(fsdpc_root *root)
 {
@@ -65,10 +69,27 @@ void fsdpc_order_destroy(fsdpc_root *root)
     }
 }
 
-fsdpc_status fsdpc_order_behind(fsdpc_root *root, fsdpc_event *event, fsdpc_stream *stream)
+fsdpc_status fsdpc_order_behind(fsdpc_device *device, fsdpc_event *event, fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_event_record(event, fsdpc_device_main(root->device)));
+    FSDPC_TRY(fsdpc_event_record(event, fsdpc_device_main(device)));
     return fsdpc_stream_wait(stream, event);
+}
+
+static fsdpc_status poll_event(void *event)
+{
+    return fsdpc_event_test(event);
+}
+
+fsdpc_status fsdpc_order_await(fsdpc_device *device, fsdpc_event *event)
+{
+    fsdpc_status status = FSDPC_IN_PROGRESS;
+    if (device->watch.wait_for)
+        return device->watch.wait_for(device->watch.arg, poll_event, event);
+    while (status == FSDPC_IN_PROGRESS) {
+        status = fsdpc_event_test(event);
+        sched_yield();
+    }
+    return status;
 }
 
 void fsdpc_order_note_released(fsdpc_unit *unit)

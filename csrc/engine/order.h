@@ -17,7 +17,9 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root); /* units are adopted */
 void fsdpc_order_destroy(fsdpc_root *root);
 
 /* `stream` goes on when main has come to here; the event says when that is. */
-fsdpc_status fsdpc_order_behind(fsdpc_root *root, fsdpc_event *event, fsdpc_stream *stream);
+fsdpc_status fsdpc_order_behind(fsdpc_device *device, fsdpc_event *event, fsdpc_stream *stream);
+/* The host goes on when the stream has come to where the event was recorded. */
+fsdpc_status fsdpc_order_await(fsdpc_device *device, fsdpc_event *event);
 void fsdpc_order_note_released(fsdpc_unit *unit);
 
 /* The functions below do nothing where streams do not overlap. */
@@ -25,13 +27,14 @@ void fsdpc_order_note_released(fsdpc_unit *unit);
 /* Main has written own slices of the wire: gathers to come are behind it. */
 static inline fsdpc_status fsdpc_order_published(fsdpc_root *root)
 {
-    return root->overlaps ? fsdpc_order_behind(root, root->published, root->gather_stream)
+    return root->overlaps ? fsdpc_order_behind(root->device, root->published, root->gather_stream)
                           : FSDPC_OK;
 }
 /* Main has filled a reduce buffer, and has done with the gradient shard that its sums go to. */
 static inline fsdpc_status fsdpc_order_filled(fsdpc_root *root)
 {
-    return root->overlaps ? fsdpc_order_behind(root, root->filled, root->reduce_stream) : FSDPC_OK;
+    return root->overlaps ? fsdpc_order_behind(root->device, root->filled, root->reduce_stream)
+                          : FSDPC_OK;
 }
 /* Main has read a unit's full for the last time... */
 static inline void fsdpc_order_released(fsdpc_unit *unit)

@@ -27,15 +27,24 @@ fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options
     return FSDPC_OK;
 }
 
-/* One array of every element of a group: bytes in memory, and in a file. */
-static void plan_array(const fsdpc_group *group, size_t element, bool offloaded, double part,
-                       fsdpc_unit_plan *sum, size_t *memory, size_t *file)
+size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t element)
+{
+    numel = offload->gradients ? 0 : fsdpc_min_size(numel, FSDPC_HOST_CHUNK);
+    return FSDPC_HOST_HEAD_BYTES + fsdpc_round_up(numel * element, COUNT_ALIGN);
+}
+
+/* One array of every element of a group: bytes in memory, and elsewhere. */
+static void plan_array(const fsdpc_group *group, size_t element, bool offloaded,
+                       const fsdpc_offload *offload, fsdpc_unit_plan *sum, size_t *memory,
+                       size_t *file)
 {
     size_t numel = group->shard_numel;
-    size_t kept = offloaded ? fsdpc_tier_kept(numel, part) : numel;
-    *memory += fsdpc_round_up(kept * element, COUNT_ALIGN);
-    if (!offloaded)
+    double part = offload->part;
+    if (!offloaded || offload->host) {
+        *(offloaded ? file : memory) += fsdpc_round_up(numel * element, COUNT_ALIGN);
         return;
+    }
+    *memory += fsdpc_round_up(fsdpc_tier_kept(numel, part) * element, COUNT_ALIGN);
     *file += fsdpc_tier_file_bytes(numel, element, part);
     sum->ring_bytes = fsdpc_max_size(sum->ring_bytes, fsdpc_tier_ring_bytes(numel, element, part));
 }
@@ -43,13 +52,19 @@ static void plan_array(const fsdpc_group *group, size_t element, bool offloaded,
 static void plan_shards(const fsdpc_group *group, const fsdpc_group_plan *plan,
                         const fsdpc_unit_options *options, fsdpc_unit_plan *sum)
 {
-    plan_array(group, fsdpc_dtype_bytes(group->dtype), options->offload.masters,
-               options->offload.part, sum, &sum->master_bytes, &sum->master_file_bytes);
-    plan_array(group, fsdpc_dtype_bytes(plan->grad_dtype), options->offload.gradients,
-               options->offload.part, sum, &sum->grad_bytes, &sum->grad_file_bytes);
+    const fsdpc_offload *offload = &options->offload;
+    size_t wide = fsdpc_dtype_bytes(plan->grad_dtype);
+    plan_array(group, fsdpc_dtype_bytes(group->dtype), offload->masters, offload, sum,
+               &sum->master_bytes, &sum->master_file_bytes);
+    plan_array(group, wide, offload->gradients, offload, sum, &sum->grad_bytes,
+               &sum->grad_file_bytes);
     /* States are as wide as gradients: fp32, or fp64 for fp64 parameters. */
-    plan_array(group, fsdpc_dtype_bytes(plan->grad_dtype), options->offload.states,
-               options->offload.part, sum, &sum->state_bytes, &sum->state_file_bytes);
+    plan_array(group, wide, offload->states, offload, sum, &sum->state_bytes,
+               &sum->state_file_bytes);
+    if (fsdpc_offload_steps_on_host(offload))
+        sum->ring_bytes = fsdpc_max_size(
+            sum->ring_bytes,
+            FSDPC_HOST_CHUNKS * fsdpc_plan_host_bytes(offload, group->shard_numel, wide));
 }
 
 fsdpc_status fsdpc_plan_unit(const fsdpc_param_spec *specs, int n_specs, int ranks,

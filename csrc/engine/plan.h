@@ -16,9 +16,11 @@ typedef struct fsdpc_mesh {
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which arrays of a unit lie in a file, and how much of them: the rear part, 0 to 1. */
+/* Which arrays of a unit lie in a file, and how much of them: the rear part, 0 to 1; or which lie in
+ * the memory of the host beside a remote device. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by what lies in it; NULL while nothing is allocated yet: a plan's */
+    bool host;        /* no file; of params, own slices, where a gather moves bytes */
     bool params, masters, states, gradients;
     double part;
 } fsdpc_offload;
@@ -61,14 +63,27 @@ typedef struct fsdpc_group_plan {
 fsdpc_status fsdpc_plan_group(const fsdpc_group *group, const fsdpc_unit_options *options,
                               fsdpc_group_plan *out);
 
+/* Of steps by the CPU beside a remote device (optim_host.h): elements that are brought at a time, so
+ * many times. */
+enum { FSDPC_HOST_CHUNK = 1 << 20, FSDPC_HOST_CHUNKS = 4, FSDPC_HOST_HEAD_BYTES = 64 };
+
+static inline bool fsdpc_offload_steps_on_host(const fsdpc_offload *offload)
+{
+    return offload->host && offload->masters && offload->states;
+}
+
+/* Of one of the places for what is brought of a group; a multiple of 64. */
+size_t fsdpc_plan_host_bytes(const fsdpc_offload *offload, size_t numel, size_t element);
+
 /* Reduce buffers (fill.h) that all units of a root share, as far as so many share. */
 enum { FSDPC_POOLED_BUFFERS = 2 };
 
 typedef struct fsdpc_unit_plan {
     size_t wire_bytes, reduce_bytes, master_bytes, grad_bytes, partial_bytes;
     size_t state_bytes; /* of one state of every parameter */
-    size_t master_file_bytes, state_file_bytes, grad_file_bytes; /* what lies in a file, instead */
-    size_t ring_bytes;      /* that a pass over them needs; the largest of a root's units is made */
+    /* What lies in a file, or in memory of the host, instead. */
+    size_t master_file_bytes, state_file_bytes, grad_file_bytes;
+    size_t ring_bytes;      /* that a step over them needs; the largest of a root's units is made */
     size_t published_bytes; /* of own slices, where a gather moves bytes (slots.h) */
     /* Of what one peer sends to this rank's sums, where a reduction brings contributions here, and
      * of what it sends of its partial; of the largest group each. */

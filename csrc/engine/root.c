@@ -40,7 +40,8 @@ static fsdpc_status adopt_units(fsdpc_root *root, fsdpc_unit *const *units, size
     return FSDPC_OK;
 }
 
-/* In memory or on a disk: the same for all units, whose fulls lie in it. */
+/* In memory, of the device or of the host, or on a disk: the same for all units, whose fulls, or this
+ * rank's slices of them, lie in it. */
 static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
 {
     const fsdpc_unit *first = root->units[0];
@@ -48,12 +49,15 @@ static fsdpc_status create_wire(fsdpc_root *root, size_t bytes)
         const fsdpc_unit *unit = root->units[i];
         if (unit->offload.params != first->offload.params)
             return fsdpc_fail(FSDPC_ERR_VALUE,
-                              "units '%s' and '%s' are of one model, and one has its params on a "
-                              "disk and the other has not: give both one offload_policy",
-                              first->name, unit->name);
+                              "units '%s' and '%s' are of one model, and one has its params on %s "
+                              "and the other has not: give both one offload_policy",
+                              first->name, unit->name,
+                              first->offload.host || unit->offload.host ? "the host" : "a disk");
     }
     fsdpc_tier *tier = first->offload.params ? first->offload.tier : NULL;
-    return fsdpc_wire_create_in(root->comm, bytes, tier, &root->wire);
+    FSDPC_TRY(fsdpc_wire_create_in(root->comm, bytes, tier, &root->wire));
+    root->wire->pinned = root->wire->moved && first->offload.params && first->offload.host;
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, int n_units,

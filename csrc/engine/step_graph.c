@@ -109,6 +109,11 @@ static fsdpc_status check_unit(const fsdpc_unit *unit)
                           "step looks for changes, and the host waits for that: graphs of steps "
                           "take models whose pieces were not handed out",
                           unit->name);
+    if (unit->offload.host || unit->offload.tier)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "unit '%s' has an offload_policy, and the CPU takes part in its steps: "
+                          "graphs of steps take models that lie on the device alone",
+                          unit->name);
     return FSDPC_OK;
 }
 

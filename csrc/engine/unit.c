@@ -11,15 +11,15 @@
 
 #include "ops/flat_ops.h"
 
-/* An array as long as the shard, in memory or in a file; zeros. */
+/* An array as long as the shard, in memory of the device or of the host, or in a file; zeros. */
 static fsdpc_status create_shard(fsdpc_unit *unit, const fsdpc_group *plan, bool offloaded,
                                  fsdpc_mem_kind kind, fsdpc_dtype dtype, fsdpc_extent **extent,
                                  unsigned char **out)
 {
     size_t element = fsdpc_dtype_bytes(dtype);
-    if (!offloaded)
-        return fsdpc_device_alloc_zeroed(unit->device, kind, plan->shard_numel * element,
-                                         (void **)out);
+    if (!offloaded || unit->offload.host)
+        return fsdpc_device_alloc_zeroed(unit->device, offloaded ? FSDPC_MEM_PINNED : kind,
+                                         plan->shard_numel * element, (void **)out);
     FSDPC_TRY(fsdpc_extent_create(unit->offload.tier, fsdpc_mem_kind_name(kind), &unit->name, kind,
                                   plan->shard_numel, element, unit->offload.part, extent));
     *out = (*extent)->memory;
@@ -266,8 +266,9 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
 /* What a pass wrote of the masters is not all that they hold any more. */
 static void forget_masters(fsdpc_unit *unit)
 {
-    for (int g = 0; unit->offload.masters && g < unit->layout->n_groups; g++)
-        fsdpc_extent_forget(unit->groups[g].master_extent);
+    for (int g = 0; g < unit->layout->n_groups; g++)
+        if (unit->groups[g].master_extent)
+            fsdpc_extent_forget(unit->groups[g].master_extent);
 }
 
 fsdpc_status fsdpc_unit_mark_written(fsdpc_unit *unit)

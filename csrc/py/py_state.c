@@ -75,7 +75,9 @@ static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
     const fsdpc_plugin_option options[] = {{"cudnn", r->env.cudnn ? "1" : NULL}, {NULL, NULL}};
     FSDPC_TRY(r->plugin->device_create(r->mem, local_rank % count, options, &r->device));
     FSDPC_TRY(fsdpc_mem_create(&r->host_mem));
-    return make_cpu(r->host_mem, r->team, isa, 0, &r->host);
+    FSDPC_TRY(make_cpu(r->host_mem, r->team, isa, 0, &r->host));
+    r->device->host = r->host;
+    return FSDPC_OK;
 }
 
 static fsdpc_status read_environment(fsdpc_env *env_out, fsdpc_isa *isa_out)

@@ -53,11 +53,12 @@ int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *ou
     if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "Oppppd", &tier, &params, &masters,
                                                     &states, &gradients, &out->part))
         return -1;
-    if (tier != Py_None && !Py_IS_TYPE(tier, (PyTypeObject *)state->tier_type)) {
+    out->host = PyUnicode_Check(tier);
+    if (tier != Py_None && !out->host && !Py_IS_TYPE(tier, (PyTypeObject *)state->tier_type)) {
         PyErr_Format(PyExc_TypeError, "expected a Tier, got %.100s", Py_TYPE(tier)->tp_name);
         return -1;
     }
-    out->tier = tier == Py_None ? NULL : ((py_tier *)tier)->tier;
+    out->tier = tier == Py_None || out->host ? NULL : ((py_tier *)tier)->tier;
     out->params = params != 0;
     out->masters = masters != 0;
     out->states = states != 0;

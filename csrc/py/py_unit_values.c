@@ -229,16 +229,19 @@ PyMethodDef fsdpc_py_unit_value_methods[] = {
 static PyObject *get_offload(PyObject *object, void *Py_UNUSED(closure))
 {
     const fsdpc_offload offload = fsdpc_unit_offload(unit_of(object));
-    if (!offload.tier)
+    if (!offload.tier && !offload.host)
         Py_RETURN_NONE;
-    return Py_BuildValue("(OOOOOd)", Py_None, offload.params ? Py_True : Py_False,
-                         offload.masters ? Py_True : Py_False, offload.states ? Py_True : Py_False,
+    return Py_BuildValue("(zOOOOd)", offload.host ? "host" : NULL,
+                         offload.params ? Py_True : Py_False, offload.masters ? Py_True : Py_False,
+                         offload.states ? Py_True : Py_False,
                          offload.gradients ? Py_True : Py_False, offload.part);
 }
 
 PyGetSetDef fsdpc_py_unit_value_getset[] = {
     {"offload", get_offload, NULL,
-     "(None, params, masters, states, gradients, part): what lies in a file.", NULL},
+     "(None, params, masters, states, gradients, part): what lies in a file; (\"host\", ...): in "
+     "memory of the host beside a GPU.",
+     NULL},
     {"params", get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

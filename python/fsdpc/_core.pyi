@@ -361,8 +361,8 @@ class Tier:
     def stats(self) -> dict[str, int]: ...
 
 #: (file or None, params, masters, states, gradients, which part of the latter three): what lies in
-#: a file.
-Offload = tuple[Tier | None, bool, bool, bool, bool, float]
+#: a file; ("host", ...): in memory of the host beside a GPU.
+Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
     """A group of ranks."""

@@ -171,7 +171,7 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         type=_offload,
         metavar="WHAT=disk:PATH",
         help="what lies on a disk: optimizer=disk:/var/tmp, or masters=...,optimizer=...; "
-        "fraction=X: how much of it",
+        "fraction=X: how much of it; or in host memory beside a GPU: masters=host,optimizer=host",
     )
     sharding.add_argument(
         "--deterministic",

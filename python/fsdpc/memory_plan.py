@@ -55,7 +55,8 @@ class MemoryPlan:
     slices of all units, and room for those that are whole at a time. In deterministic mode over
     NCCL ``reduce`` includes room for what the peers send to a sum; on CPUs of several ``hosts``,
     for sums on their way between them. ``staging`` is what is on its way to and from a disk,
-    ``file`` what lies there, and is not in the total. ``activation`` is what forward and backward
+    ``file`` what lies there, ``pinned`` what lies in host memory beside a GPU or is on its way
+    there; neither of the latter two is in the total. ``activation`` is what forward and backward
     hold at once, where a batch was given. ``units`` says what was counted as units.
     """
 
@@ -70,6 +71,7 @@ class MemoryPlan:
     staging: int = 0
     activation: int | None = None
     file: int = 0
+    pinned: int = 0
     micro_sum: int = 0
     units: str = field(default="", compare=False)
     _by_device: dict[str, dict[str, int]] = field(default_factory=dict, compare=False, repr=False)
@@ -125,7 +127,9 @@ class MemoryPlan:
     def for_micro_steps(self, n: int) -> MemoryPlan:
         """Return the plan of deterministic mode with n micro-steps a step, whose sums it keeps."""
         levels = max(0, (n + 1).bit_length() - 2)  # as many as a counter to n has ones, less one
-        return replace(self, grad=self.grad + levels * self.micro_sum)
+        more = levels * self.micro_sum
+        held = {d: {**each, "grad": each["grad"] + more} for d, each in self._by_device.items()}
+        return replace(self, grad=self.grad + more, _by_device=held)
 
     @property
     def total(self) -> int:
@@ -138,8 +142,7 @@ class MemoryPlan:
         if self.staging:
             names += ["staging"]
         names += ["activation", "total"] if self.activation is not None else ["total"]
-        if self.file:
-            names += ["file"]
+        names += [name for name in ("file", "pinned") if getattr(self, name)]
         lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
         where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
         return "\n".join([*lines, f"of {self.units}, on {where}"])
@@ -152,7 +155,7 @@ class _UnitShape:
     reduce_dtype: Any
     own_buffer: bool
     own_full: bool  # where fulls take turns in memory, this one's does not
-    offload: _core.Offload | None
+    offload: dict[str, _core.Offload | None]  # by device
 
     def sums(self, stage: str) -> list[_core.dtype]:
         """Return the dtypes of what a reduction, or a partial, sums: one of each flat group."""
@@ -238,19 +241,23 @@ def memory_plan(
         policy = mp_policy or MixedPrecisionPolicy()
         units = _planned_units(model, plan, policy, strategy, offload_policy)
     n_states = STATES[optimizer] if isinstance(optimizer, str) else int(optimizer)
-    plans = [
-        _core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload) for u in units
+    plans_by = {
+        name: [
+            _core.plan_unit(u.specs, shard, u.param_dtype, u.reduce_dtype, u.offload[name])
+            for u in units
+        ]
+        for name in DEVICES
+    }
+    plans = plans_by["cpu"]  # where it matters not
+    shards = {name: _shard_bytes(plans_by[name], units, n_states, name) for name in DEVICES}
+    there = [bool(u.offload["cuda"] and u.offload["cuda"][:2] == ("host", True)) for u in units]
+    fulls = [
+        (one["wire"], 0 if away else one["published"], u.own_full)
+        for u, one, away in zip(units, plans, there)
     ]
-
-    def total(key: str) -> int:
-        return sum(one[key] for one in plans)
-
-    sums = {"master": total("master"), "grad": total("grad"), "micro_sum": total("partial")}
-    sums["state"] = n_states * total("state")
-    sums["file"] = total("master_file") + total("grad_file")
-    sums["file"] += n_states * total("state_file")
-    sums["staging"] = max((one["ring"] for one in plans), default=0) if sums["file"] else 0
-    fulls = [(one["wire"], one["published"], u.own_full) for u, one in zip(units, plans)]
+    if shard > 1:
+        published = (one["published"] for one, away in zip(plans, there) if away)
+        shards["cuda"]["pinned"] += sum(published)
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
     two_stages = replicate > 1 and shard > 1
     buffers = _buffers(units, plans, keeps, two_stages)
@@ -261,13 +268,14 @@ def memory_plan(
         received += (replicate - 1) * max(one["partial_contribution"] for one in plans)
     by_device = {
         name: {
+            **shards[name],
             "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
             "reduce": reduce + (received if _contributions_are_sent(name) else 0),
         }
         for name in DEVICES
     }
-    if any(u.offload and u.offload[1] for u in units):  # params: the wire is a file
-        sums["file"] += by_device["cpu"]["wire"]
+    if any(u.offload["cpu"] and u.offload["cpu"][1] for u in units):  # params: the wire is a file
+        by_device["cpu"]["file"] += by_device["cpu"]["wire"]
         by_device["cpu"]["wire"] = 0
     activation = None
     if batch_shape is not None:
@@ -275,10 +283,28 @@ def memory_plan(
     here, world = get_default_device(), distributed._world
     is_here = world is not None and world.size == replicate * shard
     return MemoryPlan(
-        device=here, hosts=world.hosts if world is not None and is_here else 1, **sums,
-        **by_device[here], activation=activation, units=described, _by_device=by_device,
-        _mesh=(replicate, shard), _buffers=buffers,
+        device=here, hosts=world.hosts if world is not None and is_here else 1,
+        micro_sum=sum(one["partial"] for one in plans), **by_device[here], activation=activation,
+        units=described, _by_device=by_device, _mesh=(replicate, shard), _buffers=buffers,
     ).for_device(here)  # fmt: skip
+
+
+def _shard_bytes(
+    plans: list[dict[str, int]], units: list[_UnitShape], n_states: int, device: str
+) -> dict[str, int]:
+    """What a rank holds of shards, by category; what lies elsewhere as a file, or as pinned."""
+    found = dict.fromkeys(("master", "grad", "state", "file", "pinned", "staging"), 0)
+    ring = {"file": 0, "pinned": 0}
+    for one, unit in zip(plans, units):
+        offload = unit.offload[device]
+        where = "pinned" if offload and offload[0] == "host" else "file"
+        for key, times in (("master", 1), ("grad", 1), ("state", n_states)):
+            found[key] += times * one[key]
+            found[where] += times * one[f"{key}_file"]
+        ring[where] = max(ring[where], one["ring"])
+    found["staging"] = ring["file"] if found["file"] else 0
+    found["pinned"] += ring["pinned"]
+    return found
 
 
 def _buffers(
@@ -347,10 +373,16 @@ def _sharded_units(model: Any) -> list[_UnitShape]:
             reduce_dtype=unit.reduce_dtype,
             own_buffer=own or unit.keep_grads,
             own_full=own or unit.rank_dependent or not unit.reshard_after_forward,
-            offload=unit.offload,
+            offload=_sharded_offload(unit.offload),
         )
         for unit, own in {**_shard.enclosing(model), model._fsdpc_unit: True}.items()
     ]
+
+
+def _sharded_offload(offload: _core.Offload | None) -> dict[str, _core.Offload | None]:
+    """By device, of a unit on this one: where a CPU has it, no policy said "host"."""
+    on_host = offload is not None and offload[0] == "host"
+    return {name: None if on_host and name == "cpu" else offload for name in DEVICES}
 
 
 def _planned_units(
@@ -381,7 +413,10 @@ def _planned_units(
                 reduce_dtype=own.reduce_dtype,
                 own_buffer=alone,
                 own_full=alone or reshards is False,
-                offload=planned(options.get("offload_policy", offload_policy)),
+                offload={
+                    name: planned(options.get("offload_policy", offload_policy), name)
+                    for name in DEVICES
+                },
             )
         )
     return units

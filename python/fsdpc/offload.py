@@ -1,4 +1,4 @@
-"""Which arrays of a sharded model lie on a disk."""
+"""Which arrays of a sharded model lie on a disk, or in host memory beside a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class OffloadPolicy:
     ----------
     params, gradients, masters, optimizer : {"device", "host", "disk"}, default "device"
         Of the gathered parameters, of the gradient shards, of the shards that an optimizer updates,
-        and of the states that ours keeps of them. On CPUs "host" is the same as "device".
+        and of the states that ours keeps of them. On CPUs "host" is the same as "device"; on GPUs
+        it is pinned memory.
     path : path, optional
         A folder on a disk of this host, for what lies on a disk. Each rank makes a file there that
         has no name: nothing of it is left when the process ends.
@@ -38,13 +39,15 @@ class OffloadPolicy:
 
     Notes
     -----
-    ``fully_shard`` refuses "host" and "disk" where ranks compute on GPUs (NotImplementedError).
-    Results have the bits of a run without it. A step reads and writes masters and states on the
-    disk once, in the order of the units, ahead of their use, past the page cache. What was written
-    is compared by CRC-32C when it is read: a disk that returns something else ends the run with an
-    error. Parameters and gradients go through the page cache, and have no checksum.
-    The step goes on behind the next forward, unit by unit; whoever reads values or states ends it.
-    Source: ZeRO-Infinity (Rajbhandari et al. 2021).
+    ``fully_shard`` refuses "disk" where ranks compute on GPUs, and params on the "host" where one
+    rank has all of them (NotImplementedError). Results have the bits of a run without it.
+    Where masters and optimizer are both on the "host", the CPU steps them, by the rank's threads.
+    On a disk, a step reads and writes masters and states once, in the order of the units, ahead of
+    their use, past the page cache. What was written is compared by CRC-32C when it is read: a disk
+    that returns something else ends the run with an error. Parameters and gradients go through the
+    page cache, and have no checksum. Such a step goes on behind the next forward, unit by unit;
+    whoever reads values or states ends it.
+    Source: ZeRO-Offload (Ren et al. 2021), ZeRO-Infinity (Rajbhandari et al. 2021).
 
     Examples
     --------
@@ -79,18 +82,28 @@ class OffloadPolicy:
     @property
     def on_disk(self) -> tuple[str, ...]:
         """The classes that lie on a disk."""
-        return tuple(name for name in CLASSES if getattr(self, name) == "disk")
+        return self._of("disk")
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The classes that lie in memory of the CPU."""
+        return self._of("host")
+
+    def _of(self, tier: str) -> tuple[str, ...]:
+        return tuple(name for name in CLASSES if getattr(self, name) == tier)
 
 
 _tiers: weakref.WeakValueDictionary[tuple[str, int], _core.Tier] = weakref.WeakValueDictionary()
 
 
-def planned(policy: Any) -> _core.Offload | None:
-    """Return what a unit is told of a policy, without a file; None where nothing is on a disk."""
-    on_disk = getattr(policy, "on_disk", ())
-    if not on_disk:
-        return None
-    return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
+def planned(policy: Any, device: str) -> _core.Offload | None:
+    """Return what a unit is told of a policy on a device, without a file; None for nothing."""
+    on_disk, on_host = getattr(policy, "on_disk", ()), getattr(policy, "on_host", ())
+    if on_disk:
+        return None, *(name in on_disk for name in CLASSES), float(policy.fraction)
+    if on_host and device != "cpu":
+        return "host", *(name in on_host for name in CLASSES), 1.0
+    return None
 
 
 def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
@@ -98,12 +111,19 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
 
     The rank is that of a unit's ranks: those that shard nothing may not have joined the world.
     """
-    plan = planned(policy)
-    if plan is None:
-        if "host" in (getattr(policy, name, "") for name in CLASSES):
-            _refuse_devices("host")
-        return None
-    _refuse_devices("disk")
+    device = get_default_device()
+    plan = planned(policy, device)
+    if device != "cpu" and plan is not None and policy.on_disk:
+        raise NotImplementedError(
+            f"offload to a disk where ranks compute on {device}: it works on CPUs alone"
+        )
+    if plan is not None and plan[0] == "host" and plan[1] and comm.size == 1:
+        raise NotImplementedError(
+            "params='host' for shards of one rank: modules read its params where they lie, on "
+            f"{device}; leave params out of the policy, or shard over more ranks"
+        )
+    if plan is None or plan[0] == "host":
+        return plan
     key = os.path.realpath(policy.path), comm.world_rank
     tier = _tiers.get(key)
     if tier is None:
@@ -111,18 +131,13 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
     return tier, *plan[1:]
 
 
-def _refuse_devices(tier: str) -> None:
-    if get_default_device() != "cpu":
-        raise NotImplementedError(
-            f"offload to '{tier}' where ranks compute on {get_default_device()}: it works on CPUs "
-            "alone"
-        )
-
-
 def words(policy: Any) -> str:
     """Return the line by which ranks compare policies; folders may differ."""
-    plan = planned(policy)
-    return "" if plan is None else f", on disk {policy.on_disk}, fraction={policy.fraction}"
+    plan = planned(policy, get_default_device())
+    if plan is None:
+        return ""
+    on_disk = f", on disk {policy.on_disk}, fraction={policy.fraction}"
+    return on_disk if policy.on_disk else f", on the host {policy.on_host}"
 
 
 def file_stats() -> dict[str, int]:

@@ -135,6 +135,7 @@ class Simulation:
         parts |= {"staging": plan.staging} if plan.staging else {}
         held = ", ".join(f"{name} {n / 2**30:.3g}" for name, n in parts.items())
         filed = f"; on a disk {plan.file / 2**30:.3g}" if plan.file else ""
+        filed += f"; pinned {plan.pinned / 2**30:.3g}" if plan.pinned else ""
         also = f"; wire {plan.wire / 2**30:.3g}, which {self.wire_ranks} share" if shared else ""
         also += filed
         return "\n".join([

@@ -18,7 +18,8 @@ from processes import built
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
 PROGRAMS = [["test_streams"], ["test_engine_windows", "2"]]  # with the largest world, for speed
-WAITS = ("published", "released", "taken", "filled", "gathered", "reduced", "partial")
+WAITS = ("published", "released", "taken", "filled", "gathered", "reduced", "partial", "computed",
+         "arrived")
 
 sys.path.insert(0, str(ROOT / "tools"))
 import ctest  # noqa: E402

@@ -53,7 +53,7 @@ def test_two_ranks_have_the_bits_of_shared_memory(environment: dict[str, str]) -
     cpu, cuda = (json.loads(show(environment, path, device, "2")) for device in ("cpu", "cuda"))
     for ours, theirs in zip(cuda, cpu, strict=True):
         assert (ours.pop("transport"), theirs.pop("transport")) == ("local_cuda", "shm")
-        assert ours.keys() == theirs.keys() and len(ours) == 5
+        assert ours.keys() == theirs.keys() and len(ours) == 6
         for name in ours:
             assert ours[name] == theirs[name], name
     assert cuda[0]["mlp"]["losses"] != cuda[1]["mlp"]["losses"]
@@ -128,9 +128,18 @@ thread.start()
 thread.join()
 print(torch.equal(model.weight.grad.to_local(), plain.weight.grad))
 try:
-    fully_shard(nn.Linear(3, 4), offload_policy=fsdpc.torch.CPUOffloadPolicy())
+    fully_shard(nn.Linear(3, 4), offload_policy=fsdpc.torch.CPUOffloadPolicy(False))
 except NotImplementedError as e:
     print(e)
+model = fully_shard(nn.Linear(3, 4), offload_policy=fsdpc.torch.CPUOffloadPolicy())
+model(x).sum().backward()
+try:
+    torch.optim.SGD(model.parameters()).step()
+except NotImplementedError as e:
+    print(e)
+from fsdpc.torch import CPUOffload, FullyShardedDataParallel
+model = FullyShardedDataParallel(nn.Linear(3, 4), cpu_offload=CPUOffload(offload_params=True))
+print(model._fsdpc_unit.offload)
 """
 
 
@@ -145,7 +154,12 @@ def test_each_phase_needs_its_order_point(environment: dict[str, str]) -> None:
         for joined in (True, False)
     ] + [
         "selected 1", "True",
-        "CPUOffloadPolicy: masters stay on the GPU that computes; leave offload_policy out",
+        "CPUOffloadPolicy(pin_memory=False): the GPU reads masters where they lie, so they are in "
+        "pinned memory; leave pin_memory out",
+        "SGD of torch.optim.sgd keeps its states on the GPU, and the offload_policy of rows 0:4 of "
+        "'Linear.weight' (4, 3) has optimizer='host': use an optimizer of fsdpc.torch.optim, or "
+        "leave optimizer out of the policy",
+        "('host', False, True, True, True, 1.0)",
     ]
 
 

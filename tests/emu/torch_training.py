@@ -18,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdpc
 import fsdpc.torch
-from fsdpc.torch import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdpc.torch import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 
 STEPS = 2
 MAX_NORM = 0.05  # below the norms of first steps
 DELAYS = 77
 # What several ranks run.
-SHARED = frozenset({"mlp", "transformer bf16", "no_sync", "torch's AdamW", "rewritten"})
+SHARED = frozenset({"mlp", "transformer bf16", "no_sync", "torch's AdamW", "rewritten",
+                    "offloaded"})
 HOME = torch.device("cpu")  # where torch's tensors are, for whichever device they stand
 
 
@@ -157,9 +158,9 @@ def deferred() -> Any:
     return model
 
 
-def resumed() -> dict[str, Any]:
+def resumed(policy: Any = None) -> dict[str, Any]:
     """Some steps, a checkpoint, and one step by another model that loads it."""
-    model = shard(made(Mlp))
+    model = shard(made(Mlp), offload_policy=policy)
     optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
     train(model, rows, optimizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -173,6 +174,8 @@ def resumed() -> dict[str, Any]:
     return {**train(again, rows, optimizer, steps=1), "steps": steps}
 
 
+STATES = fsdpc.OffloadPolicy(optimizer="host")
+ALL = fsdpc.OffloadPolicy(masters="host", gradients="host", optimizer="host")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -220,6 +223,23 @@ def rewritten() -> dict[str, Any]:
             "seen": number(seen), "grads": grads}
 
 
+def offloaded() -> dict[str, Any]:
+    """Masters, gradients and states in host memory; weights are read and written between steps."""
+    model = shard(made(Mlp), offload_policy=ALL)
+    optimizer = fsdpc.torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results = [train(model, rows, optimizer, micro_steps=2)]
+    average = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.lerp_(p, 0.5)
+            p.copy_(mean)
+        model.last.weight.data.mul_(2)
+    results.append(train(model, rows, optimizer, synced=False, micro_steps=2))
+    states = fsdpc.torch.get_optimizer_state_dict(model, optimizer)["state"]
+    moments = {name: state["exp_avg_sq"].flatten().tolist() for name, state in states.items()}
+    return {**results[1], "before": results[0], "moments": moments}
+
+
 def of_fsdp1() -> dict[str, Any]:
     """FSDP1's class, its clipping and its state dicts."""
     plain = made(Mlp)
@@ -252,6 +272,10 @@ def cases() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "clipped by torch", clipped_by_torch
     yield "torch's AdamW", lambda: with_torch_adamw(shard(made(Mlp)))
     yield "rewritten", rewritten
+    yield "offloaded", offloaded
+    yield "states offloaded", lambda: train(
+        shard(made(Transformer), mp_policy=BF16, offload_policy=STATES), ids)
+    yield "resumed offloaded", lambda: resumed(CPUOffloadPolicy())
     yield "fsdp1", of_fsdp1
     yield "narrow", lambda: train(shard(made(Mlp).to(torch.bfloat16)), rows_bf16)
 

@@ -9,8 +9,8 @@
  * the CPU over shared memory, by the engine that both front doors drive.  Its modules are flat
  * kernels: forward adds fulls to the activations, and each gradient is full + activations + data,
  * so that a full read too early or too late, a sum taken too early and a step on a stale sum all
- * end up in the weights, whose bits must be the CPU's where sums have the same order (two ranks, or
- * two by two).  On the emulated device streams are threads, each operation begins after a random
+ * end up in the weights, whoever steps them, the GPU or the CPU beside it.  Their bits must be the
+ * CPU's where sums have the same order (two ranks, or two by two).  On the emulated device streams are threads, each operation begins after a random
  * delay, and a gather in flight leaves noise in the full.
  *
  * Waits are left out by tables in front of the device's and the communicator's: an event that is
@@ -21,10 +21,12 @@
 #include "clip_norm.h"
 #include "engine/grads.h"
 #include "engine/optim.h"
+#include "engine/optim_internal.h"
 #include "engine/root_internal.h"
 #include "engine/sched.h"
 
 enum { UNITS = 4, STEPS = 6, WIDE = 40, TALL = 36, LONG = 70, DATA = 1 << 13 };
+enum { CHUNK = 100 }; /* of what the CPU steps by: several a unit */
 enum { TRIES = 100 }; /* a busy machine may hide what is left out for long */
 
 /* What is waited for: X(name, word) */
@@ -35,7 +37,9 @@ enum { TRIES = 100 }; /* a busy machine may hide what is left out for long */
     X(FILLED, "filled")       /* a reduction, for its buffer */                                    \
     X(GATHERED, "gathered")   /* compute, for the full */                                          \
     X(REDUCED, "reduced")     /* the optimizer and the next filling, for the reduction */          \
-    X(PARTIAL, "partial")     /* the sum over replicas, for the partial */
+    X(PARTIAL, "partial")     /* the sum over replicas, for the partial */                         \
+    X(COMPUTED, "computed")   /* copies for the CPU's steps, for what they bring */                \
+    X(ARRIVED, "arrived")     /* the CPU's steps, for the copies */
 
 typedef enum wait_kind {
 #define X(name, word) name,
@@ -54,6 +58,8 @@ static const char *const wait_words[] = {
 typedef struct way {
     bool square;        /* two by two */
     bool deterministic; /* sums are trees, over NCCL too */
+    bool on_host;       /* the CPU steps, beside the GPU... */
+    bool grads;         /* ... by gradients that lie there too, for params that do */
 } way;
 
 typedef struct model {
@@ -69,7 +75,7 @@ typedef struct model {
     fsdpc_unit *units[UNITS];
     fsdpc_root *root;
     fsdpc_optim *optim;
-    void *data, *activations;
+    void *data, *activations, *norm;
     uint64_t seen;
 } model;
 
@@ -95,8 +101,21 @@ static fsdpc_status stream_wait(fsdpc_stream *stream, fsdpc_event *event)
     const fsdpc_root *root = here->root;
     if (event == root->published || event == root->filled)
         return wait_unless_left_out(event == root->filled ? FILLED : PUBLISHED, stream, event);
-    here->kept[here->n_kept++] = event;
-    return FSDPC_OK;
+    for (int u = 0; u < UNITS; u++) {
+        if (event == here->units[u]->released) {
+            here->kept[here->n_kept++] = event;
+            return FSDPC_OK;
+        }
+    }
+    return wait_unless_left_out(COMPUTED, stream, event);
+}
+
+static fsdpc_status event_test(fsdpc_event *event)
+{
+    if (event == here->root->filled)
+        return device_ops->event_test(event);
+    atomic_fetch_add(&waits_seen[ARRIVED], 1);
+    return without == ARRIVED ? FSDPC_OK : device_ops->event_test(event);
 }
 
 static fsdpc_status post(fsdpc_work *work)
@@ -121,6 +140,24 @@ static fsdpc_status order(fsdpc_work *work, fsdpc_stream *stream)
     return status;
 }
 
+/* A step by the CPU, whose kernels ThreadSanitizer does not see: what they touch is touched here. */
+static fsdpc_status step_told(const fsdpc_step_args *args, fsdpc_stream *stream)
+{
+    const volatile double *factor = args->grad_scale_at;
+    const volatile float *grad = args->grad;
+    volatile float *param = args->param;
+    volatile uint16_t *wire = args->wire; /* of bf16 */
+    if (factor)
+        (void)*factor;
+    for (size_t i = 0; i < args->numel; i++) {
+        (void)grad[i];
+        param[i] = param[i];
+        if (wire)
+            wire[i] = 0;
+    }
+    return fsdpc_flat_ops_cpu(fsdpc_isa_best())->step(args, stream);
+}
+
 static void watch(model *m)
 {
     static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -129,6 +166,7 @@ static void watch(model *m)
         device_ops = m->device->ops;
         watched_device = *device_ops;
         watched_device.stream_wait = stream_wait;
+        watched_device.event_test = event_test;
         comm_ops = m->comm->ops;
         watched_comm = *comm_ops;
         watched_comm.post = post;
@@ -162,6 +200,7 @@ static fsdpc_status units_create(model *m)
         {.name = "bias", .dtype = FSDPC_F32, .ndim = 1, .shape = {LONG}},
     };
     FSDPC_TRY(fsdpc_optim_create(FSDPC_OPTIM_ADAMW, m->device, NULL, &m->optim));
+    m->optim->host_chunk = CHUNK;
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit_options options = {.name = names[u],
                                       .mesh = m->mesh,
@@ -171,6 +210,12 @@ static fsdpc_status units_create(model *m)
                                       .cast_reduce = true,
                                       .reduce_dtype = FSDPC_F32,
                                       .reshard_after_forward = u > 0};
+        if (m->device->remote && m->way->on_host)
+            options.offload = (fsdpc_offload){.host = true,
+                                              .params = m->way->grads,
+                                              .masters = true,
+                                              .states = true,
+                                              .gradients = m->way->grads};
         FSDPC_TRY(fsdpc_unit_create(specs, 2, &options, &m->units[u]));
         m->units[u]->settings.deterministic = m->way->deterministic;
         for (int p = 0; p < 2; p++) {
@@ -195,6 +240,8 @@ static fsdpc_status data_create(model *m)
         status = fsdpc_device_alloc(m->device, FSDPC_MEM_OTHER, WIDE * TALL * sizeof *host,
                                     &m->activations);
     if (status == FSDPC_OK)
+        status = fsdpc_device_alloc(m->device, FSDPC_MEM_OTHER, sizeof(double), &m->norm);
+    if (status == FSDPC_OK)
         status = fsdpc_device_copy(m->device, m->data, host, DATA * sizeof *host, NULL);
     free(host);
     return status;
@@ -208,6 +255,7 @@ static void model_destroy(model *m)
         fsdpc_unit_destroy(m->units[u]);
     fsdpc_device_free(m->device, m->data);
     fsdpc_device_free(m->device, m->activations);
+    fsdpc_device_free(m->device, m->norm);
     if (m->mesh.replicate) {
         fsdpc_comm_destroy(m->mesh.replicate);
         fsdpc_comm_destroy(m->mesh.shard);
@@ -281,6 +329,20 @@ static fsdpc_status backward(model *m, int step)
     return fsdpc_backward_end(m->root);
 }
 
+/* In the device's memory; the host waits for nothing. */
+static fsdpc_status clip_ahead(model *m)
+{
+    fsdpc_norm_room total;
+    fsdpc_status status = fsdpc_norm_room_init(&total, m->device, 1);
+    if (status == FSDPC_OK)
+        status = fsdpc_clip_norms(m->units, UNITS, 2, total.at, NULL);
+    if (status == FSDPC_OK)
+        status = fsdpc_norm_put(total.at, 2, m->norm, &m->plain);
+    fsdpc_norm_room_fini(&total);
+    FSDPC_TRY(status);
+    return fsdpc_clip_scale_remote(m->units, UNITS, m->norm, 1.0, &m->plain);
+}
+
 /* Two micro-steps in one of the steps, clipping, which reads a value, in every second one. */
 static fsdpc_status train_step(model *m, int step)
 {
@@ -292,7 +354,9 @@ static fsdpc_status train_step(model *m, int step)
         FSDPC_TRY(forward(m, UNITS, true));
         FSDPC_TRY(backward(m, step + 10 * micro));
     }
-    if (step % 2) {
+    if (step % 2 && m->device->remote && m->way->on_host) {
+        FSDPC_TRY(clip_ahead(m));
+    } else if (step % 2) {
         double norm;
         FSDPC_TRY(clip_norm(m->units, UNITS, &norm));
         fsdpc_clip_scale(m->units, UNITS, norm, 1.0);
@@ -346,6 +410,10 @@ static void train_on_gpu(rank_context *self)
 {
     gpu_rank r;
     EXPECT_OK(self, rank_create(&r, self, library));
+    r.device->host = self->device;
+    fsdpc_flat_ops told = *self->device->flat;
+    told.step = step_told;
+    self->device->flat = &told;
     model m = {
         .self = self, .way = self->arg, .device = r.device, .comm = r.comm, .plain = r.plain};
     here = &m;
@@ -384,14 +452,20 @@ static void test_training(int most)
                   {2, {0}, 0},
                   {4, {.square = true}, 0},
                   {4, {0}, 1e-3},
-                  {4, {.deterministic = true}, 0}};
+                  {4, {.deterministic = true}, 0},
+                  {1, {.on_host = true}, 0},
+                  {2, {.on_host = true}, 0},
+                  {2, {.on_host = true, .grads = true}, 0},
+                  {4, {.square = true, .on_host = true}, 0}};
     for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++) {
         if (worlds[w].size > most)
             continue;
         size_t wrong = run(worlds[w].size, worlds[w].how, worlds[w].tolerance);
-        CHECK_NOTE(wrong == 0, "%d ranks%s%s: %zu weights differ", worlds[w].size,
+        CHECK_NOTE(wrong == 0, "%d ranks%s%s%s%s: %zu weights differ", worlds[w].size,
                    worlds[w].how.square ? ", two by two" : "",
-                   worlds[w].how.deterministic ? ", deterministic" : "", wrong);
+                   worlds[w].how.deterministic ? ", deterministic" : "",
+                   worlds[w].how.on_host ? ", stepped by the CPU" : "",
+                   worlds[w].how.grads ? ", gradients and params there" : "", wrong);
     }
     for (int kind = 0; kind < WAIT_KINDS && most >= 4; kind++)
         CHECK_NOTE(waits_seen[kind] > 0, "no wait for what is %s", wait_words[kind]);
@@ -406,6 +480,7 @@ static void stuck(rank_context *self)
     static float unread[RANKS_MAX][RESULT];
     gpu_rank r;
     EXPECT_OK(self, rank_create(&r, self, library));
+    r.device->host = self->device;
     model m = {
         .self = self, .way = self->arg, .device = r.device, .comm = r.comm, .plain = r.plain};
     here = &m;
@@ -422,6 +497,7 @@ static void test_stuck(void)
 {
     break_nccl(FAKE_NCCL_STUCK, 1);
     ranks_run_threads(2, stuck, &(rank_options){.arg = &(way){0}});
+    ranks_run_threads(2, stuck, &(rank_options){.arg = &(way){.on_host = true}});
     break_nccl(FAKE_NCCL_WELL, 0);
 }
 
@@ -442,7 +518,7 @@ static int test_without(const char *word, bool until_wrong, int most)
 #if defined(FSDPC_EMU)
         emu_set_delays(77 + (unsigned)i);
 #endif
-        wrong = run(size, (way){.square = size == 4}, 0);
+        wrong = run(size, (way){.square = size == 4, .on_host = without >= COMPUTED}, 0);
     }
     printf("test_streams: without '%s' %zu weights differ\n", word, wrong);
     return wrong == 0;

@@ -389,13 +389,6 @@ def test_refusals() -> None:
         FSDP(build(), device_id="cuda:0")
     with pytest.raises(TypeError, match="takes a BackwardPrefetch or None, got 'soon'"):
         FSDP(build(), backward_prefetch="soon")
-    class Elsewhere(nn.Parameter):
-        is_cuda = True  # type: ignore[assignment]
-
-    there = nn.Linear(2, 2)
-    there._parameters["bias"] = Elsewhere(torch.zeros(2))
-    with pytest.raises(NotImplementedError, match="masters stay on the GPU that computes"):
-        FSDP(there, cpu_offload=CPUOffload(offload_params=True))
     with pytest.raises(NotImplementedError, match="keep_low_precision_grads"):
         FSDP(build(), mixed_precision=MixedPrecision(keep_low_precision_grads=True))
     ours = FSDP(build())

@@ -39,7 +39,7 @@ def test_policies_that_cannot_be(options: dict[str, Any], said: str) -> None:
 def test_the_default_is_no_disk() -> None:
     assert fsdpc.OffloadPolicy().on_disk == ()
     policy = fsdpc.OffloadPolicy(gradients="disk", params="disk", masters="host", path="/var/tmp")
-    assert policy.on_disk == ("params", "gradients")
+    assert policy.on_disk == ("params", "gradients") and policy.on_host == ("masters",)
 
 
 @pytest.mark.ranks(1)
@@ -114,6 +114,19 @@ def test_estimate_shows_files_and_staging() -> None:
     half = estimated("--offload", "optimizer=disk:/nowhere,fraction=0.5")
     assert half["file"] == pytest.approx(half["state"], rel=1e-3)
     assert half["state"] == pytest.approx(here["state"] / 2, rel=1e-3)
+
+
+def test_estimate_shows_host_memory_beside_a_gpu() -> None:
+    """On CPUs it is the device's; on GPUs it is counted apart, with chunks on their way."""
+    on_host = ("--offload", "masters=host,optimizer=host")
+    assert estimated(*on_host) == estimated()
+    here, there = estimated("--device", "cuda"), estimated("--device", "cuda", *on_host)
+    assert there["master"] == there["state"] == 0 and there["wire"] == here["wire"]
+    ring = there["pinned"] - here["master"] - here["state"]
+    assert ring == pytest.approx(4 * (4 * 2**20 + 64), rel=1e-3)
+    assert there["total"] == pytest.approx(here["total"] - here["master"] - here["state"], rel=1e-3)
+    params = estimated("--device", "cuda", "--offload", "params=host")
+    assert params["pinned"] == pytest.approx(here["wire"] - params["wire"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

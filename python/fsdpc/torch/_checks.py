@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdpc import distributed
 from fsdpc.torch import _device, _forward, _rows
 from fsdpc.torch._unit import PieceInfo, UnitState
-from fsdpc.torch.policies import MixedPrecisionPolicy, core_dtype
+from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy, core_dtype
 
 
 @cache
@@ -128,17 +128,21 @@ def check_apart(params: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def check_offload(policy: Any) -> None:
-    """Raise unless this is a policy, or if masters are to be in host memory and units are not."""
+def as_offload(policy: Any) -> Any:
+    """Return ours for a policy of torch's or ours; raise for anything else."""
     if policy is not None and all(c.__name__ != "OffloadPolicy" for c in type(policy).__mro__):
         raise TypeError(
             "offload_policy takes an OffloadPolicy or a CPUOffloadPolicy, got "
             f"{type(policy).__name__}: {policy!r:.60}"
         )
-    if hasattr(policy, "pin_memory") and not _device.on_cpu():
+    if not hasattr(policy, "pin_memory"):
+        return policy
+    if not _device.on_cpu() and not policy.pin_memory:
         raise NotImplementedError(
-            "CPUOffloadPolicy: masters stay on the GPU that computes; leave offload_policy out"
+            "CPUOffloadPolicy(pin_memory=False): the GPU reads masters where they lie, so they are "
+            "in pinned memory; leave pin_memory out"
         )
+    return policy if isinstance(policy, CPUOffloadPolicy) else CPUOffloadPolicy(policy.pin_memory)
 
 
 def check_policy(policy: Any) -> None:
@@ -292,12 +296,15 @@ def mark_replaced(params: list[tuple[str, nn.Parameter]], state: UnitState) -> N
 
 
 def _refuse_states(optimizer: torch.optim.Optimizer, info: PieceInfo) -> None:
-    """Raise if states that this optimizer will make are to lie on a disk."""
-    if info.unit.offload is not None and info.unit.offload[3]:  # states
+    """Raise if states that this optimizer will make are to lie elsewhere."""
+    offload = info.unit.offload
+    if offload is not None and offload[3]:  # states
+        on_host = offload[0] == "host"
         raise NotImplementedError(
-            f"{type(optimizer).__name__} of {type(optimizer).__module__} keeps its states in "
-            f"memory, and the offload_policy of {info} has optimizer='disk': use an optimizer of "
-            "fsdpc.torch.optim, or leave optimizer out of the policy"
+            f"{type(optimizer).__name__} of {type(optimizer).__module__} keeps its states "
+            f"{'on the GPU' if on_host else 'in memory'}, and the offload_policy of {info} has "
+            f"optimizer='{'host' if on_host else 'disk'}': use an optimizer of fsdpc.torch.optim, "
+            "or leave optimizer out of the policy"
         )
 
 

@@ -14,9 +14,9 @@ from fsdpc import _shard, fsdp_module, offload
 from fsdpc._agree import check_agreement
 from fsdpc.torch import _compiled, _convert, _device, _forward, _initialise
 from fsdpc.torch._checks import (
+    as_offload,
     check_apart,
     check_module,
-    check_offload,
     check_parameter,
     check_place,
     check_policy,
@@ -257,8 +257,8 @@ def fully_shard(
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication.
     offload_policy : OffloadPolicy, optional
-        What lies on a disk; masters are in host memory on CPUs in any case. On a GPU none but the
-        default is taken.
+        What lies on a disk; masters are in host memory on CPUs in any case. On a GPU, what lies in
+        host memory: ``CPUOffloadPolicy()`` puts masters, gradients and optimizer states there.
     ignored_params : iterable of nn.Parameter, optional
         Left alone: neither sharded nor reduced.
     dp_mesh_dims : optional
@@ -329,7 +329,7 @@ def fully_shard(
     check_apart(named)
     check_whole(whole, named, type(modules[0]).__name__)
     _device.choose(named, getattr(mesh, "device_type", None))
-    check_offload(offload_policy)
+    offload_policy = as_offload(offload_policy)
     where = _shard.place(as_mesh(mesh), strategy, reshard_after_forward)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
@@ -359,7 +359,7 @@ def fully_shard(
         m.__dict__["_fsdpc_unit"] = state.unit
         m.__class__ = _shard.sharded_class(FSDPModule, type(m))
     _shard.enclose(modules)
-    if hasattr(offload_policy, "pin_memory"):
+    if hasattr(offload_policy, "pin_memory") and _device.on_cpu():
         log_once("CPUOffloadPolicy changes nothing: masters are in host memory")
     watch(state, inside)
     _initialise.offer_full(state, [m for _, m in inside])

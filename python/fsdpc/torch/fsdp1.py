@@ -22,7 +22,7 @@ from fsdpc.torch._checks import log_once
 from fsdpc.torch._mesh import join
 from fsdpc.torch._module import FSDPModule, fully_shard
 from fsdpc.torch.clip import clip_grad_norm_
-from fsdpc.torch.policies import MixedPrecisionPolicy
+from fsdpc.torch.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import StateDictSettings
@@ -40,7 +40,8 @@ class FullyShardedDataParallel(FSDPModule):
     sharding_strategy : ShardingStrategy, default FULL_SHARD
         HYBRID_SHARD without groups or mesh shards over the ranks of a host; hosts replicate.
     cpu_offload : CPUOffload, optional
-        Is what happens anyway on CPUs, which is logged once.
+        Is what happens anyway on CPUs, which is logged once; on GPUs masters, gradients and
+        optimizer states lie in pinned memory of the host.
     auto_wrap_policy : callable or policy, optional
         Of :mod:`fsdpc.torch.wrap` or ``torch.distributed.fsdp.wrap``: which submodules are units.
     backward_prefetch, forward_prefetch, limit_all_gathers
@@ -104,6 +105,7 @@ class FullyShardedDataParallel(FSDPModule):
             "sync_module_states": sync_module_states,
             "process_group": process_group,
             "device_mesh": device_mesh,
+            "cpu_offload": cpu_offload,
         }
         ignored = _ignored(ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
@@ -467,6 +469,7 @@ def _shard(
         module,
         mesh=mesh,
         strategy=strategy,
+        offload_policy=CPUOffloadPolicy() if _offloads(options["cpu_offload"], module) else None,
         mp_policy=policy or MixedPrecisionPolicy(cast_forward_inputs=outer),
         ignored_params=ignored,
         sync_module_states=synced,
@@ -490,15 +493,16 @@ def _move(module: nn.Module, device_id: Any) -> None:
         module.to(at)
 
 
+def _offloads(offload: Any, module: nn.Module) -> bool:
+    """Whether this names host memory, and that is not the module's device's."""
+    on_gpu = not _device.on_cpu() or any(p.is_cuda for p in module.parameters())
+    return bool(getattr(offload, "offload_params", False)) and on_gpu
+
+
 def _hints(module: nn.Module, offload: Any, backward: Any, ahead: bool) -> list[str]:
-    """Refuse what cannot be; return what there is to say of options that change nothing."""
+    """Check ``backward_prefetch``; return what there is to say of options that change nothing."""
     found = []
-    if getattr(offload, "offload_params", False):
-        if any(p.is_cuda for p in module.parameters()):
-            raise NotImplementedError(
-                "CPUOffload(offload_params=True): masters stay on the GPU that computes; leave "
-                "cpu_offload out"
-            )
+    if getattr(offload, "offload_params", False) and not _offloads(offload, module):
         found.append("cpu_offload changes nothing: masters are in host memory")
     name = getattr(backward, "name", backward)
     if name is not None and name not in ("BACKWARD_PRE", "BACKWARD_POST"):

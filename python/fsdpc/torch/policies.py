@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -35,15 +35,18 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Masters in host memory: on CPUs they are there anyway.
+    """Masters, gradients and optimizer states in host memory: on CPUs they are there anyway.
 
     Parameters
     ----------
     pin_memory : bool, default True
-        Means nothing on CPUs.
+        Means nothing on CPUs; GPUs reach pinned memory alone.
     """
 
     pin_memory: bool = True
+    masters: str = field(default="host", kw_only=True)
+    gradients: str = field(default="host", kw_only=True)
+    optimizer: str = field(default="host", kw_only=True)
 
 
 def core_dtype(dtype: torch.dtype | None) -> _core.dtype | None:

@@ -1,0 +1,84 @@
+"""Masters, states and gradients in memory of the host, beside the emulated GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import printed
+
+PROGRAM = str(Path(__file__).with_name("offloads.py"))
+
+
+def ranks(environment: dict[str, str], *arguments: str, **more: str) -> list[Any]:
+    """What each rank of offloads.py returned."""
+    return json.loads(printed(environment, PROGRAM, *arguments, **more).splitlines()[-1])
+
+
+@pytest.mark.parametrize("world, kinds", [
+    ("1", "AdamW,bf16 states,amsgrad"), ("2", "SGD"),
+])
+def test_bits_are_those_of_the_device_alone(environment: dict[str, str], world: str,
+                                            kinds: str) -> None:
+    """Whoever steps, under every strategy in turn; and what lies where."""
+    for found in ranks(environment, "bits", world, kinds):
+        assert list(found) == kinds.split(",")
+        for kind, (differing, held) in found.items():
+            assert differing == [], kind
+            for name, of in held.items():
+                away = {key: of[key] == 0 for key in ("master", "state", "grad")}
+                assert away == {
+                    "master": name in ("masters", "both", "all", "everything"),
+                    "state": name in ("states", "both", "all", "everything"),
+                    "grad": name in ("all", "everything"),
+                }, (kind, name)
+                assert (of["pinned"] > 0) == (any(away.values()) or name == "params"), (kind, name)
+
+
+def test_bits_over_nccl(nccl: dict[str, str]) -> None:
+    """Several streams, and gradients that come while others are made."""
+    for found in ranks(nccl, "bits", "2", "Lion"):
+        assert found["Lion"][0] == []
+
+
+@pytest.mark.parametrize("world, names", [
+    ("1", "nothing,states,masters,all"), ("2", "nothing,both,everything"),
+])
+def test_rows_are_written_saved_and_resumed(environment: dict[str, str], tmp_path: Path,
+                                            world: str, names: str) -> None:
+    """Each resumes from another's files, which have the same bytes."""
+    several = len(names.split(","))
+    for rank, found in enumerate(ranks(environment, "between", world, f"{tmp_path}:{names}")):
+        assert found == [[], [], [], 0 if rank else several]
+
+
+def test_nothing_waits_before_the_step(nccl: dict[str, str]) -> None:
+    """Clipping leaves its factor on the device, and the copies of gradients bring it along."""
+    for found in ranks(nccl, "ahead", "2"):
+        assert found == {"nothing": [0, True], "both": [0, True], "all": [0, True],
+                         "everything": [0, True], "differing": []}
+
+
+def test_plan_is_the_peak(environment: dict[str, str]) -> None:
+    for found in ranks(environment, "planned", "2"):
+        assert len(found) == 7
+        for held, plan, same, on_cpu in found:
+            assert held == plan and same
+            assert "pinned" not in on_cpu
+        assert [plan["pinned"] > 0 for _, plan, _, _ in found] == [False] + [True] * 6
+
+
+def test_what_cannot_be_is_refused(nccl: dict[str, str], tmp_path: Path) -> None:
+    for said in ranks(nccl, "refused", "2", str(tmp_path)):
+        for line, begins in zip(said, [
+            "NotImplementedError: offload to a disk where ranks compute on cuda: it works on CPUs",
+            "NotImplementedError: params='host' for shards of one rank",
+            "NotImplementedError: offload to a disk where ranks compute on cuda: it works on CPUs",
+            "MismatchError: ",
+            "NotImplementedError: ",
+            ", on the host ('masters', 'optimizer')",
+        ], strict=True):
+            assert line.startswith(begins), said
+        assert "unit 'Perceptron' has an offload_policy" in said[4]
