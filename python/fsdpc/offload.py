@@ -115,7 +115,7 @@ def opened(policy: Any, comm: _core.Comm) -> _core.Offload | None:
     plan = planned(policy, device)
     if device != "cpu" and plan is not None and policy.on_disk:
         raise NotImplementedError(
-            f"offload to a disk where ranks compute on {device}: it works on CPUs alone"
+            f"offload to 'disk' where ranks compute on {device}: it works on CPUs alone"
         )
     if plan is not None and plan[0] == "host" and plan[1] and comm.size == 1:
         raise NotImplementedError(
