@@ -105,7 +105,8 @@ class TrainingStabilizer:
     -----
     A step that is taken costs the one small all-reduce of :func:`fsdpc.clip_grad_norm_`, and one
     wait for its result, which is when the loss is read too. A skipped step costs at most two
-    more, which find out why. The window has the rank's own losses, so any rank's jump skips the step on all.
+    more, which find out why. The window has the rank's own losses, so any rank's jump skips the
+    step on all.
 
     With a loss scaler (float16) an infinite loss would shrink the scale: train in bfloat16.
 
