@@ -110,6 +110,19 @@ def test_stages_train_as_by_hand(tmp_path: Path) -> None:
     fsdpc.shutdown()
 
 
+def test_the_host_is_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "zero_optimization.stage": 3,
+        "zero_optimization.offload_optimizer.device": "cpu",
+        "zero_optimization.offload_optimizer.ratio": 0.5,  # of what is on a disk
+    }
+    assert "offload_policy" not in deepspeed._shard_options(said)  # they are there
+    monkeypatch.setattr(fsdpc, "get_default_device", lambda: "cuda")
+    policy = deepspeed._shard_options(said)["offload_policy"]
+    assert (policy.optimizer, policy.masters, policy.gradients) == ("host",) * 3
+    assert (policy.params, policy.fraction) == ("device", 1)
+
+
 @pytest.mark.ranks(2, init=False)
 def test_checkpoints_halves_and_groups(tmp_path: Path) -> None:
     join_gloo(tmp_path)

@@ -68,7 +68,7 @@ KEYS: dict[str, Key] = {
     ),
     "zero_optimization.offload_optimizer.device": _used(
         '"nvme": optimizer states, masters and gradients on a disk ([offload.md](offload.md)); '
-        '"cpu": they are there on CPUs, refused on GPUs'
+        '"cpu": in host memory, where a GPU computes'
     ),
     "zero_optimization.offload_optimizer.nvme_path": _used("the folder"),
     "zero_optimization.offload_optimizer.ratio": _used("the part of each unit that is there"),

@@ -186,13 +186,13 @@ def _shard_options(said: Mapping[str, Any]) -> dict[str, Any]:
         if device not in ("none", "cpu", "nvme"):
             raise ValueError(f"zero_optimization.{name}.device is none, cpu or nvme: {device!r}")
         if device == "cpu" and fsdpc.get_default_device() != "cpu":
-            raise NotImplementedError(f"zero_optimization.{name} to the host from a GPU")
+            tiers |= dict.fromkeys(classes, "host")
         if device == "nvme":
             tiers |= dict.fromkeys(classes, "disk")
             tiers["path"] = said.get(f"zero_optimization.{name}.nvme_path")
     if tiers:
         ratio = float(said.get("zero_optimization.offload_optimizer.ratio", 1.0))
-        options["offload_policy"] = OffloadPolicy(**tiers, fraction=ratio)
+        options["offload_policy"] = OffloadPolicy(**tiers, fraction=ratio if "path" in tiers else 1)
     return options
 
 
