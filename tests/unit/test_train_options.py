@@ -17,7 +17,16 @@ from fsdpc._train_options import as_toml, make_schedule, parser, with_config
 from fsdpc.optim import AdamW
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is Python 3.11's")
-SMALL = ["--batch", "2", "--seq", "32", "--sample", "0", "--data", str(Path(__file__).parents[2] / "docs")]
+SMALL = [
+    "--batch",
+    "2",
+    "--seq",
+    "32",
+    "--sample",
+    "0",
+    "--data",
+    str(Path(__file__).parents[2] / "docs"),
+]
 
 
 def train(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
