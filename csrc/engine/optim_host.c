@@ -197,7 +197,7 @@ static fsdpc_status move_to(const fsdpc_optim *optim, const unit_states *states,
         FSDPC_TRY(send_for_next(optim, host)); /* into its place, which is left now */
     }
     if (!host->awaited)
-        FSDPC_TRY(fsdpc_order_await(optim->device, chunk_of(host, host->used)->arrived));
+        FSDPC_TRY(fsdpc_event_await(chunk_of(host, host->used)->arrived));
     host->awaited = true;
     return FSDPC_OK;
 }
@@ -231,6 +231,6 @@ fsdpc_status fsdpc_optim_host_end(fsdpc_optim *optim)
     if (!host)
         return FSDPC_OK;
     for (; host->failed == FSDPC_OK && host->used < host->sent; host->used++)
-        host->failed = fsdpc_order_await(optim->device, chunk_of(host, host->used)->arrived);
+        host->failed = fsdpc_event_await(chunk_of(host, host->used)->arrived);
     return host->failed;
 }

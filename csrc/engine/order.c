@@ -20,8 +20,6 @@
  */
 #include "engine/order.h"
 
-#include <sched.h>
-
 fsdpc_status fsdpc_order_create(fsdpc_root *root)
 {
     root->overlaps =
@@ -73,23 +71,6 @@ fsdpc_status fsdpc_order_behind(fsdpc_device *device, fsdpc_event *event, fsdpc_
 {
     FSDPC_TRY(fsdpc_event_record(event, fsdpc_device_main(device)));
     return fsdpc_stream_wait(stream, event);
-}
-
-static fsdpc_status poll_event(void *event)
-{
-    return fsdpc_event_test(event);
-}
-
-fsdpc_status fsdpc_order_await(fsdpc_device *device, fsdpc_event *event)
-{
-    fsdpc_status status = FSDPC_IN_PROGRESS;
-    if (device->watch.wait_for)
-        return device->watch.wait_for(device->watch.arg, poll_event, event);
-    while (status == FSDPC_IN_PROGRESS) {
-        status = fsdpc_event_test(event);
-        sched_yield();
-    }
-    return status;
 }
 
 void fsdpc_order_note_released(fsdpc_unit *unit)

@@ -18,8 +18,6 @@ void fsdpc_order_destroy(fsdpc_root *root);
 
 /* `stream` goes on when main has come to here; the event says when that is. */
 fsdpc_status fsdpc_order_behind(fsdpc_device *device, fsdpc_event *event, fsdpc_stream *stream);
-/* The host goes on when the stream has come to where the event was recorded. */
-fsdpc_status fsdpc_order_await(fsdpc_device *device, fsdpc_event *event);
 void fsdpc_order_note_released(fsdpc_unit *unit);
 
 /* The functions below do nothing where streams do not overlap. */

@@ -9,7 +9,6 @@
 #include "py/py_import.h"
 
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/log.h"
 
@@ -27,19 +26,6 @@ void fsdpc_py_imports_init(fsdpc_py_imports *imports)
 
 /* ---- Back to its library ---- */
 
-static fsdpc_status poll_event(void *event)
-{
-    return fsdpc_event_test(event);
-}
-
-static fsdpc_status poll_alone(fsdpc_event *event)
-{
-    fsdpc_status status;
-    while ((status = fsdpc_event_test(event)) == FSDPC_IN_PROGRESS)
-        nanosleep(&(struct timespec){.tv_nsec = 20 * 1000}, NULL);
-    return status;
-}
-
 /* Until the main stream has done with what it was given. */
 static fsdpc_status wait_for_use(fsdpc_device *device)
 {
@@ -48,9 +34,7 @@ static fsdpc_status wait_for_use(fsdpc_device *device)
     FSDPC_TRY(fsdpc_event_create(device, &used));
     fsdpc_status status = fsdpc_event_record(used, main);
     if (status == FSDPC_OK)
-        status = device->watch.wait_for
-                     ? device->watch.wait_for(device->watch.arg, poll_event, used)
-                     : poll_alone(used);
+        status = fsdpc_event_await(used);
     fsdpc_event_destroy(used);
     return status;
 }
