@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from fsdpc import _core, distributed
+from fsdpc._say import say
 from fsdpc.nn.module import Module
 
 VARIABLE, ENABLE = "FSDPC_FAULT", "FSDPC_FAULT_ENABLE"
@@ -187,6 +188,4 @@ def _corrupt(module: Any, fault: Fault) -> None:
 
 
 def _say(fault: Fault) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(f"fsdpc: {VARIABLE} on rank {fault.rank}: {fault}\n")
-        sys.stderr.flush()
+    say(f"{VARIABLE} on rank {fault.rank}: {fault}")

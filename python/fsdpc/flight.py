@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from fsdpc import _core, _shard, distributed
+from fsdpc._say import say
 
 # Beginnings of spans, and what ends them; in one unit and phase they never cross.
 _SPANS = {"forward": "forward_end", "backward": "backward_end", "gather": "gather_done",
@@ -119,8 +120,7 @@ class FlightRecorder:
         try:
             self._write(reason, 0, stack)
         except OSError as error:
-            if sys.stderr is not None:
-                sys.stderr.write(f"fsdpc: the flight recorder cannot write: {error}\n")
+            say(f"the flight recorder cannot write: {error}")
         finally:
             self._is_writing = False
 
@@ -167,12 +167,17 @@ class Flight:
     def __str__(self) -> str:
         return self.timeline()
 
+    def _by_rank(self) -> list[tuple[dict[str, Any], list[Operation]]]:
+        own: dict[int, list[Operation]] = {r["rank"]: [] for r in self.ranks}
+        for o in self.operations:
+            own[o.rank].append(o)
+        return [(r, own[r["rank"]]) for r in self.ranks]
+
     def timeline(self, rows: int | None = None) -> str:
         """Return the last rows as text, behind a line for each rank."""
         lines = []
         end = max((r["at"] for r in self.ranks), default=0)
-        for r in self.ranks:
-            own = [o for o in self.operations if o.rank == r["rank"]]
+        for r, own in self._by_rank():
             last = "nothing recorded"
             if own:
                 last = f"last {_say(own[-1])}, {(r['at'] - own[-1].at) / 1e9:.3f} s before"
@@ -186,10 +191,9 @@ class Flight:
     def trace(self) -> dict[str, Any]:
         """Return the timeline as a Chrome trace, which Perfetto opens: a process a rank."""
         events: list[dict[str, Any]] = []
-        for r in self.ranks:
+        for r, own in self._by_rank():
             name = {"name": f"rank {r['rank']}"}
             events.append({"ph": "M", "name": "process_name", "pid": r["rank"], "args": name})
-            own = [o for o in self.operations if o.rank == r["rank"]]
             events += _spans(own)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -28,6 +28,7 @@ from fsdpc._launch.forked import (
 )
 from fsdpc._launch.process import STOPS
 from fsdpc._launch.supervisor import Supervisor
+from fsdpc._say import say
 
 __all__ = ["LaunchError", "launch", "run"]
 
@@ -187,7 +188,7 @@ def run(
         ended = received or supervisor.timed_out or code in (0, BAD_USAGE)
         if ended or restarts == max_restarts:
             return code
-        _say(f"all ranks start again ({restarts + 1} of {max_restarts})")
+        say(f"all ranks start again ({restarts + 1} of {max_restarts})")
     raise AssertionError("unreachable")
 
 
@@ -240,17 +241,17 @@ def _share_of_cores(ranks: int) -> dict[str, str]:
 def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | None) -> int:
     """Say on stderr what went wrong, if anything did, and give the code for the shell."""
     if received:
-        _say(f"ended by {signal.Signals(received[0]).name}")
+        say(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]
     if supervisor.timed_out:
-        _say(f"the ranks did not end within {timeout:g} s")
+        say(f"the ranks did not end within {timeout:g} s")
         return 124
     first = supervisor.first_failure()
     if first is None:
         return 0
     tail = "".join(f"\n    {line}" for line in list(first.tail)[-SHOWN_LINES:])
     shown = f"; its last output:{tail}" if tail else " and printed nothing"
-    _say(f"rank {first.rank} failed first ({first.ending()}){shown}")
+    say(f"rank {first.rank} failed first ({first.ending()}){shown}")
     others: dict[str, list[int]] = {}
     for rank in supervisor.ranks:
         if rank is not first and rank.code:
@@ -258,7 +259,7 @@ def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | Non
             late += " because it was stopped (SIGSTOP)" if rank.rank in supervisor.stopped else ""
             others.setdefault(rank.ending() + late, []).append(rank.rank)
     for ending, ranks in others.items():
-        _say(f"{name_ranks(ranks)}: {ending}")
+        say(f"{name_ranks(ranks)}: {ending}")
     return first.code if first.code > 0 else 128 - first.code
 
 
@@ -266,8 +267,3 @@ def _print(text: str) -> None:
     if sys.stdout is not None:  # as in a daemon
         sys.stdout.write(text)
         sys.stdout.flush()
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:
-        sys.stderr.write(f"fsdpc: {text}\n")

@@ -236,6 +236,39 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 }
 
 
+def warmup_share(steps: int, kind: str, total: int | None = None) -> Callable[[int], float]:
+    """Return how far DeepSpeed's warm-up has come at an iteration, and what is left of its decay.
+
+    Parameters
+    ----------
+    steps : int
+        Of the warm-up, at least 2.
+    kind : {"log", "linear"}
+        Whether it goes by the logarithm of the step.
+    total : int, optional
+        Steps of the whole, whose rest goes back to 0 by a line; without it the share stays 1.
+
+    Raises
+    ------
+    ValueError
+        There is no such kind.
+
+    Notes
+    -----
+    Source: ``deepspeed/runtime/lr_schedules.py``.
+    """
+    if kind not in ("log", "linear"):
+        raise ValueError(f"warmup_type must be 'log' or 'linear', got {kind!r}")
+    steps = max(2, steps)
+
+    def share(k: int) -> float:
+        if k < steps:
+            return math.log(k + 1) / math.log(steps) if kind == "log" else k / steps
+        return 1.0 if total is None else max(0.0, (total - k) / max(1, total - steps))
+
+    return share
+
+
 class WarmupDecayLR(LRScheduler):
     """DeepSpeed's schedule of this name: a warm-up to a rate, then a line to 0.
 
@@ -278,24 +311,15 @@ class WarmupDecayLR(LRScheduler):
                 f"warmup_min_lr {warmup_min_lr} and warmup_max_lr {warmup_max_lr}: from 0 on, in "
                 "this order"
             )
-        if warmup_type not in ("log", "linear"):
-            raise ValueError(f"warmup_type must be 'log' or 'linear', got {warmup_type!r}")
-        self.total, self.warmup = total_num_steps, max(2, warmup_num_steps)
-        self.least, self.is_log = warmup_min_lr / warmup_max_lr, warmup_type == "log"
+        self._share = warmup_share(warmup_num_steps, warmup_type, total_num_steps)
+        self.least = warmup_min_lr / warmup_max_lr
         for group in getattr(optimizer, "param_groups", ()):
             group["initial_lr"] = warmup_max_lr
         super().__init__(optimizer)
 
     def factor(self, step: int, group: int) -> float:
         """Return the multiplier at a step; see :meth:`LRScheduler.factor`."""
-        at = max(step - 1, 0)
-        if at >= self.warmup:
-            done = max(0.0, (self.total - at) / max(1, self.total - self.warmup))
-        elif self.is_log:
-            done = math.log(at + 1) / math.log(self.warmup)
-        else:
-            done = at / self.warmup
-        return self.least + (1 - self.least) * done
+        return self.least + (1 - self.least) * self._share(max(step - 1, 0))
 
 
 class LambdaLR(LRScheduler):

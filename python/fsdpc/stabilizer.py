@@ -9,7 +9,6 @@ over shards and replicas. Who jumped is asked only after that.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from fsdpc import clip, distributed
 from fsdpc._core import MismatchError, PeerError
+from fsdpc._say import say
 from fsdpc.nn.module import Module
 
 
@@ -134,7 +134,7 @@ class TrainingStabilizer:
         self.options = options or StabilizerOptions()
         self.skipped = {"loss": 0, "norm": 0, "nonfinite": 0}
         self.in_a_row = self.went_back = 0
-        self._log = log or _to_stderr
+        self._log = log or say
         self._window: deque[float] = deque(maxlen=self.options.window)
         self._losses: list[Any] = []  # of this step, not read yet
         native = isinstance(model, Module)
@@ -274,11 +274,6 @@ class TrainingStabilizer:
 
 def _badness(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
-
-
-def _to_stderr(text: str) -> None:
-    if sys.stderr is not None:  # a daemon may have none
-        sys.stderr.write(f"fsdpc: {text}\n")
 
 
 def _nonfinite(model: Any) -> list[str]:

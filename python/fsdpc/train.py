@@ -221,9 +221,7 @@ class Trainer:
         self.schedule = make_schedule(options, self.optimizer)
         self.stabilizer = None
         if options.stabilize:
-            self.stabilizer = TrainingStabilizer(
-                self.model, self.optimizer, options.clip, log=self._say_skipped
-            )
+            self.stabilizer = TrainingStabilizer(self.model, self.optimizer, options.clip)
         self.loader = Loader(self.train_data, options.batch, self._sampler())
         self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
         self.peak_flops = measure_peak(DTYPES[options.dtype]) * self.world
@@ -314,9 +312,6 @@ class Trainer:
                   f"{bits:.3f} bits, perplexity {perplexity:.4g}", flush=True)  # fmt: skip
         return {"val_loss": loss, "val_tokens": tokens, "val_bits_per_byte": bits,
                 "val_perplexity": perplexity}  # fmt: skip
-
-    def _say_skipped(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     def _show_header(self) -> None:
         if self.rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 
 from fsdpc import distributed
 from fsdpc._agree import agreed
+from fsdpc._say import say
 from fsdpc.checkpoint import manifest
 from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
@@ -228,7 +228,7 @@ class CheckpointManager:
                     continue
                 if found.problem is None:
                     return found.step
-                _say(f"skipping {found.path}: {found.problem}")
+                say(f"skipping {found.path}: {found.problem}")
             return -1
 
         step = int(distributed.broadcast(self._on_rank_0(newest) or 0))
@@ -260,7 +260,7 @@ class CheckpointManager:
                 if not str(error).partition("damaged: ")[1]:
                     raise
                 if distributed.rank() == 0:
-                    _say(f"skipping {self.path(step)}: {error}")
+                    say(f"skipping {self.path(step)}: {error}")
                 below, last = step, error
         if last is not None:
             raise last
@@ -301,8 +301,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(hidden)
     path.rename(hidden)
     shutil.rmtree(hidden)
-
-
-def _say(text: str) -> None:
-    if sys.stderr is not None:  # a daemon may have none
-        sys.stderr.write(f"fsdpc: {text}\n")

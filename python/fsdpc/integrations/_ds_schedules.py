@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from fsdpc.lr_scheduler import warmup_share
+
 
 class _Schedule(LRScheduler):
     """Rates by a function of (iteration, group's own rate); iteration -1 is before the first."""
@@ -34,20 +36,6 @@ class _Schedule(LRScheduler):
             group["lr"] = rate
 
 
-def _warmth(steps: int, kind: str) -> Callable[[int], float]:
-    """How far a warm-up has come, from 0 to 1."""
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type is 'log' or 'linear', got {kind!r}")
-    steps = max(2, steps)
-
-    def warmth(k: int) -> float:
-        if k >= steps:
-            return 1.0
-        return math.log(k + 1) / math.log(steps) if kind == "log" else k / steps
-
-    return warmth
-
-
 def _warmup(
     optimizer: Any,
     warmup_min_lr: float = 0.0,
@@ -58,15 +46,10 @@ def _warmup(
 ) -> _Schedule:
     low = warmup_min_lr
     high = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
-    warmth, steps = _warmth(warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+    share = warmup_share(warmup_num_steps, warmup_type, total_num_steps)
 
     def rate(k: int, base: float) -> float:
-        if k < 0:
-            return low
-        gamma = warmth(k)
-        if k >= steps and total_num_steps is not None:
-            gamma = max(0.0, (total_num_steps - k) / max(1.0, total_num_steps - steps))
-        return low + (high - low) * gamma
+        return low if k < 0 else low + (high - low) * share(k)
 
     return _Schedule(optimizer, rate)
 
@@ -87,13 +70,13 @@ def _cosine(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> _Schedule:
-    warmth, steps = _warmth(warmup_num_steps, warmup_type), max(2, warmup_num_steps)
+    share, steps = warmup_share(warmup_num_steps, warmup_type), max(2, warmup_num_steps)
 
     def rate(k: int, base: float) -> float:
         if k < 0:
             return 0.0
         if k < steps:
-            return base * (warmup_min_ratio + (1 - warmup_min_ratio) * warmth(k))
+            return base * (warmup_min_ratio + (1 - warmup_min_ratio) * share(k))
         done = min(1.0, (k - steps + 1) / max(1, total_num_steps - steps))
         wave = (1 + math.cos(math.pi * done)) / 2
         return base * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * wave)

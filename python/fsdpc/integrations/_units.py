@@ -143,6 +143,11 @@ def move(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} has stepped before its model was sharded: make it after"
         )
+    give_pieces(optimizer, places)
+
+
+def give_pieces(optimizer: torch.optim.Optimizer, places: Mapping[int, Any]) -> None:
+    """Put what stands in the places of parameters now into an optimizer's groups."""
     for group in optimizer.param_groups:
         group["params"] = moved(group["params"], places)
 

@@ -23,6 +23,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from fsdpc._shard import is_sharded
+from fsdpc.integrations import _units
 from fsdpc.torch import optim_state, shard_by_plan
 from fsdpc.torch._mesh import join
 
@@ -143,9 +144,10 @@ def prepare(accelerator: Accelerator, model: nn.Module, *others: Any, **options:
         names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         for optimizer in optimizers:
             _check_new(optimizer, names)
+        places = _units.places_of(model)
         shard_by_plan(model, **options)
         for optimizer in optimizers:
-            _take_pieces(optimizer, model, names)
+            _units.give_pieces(optimizer, places)
     elif options:
         raise ValueError(
             f"{type(model).__name__} is sharded already: leave out {sorted(options)}, or give "
@@ -199,12 +201,3 @@ def _check_new(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> No
                 f"{type(optimizer).__name__} has states of the unsharded '{names[id(p)]}': give it "
                 "to prepare() before its first step, and load states afterwards"
             )
-
-
-def _take_pieces(
-    optimizer: torch.optim.Optimizer, model: nn.Module, names: Mapping[int, str]
-) -> None:
-    """Put pieces into the places of the parameters that they replaced; tied ones once."""
-    pieces = dict(model.named_parameters(remove_duplicate=False))
-    for group in optimizer.param_groups:
-        group["params"] = [pieces.get(names.get(id(p), ""), p) for p in group["params"]]

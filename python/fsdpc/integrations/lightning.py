@@ -165,18 +165,14 @@ class FsdpcStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return full parameters on rank 0, or every rank's rows; collective."""
         assert self.lightning_module is not None
-        if self._sharded:
-            return get_model_state_dict(self.lightning_module, sharded=True)
-        return get_model_state_dict(self.lightning_module, rank0_only=True)
+        return _model_state(self.lightning_module, self._sharded)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return full states on rank 0, numbered as torch does, or the rows' owner; collective."""
         assert self.lightning_module is not None
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if self._sharded:
-            return get_optimizer_state_dict(self.lightning_module, optimizer, sharded=True)
-        return _numbered(self.lightning_module, optimizer)
+        return _optimizer_state(self.lightning_module, optimizer, self._sharded)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -295,17 +291,9 @@ class FsdpcFabricStrategy(FabricDDPStrategy):
         """Write a file on rank 0, or a folder from all ranks; collective."""
         path = Path(self.broadcast(path))
         key, module, optimizers = _parts_of(state)
-        converted: dict[str, Any] = {}
-        if self._sharded:
-            converted[key] = get_model_state_dict(module, sharded=True)
-        else:
-            converted[key] = get_model_state_dict(module, rank0_only=True)
+        converted = {key: _model_state(module, self._sharded)}
         for name, optimizer in optimizers.items():
-            converted[name] = (
-                get_optimizer_state_dict(module, optimizer, sharded=True)
-                if self._sharded
-                else _numbered(module, optimizer)
-            )
+            converted[name] = _optimizer_state(module, optimizer, self._sharded)
         rest = {
             name: value.state_dict() if hasattr(value, "state_dict") else value
             for name, value in state.items()
@@ -406,8 +394,17 @@ def _refuse_callbacks(trainer: Trainer) -> None:
             )
 
 
-def _numbered(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Full states on rank 0, as an unsharded optimizer's state dict has them; collective."""
+def _model_state(module: nn.Module, sharded: bool) -> dict[str, Any]:
+    """Every rank's rows, or full parameters on rank 0; collective."""
+    if sharded:
+        return get_model_state_dict(module, sharded=True)
+    return get_model_state_dict(module, rank0_only=True)
+
+
+def _optimizer_state(module: nn.Module, optimizer: Any, sharded: bool) -> dict[str, Any]:
+    """Every rank's rows, or full states on rank 0, as an unsharded optimizer's; collective."""
+    if sharded:
+        return get_optimizer_state_dict(module, optimizer, sharded=True)
     states = get_optimizer_state_dict(module, optimizer, rank0_only=True)
     return rekey(states, module, optimizer, by_name=False) if states else {}
 
