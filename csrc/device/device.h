@@ -54,7 +54,6 @@
 
 #include <stdbool.h>
 #include <stdint.h>
-#include <time.h>
 
 #include "base/cpu.h"
 #include "base/dtype.h"
@@ -254,22 +253,8 @@ static inline fsdpc_status fsdpc_event_test(fsdpc_event *event)
     return event->device->ops->event_test(event);
 }
 
-static inline fsdpc_status fsdpc_event_poll(void *event)
-{
-    return fsdpc_event_test(event);
-}
-
 /* The host waits, as the device's watch does where it has one. */
-static inline fsdpc_status fsdpc_event_await(fsdpc_event *event)
-{
-    const fsdpc_device *device = event->device;
-    fsdpc_status status;
-    if (device->watch.wait_for)
-        return device->watch.wait_for(device->watch.arg, fsdpc_event_poll, event);
-    while ((status = fsdpc_event_test(event)) == FSDPC_IN_PROGRESS)
-        nanosleep(&(struct timespec){.tv_nsec = 20 * 1000}, NULL);
-    return status;
-}
+fsdpc_status fsdpc_event_await(fsdpc_event *event);
 
 static inline fsdpc_status fsdpc_device_alloc(fsdpc_device *device, fsdpc_mem_kind kind,
                                               size_t bytes, void **out)

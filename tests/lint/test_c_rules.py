@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,29 @@ def test_scanner_sees_functions() -> None:
 def includes(path: Path) -> list[tuple[str, str]]:
     """The file's includes as (quote, name)."""
     return re.findall(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', path.read_text(), re.M)
+
+
+def read_by_kernels() -> list[Path]:
+    """The headers of csrc that kernels include, but those that need CUDA's own."""
+    found: dict[Path, None] = {}
+    left = [path for path in files(".cu", ".cuh") if path.is_file()]
+    while left:
+        for quote, name in includes(left.pop()):
+            path = CSRC / name
+            if quote == '"' and path.suffix == ".h" and path.is_file() and path not in found:
+                found[path] = None
+                left.append(path)
+    return [path for path in found if "_body" not in path.stem and path.parent.name != "cuda"]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
+def test_headers_that_kernels_read_are_cxx() -> None:
+    headers = read_by_kernels()
+    assert CSRC / "device/device.h" in headers
+    source = "".join(f'#include "{path.relative_to(CSRC)}"\n' for path in headers)
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-I", str(CSRC), "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=label)
