@@ -7,6 +7,7 @@ The hosts are two network namespaces of this machine, joined by a pair of veth d
 benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
 directions. Each host has half of the cores to itself, as two machines have. A step and its turns
 are those of bench_torch.py; all engines use gloo. "native" is fsdpc's own LLaMA of the same shape.
+"ENGINE:HYBRID_SHARD" shards inside a host.
 "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
@@ -91,7 +92,8 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
                 turns[engine].append(measure(model, engine, ranks, hosts))
     ms = {e: statistics.median(t[0] for t in ts) for e, ts in turns.items()}
     for engine in engines:
-        alone = ms.get("native-alone" if engine in bench_torch.NATIVE else "local", float("nan"))
+        native = engine.partition(":")[0] in bench_torch.NATIVE
+        alone = ms.get("native-alone" if native else "local", float("nan"))
         _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),

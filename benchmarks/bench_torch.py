@@ -8,8 +8,9 @@
 (fused), timed after a barrier. Engines take turns; each turn is a fresh set of processes whose
 median step counts. "local" communicates nothing: what the computation costs. "fsdpc-kernels" is
 fsdpc after ``use_kernels(model)``: linear layers on the engine's products; "fsdpc-torch-clip" clips
-with torch's own function instead of fsdpc's. bf16 is autocast for
-local and DDP, param bf16 and reduce fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
+with torch's own function instead of fsdpc's. "fsdpc:HYBRID_SHARD" and "fsdp2:HYBRID_SHARD"
+replicate between hosts (bench_hosts.py). bf16 is autocast for local and DDP, param bf16 and reduce
+fp32 for FSDP2 and fsdpc. DeepSpeed runs on gloo.
 
 ``host``: rank 0 of a world of 8 whose peers pretend (FSDP2: a fake process group); units of n tiny
 parameters; the time of forward and backward less that of the same model unsharded.
@@ -94,8 +95,8 @@ def workload(name: str) -> tuple[Any, list[Any], Callable[[Any], Any], str]:
     return model, list(model.model.layers), loss, dtype
 
 
-def shard(engine: str, model: Any, units: list[Any], dtype: str) -> Any:
-    """Hand the model to an engine."""
+def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) -> Any:
+    """Hand the model to an engine; an empty strategy is the engine's own."""
     import torch
 
     low = torch.bfloat16 if dtype == "bf16" else None
@@ -105,11 +106,13 @@ def shard(engine: str, model: Any, units: list[Any], dtype: str) -> Any:
 
         if engine == "fsdpc-kernels":
             use_kernels(model)
+        options["strategy"] = strategy or None
     elif engine == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        options["mesh"] = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        world, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        options["mesh"] = init_device_mesh("cpu", (world // here, here) if strategy else (world,))
     elif engine == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     else:
@@ -125,17 +128,18 @@ def turn(engine: str, name: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    engine, _, strategy = engine.partition(":")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
     )  # fmt: skip
     if engine in NATIVE:
-        return {"seconds": measure(native_step(engine, name))}
+        return {"seconds": measure(native_step(engine, strategy, name))}
     model, units, loss_of, dtype = workload(name)
     if engine == "deepspeed":
         return {"seconds": measure(deepspeed_step(model, loss_of, dtype))}
-    model = shard(engine, model, units, dtype)
+    model = shard(engine, strategy, model, units, dtype)
     if engine in OURS:
         from fsdpc.torch import clip_grad_norm_, optim
 
@@ -159,7 +163,7 @@ def turn(engine: str, name: str) -> dict[str, Any]:
     return {"seconds": measure(step)}
 
 
-def native_step(engine: str, name: str) -> Callable[[], None]:
+def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
     """A step of fsdpc's own LLaMA; its ranks meet by torch's process group, or not at all."""
     import bench_llama
 
@@ -171,7 +175,7 @@ def native_step(engine: str, name: str) -> Callable[[], None]:
     else:
         fsdpc.init(0, 1)
     _, preset, dtype = name.split("-")
-    return bench_llama.fsdpc_step(preset, dtype)
+    return bench_llama.fsdpc_step(preset, dtype, strategy=strategy or None)
 
 
 def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
@@ -289,7 +293,7 @@ def host_turn(engine: str, params: int) -> dict[str, Any]:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
         os.environ["WORLD_SIZE"] = "8"
     if engine != "local":
-        shard(engine, model, list(model), "fp32")
+        shard(engine, "", model, list(model), "fp32")
     x = torch.ones(8)
 
     def step() -> float:
