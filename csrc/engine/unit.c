@@ -59,6 +59,14 @@ static fsdpc_status create_group(fsdpc_unit *unit, int g, const fsdpc_unit_optio
     return FSDPC_OK;
 }
 
+/* With one unit ahead, the wire between hosts idles from the end of a gather to the post of the next.
+ * Fulls of CPU ranks lie in the wire's memory, so a second one costs none; a GPU needs a slot for it. */
+static int default_prefetch(const fsdpc_unit *unit)
+{
+    const fsdpc_comm *shard = unit->mesh.shard;
+    return shard->host_size < shard->size && !unit->device->remote ? 2 : FSDPC_PREFETCH;
+}
+
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out)
 {
@@ -75,7 +83,7 @@ fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                            .requires_sync = true,
                                            .requires_all_reduce = true,
                                            .divide_factor = fsdpc_mesh_ranks(&unit->mesh),
-                                           .prefetch = FSDPC_PREFETCH,
+                                           .prefetch = default_prefetch(unit),
                                            .n_modules = 1};
     unit->no_alias = options->no_alias;
     unit->offload = options->offload;

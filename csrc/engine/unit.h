@@ -44,7 +44,7 @@ typedef struct fsdpc_unit_settings {
     bool rank_dependent; /* it runs on some ranks only (sched.c) */
 } fsdpc_unit_settings;
 
-enum { FSDPC_PREFETCH = 1 }; /* the default */
+enum { FSDPC_PREFETCH = 1 }; /* the default; CPU ranks of several hosts: 2 */
 
 fsdpc_status fsdpc_unit_create(const fsdpc_param_spec *specs, int n_specs,
                                const fsdpc_unit_options *options, fsdpc_unit **out);

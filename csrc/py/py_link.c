@@ -1,19 +1,22 @@
 /* Link: what carries bytes between hosts, as Python sees it.
  *
- * A relay's messages are carried by two Python threads: one takes what is to be sent, one delivers
- * what came.  Both leave the GIL while they wait or copy, and each has a room of its own here, of
- * which it sees views.  Other links are a plugin's and carry their own.  A communicator of several
- * hosts takes the link over; the object of a relay stays for the carriers.
+ * Python threads carry a relay's messages: one takes what is to be sent, others deliver what came.
+ * They leave the GIL while they wait or copy.  They see views of rooms that lie here, some for each
+ * direction, so that several messages are under way; a carrier says which room it uses.  Other links
+ * are a plugin's and carry their own.  A communicator of several hosts takes the link over; the
+ * object of a relay stays for the carriers.
  */
 #include "py/py_link.h"
 
 #include "plugin/plugin.h"
 
+enum { ROOMS = 4 };
+
 typedef struct py_link {
     PyObject_HEAD fsdpc_link *link;
     bool relay;
-    bool given;               /* to a communicator */
-    fsdpc_message sent, came; /* in the carriers' hands */
+    bool given;                             /* to a communicator */
+    fsdpc_message sent[ROOMS], came[ROOMS]; /* in the carriers' hands */
 } py_link;
 
 static fsdpc_status create(const char *path, int rank, int size, fsdpc_link **out)
@@ -55,8 +58,10 @@ static void link_dealloc(PyObject *object)
     py_link *self = (py_link *)object;
     if (self->relay || !self->given)
         fsdpc_link_destroy(self->link);
-    fsdpc_message_free(&self->sent);
-    fsdpc_message_free(&self->came);
+    for (int i = 0; i < ROOMS; i++) {
+        fsdpc_message_free(&self->sent[i]);
+        fsdpc_message_free(&self->came[i]);
+    }
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -93,13 +98,25 @@ static PyObject *view_of(const fsdpc_message *message)
     return PyMemoryView_FromMemory((char *)message->data, (Py_ssize_t)message->bytes, PyBUF_WRITE);
 }
 
-static PyObject *link_take(PyObject *object, PyObject *arg)
+/* A room of this number; NULL: there is none. */
+static fsdpc_message *room_of(fsdpc_message *rooms, int number)
+{
+    if (number >= 0 && number < ROOMS)
+        return &rooms[number];
+    PyErr_Format(PyExc_IndexError, "room %d of %d", number, ROOMS);
+    return NULL;
+}
+
+static PyObject *link_take(PyObject *object, PyObject *args)
 {
     fsdpc_link *link = relay_of(object);
-    double seconds = PyFloat_AsDouble(arg);
-    if (!link || (seconds == -1 && PyErr_Occurred()))
+    double seconds;
+    int number;
+    if (!link || !PyArg_ParseTuple(args, "id", &number, &seconds))
         return NULL;
-    fsdpc_message *message = &((py_link *)object)->sent;
+    fsdpc_message *message = room_of(((py_link *)object)->sent, number);
+    if (!message)
+        return NULL;
     fsdpc_status status;
     FSDPC_PY_WITHOUT_GIL(status = fsdpc_link_relay_take(link, (int64_t)(seconds * 1e9), message));
     if (status == FSDPC_IN_PROGRESS)
@@ -109,25 +126,37 @@ static PyObject *link_take(PyObject *object, PyObject *arg)
     return Py_BuildValue("iIN", message->peer, (unsigned)message->tag, view_of(message));
 }
 
-static PyObject *link_room(PyObject *object, PyObject *arg)
+static PyObject *link_room(PyObject *object, PyObject *args)
 {
-    fsdpc_link *link = relay_of(object);
-    size_t bytes = PyLong_AsSize_t(arg);
-    if (!link || (bytes == (size_t)-1 && PyErr_Occurred()))
+    int number;
+    Py_ssize_t bytes;
+    if (!relay_of(object) || !PyArg_ParseTuple(args, "in", &number, &bytes))
         return NULL;
-    fsdpc_message *message = &((py_link *)object)->came;
-    fsdpc_status status = fsdpc_message_reserve(message, bytes);
-    message->bytes = status == FSDPC_OK ? bytes : 0;
+    fsdpc_message *message = room_of(((py_link *)object)->came, number);
+    if (!message)
+        return NULL;
+    if (bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "a message of %zd bytes", bytes);
+    fsdpc_status status = fsdpc_message_reserve(message, (size_t)bytes);
+    message->bytes = status == FSDPC_OK ? (size_t)bytes : 0;
     return status == FSDPC_OK ? view_of(message) : fsdpc_py_raise(status);
 }
 
 static PyObject *link_deliver(PyObject *object, PyObject *args)
 {
     fsdpc_link *link = relay_of(object);
-    fsdpc_message *message = &((py_link *)object)->came;
-    bool goes_on;
-    if (!link || !PyArg_ParseTuple(args, "iI", &message->peer, &message->tag))
+    int number, peer;
+    unsigned tag;
+    if (!link || !PyArg_ParseTuple(args, "iiI", &number, &peer, &tag))
         return NULL;
+    fsdpc_message *message = room_of(((py_link *)object)->came, number);
+    if (!message)
+        return NULL;
+    if (peer < 0 || peer >= link->size)
+        return PyErr_Format(PyExc_ValueError, "rank %d on a link of %d", peer, link->size);
+    message->peer = peer;
+    message->tag = tag;
+    bool goes_on;
     FSDPC_PY_WITHOUT_GIL(goes_on = fsdpc_link_relay_deliver(link, message));
     message->bytes = 0; /* until there is room for another */
     return PyBool_FromLong(goes_on);
@@ -161,14 +190,30 @@ static PyObject *get_failed(PyObject *object, void *Py_UNUSED(unused))
     return PyBool_FromLong(fsdpc_link_health(((py_link *)object)->link) != FSDPC_OK);
 }
 
+static PyObject *get_rooms(PyObject *Py_UNUSED(object), void *Py_UNUSED(unused))
+{
+    return PyLong_FromLong(ROOMS);
+}
+
+static PyObject *get_rank(PyObject *object, void *Py_UNUSED(unused))
+{
+    return PyLong_FromLong(((py_link *)object)->link->rank);
+}
+
+static PyObject *get_tags(PyObject *object, void *Py_UNUSED(unused))
+{
+    return PyLong_FromUnsignedLong(((py_link *)object)->link->tags);
+}
+
 static PyMethodDef link_methods[] = {
-    {"take", link_take, METH_O,
-     "take(seconds) -> (peer, tag, memoryview): the next message to carry, until the next call; "
-     "None: there is none yet. Raises PeerError at the end."},
-    {"room", link_room, METH_O,
-     "room(size) -> memoryview: where the next message is to come, until it is delivered."},
+    {"take", link_take, METH_VARARGS,
+     "take(room, seconds) -> (peer, tag, memoryview): the next message to carry, in the room of "
+     "this "
+     "number until that is named again. None: there is none yet. Raises PeerError at the end."},
+    {"room", link_room, METH_VARARGS,
+     "room(room, size) -> memoryview: where the next message is to come, until it is delivered."},
     {"deliver", link_deliver, METH_VARARGS,
-     "deliver(peer, tag) -> bool: what is in the room has come; False: no other will."},
+     "deliver(room, peer, tag) -> bool: what is in the room has come; False: no other will."},
     {"abort", link_abort, METH_O, "abort(reason): every operation fails with it."},
     {"close", link_close, METH_NOARGS, "No more is sent."},
     {NULL, NULL, 0, NULL},
@@ -176,6 +221,9 @@ static PyMethodDef link_methods[] = {
 
 static PyGetSetDef link_getset[] = {
     {"sent_bytes", get_sent_bytes, NULL, "Bytes sent to other hosts so far.", NULL},
+    {"rank", get_rank, NULL, "This rank.", NULL},
+    {"rooms", get_rooms, NULL, "Rooms for messages under way, in each direction.", NULL},
+    {"tags", get_tags, NULL, "Tags from here on are those of a peer's last message.", NULL},
     {"failed", get_failed, NULL, "Whether it was aborted, by this rank or another.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -140,7 +140,9 @@ class FSDPModule:
         self._set_ahead(True, modules)
 
     def set_prefetch_distance(self, distance: int) -> None:
-        """Say how many uses ahead of the recorded order the whole model gathers; 1 at first.
+        """Say how many uses ahead of the recorded order the whole model gathers.
+
+        At first it is 1, and 2 where CPU ranks of several hosts share a model.
 
         Said before the first forward, GPUs get memory for the fulls that are gathered then; later,
         they gather no further ahead than they have memory for.

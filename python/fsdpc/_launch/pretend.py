@@ -89,7 +89,7 @@ def _fill(connection: socket.socket, view: memoryview) -> None:
 def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
     try:
         while True:
-            message = link.take(carriers.LOOK_S)
+            message = link.take(0, carriers.LOOK_S)
             if message is not None:
                 peer, tag, data = message
                 peers[peer].sendall(HEAD.pack(tag, len(data)))
@@ -116,6 +116,6 @@ def _receive(link: _core.Link, peers: dict[int, socket.socket]) -> None:
                     ready.unregister(connection)
                     continue
                 tag, size = HEAD.unpack(head)
-                _fill(connection, link.room(size))
-                if not link.deliver(peer, tag):
+                _fill(connection, link.room(0, size))
+                if not link.deliver(0, peer, tag):
                     return

@@ -1,14 +1,19 @@
-"""Bytes between hosts over a process group of torch's.
+"""Bytes between hosts over process groups of torch's.
 
-The engine's link (``_core.Link``) keeps messages; two threads carry them. One takes what this rank
-sends and hands it to the group, the other receives from anybody and delivers. (They call the
-group's methods, which ``torch.distributed.send`` and ``recv`` wrap, for a fifth less time.) Each
-message begins with a frame of fixed size, which holds small ones whole, so that a note of an epoch
-is one send.
+The engine's link (``_core.Link``) keeps messages, and three threads carry them. One takes what this
+rank sends. One receives frames from anybody, and posts the receives of what belongs to them; the
+third waits for those and delivers. (They call the groups' methods, which ``torch.distributed.send``
+and ``recv`` wrap, for a fifth less time.) Each message has a frame of fixed size, which holds small
+ones whole, so that a note of an epoch is one send.
+
+Gloo sends a message once the peer has said, on the same connection, that it waits for it. There that
+word would stand behind what the peer sends itself, and the wire would carry one direction after the
+other. So frames, what goes to higher ranks, and what goes to lower ranks have a group each.
 """
 
 from __future__ import annotations
 
+import queue
 import struct
 from datetime import timedelta
 from typing import Any
@@ -26,46 +31,100 @@ FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engi
 
 
 def carry(group: Any) -> _core.Link:
-    """Make a link between the ranks of a process group, carried by one of its own; collective."""
-    group = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=FOR_EVER,
-        backend="gloo",  # memory of the host, whatever the group's own tensors are on
-        use_local_synchronization=True,
-    )
-    link = _core.Link(dist.get_rank(group), dist.get_world_size(group))
-    works = [lambda: _send(link, group), lambda: _receive(link, group)]
-    carriers.start(link, dist.get_rank(), works)
+    """Make a link between the ranks of a process group, carried by groups of its own; collective."""
+    ranks = dist.get_process_group_ranks(group)
+    link = _core.Link(dist.get_rank(group), len(ranks))
+    # Gloo, as it is memory of the host, whatever the group's own tensors are on.
+    options: dict[str, Any] = {"timeout": FOR_EVER, "backend": "gloo"}
+    carrier = _Carrier(link, *(
+        dist.new_group(ranks, use_local_synchronization=True, **options) for _ in range(3)
+    ))  # fmt: skip
+    carriers.start(link, dist.get_rank(), [carrier.send, carrier.frames, carrier.bodies])
     return link
 
 
-def _send(link: _core.Link, group: Any) -> None:
-    while True:
-        message = link.take(carriers.LOOK_S)
-        if message is None:
-            continue
-        peer, tag, data = message
-        frame = bytearray(FRAME)
-        HEAD.pack_into(frame, 0, tag, len(data))
-        inline = len(data) <= INLINE
-        if inline:
-            frame[HEAD.size : HEAD.size + len(data)] = data
-        for part in [frame] if inline else [frame, data]:
-            group.send([torch.frombuffer(part, dtype=torch.uint8)], peer, 0).wait()
-
-
-def _receive(link: _core.Link, group: Any) -> None:
-    frame = torch.empty(FRAME, dtype=torch.uint8)
-    head = memoryview(frame.numpy())
-    goes_on = True
-    while goes_on:
-        work = group.recv_anysource([frame], 0)
+def _wait(works: list[Any]) -> None:
+    for work in works:
         work.wait()
-        peer = work._source_rank()
-        tag, size = HEAD.unpack_from(head)
-        room = link.room(size)
-        if size <= INLINE:
-            room[:] = head[HEAD.size : HEAD.size + size]
-        else:
-            group.recv([torch.frombuffer(room, dtype=torch.uint8)], peer, 0).wait()
-        goes_on = link.deliver(peer, tag)
+
+
+class _Carrier:
+    """What each thread of a link does."""
+
+    def __init__(self, link: _core.Link, frames: Any, up: Any, down: Any) -> None:
+        self._link = link
+        self._frames, self._up, self._down = frames, up, down
+        self._posted: queue.SimpleQueue[tuple[int, int, int, Any] | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        for room in range(link.rooms):
+            self._free.put(room)
+
+    def _group_to(self, higher: bool) -> Any:
+        return self._up if higher else self._down
+
+    def send(self) -> None:
+        """Send what the engine posts; the oldest of several messages is waited for."""
+        under_way: list[list[Any]] = [[] for _ in range(self._link.rooms)]
+        room = 0
+        try:
+            while True:
+                _wait(under_way[room])
+                message = self._link.take(room, carriers.LOOK_S)
+                if message is None:
+                    continue
+                peer, tag, data = message
+                frame = bytearray(FRAME)
+                HEAD.pack_into(frame, 0, tag, len(data))
+                inline = len(data) <= INLINE
+                if inline:
+                    frame[HEAD.size : HEAD.size + len(data)] = data
+                works = [self._frames.send([torch.frombuffer(frame, dtype=torch.uint8)], peer, 0)]
+                if not inline:
+                    group = self._group_to(peer > self._link.rank)
+                    works.append(group.send([torch.frombuffer(data, dtype=torch.uint8)], peer, 0))
+                under_way[room] = works
+                room = (room + 1) % self._link.rooms
+        except _core.PeerError:  # all that was posted is taken
+            for works in under_way:
+                _wait(works)
+            raise
+
+    def frames(self) -> None:
+        """Receive frames, and post the receives of what belongs to them, until the last."""
+        frame = torch.empty(FRAME, dtype=torch.uint8)
+        head = memoryview(frame.numpy())
+        try:
+            goes_on = True
+            while goes_on:
+                work = self._frames.recv_anysource([frame], 0)
+                work.wait()
+                peer = work._source_rank()
+                tag, size = HEAD.unpack_from(head)
+                room, body = self._free.get(), None
+                view = self._link.room(room, size)
+                if size <= INLINE:
+                    view[:] = head[HEAD.size : HEAD.size + size]
+                else:
+                    group = self._group_to(peer < self._link.rank)
+                    body = group.recv([torch.frombuffer(view, dtype=torch.uint8)], peer, 0)
+                self._posted.put((room, peer, tag, body))
+                if tag >= self._link.tags:
+                    goes_on = self._goes_on.get()
+        finally:
+            self._posted.put(None)
+
+    def bodies(self) -> None:
+        """Deliver messages in the order in which their frames came."""
+        try:
+            while (message := self._posted.get()) is not None:
+                room, peer, tag, body = message
+                if body is not None:
+                    body.wait()
+                goes_on = self._link.deliver(room, peer, tag)
+                self._free.put(room)
+                if tag >= self._link.tags:
+                    self._goes_on.put(goes_on)
+        finally:  # after an error the other thread must not wait for this one
+            self._goes_on.put(False)
+            self._free.put(0)
