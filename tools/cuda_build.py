@@ -163,9 +163,15 @@ def cuda_sources() -> list[Path]:
 
 
 def kernel_commands(toolkit: Toolkit, archs: Sequence[str]) -> list[tuple[Path, list[str]]]:
-    """What compiles each kernel file: machine code for every arch, and PTX of the last."""
-    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")
+    """What compiles each kernel file: machine code for every arch, and PTX of the last.
+
+    An arch with "-virtual" behind it, as CMake has them, is compiled to PTX alone.
+    """
+    codes = [("compute", arch[:-8]) if arch.endswith("-virtual") else ("sm", arch)
+             for arch in archs]
+    codes.append(("compute", codes[-1][1]))
+    targets = [f"-gencode=arch=compute_{arch},code={kind}_{arch}"
+               for kind, arch in dict.fromkeys(codes)]
     base = [str(toolkit.nvcc), *KERNEL_FLAGS, *targets,
             "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-ffp-contract=off"]
     return [(path, [*base, "-fmad=false"] if path.stem in EXACT else base)

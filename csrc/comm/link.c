@@ -1,6 +1,9 @@
 /* What every link shares: an operation's storage, and counts. */
 #include "comm/link.h"
 
+#include <stdio.h>
+#include <string.h>
+
 fsdpc_status fsdpc_link_health(const fsdpc_link *link)
 {
     if (!atomic_load_explicit(&link->failed, memory_order_acquire))
@@ -56,6 +59,13 @@ fsdpc_status fsdpc_link_post_runs(fsdpc_link *link, bool sends, int peer, uint32
     else
         wanted.runs = runs;
     return post(link, &wanted, op);
+}
+
+void fsdpc_link_name_reason(int rank, const char *why, size_t length, char *text, size_t bytes)
+{
+    bool named = length > 5 && memcmp(why, "rank ", 5) == 0;
+    int used = named ? 0 : snprintf(text, bytes, "rank %d: ", rank);
+    snprintf(text + used, bytes - (size_t)used, "%.*s", (int)length, why);
 }
 
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op)

@@ -106,6 +106,8 @@ fsdpc_status fsdpc_link_receive(fsdpc_link *link, int peer, uint32_t tag, void *
 fsdpc_status fsdpc_link_post_runs(fsdpc_link *link, bool sends, int peer, uint32_t tag,
                                   const fsdpc_link_run *runs, size_t n_runs, fsdpc_link_op *op);
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op); /* idle storage is done */
+/* The reason of a rank's abort as its peers read it: with that rank in front, unless it names one. */
+void fsdpc_link_name_reason(int rank, const char *why, size_t length, char *text, size_t bytes);
 /* What a receive from a rank that has left fails with. */
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op);
 

@@ -378,10 +378,8 @@ fsdpc_status fsdpc_link_relay_take(fsdpc_link *link, int64_t max_ns, fsdpc_messa
 static void hear_reason(relay *self, const fsdpc_message *message)
 {
     char text[sizeof self->base.poison];
-    const char *why = (const char *)message->data;
-    bool named = message->bytes > 5 && memcmp(why, "rank ", 5) == 0; /* the peer was told itself */
-    int used = named ? 0 : snprintf(text, sizeof text, "rank %d: ", message->peer);
-    snprintf(text + used, sizeof text - (size_t)used, "%.*s", (int)message->bytes, why);
+    fsdpc_link_name_reason(message->peer, (const char *)message->data, message->bytes, text,
+                           sizeof text);
     fail(self, text);
 }
 

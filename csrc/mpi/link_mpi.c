@@ -126,7 +126,8 @@ static void mpi_abort(fsdpc_link *base, const char *reason)
     fsdpc_mpi_link *link = (fsdpc_mpi_link *)base;
     if (fsdpc_link_health(base) != FSDPC_OK)
         return;
-    snprintf(link->asked, sizeof link->asked, "%s", *reason ? reason : "aborted");
+    const char *why = *reason ? reason : "aborted";
+    fsdpc_link_name_reason(base->rank, why, strlen(why), link->asked, sizeof link->asked);
     tell_thread(link, FSDPC_MPI_ABORT);
     fsdpc_mpi_fail(link, link->asked); /* if the thread could not */
 }

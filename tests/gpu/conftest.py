@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,5 +16,6 @@ import cuda_build  # noqa: E402
 
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfsdpc_cuda.so for one architecture."""
-    return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / cuda_build.PLUGIN, ("90",))
+    """libfsdpc_cuda.so for one architecture, unless $FSDPC_CUDA_ARCHS asks for others."""
+    archs = os.environ.get("FSDPC_CUDA_ARCHS", "90").split(",")
+    return cuda_build.build_plugin(tmp_path_factory.mktemp("cuda") / cuda_build.PLUGIN, archs)

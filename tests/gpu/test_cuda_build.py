@@ -78,7 +78,7 @@ def setuptools_builds_fsdpc() -> bool:
 def test_a_wheel_has_it_beside_the_extension_and_opens_it_when_asked(
     plugin: Path, tmp_path: Path
 ) -> None:
-    env = {**os.environ, "FSDPC_CUDA": "1", "FSDPC_CUDA_ARCHS": "90"}
+    env = {"FSDPC_CUDA_ARCHS": "90", **os.environ, "FSDPC_CUDA": "1"}  # what `plugin` was built for
     wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
              "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
     done = subprocess.run(wheel, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -159,3 +159,13 @@ def test_missing_headers_of_python_are_named(
     monkeypatch.setattr(native.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(native.CompileError, match=r"Python\.h is not in .*python3-dev"):
         native.build_core(tmp_path / "core.so")
+
+
+@pytest.mark.parametrize("archs, codes", [
+    (["80", "90"], ["sm_80", "sm_90", "compute_90"]),
+    (["80", "90-virtual"], ["sm_80", "compute_90"]),
+    (["90-virtual"], ["compute_90"]),
+])
+def test_archs_are_machine_code_or_ptx(archs: list[str], codes: list[str]) -> None:
+    _, command = cuda_build.kernel_commands(TOOLKIT, archs)[0]
+    assert [word.split("code=")[1] for word in command if "-gencode" in word] == codes

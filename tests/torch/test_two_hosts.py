@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,7 +30,12 @@ class World:
     """Ranks that train until :meth:`finish`."""
 
     def __init__(
-        self, hosts: two_hosts.Hosts, ranks_of_host: int, folder: Path, watch_s: int
+        self,
+        hosts: two_hosts.Hosts,
+        ranks_of_host: int,
+        folder: Path,
+        watch_s: int = 4,
+        program: Path = PROGRAM,
     ) -> None:
         self.end = folder / "end"
         self.outputs = [folder / f"rank{r}" for r in range(2 * ranks_of_host)]
@@ -47,7 +53,7 @@ class World:
                 "FSDPC_TIMEOUT_S": TIMEOUT_S,
                 "FSDPC_WATCH": str(watch_s),
             }
-            command = [*hosts.inside[r // ranks_of_host], sys.executable, str(PROGRAM)]
+            command = [*hosts.inside[r // ranks_of_host], sys.executable, str(program)]
             with output.open("wb") as file:
                 self.ranks.append(
                     subprocess.Popen(
@@ -136,3 +142,17 @@ def test_what_is_shorter_than_the_deadline_is_survived(
             hosts.cable("up")
         world.wait_for(1, "node0: rank 0 answers again")
         assert world.finish() == [0, 0], world.text(0) + world.text(1)
+
+
+def test_a_wire_carries_both_directions_at_once(hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    """At 20 Mbit/s the wire takes 0.4 s for a megabyte, whatever else this machine does."""
+    hosts.shape("20mbit")
+    try:
+        world = World(hosts, 1, tmp_path, program=PROGRAM.with_name("two_hosts_duplex.py"))
+        assert world.finish() == [0, 0], world.text(0) + world.text(1)
+    finally:
+        hosts.shape("none")
+    said = re.search(r"one way (\S+) s, both ways (\S+) s", world.text(0))
+    assert said, world.text(0)
+    one, both = map(float, said.groups())
+    assert both < 1.6 * one, said.group()
