@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 from fsdpc import distributed
+from fsdpc._launch.elastic import parse_elastic
 from fsdpc.stabilizer import TrainingStabilizer
 
 OPTIONS = "run.toml"
@@ -44,6 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="when a rank fails, start all again and resume, at most N times (default: 0)",
     )
+    group.add_argument(
+        "--elastic",
+        type=parse_elastic,
+        metavar="MIN:MAX",
+        help="start MAX ranks, in the place of --ranks; when one was killed go on with one fewer, "
+        "never below MIN, and with the same global batch where it divides",
+    )
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -60,12 +68,24 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError("--resume, --save-every, --save-hours and --keep need --checkpoint DIR")
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts must be at least 0, got {options.max_restarts}")
+    if options.elastic is not None:
+        _check_elastic(options)
     if not options.max_restarts or "FSDPC_LAUNCHER_PID" in os.environ:
         return
     if options.checkpoint is None or not (options.save_every or hours):
         raise ValueError("--max-restarts needs --checkpoint DIR and --save-every N to go on from")
     if "RANK" in os.environ or options.hosts is not None:
         raise ValueError("--max-restarts is for ranks that fsdpc train starts, on one host")
+
+
+def _check_elastic(options: argparse.Namespace) -> None:
+    given = f"--elastic {options.elastic}"
+    if options.ranks is not None:
+        raise ValueError(f"{given} says how many ranks: leave --ranks {options.ranks} out")
+    if options.mesh is not None:
+        raise ValueError(f"{given}: a --mesh is of one number of ranks: leave one of them out")
+    if not options.max_restarts:
+        raise ValueError(f"{given} needs --max-restarts N")
 
 
 class TrainCheckpoints:

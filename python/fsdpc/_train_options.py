@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpc import _core, models
+from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
 from fsdpc._train_checkpoint import add_options, check_options
@@ -401,9 +402,13 @@ def check(options: argparse.Namespace) -> None:
                 f"--ranks {options.ranks}, and this is one of {started} processes that were "
                 "started together already (WORLD_SIZE): leave --ranks out"
             )
-    if options.ranks is not None or "RANK" not in os.environ:
-        check_sharding(options, options.ranks or 1)
     check_options(options)
+    if options.elastic is not None:
+        check_ranks(options.elastic.most)
+        for ranks in range(options.elastic.least, options.elastic.most + 1):
+            check_sharding(options, ranks)
+    elif options.ranks is not None or "RANK" not in os.environ:
+        check_sharding(options, options.ranks or 1)
     if options.metrics:
         try:
             options.metrics.open("a").close()
@@ -411,6 +416,31 @@ def check(options: argparse.Namespace) -> None:
             raise type(error)(
                 f"cannot write --metrics {options.metrics}: {error.strerror}"
             ) from None
+
+
+def most_ranks(options: argparse.Namespace) -> int:
+    """Return how many ranks are to be started."""
+    if options.elastic is not None:
+        return options.elastic.most
+    return 1 if options.ranks is None else options.ranks
+
+
+def keep_global_batch(options: argparse.Namespace, ranks: int) -> str:
+    """Set batch and micro-steps of ranks that may be fewer than at first; return what to say."""
+    if options.elastic is None or ranks == options.elastic.most:
+        return ""
+    whole = options.elastic.most * options.batch * options.accumulate
+    shared = share_batch(whole, ranks, options.batch)
+    if shared is None:
+        return (
+            f"a global batch of {whole} sequences does not divide among {ranks} ranks: steps are "
+            f"of {ranks * options.batch * options.accumulate} from here"
+        )
+    options.batch, options.accumulate = shared
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} keep the global batch of {whole} sequences: "
+        f"--batch {options.batch} --accumulate {options.accumulate}"
+    )
 
 
 def mesh_shape(options: argparse.Namespace, ranks: int) -> tuple[int, int]:

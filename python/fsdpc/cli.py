@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import fsdpc
+from fsdpc._launch.elastic import parse_elastic
 
 _EPILOG = """\
 examples:
@@ -16,6 +17,7 @@ examples:
   fsdpc run --ranks 4 -m package.module
   fsdpc run --ranks 8 --hosts first,second script.py
   fsdpc run --ranks 2 --max-restarts 3 script.py
+  fsdpc run --elastic 2:4 --max-restarts 3 script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
@@ -43,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a Python script (or -m MODULE) on N ranks of this machine, or of several "
         "hosts. Output carries the rank in front; when a rank fails the others get 5 s to report "
         "and are then ended.",
-        usage="fsdpc run --ranks N [--hosts A,B] [OPTION ...] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        usage="fsdpc run (--ranks N | --elastic MIN:MAX) [--hosts A,B] [OPTION ...] "
+        "(SCRIPT | -m MODULE) [ARGUMENT ...]",
         allow_abbrev=False,
     )
     size = run.add_mutually_exclusive_group(required=True)
@@ -70,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="after a failure start all ranks again, at most N times (default: 0)",
+    )
+    size.add_argument(
+        "--elastic",
+        type=parse_elastic,
+        metavar="MIN:MAX",
+        help="start MAX ranks; after a restart that a killed rank caused go on with one fewer, "
+        "never below MIN",
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     run.add_argument("script", metavar="SCRIPT", help="the script, or the module after -m")
@@ -156,6 +166,11 @@ def _run(arguments: list[str]) -> int:
         parser.error(f"run: {given[0]} goes with --hosts")
     if options.hosts is not None and options.max_restarts:
         parser.error("run: --max-restarts is for the ranks of one host, without --hosts")
+    elastic = options.elastic
+    if elastic is not None and options.hosts is not None:
+        parser.error("run: --elastic is for the ranks of one host, without --hosts")
+    if elastic is not None and not options.max_restarts:
+        parser.error(f"run: --elastic {elastic} needs --max-restarts N")
 
     from fsdpc import launcher
     from fsdpc._launch import hosts
@@ -176,8 +191,9 @@ def _run(arguments: list[str]) -> int:
             hosts.run(command, names, each, launcher=options.launcher, agent=options.agent,
                       timeout=options.timeout)  # fmt: skip
         return launcher.run(
-            command, options.ranks, timeout=options.timeout, max_restarts=options.max_restarts
-        )
+            command, elastic.most if elastic else options.ranks, timeout=options.timeout,
+            max_restarts=options.max_restarts, least=elastic and elastic.least,
+        )  # fmt: skip
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import NamedTuple
 
 from fsdpc import _core
 from fsdpc._launch.environment import check_ranks, rank_environments
@@ -27,7 +28,7 @@ from fsdpc._launch.forked import (
     use_no_torch_threads,
 )
 from fsdpc._launch.process import STOPS
-from fsdpc._launch.supervisor import Supervisor
+from fsdpc._launch.supervisor import CannotStart, Supervisor
 from fsdpc._say import say
 
 __all__ = ["LaunchError", "launch", "run"]
@@ -134,6 +135,7 @@ def run(
     timeout: float | None = None,
     max_restarts: int = 0,
     again: Sequence[str] = (),
+    least: int | None = None,
 ) -> int:
     """Run a Python script on ranks of this machine; the work behind ``fsdpc run``.
 
@@ -152,6 +154,9 @@ def run(
         rank ended with code 2, which says that it was called wrongly.
     again : sequence of str
         Arguments added where the script is started again.
+    least : int, optional
+        After a signal has killed a rank, or one could not be forked, one rank fewer is started
+        again, never fewer than these; default `ranks`, always as many.
 
     Returns
     -------
@@ -162,9 +167,12 @@ def run(
     Raises
     ------
     ValueError
-        `ranks` is below 1 or more than the machine can hold, or `max_restarts` is negative.
+        `ranks` is below 1 or more than the machine can hold, `max_restarts` is negative, or
+        `least` is not in [1, `ranks`].
     FileNotFoundError
         There is no such script.
+    OSError
+        A rank could not be forked, and no restart is left.
 
     Notes
     -----
@@ -173,6 +181,8 @@ def run(
     ranks = check_ranks(ranks)
     if max_restarts < 0:
         raise ValueError(f"the number of restarts must be at least 0, got {max_restarts}")
+    if least is not None and not 1 <= least <= ranks:
+        raise ValueError(f"the fewest ranks must be in [1, {ranks}], got {least}")
     if command[0] != "-m" and not os.path.isfile(command[0]):
         raise FileNotFoundError(f"no such script: {command[0]}")
     begin = time.monotonic()
@@ -183,19 +193,41 @@ def run(
         }
         whole = [*command, *(again if restarts else ())]
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
-        supervisor, received = _run_once(whole, ranks, left, added if max_restarts else {})
-        code = _exit_code(supervisor, received, timeout)
-        ended = received or supervisor.timed_out or code in (0, BAD_USAGE)
-        if ended or restarts == max_restarts:
-            return code
-        say(f"all ranks start again ({restarts + 1} of {max_restarts})")
+        ending = _run_once(whole, ranks, left, added if max_restarts else {})
+        last = restarts == max_restarts or bool(ending.received)
+        if ending.refused is not None:
+            if last or least is None:
+                raise ending.refused
+            say(f"{ending.refused}")
+        else:
+            code = _exit_code(ending.supervisor, ending.received, timeout)
+            if last or ending.supervisor.timed_out or code in (0, BAD_USAGE):
+                return code
+        fewer = max(least or ranks, ranks - ending.died)
+        number = f", {fewer} in the place of {ranks}" if fewer < ranks else ""
+        say(f"all ranks start again{number} ({restarts + 1} of {max_restarts})")
+        ranks = fewer
     raise AssertionError("unreachable")
+
+
+class _Ending(NamedTuple):
+    """How the ranks ended, the signals that came meanwhile, and why one could not be forked."""
+
+    supervisor: Supervisor
+    received: list[int]
+    refused: OSError | None
+
+    @property
+    def died(self) -> bool:
+        """Whether a signal killed the rank that failed first, or one could not be forked."""
+        first = self.supervisor.first_failure()
+        return self.refused is not None or (first is not None and (first.code or 0) < 0)
 
 
 def _run_once(
     command: Sequence[str], ranks: int, timeout: float | None, variables: dict[str, str]
-) -> tuple[Supervisor, list[int]]:
-    """Start all ranks and wait for them; with the signals that came meanwhile."""
+) -> _Ending:
+    """Start all ranks and wait for them."""
     program = [sys.executable, *command]
 
     def body(_: int) -> None:
@@ -207,6 +239,7 @@ def _run_once(
 
     supervisor = Supervisor(_print, timeout=timeout)
     received: list[int] = []
+    refused = None
 
     def forward(signum: int, _: FrameType | None) -> None:
         received.append(signum)
@@ -220,11 +253,13 @@ def _run_once(
         for own in rank_environments(ranks):
             supervisor.start({**own, **extra}, body)
         supervisor.watch()
+    except CannotStart as error:
+        refused = error
     finally:
         supervisor.close()
         for which, handler in previous.items():
             signal.signal(which, handler)
-    return supervisor, received
+    return _Ending(supervisor, received, refused)
 
 
 def _share_of_cores(ranks: int) -> dict[str, str]:

@@ -28,8 +28,10 @@ from fsdpc._train_options import (
     check_values,
     checkpoint_choice,
     estimate_parser,
+    keep_global_batch,
     make_schedule,
     mesh_shape,
+    most_ranks,
     parser,
     with_config,
 )
@@ -82,15 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             names, each = hosts.check_hosts(options.hosts, options.ranks, None)
             hosts.run(["-m", "fsdpc", "train", *arguments], names, each)
         if "RANK" not in os.environ:  # one rank reports the error
-            check_resources(options, options.ranks or 1)
+            check_resources(options, most_ranks(options))
         alone = options.ranks in (None, 1) and not options.max_restarts
         if not alone and "RANK" not in os.environ:
             from fsdpc import launcher
 
             live = ["--live"] if sys.stdout.isatty() else []
             return launcher.run(
-                ["-m", "fsdpc", "train", *live, *arguments], options.ranks or 1,
+                ["-m", "fsdpc", "train", *live, *arguments], most_ranks(options),
                 max_restarts=options.max_restarts, again=["--resume"],
+                least=options.elastic and options.elastic.least,
             )  # fmt: skip
         if options.ranks == 1 and "RANK" not in os.environ:
             os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
@@ -164,7 +167,8 @@ def plan_memory(
 def estimate(argv: Sequence[str]) -> int:
     """Run ``fsdpc estimate`` and return its exit code."""
     options = estimate_parser().parse_args(argv)
-    ranks = math.prod(options.mesh or (1,)) if options.ranks is None else options.ranks
+    meshed = options.mesh is not None and options.ranks is None
+    ranks = math.prod(options.mesh) if meshed else most_ranks(options)
     try:
         check_values(options)
         check_sharding(options, ranks)
@@ -214,6 +218,9 @@ class Trainer:
         if not distributed.is_initialized():
             distributed.init(deterministic=options.deterministic)
         self.rank, self.world = distributed.rank(), distributed.world_size()
+        text, said = as_toml(options), keep_global_batch(options, self.world)
+        if said and self.rank == 0:
+            print(said, flush=True)
         whole = options.deterministic and options.dtype == "fp16"  # see distributed.init()
         self.divisor = 1 if whole else options.accumulate  # of losses
         self.model, self.optimizer = self._build()
@@ -228,7 +235,7 @@ class Trainer:
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader}  # fmt: skip
-        self.checkpoints = TrainCheckpoints(options, state, as_toml(options))
+        self.checkpoints = TrainCheckpoints(options, state, text)
         self.line = LiveLine(self)
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None

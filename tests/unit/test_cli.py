@@ -33,7 +33,7 @@ def test_the_version() -> None:
     ("arguments", "wrong"),
     [
         (("train", "--rank", "2"), "unrecognized arguments: --rank"),
-        (("run", "--rank", "2", __file__), "--ranks --ranks-per-host is required"),
+        (("run", "--rank", "2", __file__), "--ranks --ranks-per-host --elastic is required"),
         (("ckpt", "convert", "--lay", "dcp", "a", "b"), "unrecognized arguments: --lay"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

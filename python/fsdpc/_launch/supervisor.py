@@ -68,6 +68,10 @@ class Rank:
         return f"exit code {self.code}"
 
 
+class CannotStart(OSError):
+    """There was no process, memory or descriptor for a rank."""
+
+
 class Supervisor:
     """Starts ranks with :meth:`start`, serves them in :meth:`watch`, ends them in :meth:`close`.
 
@@ -99,7 +103,7 @@ class Supervisor:
         os.write(self._news, NEWS)
 
     def start(self, env: dict[str, str], body: Body) -> None:
-        """Fork the next rank, which runs ``body(result_fd)``."""
+        """Fork the next rank, which runs ``body(result_fd)``; raises CannotStart."""
         inherited = [fd for rank in self.ranks for fd in self._descriptors(rank)]
 
         def informed(result: int) -> None:
@@ -114,6 +118,9 @@ class Supervisor:
         try:
             sockets = {"FSDPC_NEWS_FD": str(self._news), "FSDPC_RANK_SOCKET": str(listening)}
             started = fork_rank({**env, **sockets}, informed, [*inherited, self._selector.fileno()])
+        except OSError as error:
+            text = f"rank {len(self.ranks)} could not be started: {error.strerror}"
+            raise CannotStart(error.errno, text) from error
         finally:
             os.close(listening)
         rank = Rank(len(self.ranks), started)

@@ -1,0 +1,47 @@
+"""``--elastic MIN:MAX``: how many ranks a run has, and how they share the global batch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """The fewest and the most ranks of a run, as ``MIN:MAX`` says; written like that again."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+def parse_elastic(text: str) -> Elastic:
+    """Read ``MIN:MAX``.
+
+    Raises
+    ------
+    ArgumentTypeError
+        It is no pair of numbers from 1 on, the smaller one first.
+    """
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(
+            f"MIN:MAX are numbers of ranks, 1 <= MIN <= MAX, as in 2:4, got '{text}'"
+        )
+    return Elastic(int(match[1]), int(match[2]))
+
+
+def share_batch(sequences: int, ranks: int, batch: int) -> tuple[int, int] | None:
+    """Return the batch and micro-steps of a rank that make a global batch of so many sequences.
+
+    The batch is the largest one up to ``batch``, so no rank needs more memory; None where the
+    sequences do not divide among the ranks.
+    """
+    each, rest = divmod(sequences, ranks)
+    if rest:
+        return None
+    batch = next(size for size in range(min(batch, each), 0, -1) if each % size == 0)
+    return batch, each // batch
