@@ -1,12 +1,10 @@
-"""What ``fsdpc train`` does with checkpoints: going on from one, saving, leaving on SIGTERM."""
+"""What ``fsdpc train`` does with checkpoints: going on from one, saving, leaving at a signal."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from fsdpc import distributed
@@ -24,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="save there at the end, and when SIGTERM asks the run to stop",
+        help="save there at the end, and when SIGTERM or SIGUSR1 asks the run to stop",
     )
     group.add_argument(
         "--save-every", type=int, metavar="N", help="save after every N steps as well"
@@ -98,10 +96,10 @@ class TrainCheckpoints:
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
         self.options, self.state, self.text = options, state, text
         self.stopped = False
-        self._asked = False
         self._saved: int | None = None
         self._returned_to, self._returns = -1, 0
         self._manager: Any = None
+        self._signals: Any = None
 
     def begin(self) -> int:
         """Load what is to be resumed; return the steps taken already."""
@@ -109,13 +107,14 @@ class TrainCheckpoints:
         if o.checkpoint is None:
             return 0
         from fsdpc.checkpoint import CheckpointManager
+        from fsdpc.checkpoint.stops import StopSignals
 
         self._manager = CheckpointManager(
             o.checkpoint, max_to_keep=o.keep, every_steps=o.save_every,
             every_seconds=None if o.save_hours is None else o.save_hours * 3600,
         )  # fmt: skip
         self._manager.claim()
-        self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._signals = StopSignals()
         latest = self._manager.latest()
         if latest is not None and not o.resume:
             raise ValueError(
@@ -150,14 +149,11 @@ class TrainCheckpoints:
             print(f"went back to step {step} in {self.options.checkpoint}, with another order")
         return step
 
-    def _ask(self, signum: int, frame: FrameType | None) -> None:
-        self._asked = True
-
     def after(self, step: int, healthy: bool) -> bool:
         """Save a healthy state if it is time to; return whether the run is to stop. Collective."""
         if self._manager is None:
             return False
-        self.stopped = bool(distributed.all_reduce(int(self._asked), "max"))
+        self.stopped = self._signals.agree()
         if healthy and self._manager.step(step, self.state):
             self._saved = step
         return self.stopped
@@ -168,7 +164,8 @@ class TrainCheckpoints:
             return
         if self._saved != step:
             self._manager.save(step, self.state)
-        signal.signal(signal.SIGTERM, self._before)
+        if not self.stopped:  # a signal may come to a rank twice: the launcher passes it on
+            self._signals.restore()
         if distributed.rank() == 0:
-            text = "stopped by SIGTERM" if self.stopped else "saved"
+            text = f"stopped by {self._signals.name}" if self.stopped else "saved"
             print(f"{text} after step {step}: {self._manager.path(step)}")

@@ -27,7 +27,7 @@ from fsdpc._launch.forked import (
     run_forked,
     use_no_torch_threads,
 )
-from fsdpc._launch.process import STOPS
+from fsdpc._launch.process import SAVES, STOPS
 from fsdpc._launch.supervisor import CannotStart, Supervisor
 from fsdpc._say import say
 
@@ -162,7 +162,8 @@ def run(
     -------
     int
         The exit code for the shell: 0, the code of the rank that failed first (128 + the signal's
-        number when one killed it), 124 at a timeout, 128 + 2 after Ctrl-C.
+        number when one killed it), 124 at a timeout, 128 + 2 after Ctrl-C. Also 0 where all ranks
+        answered SIGTERM or SIGUSR1 by ending with 0, as those do that save.
 
     Raises
     ------
@@ -176,7 +177,7 @@ def run(
 
     Notes
     -----
-    SIGINT and SIGTERM are passed on to all ranks.  Call it from the main thread.
+    SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks.  Call it from the main thread.
     """
     ranks = check_ranks(ranks)
     if max_restarts < 0:
@@ -245,7 +246,7 @@ def _run_once(
         received.append(signum)
         supervisor.stop(signum)
 
-    previous = {which: signal.signal(which, forward) for which in (signal.SIGINT, signal.SIGTERM)}
+    previous = {which: signal.signal(which, forward) for which in STOPS}
     # Lines appear when they are printed, and SIGABRT at the timeout shows every thread's stack.
     extra = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **variables}
     extra |= _share_of_cores(ranks)
@@ -277,7 +278,8 @@ def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | Non
     """Say on stderr what went wrong, if anything did, and give the code for the shell."""
     if received:
         say(f"ended by {signal.Signals(received[0]).name}")
-        return 128 + received[0]
+        saved = received[0] in SAVES and all(rank.code == 0 for rank in supervisor.ranks)
+        return 0 if saved else 128 + received[0]
     if supervisor.timed_out:
         say(f"the ranks did not end within {timeout:g} s")
         return 124

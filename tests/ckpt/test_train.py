@@ -1,4 +1,4 @@
-"""``fsdpc train --checkpoint``: resumed runs end as whole ones do; SIGTERM saves."""
+"""``fsdpc train --checkpoint``: resumed runs end as whole ones do; signals save."""
 
 from __future__ import annotations
 
@@ -102,9 +102,11 @@ def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_sigterm_saves(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1], ids=lambda each: each.name)
+def test_a_signal_saves(signum: signal.Signals, ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ("--ranks", ranks, "--steps", 5000, "--checkpoint", folder, "--save-every", 1000)
+    options += ("--max-restarts", ranks - 1)
     with subprocess.Popen(
         command(*options), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -112,11 +114,11 @@ def test_sigterm_saves(ranks: int, tmp_path: Path) -> None:
         for line in process.stdout:
             lines.append(line)
             if "step 1/5000" in line:
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, signum)
         code = process.wait(60)
     text = "".join(lines)
-    assert re.search(r"stopped by SIGTERM after step (\d+)", text), text
-    assert code in (0, 128 + signal.SIGTERM), text
+    assert re.search(rf"stopped by {signum.name} after step (\d+)", text), text
+    assert code == 0 and "start again" not in text, text
     assert len(names(folder)) == 1 and "step-" in names(folder)[0], text
 
 

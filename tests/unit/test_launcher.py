@@ -19,9 +19,6 @@ from tests.needs import need_torch
 import fsdpc as fsdpc_package
 from fsdpc._core import engine_threads
 from fsdpc._launch import forked
-from fsdpc._launch.environment import rank_environments
-from fsdpc._launch.process import STOPS
-from fsdpc._launch.supervisor import Supervisor
 from fsdpc.launcher import LaunchError, launch, run
 
 pytestmark = pytest.mark.usefixtures("no_engine_threads")
@@ -447,7 +444,7 @@ def test_run_times_out_with_stacks(tmp_path: Path) -> None:
     assert out.count("in stuck") == 2
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_run_forwards_signals(tmp_path: Path, signum: signal.Signals) -> None:
     path = script(
         tmp_path,
@@ -455,8 +452,8 @@ def test_run_forwards_signals(tmp_path: Path, signum: signal.Signals) -> None:
 def stop(signum, frame):
     print("got", signal.Signals(signum).name)
     sys.exit(0)
-signal.signal(signal.SIGINT, stop)
-signal.signal(signal.SIGTERM, stop)
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(each, stop)
 print("ready")
 time.sleep(100)
 """,
@@ -466,45 +463,9 @@ time.sleep(100)
     assert all(line.endswith("ready\n") for line in ready)
     process.send_signal(signum)
     code, out, err = finish(process)
-    assert code == 128 + signum
+    assert code == (128 + signum if signum == signal.SIGINT else 0)  # the others may have saved
     assert out.count(f"got {signum.name}") == 2
     assert f"ended by {signum.name}" in err
-
-
-@pytest.mark.parametrize("ends", [True, False], ids=["all end", "one stays"])
-def test_ranks_that_save_at_sigterm_have_the_time(ends: bool) -> None:
-    """The patience with those that stay begins when the first has ended."""
-    ours, theirs = os.pipe()
-
-    def save(signum: int, frame: object) -> None:
-        time.sleep(0.6)  # as long as it takes: several times the grace
-        while not ends and os.environ["RANK"] == "1":
-            signal.pause()
-        os._exit(0)
-
-    def body(result: int) -> None:
-        signal.signal(signal.SIGTERM, save)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-        os.write(theirs, b"r")
-        while True:
-            signal.pause()
-
-    supervisor = Supervisor(lambda text: None, grace=0.1)
-    try:
-        for variables in rank_environments(2):
-            supervisor.start(variables, body)
-        ready = b""
-        while len(ready) < 2:
-            ready += os.read(ours, 2)
-        supervisor.stop(signal.SIGTERM)
-        supervisor.watch()
-        codes = [rank.code for rank in supervisor.ranks]
-    finally:
-        supervisor.close()
-        os.close(ours)
-        os.close(theirs)
-    assert codes == [0, 0 if ends else -signal.SIGKILL]
-    assert supervisor.killed == (set() if ends else {1})
 
 
 def test_a_second_ctrl_c_ends_ranks_that_ignored_the_first(tmp_path: Path) -> None:

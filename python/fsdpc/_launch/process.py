@@ -27,7 +27,8 @@ from typing import NamedTuple, NoReturn
 
 Body = Callable[[int], object]
 
-STOPS = {signal.SIGINT, signal.SIGTERM}
+SAVES = {signal.SIGTERM, signal.SIGUSR1}  # that ranks may answer by saving
+STOPS = {signal.SIGINT, *SAVES}
 
 
 class Started(NamedTuple):
@@ -130,7 +131,8 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     sys.stderr = _line_stream(2)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for each in SAVES:
+        signal.signal(each, signal.SIG_DFL)
     # A timeout is answered with SIGABRT, at which faulthandler prints every thread's stack.  Where
     # it is on already (in pytest), enable() alone would not install its handlers again.
     faulthandler.disable()

@@ -8,10 +8,11 @@ One loop in the calling thread waits for output, results and ends of all ranks. 
 - a rank that ends is written onto a page that all ranks can read, for those that still wait to meet
   it (afterwards they watch each other);
 - at the timeout every rank still running gets SIGABRT, on which it prints its stacks and ends;
-- a stop (Ctrl-C, SIGTERM) is passed on to all groups, and is followed by the kill after `grace`; a
-  second Ctrl-C kills at once;
-- ranks that catch SIGTERM save their work, which takes as long as it takes: `grace` begins when the
-  first of them ends, or with a second SIGTERM.
+- a stop (Ctrl-C, SIGTERM, SIGUSR1) is passed on to all groups, and is followed by the kill after
+  `grace`; a second Ctrl-C kills at once;
+- ranks that catch SIGTERM or SIGUSR1 save their work, which takes as long as it takes: `grace`
+  begins when the first of them ends, or with a second SIGTERM.  Such a rank gets the signal alone,
+  as its workers (of a data loader) would die by it.
 
 Which rank failed *first* is not who ended first: a rank that dies with gigabytes of memory is gone
 only after they are, and peers that noticed at once may end before it.  So a rank whose report says
@@ -26,12 +27,18 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from fsdpc._core import listen_for_rank
 from fsdpc._launch.environment import process_stat, run_address
-from fsdpc._launch.process import Body, Started, fill_standard_descriptors, fork_rank
+from fsdpc._launch.process import (
+    SAVES,
+    Body,
+    Started,
+    fill_standard_descriptors,
+    fork_rank,
+)
 
 TAIL_LINES = 200
 ABORT_S = 3.0  # for stacks to be printed after SIGABRT
@@ -141,12 +148,16 @@ class Supervisor:
 
     def stop(self, signum: int) -> None:
         """Pass a signal on to all ranks and kill those that stay, as the top of this file says."""
-        again, self._stopping = self._stopping is not None, signum
-        saving = signum == signal.SIGTERM and any(
-            rank.running and _catches(rank.started.pid, signum) for rank in self.ranks
-        )
-        self._signal_groups(signum)
-        if again or not saving:
+        again = self._stopping not in (None, signal.SIGUSR1)
+        if not again:
+            self._stopping = signum
+        saving = {
+            rank.rank
+            for rank in self.ranks
+            if rank.running and signum in SAVES and _catches(rank.started.pid, signum)
+        }
+        self._signal_groups(signum, alone=saving)
+        if not saving or (again and signum != signal.SIGUSR1):
             patience = 0.0 if again and signum == signal.SIGINT else self.grace
             self._kill_within(patience)
 
@@ -209,11 +220,11 @@ class Supervisor:
                 self.killed.add(rank.rank)
                 os.killpg(rank.started.pid, signal.SIGKILL)
 
-    def _signal_groups(self, signum: int) -> None:
+    def _signal_groups(self, signum: int, alone: Collection[int] = ()) -> None:
         for rank in self.ranks:
             if rank.running:  # not reaped, so the id is still this group's
                 try:
-                    os.killpg(rank.started.pid, signum)
+                    (os.kill if rank.rank in alone else os.killpg)(rank.started.pid, signum)
                 except ProcessLookupError:
                     pass
 

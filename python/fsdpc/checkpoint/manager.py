@@ -19,6 +19,7 @@ from fsdpc.checkpoint.claim import Claim, claim_folder
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.saving import SaveHandle, finish, save
+from fsdpc.checkpoint.stops import StopSignals
 
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -59,6 +60,12 @@ class CheckpointManager:
         Write on a thread; see :func:`fsdpc.checkpoint.save`.
     layout : "full" or "per_rank", default "full"
 
+    Attributes
+    ----------
+    stopped : bool
+        Whether :meth:`step` has saved because of a signal, and the run is to end; the same on all
+        ranks. See :meth:`stop_at_signals`.
+
     Notes
     -----
     All methods are collective but :meth:`list`. A folder belongs to the run that saves to it: see
@@ -69,10 +76,13 @@ class CheckpointManager:
     Examples
     --------
     >>> manager = CheckpointManager("run", max_to_keep=3, every_steps=100)   # doctest: +SKIP
+    >>> manager.stop_at_signals()                                            # doctest: +SKIP
     >>> begin = manager.restore(state) or 0                                  # doctest: +SKIP
     >>> for step in range(begin + 1, 1001):                                  # doctest: +SKIP
     ...     train_one_step()
     ...     manager.step(step, state)
+    ...     if manager.stopped:
+    ...         break
     """
 
     def __init__(
@@ -103,6 +113,8 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of the newest save of ours
         self._claim: Claim | None = None  # of rank 0
+        self.stopped = False
+        self._signals: StopSignals | None = None
         self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         if every_steps is not None or every_seconds is not None:
             self.claim()
@@ -133,6 +145,19 @@ class CheckpointManager:
 
     # ---- saving ----
 
+    def stop_at_signals(self) -> None:
+        """From now on SIGTERM and SIGUSR1 have :meth:`step` save, and set ``stopped``.
+
+        A signal to one rank counts for all, which save the same step; the loop ends where
+        ``stopped`` is set. Schedulers send one before a time limit. The handlers stay.
+
+        Raises
+        ------
+        ValueError
+            This is not the main thread.
+        """
+        self._signals = self._signals or StopSignals()
+
     def step(self, step: int, state: Mapping[str, Any]) -> bool:
         """Save if it is time to; call it after every optimizer step.
 
@@ -148,12 +173,16 @@ class CheckpointManager:
         bool
             Whether it saved.
         """
-        due = self.every_steps is not None and step % self.every_steps == 0
+        asked = self._signals is not None and self._signals.agree() and not self.stopped
+        due = asked or (self.every_steps is not None and step % self.every_steps == 0)
         if self.every_seconds is not None and not due:
             late = time.monotonic() - self._saved_at >= self.every_seconds
             due = bool(distributed.broadcast(float(late)))
         if due:
             self.save(step, state)
+        if asked:
+            self.wait()
+            self.stopped = True
         return due
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
