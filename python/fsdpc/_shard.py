@@ -286,6 +286,10 @@ def name_units(module: Any) -> None:
         if id(m._fsdpc_unit) not in named and name:
             m._fsdpc_unit.name = name
         named.add(id(m._fsdpc_unit))
+    if "FSDPC_FAULT" in os.environ:
+        from fsdpc import faults
+
+        faults.name_missing(module)
 
 
 @cache

@@ -9,6 +9,7 @@ the other one is not, sharding is refused, so that a variable that was forgotten
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import signal
@@ -21,13 +22,17 @@ from typing import Any
 
 from fsdpc import _core, distributed
 from fsdpc._say import say
+from fsdpc._shard import units_of
 from fsdpc.nn.module import Module
 
 VARIABLE, ENABLE = "FSDPC_FAULT", "FSDPC_FAULT_ENABLE"
-KINDS = ("kill", "stall", "raise", "corrupt")
+LAUNCHER = "FSDPC_LAUNCHER_PID"
+DROP = "drop the launcher"
+KINDS = ("kill", "stall", "raise", "corrupt", DROP)
 
 _FORM = re.compile(
-    r"rank (\d+): (\w+)(?: ([\d.]+) ?s)? at (forward|backward) of (\S+) in step (\d+)"
+    r"rank (\d+): (\w+(?: the launcher)?)(?: ([\d.]+) ?s)? at (forward|backward) of (\S+) "
+    r"in step (\d+)"
 )
 _EXAMPLE = "rank 2: kill at backward of layers.3 in step 7"
 _STALL_S = 3600.0
@@ -42,9 +47,10 @@ class InjectedFault(RuntimeError):
 class Fault:
     """What happens to a rank, and where.
 
-    ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`) or
+    ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
     "corrupt" (10,000 is added to the first element of this rank's gradient of the unit's first
-    parameter, before it is reduced). ``step`` counts the unit's forwards with gradients from 1 on;
+    parameter, before it is reduced) or "drop the launcher" (SIGKILL to the launcher of this rank,
+    whose ranks then end with it). ``step`` counts the unit's forwards with gradients from 1 on;
     micro-steps count, recomputation does not.
     """
 
@@ -101,12 +107,52 @@ def watch(modules: Iterable[Any]) -> None:
 
     Ranks that were started again after a failure have none: what is drilled is how they go on.
     """
-    faults = [f for f in read_faults() if f.rank == distributed.rank()]
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return
+    planned = _planned()
+    if any(f.kind == DROP for f in planned):
+        _launcher()
+    faults = [f for f in planned if f.rank == distributed.rank()]
     for module in modules if faults else ():
         forward = module.forward  # bound; an instance's own takes its place
         object.__setattr__(module, "forward", _watched(module, forward, faults))
+
+
+def _planned() -> tuple[Fault, ...]:
+    found = read_faults()
+    return () if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else found
+
+
+def name_missing(module: Any) -> None:
+    """Say, on rank 0, which faults name no unit of a model, and what it has that is close.
+
+    The outermost module calls it once its units have their names.
+    """
+    if distributed.rank() != 0:
+        return
+    units = [unit.name for unit in units_of(module)]
+    for fault in _planned():
+        if fault.unit not in units:
+            say(
+                f"{VARIABLE}: '{fault}': {units[0]} has no unit '{fault.unit}', but "
+                f"{', '.join(_close(fault.unit, units))}"
+            )
+
+
+def _close(name: str, units: list[str]) -> list[str]:
+    """The units that may have been meant, three at most; the first ones where none is close."""
+    inside = [unit for unit in units if unit.endswith(f".{name}")]
+    found = dict.fromkeys([*inside, *difflib.get_close_matches(name, units)])
+    return (list(found) or units)[:3]
+
+
+def _launcher() -> int:
+    """The process of fsdpc that started this rank."""
+    pid = os.environ.get(LAUNCHER, "")
+    if pid != str(os.getppid()):
+        raise ValueError(
+            f"{VARIABLE}: '{DROP}' is for the ranks of fsdpc run, fsdpc train or launch(): "
+            f"{LAUNCHER} is '{pid}', and this rank's parent is {os.getppid()}"
+        )
+    return int(pid)
 
 
 def _watched(
@@ -157,6 +203,8 @@ def _strike(fault: Fault) -> None:
     _say(fault)
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == DROP:
+        os.kill(_launcher(), signal.SIGKILL)
     elif fault.kind == "stall":
         time.sleep(fault.seconds)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -44,17 +45,22 @@ def ones() -> fsdpc.Tensor:
     return fsdpc.tensor(np.ones((2, 8), np.float32))
 
 
-def run(
-    tmp_path: Path, text: str, restarts: int = 0, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def start(
+    tmp_path: Path, text: str, program: str = SCRIPT, restarts: int = 0, **variables: str
+) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(program)
     command = [sys.executable, "-m", "fsdpc", "run", "--ranks", "2", "--timeout", "60"]
     command += ["--max-restarts", str(restarts)]
     environment = {**os.environ, "FSDPC_FAULT": text, **variables}
-    return subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, env=environment
-    )
+    return subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=environment)  # fmt: skip
+
+
+def run(tmp_path: Path, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    with start(tmp_path, *arguments, **options) as process:
+        out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def test_a_rank_is_killed_in_its_step(tmp_path: Path) -> None:
@@ -79,9 +85,64 @@ def test_it_is_refused_unless_enabled(tmp_path: Path) -> None:
     assert "step 1" not in done.stdout
 
 
+CHILDREN = "import subprocess; subprocess.Popen(['sleep', '1000'])"
+
+
+def marked(launcher: int) -> list[str]:
+    """Processes that have a launcher's mark: its ranks, and those that ranks started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"FSDPC_LAUNCHER_PID={launcher}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
+
+
+def test_nothing_stays_behind_a_dropped_launcher(tmp_path: Path) -> None:
+    process = start(tmp_path, "rank 1: drop the launcher at backward of 1 in step 3",
+                    f"{CHILDREN}\n{SCRIPT}", restarts=1, **ENABLED)  # fmt: skip
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and "step 4" not in out
+    until = time.monotonic() + 60
+    while left := marked(process.pid):
+        assert time.monotonic() < until, left
+        time.sleep(0.01)
+
+
+def test_a_launcher_of_others_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPC_FAULT", "rank 1: drop the launcher at backward of 1 in step 3")
+    monkeypatch.setenv("FSDPC_FAULT_ENABLE", "1")
+    for pid in ("1", ""):
+        monkeypatch.setenv("FSDPC_LAUNCHER_PID", pid)
+        with pytest.raises(ValueError, match=f"FSDPC_LAUNCHER_PID is '{pid}', and this rank's"):
+            faults.watch([])
+
+
+def test_a_mistyped_unit_is_named_once(tmp_path: Path) -> None:
+    text = "rank 1: kill at backward of 11 in step 3; rank 0: kill at forward of x in step 9"
+    script = SCRIPT.replace("(*[", "(nn.Sequential(*[").replace("])", "]))")
+    script = script.replace("range(3)", "range(12)").replace("in model:", "in model[0]:")
+    done = run(tmp_path, text, script, **ENABLED)
+    assert done.returncode == 0
+    said = done.stdout.splitlines()
+    assert [line for line in said if "FSDPC_FAULT" in line] == [
+        "[0] fsdpc: FSDPC_FAULT: 'kill at backward of 11 in step 3': Sequential has no unit '11', "
+        "but 0.11",
+        "[0] fsdpc: FSDPC_FAULT: 'kill at forward of x in step 9': Sequential has no unit 'x', but "
+        "Sequential, 0.0, 0.1",
+    ]
+    assert "[1] step 4" in said
+    layers = [f"layers.{i}" for i in range(32)]
+    assert faults._close("layers.33", layers)[0] == "layers.3"
+    assert faults._close("layers.33", [f"model.{n}" for n in [*layers, "layers.33"]])[0] == (
+        "model.layers.33"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        ("rank 1: kill the launcher at forward of a in step 1", "is not like 'rank 2: kill"),
         ("rank 1: kick at forward of a in step 1", "is not like 'rank 2: kill"),
         ("kill rank 1", "is not like"),
         ("rank 1: kill 3 s at forward of a in step 1", "is not like"),
