@@ -16,6 +16,7 @@ from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
 from fsdpc._train_checkpoint import add_options, check_options
+from fsdpc.loggers import read_words
 from fsdpc.lr_scheduler import LRScheduler, schedule_by_name
 from fsdpc.mesh import DeviceMesh
 from fsdpc.offload import CLASSES, OffloadPolicy
@@ -409,6 +410,11 @@ def check(options: argparse.Namespace) -> None:
             check_sharding(options, ranks)
     elif options.ranks is not None or "RANK" not in os.environ:
         check_sharding(options, options.ranks or 1)
+    if options.log:
+        try:
+            read_words(options.log)
+        except ValueError as error:
+            raise ValueError(f"--log {options.log}: {error}") from None
     if options.metrics:
         try:
             options.metrics.open("a").close()

@@ -262,15 +262,21 @@ def open_loggers(text: str) -> Loggers:
     >>> [type(each).__name__ for each in open_loggers("jsonl:run.jsonl,csv:run.csv").loggers]
     ['JsonLines', 'Csv']
     """
-    made: list[Logger] = []
+    words = read_words(text)
+    return Loggers(_KINDS[kind](where) if where else Wandb() for kind, where in words)
+
+
+def read_words(text: str) -> list[tuple[str, str]]:
+    """Return kind and place of each logger that a line names; raises as `open_loggers` does."""
+    found = []
     for part in text.split(","):
         kind, _, where = part.strip().partition(":")
         if kind not in _KINDS:
             raise ValueError(f"'{part}': one of {', '.join(_KINDS)}, as in jsonl:run.jsonl")
         if not where and kind != "wandb":
             raise ValueError(f"'{part}': say where to, as in {kind}:PATH")
-        made.append(_KINDS[kind](where) if where else Wandb())
-    return Loggers(made)
+        found.append((kind, where))
+    return found
 
 
 _KINDS: dict[str, Callable[[str], Logger]] = {

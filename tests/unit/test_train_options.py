@@ -95,11 +95,14 @@ def test_a_configuration_that_is_none(text: str, why: str, tmp_path: Path) -> No
         (["--eval-every", 0], "--eval-every must be at least 1"),
         (["--min-lr-ratio", 2], "must be in [0, 1]"),
         (["--save-hours", 0, "--checkpoint", "run"], "--save-hours must be above 0"),
+        (["--ranks", 2, "--log", "csv:a,xml:b"], "--log csv:a,xml:b: 'xml:b': one of jsonl, csv"),
+        (["--ranks", 2, "--log", "csv"], "--log csv: 'csv': say where to, as in csv:PATH"),
     ],
 )
 def test_what_cannot_be(options: list[object], why: str) -> None:
     done = train(*options)
-    assert done.returncode == 2 and why in done.stderr, done.stderr
+    assert done.returncode == 2 and done.stderr.count(why) == 1, done.stderr
+    assert not done.stdout  # no rank has started
 
 
 def test_validation_and_loggers_while_it_trains(tmp_path: Path) -> None:
