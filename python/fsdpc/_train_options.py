@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--log",
         metavar="WORDS",
-        help="loggers beside it: tensorboard:DIR, csv:FILE, wandb:PROJECT, with commas between",
+        help="loggers beside it: tensorboard:DIR, csv:FILE, wandb:PROJECT, mlflow:DIR, with commas "
+        "between",
     )
     run.add_argument(
         "--config", type=Path, metavar="FILE", help="options in TOML; those given here go before"

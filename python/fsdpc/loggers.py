@@ -1,4 +1,4 @@
-"""What a run measures, written where people look: JSON lines, CSV, TensorBoard, W&B.
+"""What a run measures, written where people look: JSON lines, CSV, TensorBoard, W&B, MLflow.
 
 Rank 0 alone writes; elsewhere a logger does nothing, so loops need no test of the rank. Each call
 hands its record to the kernel in one write, before it returns: a process that is killed after that
@@ -221,6 +221,80 @@ class Wandb(Logger):
             self._run = None
 
 
+class MLflow(Logger):
+    """A run of MLflow, by the package ``mlflow-skinny`` or ``mlflow``.
+
+    Parameters
+    ----------
+    where : path or str
+        A folder, or the address of a server, as ``http://host:5000``.
+    experiment : str, default "fsdpc"
+        Made where it is not there.
+    run : str, optional
+        The id of a run to go on with; default ``MLFLOW_RUN_ID``, or a new run.
+
+    Attributes
+    ----------
+    run : str
+        The run's id; empty on ranks that do not write.
+
+    Raises
+    ------
+    ImportError
+        The package is not installed; rank 0 alone needs it.
+
+    Notes
+    -----
+    Text is left out. Each call writes to the folder, or waits for the server, before it returns: a
+    kill loses nothing, and leaves the run's status at RUNNING. MLflow opens folders where
+    ``MLFLOW_ALLOW_FILE_STORE`` is true; it is set here unless you have. MLflow's package sends data
+    about its use to its makers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
+    """
+
+    def __init__(
+        self, where: str | os.PathLike[str], experiment: str = "fsdpc", run: str | None = None
+    ) -> None:
+        self.run = ""
+        if not _writes():
+            return
+        uri = os.fspath(where)
+        if "://" not in uri:
+            uri = Path(uri).absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric
+        except ImportError as error:
+            raise ImportError(
+                "logging to MLflow needs its package: pip install mlflow-skinny, or log to "
+                "jsonl:FILE"
+            ) from error
+        self._client, self._metric = MlflowClient(tracking_uri=uri), Metric
+        self.run = run or os.environ.get("MLFLOW_RUN_ID", "")
+        if self.run:
+            self._client.update_run(self.run, status="RUNNING")
+            return
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        self.run = self._client.create_run(number).info.run_id
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Log all numbers among the values to the run."""
+        now = time.time_ns() // 1_000_000
+        numbers = [
+            self._metric(name, float(value), now, step)
+            for name, value in values.items()
+            if isinstance(value, (int, float))
+        ]
+        self._client.log_batch(self.run, metrics=numbers)
+
+    def close(self) -> None:
+        """Say that the run has finished."""
+        if self.run:
+            self._client.set_terminated(self.run)
+            self.run = ""
+
+
 class Loggers(Logger):
     """Several loggers as one.
 
@@ -249,8 +323,8 @@ def open_loggers(text: str) -> Loggers:
     Parameters
     ----------
     text : str
-        ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER`` and ``wandb`` or ``wandb:PROJECT``,
-        with commas between.
+        ``jsonl:FILE``, ``csv:FILE``, ``tensorboard:FOLDER``, ``mlflow:FOLDER`` or ``mlflow:URL``,
+        and ``wandb`` or ``wandb:PROJECT``, with commas between.
 
     Raises
     ------
@@ -280,7 +354,7 @@ def read_words(text: str) -> list[tuple[str, str]]:
 
 
 _KINDS: dict[str, Callable[[str], Logger]] = {
-    "jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb
+    "jsonl": JsonLines, "csv": Csv, "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow
 }  # fmt: skip
 
 
