@@ -1,8 +1,18 @@
-"""Models to train: LLaMA and GPT-2, with presets from 2 M to 70 B parameters."""
+"""Models to train: LLaMA-like ones and GPT-2, from presets or published folders."""
 
 from fsdpc.models.config import PRESETS, ModelConfig, preset
 from fsdpc.models.generate import generate
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
+from fsdpc.models.pretrained import (
+    from_config,
+    from_pretrained,
+    load_pretrained,
+    save_pretrained,
+)
+from fsdpc.models.rope import RopeScaling
 
-__all__ = ["GPT2", "Llama", "ModelConfig", "PRESETS", "generate", "preset"]
+__all__ = [
+    "GPT2", "Llama", "ModelConfig", "PRESETS", "RopeScaling", "from_config", "from_pretrained",
+    "generate", "load_pretrained", "preset", "save_pretrained",
+]  # fmt: skip

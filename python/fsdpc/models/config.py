@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpc.models.rope import RopeScaling
+
+#: Functions inside feed-forward blocks, by transformers' names.
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -17,16 +22,43 @@ class ModelConfig:
         Words, hidden width, blocks, query heads, width inside the feed-forward block.
     kv_heads : int, optional
         Key and value heads (grouped queries); as many as query heads by default.
+    head_dim : int, optional
+        Elements of one head; ``dim / heads`` by default.
     max_seq : int, default 2048
         Longest sequence (a table of GPT-2; a bound for LLaMA).
     tied : bool, default False
         Whether the output layer is the embedding.
     rope_theta, norm_eps : float
-        Base of the rotary frequencies; epsilon of the norms.
+        Base of the rotary frequencies; epsilon of a LLaMA's norms.
+    layer_norm_eps : float, default 1e-5
+        Epsilon of a GPT-2's norms.
+    rope_scaling : RopeScaling, optional
+        How rotary frequencies are stretched for longer sequences.
     no_rope_every : int, default 0
         Every n-th block of a LLaMA knows no positions, as in SmolLM3; 0: all of them do.
+    no_rope_layers : tuple of int, optional
+        Numbers of the blocks that know no positions, in place of ``no_rope_every``.
+    qkv_bias, out_bias, mlp_bias : bool, default False
+        Biases of a LLaMA's query, key and value projections, of the one after attention, and of
+        the feed-forward block. A GPT-2 has all of them.
+    qk_norm : bool, default False
+        RMSNorm over the elements of each query and key head, as in Qwen3.
+    sliding_window : int, optional
+        How many tokens a query of a LLaMA sees, its own included; all before it by default.
+    window_layers : tuple of int, optional
+        Numbers of the blocks that the window is for; all of them by default.
+    activation : str, optional
+        One of transformers' "silu" (LLaMA's default), "gelu", "gelu_new" (GPT-2's),
+        "gelu_pytorch_tanh" and "relu".
     dropout : float, default 0
         Of GPT-2's residual branches and embeddings.
+    attention_dropout : float, default 0
+        Of attention weights. Above 0, training keeps them (B, heads, T, T).
+    family : str, optional
+        The ``model_type`` under which transformers knows the model; found from the shape by
+        default.
+    bos_token_id, eos_token_id, pad_token_id : int, optional
+        Tokens that begin, end and fill sequences. Several that end one are a tuple.
     """
 
     vocab_size: int
@@ -35,12 +67,28 @@ class ModelConfig:
     heads: int
     inner: int
     kv_heads: int | None = None
+    head_dim: int | None = None
     max_seq: int = 2048
     tied: bool = False
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
+    layer_norm_eps: float = 1e-5
+    rope_scaling: RopeScaling | None = None
     no_rope_every: int = 0
+    no_rope_layers: tuple[int, ...] | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] | None = None
+    activation: str | None = None
     dropout: float = 0.0
+    attention_dropout: float = 0.0
+    family: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads is None:
@@ -50,35 +98,56 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.no_rope_every < 0:
             raise ValueError(f"no_rope_every must be at least 0, got {self.no_rope_every}")
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"dim {self.dim} must divide by heads {self.heads} into an even head size"
-            )
+        if self.head_dim is None:
+            if self.dim % self.heads or (self.dim // self.heads) % 2:
+                raise ValueError(
+                    f"dim {self.dim} must divide by heads {self.heads} into an even head size"
+                )
+            object.__setattr__(self, "head_dim", self.dim // self.heads)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even and at least 2, got {self.head_dim}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must divide by kv_heads {self.kv_heads}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {self.sliding_window}")
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation '{self.activation}' is not known; there are {', '.join(ACTIVATIONS)}"
+            )
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"attention_dropout must be in [0, 1), got {self.attention_dropout}")
 
-    @property
-    def head_dim(self) -> int:
-        """Elements of one head."""
-        return self.dim // self.heads
+    def rotates(self, layer: int) -> bool:
+        """Say whether a block, by its number, knows positions."""
+        if self.no_rope_layers is not None:
+            return layer not in self.no_rope_layers
+        return not self.no_rope_every or (layer + 1) % self.no_rope_every != 0
 
-    def with_(self, **changes: object) -> ModelConfig:
-        """Return a copy with some fields changed."""
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens a query of a block sees, or None where it sees all before it."""
+        inside = self.window_layers is None or layer in self.window_layers
+        return self.sliding_window if inside else None
+
+    def with_(self, **changes: Any) -> ModelConfig:
+        """Return a copy with some fields changed; ``head_dim`` follows ``dim`` and ``heads``."""
+        if {"dim", "heads"} & set(changes) and self.head_dim * self.heads == self.dim:
+            changes.setdefault("head_dim", None)
         return replace(self, **changes)
 
     def matmul_parameters(self) -> int:
         """Parameters that take part in matrix products, a tied head included."""
-        kv = self.kv_heads * self.head_dim
-        block = self.dim * (2 * self.dim + 2 * kv) + 3 * self.dim * self.inner
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        block = self.dim * (2 * q + 2 * kv) + 3 * self.dim * self.inner
         return self.layers * block + self.vocab_size * self.dim
 
     def flops_per_token(self, seq: int) -> float:
         """Return the training FLOPs of one token in a causal sequence of ``seq``.
 
-        6 x (matmul parameters, a tied head included) + attention 6 L d s: forward and backward, the
-        causal half of the attention matrix counted.
+        6 x (matmul parameters, a tied head included) + attention 6 L d s, d of all heads together:
+        forward and backward, the causal half of the attention matrix counted, windows not.
         """
-        return 6.0 * self.matmul_parameters() + 6.0 * self.layers * self.dim * seq
+        width = self.heads * self.head_dim
+        return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq
 
 
 #: Of transformers' LlamaConfig and SmolLM3Config.

@@ -12,8 +12,9 @@ import numpy as np
 
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
+from fsdpc.models.attention import attend
 from fsdpc.models.config import ModelConfig
-from fsdpc.models.llama import as_ids, logits_or_loss
+from fsdpc.models.llama import activate, as_ids, logits_or_loss
 
 INIT_STD = 0.02
 
@@ -61,16 +62,22 @@ class Attention(nn.Module):
             qkv[:, :, i * dim : (i + 1) * dim].view(batch, tokens, c.heads, c.head_dim)
             for i in range(3)
         )
-        y = _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
+        y = attend(q, k, v, dropout=c.attention_dropout if self.training else 0.0)
         return self.dropout(self.c_proj(y.view(batch, tokens, dim)))
 
 
 class Expansion(Projection):
-    """gelu(x W + b), one operation; gelu by tanh."""
+    """gelu(x W + b) by tanh, one operation; or another function of the product."""
+
+    def __init__(self, in_features: int, out_features: int, std: float, activation: str) -> None:
+        super().__init__(in_features, out_features, std)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, dim) -> (B, T, inner)."""
-        return _core.linear_gelu(x, self.weight, self.bias, "io")
+        if self.activation in ("gelu_new", "gelu_pytorch_tanh"):
+            return _core.linear_gelu(x, self.weight, self.bias, "io")
+        return activate(super().forward(x), self.activation)
 
 
 class FeedForward(nn.Module):
@@ -78,7 +85,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = Expansion(config.dim, config.inner, INIT_STD)
+        activation = config.activation or "gelu_new"
+        self.c_fc = Expansion(config.dim, config.inner, INIT_STD, activation)
         self.c_proj = Projection(config.inner, config.dim, INIT_STD / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
@@ -92,9 +100,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.dim, 1e-5)
+        self.ln_1 = nn.LayerNorm(config.dim, config.layer_norm_eps)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.dim, 1e-5)
+        self.ln_2 = nn.LayerNorm(config.dim, config.layer_norm_eps)
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +130,7 @@ class Transformer(nn.Module):
         self.wpe = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.dim, 1e-5)
+        self.ln_f = nn.LayerNorm(config.dim, config.layer_norm_eps)
 
 
 class GPT2(nn.Module):
@@ -136,6 +144,11 @@ class GPT2(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if config.head_dim * config.heads != config.dim:
+            raise ValueError(
+                f"a GPT-2 has heads of dim / heads, got head_dim {config.head_dim} for "
+                f"{config.dim} / {config.heads}"
+            )
         self.config = config
         self.transformer = Transformer(config)
 

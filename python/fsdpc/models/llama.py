@@ -12,7 +12,9 @@ import numpy as np
 
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
+from fsdpc.models.attention import attend
 from fsdpc.models.config import ModelConfig
+from fsdpc.models.rope import rope_frequencies
 
 INIT_STD = 0.02
 
@@ -23,40 +25,60 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        self.rotates = not config.no_rope_every or (layer + 1) % config.no_rope_every != 0
-        dim, kv = config.dim, config.kv_heads * config.head_dim
+        self.rotates, self.window = config.rotates(layer), config.window_of(layer)
+        dim, size, bias = config.dim, config.head_dim, config.qkv_bias
+        width, kv = config.heads * size, config.kv_heads * size
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
-        self.q_proj = nn.Linear(dim, dim, bias=False, std=INIT_STD)
-        self.k_proj = nn.Linear(dim, kv, bias=False, std=INIT_STD)
-        self.v_proj = nn.Linear(dim, kv, bias=False, std=INIT_STD)
-        self.o_proj = nn.Linear(dim, dim, bias=False, std=residual_std)
+        self.q_proj = nn.Linear(dim, width, bias=bias, std=INIT_STD)
+        self.k_proj = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
+        self.v_proj = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
+        self.o_proj = nn.Linear(width, dim, bias=config.out_bias, std=residual_std)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(size, config.norm_eps)
+            self.k_norm = nn.RMSNorm(size, config.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, dim), cos and sin (T, head_dim / 2) -> (B, T, dim)."""
         c = self.config
-        batch, tokens, dim = x.shape
+        batch, tokens, _ = x.shape
         q = self.q_proj(x).view(batch, tokens, c.heads, c.head_dim)
         k = self.k_proj(x).view(batch, tokens, c.kv_heads, c.head_dim)
         v = self.v_proj(x).view(batch, tokens, c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
             q, k = _core.rotary(q, cos, sin), _core.rotary(k, cos, sin)
-        y = _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
-        return self.o_proj(y.view(batch, tokens, dim))
+        y = attend(q, k, v, self.window, c.attention_dropout if self.training else 0.0)
+        return self.o_proj(y.view(batch, tokens, c.heads * c.head_dim))
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    """Apply the function that transformers gives this name."""
+    if name == "relu":
+        return _core.relu(x)
+    if name == "silu":
+        return _core.silu(x)
+    return _core.gelu(x, "none" if name == "gelu" else "tanh")
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)), or with another function in silu's place."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
-        self.gate_proj = nn.Linear(config.dim, config.inner, bias=False, std=INIT_STD)
-        self.up_proj = nn.Linear(config.dim, config.inner, bias=False, std=INIT_STD)
-        self.down_proj = nn.Linear(config.inner, config.dim, bias=False, std=residual_std)
+        dim, inner, bias = config.dim, config.inner, config.mlp_bias
+        self.activation = config.activation or "silu"
+        self.gate_proj = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
+        self.up_proj = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
+        self.down_proj = nn.Linear(inner, dim, bias=bias, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
-        return self.down_proj(_core.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.activation == "silu":
+            return self.down_proj(_core.swiglu(gate, up))
+        return self.down_proj(activate(gate, self.activation) * up)
 
 
 class Block(nn.Module):
@@ -170,11 +192,9 @@ class Llama(nn.Module):
     def _rotary_tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         tables = self._rope.get(tokens)
         if tables is None:
-            half = self.config.head_dim // 2
-            frequency = 1.0 / self.config.rope_theta ** (
-                np.arange(0, half, dtype=np.float32) * np.float32(2) / np.float32(2 * half)
-            )
-            angle = np.outer(np.arange(tokens, dtype=np.float32), frequency.astype(np.float32))
+            c = self.config
+            frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+            angle = np.outer(np.arange(tokens, dtype=np.float32), frequency)
             tables = (_core.tensor(np.cos(angle)), _core.tensor(np.sin(angle)))
             self._rope[tokens] = tables
         return tables

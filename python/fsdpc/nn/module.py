@@ -44,6 +44,11 @@ class deferred_init:
         _deferring = self._before
 
 
+def is_deferring() -> bool:
+    """Say whether this is inside :class:`deferred_init`."""
+    return _deferring
+
+
 class Parameter(Tensor):
     """A leaf tensor that a module owns and an optimizer trains.
 

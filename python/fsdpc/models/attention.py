@@ -1,0 +1,87 @@
+"""Attention of models: fused where it can be, by parts where a window or dropout needs weights."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+
+_MASKED = np.float32(-1e30)  # of a score that counts for nothing; rows have others beside it
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Mix values by causal attention.
+
+    Parameters
+    ----------
+    q : Tensor
+        (B, T, heads, D)
+    k, v : Tensor
+        (B, T, kv_heads, D), with heads a multiple of kv_heads.
+    window : int, optional
+        Tokens that a query sees, its own included; all up to its own by default.
+    dropout : float, default 0
+        Share of weights to drop.
+
+    Returns
+    -------
+    Tensor
+        (B, T, heads, D)
+
+    Notes
+    -----
+    With a window shorter than T, weights of ``window`` x 2 ``window`` exist at a time in forward,
+    and all of them are kept for backward; with dropout T x T.
+    """
+    tokens = q.shape[1]
+    if window is not None and window >= tokens:
+        window = None
+    if window is None and not dropout:
+        return _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
+    step = window or tokens
+    parts = []
+    for begin in range(0, tokens, step):
+        end = min(begin + step, tokens)
+        first = max(0, begin - step + 1)
+        behind = np.arange(begin, end)[:, None] - np.arange(first, end)
+        seen = (behind >= 0) & (behind < (window or tokens))
+        parts.append(
+            weighted(q[:, begin:end], k[:, first:end], v[:, first:end], seen[None], dropout)
+        )
+    return parts[0] if len(parts) == 1 else _core.concat(parts, 1)
+
+
+def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:
+    """Mix values by attention over the keys that a mask shows.
+
+    Parameters
+    ----------
+    q : Tensor
+        (B, n, heads, D)
+    k, v : Tensor
+        (B, m, kv_heads, D)
+    seen : ndarray of bool
+        (B or 1, n, m); each query sees at least one key.
+    dropout : float, default 0
+
+    Returns
+    -------
+    Tensor
+        (B, n, heads, D), of q's dtype. Scores and weights are float32 from the mask on.
+    """
+    batch, n, heads, dim = q.shape
+    m, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    rows = q.permute(0, 2, 1, 3).reshape(batch, kv_heads, group * n, dim)
+    mask = np.where(seen, np.float32(0), _MASKED)[:, None]  # (B or 1, 1, n, m)
+    scores = rows @ k.permute(0, 2, 3, 1) * (1 / math.sqrt(dim))
+    weights = (scores + _core.tensor(np.tile(mask, (1, 1, group, 1)))).softmax(-1)
+    if dropout:
+        weights = _core.dropout(weights, dropout, True)
+    mixed = weights.to(v.dtype) @ v.permute(0, 2, 1, 3)
+    return mixed.reshape(batch, heads, n, dim).permute(0, 2, 1, 3).contiguous()

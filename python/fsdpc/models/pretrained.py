@@ -1,0 +1,245 @@
+"""Published models: folders as transformers writes and reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdpc import _core
+from fsdpc.models.config import ModelConfig
+from fsdpc.models.gpt2 import GPT2
+from fsdpc.models.llama import Llama
+from fsdpc.models.published import differences, read_config
+from fsdpc.nn.module import Module, Parameter, deferred_init, is_deferring
+
+PathLike = str | os.PathLike[str]
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def from_config(source: PathLike | Mapping[str, Any], *, dtype: Any = None) -> Llama | GPT2:
+    """Return a model with initial values, of the shape of a published one.
+
+    Parameters
+    ----------
+    source : path or mapping
+        A folder with ``config.json``, that file, or its content.
+    dtype : dtype or "auto", optional
+        Of the parameters; float32 by default, "auto": the configuration's.
+
+    Returns
+    -------
+    Llama or GPT2
+        Without memory inside :class:`fsdpc.deferred_init`.
+
+    Raises
+    ------
+    ValueError
+        Something in the configuration is not implemented; named.
+    OSError
+        There is no such file.
+
+    Examples
+    --------
+    >>> from fsdpc.models import from_config
+    >>> sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    ...          "intermediate_size": 64, "vocab_size": 99}
+    >>> from_config({"model_type": "llama", **sizes}).num_parameters()
+    26976
+    """
+    content = source if isinstance(source, Mapping) else read_json(source)
+    config = read_config(content)
+    given = content.get("dtype") or content.get("torch_dtype") if dtype == "auto" else dtype
+    with deferred_init():
+        model = GPT2(config) if config.family == "gpt2" else Llama(config)
+    if given is not None:
+        _change_dtype(model, _float_dtype(given))
+    return model if is_deferring() else model.materialize()
+
+
+def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
+    """Return a published model with its values; collective where there are several ranks.
+
+    Parameters
+    ----------
+    folder : path
+        With ``config.json`` and ``model.safetensors``, or several such files and their index.
+    dtype : dtype or "auto", optional
+        Of the parameters, whatever the files have; float32 by default, "auto": the
+        configuration's.
+
+    Returns
+    -------
+    Llama or GPT2
+        In training mode, as all modules begin: call ``eval()`` where dropout is not wanted.
+
+    Raises
+    ------
+    ValueError
+        Something in the configuration is not implemented; named.
+    CheckpointError
+        Files are damaged or missing, or do not fit the configuration; all of it is listed.
+    RuntimeError
+        Called inside :class:`fsdpc.deferred_init`.
+
+    Notes
+    -----
+    Every rank reads and holds the whole model. For one that no rank could hold: :func:`from_config`
+    inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then :func:`load_pretrained`.
+    """
+    if is_deferring():
+        raise RuntimeError(
+            "from_pretrained() inside deferred_init() would read what is thrown away: make the "
+            "model by from_config(), shard it, then call load_pretrained(model, folder)"
+        )
+    with deferred_init():
+        model = from_config(folder, dtype=dtype)
+    load_pretrained(model, folder)
+    return model
+
+
+def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
+    """Read a published model's values into one of ours, sharded or not; collective.
+
+    Parameters
+    ----------
+    model : Llama or GPT2
+        Sharded by :func:`fsdpc.fully_shard`, deferred, or neither.
+    folder : path
+        With ``config.json`` and safetensors.
+
+    Raises
+    ------
+    ValueError
+        The folder's configuration describes a model that computes differently; the differences
+        are named.
+    CheckpointError
+        Files are damaged or missing, or do not fit the model; all of it is listed, on every rank.
+
+    Notes
+    -----
+    Each rank reads its own rows out of the files straight into their place: none ever holds a
+    whole parameter of another's.
+    """
+    from fsdpc import checkpoint  # which imports models
+
+    found = read_config(read_json(folder))
+    gpt2 = isinstance(model, GPT2)
+    if gpt2 != (found.family == "gpt2"):
+        raise ValueError(f"{folder} holds a {found.family}, and the model is a "
+                         f"{'GPT2' if gpt2 else 'Llama'}")  # fmt: skip
+    if differ := differences(found, model.config, gpt2):
+        raise ValueError(
+            f"{folder} and the model differ in {'; '.join(differ)}: make the model by "
+            "from_config(folder)"
+        )
+    checkpoint.load(folder, {"model": model}, names="gpt2" if gpt2 else "llama")
+
+
+def save_pretrained(
+    model: Llama | GPT2,
+    folder: PathLike,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: float = 5e9,
+    overwrite: bool = False,
+) -> None:
+    """Write a folder that transformers' ``from_pretrained`` reads; collective.
+
+    Parameters
+    ----------
+    model : Llama or GPT2
+        Sharded or not.
+    folder : path
+        To make. It appears when everything is on the disk, or not at all.
+    dtype : dtype, optional
+        Of the tensors in the files; the parameters' own by default.
+    max_shard_bytes : float, default 5e9
+        Largest file, as far as no single tensor is larger.
+    overwrite : bool, default False
+        Replace a folder that :func:`save_pretrained` wrote before.
+
+    Raises
+    ------
+    ValueError
+        No model of transformers has this shape, or the model is none of fsdpc.models'.
+    OSError
+        The folder is there already, or cannot be written; raised on every rank.
+
+    Notes
+    -----
+    The folder is a checkpoint too: :func:`fsdpc.checkpoint.load` reads it. Files of a tokenizer are
+    not part of a model: copy them beside it.
+    """
+    from fsdpc import checkpoint
+    from fsdpc.checkpoint.config_json import content_of
+
+    if not isinstance(model, (Llama, GPT2)):
+        raise ValueError(
+            f"save_pretrained() writes models of fsdpc.models, got {type(model).__name__}: "
+            "fsdpc.checkpoint.save() writes any"
+        )
+    content_of(model)  # refuses what cannot be written before anything is
+    checkpoint.save(
+        folder,
+        {"model": model},
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+    )
+
+
+def read_json(folder: PathLike) -> dict[str, Any]:
+    """Return the content of a folder's ``config.json``.
+
+    Raises
+    ------
+    FileNotFoundError
+        There is none.
+    ValueError
+        It is no JSON object.
+    """
+    path = Path(folder)
+    path = path / "config.json" if path.suffix != ".json" else path
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist: a folder with config.json and safetensors files is needed, "
+            "as transformers' save_pretrained() writes it; nothing is downloaded"
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def config_of(folder: PathLike) -> ModelConfig:
+    """Return the shape of the model in a folder; errors as of :func:`from_config`."""
+    return read_config(read_json(folder))
+
+
+def _float_dtype(given: Any) -> _core.dtype:
+    if isinstance(given, str):
+        given = given.removeprefix("torch.")
+    dtype = _core.as_dtype(given)
+    if dtype.name not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype.name}")
+    return dtype
+
+
+def _change_dtype(model: Module, dtype: _core.dtype) -> None:
+    """Put parameters of another dtype in the place of deferred ones, tied ones together."""
+    made: dict[int, Parameter] = {}
+    with deferred_init():
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is None:
+                    continue
+                if id(p) not in made:
+                    made[id(p)] = Parameter.empty(p.shape, dtype)
+                    made[id(p)]._recipe = p._recipe
+                module._parameters[name] = made[id(p)]

@@ -1,0 +1,70 @@
+"""Rotary frequencies, plain or stretched for longer sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are changed for sequences longer than those of the first training.
+
+    Parameters
+    ----------
+    kind : "linear" or "llama3"
+        All frequencies divided by the factor; or only the low ones, with a ramp between, as in
+        LLaMA 3.1.
+    factor : float
+        At least 1.
+    low_freq_factor, high_freq_factor : float
+        Of "llama3": how many turns within ``original_max_seq`` a frequency makes where the ramp
+        begins and ends.
+    original_max_seq : int
+        Of "llama3": longest sequence of the first training, in tokens.
+
+    Raises
+    ------
+    ValueError
+        A kind that is not known, or a number out of range.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(
+                f"rope scaling '{self.kind}' is not implemented; there are linear and llama3"
+            )
+        if not self.factor >= 1:
+            raise ValueError(f"the factor of rope scaling must be at least 1, got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be above 0 and below "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
+        if self.original_max_seq < 1:
+            raise ValueError(f"original_max_seq must be at least 1, got {self.original_max_seq}")
+
+    def apply(self, frequencies: np.ndarray) -> np.ndarray:
+        """Return float32 frequencies, (dim / 2) in radians a token, as this scaling has them."""
+        factor = np.float32(self.factor)
+        if self.kind == "linear":
+            return frequencies / factor
+        turns = np.float32(self.original_max_seq) * frequencies / np.float32(2 * math.pi)
+        low, high = np.float32(self.low_freq_factor), np.float32(self.high_freq_factor)
+        share = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+        return (1 - share) * frequencies / factor + share * frequencies
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Return the rotary frequencies of a head, float32 (head_dim / 2), in radians a token."""
+    exponents = np.arange(0, head_dim // 2, dtype=np.float32) * np.float32(2)
+    plain = (1.0 / theta ** (exponents / np.float32(head_dim))).astype(np.float32)
+    return plain if scaling is None else scaling.apply(plain)
