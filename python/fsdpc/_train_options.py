@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpc import _core, models
+from fsdpc import _core, _train_pretrained, models
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
@@ -79,8 +79,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add_number(run, "--sample", 300, "bytes of text to generate at the end")
     model = p.add_argument_group("model")
-    add_choice(model, "--model", ("llama", "gpt2"), "llama", "family")
-    add_choice(model, "--preset", models.PRESETS, "2M", ", ".join(models.PRESETS), metavar="SIZE")
+    add_choice(model, "--model", ("llama", "gpt2"), None, "family (default: llama)")
+    add_choice(model, "--preset", models.PRESETS, None,
+            f"{', '.join(models.PRESETS)} (default: 2M)", metavar="SIZE")  # fmt: skip
+    _train_pretrained.add_options(model)
     add_choice(model, "--dtype", DTYPES, "bf16",
             "of compute; masters, sums and states are fp32; fp16 scales the loss")  # fmt: skip
     model.add_argument(
@@ -125,14 +127,14 @@ def add_number(group: Any, name: str, default: float, text: str, shown: str = ""
 
 
 def add_choice(
-    group: Any, name: str, choices: Iterable[str], default: str, text: str, **options: Any
+    group: Any, name: str, choices: Iterable[str], default: str | None, text: str, **options: Any
 ) -> None:
-    """Add an option that is one of some words."""
+    """Add an option that is one of some words; None: the text says what is taken instead."""
     group.add_argument(
         name,
         choices=tuple(choices),
         default=default,
-        help=f"{text} (default: {default})".strip(),
+        help=(f"{text} (default: {default})" if default is not None else text).strip(),
         **options,
     )
 
@@ -370,6 +372,7 @@ def check_values(options: argparse.Namespace) -> None:
         raise ValueError(f"--weight-decay must be at least 0, got {options.weight_decay}")
     if options.checkpoint_activations:
         checkpoint_choice(options.checkpoint_activations)
+    _train_pretrained.resolve(options)
 
 
 def _check_schedule(options: argparse.Namespace) -> None:
@@ -416,6 +419,7 @@ def check(options: argparse.Namespace) -> None:
             read_words(options.log)
         except ValueError as error:
             raise ValueError(f"--log {options.log}: {error}") from None
+    _train_pretrained.check(options)
     if options.metrics:
         try:
             options.metrics.open("a").close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed, models
+from fsdpc import _core, _train_pretrained, distributed, models
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
 from fsdpc._train_options import (
@@ -129,10 +129,13 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
     each = plan.total - plan.wire
     needed, available = replicas * plan.wire + ranks * each, available_bytes()
     if options.device == "cpu" and available is not None and needed > available:
+        model = f"--preset {options.preset}"
+        if options.init_from is not None:
+            model = f"--init-from {options.init_from}"
         raise ValueError(
-            f"--preset {options.preset} on {ranks} rank{'s' if ranks > 1 else ''} needs "
+            f"{model} on {ranks} rank{'s' if ranks > 1 else ''} needs "
             f"{needed / 2**30:,.1f} GiB beside its activations, {available / 2**30:,.1f} GiB are "
-            "available: take a smaller preset, or a strategy that shards more"
+            "available: take a smaller model, or a strategy that shards more"
         )
     if options.data:
         refuse_binary(options.data)
@@ -185,7 +188,7 @@ def estimate(argv: Sequence[str]) -> int:
 
 def make_model(options: argparse.Namespace, config: models.ModelConfig | None = None) -> Any:
     """Return the model without memory, of a preset or this shape, set to recompute blocks if so."""
-    config = config or models.preset(options.preset)
+    config = config or _train_pretrained.config_for(options)
     config = config.with_(max_seq=max(config.max_seq, options.seq))
     with deferred_init():
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
@@ -262,6 +265,8 @@ class Trainer:
         for block in model.blocks():
             fully_shard(block, **sharding)
         fully_shard(model, **sharding)
+        if o.init_from is not None:
+            models.load_pretrained(model, o.init_from)
         if self.divisor != o.accumulate:
             for m in (*model.blocks(), model):
                 m.set_gradient_divide_factor(self.world * o.accumulate)
@@ -297,6 +302,7 @@ class Trainer:
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
+            _train_pretrained.export(o, self.model)
             last = self._validation()
             seconds, crc = time.perf_counter() - begin, self._params_crc()
             if self.rank == 0:
@@ -323,7 +329,8 @@ class Trainer:
     def _show_header(self) -> None:
         if self.rank == 0:
             o, data = self.options, self.train_data
-            print(f"{o.model} {o.preset}: {self.model.num_parameters():,} parameters, {o.dtype}, "
+            title, parameters = _train_pretrained.title(o), self.model.num_parameters()
+            print(f"{title}: {parameters:,} parameters, {o.dtype}, "
                   f"{self.world} rank{'s' if self.world > 1 else ''}, {o.strategy}\n"
                   f"{data.tokens:,} bytes of text to train on, {self.tokens_per_step:,} a step, "
                   f"{self.val_data.tokens:,} held out", flush=True)  # fmt: skip
@@ -424,7 +431,7 @@ class Trainer:
             n,
             context=self.options.seq,
             seed=self.options.seed,
-            each=lambda word: show(decode(bytes([word]))),
+            each=lambda word: show(decode(bytes([word]) if word < 256 else b"?")),
         )
         show(decode(b"", True) + "\n")
 

@@ -1,0 +1,123 @@
+"""What ``fsdpc train`` does with published models: starting from one, leaving one behind."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fsdpc import distributed, models
+from fsdpc.models.pretrained import config_of
+
+MODEL, PRESET = "llama", "2M"  # where nothing says which
+BYTES = 256  # what data without a tokenizer are made of
+
+#: What belongs to a model's tokenizer and to generation; exported as it was.
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+           "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+           "chat_template.json", "generation_config.json")  # fmt: skip
+
+
+def add_options(group: Any) -> None:
+    """Add the options of ``fsdpc train`` that are about published models."""
+    group.add_argument(
+        "--init-from",
+        type=Path,
+        metavar="DIR",
+        help="start from the model in this folder (config.json and safetensors); it is in place "
+        "of --model and --preset",
+    )
+    group.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="at the end write the model there, as transformers reads it",
+    )
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """Fill in the model's options by ``--init-from``, or with their defaults.
+
+    Raises
+    ------
+    ValueError
+        An option contradicts the folder's configuration.
+    FileNotFoundError
+        The folder has none.
+    """
+    if options.init_from is None:
+        options.model = options.model or MODEL
+        options.preset = options.preset or PRESET
+        return
+    config = config_of(options.init_from)
+    kind = "gpt2" if config.family == "gpt2" else "llama"
+    if options.preset is not None:
+        raise ValueError(
+            f"--preset {options.preset}, and --init-from {options.init_from} has sizes of its own: "
+            "leave --preset out"
+        )
+    if options.model not in (None, kind):
+        raise ValueError(
+            f"--model {options.model}, and --init-from {options.init_from} holds a "
+            f"{config.family}: leave --model out"
+        )
+    if options.seq > config.max_seq:
+        raise ValueError(
+            f"--seq {options.seq}, and the model of --init-from {options.init_from} is for "
+            f"sequences of at most {config.max_seq}: take a smaller --seq"
+        )
+    options.model = kind
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse data that the model does not know, and a folder to export to that is there.
+
+    Raises
+    ------
+    ValueError
+        The vocabulary does not fit the data.
+    FileExistsError
+        The folder of ``--export`` is there.
+    """
+    if options.init_from is not None:
+        config = config_of(options.init_from)
+        tokenized = getattr(options, "tokenizer", None) is not None
+        if not tokenized and (options.init_from / "tokenizer.json").exists():
+            raise ValueError(
+                f"--init-from {options.init_from} has a tokenizer.json, and the data would be read "
+                "as bytes, which its model does not know: training such a model needs its tokenizer"
+            )
+        if not tokenized and config.vocab_size < BYTES:
+            raise ValueError(
+                f"--init-from {options.init_from} has a vocabulary of {config.vocab_size}, and the "
+                f"data are bytes, of which there are {BYTES}"
+            )
+    if options.export is not None and options.export.exists():
+        raise FileExistsError(f"--export {options.export} is there already: name another folder")
+
+
+def title(options: argparse.Namespace) -> str:
+    """Return what the model is called in lines for people."""
+    if options.init_from is not None:
+        return f"{options.model} of {options.init_from}"
+    return f"{options.model} {options.preset}"
+
+
+def config_for(options: argparse.Namespace) -> models.ModelConfig:
+    """Return the shape that the options name."""
+    folder = getattr(options, "init_from", None)
+    return models.preset(options.preset) if folder is None else config_of(folder)
+
+
+def export(options: argparse.Namespace, model: Any) -> None:
+    """Write the model for transformers, with what lies beside the one it began as; collective."""
+    if options.export is None:
+        return
+    models.save_pretrained(model, options.export)
+    if distributed.rank() == 0:
+        for name in _BESIDE if options.init_from is not None else ():
+            if (options.init_from / name).is_file():
+                shutil.copyfile(options.init_from / name, options.export / name)
+        print(f"exported to {options.export}", flush=True)
+    distributed.barrier()
