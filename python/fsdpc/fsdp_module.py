@@ -30,6 +30,7 @@ class FSDPModule:
     _fsdpc_unit: _core.Unit
     _fsdpc_strategy: str
     _fsdpc_summoned = False
+    _fsdpc_held = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdpc_run(self.forward, args, kwargs)  # type: ignore[attr-defined]
@@ -87,9 +88,11 @@ class FSDPModule:
         """
         self._fsdpc_join()
         self._fsdpc_unit.hold(True)
+        self.__dict__["_fsdpc_held"] = True
         try:
             yield
         finally:
+            self.__dict__.pop("_fsdpc_held", None)
             self._fsdpc_unit.hold(False)
 
     @contextmanager

@@ -95,6 +95,7 @@ def test_the_same_logits_both_ways(tmp_path: Path) -> None:
         np.testing.assert_array_equal(logits_of(read), want, err_msg=case)
         if case in ("mistral", "gpt2"):  # through windows and unfused activations
             compare_gradients(theirs, model)
+        compare_greedy_tokens(theirs, model, case)
 
 
 def compare_gradients(theirs: Any, model: Any) -> None:
@@ -106,6 +107,24 @@ def compare_gradients(theirs: Any, model: Any) -> None:
     for name, p in model.named_parameters():
         grad = want[name].grad.numpy()
         np.testing.assert_allclose(p.grad.numpy(), grad, atol=1e-5, rtol=1e-3, err_msg=name)
+
+
+def compare_greedy_tokens(theirs: Any, model: Any, case: str) -> None:
+    """Ours for all prompts at once, with a cache; theirs for one after the other."""
+    theirs.generation_config.eos_token_id = None
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8], [9, 7, 9, 3, 2, 3]]
+    found = model.generate(prompts, 14, stop=())
+    for prompt, row in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        want = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=14,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert row.tolist() == want[0].tolist(), case
+    assert len({tuple(row[-14:]) for row in found}) > 1, "prompts do not matter"
 
 
 @pytest.mark.ranks(2, timeout=120)

@@ -13,7 +13,9 @@ import numpy as np
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
 from fsdpc.models.attention import attend
+from fsdpc.models.cache import KeyValueCache
 from fsdpc.models.config import ModelConfig
+from fsdpc.models.decoding import LanguageModel
 from fsdpc.models.llama import activate, as_ids, logits_or_loss
 
 INIT_STD = 0.02
@@ -46,14 +48,14 @@ class Projection(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; queries, keys and values from one projection."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         self.c_attn = Projection(config.dim, 3 * config.dim, INIT_STD)
         self.c_proj = Projection(config.dim, config.dim, INIT_STD / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
         c = self.config
         batch, tokens, dim = x.shape
@@ -62,7 +64,10 @@ class Attention(nn.Module):
             qkv[:, :, i * dim : (i + 1) * dim].view(batch, tokens, c.heads, c.head_dim)
             for i in range(3)
         )
-        y = attend(q, k, v, dropout=c.attention_dropout if self.training else 0.0)
+        if cache is None:
+            y = attend(q, k, v, dropout=c.attention_dropout if self.training else 0.0)
+        else:
+            y = cache.attend(self.layer, q, k, v, None)
         return self.dropout(self.c_proj(y.view(batch, tokens, dim)))
 
 
@@ -98,16 +103,16 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.dim, config.layer_norm_eps)
-        self.attn = Attention(config)
+        self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.dim, config.layer_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
-        x = x + self.attn(self.ln_1(x))
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -129,11 +134,11 @@ class Transformer(nn.Module):
         self.wte = TiedEmbedding(config.vocab_size, config.dim, std=INIT_STD)
         self.wpe = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
         self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.h = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim, config.layer_norm_eps)
 
 
-class GPT2(nn.Module):
+class GPT2(LanguageModel):
     """A GPT-2 language model; the output layer is the embedding.
 
     Parameters
@@ -156,12 +161,20 @@ class GPT2(nn.Module):
         """Return the modules to shard as units of their own."""
         return list(self.transformer.h)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given."""
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given.
+
+        With a cache, which is filled further, the logits are (B, 1, vocab_size) of newest tokens.
+        """
         ids = as_ids(ids, self.config)
         t = self.transformer
-        positions = _core.tensor(np.arange(ids.shape[1], dtype=np.int64))
-        x = t.drop(t.wte(ids) + t.wpe(positions))
+        if cache is not None and cache.begun:
+            positions = cache.positions[:, None]
+        else:
+            positions = np.arange(ids.shape[1], dtype=np.int64)
+        x = t.drop(t.wte(ids) + t.wpe(_core.tensor(positions)))
         for block in t.h:
-            x = block(x)
-        return t.wte(t.ln_f(x), targets, as_head=True)
+            x = block(x) if cache is None else block(x, cache)
+        return t.wte(t.ln_f(x if cache is None else cache.last(x)), targets, as_head=True)

@@ -13,7 +13,9 @@ import numpy as np
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
 from fsdpc.models.attention import attend
+from fsdpc.models.cache import KeyValueCache
 from fsdpc.models.config import ModelConfig
+from fsdpc.models.decoding import LanguageModel
 from fsdpc.models.rope import rope_frequencies
 
 INIT_STD = 0.02
@@ -24,7 +26,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         self.rotates, self.window = config.rotates(layer), config.window_of(layer)
         dim, size, bias = config.dim, config.head_dim, config.qkv_bias
         width, kv = config.heads * size, config.kv_heads * size
@@ -37,7 +39,9 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(size, config.norm_eps)
             self.k_norm = nn.RMSNorm(size, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """x (B, T, dim), cos and sin (T, head_dim / 2) -> (B, T, dim)."""
         c = self.config
         batch, tokens, _ = x.shape
@@ -47,8 +51,12 @@ class Attention(nn.Module):
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotates:
-            q, k = _core.rotary(q, cos, sin), _core.rotary(k, cos, sin)
-        y = attend(q, k, v, self.window, c.attention_dropout if self.training else 0.0)
+            rotate = _core.rotary if cache is None else cache.rotate
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is None:
+            y = attend(q, k, v, self.window, c.attention_dropout if self.training else 0.0)
+        else:
+            y = cache.attend(self.layer, q, k, v, self.window)
         return self.o_proj(y.view(batch, tokens, c.heads * c.head_dim))
 
 
@@ -91,9 +99,11 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -134,7 +144,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """A LLaMA language model.
 
     Parameters
@@ -168,7 +178,9 @@ class Llama(nn.Module):
         """Return the modules to shard as units of their own."""
         return list(self.model.layers)
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Return logits, or the mean loss where targets are given.
 
         Parameters
@@ -176,25 +188,34 @@ class Llama(nn.Module):
         ids : Tensor or ndarray of int32 or int64, (B, T)
         targets : the same, optional
             Next words; -100 is left out.
+        cache : KeyValueCache, optional
+            Of what came before; filled further. For :meth:`generate`.
 
         Returns
         -------
         Tensor
-            Logits (B, T, vocab_size) in the compute dtype, or a 0-d float32 loss in nats.
+            Logits (B, T, vocab_size) in the compute dtype, or a 0-d float32 loss in nats. With a
+            cache logits (B, 1, vocab_size) of the newest tokens.
         """
         ids = as_ids(ids, self.config)
-        cos, sin = self._rotary_tables(ids.shape[1])
+        if cache is not None and cache.begun:
+            cos, sin = self._rotary_rows(cache.positions)
+        else:
+            cos, sin = self._rotary_tables(ids.shape[1])
         x = self.model.embed_tokens(ids)
         for block in self.model.layers:
-            x = block(x, cos, sin)
-        return self.lm_head(self.model.norm(x), targets)
+            x = block(x, cos, sin) if cache is None else block(x, cos, sin, cache)
+        return self.lm_head(self.model.norm(x if cache is None else cache.last(x)), targets)
 
     def _rotary_tables(self, tokens: int) -> tuple[Tensor, Tensor]:
         tables = self._rope.get(tokens)
         if tables is None:
-            c = self.config
-            frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-            angle = np.outer(np.arange(tokens, dtype=np.float32), frequency)
-            tables = (_core.tensor(np.cos(angle)), _core.tensor(np.sin(angle)))
+            tables = self._rotary_rows(np.arange(tokens))
             self._rope[tokens] = tables
         return tables
+
+    def _rotary_rows(self, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        c = self.config
+        frequency = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        angle = np.outer(positions.astype(np.float32), frequency)
+        return _core.tensor(np.cos(angle)), _core.tensor(np.sin(angle))

@@ -1,0 +1,107 @@
+"""Keys and values of tokens that a model has seen, so that the next token costs one row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.models.attention import attend, weighted
+
+
+class KeyValueCache:
+    """The keys and values of every block, for a batch of sequences of unequal lengths.
+
+    Parameters
+    ----------
+    lengths : ndarray of int, (B,)
+        Tokens of each prompt. Prompts begin at position 0, and are filled up behind.
+    capacity : int
+        Most tokens of a sequence.
+
+    Notes
+    -----
+    The first forward takes the prompts, (B, T); every later one a token of each sequence, (B, 1),
+    which stands behind those of before. Filling behind the prompts needs no mask: no token sees
+    what comes after it, and the next tokens overwrite it.
+    """
+
+    def __init__(self, lengths: np.ndarray, capacity: int) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64).copy()
+        self.capacity = capacity
+        self.begun = False  # whether the prompts are in it
+        self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Where each sequence's next token stands, (B,)."""
+        return self.lengths
+
+    def advance(self) -> None:
+        """Count what the last forward added."""
+        if self.begun:
+            self.lengths += 1
+        self.begun = True
+
+    def last(self, x: Tensor) -> Tensor:
+        """Return the rows of each sequence's newest token: (B, T, dim) -> (B, 1, dim)."""
+        if self.begun:
+            return x
+        rows = [x[row, int(length) - 1] for row, length in enumerate(self.lengths)]
+        return _core.stack(rows).unsqueeze(1)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate (B, T, heads, D) by tables of positions (T, D / 2), or (B, D / 2) of new tokens.
+
+        New tokens stand at positions of their own: the batch takes the place of the tokens.
+        """
+        if not self.begun:
+            return _core.rotary(x, cos, sin)
+        batch, _, heads, dim = x.shape
+        return _core.rotary(x.view(1, batch, heads, dim), cos, sin).view(batch, 1, heads, dim)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Keep a block's keys and values, and mix values by attention over all that it has.
+
+        Parameters
+        ----------
+        layer : int
+            The block's number.
+        q : Tensor
+            (B, T, heads, D)
+        k, v : Tensor
+            (B, T, kv_heads, D)
+        window : int, optional
+            As of :func:`fsdpc.models.attention.attend`.
+
+        Returns
+        -------
+        Tensor
+            (B, T, heads, D)
+        """
+        batch, tokens, kv_heads, dim = k.shape
+        if layer not in self._rooms:
+            shape = (batch, self.capacity, kv_heads, dim)
+            # zeros: a weight of 0 does not undo what is no number in memory never written
+            self._rooms[layer] = (
+                _core.zeros(shape, dtype=k.dtype),
+                _core.zeros(shape, dtype=v.dtype),
+            )
+        keys, values = self._rooms[layer]
+        begins = self.lengths if self.begun else np.zeros(batch, np.int64)
+        for row, begin in enumerate(begins.tolist()):
+            keys[row][begin : begin + tokens].copy_(k[row])
+            values[row][begin : begin + tokens].copy_(v[row])
+        if not self.begun:
+            return attend(q, k, v, window)
+        end = int(self.lengths.max()) + 1
+        first = 0 if window is None else max(0, int(self.lengths.min()) + 1 - window)
+        if batch == 1:  # a view: nothing is copied
+            keys, values = (t[0][first:end].unsqueeze(0) for t in (keys, values))
+        else:
+            keys, values = keys[:, first:end], values[:, first:end]
+        if (self.lengths == self.lengths[0]).all():
+            return _core.scaled_dot_product_attention(q, keys, values, layout="bthd")
+        behind = self.lengths[:, None] - np.arange(first, end)
+        seen = (behind >= 0) & (behind < (window or end))
+        return weighted(q, keys, values, seen[:, None])
