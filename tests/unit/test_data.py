@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from fsdpc.data import (
     TokenDataset,
     default_corpus,
 )
+from fsdpc.data.datasets import Batch
 
 
 def numbers(count: int, seq_len: int) -> SequenceDataset:
@@ -350,6 +353,7 @@ def test_loader_refuses() -> None:
         ((data, 2, DistributedSampler(9)), "sampler is for 9 sequences, the dataset has 10"),
         ((data, 2, None, np.float32), "got dtype float32"),
         ((data, 2, None, np.int64, -1), "prefetch .* got -1"),
+        ((data, 2, None, np.int64, 1, None, -1), "workers .* got -1"),
     ]:
         with pytest.raises(ValueError, match=text):
             Loader(*arguments)
@@ -368,3 +372,74 @@ def test_errors_of_the_thread_reach_the_caller() -> None:
 
     with Loader(Broken([np.arange(9)], 2), 2) as loader, pytest.raises(OSError, match="is gone"):
         next(loader)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_error_belongs_to_its_batch_and_leaves_no_thread(workers: int) -> None:
+    class Broken(SequenceDataset):
+        broken = True
+
+        def batch(self, indices: list[int], dtype: object = np.int64) -> Batch:
+            if self.broken and 6 in indices:
+                raise OSError("the disk is gone")
+            return super().batch(indices, dtype)
+
+    before = threading.active_count()
+    data = Broken([np.arange(21)], 2)
+    loader = Loader(data, 2, DistributedSampler(10, shuffle=False), epochs=1, workers=workers)
+    for first in (0, 4, 8):
+        assert next(loader)[0][0, 0] == first
+    for _ in range(2):
+        with pytest.raises(OSError, match="is gone"):
+            next(loader)
+        assert threading.active_count() == before
+        assert loader.state_dict()["sequences"] == 6
+    data.broken = False
+    assert [x[0, 0] for x, _ in loader] == [12, 16]
+    assert threading.active_count() == before  # the last epoch's end
+
+
+def test_threads_read_together_and_batches_come_in_order() -> None:
+    class Meeting(SequenceDataset):
+        together = threading.Barrier(3)
+
+        def batch(self, indices: list[int], dtype: object = np.int64) -> Batch:
+            self.together.wait(30)  # no batch is made before three are under way
+            return super().batch(indices, dtype)
+
+    data = Meeting([np.arange(25)], 1)
+    order = DistributedSampler(24, shuffle=False)
+    with Loader(data, 2, order, prefetch=1, epochs=1, workers=3) as loader:
+        assert [int(x[0, 0]) for x, _ in loader] == list(range(0, 24, 2))
+
+
+def test_a_deleted_loader_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    loader = Loader(numbers(100, 2), 3, workers=2)
+    next(loader)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del loader
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_process_ends_though_its_loader_was_not_stopped() -> None:
+    program = (
+        "import numpy as np\n"
+        "from fsdpc.data import ByteDataset, Loader\n"
+        "loader = Loader(ByteDataset(__import__('os').__file__, 8), 2, workers=3)\n"
+        "next(loader)\n"
+        "raise SystemExit(3)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60)
+    assert done.returncode == 3
+
+
+def test_a_part_of_packed_documents_keeps_their_borders() -> None:
+    documents = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    apart = PackedSequences(documents, 3, separator=0, ignore_index=-100)
+    whole, part = apart.batch([0, 1, 2])[1], apart.split(8)[1].batch([0, 1])[1]
+    assert whole.ravel().tolist() == [2, 3, 0, -100, 5, 0, -100, 7, 8]
+    assert part.ravel().tolist() == [5, 0, -100, 7, 8, 9]

@@ -1,10 +1,14 @@
 """Text and tokens as training sequences: datasets, sampling over ranks, batches made ahead."""
 
-from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset, TokenDataset
+from fsdpc.data.arrays import ArrayDataset
+from fsdpc.data.datasets import ByteDataset, PackedSequences, SequenceDataset
+from fsdpc.data.description import TokenDescription, read_description
 from fsdpc.data.files import default_corpus
 from fsdpc.data.loader import DistributedSampler, GlobalBatchSampler, Loader
+from fsdpc.data.tokens import TokenDataset, documents_in
 
 __all__ = [
-    "ByteDataset", "DistributedSampler", "GlobalBatchSampler", "Loader", "PackedSequences",
-    "SequenceDataset", "TokenDataset", "default_corpus",
+    "ArrayDataset", "ByteDataset", "DistributedSampler", "GlobalBatchSampler", "Loader",
+    "PackedSequences", "SequenceDataset", "TokenDataset", "TokenDescription", "default_corpus",
+    "documents_in", "read_description",
 ]  # fmt: skip

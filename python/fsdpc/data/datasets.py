@@ -6,13 +6,14 @@ of the run is predicted once.  Files are read in sorted order, so that every ran
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fsdpc.data.files import PathLike, describe, explained, find_files, map_tokens
+from fsdpc.data.files import PathLike, describe, explained, find_files
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -131,8 +132,8 @@ class SequenceDataset:
         )
 
     def _part(self, begin: int, end: int, name: str) -> SequenceDataset:
-        part = SequenceDataset.__new__(SequenceDataset)
-        part._pieces, part._starts, part.name = self._pieces, self._starts, name
+        part = copy.copy(self)
+        part.name = name
         part._set_range(begin, end, self.seq_len)
         return part
 
@@ -178,39 +179,6 @@ class ByteDataset(SequenceDataset):
         super().__init__(pieces, seq_len, describe(files))
 
 
-class TokenDataset(SequenceDataset):
-    """Token ids in files, mapped into memory.
-
-    Parameters
-    ----------
-    paths : path or sequence of paths
-        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (ids and nothing else), and folders,
-        which stand for all files of these two kinds below them, sorted by path.
-    seq_len : int
-        Tokens in a sequence.
-    dtype : numpy dtype
-        Of ``.bin`` files, uint16 or uint32; default uint16.
-
-    Raises
-    ------
-    FileNotFoundError, PermissionError, ValueError
-        A path is missing, unreadable, empty, of another kind or dtype, or all of it is shorter than
-        a sequence; the message names it.
-    """
-
-    def __init__(
-        self,
-        paths: PathLike | Sequence[PathLike],
-        seq_len: int,
-        dtype: npt.DTypeLike = np.uint16,
-    ) -> None:
-        dtype = np.dtype(dtype)
-        if dtype not in (np.uint16, np.uint32):
-            raise ValueError(f"tokens are uint16 or uint32, got dtype {dtype}")
-        files = find_files(paths, (".npy", ".bin"))
-        super().__init__([map_tokens(path, dtype) for path in files], seq_len, describe(files))
-
-
 class PackedSequences(SequenceDataset):
     """Documents laid end to end and cut into sequences, so that no position is padding.
 
@@ -251,7 +219,7 @@ class PackedSequences(SequenceDataset):
         x, y = super().batch(indices, dtype)
         if self._ignore_index is not None:
             for row, index in enumerate(indices):
-                begin = index * self.seq_len + 1  # the position of the first target
+                begin = self._begin + index * self.seq_len + 1  # position of the first target
                 low, high = np.searchsorted(self._firsts, [begin, begin + self.seq_len])
                 y[row, self._firsts[low:high] - begin] = self._ignore_index
         return x, y

@@ -123,22 +123,28 @@ def _walk(top: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     """Return the ids of a token file, mapped; `dtype` is that of a .bin file."""
+    if path.suffix == ".npy":
+        return _map_token_npy(path)
+    if path.suffix != ".bin":
+        raise ValueError(f"token file {path} is neither .npy nor .bin")
     with explained(path):
-        if path.suffix == ".npy":
-            return _map_npy(path)
-        if path.suffix != ".bin":
-            raise ValueError(f"token file {path} is neither .npy nor .bin")
         size = path.stat().st_size
         if size % dtype.itemsize:
             raise ValueError(f"token file {path}: {size} bytes are no whole number of {dtype}")
         return np.memmap(path, dtype, "r")
 
 
-def _map_npy(path: Path) -> np.ndarray:
+def map_npy(path: Path, kind: str = "data") -> np.ndarray:
+    """Return the array of a .npy file, mapped."""
     try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
+        with explained(path):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"token file {path} is not a valid .npy file: {error}") from error
+        raise ValueError(f"{kind} file {path} is not a valid .npy file: {error}") from error
+
+
+def _map_token_npy(path: Path) -> np.ndarray:
+    ids = map_npy(path, "token")
     if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
         raise ValueError(
             f"token file {path} holds {ids.dtype} of shape {ids.shape}; needed are 1-D uint16 or "

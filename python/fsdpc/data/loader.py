@@ -1,4 +1,8 @@
-"""Sampling over ranks, and batches made ahead by a thread that starts at the first of them."""
+"""Sampling over ranks, and batches made ahead by threads that start at the first of them.
+
+The rank's own thread chooses the sequences, the threads only read them, and batches are returned in
+order.  So order and cursor do not depend on how many threads there are.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from fsdpc.data.datasets import Batch, SequenceDataset
+from fsdpc.data.arrays import ArrayDataset, Batch
+from fsdpc.data.datasets import SequenceDataset
 
 
 class DistributedSampler:
@@ -148,12 +153,12 @@ class GlobalBatchSampler(DistributedSampler):
 
 
 class Loader:
-    """Batches of a dataset, epoch after epoch, made ahead by a thread.
+    """Batches of a dataset, epoch after epoch, made ahead by threads.
 
     Parameters
     ----------
-    dataset : SequenceDataset
-        Or anything with ``batch(indices, dtype)`` and ``len()``.
+    dataset : SequenceDataset or ArrayDataset
+        Or anything with ``batch(indices, dtype)``, which threads may call, and ``len()``.
     batch_size : int
         Sequences in a batch of this rank.
     sampler : DistributedSampler, optional
@@ -161,9 +166,12 @@ class Loader:
     dtype : numpy dtype
         int32 or int64 (the default).
     prefetch : int
-        Batches made ahead; 0 makes each on demand, without a thread.  Default 2.
+        Batches that each thread makes ahead; 0 makes each on demand, without threads.  Default 2.
     epochs : int, optional
         After how many to stop; default never.
+    workers : int
+        Threads that make batches; more than one where the disk or `dataset` is slow.  Default 1; 0
+        makes each batch on demand.
 
     Attributes
     ----------
@@ -177,8 +185,13 @@ class Loader:
 
     Notes
     -----
-    Sequences that do not fill a batch at the end of an epoch are left out.  ``stop()``, or leaving
-    a ``with`` block, ends the thread.
+    Sequences that do not fill a batch at the end of an epoch are left out.
+
+    An exception of `dataset` is raised by the ``next()`` whose batch it belongs to, after all
+    batches before it.  The cursor stays there: the next call tries the same batch again.
+
+    Threads end at ``stop()``, at the end of a ``with`` block, at an exception, after the last
+    epoch, and when the loader is deleted.
 
     Examples
     --------
@@ -190,18 +203,21 @@ class Loader:
 
     def __init__(
         self,
-        dataset: SequenceDataset,
+        dataset: SequenceDataset | ArrayDataset,
         batch_size: int,
         sampler: DistributedSampler | None = None,
         dtype: npt.DTypeLike = np.int64,
         prefetch: int = 2,
         epochs: int | None = None,
+        workers: int = 1,
     ) -> None:
         sampler = sampler or DistributedSampler(len(dataset))
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         if prefetch < 0:
             raise ValueError(f"prefetch must be at least 0, got {prefetch}")
+        if workers < 0:
+            raise ValueError(f"workers must be at least 0, got {workers}")
         if np.dtype(dtype) not in (np.int32, np.int64):
             raise ValueError(f"ids are int32 or int64, got dtype {np.dtype(dtype)}")
         if sampler.length != len(dataset):
@@ -215,7 +231,8 @@ class Loader:
             )
         self.dataset, self.batch_size, self.sampler = dataset, batch_size, sampler
         self.epochs, self.wait_seconds = epochs, 0.0
-        self._dtype, self._prefetch = np.dtype(dtype), prefetch
+        self._dtype, self._workers = np.dtype(dtype), workers
+        self._most_ahead = prefetch * workers
         self._next = (0, 0)  # epoch and batch that next() returns
         self._begun = (0, 0, 0)  # an epoch, what was taken of it before, and its batches after it
         self._ahead: deque[Future[Batch]] = deque()
@@ -231,18 +248,23 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next (x, y), each of shape (batch_size, seq_len)."""
+        """Return the next batch: (x, y) of shape (batch_size, seq_len), or rows of arrays."""
         if self._ended(self._next):
+            self.stop()
             raise StopIteration
         began = time.perf_counter()
-        if self._prefetch == 0:
-            result = self._make(self._indices(self._next))
-        else:
-            self._fill()
-            result = self._ahead.popleft().result()
-        self._next = self._advance(self._next, 1)
-        if self._prefetch:
-            self._fill()
+        try:
+            if self._most_ahead == 0:
+                result = self._make(self._indices(self._next))
+            else:
+                self._fill()
+                result = self._ahead.popleft().result()
+            self._next = self._advance(self._next, 1)
+            if self._most_ahead:
+                self._fill()
+        except BaseException:
+            self.stop()
+            raise
         self.wait_seconds += time.perf_counter() - began
         return result
 
@@ -299,14 +321,14 @@ class Loader:
         self.sampler.order, self._order = order, (-1, np.empty(0, np.int64))
 
     def stop(self) -> None:
-        """End the thread; the next batch starts a new one.  Stopping twice is fine."""
+        """End the threads; the next batch starts new ones.  Stopping twice is fine."""
         self._drop_ahead()
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
 
     def __enter__(self) -> Loader:
-        """Return itself; leaving stops the thread."""
+        """Return itself; leaving stops the threads."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -345,14 +367,16 @@ class Loader:
         return self.dataset.batch(indices.tolist(), self._dtype)
 
     def _fill(self) -> None:
-        """Ask the thread for batches until enough are on their way."""
+        """Ask the threads for batches until enough are on their way."""
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "fsdpc-loader")
-        while len(self._ahead) < self._prefetch:
+            self._pool = ThreadPoolExecutor(self._workers, "fsdpc-loader")
+        while len(self._ahead) < self._most_ahead:
             position = self._advance(self._next, len(self._ahead))
             if self._ended(position):
                 break
-            self._ahead.append(self._pool.submit(self._make, self._indices(position)))
+            own = self._indices(position).tolist()
+            # Of the dataset, so that threads do not keep the loader: deleting it ends them.
+            self._ahead.append(self._pool.submit(self.dataset.batch, own, self._dtype))
 
     def _drop_ahead(self) -> None:
         for future in self._ahead:

@@ -1,0 +1,198 @@
+"""Token files as training sequences: many files as one run, documents packed end to end.
+
+Files are mapped, so that ids come from the disk when a batch needs them.  They are compared with
+the vocabulary then too: looking at all of a large run ahead would take as long as reading it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdpc.data.datasets import Batch, SequenceDataset
+from fsdpc.data.description import NAME, TokenDescription, check_shard, read_description
+from fsdpc.data.files import PathLike, describe, find_files, map_tokens
+
+_SCANNED = 1 << 22  # ids that are looked at together
+
+
+class TokenDataset(SequenceDataset):
+    """Token ids in files, mapped into memory, as one run of ids.
+
+    Parameters
+    ----------
+    paths : path or sequence of paths
+        ``.npy`` files (1-D, uint16 or uint32), ``.bin`` files (ids and nothing else), and folders.
+        A folder stands for the shards that its ``tokens.json`` lists, or for all files of these two
+        kinds below it, sorted by path.
+    seq_len : int
+        Tokens in a sequence; the targets need one more, which the next sequence begins with.
+    dtype : numpy dtype, optional
+        Of ``.bin`` files, uint16 or uint32; default that of ``tokens.json`` beside them, or uint16.
+    vocab_size : int, optional
+        Ids are below it; default that of ``tokens.json``, or no limit.
+    end_of_document : int, optional
+        The id that ends every document; default that of ``tokens.json``, or none.
+    ignore_index : int, optional
+        Put as the target behind each ``end_of_document``, so that no loss is taken for guessing how
+        the next document begins.  -100 is what losses leave out; default: targets stay.
+
+    Raises
+    ------
+    FileNotFoundError, PermissionError, ValueError
+        A path is missing, unreadable, empty, of another kind, dtype or length than described, or
+        all of it is shorter than a sequence; the message names it.
+
+    Notes
+    -----
+    An id beyond the vocabulary is a ValueError of the batch that holds it.  The message has file,
+    position in the file and id.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        seq_len: int,
+        dtype: npt.DTypeLike | None = None,
+        vocab_size: int | None = None,
+        end_of_document: int | None = None,
+        ignore_index: int | None = None,
+    ) -> None:
+        given = None if dtype is None else np.dtype(dtype)
+        if given is not None and given not in (np.uint16, np.uint32):
+            raise ValueError(f"tokens are uint16 or uint32, got dtype {given}")
+        self.files = token_files(paths)
+        folders = {path.parent: read_description(path.parent) for path in self.files}
+        pieces = []
+        for path in self.files:
+            found = folders[path.parent]
+            if given is not None and found and given != found.dtype and path.suffix == ".bin":
+                raise ValueError(
+                    f"{path.parent / NAME} says {found.dtype}, got dtype {given}: leave it out"
+                )
+            own = given or np.dtype(found.dtype if found else np.uint16)
+            pieces.append(map_tokens(path, own))
+            check_shard(path, pieces[-1], found)
+        super().__init__(pieces, seq_len, describe(self.files))
+        self.vocab_size = _common("vocab_size", vocab_size, folders)
+        self.end_of_document = _common("end_of_document", end_of_document, folders)
+        if ignore_index is not None and self.end_of_document is None:
+            raise ValueError(
+                f"{self.name}: ignore_index {ignore_index} needs end_of_document, the id that ends "
+                "a document"
+            )
+        self.ignore_index = ignore_index
+
+    def batch(self, indices: Sequence[int], dtype: npt.DTypeLike = np.int64) -> Batch:
+        """Return several sequences; see :meth:`SequenceDataset.batch`.
+
+        Raises
+        ------
+        ValueError
+            An id is beyond the vocabulary.
+        """
+        x, y = super().batch(indices, dtype)
+        limit = np.iinfo(dtype).max if self.vocab_size is None else self.vocab_size - 1
+        for ids, ahead in ((x, 0), (y, 1)):
+            if ids.size and (ids.min() < 0 or ids.max() > limit):
+                row, column = np.argwhere((ids < 0) | (ids > limit))[0]
+                self._refuse(indices[row] * self.seq_len + int(column) + ahead)
+        if self.ignore_index is not None:
+            y[x == self.end_of_document] = self.ignore_index
+        return x, y
+
+    def _refuse(self, position: int) -> None:
+        """Raise ValueError for the id at a position of this run."""
+        position += self._begin
+        piece = int(np.searchsorted(self._starts, position, "right")) - 1
+        inside = position - self._starts[piece]
+        limit = "int32" if self.vocab_size is None else f"the vocabulary of {self.vocab_size:,}"
+        raise ValueError(
+            f"token file {self.files[piece]}: position {inside:,} has the id "
+            f"{int(self._pieces[piece][inside])}, beyond {limit}: is it of another tokenizer, or "
+            "another dtype?"
+        )
+
+    def document_starts(self) -> np.ndarray:
+        """Return where documents begin, as positions in this run; reads all of it.
+
+        Returns
+        -------
+        numpy.ndarray of int64, (documents,)
+            Ascending, from 0 on.
+
+        Raises
+        ------
+        ValueError
+            No ``end_of_document`` is known.
+        """
+        if self.end_of_document is None:
+            raise ValueError(f"{self.name}: no end_of_document was given, so no document ends")
+        found = [np.zeros(1, np.int64)]
+        for begin in range(0, self.tokens, _SCANNED):
+            ids = self.run(begin, min(_SCANNED, self.tokens - begin))
+            found.append(np.flatnonzero(ids == self.end_of_document) + begin + 1)
+        starts = np.concatenate(found)
+        return starts[starts < self.tokens]
+
+
+def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which document of its sequence each token is of, and its position in it.
+
+    Parameters
+    ----------
+    x : numpy.ndarray of int, (B, T)
+        Sequences of packed documents.
+    end_of_document : int
+        The id that ends a document, which is its last token.
+
+    Returns
+    -------
+    documents, positions : numpy.ndarray of int64, (B, T)
+        Both count from 0; positions start again with each document.  The first document of a
+        sequence is counted from the sequence's beginning, wherever it began.
+
+    Examples
+    --------
+    >>> documents, positions = documents_in(np.array([[5, 6, 0, 7, 0, 8]]), 0)
+    >>> documents.tolist(), positions.tolist()
+    ([[0, 0, 0, 1, 1, 2]], [[0, 1, 2, 0, 1, 0]])
+    """
+    begins = np.zeros(x.shape, bool)
+    begins[:, 1:] = x[:, :-1] == end_of_document
+    places = np.arange(x.shape[1])
+    first = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+    return np.cumsum(begins, axis=1, dtype=np.int64), (places - first).astype(np.int64)
+
+
+def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
+    """Return the token files that paths stand for, in order."""
+    given = [paths] if not isinstance(paths, (list, tuple)) else paths
+    files: list[Path] = []
+    for path in map(Path, given):
+        found = read_description(path) if path.is_dir() else None
+        if found and found.shards:
+            files += find_files([path / shard["file"] for shard in found.shards], ())
+        else:
+            files += find_files(path, (".npy", ".bin"))
+    return files or find_files([], ())  # which says that there are none
+
+
+def _common(
+    name: str, given: int | None, folders: dict[Path, TokenDescription | None]
+) -> int | None:
+    """Return what was given, or what all descriptions say."""
+    if given is not None:
+        return given
+    said = {folder: getattr(found, name) for folder, found in folders.items() if found}
+    first = next(iter(said), None)
+    for folder, value in said.items():
+        if value != said[first]:
+            raise ValueError(
+                f"{first / NAME} has {name} {said[first]}, and {folder / NAME} {value}: tokens of "
+                "two tokenizers are no one run"
+            )
+    return said.get(first)
