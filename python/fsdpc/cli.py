@@ -19,6 +19,7 @@ examples:
   fsdpc run --ranks 2 --max-restarts 3 script.py
   fsdpc run --elastic 2:4 --max-restarts 3 script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
+  fsdpc data tokenize notes/ --tokenizer tokenizer.json --output tokens
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
   fsdpc info
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, text in (  # named for `fsdpc --help`; _run() hands their arguments on
         ("train", "train a language model on text (fsdpc train --help)"),
+        ("data", "turn text into tokens, and look at folders of them"),
         ("estimate", "show what each rank of a training run would hold"),
         ("simulate", "show what a step would take and send on hosts that are not here"),
         ("plan", "show which ways to train fit a cluster, the fastest first"),
@@ -146,6 +148,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc import _plan_command
 
         return _plan_command.main(arguments[1:])
+    if arguments[:1] == ["data"]:
+        from fsdpc.data import command as data_command
+
+        return data_command.main(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 
