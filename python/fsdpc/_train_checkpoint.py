@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpc import distributed
 from fsdpc._launch.elastic import parse_elastic
+from fsdpc._train_tokens import check_resumed
 from fsdpc.stabilizer import TrainingStabilizer
 
 OPTIONS = "run.toml"
@@ -89,8 +90,8 @@ def _check_elastic(options: argparse.Namespace) -> None:
 class TrainCheckpoints:
     """The checkpoints of one run of ``fsdpc train``; without ``--checkpoint`` it does nothing.
 
-    The state is as :func:`fsdpc.checkpoint.save` takes it; ``text`` has the options of the run, and
-    is kept beside its checkpoints.
+    The state is as :func:`fsdpc.checkpoint.save` takes it, with ``"tokenizer"`` in its ``"extra"``;
+    ``text`` has the options of the run, and is kept beside its checkpoints.
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
@@ -121,6 +122,8 @@ class TrainCheckpoints:
                 f"{latest} is there already: add --resume to go on from it, or name another "
                 "--checkpoint folder"
             )
+        if latest is not None:
+            check_resumed(latest, self.state["extra"]["tokenizer"])
         step = self._manager.restore(self.state)
         if distributed.rank() == 0 and o.resume:
             found = "nothing to resume" if step is None else f"resumed after step {step}"

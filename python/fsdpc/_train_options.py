@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpc import _core, _train_pretrained, models
+from fsdpc import _core, models, _train_pretrained, _train_tokens
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
@@ -25,8 +25,6 @@ from fsdpc.strategies import ShardingStrategy, apply_strategy
 
 DTYPES = {"fp32": _core.float32, "bf16": _core.bfloat16, "fp16": _core.float16}
 
-HELD_OUT_BYTES = 500_000
-
 _EPILOG = """\
 examples:
   fsdpc train --ranks 2      the defaults: a LLaMA of 2 M parameters on Python's own library
@@ -34,8 +32,8 @@ examples:
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
   fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize --log tensorboard:board
 
-The data are bytes of text; the last 500,000 (at most a tenth) are held out for the validation loss,
-which is printed at the end in nats per byte, with a sample of generated text.
+The data are bytes of text, or tokens (docs/data.md); the last 500,000 of them (at most a tenth) are
+held out for the validation loss, which is printed at the end, with a sample of generated text.
 """
 
 
@@ -77,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="skip steps whose loss or gradients jump; after three in a row go back to the newest "
         "checkpoint",
     )
-    add_number(run, "--sample", 300, "bytes of text to generate at the end")
+    add_number(run, "--sample", 300, "bytes, or tokens, of text to generate at the end")
     model = p.add_argument_group("model")
     add_choice(model, "--model", ("llama", "gpt2"), None, "family (default: llama)")
     add_choice(model, "--preset", models.PRESETS, None,
@@ -98,15 +96,17 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="PATH",
-        help="files and folders (default: Python's own standard library)",
+        help="text files and folders, or folders of `fsdpc data tokenize` (default: Python's own "
+        "standard library)",
     )
+    _train_tokens.add_options(data)
     add_number(data, "--batch", 16, "sequences in a micro-step of one rank")
-    add_number(data, "--eval-bytes", HELD_OUT_BYTES,
-            "held-out bytes to validate on at the end; 0 skips it", shown="all")  # fmt: skip
+    add_number(data, "--eval-bytes", _train_tokens.HELD_OUT,
+            "held-out bytes, or tokens, to validate on; 0 skips it", shown="all")  # fmt: skip
     data.add_argument(
         "--eval-every", type=int, metavar="N", help="validate after every N steps as well"
     )
-    add_number(data, "--seq", 256, "bytes in a sequence")
+    add_number(data, "--seq", 256, "bytes, or tokens, in a sequence")
     add_number(data, "--accumulate", 1, "micro-steps in a step of the optimizer")
     add_sharding_options(p)
     _add_optimizer_options(p)
@@ -351,9 +351,10 @@ def _add_optimizer_options(p: argparse.ArgumentParser) -> None:
 
 def check_values(options: argparse.Namespace) -> None:
     """Refuse values that cannot be on any machine."""
-    for name in ("batch", "seq", "accumulate"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name in ("batch", "seq", "accumulate", "vocab"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     for name in ("steps", "sample", "seed", "eval_bytes"):
         if getattr(options, name) < 0:
             given = f"--{name.replace('_', '-')}"

@@ -37,7 +37,7 @@ def add_options(group: Any) -> None:
 
 
 def resolve(options: argparse.Namespace) -> None:
-    """Fill in the model's options by ``--init-from``, or with their defaults.
+    """Fill in the model's options by ``--init-from``, or with their defaults; its tokenizer too.
 
     Raises
     ------
@@ -68,6 +68,9 @@ def resolve(options: argparse.Namespace) -> None:
             f"sequences of at most {config.max_seq}: take a smaller --seq"
         )
     options.model = kind
+    own = options.init_from / "tokenizer.json"
+    if getattr(options, "tokenizer", None) is None and own.is_file():
+        options.tokenizer = own
 
 
 def check(options: argparse.Namespace) -> None:
@@ -83,11 +86,6 @@ def check(options: argparse.Namespace) -> None:
     if options.init_from is not None:
         config = config_of(options.init_from)
         tokenized = getattr(options, "tokenizer", None) is not None
-        if not tokenized and (options.init_from / "tokenizer.json").exists():
-            raise ValueError(
-                f"--init-from {options.init_from} has a tokenizer.json, and the data would be read "
-                "as bytes, which its model does not know: training such a model needs its tokenizer"
-            )
         if not tokenized and config.vocab_size < BYTES:
             raise ValueError(
                 f"--init-from {options.init_from} has a vocabulary of {config.vocab_size}, and the "

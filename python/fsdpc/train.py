@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
 from fsdpc._train_options import (
     DTYPES,
-    HELD_OUT_BYTES,
     OPTIMIZERS,
     as_toml,
     check,
@@ -35,18 +33,11 @@ from fsdpc._train_options import (
     parser,
     with_config,
 )
+from fsdpc._train_tokens import IGNORED, evaluation, make_source, with_vocabulary
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
-from fsdpc.data import (
-    ByteDataset,
-    DistributedSampler,
-    GlobalBatchSampler,
-    Loader,
-    SequenceDataset,
-    default_corpus,
-)
-from fsdpc.data.files import refuse_binary
+from fsdpc.data import DistributedSampler, GlobalBatchSampler, Loader, SequenceDataset
 from fsdpc.device import set_default_device
 from fsdpc.grad_mode import no_grad
 from fsdpc.loggers import Loggers, open_loggers
@@ -137,9 +128,9 @@ def check_resources(options: argparse.Namespace, ranks: int) -> None:
             f"{needed / 2**30:,.1f} GiB beside its activations, {available / 2**30:,.1f} GiB are "
             "available: take a smaller model, or a strategy that shards more"
         )
-    if options.data:
-        refuse_binary(options.data)
-        length = len(datasets(options)[0])
+    found = make_source(options).check()
+    if found is not None:
+        length = len(found[0])
         whole = options.batch * (options.accumulate if options.deterministic else 1)
         if length // ranks < whole:
             raise ValueError(
@@ -189,6 +180,7 @@ def estimate(argv: Sequence[str]) -> int:
 def make_model(options: argparse.Namespace, config: models.ModelConfig | None = None) -> Any:
     """Return the model without memory, of a preset or this shape, set to recompute blocks if so."""
     config = config or _train_pretrained.config_for(options)
+    config = with_vocabulary(options, config)
     config = config.with_(max_seq=max(config.max_seq, options.seq))
     with deferred_init():
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
@@ -207,9 +199,7 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 
 def datasets(options: argparse.Namespace) -> tuple[SequenceDataset, SequenceDataset]:
     """Return the sequences to train on and those held out, as the options name them."""
-    data = ByteDataset(options.data or default_corpus(), options.seq)
-    held_out = min(HELD_OUT_BYTES, max(data.tokens // 10, options.seq + 1))
-    return data.split(held_out)
+    return make_source(options).datasets()
 
 
 class Trainer:
@@ -217,7 +207,8 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.train_data, self.val_data = datasets(options)
+        self.source = make_source(options)
+        self.train_data, self.val_data = self.source.datasets()
         if not distributed.is_initialized():
             distributed.init(deterministic=options.deterministic)
         self.rank, self.world = distributed.rank(), distributed.world_size()
@@ -237,7 +228,8 @@ class Trainer:
         self.peak_flops = measure_peak(DTYPES[options.dtype]) * self.world
         self.flops_per_token = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
-                 "scaler": self.scaler, "data": self.loader}  # fmt: skip
+                 "scaler": self.scaler, "data": self.loader,
+                 "extra": {"tokenizer": self.source.identity}}  # fmt: skip
         self.checkpoints = TrainCheckpoints(options, state, text)
         self.line = LiveLine(self)
         mode = "a" if options.resume else "w"
@@ -318,13 +310,10 @@ class Trainer:
         """Validate, say how it went, and return the record of it."""
         if not self.options.eval_bytes:
             return {}
-        loss, tokens = self.validate()
-        bits, perplexity = loss / math.log(2), math.exp(min(loss, 700.0))
+        text, record = evaluation(*self.validate(), self.source.unit)
         if self.rank == 0:
-            print(f"{prefix}validation loss {loss:.4f} nats per byte over {tokens:,} bytes: "
-                  f"{bits:.3f} bits, perplexity {perplexity:.4g}", flush=True)  # fmt: skip
-        return {"val_loss": loss, "val_tokens": tokens, "val_bits_per_byte": bits,
-                "val_perplexity": perplexity}  # fmt: skip
+            print(f"{prefix}{text}", flush=True)
+        return record
 
     def _show_header(self) -> None:
         if self.rank == 0:
@@ -332,8 +321,9 @@ class Trainer:
             title, parameters = _train_pretrained.title(o), self.model.num_parameters()
             print(f"{title}: {parameters:,} parameters, {o.dtype}, "
                   f"{self.world} rank{'s' if self.world > 1 else ''}, {o.strategy}\n"
-                  f"{data.tokens:,} bytes of text to train on, {self.tokens_per_step:,} a step, "
-                  f"{self.val_data.tokens:,} held out", flush=True)  # fmt: skip
+                  f"{data.tokens:,} {self.source.header()} to train on, "
+                  f"{self.tokens_per_step:,} a step, {self.val_data.tokens:,} held out",
+                  flush=True)  # fmt: skip
 
     def _step(self) -> dict[str, Any]:
         o, world = self.options, distributed.world()
@@ -381,26 +371,28 @@ class Trainer:
         }
 
     @no_grad()
-    def validate(self) -> tuple[float, int]:
-        """Return the loss in nats a byte over ``--eval-bytes``, and how many those are."""
+    def validate(self) -> tuple[float, int, int]:
+        """Return the mean loss in nats over ``--eval-bytes``, its targets, and their text's bytes.
+
+        The bytes are 0 where no tokenizer is known that says.
+        """
         o, data = self.options, self.val_data
         length = min(len(data), max(1, o.eval_bytes // o.seq))
         batches = [range(i, min(i + o.batch, length)) for i in range(0, length, o.batch)]
         rounds = math.ceil(len(batches) / self.world)
-        total, tokens = 0.0, 0
+        sums = np.zeros(3)
         self.model.eval()
         for i in range(rounds):
             mine = i * self.world + self.rank
             counted = mine < len(batches)  # all ranks run as many forwards: gathers are collective
             x, y = data.batch(list(batches[mine if counted else 0]))
-            loss = float(self.model(x, y))
-            if counted:
-                total += loss * y.size
-                tokens += y.size
+            loss, targets = float(self.model(x, y)), np.count_nonzero(y != IGNORED)
+            if counted and targets:
+                sums += loss * targets, targets, self.source.text_bytes(y)
             self.line.say(f"validation: batch {i + 1} of {rounds}")
         self.model.train()
-        sums = distributed.all_reduce(np.array([total, float(tokens)]))
-        return float(sums[0] / sums[1]), int(sums[1])
+        sums = distributed.all_reduce(sums)
+        return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
 
     def _params_crc(self) -> int:
         """CRC-32C of all parameters as fp32: of the ranks' rows, joined, so none has them whole."""
@@ -418,22 +410,28 @@ class Trainer:
         n = self.options.sample
         if n == 0:
             return
-        prompt, decode = b"def ", codecs.getincrementaldecoder("utf-8")("replace").decode
+        try:
+            decode = self.source.decoder()
+        except ImportError as error:
+            if self.rank == 0:
+                print(f"no sample: {error}")
+            return
 
         def show(text: str) -> None:
             if self.rank == 0:
                 print(text, end="", flush=True)
 
-        show("---- sample ----\n" + prompt.decode())
+        prompt = self.source.prompt
+        show("---- sample ----\n" + "".join(decode(int(word)) for word in prompt))
         models.generate(
             self.model,
-            np.frombuffer(prompt, dtype=np.uint8),
+            prompt,
             n,
             context=self.options.seq,
             seed=self.options.seed,
-            each=lambda word: show(decode(bytes([word]) if word < 256 else b"?")),
+            each=lambda word: show(decode(word)),
         )
-        show(decode(b"", True) + "\n")
+        show("\n")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.metrics:

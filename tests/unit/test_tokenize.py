@@ -121,7 +121,8 @@ def test_a_folder_of_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ids = data.run(0, data.tokens)
     wanted = [np.append(each, 0) for each in tokenizer.encode(documents)]
     assert np.array_equal(ids, np.concatenate(wanted)) and ids.dtype == np.uint16
-    assert np.array_equal(encode_files([tmp_path / "in/a.txt"], tokenizer), wanted[0])
+    (own,) = encode_files([tmp_path / "in/a.txt"], tokenizer)
+    assert np.array_equal(own, wanted[0]) and own.dtype == np.uint16
     assert sorted(p.name for p in out.parent.iterdir()) == ["out"]
     with pytest.raises(FileExistsError, match="out is there already: name another --output"):
         tokenize(tmp_path / "in", tokenizer, out)
@@ -132,13 +133,14 @@ def test_long_documents_are_cut_where_lines_end(
 ) -> None:
     (tmp_path / "long.txt").write_text(TEXT * 40, newline="")
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": TEXT * 40}))
-    whole = encode_files([tmp_path / "long.txt"], tokenizer)
+    (whole,) = encode_files([tmp_path / "long.txt"], tokenizer)
     for size in (100, 333):
         monkeypatch.setattr(module, "_PIECE", size)
         for name in ("long.txt", "long.jsonl"):
-            assert np.array_equal(encode_files([tmp_path / name], tokenizer), whole)
+            (ids,) = encode_files([tmp_path / name], tokenizer)
+            assert np.array_equal(ids, whole)
     (tmp_path / "no lines.txt").write_text("x" * 1000)
-    ids = encode_files([tmp_path / "no lines.txt"], tokenizer)
+    (ids,) = encode_files([tmp_path / "no lines.txt"], tokenizer)
     assert tokenizer.token_bytes[ids].sum() == 1000 and ids[-1] == 0
 
 

@@ -207,8 +207,8 @@ class PackedSequences(SequenceDataset):
         separator: int | None = None,
         ignore_index: int | None = None,
     ) -> None:
-        tail = [] if separator is None else [separator]
-        pieces = [np.asarray([*ids, *tail], dtype=np.uint32) for ids in documents if len(ids)]
+        tail = np.array([] if separator is None else [separator], np.uint32)
+        pieces = [np.append(np.asarray(ids, np.uint32), tail) for ids in documents if len(ids)]
         joined = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         super().__init__([joined], seq_len, "packed documents")
         self._firsts = np.cumsum([len(piece) for piece in pieces])  # where the next one begins

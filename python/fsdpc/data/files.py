@@ -97,8 +97,9 @@ def refuse_binary(paths: PathLike | Sequence[PathLike]) -> None:
         if kind or b"\0" in head:
             raise ValueError(
                 f"data file {path} is {kind or 'binary (it holds NUL bytes)'}, and training takes "
-                "text, UTF-8 or the like: leave it out, or name the files that are text; a script "
-                "reads token files (.npy, .bin) with fsdpc.data.TokenDataset"
+                "text, UTF-8 or the like: leave it out, or name the files that are text; token "
+                "files (.npy, .bin) need a tokens.json beside them, or a script with "
+                "fsdpc.data.TokenDataset"
             )
 
 

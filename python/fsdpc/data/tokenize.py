@@ -120,8 +120,10 @@ def tokenize(
     return description
 
 
-def encode_files(paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text") -> np.ndarray:
-    """Return the tokens of text files in memory, each document with its end, as one array.
+def encode_files(
+    paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text"
+) -> list[np.ndarray]:
+    """Return the tokens of text files in memory, an array for each document, with its end.
 
     Parameters
     ----------
@@ -130,14 +132,18 @@ def encode_files(paths: Sequence[Path], tokenizer: Tokenizer, field: str = "text
 
     Returns
     -------
-    numpy.ndarray of uint16 or uint32, (tokens,)
+    list of numpy.ndarray of uint16 or uint32, (tokens,)
     """
-    end, parts = tokenizer.find_end(), []
+    end = np.array([tokenizer.find_end()], np.uint32)
+    documents, parts = [], []
     for batch in _batches(_pieces(paths, field)):
         encoded = tokenizer.encode([text for text, _ in batch])
         for (_, last), ids in zip(batch, encoded):
-            parts.append(np.append(ids, np.uint32(end)) if last else ids)
-    return np.concatenate(parts or [np.empty(0)]).astype(tokenizer.dtype)
+            parts.append(ids)
+            if last:
+                documents.append(np.concatenate([*parts, end]).astype(tokenizer.dtype))
+                parts = []
+    return documents
 
 
 # ---- reading
