@@ -14,7 +14,7 @@ from tests.tokens import TEXT, byte_level, need_tokenizers, write_tokenizer
 
 from fsdpc.data import TokenDataset, command, read_description
 from fsdpc.data import tokenize as module
-from fsdpc.data.tokenize import encode_files, tokenize
+from fsdpc.data.tokenize import encode_files, tokenize, train_tokenizer
 from fsdpc.data.tokenizer import Tokenizer
 
 
@@ -221,6 +221,22 @@ def test_two_runs_do_not_write_one_folder(tokenizer: Tokenizer, tmp_path: Path) 
 
 
 # ---- the command
+
+
+def test_a_tokenizer_is_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_tokenizers()
+    (tmp_path / "text.txt").write_text(TEXT * 10)
+    out = tmp_path / "new" / "mine.json"
+    command_line = ["train-tokenizer", str(tmp_path / "text.txt"), "--vocab", "280", "--output"]
+    assert command.main([*command_line, str(out)]) == 0
+    assert "mine.json: 280 tokens" in capsys.readouterr().out
+    made = Tokenizer(out)
+    (ids,) = made.encode([TEXT])
+    assert decoded(made, ids) == TEXT and len(ids) < len(TEXT.encode()) and made.find_end() == 0
+    assert command.main([*command_line, str(out)]) == 2
+    assert "mine.json is there already: name another --output" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="vocab_size must be at least 257 .*, got 256"):
+        train_tokenizer(tmp_path / "text.txt", 256)
 
 
 def test_the_command_makes_shows_and_lists(

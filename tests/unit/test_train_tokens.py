@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tokens import TEXT, write_tokenizer
+from tests.tokens import TEXT, need_tokenizers, write_tokenizer
 
 import fsdpc
 from fsdpc import _train_tokens, models, train
@@ -191,3 +191,22 @@ def test_what_an_evaluation_says() -> None:
     assert record["val_bits_per_byte"] == pytest.approx(1)
     text, record = evaluation(1.0, 8, 0, "token")
     assert "bits" not in text and "val_bits_per_byte" not in record
+
+
+def test_the_five_commands_of_the_page(tmp_path: Path) -> None:
+    """From a text file to a run on its tokens, as docs/data.md shows it, in fewer steps."""
+    need_tokenizers()
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    first, *commands = page.split("```sh\n")[1].split("```")[0].splitlines()
+    assert first.startswith("pip install") and len(commands) == 4
+    (tmp_path / "notes.txt").write_text(TEXT * 60)
+    for line in commands:
+        words = line.partition("  #")[0].split()
+        assert words[0] == "fsdpc"
+        few = ["--steps", "2", "--batch", "2", "--seq", "32"] if words[1] == "train" else []
+        done = subprocess.run(
+            [sys.executable, "-m", *words, *few], cwd=tmp_path, capture_output=True, text=True,
+            timeout=120, env=ENVIRONMENT,
+        )  # fmt: skip
+        assert done.returncode == 0, line + done.stderr
+    assert "bits per byte" in done.stdout and "---- sample ----" in done.stdout

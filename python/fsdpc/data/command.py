@@ -14,12 +14,13 @@ import numpy as np
 from fsdpc import _core
 from fsdpc.data.description import NAME, TokenDescription, read_description
 from fsdpc.data.files import map_tokens
-from fsdpc.data.tokenize import tokenize
+from fsdpc.data.tokenize import tokenize, train_tokenizer
 from fsdpc.data.tokenizer import Tokenizer
 from fsdpc.data.tokens import TokenDataset
 
 _EPILOG = """\
 examples:
+  fsdpc data train-tokenizer notes/ --vocab 8192 --output tokenizer.json
   fsdpc data tokenize notes/ more.jsonl --tokenizer tokenizer.json --output tokens
   fsdpc data list .
   fsdpc data show tokens --text 200
@@ -37,25 +38,26 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    learn = commands.add_parser(
+        "train-tokenizer", help="learn a byte-level BPE from text", allow_abbrev=False
+    )
+    _add_inputs(learn)
+    learn.add_argument(
+        "--vocab", type=int, default=8192, metavar="N", help="tokens at most (default: 8192)"
+    )
+    learn.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the tokenizer.json to write"
+    )
     make = commands.add_parser(
         "tokenize", help="write the tokens of text as a folder", allow_abbrev=False
     )
-    make.add_argument(
-        "inputs",
-        nargs="+",
-        type=Path,
-        metavar="INPUT",
-        help="text files (a document each), JSON lines (.jsonl: a document a line), folders",
-    )
+    _add_inputs(make)
     make.add_argument(
         "--tokenizer", type=Path, required=True, metavar="FILE",
         help="tokenizer.json of the tokenizers package, or a folder that has one",
     )  # fmt: skip
     make.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="the folder to make"
-    )
-    make.add_argument(
-        "--field", default="text", metavar="NAME", help="the text of a JSON line (default: text)"
     )
     make.add_argument(
         "--shard-tokens", type=int, default=100_000_000, metavar="N",
@@ -74,6 +76,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _add_inputs(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help="text files (a document each), JSON lines (.jsonl: a document a line), folders",
+    )
+    command.add_argument(
+        "--field", default="text", metavar="NAME", help="the text of a JSON line (default: text)"
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``fsdpc data`` and return its exit code.
 
@@ -83,15 +98,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         Options, as on the command line.
     """
     options = parser().parse_args(argv)
-    run = {"tokenize": _tokenize, "list": _list, "show": _show}[options.command]
+    run = {"train-tokenizer": _learn, "tokenize": _tokenize, "list": _list, "show": _show}
     try:
-        run(options)
+        run[options.command](options)
     except BrokenPipeError:
         raise
     except (OSError, ValueError, ImportError) as error:
         print(f"fsdpc data: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _learn(options: argparse.Namespace) -> None:
+    if options.output.exists():
+        raise FileExistsError(f"{options.output} is there already: name another --output file")
+    text = train_tokenizer(options.inputs, options.vocab, options.field)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text)
+    print(f"{options.output}: {Tokenizer(options.output).vocab_size:,} tokens")
 
 
 def _tokenize(options: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc.data.description import TokenDescription
 from fsdpc.data.files import PathLike, explained, find_files, refuse_binary
-from fsdpc.data.tokenizer import Tokenizer
+from fsdpc.data.tokenizer import ENDS, Tokenizer, import_tokenizers
 
 JSON_LINES = (".jsonl", ".ndjson")
 _PIECE = 1 << 20  # characters that are encoded as one text
@@ -144,6 +144,47 @@ def encode_files(
                 documents.append(np.concatenate([*parts, end]).astype(tokenizer.dtype))
                 parts = []
     return documents
+
+
+def train_tokenizer(
+    inputs: PathLike | Sequence[PathLike], vocab_size: int, field: str = "text"
+) -> str:
+    """Learn a byte-level BPE from text, and return it as the text of a ``tokenizer.json``.
+
+    Parameters
+    ----------
+    inputs, field
+        As :func:`tokenize` takes them.
+    vocab_size : int
+        Tokens at most: ``<|endoftext|>``, the 256 bytes, and what is learnt.
+
+    Raises
+    ------
+    ValueError
+        `vocab_size` is below 257, or an input is no text.
+    OSError
+        A file cannot be read.
+    ImportError
+        The tokenizers package is not installed.
+
+    Source: Sennrich et al. 2016 (BPE), Radford et al. 2019 (over bytes).
+    """
+    if vocab_size < 257:
+        raise ValueError(
+            f"vocab_size must be at least 257 (256 bytes and an end), got {vocab_size}"
+        )
+    files = find_files(inputs, ())
+    refuse_binary(files)
+    library = import_tokenizers("training a tokenizer")
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[ENDS[0]], show_progress=False,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator((text for text, _ in _pieces(files, field)), trainer)
+    return str(made.to_str(pretty=True))
 
 
 # ---- reading

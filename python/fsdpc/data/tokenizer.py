@@ -163,12 +163,7 @@ class Tokenizer:
 
     @cached_property
     def _library(self) -> Any:
-        try:
-            import tokenizers
-        except ImportError:
-            raise ImportError(
-                f"tokenizer {self.path} needs the tokenizers package: pip install 'fsdpc[tokens]'"
-            ) from None
+        tokenizers = import_tokenizers(f"tokenizer {self.path}")
         try:
             library = tokenizers.Tokenizer.from_str(self._bytes.decode())
         except Exception as error:  # the package raises Exception itself
@@ -177,6 +172,17 @@ class Tokenizer:
         library.no_padding()
         library.encode_special_tokens = True  # what text spells is text, and ends no document
         return library
+
+
+def import_tokenizers(what: str) -> Any:
+    """Return the tokenizers package; an ImportError says what needs it."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise ImportError(
+            f"{what} needs the tokenizers package: pip install 'fsdpc[tokens]'"
+        ) from None
+    return tokenizers
 
 
 def _tokens_of(found: dict[str, Any]) -> tuple[dict[int, str], set[int]]:
