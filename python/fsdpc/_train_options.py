@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpc import _core, models, _train_pretrained, _train_tokens
+from fsdpc import _core, _train_pretrained, _train_tokens, models
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
@@ -70,6 +70,11 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="options in TOML; those given here go before"
     )
     run.add_argument(
+        "--no-progress",
+        action="store_true",
+        help="print lines now and then on a terminal too, instead of a bar at its bottom",
+    )
+    run.add_argument(
         "--stabilize",
         action="store_true",
         help="skip steps whose loss or gradients jump; after three in a row go back to the newest "
@@ -111,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     add_sharding_options(p)
     _add_optimizer_options(p)
     add_options(p)
-    p.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--live", type=int, default=0, help=argparse.SUPPRESS)  # columns
     return p
 
 
@@ -237,7 +242,7 @@ OPTIMIZERS = {
 }
 
 
-FLAGS = ("deterministic", "resume", "stabilize", "live")  # options without a value
+FLAGS = ("deterministic", "no-progress", "resume", "stabilize")  # options without a value
 SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 
@@ -296,7 +301,7 @@ def as_toml(options: argparse.Namespace) -> str:
     lines = ["# As fsdpc train --config takes it; options on the command line go before.\n"]
     for name, value in sorted(vars(options).items()):
         option = name.replace("_", "-")
-        if option in ("config", "live", "resume") or value is None:
+        if option in ("config", "live", "no-progress", "resume") or value is None:
             continue
         if option not in FLAGS:
             lines.append(f"{option} = {_toml_value(value)}\n")

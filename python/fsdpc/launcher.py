@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from fsdpc._launch.forked import (
     use_no_torch_threads,
 )
 from fsdpc._launch.process import SAVES, STOPS
+from fsdpc._launch.screen import rank_lines
 from fsdpc._launch.supervisor import CannotStart, Supervisor
 from fsdpc._say import say
 
@@ -119,7 +121,8 @@ def launch(
             return error_report(error)
 
     variables = {**_share_of_cores(n), **(env or {})}
-    outcome = run_forked(call, n, _print, timeout=timeout, env=variables)
+    with rank_lines() as write:
+        outcome = run_forked(call, n, write, timeout=timeout, env=variables)
     if outcome.timed_out:
         raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
     if outcome.failures:
@@ -238,9 +241,10 @@ def _run_once(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, answered)
         os.execv(sys.executable, program)
 
-    supervisor = Supervisor(_print, timeout=timeout)
     received: list[int] = []
     refused = None
+    shown = ExitStack()
+    supervisor = Supervisor(shown.enter_context(rank_lines()), timeout=timeout)
 
     def forward(signum: int, _: FrameType | None) -> None:
         received.append(signum)
@@ -258,6 +262,7 @@ def _run_once(
         refused = error
     finally:
         supervisor.close()
+        shown.close()
         for which, handler in previous.items():
             signal.signal(which, handler)
     return _Ending(supervisor, received, refused)
@@ -298,9 +303,3 @@ def _exit_code(supervisor: Supervisor, received: list[int], timeout: float | Non
     for ending, ranks in others.items():
         say(f"{name_ranks(ranks)}: {ending}")
     return first.code if first.code > 0 else 128 - first.code
-
-
-def _print(text: str) -> None:
-    if sys.stdout is not None:  # as in a daemon
-        sys.stdout.write(text)
-        sys.stdout.flush()

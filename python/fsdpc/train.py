@@ -33,6 +33,7 @@ from fsdpc._train_options import (
     parser,
     with_config,
 )
+from fsdpc._train_progress import Progress, live
 from fsdpc._train_tokens import IGNORED, evaluation, make_source, with_vocabulary
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
@@ -49,9 +50,6 @@ from fsdpc.performance import measure_peak
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.sharding import fully_shard
 from fsdpc.stabilizer import TrainingStabilizer
-
-LINE_WIDTH = 76  # with a rank in front it fits into 80 columns
-WARM_STEPS = 3  # left out of the rates: first touches of memory, caches filling
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not alone and "RANK" not in os.environ:
             from fsdpc import launcher
 
-            live = ["--live"] if sys.stdout.isatty() else []
             return launcher.run(
-                ["-m", "fsdpc", "train", *live, *arguments], most_ranks(options),
+                ["-m", "fsdpc", "train", *live(options), *arguments], most_ranks(options),
                 max_restarts=options.max_restarts, again=["--resume"],
                 least=options.elastic and options.elastic.least,
             )  # fmt: skip
@@ -231,7 +228,7 @@ class Trainer:
                  "scaler": self.scaler, "data": self.loader,
                  "extra": {"tokenizer": self.source.identity}}  # fmt: skip
         self.checkpoints = TrainCheckpoints(options, state, text)
-        self.line = LiveLine(self)
+        self.progress = Progress(self)
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
         self.loggers = open_loggers(options.log) if options.log else Loggers([])
@@ -276,12 +273,13 @@ class Trainer:
         o = self.options
         begin = time.perf_counter()
         self._show_header()
+        self.progress.open()
         try:
             step = self.checkpoints.begin()
             with self.loader:
                 while step < o.steps:
                     step += 1
-                    self.line.show(step, self._step())
+                    self.progress.show(step, self._step())
                     if self.stabilizer and self.stabilizer.gave_up:
                         step = self.checkpoints.go_back(self.stabilizer)
                         continue
@@ -290,7 +288,7 @@ class Trainer:
                     healthy = not self.stabilizer or self.stabilizer.in_a_row == 0
                     if self.checkpoints.after(step, healthy):
                         break
-            self.line.end()
+            self.progress.end()
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
@@ -302,6 +300,7 @@ class Trainer:
                 print(f"{seconds:.1f} s in all, parameters crc32c {crc:08x}")
             self._show_sample()
         finally:
+            self.progress.close()
             if self.metrics:
                 self.metrics.close()
             self.loggers.close()
@@ -389,7 +388,7 @@ class Trainer:
             loss, targets = float(self.model(x, y)), np.count_nonzero(y != IGNORED)
             if counted and targets:
                 sums += loss * targets, targets, self.source.text_bytes(y)
-            self.line.say(f"validation: batch {i + 1} of {rounds}")
+            self.progress.show_validation(i + 1, rounds)
         self.model.train()
         sums = distributed.all_reduce(sums)
         return float(sums[0] / sums[1]), int(sums[1]), int(sums[2])
@@ -439,73 +438,3 @@ class Trainer:
             self.metrics.flush()
         if "step" in record:
             self.loggers.log(record["step"], {k: v for k, v in record.items() if k != "step"})
-
-
-class LiveLine:
-    """How training goes: one line, rewritten in a terminal, printed now and then elsewhere."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.live = trainer.options.live or sys.stdout.isatty()
-        self.shown = 0.0
-        self.rated_steps, self.rated_seconds = 0, 0.0
-        self.width = 0
-
-    def show(self, step: int, m: dict[str, Any]) -> None:
-        """Take a step's measurements; write metrics and, when it is time, the line."""
-        t = self.trainer
-        if step > min(WARM_STEPS, t.options.steps - 1):
-            self.rated_steps += 1
-            self.rated_seconds += m["seconds"]
-        rate = (
-            t.tokens_per_step * self.rated_steps / self.rated_seconds if self.rated_steps else 0.0
-        )
-        mfu = rate * t.flops_per_token / t.peak_flops
-        if t.rank != 0:
-            return
-        peak = _core.memory_stats()["total_peak_bytes"]
-        now_rate = t.tokens_per_step / m["seconds"]
-        t._write({
-            "step": step, "loss": m["loss"], "tokens_per_second": now_rate,
-            "grad_norm": m["grad_norm"] if math.isfinite(m["grad_norm"]) else None, "lr": m["lr"],
-            "mfu": now_rate * t.flops_per_token / t.peak_flops, "peak_bytes": peak,
-            "comm_ms": m["comm_ms"], "data_ms": m["data_ms"],
-            **({"loss_scale": t.scaler.get_scale()} if t.scaler else {}),
-            **({"skipped": m["skipped"]} if m["skipped"] else {}),
-        })  # fmt: skip
-        speed, share, left = "-", "-", "-"
-        if self.rated_steps:
-            speed, share = f"{rate:,.0f}", f"{mfu:.0%}"
-            left = _clock((t.options.steps - step) * self.rated_seconds / self.rated_steps)
-        self.say(
-            f"step {step}/{t.options.steps}  loss {m['loss']:.4f}  norm {m['grad_norm']:.3g}  "
-            f"{speed} tokens/s  ETA {left}  MFU {share}",
-            step == t.options.steps,
-        )
-
-    def say(self, text: str, last: bool = False) -> None:
-        """Show a line if it is time to, and the last one of its kind."""
-        now = time.perf_counter()
-        due = now - self.shown >= (0.1 if self.live else 5.0)
-        if self.trainer.rank != 0 or not (due or last):
-            return
-        self.shown = now
-        text = text[:LINE_WIDTH]
-        if self.live:
-            text, self.width = text.ljust(self.width), len(text)
-        print(text, end="\n" if last or not self.live else "\r", flush=True)
-
-    def end(self) -> None:
-        """Say what a step took, on average."""
-        t = self.trainer
-        if t.rank == 0 and self.rated_steps:
-            print(f"{self.rated_seconds / self.rated_steps * 1e3:.1f} ms a step on average, "
-                  f"{t.world} rank{'s' if t.world > 1 else ''}, "
-                  f"memory {_core.memory_stats()['total_peak_bytes'] / 2**20:,.0f} MiB, "
-                  f"measured peak {t.peak_flops / 1e9:,.0f} GFLOP/s")  # fmt: skip
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,161 @@
+"""A terminal whose last line is rewritten, while everything else is printed above that line.
+
+Programs show progress as a line that ends in a carriage return, over which they write the next
+one. Whatever prints there meanwhile would tear it. A :class:`Screen` takes both: it clears the
+line, prints the rest and draws the line again below. :func:`rank_lines` does so for the ranks of a
+launcher, and :func:`above` for what this process prints through ``sys.stdout`` and ``sys.stderr``.
+
+A rank writes to a pipe. There too its line ends in a carriage return, and the launcher draws it.
+Text that passes Python by (descriptors 1 and 2) goes above the line in a launcher alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+PIECES = re.compile(r"[^\r\n]*[\r\n]|[^\r\n]+")
+
+
+def columns(stream: TextIO) -> int:
+    """Return the width of a terminal in characters, 80 where it has none."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+class Screen:
+    """What may be rewritten is the last line of a stream; other text goes above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._is_terminal = stream, stream.isatty()
+        self._line = ""
+        self._drawn = 0  # characters of the line that are on the terminal
+        self._at_start = True  # nobody has begun a line above
+        self._lock = threading.RLock()  # a handler of signals may print
+
+    def show(self, line: str) -> None:
+        """Rewrite the last line; an empty text clears it."""
+        self.update("", line)
+
+    def update(self, text: str, line: str) -> None:
+        """Print text above, and make this the last line."""
+        with self._lock:
+            self._line = line
+            cleared = self._clear() + self._above(text) if text else ""
+            self._put(cleared + self._draw())
+
+    def print(self, text: str, stream: TextIO) -> None:
+        """Print text above the last line, through another stream of the same terminal."""
+        with self._lock:
+            self._put(self._clear())
+            stream.write(self._above(text))
+            stream.flush()
+            self._put(self._draw())
+
+    def close(self) -> None:
+        """Leave the last line as it is, and go on below it."""
+        with self._lock:
+            if self._drawn:
+                self._put(self._line[: self._width()] + "\n")
+            self._line, self._drawn = "", 0
+
+    def _put(self, text: str) -> None:
+        if text:
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _above(self, text: str) -> str:
+        if text:
+            self._at_start = text.endswith("\n")
+        return text
+
+    def _width(self) -> int:
+        return columns(self._stream) - 1 if self._is_terminal else len(self._line)
+
+    def _clear(self) -> str:
+        """Return what takes the line away; in a pipe the next line does."""
+        drawn, self._drawn = self._drawn, 0
+        return " " * drawn + "\r" if drawn and self._is_terminal else ""
+
+    def _draw(self) -> str:
+        """Return what writes the line and goes back to its start, below finished lines alone."""
+        if not self._at_start:
+            return ""
+        shown, before = self._line[: self._width()], self._drawn
+        self._drawn = len(shown)
+        return shown.ljust(before) + "\r" if shown or before else ""
+
+
+class _Above:
+    """Stands for ``sys.stdout`` or ``sys.stderr`` beside a screen of the same terminal."""
+
+    def __init__(self, screen: Screen, stream: TextIO) -> None:
+        self._screen, self._stream = screen, stream
+
+    def write(self, text: str) -> int:
+        self._screen.print(text, self._stream)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def above(screen: Screen) -> Iterator[None]:
+    """Have Python print above the line of this screen of ``sys.stdout``; then close it."""
+    before = sys.stdout, sys.stderr
+    alike = sys.stderr is not None and sys.stderr.isatty() == sys.stdout.isatty()
+    sys.stdout = _Above(screen, sys.stdout)
+    if alike:
+        sys.stderr = _Above(screen, sys.stderr)
+    try:
+        yield
+    finally:
+        screen.close()
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def rank_lines() -> Iterator[Callable[[str], object]]:
+    """Give a function that prints lines of a rank, which all begin with its number.
+
+    In a terminal a line that ends in a carriage return stays the last one until its rank writes
+    again. Elsewhere the text is printed as it is.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
+        yield _print
+        return
+    screen, owner, line = Screen(sys.stdout), "", ""
+
+    def write(text: str) -> None:
+        nonlocal owner, line
+        rank, finished = text.partition("]")[0], ""
+        for piece in PIECES.findall(text):
+            if piece.endswith("\r"):
+                owner, line = rank, piece[:-1] if piece.partition("]")[2].strip() else ""
+                continue
+            finished += piece
+            if rank == owner:
+                owner, line = "", ""
+        screen.update(finished, line)
+
+    try:
+        yield write
+    finally:
+        screen.close()
+
+
+def _print(text: str) -> None:
+    if sys.stdout is not None:  # as in a daemon
+        sys.stdout.write(text)
+        sys.stdout.flush()
