@@ -1,7 +1,7 @@
 /* The trace ring: preallocated, overwritten from the oldest on, counted for ever.
  *
- * Adding an event is a clock read and one 40-byte store; nothing is allocated after create.  Counts
- * by kind are kept apart from the ring, so that a test of a long run, or a ring of capacity 0
+ * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
+ * a profile wants more room.  Counts by kind are kept apart from the ring, so that a test of a long run, or a ring of capacity 0
  * (tracing off), still knows how many gathers there were.
  */
 #include "base/trace.h"
@@ -17,8 +17,9 @@ struct fsdpc_trace {
     size_t capacity;
     uint64_t added;       /* since create or reset; the next event goes to added % capacity */
     const int64_t *clock; /* NULL: the system's */
+    bool waits;           /* are noted */
     uint64_t counts[FSDPC_TRACE_KIND_COUNT];
-    fsdpc_trace_event events[];
+    fsdpc_trace_event *events;
 };
 
 static const char *const kind_names[] = {
@@ -32,23 +33,58 @@ const char *fsdpc_trace_kind_name(fsdpc_trace_kind kind)
     return (unsigned)kind < FSDPC_TRACE_KIND_COUNT ? kind_names[kind] : "unknown event";
 }
 
-fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out)
+static fsdpc_status make_events(size_t capacity, fsdpc_trace_event **out)
 {
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(capacity, sizeof(fsdpc_trace_event), &bytes));
-    FSDPC_TRY(fsdpc_add_size(bytes, sizeof(fsdpc_trace), &bytes));
-    fsdpc_trace *trace = calloc(1, bytes);
-    if (!trace)
+    fsdpc_trace_event *events = calloc(1, bytes ? bytes : 1);
+    if (!events)
         return fsdpc_fail(FSDPC_ERR_NOMEM,
                           "no memory for a trace of %zu events; set FSDPC_TRACE lower", capacity);
+    *out = events;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_trace_create(size_t capacity, fsdpc_trace **out)
+{
+    fsdpc_trace_event *events = NULL;
+    FSDPC_TRY(make_events(capacity, &events));
+    fsdpc_trace *trace = calloc(1, sizeof *trace);
+    if (!trace) {
+        free(events);
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a trace");
+    }
     trace->capacity = capacity;
+    trace->events = events;
     *out = trace;
     return FSDPC_OK;
 }
 
 void fsdpc_trace_destroy(fsdpc_trace *trace)
 {
+    if (trace)
+        free(trace->events);
     free(trace);
+}
+
+fsdpc_status fsdpc_trace_resize(fsdpc_trace *trace, size_t capacity, bool waits)
+{
+    fsdpc_trace_event *events = NULL;
+    FSDPC_TRY(make_events(capacity, &events));
+    size_t held = fsdpc_trace_length(trace), kept = held < capacity ? held : capacity;
+    for (size_t i = 0; i < kept; i++)
+        events[i] = *fsdpc_trace_at(trace, held - kept + i);
+    free(trace->events);
+    trace->events = events;
+    trace->capacity = capacity;
+    trace->added = kept;
+    trace->waits = waits;
+    return FSDPC_OK;
+}
+
+size_t fsdpc_trace_capacity(const fsdpc_trace *trace)
+{
+    return trace->capacity;
 }
 
 void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock)
@@ -56,22 +92,38 @@ void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock)
     trace->clock = clock;
 }
 
+static void add(fsdpc_trace *trace, fsdpc_trace_event event)
+{
+    trace->counts[event.kind]++;
+    if (trace->capacity == 0)
+        return;
+    event.ns = trace->clock ? *trace->clock : fsdpc_clock_ns();
+    trace->events[trace->added++ % trace->capacity] = event;
+}
+
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward)
 {
-    if (!trace)
-        return;
-    trace->counts[kind]++;
-    if (trace->capacity == 0)
-        return;
-    trace->events[trace->added++ % trace->capacity] = (fsdpc_trace_event){
-        .ns = trace->clock ? *trace->clock : fsdpc_clock_ns(),
-        .epoch = epoch,
-        .bytes = bytes,
-        .unit = unit,
-        .kind = (uint8_t)kind,
-        .in_backward = in_backward != 0,
-    };
+    if (trace)
+        add(trace, (fsdpc_trace_event){
+                       .epoch = epoch,
+                       .bytes = bytes,
+                       .unit = unit,
+                       .kind = (uint8_t)kind,
+                       .in_backward = in_backward != 0,
+                   });
+}
+
+void fsdpc_trace_wait(fsdpc_trace *trace, const char *what, int unit)
+{
+    if (trace && trace->waits)
+        add(trace, (fsdpc_trace_event){.what = what, .unit = unit, .kind = FSDPC_TRACE_WAIT});
+}
+
+void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit)
+{
+    if (trace && trace->waits)
+        add(trace, (fsdpc_trace_event){.unit = unit, .kind = FSDPC_TRACE_WAIT_END});
 }
 
 uint64_t fsdpc_trace_count(const fsdpc_trace *trace, fsdpc_trace_kind kind)

@@ -1,11 +1,13 @@
 /* The trace ring: what the engine did, in order, with counts that never wrap.
  *
  * Tests assert on it, `fsdpc.schedule` and the profiler read it, and a hang report prints its end.
- * One ring belongs to a context; events are written by the thread that drives the engine.
+ * One ring belongs to a context; events are written by the thread that drives the engine.  Waits of
+ * the host are among them while a profile is taken alone.
  */
 #ifndef FSDPC_BASE_TRACE_H
 #define FSDPC_BASE_TRACE_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "base/status.h"
@@ -25,7 +27,10 @@
     X(ALL_REDUCE, "all_reduce") /* over replicas, posted */                                        \
     X(REDUCE_DONE, "reduce_done")                                                                  \
     X(COLLECTIVE, "collective") /* norms, user's own, agreement */                                 \
-    X(OPTIM, "optim")
+    X(OPTIM, "optim")           /* a step begins; of a unit: it was stepped later */               \
+    X(OPTIM_END, "optim_end")                                                                      \
+    X(WAIT, "wait") /* begins, for what `what` says */                                             \
+    X(WAIT_END, "wait_end")
 
 typedef enum fsdpc_trace_kind {
 #define X(name, text) FSDPC_TRACE_##name,
@@ -38,7 +43,8 @@ typedef struct fsdpc_trace_event {
     int64_t ns;
     uint64_t epoch;
     uint64_t bytes;
-    int32_t unit; /* -1: none */
+    const char *what; /* of WAIT: static text; else NULL */
+    int32_t unit;     /* -1: none */
     uint8_t kind;
     uint8_t in_backward;
 } fsdpc_trace_event;
@@ -51,6 +57,12 @@ void fsdpc_trace_destroy(fsdpc_trace *trace);
 void fsdpc_trace_set_clock(fsdpc_trace *trace, const int64_t *clock);
 void fsdpc_trace_add(fsdpc_trace *trace, fsdpc_trace_kind kind, int unit, uint64_t bytes,
                      uint64_t epoch, int in_backward); /* NULL trace: does nothing */
+/* Holds so many events from now on, the newest of those held before among them; notes waits if so. */
+fsdpc_status fsdpc_trace_resize(fsdpc_trace *trace, size_t capacity, bool waits);
+size_t fsdpc_trace_capacity(const fsdpc_trace *trace);
+/* What follows notes a wait only while waits are noted. */
+void fsdpc_trace_wait(fsdpc_trace *trace, const char *what, int unit);
+void fsdpc_trace_wait_end(fsdpc_trace *trace, int unit);
 uint64_t fsdpc_trace_count(const fsdpc_trace *trace,
                            fsdpc_trace_kind kind);   /* since create or reset */
 size_t fsdpc_trace_length(const fsdpc_trace *trace); /* events held now */

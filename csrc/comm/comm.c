@@ -246,12 +246,14 @@ static fsdpc_status doze(waiting *w)
     }
 }
 
-fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
-                                 const char *what, const char *unit)
+/* `id` is the unit's in the trace. */
+static fsdpc_status wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
+                             const char *what, const char *unit, int id)
 {
     fsdpc_status status = poll(arg);
     if (status != FSDPC_IN_PROGRESS)
         return status;
+    fsdpc_trace_wait(comm->trace, what, id);
     waiting w = {.comm = comm, .poll = poll, .arg = arg, .what = what, .unit = unit};
     w.start = fsdpc_clock_ns();
     status = spin(&w);
@@ -261,6 +263,7 @@ fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *ar
         fsdpc_comm_idle(comm, 0);
         fsdpc_comm_waits(comm, "");
     }
+    fsdpc_trace_wait_end(comm->trace, id);
     int64_t waited_ns = fsdpc_clock_ns() - w.start;
     comm->waited_ns += waited_ns;
     if (waited_ns > LONG_WAIT_NS)
@@ -268,6 +271,12 @@ fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *ar
                    unit && unit[0] ? " of " : "", unit ? unit : "", w.late[0] ? " for " : "",
                    w.late);
     return status;
+}
+
+fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
+                                 const char *what, const char *unit)
+{
+    return wait_for(comm, poll, arg, what, unit, -1);
 }
 
 /* ---- Operations ---- */
@@ -388,8 +397,8 @@ fsdpc_status fsdpc_comm_wait(fsdpc_work *work)
 {
     if (!work->comm)
         return FSDPC_OK;
-    return fsdpc_comm_wait_for(work->comm, poll_work, work, fsdpc_coll_name(work->op.kind),
-                               work->op.what);
+    return wait_for(work->comm, poll_work, work, fsdpc_coll_name(work->op.kind), work->op.what,
+                    work->op.unit);
 }
 
 typedef struct ordering {
@@ -409,8 +418,8 @@ static fsdpc_status poll_order(void *arg)
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream)
 {
     ordering o = {work, stream};
-    return fsdpc_comm_wait_for(work->comm, poll_order, &o, fsdpc_coll_name(work->op.kind),
-                               work->op.what);
+    return wait_for(work->comm, poll_order, &o, fsdpc_coll_name(work->op.kind), work->op.what,
+                    work->op.unit);
 }
 
 /* The storage of a work ends now, in flight or not. */

@@ -320,7 +320,8 @@ void fsdpc_comm_init(fsdpc_comm *comm, const fsdpc_comm_ops *ops, const fsdpc_co
 fsdpc_comm_config fsdpc_comm_config_like(const fsdpc_comm *comm, int rank, int size);
 
 /* Polls until it is not IN_PROGRESS: deadline, interrupt, notice and peers are looked after. `what`
- * names the operation and `unit` (may be NULL) the unit in messages. */
+ * (static text, which the trace may keep) names the operation and `unit` (may be NULL) the unit in
+ * messages. */
 fsdpc_status fsdpc_comm_wait_for(fsdpc_comm *comm, fsdpc_status (*poll)(void *arg), void *arg,
                                  const char *what, const char *unit);
 

@@ -447,5 +447,6 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
         status = leave_open(optim);
     /* An epoch that was announced is published whatever happened: peers wait for that. */
     FSDPC_KEEP_FIRST(status, each_root(optim, fsdpc_root_write_end));
+    fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM_END, -1, 0, 0, 0);
     return status;
 }

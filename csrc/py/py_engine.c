@@ -19,6 +19,13 @@ static PyObject *crc32c(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(result);
 }
 
+/* Of a wait it says what for. */
+static PyObject *event_kind(const fsdpc_trace_event *e)
+{
+    const char *name = fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind);
+    return e->what ? PyUnicode_FromFormat("%s for %s", name, e->what) : PyUnicode_FromString(name);
+}
+
 static PyObject *trace_events(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
@@ -29,8 +36,7 @@ static PyObject *trace_events(PyObject *module, PyObject *Py_UNUSED(unused))
     for (size_t i = 0; list && i < n; i++) {
         const fsdpc_trace_event *e = fsdpc_trace_at(runtime->trace, i);
         fsdpc_py_put(&list, (Py_ssize_t)i,
-                     Py_BuildValue("(siKKLO)", fsdpc_trace_kind_name((fsdpc_trace_kind)e->kind),
-                                   e->unit, (unsigned long long)e->epoch,
+                     Py_BuildValue("(NiKKLO)", event_kind(e), e->unit, (unsigned long long)e->epoch,
                                    (unsigned long long)e->bytes, (long long)e->ns,
                                    e->in_backward ? Py_True : Py_False));
     }
@@ -54,6 +60,21 @@ static PyObject *trace_reset(PyObject *module, PyObject *Py_UNUSED(unused))
         return NULL;
     fsdpc_trace_reset(runtime->trace);
     Py_RETURN_NONE;
+}
+
+static PyObject *trace_resize(PyObject *module, PyObject *args)
+{
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    Py_ssize_t capacity;
+    int waits;
+    if (!runtime || !PyArg_ParseTuple(args, "np", &capacity, &waits))
+        return NULL;
+    if (capacity < 0)
+        return PyErr_Format(PyExc_ValueError, "a trace of %zd events: give at least 0", capacity);
+    size_t before = fsdpc_trace_capacity(runtime->trace);
+    if (fsdpc_py_check(fsdpc_trace_resize(runtime->trace, (size_t)capacity, waits)) < 0)
+        return NULL;
+    return PyLong_FromSize_t(before);
 }
 
 static int read_spec(PyObject *item, fsdpc_param_spec *spec)
@@ -182,5 +203,8 @@ PyMethodDef fsdpc_py_engine_functions[] = {
      "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},
     {"trace_counts", trace_counts, METH_NOARGS, "Events since the last reset, by kind."},
     {"trace_reset", trace_reset, METH_NOARGS, "Empty the trace."},
+    {"trace_resize", trace_resize, METH_VARARGS,
+     "trace_resize(events, waits): hold so many, the newest of those held now among them, and note "
+     "waits if so; returns how many it held."},
     {NULL, NULL, 0, NULL},
 };

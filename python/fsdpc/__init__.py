@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fsdpc.launcher import launch
     from fsdpc.performance import PerformanceTracker, flops_per_token
     from fsdpc.planner import PlanOptions, Plans, plan
+    from fsdpc.profiler import Profile, profile
     from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
 
 __version__ = "0.1.0"
@@ -106,6 +107,8 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
     "plan": "planner",
     "PlanOptions": "planner",
     "Plans": "planner",
+    "Profile": "profiler",
+    "profile": "profiler",
     "Stabilized": "stabilizer",
     "StabilizerOptions": "stabilizer",
     "TrainingStabilizer": "stabilizer",
@@ -122,11 +125,11 @@ __all__ = [
     "launch", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
     "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
-    "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
-    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
-    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
-    "summon_full_params", "Tensor", "tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
-    "uint8", "world_size", "wrap",
+    "Profile", "profile", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats",
+    "Schedule", "schedule", "set_default_device", "set_num_threads", "ShardingStrategy",
+    "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized",
+    "StabilizerOptions", "summon_full_params", "Tensor", "tensor", "training_cost", "TrainingCost",
+    "TrainingStabilizer", "uint8", "world_size", "wrap",
 ]  # fmt: skip
 
 

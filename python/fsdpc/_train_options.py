@@ -75,6 +75,19 @@ def parser() -> argparse.ArgumentParser:
         help="print lines now and then on a terminal too, instead of a bar at its bottom",
     )
     run.add_argument(
+        "--profile",
+        type=_steps,
+        metavar="STEPS",
+        help="profile steps 10 to 12 by 10:12, or by 3 as many after the first three, on all ranks",
+    )
+    run.add_argument(
+        "--profile-file",
+        type=Path,
+        default=Path("profile.json"),
+        metavar="FILE",
+        help="where to, for ui.perfetto.dev (default: profile.json)",
+    )
+    run.add_argument(
         "--stabilize",
         action="store_true",
         help="skip steps whose loss or gradients jump; after three in a row go back to the newest "
@@ -188,6 +201,18 @@ def add_sharding_options(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits however --ranks and --accumulate split the global batch",
     )
+
+
+def _steps(text: str) -> range:
+    """Read ``10:12``, or how many steps after the warm-up."""
+    first, colon, last = text.partition(":")
+    try:
+        steps = range(int(first), int(last) + 1) if colon else range(4, 4 + int(first))
+    except ValueError:
+        steps = range(0)
+    if not steps or steps[0] < 1:
+        raise argparse.ArgumentTypeError(f"steps are written as 10:12, or as 3, got '{text}'")
+    return steps
 
 
 def _mesh_shape(text: str) -> tuple[int, int]:
@@ -315,7 +340,9 @@ def _toml_value(value: Any) -> str:
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, (int, float)):
         return repr(value).lower()  # true and false too
-    if isinstance(value, OffloadPolicy):
+    if isinstance(value, range):
+        value = f"{value[0]}:{value[-1]}"
+    elif isinstance(value, OffloadPolicy):
         words = [f"{name}=disk:{os.fspath(value.path or '')}" for name in value.on_disk]
         value = ",".join([*words, f"fraction={value.fraction}"])
     elif isinstance(value, tuple):  # a mesh
@@ -426,13 +453,18 @@ def check(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise ValueError(f"--log {options.log}: {error}") from None
     _train_pretrained.check(options)
-    if options.metrics:
+    if options.profile and options.profile[-1] > options.steps:
+        raise ValueError(f"--profile {options.profile[0]}:{options.profile[-1]}, and there are "
+                         f"--steps {options.steps}")  # fmt: skip
+    written = {"--metrics": options.metrics}
+    if options.profile:
+        written["--profile-file"] = options.profile_file
+    for name, path in written.items():
         try:
-            options.metrics.open("a").close()
+            if path:
+                path.open("a").close()
         except OSError as error:
-            raise type(error)(
-                f"cannot write --metrics {options.metrics}: {error.strerror}"
-            ) from None
+            raise type(error)(f"cannot write {name} {path}: {error.strerror}") from None
 
 
 def most_ranks(options: argparse.Namespace) -> int:

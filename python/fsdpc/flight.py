@@ -22,14 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from fsdpc import _core, _shard, distributed
+from fsdpc import _core, _perfetto, _shard, distributed
 from fsdpc._say import say
-
-# Beginnings of spans, and what ends them; in one unit and phase they never cross.
-_SPANS = {"forward": "forward_end", "backward": "backward_end", "gather": "gather_done",
-          "reduce": "reduce_done", "all_reduce": "reduce_done"}  # fmt: skip
-_ENDS = frozenset(_SPANS.values())
-_COMPUTE = ("forward", "backward")
 
 
 class FlightRecorder:
@@ -125,23 +119,37 @@ class FlightRecorder:
             self._is_writing = False
 
     def _write(self, reason: str, since: int, stack: list[str]) -> Path:
-        joined = distributed.is_initialized()
-        rank = distributed.rank() if joined else int(os.environ.get("RANK", 0))
-        units = _shard.units_of(self.model) if self.model is not None else []
-        record = {
-            "rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "reason": reason,
-            "world": distributed.world_size() if joined else int(os.environ.get("WORLD_SIZE", 1)),
-            "now_ns": time.monotonic_ns(), "unix_ns": time.time_ns(),
-            "units": [unit.name or "root" for unit in units], "stack": stack,
-            "thread": threading.current_thread().name,
-            "events": [e for e in _core.trace_events() if e[4] >= since],
-        }  # fmt: skip
+        record = take(self.model, reason, since, stack)
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"flight-rank-{rank}.json"
+        path = self.folder / f"flight-rank-{record['rank']}.json"
         beside = path.with_suffix(f".{os.getpid()}.part")
         beside.write_text(json.dumps(record))
         beside.replace(path)
         return path
+
+
+def take(model: Any, reason: str, since: int, stack: list[str]) -> dict[str, Any]:
+    """Return what this rank did since a moment of :func:`time.monotonic_ns`, as JSON may have it.
+
+    Parameters
+    ----------
+    model : Module, torch.nn.Module or None
+        Whose units are named.
+    reason, stack : str, list of str
+        Kept beside it.
+    since : int
+    """
+    joined = distributed.is_initialized()
+    units = _shard.units_of(model) if model is not None else []
+    return {
+        "rank": distributed.rank() if joined else int(os.environ.get("RANK", 0)),
+        "world": distributed.world_size() if joined else int(os.environ.get("WORLD_SIZE", 1)),
+        "host": socket.gethostname(), "pid": os.getpid(), "reason": reason,
+        "now_ns": time.monotonic_ns(), "unix_ns": time.time_ns(),
+        "units": [unit.name or "root" for unit in units], "stack": stack,
+        "thread": threading.current_thread().name,
+        "events": [e for e in _core.trace_events() if e[4] >= since],
+    }  # fmt: skip
 
 
 class Operation(NamedTuple):
@@ -167,7 +175,8 @@ class Flight:
     def __str__(self) -> str:
         return self.timeline()
 
-    def _by_rank(self) -> list[tuple[dict[str, Any], list[Operation]]]:
+    def by_rank(self) -> list[tuple[dict[str, Any], list[Operation]]]:
+        """Return each rank's last words with its operations in order of time."""
         own: dict[int, list[Operation]] = {r["rank"]: [] for r in self.ranks}
         for o in self.operations:
             own[o.rank].append(o)
@@ -177,7 +186,7 @@ class Flight:
         """Return the last rows as text, behind a line for each rank."""
         lines = []
         end = max((r["at"] for r in self.ranks), default=0)
-        for r, own in self._by_rank():
+        for r, own in self.by_rank():
             last = "nothing recorded"
             if own:
                 last = f"last {_say(own[-1])}, {(r['at'] - own[-1].at) / 1e9:.3f} s before"
@@ -191,10 +200,8 @@ class Flight:
     def trace(self) -> dict[str, Any]:
         """Return the timeline as a Chrome trace, which Perfetto opens: a process a rank."""
         events: list[dict[str, Any]] = []
-        for r, own in self._by_rank():
-            name = {"name": f"rank {r['rank']}"}
-            events.append({"ph": "M", "name": "process_name", "pid": r["rank"], "args": name})
-            events += _spans(own)
+        for r, own in self.by_rank():
+            events += _perfetto.events(r["rank"], r["host"], own)
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
@@ -223,7 +230,18 @@ def merge(folder: str | os.PathLike[str]) -> Flight:
     paths = sorted(Path(folder).glob("flight-rank-*.json"))
     if not paths:
         raise FileNotFoundError(f"{folder}: no rank has written there (flight-rank-N.json)")
-    found = sorted((json.loads(path.read_text()) for path in paths), key=lambda r: r["rank"])
+    return join([json.loads(path.read_text()) for path in paths])
+
+
+def join(records: list[dict[str, Any]]) -> Flight:
+    """Put what ranks did, as :func:`take` returned it, onto one clock.
+
+    Parameters
+    ----------
+    records : list of dict
+        Of one rank each, at least one.
+    """
+    found = sorted(records, key=lambda r: r["rank"])
     offsets: dict[str, int] = {}
     for r in found:
         offsets.setdefault(r["host"], r["unix_ns"] - r["now_ns"])
@@ -254,34 +272,3 @@ def _say(o: Operation) -> str:
     text += " for backward" if o.backward and o.what in ("gather", "reshard") else ""
     size = f", {o.bytes / 2**20:.3g} MiB" if o.bytes else ""
     return f"{text} (epoch {o.epoch}{size})"
-
-
-def _spans(own: list[Operation]) -> list[dict[str, Any]]:
-    """Pair beginnings with ends; what has no pair is an instant."""
-    events: list[dict[str, Any]] = []
-    open_: dict[tuple[str, str], list[Operation]] = {}
-    for o in own:
-        if o.what in _SPANS:
-            open_.setdefault((o.unit, _SPANS[o.what]), []).append(o)
-        elif o.what in _ENDS:
-            begun = open_.get((o.unit, o.what))
-            if begun:
-                events += _span(begun.pop(), o)
-        else:
-            events.append({**_event(o, "i"), "s": "t"})
-    left = [o for begun in open_.values() for o in begun]
-    return events + [{**_event(o, "i"), "s": "p"} for o in left]
-
-
-def _span(begin: Operation, end: Operation) -> list[dict[str, Any]]:
-    """Computation on a line of its own; what overlaps it on tracks by name."""
-    if begin.what in _COMPUTE:
-        return [{**_event(begin, "X"), "dur": (end.at - begin.at) / 1e3}]
-    key = {"cat": begin.what, "id": f"{begin.what} {begin.unit} {begin.at}"}
-    return [{**_event(begin, "b"), **key}, {**_event(begin, "e"), **key, "ts": end.at / 1e3}]
-
-
-def _event(o: Operation, phase: str) -> dict[str, Any]:
-    name = f"{o.what} {o.unit}".strip()
-    return {"ph": phase, "name": name, "cat": o.what, "pid": o.rank, "tid": 0, "ts": o.at / 1e3,
-            "args": {"epoch": o.epoch, "bytes": o.bytes}}  # fmt: skip

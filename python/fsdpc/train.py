@@ -48,6 +48,7 @@ from fsdpc.nn import deferred_init
 from fsdpc.optim import Optimizer
 from fsdpc.performance import measure_peak
 from fsdpc.policies import MixedPrecisionPolicy
+from fsdpc.profiler import ProfiledSteps
 from fsdpc.sharding import fully_shard
 from fsdpc.stabilizer import TrainingStabilizer
 
@@ -229,6 +230,8 @@ class Trainer:
                  "extra": {"tokenizer": self.source.identity}}  # fmt: skip
         self.checkpoints = TrainCheckpoints(options, state, text)
         self.progress = Progress(self)
+        steps = options.profile or range(0)
+        self.profiled = ProfiledSteps(steps, options.profile_file, self.model)
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
         self.loggers = open_loggers(options.log) if options.log else Loggers([])
@@ -279,7 +282,9 @@ class Trainer:
             with self.loader:
                 while step < o.steps:
                     step += 1
-                    self.progress.show(step, self._step())
+                    with self.profiled.step(step):
+                        measured = self._step()
+                    self.progress.show(step, measured)
                     if self.stabilizer and self.stabilizer.gave_up:
                         step = self.checkpoints.go_back(self.stabilizer)
                         continue
@@ -289,6 +294,7 @@ class Trainer:
                     if self.checkpoints.after(step, healthy):
                         break
             self.progress.end()
+            self.profiled.end()
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return

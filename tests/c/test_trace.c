@@ -80,9 +80,42 @@ static void test_clock(void)
     fsdpc_trace_destroy(trace);
 }
 
+static void test_profile(void)
+{
+    fsdpc_trace *trace;
+    CHECK_OK(fsdpc_trace_create(2, &trace));
+    fsdpc_trace_wait(trace, "gather", 0); /* not noted: no profile is taken */
+    fsdpc_trace_wait_end(trace, 0);
+    CHECK(fsdpc_trace_length(trace) == 0 && fsdpc_trace_count(trace, FSDPC_TRACE_WAIT) == 0);
+    for (int i = 0; i < 3; i++)
+        fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, i, 0, 0, 0);
+    CHECK_OK(fsdpc_trace_resize(trace, 5, true));
+    CHECK(fsdpc_trace_capacity(trace) == 5 && fsdpc_trace_length(trace) == 2);
+    CHECK(fsdpc_trace_at(trace, 0)->unit == 1 && fsdpc_trace_at(trace, 0)->what == NULL);
+    fsdpc_trace_wait(trace, "gather", 7);
+    fsdpc_trace_wait_end(trace, 7);
+    const fsdpc_trace_event *wait = fsdpc_trace_at(trace, 2), *end = fsdpc_trace_at(trace, 3);
+    CHECK(wait && wait->kind == FSDPC_TRACE_WAIT && wait->unit == 7);
+    CHECK(wait && strcmp(wait->what, "gather") == 0);
+    CHECK(end && end->kind == FSDPC_TRACE_WAIT_END && end->unit == 7 && end->what == NULL);
+    CHECK_OK(fsdpc_trace_resize(trace, 3, false));
+    CHECK(fsdpc_trace_length(trace) == 3 && fsdpc_trace_at(trace, 0)->unit == 2);
+    fsdpc_trace_wait(trace, "gather", 8);
+    fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, 9, 0, 0, 0);
+    CHECK(fsdpc_trace_length(trace) == 3 && fsdpc_trace_at(trace, 2)->unit == 9);
+    CHECK(fsdpc_trace_at(trace, 0)->unit == 7);
+    CHECK_FAILS(fsdpc_trace_resize(trace, SIZE_MAX / 8, false), FSDPC_ERR_VALUE, "does not fit");
+    CHECK(fsdpc_trace_length(trace) == 3);
+    CHECK_OK(fsdpc_trace_resize(trace, 0, false));
+    fsdpc_trace_add(trace, FSDPC_TRACE_GATHER, 9, 0, 0, 0);
+    CHECK(fsdpc_trace_length(trace) == 0 && fsdpc_trace_count(trace, FSDPC_TRACE_GATHER) == 5);
+    fsdpc_trace_destroy(trace);
+}
+
 int main(void)
 {
     test_ring();
+    test_profile();
     test_clock();
     test_tail();
     test_edges();

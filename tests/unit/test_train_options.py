@@ -59,11 +59,12 @@ def test_a_configuration_goes_behind_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('steps = 7\nlr = 0.5\nstabilize = true\ndeterministic = false\n'
                     'reshard_after_forward = false\nbetas = [0.5, 0.75]\n'
-                    'offload = "optimizer=disk:/x"\nmesh = "1x2"\n')  # fmt: skip
+                    'offload = "optimizer=disk:/x"\nmesh = "1x2"\nprofile = "3"\n')  # fmt: skip
     options = parser().parse_args(with_config(["--config", str(path), "--lr", "0.25"]))
     assert (options.steps, options.lr, options.betas) == (7, 0.25, [0.5, 0.75])
     assert options.stabilize and not options.deterministic
     assert options.reshard_after_forward is False and options.mesh == (1, 2)
+    assert options.profile == range(4, 7)
     path.write_text(as_toml(options))
     again = parser().parse_args(with_config(["--config", str(path)]))
     assert {**vars(again), "config": None} == {**vars(options), "config": None}
@@ -94,6 +95,9 @@ def test_a_configuration_that_is_none(text: str, why: str, tmp_path: Path) -> No
         (["--stabilize", "--dtype", "fp16"], "does not go with fp16"),
         (["--eval-every", 0], "--eval-every must be at least 1"),
         (["--min-lr-ratio", 2], "must be in [0, 1]"),
+        (["--profile", "9:8"], "steps are written as 10:12, or as 3, got '9:8'"),
+        (["--profile", 3, "--steps", 5], "--profile 4:6, and there are --steps 5"),
+        (["--profile", 3, "--profile-file", "/dev/null/x"], "cannot write --profile-file"),
         (["--save-hours", 0, "--checkpoint", "run"], "--save-hours must be above 0"),
         (["--ranks", 2, "--log", "csv:a,xml:b"], "--log csv:a,xml:b: 'xml:b': one of jsonl, csv"),
         (["--ranks", 2, "--log", "csv"], "--log csv: 'csv': say where to, as in csv:PATH"),

@@ -6,9 +6,10 @@ third waits for those and delivers. (They call the groups' methods, which ``torc
 and ``recv`` wrap, for a fifth less time.) Each message has a frame of fixed size, which holds small
 ones whole, so that a note of an epoch is one send.
 
-Gloo sends a message once the peer has said, on the same connection, that it waits for it. There that
-word would stand behind what the peer sends itself, and the wire would carry one direction after the
-other. So frames, what goes to higher ranks, and what goes to lower ranks have a group each.
+Gloo sends a message once the peer has said, on the same connection, that it waits for it. There
+that word would stand behind what the peer sends itself, and the wire would carry one direction
+after the other. So frames, what goes to higher ranks and what goes to lower ranks have a group
+each.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FOR_EVER = timedelta(days=3650)  # between steps nobody sends anything; the engi
 
 
 def carry(group: Any) -> _core.Link:
-    """Make a link between the ranks of a process group, carried by groups of its own; collective."""
+    """Make a link between the ranks of a process group, over groups of its own; collective."""
     ranks = dist.get_process_group_ranks(group)
     link = _core.Link(dist.get_rank(group), len(ranks))
     # Gloo, as it is memory of the host, whatever the group's own tensors are on.

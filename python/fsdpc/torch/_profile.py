@@ -1,4 +1,4 @@
-"""Ranges in torch.profiler's traces, named by what a unit does: nothing unless a profiler runs.
+"""Ranges in profilers' traces, named by what a unit does: nothing unless a profiler runs.
 
     FSDP::forward (layers.0)    the whole forward; in it FSDP::unshard, the wait for parameters
     FSDP::backward (layers.0)   from the first gradient of its outputs to the last of its inputs
@@ -9,9 +9,14 @@ A unit whose inputs need no gradients ends with the whole backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.autograd.profiler import record_function
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fsdpc.torch._unit import Root, UnitState
 
@@ -69,3 +74,20 @@ def finish(root: Root) -> None:
         leave(root.spans.pop())
     with record_function(f"FSDP::reduce ({root.states[0].unit.name})"):
         root.head.finish()
+
+
+def mark_optimizers(note: Callable[[str], None]) -> list[Any]:
+    """Tell of the steps of torch's own optimizers from now on; return what has ``remove()``.
+
+    Those of ``fsdpc.torch.optim`` are in the engine's trace.
+    """
+
+    def begin(optimizer: Any, *_: Any) -> None:
+        if not type(optimizer).__module__.startswith("fsdpc."):
+            note(f"optim {type(optimizer).__name__}")
+
+    def end(optimizer: Any, *_: Any) -> None:
+        if not type(optimizer).__module__.startswith("fsdpc."):
+            note("optim_end")
+
+    return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
