@@ -1,4 +1,4 @@
-/* a + b, a - b, a * b, a / b and comparisons with broadcasting; twin of csrc/ops/nn_binary_body.h.
+/* a + b, a - b, a * b, a / b, maxima, minima, masks and comparisons with broadcasting; twin of csrc/ops/nn_binary_body.h.
  *
  * After collapsing, each operand is dense, repeated or strided along the innermost dimension. Dense
  * and repeated ones are read in vectors where the inner length and the addresses allow it.
@@ -16,9 +16,27 @@ template <fsdpc_binary KIND, typename W> __device__ __forceinline__ W binary_val
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    case FSDPC_BINARY_POW:
+        return pow(a, b);
+    case FSDPC_BINARY_MAXIMUM:
+        return a > b || a != a ? a : b;
+    case FSDPC_BINARY_MINIMUM:
+        return a < b || a != a ? a : b;
+    case FSDPC_BINARY_MASK:
+        return b != 0 ? a : -(W)0;
     default:
         return a;
     }
+}
+
+template <typename T> __device__ __forceinline__ T pow_integer(T a, T b) /* wraps */
+{
+    uint64_t y = 1, power = (uint64_t)a;
+    if (b < 0)
+        return a == 1 ? 1 : a == -1 ? (b % 2 ? -1 : 1) : 0;
+    for (; b; b >>= 1, power *= power)
+        y *= b & 1 ? power : 1;
+    return (T)y;
 }
 
 template <typename T> __device__ __forceinline__ wide<T> comparable(T x)
@@ -73,8 +91,15 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 {
     for (size_t i = grid_thread(); i < numel; i += grid_threads()) {
         box_offsets at = box_row(shape, 0, i);
-        uint64_t x = (uint64_t)a[at.at[0]], y = (uint64_t)b[at.at[1]]; /* wraps */
-        out[i] = (T)(KIND == FSDPC_BINARY_ADD ? x + y : KIND == FSDPC_BINARY_SUB ? x - y : x * y);
+        T sa = a[at.at[0]], sb = b[at.at[1]];
+        uint64_t x = (uint64_t)sa, y = (uint64_t)sb; /* wraps */
+        out[i] = KIND == FSDPC_BINARY_ADD       ? (T)(x + y)
+                 : KIND == FSDPC_BINARY_SUB     ? (T)(x - y)
+                 : KIND == FSDPC_BINARY_POW     ? pow_integer(sa, sb)
+                 : KIND == FSDPC_BINARY_MAXIMUM ? (sa > sb ? sa : sb)
+                 : KIND == FSDPC_BINARY_MINIMUM ? (sa < sb ? sa : sb)
+                 : KIND == FSDPC_BINARY_MASK    ? (sb ? sa : (T)0)
+                                                : (T)(x * y);
     }
 }
 
@@ -187,6 +212,14 @@ extern "C" fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_s
         return launch<FSDPC_BINARY_MUL>(args, shape, numel, queue);
     case FSDPC_BINARY_DIV:
         return launch<FSDPC_BINARY_DIV>(args, shape, numel, queue);
+    case FSDPC_BINARY_POW:
+        return launch<FSDPC_BINARY_POW>(args, shape, numel, queue);
+    case FSDPC_BINARY_MAXIMUM:
+        return launch<FSDPC_BINARY_MAXIMUM>(args, shape, numel, queue);
+    case FSDPC_BINARY_MINIMUM:
+        return launch<FSDPC_BINARY_MINIMUM>(args, shape, numel, queue);
+    case FSDPC_BINARY_MASK:
+        return launch<FSDPC_BINARY_MASK>(args, shape, numel, queue);
     case FSDPC_BINARY_EQ:
         return compare<FSDPC_BINARY_EQ>(args, shape, numel, queue);
     case FSDPC_BINARY_NE:

@@ -49,6 +49,7 @@ extern "C" fsdpc_status fsdpc_cuda_embedding(const fsdpc_embedding_args *a, fsdp
         CASE(8, uint2)
         CASE(4, uint32_t)
         CASE(2, uint16_t)
+        CASE(1, uint8_t)
 #undef CASE
     }
     return launched("embedding");

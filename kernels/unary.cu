@@ -19,13 +19,15 @@
 __host__ __device__ constexpr bool reads_y(fsdpc_unary kind)
 {
     return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
-           kind == FSDPC_UNARY_SIGMOID || kind == FSDPC_UNARY_RELU;
+           kind == FSDPC_UNARY_SIGMOID || kind == FSDPC_UNARY_RELU || kind == FSDPC_UNARY_RSQRT ||
+           kind == FSDPC_UNARY_EXPM1;
 }
 
 __host__ __device__ constexpr bool reads_x(fsdpc_unary kind)
 {
-    return !reads_y(kind) && kind != FSDPC_UNARY_NEG && kind != FSDPC_UNARY_ADD_SCALAR &&
-           kind != FSDPC_UNARY_MUL_SCALAR && kind != FSDPC_UNARY_RSUB_SCALAR;
+    return !reads_y(kind) && kind != FSDPC_UNARY_NEG && kind != FSDPC_UNARY_SIGN &&
+           kind != FSDPC_UNARY_ADD_SCALAR && kind != FSDPC_UNARY_MUL_SCALAR &&
+           kind != FSDPC_UNARY_RSUB_SCALAR;
 }
 
 template <fsdpc_unary KIND, typename T> struct unary_op {

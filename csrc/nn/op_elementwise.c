@@ -35,36 +35,6 @@ typedef struct unary_extra {
 /* Slots of saved tensors. */
 enum { SAVED_X, SAVED_Y };
 
-static bool unary_needs_x(fsdpc_unary kind)
-{
-    switch (kind) {
-    case FSDPC_UNARY_ABS:
-    case FSDPC_UNARY_LOG:
-    case FSDPC_UNARY_GELU_TANH:
-    case FSDPC_UNARY_GELU_ERF:
-    case FSDPC_UNARY_SILU:
-    case FSDPC_UNARY_RDIV_SCALAR:
-    case FSDPC_UNARY_POW_SCALAR:
-        return true;
-    default:
-        return false;
-    }
-}
-
-static bool unary_needs_y(fsdpc_unary kind)
-{
-    switch (kind) {
-    case FSDPC_UNARY_EXP:
-    case FSDPC_UNARY_SQRT:
-    case FSDPC_UNARY_TANH:
-    case FSDPC_UNARY_SIGMOID:
-    case FSDPC_UNARY_RELU:
-        return true;
-    default:
-        return false;
-    }
-}
-
 static fsdpc_status unary_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
     const unary_extra *extra = node->extra;
@@ -96,9 +66,9 @@ fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double sc
     fsdpc_node *node;
     FSDPC_TRY(fsdpc_op_record(tape, &unary_ops[kind], 1, &x, y, sizeof(unary_extra), &node));
     *(unary_extra *)node->extra = (unary_extra){kind, scalar};
-    if (unary_needs_x(kind))
+    if (fsdpc_unary_reads_x(kind))
         fsdpc_node_save(node, SAVED_X, x);
-    return unary_needs_y(kind) ? fsdpc_node_save_output(node, SAVED_Y, y) : FSDPC_OK;
+    return fsdpc_unary_reads_y(kind) ? fsdpc_node_save_output(node, SAVED_Y, y) : FSDPC_OK;
 }
 
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node)
@@ -231,9 +201,9 @@ static fsdpc_status binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fs
     return fsdpc_op_return(fsdpc_op_kernels(tape)->binary(&args, tape->stream), y, out);
 }
 
-enum { SAVED_A, SAVED_B, SAVED_QUOTIENT };
+enum { SAVED_A, SAVED_B, SAVED_RESULT };
 
-static const fsdpc_node_ops binary_ops[4];
+static const fsdpc_node_ops binary_ops[FSDPC_BINARY_EQ];
 
 /* d(a b): dy b and dy a;  d(a / b): dy / b and -(dy y) / b */
 static fsdpc_status product_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
@@ -250,7 +220,7 @@ static fsdpc_status product_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_t
     if (!fsdpc_edge_wanted(&node->inputs[1]))
         return FSDPC_OK;
     FSDPC_TRY(binary_compute(tape, FSDPC_BINARY_MUL, dy,
-                             node->saved[divide ? SAVED_QUOTIENT : SAVED_A], &g));
+                             node->saved[divide ? SAVED_RESULT : SAVED_A], &g));
     if (divide) {
         fsdpc_tensor *quotient;
         fsdpc_status st =
@@ -274,11 +244,118 @@ static fsdpc_status sum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tenso
     return FSDPC_OK;
 }
 
+/* 1 for each element where a compares to b, else 0, in dy's dtype. */
+static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_node *node,
+                             fsdpc_dtype dtype, fsdpc_tensor **out)
+{
+    fsdpc_tensor *flags;
+    FSDPC_TRY(binary_compute(tape, kind, node->saved[SAVED_A], node->saved[SAVED_B], &flags));
+    fsdpc_status st = fsdpc_op_cast(tape, flags, dtype, out);
+    fsdpc_tensor_release(flags);
+    return st;
+}
+
+/* To whichever was taken; half to each where both are equal, as in PyTorch. */
+static fsdpc_status extremum_side(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy, int side)
+{
+    bool above = (node->ops == &binary_ops[FSDPC_BINARY_MAXIMUM]) == (side == 0);
+    fsdpc_tensor *strict, *loose = NULL, *share = NULL, *g = NULL;
+    FSDPC_TRY(compared(tape, above ? FSDPC_BINARY_GT : FSDPC_BINARY_LT, node, dy->dtype, &strict));
+    fsdpc_status st =
+        compared(tape, above ? FSDPC_BINARY_GE : FSDPC_BINARY_LE, node, dy->dtype, &loose);
+    if (st == FSDPC_OK)
+        st = binary_compute(tape, FSDPC_BINARY_ADD, strict, loose, &share);
+    if (st == FSDPC_OK)
+        st = binary_compute(tape, FSDPC_BINARY_MUL, dy, share, &g);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_give_summed(tape, &node->inputs[side], g, 0.5);
+    fsdpc_tensor_release(strict);
+    fsdpc_tensor_release(loose);
+    fsdpc_tensor_release(share);
+    fsdpc_tensor_release(g);
+    return st;
+}
+
+static fsdpc_status extremum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    for (int side = 0; side < 2; side++)
+        if (fsdpc_edge_wanted(&node->inputs[side]))
+            FSDPC_TRY(extremum_side(tape, node, dy, side));
+    return FSDPC_OK;
+}
+
+/* *g = *g kind x, in its place */
+static fsdpc_status fold(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor **g,
+                         const fsdpc_tensor *x)
+{
+    fsdpc_tensor *y;
+    FSDPC_TRY(binary_compute(tape, kind, *g, x, &y));
+    fsdpc_tensor_release(*g);
+    *g = y;
+    return FSDPC_OK;
+}
+
+static fsdpc_status unary_compute(fsdpc_tape *tape, fsdpc_unary kind, double s,
+                                  const fsdpc_tensor *x, fsdpc_tensor **out)
+{
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
+    fsdpc_unary_args args = {kind, x->dtype, x->numel, s, x->data, NULL, NULL, y->data};
+    return fsdpc_op_return(fsdpc_op_kernels(tape)->unary(&args, tape->stream), y, out);
+}
+
+/* d(a ^ b): dy b a^(b-1), 0 where b is 0, and dy y log(a), 0 where a is 0 */
+static fsdpc_status power_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *a = node->saved[SAVED_A], *b = node->saved[SAVED_B], *g = NULL;
+    for (int side = 0; side < 2; side++) {
+        if (!fsdpc_edge_wanted(&node->inputs[side]))
+            continue;
+        FSDPC_TRY(side ? unary_compute(tape, FSDPC_UNARY_LOG, 0, a, &g)
+                       : unary_compute(tape, FSDPC_UNARY_ADD_SCALAR, -1, b, &g));
+        fsdpc_status st = FSDPC_OK;
+        if (side == 0) { /* a^(b-1) b, for what is a^(b-1) there alone */
+            fsdpc_tensor *power;
+            st = binary_compute(tape, FSDPC_BINARY_POW, a, g, &power);
+            if (st == FSDPC_OK) {
+                fsdpc_tensor_release(g);
+                g = power;
+            }
+        }
+        if (st == FSDPC_OK)
+            st = fold(tape, FSDPC_BINARY_MUL, &g, side ? node->saved[SAVED_RESULT] : b);
+        if (st == FSDPC_OK)
+            st = fold(tape, FSDPC_BINARY_MASK, &g, side ? a : b);
+        if (st == FSDPC_OK)
+            st = fold(tape, FSDPC_BINARY_MUL, &g, dy);
+        if (st == FSDPC_OK)
+            st = fsdpc_op_give_summed(tape, &node->inputs[side], g, 1);
+        fsdpc_tensor_release(g);
+        FSDPC_TRY(st);
+    }
+    return FSDPC_OK;
+}
+
+static fsdpc_status mask_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *g;
+    if (!fsdpc_edge_wanted(&node->inputs[0]))
+        return FSDPC_OK;
+    FSDPC_TRY(binary_compute(tape, FSDPC_BINARY_MASK, dy, node->saved[SAVED_B], &g));
+    fsdpc_status st = fsdpc_op_give_summed(tape, &node->inputs[0], g, 1);
+    fsdpc_tensor_release(g);
+    return st;
+}
+
 static const fsdpc_node_ops binary_ops[] = {
     [FSDPC_BINARY_ADD] = {.name = "add", .backward = sum_backward},
     [FSDPC_BINARY_SUB] = {.name = "sub", .backward = sum_backward},
     [FSDPC_BINARY_MUL] = {.name = "mul", .backward = product_backward},
     [FSDPC_BINARY_DIV] = {.name = "div", .backward = product_backward},
+    [FSDPC_BINARY_POW] = {.name = "pow", .backward = power_backward},
+    [FSDPC_BINARY_MAXIMUM] = {.name = "maximum", .backward = extremum_backward},
+    [FSDPC_BINARY_MINIMUM] = {.name = "minimum", .backward = extremum_backward},
+    [FSDPC_BINARY_MASK] = {.name = "mask", .backward = mask_backward},
 };
 
 static fsdpc_status binary_record(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a,
@@ -288,12 +365,16 @@ static fsdpc_status binary_record(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
     fsdpc_tensor *inputs[] = {a, b};
     FSDPC_TRY(fsdpc_op_record(tape, &binary_ops[kind], 2, inputs, y, 0, &node));
     bool da = fsdpc_edge_wanted(&node->inputs[0]), db = fsdpc_edge_wanted(&node->inputs[1]);
-    if (kind == FSDPC_BINARY_MUL && db)
+    bool both =
+        kind == FSDPC_BINARY_MAXIMUM || kind == FSDPC_BINARY_MINIMUM || kind == FSDPC_BINARY_POW;
+    bool divides = kind == FSDPC_BINARY_DIV;
+    if (both || (kind == FSDPC_BINARY_MUL && db))
         fsdpc_node_save(node, SAVED_A, a);
-    if ((kind == FSDPC_BINARY_MUL && da) || kind == FSDPC_BINARY_DIV)
+    if (both || divides || kind == FSDPC_BINARY_MASK || (kind == FSDPC_BINARY_MUL && da))
         fsdpc_node_save(node, SAVED_B, b);
-    return kind == FSDPC_BINARY_DIV && db ? fsdpc_node_save_output(node, SAVED_QUOTIENT, y)
-                                          : FSDPC_OK;
+    return (divides || kind == FSDPC_BINARY_POW) && db
+               ? fsdpc_node_save_output(node, SAVED_RESULT, y)
+               : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a, fsdpc_tensor *b,
@@ -348,14 +429,14 @@ static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_te
 }
 
 /* With the number rounded to x's dtype, as if it stood in a tensor of that. */
-static fsdpc_status compare_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
-                                   fsdpc_tensor **out)
+static fsdpc_status with_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *x, double s,
+                                bool reversed, fsdpc_tensor **out)
 {
     fsdpc_tensor *wide, *t = NULL;
     FSDPC_TRY(scalar_tensor(tape, FSDPC_F64, s, &wide));
     fsdpc_status st = fsdpc_op_cast(tape, wide, x->dtype, &t);
     if (st == FSDPC_OK)
-        st = fsdpc_op_binary(tape, kind, x, t, out);
+        st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
     fsdpc_tensor_release(wide);
     fsdpc_tensor_release(t);
     return st;
@@ -388,7 +469,7 @@ fsdpc_status fsdpc_op_binary_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_t
             return fsdpc_op_unary(tape, FSDPC_UNARY_RDIV_SCALAR, s, x, out);
         return fsdpc_op_unary(tape, FSDPC_UNARY_MUL_SCALAR, 1 / s, x, out);
     default:
-        return compare_scalar(tape, kind, x, s, out);
+        return with_scalar(tape, kind, x, s, reversed, out);
     }
 }
 

@@ -1,5 +1,6 @@
-/* Embedding: rows of a table picked by ids.  The gradient of the table is written straight to its
- * target; the kernel sums rows in the order of ids, so the result is the same on every run.
+/* Rows of a table picked by ids, and rows added up by ids: each is the other's gradient.  The
+ * gradient of a table is written straight to its target; the kernel sums rows in the order of ids,
+ * so the result is the same on every run.  Only rows of floats are added up; any can be picked.
  */
 #include "nn/op.h"
 
@@ -26,11 +27,12 @@ static fsdpc_status embedding_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
 
 static const fsdpc_node_ops embedding_ops = {.name = "embedding", .backward = embedding_backward};
 
-fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
-                                fsdpc_tensor **out)
+/* y (ids->shape, dim) = rows of the table; no node. */
+static fsdpc_status pick_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
+                              fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_op_check_ids("embedding", "ids", ids));
-    FSDPC_TRY(fsdpc_op_check_float("embedding", "weight", weight));
+    FSDPC_TRY(fsdpc_tensor_check(weight));
     if (weight->ndim != 2 || ids->ndim + 1 > FSDPC_MAX_DIMS)
         return fsdpc_op_fail_shapes("embedding", "ids", ids, "weight", weight,
                                     "weight must be (rows, dim)");
@@ -48,12 +50,60 @@ fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tenso
                                  .ids = ids->data,
                                  .table = weight->data,
                                  .out = y->data};
-    fsdpc_status st = fsdpc_op_kernels(tape)->embedding(&args, tape->stream);
-    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &weight)) {
-        fsdpc_node *node;
-        st = fsdpc_op_record(tape, &embedding_ops, 1, &weight, y, 0, &node);
-        if (st == FSDPC_OK)
-            fsdpc_node_save(node, SAVED_IDS, ids);
-    }
-    return fsdpc_op_return(st, y, out);
+    return fsdpc_op_return(fsdpc_op_kernels(tape)->embedding(&args, tape->stream), y, out);
+}
+
+static fsdpc_status record(fsdpc_tape *tape, const fsdpc_node_ops *ops, fsdpc_tensor *x,
+                           fsdpc_tensor *ids, fsdpc_tensor *y)
+{
+    fsdpc_node *node;
+    if (!fsdpc_tape_wants(tape, 1, &x))
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_op_record(tape, ops, 1, &x, y, 0, &node));
+    fsdpc_node_save(node, SAVED_IDS, ids);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
+                                fsdpc_tensor **out)
+{
+    fsdpc_tensor *y = NULL;
+    FSDPC_TRY(pick_rows(tape, ids, weight, &y));
+    return fsdpc_op_return(record(tape, &embedding_ops, weight, ids, y), y, out);
+}
+
+static fsdpc_status scatter_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *dx = NULL;
+    FSDPC_TRY(pick_rows(tape, node->saved[SAVED_IDS], dy, &dx));
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, FSDPC_OK);
+}
+
+static const fsdpc_node_ops scatter_ops = {.name = "scatter_rows", .backward = scatter_backward};
+
+fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
+                                   size_t rows, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_ids("scatter_rows", "ids", ids));
+    FSDPC_TRY(fsdpc_op_check_float("scatter_rows", "the tensor", x));
+    bool fits = x->ndim == ids->ndim + 1;
+    for (int i = 0; fits && i < ids->ndim; i++)
+        fits = x->shape[i] == ids->shape[i];
+    if (!fits)
+        return fsdpc_op_fail_shapes("scatter_rows", "ids", ids, "the tensor", x,
+                                    "it must have the shape of ids and one dimension more");
+    fsdpc_tensor *y;
+    size_t shape[] = {rows, x->shape[ids->ndim]};
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, 2, shape, &y));
+    fsdpc_embedding_args args = {.dtype = x->dtype,
+                                 .id_dtype = ids->dtype,
+                                 .count = ids->numel,
+                                 .rows = rows,
+                                 .dim = shape[1],
+                                 .ids = ids->data,
+                                 .dout = x->data,
+                                 .dtable = y->data,
+                                 .dtable_dtype = x->dtype};
+    fsdpc_status st = fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
+    return fsdpc_op_return(st == FSDPC_OK ? record(tape, &scatter_ops, x, ids, y) : st, y, out);
 }

@@ -72,9 +72,9 @@ static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_su
     return FSDPC_OK;
 }
 
-/* Of BOOL: how many are true, as I64 and exact below 2^53, or which part of them, as F32. */
-static fsdpc_status count_true(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
-                               bool mean, fsdpc_tensor **out)
+/* Of integers, as I64 and exact below 2^53 (of BOOL: how many are true); the mean as F32. */
+static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
+                                 bool keepdim, bool mean, fsdpc_tensor **out)
 {
     fsdpc_tensor *wide, *sum = NULL;
     FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
@@ -89,8 +89,8 @@ static fsdpc_status count_true(fsdpc_tape *tape, fsdpc_tensor *x, const bool *re
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out)
 {
-    if (x->dtype == FSDPC_BOOL)
-        return count_true(tape, x, reduced, keepdim, mean, out);
+    if (!fsdpc_dtype_is_float(x->dtype))
+        return sum_integers(tape, x, reduced, keepdim, mean, out);
     FSDPC_TRY(fsdpc_op_check_float(mean ? "mean" : "sum", "the tensor", x));
     fsdpc_sum_args args = {.dtype = x->dtype, .out_dtype = x->dtype, .ndim = x->ndim, .scale = 1};
     size_t shape[FSDPC_MAX_DIMS], count = 1;

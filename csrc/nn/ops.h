@@ -94,6 +94,9 @@ fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor 
 /* ids of any shape, weight (rows, dim) -> (..., dim) */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 fsdpc_tensor **out);
+/* ids (...), x (..., dim) -> (rows, dim): row r is the sum of the x whose id is r, or zeros. */
+fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
+                                   size_t rows, fsdpc_tensor **out);
 
 /* ---- losses: op_loss.c.  The result is a scalar of F32 whatever the inputs are. ---- */
 

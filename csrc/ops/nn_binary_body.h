@@ -1,4 +1,4 @@
-/* a + b, a - b, a * b, a / b with broadcasting (see nn_internal.h for how bodies are compiled).
+/* a + b, a - b, a * b, a / b, maxima, minima and masks with broadcasting (see nn_internal.h for how bodies are compiled).
  *
  * The shape is collapsed first, so equal shapes become one long row and a broadcast bias a loop of
  * rows.  Along the innermost dimension each operand is dense or one repeated value, which are
@@ -16,6 +16,16 @@ FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    case FSDPC_BINARY_POW:
+        for (int i = 0; i < FSDPC_LANES; i++)
+            a[i] = powf(a[i], b[i]);
+        return a;
+    case FSDPC_BINARY_MAXIMUM:
+        return fsdpc_vf_select((a > b) | (a != a), a, b);
+    case FSDPC_BINARY_MINIMUM:
+        return fsdpc_vf_select((a < b) | (a != a), a, b);
+    case FSDPC_BINARY_MASK:
+        return fsdpc_vf_select(b != (fsdpc_vf){0}, a, fsdpc_vf_splat(-0.0f));
     default: /* comparisons: nn_f64.c */
         break;
     }
@@ -89,18 +99,19 @@ FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t 
                           step_b,
                           numel};
         switch (plan->args->kind) {
-        case FSDPC_BINARY_ADD:
-            binary_row_of_kind(FSDPC_BINARY_ADD, &row, dtype);
-            break;
-        case FSDPC_BINARY_SUB:
-            binary_row_of_kind(FSDPC_BINARY_SUB, &row, dtype);
-            break;
-        case FSDPC_BINARY_MUL:
-            binary_row_of_kind(FSDPC_BINARY_MUL, &row, dtype);
-            break;
-        case FSDPC_BINARY_DIV:
-            binary_row_of_kind(FSDPC_BINARY_DIV, &row, dtype);
-            break;
+#define ROW(KIND)                                                                                  \
+    case FSDPC_BINARY_##KIND:                                                                      \
+        binary_row_of_kind(FSDPC_BINARY_##KIND, &row, dtype);                                      \
+        break;
+            ROW(ADD)
+            ROW(SUB)
+            ROW(MUL)
+            ROW(DIV)
+            ROW(POW)
+            ROW(MAXIMUM)
+            ROW(MINIMUM)
+            ROW(MASK)
+#undef ROW
         default:
             break;
         }

@@ -19,7 +19,6 @@ static void embedding_range(const void *arg, size_t first, size_t last)
 
 static fsdpc_status embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(nn_check_float(args->dtype, "an embedding"));
     FSDPC_TRY(fsdpc_nn_embedding_check(args));
     if (args->dim)
         nn_for(stream, args->count, nn_row_grain(args->dim), embedding_range, args);

@@ -23,8 +23,8 @@ void fsdpc_nn_unary_f64(const void *arg, size_t first, size_t last)
 void fsdpc_nn_unary_backward_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_unary_args *args = arg;
-    const double *x = nn_unary_reads_x(args->kind) ? args->x : NULL;
-    const double *y = nn_unary_reads_y(args->kind) ? args->y : NULL;
+    const double *x = fsdpc_unary_reads_x(args->kind) ? args->x : NULL;
+    const double *y = fsdpc_unary_reads_y(args->kind) ? args->y : NULL;
     for (size_t i = first; i < last; i++)
         ((double *)args->out)[i] = unary_slope(args->kind, x ? x[i] : 0, y ? y[i] : 0,
                                                ((const double *)args->dy)[i], args->scalar);
@@ -60,18 +60,49 @@ static double binary_f64(fsdpc_binary kind, double a, double b)
         return a * b;
     case FSDPC_BINARY_DIV:
         return a / b;
+    case FSDPC_BINARY_POW:
+        return pow(a, b);
+    case FSDPC_BINARY_MAXIMUM:
+        return a > b || a != a ? a : b;
+    case FSDPC_BINARY_MINIMUM:
+        return a < b || a != a ? a : b;
+    case FSDPC_BINARY_MASK:
+        return b != 0 ? a : -0.0;
     default:
         break;
     }
     return a;
 }
 
+static int64_t pow_i64(int64_t a, int64_t b) /* wraps */
+{
+    uint64_t y = 1, power = (uint64_t)a;
+    if (b < 0)
+        return a == 1 ? 1 : a == -1 ? (b % 2 ? -1 : 1) : 0;
+    for (; b; b >>= 1, power *= power)
+        y *= b & 1 ? power : 1;
+    return (int64_t)y;
+}
+
 static int64_t binary_i64(fsdpc_binary kind, int64_t a, int64_t b) /* wraps */
 {
     uint64_t ua = (uint64_t)a, ub = (uint64_t)b;
-    if (kind == FSDPC_BINARY_ADD)
+    switch (kind) {
+    case FSDPC_BINARY_ADD:
         return (int64_t)(ua + ub);
-    return (int64_t)(kind == FSDPC_BINARY_SUB ? ua - ub : ua * ub);
+    case FSDPC_BINARY_SUB:
+        return (int64_t)(ua - ub);
+    case FSDPC_BINARY_POW:
+        return pow_i64(a, b);
+    case FSDPC_BINARY_MAXIMUM:
+        return a > b ? a : b;
+    case FSDPC_BINARY_MINIMUM:
+        return a < b ? a : b;
+    case FSDPC_BINARY_MASK:
+        return b ? a : 0;
+    default:
+        return (int64_t)(ua * ub);
+    }
 }
 
 void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)

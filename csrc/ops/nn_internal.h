@@ -62,19 +62,6 @@ static inline fsdpc_status nn_check_float(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
-/* What a unary function's backward reads; the other pointer may be NULL. */
-static inline bool nn_unary_reads_y(fsdpc_unary kind)
-{
-    return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
-           kind == FSDPC_UNARY_SIGMOID || kind == FSDPC_UNARY_RELU;
-}
-
-static inline bool nn_unary_reads_x(fsdpc_unary kind)
-{
-    return !nn_unary_reads_y(kind) && kind != FSDPC_UNARY_NEG && kind != FSDPC_UNARY_ADD_SCALAR &&
-           kind != FSDPC_UNARY_MUL_SCALAR && kind != FSDPC_UNARY_RSUB_SCALAR;
-}
-
 /* Makes name_kernels from an inlined `name(args, first, last, dtype)` and the F64 form.  The
  * arguments are copied first: nothing a kernel stores can then alias them, so they stay in
  * registers. */

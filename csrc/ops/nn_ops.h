@@ -29,6 +29,13 @@ enum { FSDPC_MAX_DIMS = 8 };
     X(GELU_ERF, "gelu_erf")   /* 0.5 x (1 + erf(x / sqrt 2)) */                                    \
     X(SILU, "silu")                                                                                \
     X(RELU, "relu")                                                                                \
+    X(RSQRT, "rsqrt") /* 1 / sqrt(x) */                                                            \
+    X(SIN, "sin")                                                                                  \
+    X(COS, "cos")                                                                                  \
+    X(LOG1P, "log1p") /* log(1 + x) */                                                             \
+    X(EXPM1, "expm1") /* e^x - 1 */                                                                \
+    X(ERF, "erf")                                                                                  \
+    X(SIGN, "sign")               /* NaN stays */                                                  \
     X(ADD_SCALAR, "add_scalar")   /* x + s */                                                      \
     X(MUL_SCALAR, "mul_scalar")   /* x * s */                                                      \
     X(RSUB_SCALAR, "rsub_scalar") /* s - x */                                                      \
@@ -47,6 +54,10 @@ typedef enum fsdpc_unary {
     X(SUB, "sub")                                                                                  \
     X(MUL, "mul")                                                                                  \
     X(DIV, "div")                                                                                  \
+    X(POW, "pow")         /* a ^ b; of integers, 0 for a negative b but for a = 1 and -1 */        \
+    X(MAXIMUM, "maximum") /* NaN if either is */                                                   \
+    X(MINIMUM, "minimum")                                                                          \
+    X(MASK, "mask") /* b ? a : -0.0, so that the sum of two masked tensors selects exactly */      \
     X(EQ, "eq")                                                                                    \
     X(NE, "ne")                                                                                    \
     X(LT, "lt")                                                                                    \
@@ -65,8 +76,21 @@ static inline bool fsdpc_binary_compares(fsdpc_binary kind)
     return kind >= FSDPC_BINARY_EQ;
 }
 
-/* Backward reads y alone for EXP, SQRT, TANH, SIGMOID and RELU, neither for NEG, ADD_SCALAR,
- * MUL_SCALAR and RSUB_SCALAR, and x alone for the others; unused arguments may be NULL. */
+/* What backward reads: y, x, or neither; unused arguments may be NULL. */
+static inline bool fsdpc_unary_reads_y(fsdpc_unary kind)
+{
+    return kind == FSDPC_UNARY_EXP || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_TANH ||
+           kind == FSDPC_UNARY_SIGMOID || kind == FSDPC_UNARY_RELU || kind == FSDPC_UNARY_RSQRT ||
+           kind == FSDPC_UNARY_EXPM1;
+}
+
+static inline bool fsdpc_unary_reads_x(fsdpc_unary kind)
+{
+    return !fsdpc_unary_reads_y(kind) && kind != FSDPC_UNARY_NEG && kind != FSDPC_UNARY_SIGN &&
+           kind != FSDPC_UNARY_ADD_SCALAR && kind != FSDPC_UNARY_MUL_SCALAR &&
+           kind != FSDPC_UNARY_RSUB_SCALAR;
+}
+
 typedef struct fsdpc_unary_args {
     fsdpc_unary kind;
     fsdpc_dtype dtype;
@@ -179,7 +203,7 @@ typedef struct fsdpc_attention_args {
 } fsdpc_attention_args;
 
 typedef struct fsdpc_embedding_args {
-    fsdpc_dtype dtype;       /* of table and out */
+    fsdpc_dtype dtype;       /* of table and out; forward: any */
     fsdpc_dtype id_dtype;    /* I32 or I64 */
     size_t count, rows, dim; /* ids, table rows, elements of a row */
     const void *ids;

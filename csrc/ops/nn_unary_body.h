@@ -7,17 +7,19 @@
 
 enum { UNARY_BLOCK = 512 };
 
-FSDPC_INLINE fsdpc_vf unary_by_lane(fsdpc_vf x, float s, float (*fn)(float, float))
+/* By the C library, a lane at a time. */
+FSDPC_INLINE fsdpc_vf unary_by_lane(fsdpc_vf x, float (*fn)(float))
 {
     for (int i = 0; i < FSDPC_LANES; i++)
-        x[i] = fn(x[i], s);
+        x[i] = fn(x[i]);
     return x;
 }
 
-static float log_lane(float x, float unused)
+FSDPC_INLINE fsdpc_vf unary_pow(fsdpc_vf x, float s)
 {
-    (void)unused;
-    return logf(x);
+    for (int i = 0; i < FSDPC_LANES; i++)
+        x[i] = powf(x[i], s);
+    return x;
 }
 
 /* 0.5 (1 + tanh(u)) = sigmoid(2 u), which is cheaper and keeps relative accuracy far below zero. */
@@ -36,7 +38,7 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
     case FSDPC_UNARY_EXP:
         return fsdpc_vf_exp(x);
     case FSDPC_UNARY_LOG:
-        return unary_by_lane(x, s, log_lane);
+        return unary_by_lane(x, logf);
     case FSDPC_UNARY_SQRT:
         return fsdpc_vf_sqrt(x);
     case FSDPC_UNARY_TANH:
@@ -51,6 +53,22 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
         return x * fsdpc_vf_sigmoid(x);
     case FSDPC_UNARY_RELU:
         return fsdpc_vf_max((fsdpc_vf){0}, x); /* NaN stays */
+    case FSDPC_UNARY_RSQRT:
+        return 1.0f / fsdpc_vf_sqrt(x);
+    case FSDPC_UNARY_SIN:
+        return unary_by_lane(x, sinf);
+    case FSDPC_UNARY_COS:
+        return unary_by_lane(x, cosf);
+    case FSDPC_UNARY_LOG1P:
+        return unary_by_lane(x, log1pf);
+    case FSDPC_UNARY_EXPM1:
+        return unary_by_lane(x, expm1f);
+    case FSDPC_UNARY_ERF:
+        return fsdpc_vf_erf(x);
+    case FSDPC_UNARY_SIGN: {
+        const fsdpc_vf zero = {0}, one = fsdpc_vf_splat(1.0f);
+        return fsdpc_vf_select(x > zero, one, fsdpc_vf_select(x < zero, -one, x * 0.0f));
+    }
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -60,7 +78,7 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
     case FSDPC_UNARY_RDIV_SCALAR:
         return s / x;
     case FSDPC_UNARY_POW_SCALAR:
-        return unary_by_lane(x, s, powf);
+        return unary_pow(x, s);
     }
     return x;
 }
@@ -101,6 +119,20 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
     }
     case FSDPC_UNARY_RELU:
         return fsdpc_vf_select(y > zero, dy, zero);
+    case FSDPC_UNARY_RSQRT:
+        return -0.5f * dy * y * y * y;
+    case FSDPC_UNARY_SIN:
+        return dy * unary_by_lane(x, cosf);
+    case FSDPC_UNARY_COS:
+        return -dy * unary_by_lane(x, sinf);
+    case FSDPC_UNARY_LOG1P:
+        return dy / (1.0f + x);
+    case FSDPC_UNARY_EXPM1:
+        return dy * (y + 1.0f);
+    case FSDPC_UNARY_ERF:
+        return dy * (1.1283791671f * fsdpc_vf_exp(-x * x));
+    case FSDPC_UNARY_SIGN:
+        return zero;
     case FSDPC_UNARY_ADD_SCALAR:
         return dy;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -108,7 +140,7 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
     case FSDPC_UNARY_RDIV_SCALAR:
         return -dy * s / (x * x);
     case FSDPC_UNARY_POW_SCALAR: /* x^0 is flat, at x = 0 too */
-        return s == 0 ? zero : dy * s * unary_by_lane(x, s - 1.0f, powf);
+        return s == 0 ? zero : dy * s * unary_pow(x, s - 1.0f);
     }
     return dy;
 }
@@ -132,9 +164,9 @@ FSDPC_INLINE void unary_backward_step(fsdpc_unary kind, const float *x, const fl
 FSDPC_INLINE void unary_backward_loop(fsdpc_unary kind, const float *x, const float *y,
                                       const float *dy, float *out, size_t numel, float s)
 {
-    if (!nn_unary_reads_x(kind))
+    if (!fsdpc_unary_reads_x(kind))
         x = NULL;
-    if (!nn_unary_reads_y(kind))
+    if (!fsdpc_unary_reads_y(kind))
         y = NULL;
     size_t i = 0;
     FSDPC_EACH_VECTOR(
@@ -203,7 +235,7 @@ FSDPC_INLINE void unary_backward_range(const fsdpc_unary_args *args, size_t firs
                                        fsdpc_dtype dtype)
 {
     float s = (float)args->scalar;
-    bool reads_x = nn_unary_reads_x(args->kind), reads_y = nn_unary_reads_y(args->kind);
+    bool reads_x = fsdpc_unary_reads_x(args->kind), reads_y = fsdpc_unary_reads_y(args->kind);
     if (dtype == FSDPC_F32) {
         unary_backward_f32(args->kind, reads_x ? (const float *)args->x + first : NULL,
                            reads_y ? (const float *)args->y + first : NULL,

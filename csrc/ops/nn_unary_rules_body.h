@@ -40,6 +40,20 @@ RULE RULE_T unary_value(fsdpc_unary kind, RULE_T x, RULE_T s)
         return x * sigmoid(x);
     case FSDPC_UNARY_RELU:
         return x < 0 ? (RULE_T)0 : x; /* NaN stays */
+    case FSDPC_UNARY_RSQRT:
+        return (RULE_T)1 / sqrt(x);
+    case FSDPC_UNARY_SIN:
+        return sin(x);
+    case FSDPC_UNARY_COS:
+        return cos(x);
+    case FSDPC_UNARY_LOG1P:
+        return log1p(x);
+    case FSDPC_UNARY_EXPM1:
+        return expm1(x);
+    case FSDPC_UNARY_ERF:
+        return erf(x);
+    case FSDPC_UNARY_SIGN:
+        return x > 0 ? (RULE_T)1 : x < 0 ? (RULE_T)-1 : x * 0;
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -89,6 +103,20 @@ RULE RULE_T unary_slope(fsdpc_unary kind, RULE_T x, RULE_T y, RULE_T dy, RULE_T 
     }
     case FSDPC_UNARY_RELU:
         return y > 0 ? dy : (RULE_T)0;
+    case FSDPC_UNARY_RSQRT:
+        return (RULE_T)-0.5 * dy * y * y * y;
+    case FSDPC_UNARY_SIN:
+        return dy * cos(x);
+    case FSDPC_UNARY_COS:
+        return -dy * sin(x);
+    case FSDPC_UNARY_LOG1P:
+        return dy / ((RULE_T)1 + x);
+    case FSDPC_UNARY_EXPM1:
+        return dy * (y + (RULE_T)1);
+    case FSDPC_UNARY_ERF:
+        return dy * ((RULE_T)1.12837916709551257390 * exp(-x * x));
+    case FSDPC_UNARY_SIGN:
+        return (RULE_T)0;
     case FSDPC_UNARY_ADD_SCALAR:
         return dy;
     case FSDPC_UNARY_MUL_SCALAR:

@@ -100,12 +100,10 @@ static PyObject *power(fsdpc_py_state *state, PyObject *const *a)
 {
     double exponent;
     bool integral;
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    if (!x)
-        return NULL;
-    if (!fsdpc_py_number(a[1], &exponent, &integral))
-        return PyErr_Format(PyExc_TypeError, "pow: the exponent is a number, not %s",
-                            Py_TYPE(a[1])->tp_name);
+    fsdpc_tensor *x = fsdpc_py_tensor_peek(NULL, a[0]);
+    if (!x || !fsdpc_dtype_is_float(x->dtype) || fsdpc_py_tensor_peek(NULL, a[1]) ||
+        !fsdpc_py_number(a[1], &exponent, &integral))
+        return binary(a, "pow", FSDPC_BINARY_POW);
     return unary_of(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
 }
 
@@ -228,6 +226,17 @@ static PyObject *embedding(fsdpc_py_state *state, PyObject *const *a)
         return NULL;
     size_t dim = weight->ndim == 2 ? weight->shape[1] : 0;
     RETURN_OP(state, ids->numel * dim, fsdpc_op_embedding(r->tape, ids, weight, &y));
+}
+
+static PyObject *scatter_rows(fsdpc_py_state *state, PyObject *const *a)
+{
+    int64_t rows = 0;
+    fsdpc_tensor *ids = fsdpc_py_tensor_of(a[0]), *x = ids ? fsdpc_py_tensor_of(a[1]) : NULL;
+    if (!x || fsdpc_py_arg_int64(a[2], &rows) < 0)
+        return NULL;
+    if (rows < 0)
+        return PyErr_Format(PyExc_ValueError, "scatter_rows: %lld rows", (long long)rows);
+    RETURN_OP(state, x->numel, fsdpc_op_scatter_rows(r->tape, ids, x, (size_t)rows, &y));
 }
 
 static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
@@ -412,6 +421,12 @@ static PyObject *array_equal(PyObject *const *a)
     F(sub, 2, "a, b", "a - b", binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                       \
     F(mul, 2, "a, b", "a * b", binary(a, "mul", FSDPC_BINARY_MUL), "a", "b")                       \
     F(div, 2, "a, b", "a / b", binary(a, "div", FSDPC_BINARY_DIV), "a", "b")                       \
+    F(maximum, 2, "a, b", "The larger of each two.", binary(a, "maximum", FSDPC_BINARY_MAXIMUM),   \
+      "a", "b")                                                                                    \
+    F(minimum, 2, "a, b", "The smaller of each two.", binary(a, "minimum", FSDPC_BINARY_MINIMUM),  \
+      "a", "b")                                                                                    \
+    F(mask, 2, "x, keep", "x where keep is true, else a negative zero.",                           \
+      binary(a, "mask", FSDPC_BINARY_MASK), "x", "keep")                                           \
     M(pow, 2, "x, exponent", "x ** exponent", power(state, a), "x", "exponent")                    \
     M(neg, 1, "x", "-x", unary(state, a, FSDPC_UNARY_NEG), "x")                                    \
     M(abs, 1, "x", "Absolute values.", unary(state, a, FSDPC_UNARY_ABS), "x")                      \
@@ -420,6 +435,13 @@ static PyObject *array_equal(PyObject *const *a)
     M(sqrt, 1, "x", "Square roots.", unary(state, a, FSDPC_UNARY_SQRT), "x")                       \
     M(tanh, 1, "x", "Hyperbolic tangents.", unary(state, a, FSDPC_UNARY_TANH), "x")                \
     M(sigmoid, 1, "x", "1 / (1 + e ** -x)", unary(state, a, FSDPC_UNARY_SIGMOID), "x")             \
+    M(rsqrt, 1, "x", "1 / sqrt(x)", unary(state, a, FSDPC_UNARY_RSQRT), "x")                       \
+    M(sin, 1, "x", "Sines.", unary(state, a, FSDPC_UNARY_SIN), "x")                                \
+    M(cos, 1, "x", "Cosines.", unary(state, a, FSDPC_UNARY_COS), "x")                              \
+    M(log1p, 1, "x", "log(1 + x)", unary(state, a, FSDPC_UNARY_LOG1P), "x")                        \
+    M(expm1, 1, "x", "e ** x - 1", unary(state, a, FSDPC_UNARY_EXPM1), "x")                        \
+    M(erf, 1, "x", "The error function.", unary(state, a, FSDPC_UNARY_ERF), "x")                   \
+    M(sign, 1, "x", "-1, 0 or 1.", unary(state, a, FSDPC_UNARY_SIGN), "x")                         \
     F(silu, 1, "x", "x * sigmoid(x)", unary(state, a, FSDPC_UNARY_SILU), "x")                      \
     M(relu, 1, "x", "max(x, 0)", unary(state, a, FSDPC_UNARY_RELU), "x")                           \
     F(gelu, 1, "x, approximate='none'",                                                            \
@@ -447,6 +469,8 @@ static PyObject *array_equal(PyObject *const *a)
     F(rms_norm, 1, "x, weight=None, eps=1e-6", "Of the last dimension.", rms_norm(state, a), "x",  \
       "weight", "eps")                                                                             \
     F(embedding, 2, "ids, weight", "Rows of the weight.", embedding(state, a), "ids", "weight")    \
+    F(scatter_rows, 3, "ids, x, rows", "Rows added up by their ids.", scatter_rows(state, a),      \
+      "ids", "x", "rows")                                                                          \
     F(rotary, 3, "x, cos, sin", "Turned by angles.", rotary(state, a), "x", "cos", "sin")          \
     F(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
       "softmax(q @ k.T * scale) @ v", scaled_dot_product_attention(state, a), "q", "k", "v",       \

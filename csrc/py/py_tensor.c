@@ -304,9 +304,10 @@ static PyObject *tensor_absolute(PyObject *object)
 
 static PyObject *tensor_power(PyObject *a, PyObject *b, PyObject *modulus)
 {
-    if (!is_tensor(a) || is_tensor(b) || modulus != Py_None)
+    if (modulus != Py_None)
         Py_RETURN_NOTIMPLEMENTED;
-    return PyObject_CallMethod(a, "pow", "O", b);
+    return is_tensor(a) ? PyObject_CallMethod(a, "pow", "O", b)
+                        : fsdpc_py_tensor_number(a, b, FSDPC_BINARY_POW);
 }
 
 static PyObject *tensor_matmul(PyObject *a, PyObject *b)

@@ -1,4 +1,5 @@
-/* Indexing by integers, slices, None and an ellipsis, to read and to write.
+/* Indexing by integers, slices, None and an ellipsis, to read and to write.  An index with arrays
+ * or masks goes to methods that fsdpc.functional gives to the type.
  *
  * An index becomes one fsdpc_range per dimension.  Reading gives a view where the box is one run of
  * memory (rows of the leading dimension), else a copy.  None adds a dimension of one afterwards.
@@ -27,10 +28,22 @@ static int add_extent(parsed_index *p, size_t extent)
 static int refuse(PyObject *item)
 {
     PyErr_Format(PyExc_TypeError,
-                 "a tensor is indexed by integers, slices, None and ..., not %s: use numpy() or "
-                 "embedding()",
+                 "a tensor is indexed by integers, slices, None, ... and arrays of integers or "
+                 "bool, not %s",
                  Py_TYPE(item)->tp_name);
     return -1;
+}
+
+/* Is an array, a list or a tensor among the items? */
+static bool has_arrays(PyObject *index)
+{
+    PyObject **items = PyTuple_Check(index) ? ((PyTupleObject *)index)->ob_item : &index;
+    Py_ssize_t n = PyTuple_Check(index) ? PyTuple_GET_SIZE(index) : 1;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (PyList_Check(items[i]) || fsdpc_py_tensor_peek(NULL, items[i]) ||
+            (PySequence_Check(items[i]) && fsdpc_py_is_array(items[i])))
+            return true;
+    return false;
 }
 
 static int parse_one(parsed_index *p, const fsdpc_tensor *t, int dim, PyObject *item)
@@ -109,6 +122,8 @@ PyObject *fsdpc_py_tensor_getitem(PyObject *object, PyObject *index)
     fsdpc_py_tensor *self = fsdpc_py_self(object);
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(self->state);
     parsed_index p;
+    if (has_arrays(index))
+        return PyObject_CallMethod(object, "_take", "(O)", index);
     if (!runtime || parse_index(&p, self->tensor, index) < 0)
         return NULL;
     fsdpc_tensor *y = NULL, *reshaped = NULL;
@@ -130,6 +145,11 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
     if (!value) {
         PyErr_SetString(PyExc_TypeError, "elements of a tensor cannot be deleted");
         return -1;
+    }
+    if (has_arrays(index)) {
+        PyObject *done = PyObject_CallMethod(object, "_put", "(OO)", index, value);
+        Py_XDECREF(done);
+        return done ? 0 : -1;
     }
     if (parse_index(&p, t, index) < 0 || fsdpc_py_tensor_check_inplace(self, "[...] =") < 0)
         return -1;

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdpc import cuda, distributed, nn, optim
+from fsdpc import cuda, distributed, functional, nn, optim
 from fsdpc._core import (
     MismatchError,
     PeerError,
@@ -49,6 +49,24 @@ from fsdpc._core import (
 from fsdpc.activation import checkpoint_activations
 from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
 from fsdpc.config import show_config
+from fsdpc.creation import (
+    arange,
+    empty,
+    empty_like,
+    eye,
+    full,
+    full_like,
+    linspace,
+    ones,
+    ones_like,
+    rand,
+    rand_like,
+    randint,
+    randn,
+    randn_like,
+    zeros,
+    zeros_like,
+)
 from fsdpc.device import get_default_device, set_default_device
 from fsdpc.distributed import (
     all_gather,
@@ -79,7 +97,7 @@ from fsdpc.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
-    from fsdpc import amp, checkpoint, data, functional, loggers, lr_scheduler, models, wrap
+    from fsdpc import amp, checkpoint, data, loggers, lr_scheduler, models, wrap
     from fsdpc.auditor import Audited, audit
     from fsdpc.batch_size import find_batch_size
     from fsdpc.flight import FlightRecorder
@@ -92,7 +110,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
-    "amp", "checkpoint", "data", "functional", "launcher", "loggers", "lr_scheduler", "models",
+    "amp", "checkpoint", "data", "launcher", "loggers", "lr_scheduler", "models",
     "testing", "wrap",
 }  # fmt: skip
 
@@ -115,21 +133,23 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
 }
 
 __all__ = [
-    "all_gather", "all_reduce", "amp", "audit", "Audited", "barrier", "bfloat16", "bool_",
+    "all_gather", "all_reduce", "amp", "arange", "audit", "Audited", "barrier", "bfloat16", "bool_",
     "broadcast", "checkpoint", "checkpoint_activations", "clip_grad_norm_", "clip_grad_value_",
-    "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "enable_grad",
-    "estimate", "estimate_activations", "find_batch_size", "FlightRecorder", "float16", "float32",
-    "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule", "full_grad",
-    "full_tensor", "fully_shard", "functional", "get_default_device", "grad_norms", "graph_step",
-    "GraphStep", "init", "init_device_mesh", "int32", "int64", "is_grad_enabled", "is_initialized",
-    "launch", "local_rank", "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats",
-    "MemoryPlan", "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
-    "OffloadPolicy", "optim", "PeerError", "PerformanceTracker", "plan", "PlanOptions", "Plans",
-    "Profile", "profile", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats",
-    "Schedule", "schedule", "set_default_device", "set_num_threads", "ShardingStrategy",
-    "show_config", "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized",
-    "StabilizerOptions", "summon_full_params", "Tensor", "tensor", "training_cost", "TrainingCost",
-    "TrainingStabilizer", "uint8", "world_size", "wrap",
+    "cuda", "data", "deferred_init", "DeviceMesh", "distributed", "dtype", "empty", "empty_like",
+    "enable_grad", "estimate", "estimate_activations", "eye", "find_batch_size", "FlightRecorder",
+    "float16", "float32", "float64", "flops_per_token", "from_dlpack", "from_numpy", "FSDPModule",
+    "full", "full_grad", "full_like", "full_tensor", "fully_shard", "functional",
+    "get_default_device", "grad_norms", "graph_step", "GraphStep", "init", "init_device_mesh",
+    "int32", "int64", "is_grad_enabled", "is_initialized", "launch", "linspace", "local_rank",
+    "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats", "MemoryPlan",
+    "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
+    "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
+    "PlanOptions", "Plans", "Profile", "profile", "rand", "rand_like", "randint", "randn",
+    "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
+    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
+    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
+    "summon_full_params", "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
+    "uint8", "world_size", "wrap", "zeros", "zeros_like",
 ]  # fmt: skip
 
 

@@ -11,16 +11,20 @@ typedef struct shape_case {
 
 static double apply(fsdpc_binary kind, double a, double b)
 {
-    return kind == FSDPC_BINARY_ADD   ? a + b
-           : kind == FSDPC_BINARY_SUB ? a - b
-           : kind == FSDPC_BINARY_MUL ? a * b
-           : kind == FSDPC_BINARY_DIV ? a / b
-           : kind == FSDPC_BINARY_EQ  ? a == b
-           : kind == FSDPC_BINARY_NE  ? a != b
-           : kind == FSDPC_BINARY_LT  ? a < b
-           : kind == FSDPC_BINARY_LE  ? a <= b
-           : kind == FSDPC_BINARY_GT  ? a > b
-                                      : a >= b;
+    return kind == FSDPC_BINARY_ADD       ? a + b
+           : kind == FSDPC_BINARY_SUB     ? a - b
+           : kind == FSDPC_BINARY_MUL     ? a * b
+           : kind == FSDPC_BINARY_DIV     ? a / b
+           : kind == FSDPC_BINARY_POW     ? pow(a, b)
+           : kind == FSDPC_BINARY_MAXIMUM ? fmax(a, b)
+           : kind == FSDPC_BINARY_MINIMUM ? fmin(a, b)
+           : kind == FSDPC_BINARY_MASK    ? (b != 0 ? a : 0)
+           : kind == FSDPC_BINARY_EQ      ? a == b
+           : kind == FSDPC_BINARY_NE      ? a != b
+           : kind == FSDPC_BINARY_LT      ? a < b
+           : kind == FSDPC_BINARY_LE      ? a <= b
+           : kind == FSDPC_BINARY_GT      ? a > b
+                                          : a >= b;
 }
 
 /* Strides of a dense operand without its broadcast dimensions; returns its numel. */
@@ -60,7 +64,9 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
         double want = apply(kind, buffer_get(&a, at_a), buffer_get(&b, at_b));
         /* one rounding to fp32, one to the dtype */
         check_near(rig, "binary", dtype, i, buffer_get(&out, i), want,
-                   is_int || compares ? 0 : tolerance(dtype, want, fabs(want), 0.6));
+                   is_int || compares
+                       ? 0
+                       : tolerance(dtype, want, fabs(want), kind == FSDPC_BINARY_POW ? 2 : 0.6));
     }
     buffer_free(&a);
     buffer_free(&b);
@@ -163,7 +169,7 @@ static void suite(nn_rig *rig)
     for (size_t d = 0; d < 6; d++)
         for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
             for (int kind = 0; kind <= FSDPC_BINARY_GE; kind++)
-                if (d < 4 || kind != FSDPC_BINARY_DIV)
+                if (d < 4 || (kind != FSDPC_BINARY_DIV && kind != FSDPC_BINARY_POW))
                     test_binary(rig, dtypes[d], &cases[c], (fsdpc_binary)kind);
     test_binary_transposed(rig);
     const size_t sizes[] = {0, 1, 15, 16, 100, 70001};

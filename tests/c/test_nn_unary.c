@@ -29,6 +29,20 @@ static double value(fsdpc_unary kind, double x, double s)
         return x / (1 + exp(-x));
     case FSDPC_UNARY_RELU:
         return x > 0 ? x : 0;
+    case FSDPC_UNARY_RSQRT:
+        return 1 / sqrt(x);
+    case FSDPC_UNARY_SIN:
+        return sin(x);
+    case FSDPC_UNARY_COS:
+        return cos(x);
+    case FSDPC_UNARY_LOG1P:
+        return log1p(x);
+    case FSDPC_UNARY_EXPM1:
+        return expm1(x);
+    case FSDPC_UNARY_ERF:
+        return erf(x);
+    case FSDPC_UNARY_SIGN:
+        return x > 0 ? 1 : x < 0 ? -1 : 0;
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -52,7 +66,7 @@ static double slope(fsdpc_unary kind, double x, double s)
 static bool positive_only(fsdpc_unary kind)
 {
     return kind == FSDPC_UNARY_LOG || kind == FSDPC_UNARY_SQRT || kind == FSDPC_UNARY_RDIV_SCALAR ||
-           kind == FSDPC_UNARY_POW_SCALAR;
+           kind == FSDPC_UNARY_POW_SCALAR || kind == FSDPC_UNARY_RSQRT || kind == FSDPC_UNARY_LOG1P;
 }
 
 static void test_kind(nn_rig *rig, fsdpc_unary kind, fsdpc_dtype dtype, size_t numel)

@@ -244,8 +244,7 @@ def test_array_protocol():
         assert sum_.tolist() == [2.0, 3.0]
     assert (np.arange(2, dtype=np.float32) - t).dtype is _core.float32
     assert (np.array([1, 3]) < t).tolist() == [False, False]
-    with pytest.raises(TypeError, match="indexed by integers"):
-        t[np.array([0, 1])]
+    assert t[np.array([1, 0])].tolist() == [2.0, 1.0]
     assert t[np.array(1)].item() == 2
     with pytest.raises(TypeError, match="unsupported operand"):
         t + [1, 2]

@@ -1,55 +1,9 @@
-"""Operations on tensors, each with its backward.
-
-Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products
-and normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64)
-and rounds once to the dtype of the result.  No result depends on the number of threads.
-"""
+"""Layers without state: products, activations, normalisation, embeddings, dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdpc import _core
-from fsdpc._core import (
-    Tensor,
-    abs,
-    add,
-    array_equal,
-    boundary,
-    cast,
-    checkpoint,
-    concat,
-    custom,
-    div,
-    exp,
-    expand,
-    log,
-    matmul,
-    mean,
-    mul,
-    neg,
-    permute,
-    pow,
-    relu,
-    reshape,
-    sigmoid,
-    silu,
-    sqrt,
-    stack,
-    sub,
-    sum,
-    tanh,
-    transpose,
-)
-
-__all__ = [
-    "abs", "add", "array_equal", "boundary", "cast", "checkpoint", "concat", "cross_entropy",
-    "custom", "div", "dropout", "embedding", "exp", "expand", "gelu", "layer_norm", "linear",
-    "linear_cross_entropy", "linear_gelu", "log", "log_softmax", "matmul", "mean", "mse_loss",
-    "mul", "neg", "permute", "pow", "relu", "reshape", "rms_norm", "rotary", "rotary_tables",
-    "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "split", "sqrt", "stack", "sub",
-    "sum", "swiglu", "tanh", "transpose",
-]  # fmt: skip
+from fsdpc._core import Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi") -> Tensor:
@@ -241,89 +195,6 @@ def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor,
     return _core.tensor(cos), _core.tensor(sin)
 
 
-def scaled_dot_product_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "bhtd",
-) -> Tensor:
-    """Mix values by the softmax of query-key products; no T x T matrix is kept.
-
-    Parameters
-    ----------
-    q : Tensor
-        (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
-    k, v : Tensor
-        The same with their own number of tokens, and heads that divide q's (grouped queries).
-    causal : bool
-        Query t of Tq sees keys up to t + (Tk - Tq): the last query sees all of them.
-    scale : float, optional
-        1 / sqrt(dim) by default.
-    layout : {"bhtd", "bthd"}
-        The second is what a projection gives: no transposes are needed.
-
-    Returns
-    -------
-    Tensor
-        Of q's shape.
-
-    Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
-    """
-    return _core.scaled_dot_product_attention(q, k, v, causal, scale, layout)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Average the negative log likelihood of the targets.
-
-    Parameters
-    ----------
-    logits : Tensor
-        (..., classes)
-    targets : Tensor
-        (...), int32 or int64.
-    ignore_index : int
-        Rows with this target do not count.
-
-    Returns
-    -------
-    Tensor
-        A scalar of fp32, whatever the logits are; NaN when no row counts.
-    """
-    return _core.cross_entropy(logits, targets, ignore_index)
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int = -100,
-    chunk_rows: int = 0,
-) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
-
-    Parameters
-    ----------
-    x : Tensor
-        (..., in)
-    weight : Tensor
-        (classes, in), of x's dtype.
-    targets : Tensor
-        (...), int32 or int64.
-    ignore_index : int
-        Rows with this target do not count.
-    chunk_rows : int
-        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
-
-    Notes
-    -----
-    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
-    backward; with one, the logits' gradient does instead.
-    """
-    return _core.linear_cross_entropy(x, weight, targets, ignore_index, chunk_rows)
-
-
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """Zero elements with probability p and scale the others by 1 / (1 - p).
 
@@ -335,38 +206,3 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     Source: Srivastava et al. 2014.
     """
     return _core.dropout(x, p, training)
-
-
-def mse_loss(x: Tensor, target: Tensor) -> Tensor:
-    """Average the squared difference."""
-    difference = x - target
-    return _core.mean(difference * difference)
-
-
-def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Cut a tensor into parts along a dimension.
-
-    Parameters
-    ----------
-    x : Tensor
-    sizes : int or sequence of int
-        Extent of every part (the last may be shorter), or of each.
-    dim : int
-
-    Raises
-    ------
-    ValueError
-        The sizes do not add up to the extent.
-    """
-    axis = dim + x.ndim if dim < 0 else dim
-    extent = x.shape[axis]
-    if isinstance(sizes, int):
-        whole, rest = divmod(extent, sizes)
-        sizes = [sizes] * whole + ([rest] if rest else [])
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    if ends[-1] != extent:
-        raise ValueError(f"split: sizes {list(sizes)} for dimension {dim} of {extent} elements")
-    lead = (slice(None),) * axis
-    return [x[(*lead, slice(a, b))] for a, b in zip(ends, ends[1:], strict=False)]

@@ -1,0 +1,85 @@
+"""Tensors from nothing but a shape: filled, numbered, drawn.
+
+Each function takes ``dtype`` (float32 unless it says otherwise) and ``requires_grad``.  Random ones
+draw the next stream of the generator that :func:`fsdpc.manual_seed` sets, so the same program makes
+the same numbers on every rank; give ranks other seeds where they should differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor, arange, empty, full, ones, randn, zeros
+
+__all__ = [
+    "arange", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like",
+    "rand", "rand_like", "randint", "randn", "randn_like", "zeros", "zeros_like",
+]  # fmt: skip
+
+
+def linspace(start: float, stop: float, steps: int, dtype: Any = None) -> Tensor:
+    """Make so many numbers at equal distances, both ends among them; rounded once."""
+    return _core.tensor(np.linspace(start, stop, steps)).to(dtype or _core.float32)
+
+
+def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
+    """Make a matrix with ones on its diagonal; it is square unless cols are given."""
+    return _core.tensor(np.eye(rows, cols)).to(dtype or _core.float32)
+
+
+def rand(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Draw numbers, uniform in [0, 1)."""
+    return _drawn(empty(*shape, dtype=dtype), "uniform", 0.0, 1.0, requires_grad)
+
+
+def randint(low: int, high: int, shape: Any, dtype: Any = None) -> Tensor:
+    """Draw integers, uniform in [low, high), int64 unless a dtype is given.
+
+    Raises
+    ------
+    ValueError
+        There is no integer between the bounds, or more than 2^53.
+    """
+    if not 0 < high - low <= 2**53:
+        raise ValueError(f"randint: no range of integers, [{low}, {high})")
+    drawn = _drawn(empty(shape, dtype="float64"), "uniform", 0.0, 1.0, False)
+    steps = np.minimum(np.floor(drawn.numpy() * (high - low)), high - low - 1).astype(np.int64)
+    return _core.tensor(steps + low).to(dtype or _core.int64)
+
+
+def zeros_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Make zeros of another tensor's shape and dtype."""
+    return zeros(x.shape, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def ones_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Make ones of another tensor's shape and dtype."""
+    return ones(x.shape, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def full_like(x: Tensor, value: float, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Repeat a number in another tensor's shape and dtype."""
+    return full(x.shape, value, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def empty_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Make a tensor of another's shape and dtype, whatever its memory holds."""
+    return empty(x.shape, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def rand_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Draw numbers, uniform in [0, 1), in another tensor's shape and dtype."""
+    return rand(x.shape, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def randn_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:
+    """Draw normal numbers in another tensor's shape and dtype."""
+    return randn(x.shape, dtype=dtype or x.dtype, requires_grad=requires_grad)
+
+
+def _drawn(x: Tensor, kind: str, a: float, b: float, requires_grad: bool) -> Tensor:
+    _core.init_(x, kind, a, b, _core.initial_seed(), _core.next_stream())
+    return x.requires_grad_(requires_grad)

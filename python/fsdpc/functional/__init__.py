@@ -1,0 +1,145 @@
+"""Operations on tensors, each with its backward; docs/operations.md lists them.
+
+Elementwise operations broadcast as NumPy does and promote among floats as PyTorch does; products
+and normalisations want equal dtypes.  Everything here computes in fp32 inside (fp64 for float64)
+and rounds once to the dtype of the result.  No result depends on the number of threads.
+"""
+
+from fsdpc._core import (
+    abs,
+    add,
+    array_equal,
+    boundary,
+    cast,
+    checkpoint,
+    concat,
+    cos,
+    custom,
+    div,
+    erf,
+    exp,
+    expand,
+    expm1,
+    log,
+    log1p,
+    matmul,
+    maximum,
+    mean,
+    minimum,
+    mul,
+    neg,
+    permute,
+    pow,
+    relu,
+    reshape,
+    rsqrt,
+    sigmoid,
+    sign,
+    silu,
+    sin,
+    sqrt,
+    stack,
+    sub,
+    sum,
+    tanh,
+    transpose,
+)
+from fsdpc.functional import _methods
+from fsdpc.functional.attention import (
+    scaled_dot_product_attention,
+)
+from fsdpc.functional.elementwise import (
+    clamp,
+    isfinite,
+    isinf,
+    isnan,
+    logical_and,
+    logical_not,
+    logical_or,
+    logical_xor,
+    where,
+)
+from fsdpc.functional.indexing import (
+    argsort,
+    gather,
+    index_select,
+    masked_fill,
+    masked_select,
+    nonzero,
+    scatter_add,
+    sort,
+    topk,
+)
+from fsdpc.functional.layers import (
+    dropout,
+    embedding,
+    gelu,
+    layer_norm,
+    linear,
+    linear_gelu,
+    log_softmax,
+    rms_norm,
+    rotary,
+    rotary_tables,
+    softmax,
+    swiglu,
+)
+from fsdpc.functional.losses import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    l1_loss,
+    linear_cross_entropy,
+    mse_loss,
+    nll_loss,
+    smooth_l1_loss,
+)
+from fsdpc.functional.reductions import (
+    ValuesIndices,
+    all,
+    amax,
+    amin,
+    any,
+    argmax,
+    argmin,
+    cumsum,
+    logsumexp,
+    max,
+    min,
+    norm,
+    std,
+    var,
+)
+from fsdpc.functional.shapes import (
+    cat,
+    chunk,
+    einsum,
+    flip,
+    one_hot,
+    outer,
+    pad,
+    repeat,
+    repeat_interleave,
+    roll,
+    split,
+    tril,
+    triu,
+)
+
+_methods.install()
+
+__all__ = [
+    "abs", "add", "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "array_equal",
+    "binary_cross_entropy_with_logits", "boundary", "cast", "cat", "checkpoint", "chunk", "clamp",
+    "concat", "cos", "cross_entropy", "cumsum", "custom", "div", "dropout", "einsum", "embedding",
+    "erf", "exp", "expand", "expm1", "flip", "gather", "gelu", "index_select", "isfinite", "isinf",
+    "isnan", "kl_div", "l1_loss", "layer_norm", "linear", "linear_cross_entropy", "linear_gelu",
+    "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor",
+    "logsumexp", "masked_fill", "masked_select", "matmul", "max", "maximum", "mean", "min",
+    "minimum", "mse_loss", "mul", "neg", "nll_loss", "nonzero", "norm", "one_hot", "outer", "pad",
+    "permute", "pow", "relu", "repeat", "repeat_interleave", "reshape", "rms_norm", "roll",
+    "rotary", "rotary_tables", "rsqrt", "scaled_dot_product_attention", "scatter_add", "sigmoid",
+    "sign", "silu", "sin", "smooth_l1_loss", "softmax", "sort", "split", "sqrt", "stack", "std",
+    "sub", "sum", "swiglu", "tanh", "topk", "transpose", "tril", "triu", "ValuesIndices", "var",
+    "where",
+]  # fmt: skip

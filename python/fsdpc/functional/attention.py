@@ -1,0 +1,84 @@
+"""Attention: one kernel without a mask, products and a softmax with one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import logical_and, where, wide
+from fsdpc.functional.shapes import repeat_interleave
+
+
+def scaled_dot_product_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhtd",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Mix values by the softmax of query-key products; no T x T matrix is kept without a mask.
+
+    Parameters
+    ----------
+    q : Tensor
+        (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
+    k, v : Tensor
+        The same with their own number of tokens, and heads that divide q's (grouped queries).
+    causal : bool
+        Query t of Tq sees keys up to t + (Tk - Tq): the last query sees all of them.
+    scale : float, optional
+        1 / sqrt(dim) by default.
+    layout : {"bhtd", "bthd"}
+        The second is what a projection gives: no transposes are needed.
+    mask : Tensor, optional
+        Broadcasts to (batch, heads, Tq, Tk), whatever the layout: bool, where a query sees a key,
+        or floats that are added to the scaled products.  A query that sees no key gives zeros.
+
+    Returns
+    -------
+    Tensor
+        Of q's shape.
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit.
+
+    Notes
+    -----
+    With a mask, (batch, heads, Tq, Tk) products are kept for backward, in float32 at least.
+
+    Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
+    """
+    if mask is None:
+        return _core.scaled_dot_product_attention(q, k, v, causal, scale, layout)
+    if layout not in ("bhtd", "bthd"):
+        raise ValueError(
+            f"scaled_dot_product_attention: layout is 'bhtd' or 'bthd', not {layout!r}"
+        )
+    if layout == "bthd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    dtype = q.dtype
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
+    if groups * k.shape[1] != q.shape[1]:
+        raise ValueError(f"attention: {q.shape[1]} query heads and {k.shape[1]} of keys")
+    if groups > 1:
+        k, v = repeat_interleave(k, groups, 1), repeat_interleave(v, groups, 1)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = wide(q) @ wide(k).transpose(-2, -1) * scale
+    seen = mask if mask.dtype is _core.bool_ else mask > -math.inf
+    if causal:
+        tq, tk = scores.shape[-2:]
+        seen = logical_and(seen, np.tri(tq, tk, tk - tq, dtype=np.bool_))
+    if mask.dtype is not _core.bool_:
+        scores = scores + where(mask > -math.inf, mask, 0)
+    scores = where(seen, scores, -math.inf)
+    some = seen.expand(scores.shape).sum(-1, True) > 0
+    weights = _core.softmax(where(some, scores, 0.0), -1)
+    y = (where(some, weights, 0.0) @ wide(v)).to(dtype)
+    return y.transpose(1, 2) if layout == "bthd" else y

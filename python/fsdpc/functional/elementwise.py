@@ -1,0 +1,142 @@
+"""Choices and logic, element by element, composed of the kernels for masks and comparisons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+
+Operand = Tensor | float | int
+
+
+def where(condition: Any, x: Operand, y: Operand) -> Tensor:
+    """Choose elements of x where a condition holds, else of y.
+
+    Parameters
+    ----------
+    condition : Tensor or array_like
+        Of bool; numbers count as true unless they are 0.  No gradient.
+    x, y : Tensor or number
+        Broadcast with the condition; promoted as in arithmetic.
+
+    Returns
+    -------
+    Tensor
+        Of the broadcast shape.  Chosen elements keep their bits (a NaN stays a NaN), and no
+        gradient reaches the others, whatever they hold.
+
+    Raises
+    ------
+    TypeError
+        Neither x nor y is a tensor and one of them no number.
+    ValueError
+        Shapes do not broadcast.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x = fsdpc.tensor([-1.0, 2.0])
+    >>> fsdpc.functional.where(x > 0, x, 0.0).tolist()
+    [0.0, 2.0]
+    """
+    keep = _truth(condition)
+    x, y = _pair(x, y)
+    small = x.dtype if x.dtype is y.dtype and x.dtype.itemsize == 1 else None
+    x, y = (t.to("int32") if t.dtype.itemsize == 1 else t for t in (x, y))
+    chosen = _core.add(_core.mask(x, keep), _core.mask(y, keep == 0))
+    return chosen.to(small) if small is not None else chosen
+
+
+def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> Tensor:
+    """Bring elements into [min, max]; gradients pass where nothing was changed.
+
+    Parameters
+    ----------
+    x : Tensor
+    min, max : Tensor or number, optional
+        Broadcast with x.  Where min exceeds max, the result is max, as in PyTorch.
+
+    Returns
+    -------
+    Tensor
+        Of x's dtype for numbers; NaN stays.
+
+    Raises
+    ------
+    ValueError
+        Neither bound is given.
+    """
+    if min is None and max is None:
+        raise ValueError("clamp: give min, max or both")
+    if min is not None:
+        x = where(x < min, min, x)
+    if max is not None:
+        x = where(x > max, max, x)
+    return x
+
+
+def isnan(x: Tensor) -> Tensor:
+    """Return where elements are not a number, as bool."""
+    return x != x
+
+
+def isfinite(x: Tensor) -> Tensor:
+    """Return where elements are neither infinite nor NaN, as bool."""
+    return x - x == 0
+
+
+def isinf(x: Tensor) -> Tensor:
+    """Return where elements are infinite, as bool."""
+    return _core.abs(x) == float("inf")
+
+
+def logical_not(x: Any) -> Tensor:
+    """Return where elements are 0 or false, as bool."""
+    return _truth(x) == 0
+
+
+def logical_and(x: Any, y: Any) -> Tensor:
+    """Return where elements of both are true (not 0), broadcast, as bool."""
+    return logical_not(x) < _truth(y)
+
+
+def logical_or(x: Any, y: Any) -> Tensor:
+    """Return where elements of either are true (not 0), broadcast, as bool."""
+    return logical_not(x) <= _truth(y)
+
+
+def logical_xor(x: Any, y: Any) -> Tensor:
+    """Return where elements of exactly one are true (not 0), broadcast, as bool."""
+    return _truth(x) != _truth(y)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return 16-bit floats as float32, so that a composed operation rounds once."""
+    return x.float() if x.dtype.is_floating_point and x.dtype.itemsize == 2 else x
+
+
+def _truth(x: Any) -> Tensor:
+    x = x if isinstance(x, Tensor) else _core.tensor(x)
+    return x if x.dtype is _core.bool_ else x != 0
+
+
+def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:
+    """Both as tensors; a number takes the dtype that it has in arithmetic with the other."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x, y
+    if isinstance(x, Tensor):
+        return x, _number(y, x)
+    if isinstance(y, Tensor):
+        return _number(x, y), y
+    x = _core.tensor(x)
+    return x, _number(y, x)
+
+
+def _number(value: Any, beside: Tensor) -> Tensor:
+    if not isinstance(value, (int, float)):
+        return _core.tensor(value)  # an array, or TypeError
+    if beside.dtype is _core.bool_ and not isinstance(value, bool):
+        return _core.full((), value, dtype="int64" if isinstance(value, int) else "float32")
+    fits = beside.dtype.is_floating_point or isinstance(value, int)
+    return _core.full((), value, dtype=beside.dtype if fits else "float32")

@@ -1,0 +1,273 @@
+"""Elements by index: gathered, scattered, sorted; and what ``x[array]`` means.
+
+All of it is rows picked by ids (:func:`embedding`, of any dtype) or added up by ids
+(`_core.scatter_rows`), each the other's gradient.  Sums go in the order of the ids, in float32 for
+16-bit floats, so results are the same on every run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import where, wide
+
+
+def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Pick elements along a dimension: ``y[i][j] = x[index[i][j]][j]`` for dim 0.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of any dtype.
+    dim : int
+    index : Tensor
+        int32 or int64, of x's number of dimensions, nowhere but along dim larger than x.
+
+    Returns
+    -------
+    Tensor
+        Of the index's shape.
+
+    Raises
+    ------
+    IndexError
+        An index is negative or too large, or there is no such dimension.
+    ValueError
+        Shapes do not fit.
+    """
+    ids = _linear("gather", x, dim, index)
+    return _rows(ids, x.reshape(-1, 1)).reshape(index.shape)
+
+
+def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """Add elements to those that an index names: the counterpart of :func:`gather`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floats; not changed.
+    dim : int
+    index : Tensor
+        int32 or int64, nowhere but along dim larger than x.
+    src : Tensor
+        Of x's dtype, at least as large as the index everywhere.
+
+    Returns
+    -------
+    Tensor
+        A new one, of x's shape.
+
+    Raises
+    ------
+    IndexError
+        An index is negative or too large.
+    ValueError
+        Shapes do not fit.
+    """
+    ids = _linear("scatter_add", x, dim, index)
+    if src.ndim != index.ndim or any(s < i for s, i in zip(src.shape, index.shape, strict=True)):
+        raise ValueError(f"scatter_add: src {src.shape} is smaller than index {index.shape}")
+    taken = src[tuple(slice(0, n) for n in index.shape)]
+    added = _core.scatter_rows(ids, taken.reshape(*ids.shape, 1), math.prod(x.shape))
+    return x + added.reshape(x.shape)
+
+
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Pick whole slices along a dimension, in the order of a 1-D index.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of any dtype.
+    dim : int
+    index : Tensor
+        (n), int32 or int64.
+
+    Returns
+    -------
+    Tensor
+        Of x's shape, but n along dim.
+    """
+    if index.ndim != 1:
+        raise ValueError(f"index_select: the index has shape {index.shape}; make it one row")
+    axis = _dimension("index_select", x, dim)
+    front = x if axis == 0 else x.transpose(0, axis)
+    rows = _rows(index, front.reshape(x.shape[axis], -1) if math.prod(x.shape) else _flat(front))
+    picked = rows.reshape(index.shape[0], *front.shape[1:])
+    return picked if axis == 0 else picked.transpose(0, axis)
+
+
+def take_along(x: Tensor, index: Any) -> Tensor:
+    """Read ``x[index]`` with arrays or masks in the index, as NumPy does; a copy."""
+    index = _plain(index)
+    lead = _reach(x, index)
+    rows = np.arange(math.prod(x.shape[:lead]), dtype=np.int64).reshape(x.shape[:lead])
+    ids = np.asarray(rows[index])
+    table = x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
+    return _rows(_core.tensor(ids), table).reshape(*ids.shape, *x.shape[lead:])
+
+
+def put_along(x: Tensor, index: Any, value: Any) -> None:
+    """Write ``x[index] = value`` with arrays or masks in the index; the last of equals stays."""
+    index = _plain(index)
+    lead = _reach(x, index)
+    rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
+    ids = np.asarray(np.arange(rows, dtype=np.int64).reshape(x.shape[:lead])[index])
+    source = np.full(rows, -1, dtype=np.int64)
+    source[ids.reshape(-1)] = np.arange(ids.size)
+    value = value.detach() if isinstance(value, Tensor) else _core.tensor(value)
+    if not (rows and dim and ids.size):
+        return
+    given = value.to(x.dtype).expand(*ids.shape, *x.shape[lead:]).reshape(ids.size, dim)
+    written = _rows(_core.tensor(np.maximum(source, 0)), given)
+    hit = _core.tensor(source[:, None] >= 0)
+    old = x.detach().reshape(rows, dim)
+    x.copy_(where(hit, written, old).reshape(x.shape))
+
+
+def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
+    """Return the int64 indices that sort a dimension; equals keep their order.
+
+    Found by the host: on a GPU that waits for it.
+    """
+    axis = _dimension("argsort", x, dim)
+    array = np.asarray(wide(x.detach()).numpy())
+    if descending:  # stable: of the reversed row, read backwards
+        found = np.argsort(np.flip(array, axis), axis=axis, kind="stable")
+        found = np.flip(array.shape[axis] - 1 - found, axis)
+    else:
+        found = np.argsort(array, axis=axis, kind="stable")
+    return _core.tensor(np.ascontiguousarray(found, dtype=np.int64))
+
+
+def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
+    """Sort along a dimension; NaN counts as largest, equals keep their order.
+
+    Parameters
+    ----------
+    x : Tensor
+    dim : int
+    descending : bool
+
+    Returns
+    -------
+    values, indices : Tensor
+        Of x's shape; int64 indices.
+    """
+    indices = argsort(x, dim, descending)
+    return gather(x, dim, indices), indices
+
+
+def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
+    """Find the k largest (or smallest) elements along a dimension, in order.
+
+    Parameters
+    ----------
+    x : Tensor
+    k : int
+        At most the extent of dim.
+    dim : int
+    largest : bool
+
+    Returns
+    -------
+    values, indices : Tensor
+        k along dim; int64 indices.
+
+    Raises
+    ------
+    ValueError
+        There are fewer than k elements.
+    """
+    axis = _dimension("topk", x, dim)
+    if not 0 <= k <= x.shape[axis]:
+        raise ValueError(f"topk: k is {k} for dimension {dim} of {x.shape[axis]} elements")
+    order = argsort(x, axis, largest)[(*(slice(None),) * axis, slice(0, k))]
+    return gather(x, axis, order), order
+
+
+def nonzero(x: Tensor) -> Tensor:
+    """Return (count, ndim) int64 indices of the elements that are not 0; waits for a GPU."""
+    return _core.tensor(np.argwhere(wide(x.detach()).numpy()).astype(np.int64))
+
+
+def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
+    """Return x with a number where the mask (broadcast) is true; no gradient passes there."""
+    return where(mask, value, x)
+
+
+def masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the elements where the mask is true, as one row; waits for a GPU."""
+    shape = np.broadcast_shapes(x.shape, mask.shape)
+    return take_along(x.expand(shape), mask.expand(shape))
+
+
+def _rows(ids: Tensor, table: Tensor) -> Tensor:
+    return _core.embedding(ids, table)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
+
+
+def _dimension(name: str, x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"{name}: dimension {dim} of a tensor with {x.ndim} dimensions")
+    return dim % x.ndim
+
+
+def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Positions in memory of the elements that an index names; -1 for those out of range."""
+    axis = _dimension(name, x, dim)
+    fits = index.ndim == x.ndim and all(
+        d == axis or i <= n for d, (i, n) in enumerate(zip(index.shape, x.shape, strict=True))
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: index {index.shape} for a tensor of shape {x.shape}; give it as many "
+            f"dimensions, nowhere but along {dim} larger"
+        )
+    strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
+    base = np.zeros([n if d != axis else 1 for d, n in enumerate(index.shape)], dtype=np.int64)
+    for d, n in enumerate(index.shape):
+        if d != axis:
+            row = np.arange(n, dtype=np.int64) * strides[d]
+            base += row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
+    places = index.to("int64") * strides[axis] + _core.tensor(base)
+    inside = (index >= 0) == (index < x.shape[axis])  # it fails one of them at most
+    return where(inside, places, -1)
+
+
+def _plain(index: Any) -> Any:
+    """The index with arrays in the place of tensors and lists."""
+    items = index if isinstance(index, tuple) else (index,)
+    plain = []
+    for item in items:
+        if isinstance(item, (Tensor, list)):
+            item = np.asarray(item.numpy() if isinstance(item, Tensor) else item)
+            if item.size == 0 and item.dtype.kind == "f":
+                item = item.astype(np.int64)
+        if isinstance(item, np.ndarray) and item.dtype.kind not in "iub":
+            raise TypeError(f"a tensor is indexed by arrays of integers or bool, not {item.dtype}")
+        if isinstance(item, np.ndarray) and item.dtype == np.uint8:
+            item = item.astype(np.int64)
+        plain.append(item)
+    return tuple(plain)
+
+
+def _reach(x: Tensor, index: tuple[Any, ...]) -> int:
+    """How many leading dimensions the index names; those behind stay whole."""
+    named = sum(
+        0 if item is None or item is Ellipsis
+        else item.ndim if isinstance(item, np.ndarray) and item.dtype == np.bool_
+        else 1
+        for item in index
+    )  # fmt: skip
+    if named > x.ndim:
+        raise IndexError(f"{named} indices for a tensor with {x.ndim} dimensions")
+    return x.ndim if any(item is Ellipsis for item in index) else named

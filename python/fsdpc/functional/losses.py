@@ -1,0 +1,275 @@
+"""Losses.  Their results are float32 (float64 of float64), as sums of many small numbers should be.
+
+``reduction`` is "mean", "sum" or "none" everywhere, as in PyTorch.  Classes are the last dimension.
+"""
+
+from __future__ import annotations
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import where, wide
+from fsdpc.functional.indexing import gather, index_select
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Average the negative log likelihood of the targets.
+
+    Parameters
+    ----------
+    logits : Tensor
+        (..., classes)
+    targets : Tensor
+        (...), int32 or int64; or the probability of every class, (..., classes), of floats.
+    ignore_index : int
+        Rows with this target do not count.
+    reduction : {"mean", "sum", "none"}
+        The mean is weighted: of the rows that count, by the weights of their targets.
+    weight : Tensor, optional
+        (classes), of floats.
+    label_smoothing : float
+        In [0, 1): this part of the target is spread over all classes.
+
+    Returns
+    -------
+    Tensor
+        A scalar of fp32, whatever the logits are, or (...) with "none"; NaN for the mean when no
+        row counts.
+
+    Raises
+    ------
+    IndexError
+        A target is no class and not ``ignore_index``.
+    ValueError
+        Shapes do not fit, or an option is out of range.
+
+    Notes
+    -----
+    Class ids with default options are one kernel; everything else is composed of
+    :func:`log_softmax` and :func:`nll_loss`.
+
+    Source: Szegedy et al. 2016 (label smoothing).
+    """
+    _check_reduction("cross_entropy", reduction)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"cross_entropy: label_smoothing is {label_smoothing}, not in [0, 1)")
+    ids = targets.shape != logits.shape or not targets.dtype.is_floating_point
+    if ids and reduction == "mean" and weight is None and label_smoothing == 0:
+        return _core.cross_entropy(logits, targets, ignore_index)
+    log_p = _core.log_softmax(wide(logits), -1)
+    if not ids:
+        return _of_probabilities(log_p, wide(targets), reduction, weight, label_smoothing)
+    loss = nll_loss(log_p, targets, ignore_index, reduction, weight)
+    if label_smoothing == 0:
+        return loss
+    even = log_p if weight is None else log_p * wide(weight)
+    spread = where(targets != ignore_index, -even.mean(-1), 0.0)
+    if reduction == "none":
+        smooth = spread
+    elif reduction == "sum":
+        smooth = spread.sum()
+    else:
+        smooth = spread.sum() / _counted(targets, ignore_index, weight, log_p.dtype)
+    return loss * (1 - label_smoothing) + smooth * label_smoothing
+
+
+def nll_loss(
+    log_p: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Average the negative of the targets' logarithms of probabilities.
+
+    Parameters
+    ----------
+    log_p : Tensor
+        (..., classes), such as :func:`log_softmax` gives.
+    targets : Tensor
+        (...), int32 or int64.
+    ignore_index, reduction, weight
+        As for :func:`cross_entropy`.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or (...) with "none".
+
+    Raises
+    ------
+    IndexError
+        A target is no class and not ``ignore_index``.
+    """
+    _check_reduction("nll_loss", reduction)
+    if log_p.shape[:-1] != targets.shape:
+        raise ValueError(f"nll_loss: log_p {log_p.shape} and targets {targets.shape} do not fit")
+    counts = targets != ignore_index
+    ids = where(counts, targets, 0)
+    loss = -gather(wide(log_p), -1, ids.unsqueeze(-1)).squeeze(-1)
+    if weight is not None:
+        loss = loss * index_select(wide(weight), 0, ids.reshape(-1)).reshape(ids.shape)
+    loss = where(counts, loss, 0.0)
+    if reduction == "mean":
+        return loss.sum() / _counted(targets, ignore_index, weight, loss.dtype)
+    return _reduced(loss, reduction)
+
+
+def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Average the squared difference of two tensors (broadcast)."""
+    _check_reduction("mse_loss", reduction)
+    away = wide(x) - wide(target)
+    return _reduced(away * away, reduction)
+
+
+def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Average the absolute difference of two tensors (broadcast)."""
+    _check_reduction("l1_loss", reduction)
+    return _reduced(_core.abs(wide(x) - wide(target)), reduction)
+
+
+def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
+    """Average a difference that is squared below ``beta`` and absolute above (Girshick 2015)."""
+    _check_reduction("smooth_l1_loss", reduction)
+    if not beta > 0:
+        raise ValueError(f"smooth_l1_loss: beta is {beta}; it must be positive")
+    away = _core.abs(wide(x) - wide(target))
+    return _reduced(where(away < beta, away * away * (0.5 / beta), away - 0.5 * beta), reduction)
+
+
+def binary_cross_entropy_with_logits(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    """Average the negative log likelihood of yes and no, of logits.
+
+    Parameters
+    ----------
+    x : Tensor
+        Logits.
+    target : Tensor
+        Probabilities of yes, of x's shape.
+    weight, pos_weight : Tensor, optional
+        Factors of each loss, and of what target has of yes; broadcast.
+    reduction : {"mean", "sum", "none"}
+        The mean divides by the number of elements.
+
+    Returns
+    -------
+    Tensor
+        A scalar, or of x's shape with "none"; no logit overflows.
+    """
+    _check_reduction("binary_cross_entropy_with_logits", reduction)
+    if x.shape != target.shape:
+        raise ValueError(f"binary_cross_entropy_with_logits: x {x.shape}, target {target.shape}")
+    x = wide(x)
+    target = target.to(x.dtype)
+    softplus = _core.log1p(_core.exp(-_core.abs(x))) + _core.maximum(-x, 0)  # -log sigmoid(x)
+    yes = 1 if pos_weight is None else (wide(pos_weight) - 1) * target + 1
+    loss = (1 - target) * x + softplus * yes
+    return _reduced(loss if weight is None else loss * wide(weight), reduction)
+
+
+def kl_div(
+    log_p: Tensor, target: Tensor, reduction: str = "mean", log_target: bool = False
+) -> Tensor:
+    """Average ``target * (log(target) - log_p)``, elements of a Kullback-Leibler divergence.
+
+    Parameters
+    ----------
+    log_p : Tensor
+        Logarithms of probabilities.
+    target : Tensor
+        Probabilities, or their logarithms with ``log_target``.
+    reduction : {"mean", "sum", "none", "batchmean"}
+        "batchmean", the divergence itself, divides the sum by the first extent.
+    log_target : bool
+
+    Returns
+    -------
+    Tensor
+        A scalar, or elements with "none"; those with a target of 0 are 0.
+    """
+    if reduction != "batchmean":
+        _check_reduction("kl_div", reduction)
+    log_p, target = wide(log_p), wide(target)
+    if log_target:
+        loss = _core.exp(target) * (target - log_p)
+    else:
+        some = target > 0
+        loss = where(some, target * (_core.log(where(some, target, 1.0)) - log_p), 0.0)
+    if reduction == "batchmean":
+        return loss.sum() / loss.shape[0]
+    return _reduced(loss, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_rows: int = 0,
+) -> Tensor:
+    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (classes, in), of x's dtype.
+    targets : Tensor
+        (...), int32 or int64.
+    ignore_index : int
+        Rows with this target do not count.
+    chunk_rows : int
+        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
+
+    Notes
+    -----
+    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
+    backward; with one, the logits' gradient does instead.
+    """
+    return _core.linear_cross_entropy(x, weight, targets, ignore_index, chunk_rows)
+
+
+def _check_reduction(name: str, reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{name}: reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _counted(
+    targets: Tensor, ignore_index: int, weight: Tensor | None, dtype: _core.dtype
+) -> Tensor:
+    """How many rows count, or what their targets weigh."""
+    counts = targets != ignore_index
+    if weight is None:
+        return counts.sum().to(dtype)
+    ids = where(counts, targets, 0).reshape(-1)
+    weights = index_select(wide(weight), 0, ids).reshape(targets.shape)
+    return where(counts, weights, 0.0).sum()
+
+
+def _of_probabilities(
+    log_p: Tensor, target: Tensor, reduction: str, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Cross entropy of whole distributions; the mean divides by rows, as in PyTorch."""
+    if log_p.shape != target.shape:
+        raise ValueError(f"cross_entropy: logits {log_p.shape} and targets {target.shape}")
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / log_p.shape[-1]
+    each = log_p * target
+    return _reduced(-(each if weight is None else each * wide(weight)).sum(-1), reduction)

@@ -1,0 +1,260 @@
+"""Reductions beyond sum and mean, and cumulative sums.
+
+Extrema are found by the host (on a GPU that waits for it) and picked by :func:`gather`, so their
+gradient goes to the one element that was picked, the first of equals.  Everything else is composed
+of sums.  16-bit floats are computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import where, wide
+from fsdpc.functional.indexing import gather
+
+Dims = int | Sequence[int] | None
+
+
+class ValuesIndices(NamedTuple):
+    """Elements, and where along the dimension they stood (int64)."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def max(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Find the largest elements.
+
+    Parameters
+    ----------
+    x : Tensor
+        Of any dtype; NaN counts as largest.
+    dim : int, optional
+        Along which; without it, of all elements.
+    keepdim : bool
+        Keep the dimension, with extent 1.
+
+    Returns
+    -------
+    Tensor or ValuesIndices
+        A scalar without `dim`; else values and their int64 indices, the first of equals.
+
+    Raises
+    ------
+    ValueError
+        There is no element.
+    IndexError
+        There is no such dimension.
+    """
+    return _extremum("max", argmax, x, dim, keepdim)
+
+
+def min(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Find the smallest elements; see :func:`max`."""
+    return _extremum("min", argmin, x, dim, keepdim)
+
+
+def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Find the largest elements over one dimension, several or all; see :func:`max`."""
+    return _over(max, x, dim, keepdim)
+
+
+def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Find the smallest elements over one dimension, several or all; see :func:`max`."""
+    return _over(min, x, dim, keepdim)
+
+
+def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Find where the largest elements are.
+
+    Parameters
+    ----------
+    x : Tensor
+    dim : int, optional
+        Along which; without it, of all elements as one row.
+    keepdim : bool
+        Keep the dimension, with extent 1.
+
+    Returns
+    -------
+    Tensor
+        int64; the first of equals, NaN before all others.
+
+    Raises
+    ------
+    ValueError
+        There is no element.
+    """
+    return _where_extreme("argmax", np.argmax, x, dim, keepdim)
+
+
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    """Find where the smallest elements are; see :func:`argmax`."""
+    return _where_extreme("argmin", np.argmin, x, dim, keepdim)
+
+
+def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Return, as bool, whether an element is true (not 0), over dimensions or all."""
+    return _core.sum(x != 0, dim, keepdim) > 0
+
+
+def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Return, as bool, whether every element is true (not 0), over dimensions or all."""
+    return _core.sum(x == 0, dim, keepdim) == 0
+
+
+def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    """Compute the variance over dimensions or all.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floats.
+    dim : int or sequence of int, optional
+    correction : float
+        Subtracted from the number of elements (1: unbiased); NaN if nothing is left of it.
+    keepdim : bool
+
+    Returns
+    -------
+    Tensor
+        Of x's dtype.
+    """
+    w = wide(x)
+    away = w - _core.mean(w, dim, True)
+    total = _core.sum(away * away, dim, keepdim)
+    left = _count(x, dim) - correction
+    return (total * (1 / left) if left > 0 else total * math.nan).to(x.dtype)
+
+
+def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
+    """Compute the standard deviation, the root of :func:`var`."""
+    return _core.sqrt(var(wide(x), dim, correction, keepdim)).to(x.dtype)
+
+
+def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Compute a vector norm over dimensions or all: ``sum(abs(x) ** p) ** (1 / p)``.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floats.
+    p : float
+        Positive; inf takes the largest magnitude.
+    dim : int or sequence of int, optional
+    keepdim : bool
+
+    Returns
+    -------
+    Tensor
+        Of x's dtype.  The gradient where the norm is 0 is 0.
+
+    Raises
+    ------
+    ValueError
+        p is not positive.
+    """
+    if not p > 0:
+        raise ValueError(f"norm: p is {p}; it must be positive")
+    w = wide(x)
+    if p == math.inf:
+        return amax(_core.abs(w), dim, keepdim).to(x.dtype)
+    if p == 1:
+        return _core.sum(_core.abs(w), dim, keepdim).to(x.dtype)
+    size = w * w if p == 2 else _core.pow(_core.abs(w), p)
+    total = _core.sum(size, dim, keepdim)
+    positive = where(total == 0, 1.0, total)  # whose slope is finite
+    root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
+    return where(total == 0, 0.0, root).to(x.dtype)
+
+
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    """Add up elements along a dimension, each with all before it.
+
+    Parameters
+    ----------
+    x : Tensor
+        Floats or integers (bool and uint8 give int64).
+    dim : int
+
+    Returns
+    -------
+    Tensor
+        Of x's shape; partial sums are added pairwise, in log2(extent) passes.
+    """
+    if x.dtype.itemsize == 1:
+        x = x.to("int64")
+    axis, total = dimension("cumsum", x, dim), wide(x)
+    extent, step = x.shape[axis], 1
+    lead = (slice(None),) * axis
+    while step < extent:
+        head = total[(*lead, slice(0, step))]
+        tail = total[(*lead, slice(step, None))] + total[(*lead, slice(0, extent - step))]
+        total = _core.concat([head, tail], axis)
+        step *= 2
+    return total.to(x.dtype)
+
+
+def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """Take the logarithm of the sum of exponentials along a dimension, without overflow."""
+    axis = dimension("logsumexp", x, dim)
+    first = (*(slice(None),) * axis, slice(0, 1))
+    w = wide(x)
+    log_of_sum = (w[first] - _core.log_softmax(w, axis)[first]).to(x.dtype)
+    return log_of_sum if keepdim else log_of_sum.squeeze(axis)
+
+
+def host(x: Tensor) -> np.ndarray[Any, Any]:
+    """Return the values as an array that NumPy can order; waits for a GPU."""
+    return np.asarray(wide(x.detach()).numpy())
+
+
+def dimension(name: str, x: Tensor, dim: int) -> int:
+    """Return a dimension counted from the first; IndexError where there is none."""
+    if not -x.ndim <= dim < x.ndim:
+        raise IndexError(f"{name}: dimension {dim} of a tensor with {x.ndim} dimensions")
+    return dim % x.ndim
+
+
+def _count(x: Tensor, dim: Dims) -> int:
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    return math.prod(x.shape[d] for d in dims)
+
+
+def _where_extreme(
+    name: str, find: Callable[..., Any], x: Tensor, dim: int | None, keepdim: bool
+) -> Tensor:
+    axis = None if dim is None else dimension(name, x, dim)
+    if (math.prod(x.shape) if axis is None else x.shape[axis]) == 0:
+        raise ValueError(f"{name}: there is no element among shape {x.shape}, dim {dim}")
+    return _core.tensor(np.asarray(find(host(x), axis=axis, keepdims=keepdim), dtype=np.int64))
+
+
+def _extremum(
+    name: str, find: Callable[..., Tensor], x: Tensor, dim: int | None, keepdim: bool
+) -> Any:
+    if dim is None:
+        row = x.reshape(-1)
+        chosen = gather(row, 0, find(row, 0, True))
+        return chosen.reshape((1,) * x.ndim if keepdim else ())
+    axis = dimension(name, x, dim)
+    indices = find(x, axis, True)
+    values = gather(x, axis, indices)
+    if not keepdim:
+        values, indices = values.squeeze(axis), indices.squeeze(axis)
+    return ValuesIndices(values, indices)
+
+
+def _over(find: Callable[..., Any], x: Tensor, dim: Dims, keepdim: bool) -> Tensor:
+    if dim is None:
+        return find(x, None, keepdim)
+    axes = sorted(dimension("amax", x, d) for d in ([dim] if isinstance(dim, int) else dim))
+    for axis in reversed(axes):
+        x = find(x, axis, keepdim).values
+    return x

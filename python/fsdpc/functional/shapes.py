@@ -1,0 +1,278 @@
+"""Tensors cut, joined, padded, turned and repeated; products of two with any indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import where
+from fsdpc.functional.indexing import index_select
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors of one dtype along a dimension: :func:`concat` by PyTorch's name."""
+    return _core.concat(tensors, dim)
+
+
+def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Cut a tensor into parts along a dimension.
+
+    Parameters
+    ----------
+    x : Tensor
+    sizes : int or sequence of int
+        Extent of every part (the last may be shorter), or of each.
+    dim : int
+
+    Raises
+    ------
+    ValueError
+        The sizes do not add up to the extent.
+    """
+    axis = dim + x.ndim if dim < 0 else dim
+    extent = x.shape[axis]
+    if isinstance(sizes, int):
+        whole, rest = divmod(extent, sizes)
+        sizes = [sizes] * whole + ([rest] if rest else [])
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] + size)
+    if ends[-1] != extent:
+        raise ValueError(f"split: sizes {list(sizes)} for dimension {dim} of {extent} elements")
+    lead = (slice(None),) * axis
+    return [x[(*lead, slice(a, b))] for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
+    """Cut a tensor into at most so many parts of one size, the last of which may be shorter.
+
+    Raises
+    ------
+    ValueError
+        ``chunks`` is not positive.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunk: {chunks} parts; at least 1")
+    return split(x, max(1, -(-x.shape[dim] // chunks)), dim)
+
+
+def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """Add elements around a tensor.
+
+    Parameters
+    ----------
+    x : Tensor
+    widths : sequence of int
+        Elements before and after the last dimension, then the one before it, and so on, as in
+        PyTorch; negative ones remove elements.
+    mode : {"constant", "reflect", "replicate"}
+        What is added: a value, the elements inside mirrored at the first and last, or those two.
+    value : float
+
+    Returns
+    -------
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        There are more widths than dimensions have, or elements to remove or to mirror.
+    """
+    if len(widths) % 2 or len(widths) > 2 * x.ndim:
+        raise ValueError(f"pad: {len(widths)} widths for {x.ndim} dimensions; give two each")
+    for i in range(0, len(widths), 2):
+        axis, before, after = x.ndim - 1 - i // 2, widths[i], widths[i + 1]
+        if before or after:
+            x = _pad_one(x, axis, before, after, mode, value)
+    return x
+
+
+def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: float) -> Tensor:
+    extent = x.shape[axis]
+    if before + after + extent < 0:
+        raise ValueError(f"pad: widths {before}, {after} for {extent} elements")
+    if mode in ("reflect", "replicate"):
+        places = np.arange(-before, extent + after)
+        if mode == "replicate":
+            places = np.clip(places, 0, extent - 1)
+        elif max(before, after) >= extent:
+            raise ValueError(f"pad: widths {before}, {after} reflect only {extent} elements")
+        else:
+            places = extent - 1 - np.abs(extent - 1 - np.abs(places))
+        return index_select(x, axis, _core.tensor(places.astype(np.int64)))
+    if mode != "constant":
+        raise ValueError(f"pad: mode is 'constant', 'reflect' or 'replicate', not '{mode}'")
+    x = x[(*(slice(None),) * axis, slice(max(0, -before), extent - max(0, -after)))]
+
+    def added(width: int) -> list[Tensor]:
+        shape = (*x.shape[:axis], width, *x.shape[axis + 1 :])
+        return [_core.full(shape, value, dtype=x.dtype)] if width > 0 else []
+
+    return _core.concat([*added(before), x, *added(after)], axis)
+
+
+def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
+    """Reverse the order of elements along dimensions; a copy."""
+    for dim in [dims] if isinstance(dims, int) else dims:
+        x = index_select(x, dim, _core.tensor(np.arange(x.shape[dim] - 1, -1, -1)))
+    return x
+
+
+def roll(x: Tensor, shift: int, dim: int) -> Tensor:
+    """Move elements along a dimension, and those at its end to its beginning."""
+    extent = x.shape[dim]
+    return index_select(x, dim, _core.tensor((np.arange(extent) - shift) % max(1, extent)))
+
+
+def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
+    """Put copies of a tensor beside each other.
+
+    Parameters
+    ----------
+    x : Tensor
+    counts : int or sequence of int
+        Copies along each dimension, at least as many as x has; new ones come first.
+
+    Raises
+    ------
+    ValueError
+        There are fewer counts than dimensions, or one is negative.
+    """
+    first = counts[0] if counts else ()
+    each = list(counts if isinstance(first, int) else first)
+    if len(each) < x.ndim or any(n < 0 for n in each):
+        raise ValueError(f"repeat: counts {each} for a tensor of {x.ndim} dimensions")
+    shape = [1] * (len(each) - x.ndim) + list(x.shape)
+    for dim in range(len(each)):  # one at a time: no more dimensions are needed
+        if each[dim] != 1:
+            rest = math.prod(shape[dim:])
+            rows = x.reshape(math.prod(shape[:dim]), 1, rest)
+            shape[dim] *= each[dim]
+            x = rows.expand(rows.shape[0], each[dim], rest).reshape(*shape)
+    return x.reshape(*shape)
+
+
+def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
+    """Repeat each element along a dimension, copies behind each other."""
+    places = np.repeat(np.arange(x.shape[dim]), repeats)
+    return index_select(x, dim, _core.tensor(places))
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply each element of one row with each of another: (n), (m) -> (n, m)."""
+    if a.ndim != 1 or b.ndim != 1:
+        raise ValueError(f"outer: shapes {a.shape} and {b.shape}; give two rows")
+    return a.reshape(-1, 1) * b
+
+
+def tril(x: Tensor, diagonal: int = 0) -> Tensor:
+    """Keep the lower triangle of (..., rows, cols), up to a diagonal; zeros elsewhere."""
+    return where(
+        np.tril(np.ones(_matrix("tril", x), dtype=np.bool_), diagonal),
+        x,
+        _core.zeros((), dtype=x.dtype),
+    )
+
+
+def triu(x: Tensor, diagonal: int = 0) -> Tensor:
+    """Keep the upper triangle of (..., rows, cols), from a diagonal on; zeros elsewhere."""
+    return where(
+        np.triu(np.ones(_matrix("triu", x), dtype=np.bool_), diagonal),
+        x,
+        _core.zeros((), dtype=x.dtype),
+    )
+
+
+def _matrix(name: str, x: Tensor) -> tuple[int, ...]:
+    if x.ndim < 2:
+        raise ValueError(f"{name}: a tensor of {x.ndim} dimensions; at least 2 are needed")
+    return x.shape[-2:]
+
+
+def one_hot(ids: Tensor, num_classes: int) -> Tensor:
+    """Compare ids with every class: (...) -> (..., num_classes) of int64, 0 or 1.
+
+    An id that is no class gives zeros.
+    """
+    return (ids.unsqueeze(-1) == _core.arange(num_classes, dtype="int64")).to("int64")
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two tensors and add up by named indices, as one (batched) matrix product.
+
+    Parameters
+    ----------
+    equation : str
+        Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``.  Without an
+        arrow the result has those that occur once, in alphabetical order.  Each operand names a
+        letter once; there is no ellipsis.
+    a, b : Tensor
+        Of one dtype.
+
+    Returns
+    -------
+    Tensor
+
+    Raises
+    ------
+    ValueError
+        The equation does not fit the shapes.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x = fsdpc.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> fsdpc.functional.einsum("ij,kj->ik", x, x).tolist()
+    [[5.0, 11.0], [11.0, 25.0]]
+    """
+    left, right, out = _parse(equation, a, b)
+    sizes = dict(zip(left, a.shape, strict=True)) | dict(zip(right, b.shape, strict=True))
+    a, left = _add_up(a, left, right + out)
+    b, right = _add_up(b, right, left + out)
+    batch = [c for c in left if c in right and c in out]
+    inner = [c for c in left if c in right and c not in out]
+    rows = [c for c in left if c not in right]
+    cols = [c for c in right if c not in left]
+
+    def matrix(x: Tensor, letters: str, first: list[str], second: list[str]) -> Tensor:
+        turned = x.permute(*(letters.index(c) for c in batch + first + second))
+        extent = [math.prod(sizes[c] for c in part) for part in (batch, first, second)]
+        return turned.reshape(*extent)
+
+    product = _core.matmul(matrix(a, left, rows, inner), matrix(b, right, inner, cols))
+    letters = batch + rows + cols
+    product = product.reshape(*(sizes[c] for c in letters))
+    return product.permute(*(letters.index(c) for c in out))
+
+
+def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
+    operands, arrow, out = equation.replace(" ", "").partition("->")
+    left, comma, right = operands.partition(",")
+    if not arrow:
+        both = left + right
+        out = "".join(sorted(c for c in set(both) if both.count(c) == 1))
+    fits = comma and all(
+        part.isalpha() and len(set(part)) == len(part) or not part for part in (left, right, out)
+    )
+    if not fits or set(out) - set(left + right):
+        raise ValueError(f"einsum: {equation!r}; write it like 'ij,jk->ik', of two operands")
+    for x, letters in ((a, left), (b, right)):
+        if len(letters) != x.ndim:
+            raise ValueError(f"einsum: {letters!r} for a tensor of shape {x.shape}")
+    for c in set(left) & set(right):
+        n, m = a.shape[left.index(c)], b.shape[right.index(c)]
+        if n != m:
+            raise ValueError(f"einsum: index {c!r} of {equation!r} has {n} and {m} elements")
+    return left, right, out
+
+
+def _add_up(x: Tensor, letters: str, kept: str) -> tuple[Tensor, str]:
+    """Sum over what neither the other operand nor the result names."""
+    gone = [i for i, c in enumerate(letters) if c not in kept]
+    if not gone:
+        return x, letters
+    return _core.sum(x, gone), "".join(c for c in letters if c in kept)

@@ -1,0 +1,108 @@
+"""Extrema, any and all, variance, norms, cumulative sums, beside NumPy and torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from beside import same_as_torch
+from oracle import FLOATS
+
+import fsdpc
+
+F = fsdpc.functional
+CASES = {
+    "max": (lambda x: x.max(), lambda x: x.max()),
+    "max dim": (lambda x: x.max(1).values, lambda x: x.max(1).values),
+    "min kept": (lambda x: x.min(-1, True).values, lambda x: x.min(-1, True).values),
+    "amax": (lambda x: x.amax((0, 2)), lambda x: x.amax((0, 2))),
+    "amin": (lambda x: x.amin(keepdim=True), lambda x: x.amin((0, 1, 2), keepdim=True)),
+    "var": (lambda x: x.var(), lambda x: x.var()),
+    "var dims": (lambda x: x.var((0, 2), 0, True), lambda x: x.var((0, 2), correction=0,
+                                                                  keepdim=True)),
+    "std": (lambda x: x.std(1), lambda x: x.std(1)),
+    "norm": (lambda x: x.norm(), lambda x: x.norm()),
+    "norm 1": (lambda x: x.norm(1, 0), lambda x: x.norm(1, 0)),
+    "norm 3": (lambda x: x.norm(3, (1, 2), True), lambda x: x.norm(3, (1, 2), True)),
+    "norm inf": (lambda x: x.norm(math.inf, 2), lambda x: x.norm(math.inf, 2)),
+    "cumsum": (lambda x: x.cumsum(0), lambda x: x.cumsum(0)),
+    "cumsum last": (lambda x: x.cumsum(-1), lambda x: x.cumsum(-1)),
+    "logsumexp": (lambda x: x.logsumexp(1), lambda x: x.logsumexp(1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", CASES)
+def test_beside_torch(name, dtype):
+    op, theirs = CASES[name]
+    for shape in [(3, 7, 4), (1, 1, 1) if "var" not in name and "std" not in name else (2, 2, 1)]:
+        x = np.random.default_rng(3).permutation(math.prod(shape)).reshape(shape) / 8 - 2.03
+        same_as_torch(op, theirs, [x], dtype, 3, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32", "int64", "uint8"])
+def test_where_extrema_are(dtype):
+    a = np.random.default_rng(1).integers(0, 5, (4, 6, 3))  # equals: the first is found
+    x = fsdpc.tensor(a).to(dtype)
+    for axis in (None, 0, 1, -1):
+        assert x.argmax(axis).tolist() == np.argmax(a, axis).tolist()
+        assert x.argmin(axis, True).tolist() == np.argmin(a, axis, keepdims=True).tolist()
+    found = x.max(1)
+    assert found.values.dtype is x.dtype and found.values.tolist() == a.max(1).tolist()
+    assert found.indices.dtype is fsdpc.int64 and x.max().item() == a.max()
+
+
+def test_the_gradient_of_a_maximum_goes_to_one_element():
+    x = fsdpc.tensor([1.0, 3.0, 3.0], requires_grad=True)
+    x.max().backward()
+    assert x.grad.tolist() == [0.0, 1.0, 0.0]
+    nan = fsdpc.tensor([1.0, math.nan, 3.0])
+    assert math.isnan(nan.max().item()) and nan.argmax().item() == 1
+
+
+def test_any_and_all():
+    a = np.array([[0.0, 2.0, math.nan], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    for x in (fsdpc.tensor(a), fsdpc.tensor(a).to("bfloat16"), fsdpc.tensor(a != 0)):
+        for axis in (None, 0, 1, (0, 1)):
+            assert x.any(axis).tolist() == a.any(axis).tolist()
+            assert x.all(axis, True).tolist() == a.all(axis, keepdims=True).tolist()
+    empty = fsdpc.zeros(0, 3)
+    assert empty.all(0).tolist() == [True] * 3 and empty.any(0).tolist() == [False] * 3
+
+
+def test_sums_of_integers():
+    a = np.random.default_rng(1).integers(-9, 9, (5, 4))
+    for dtype in ("int32", "int64"):
+        x = fsdpc.tensor(a).to(dtype)
+        assert x.sum(0).tolist() == a.sum(0).tolist() and x.sum().dtype is fsdpc.int64
+        assert x.cumsum(1).tolist() == a.cumsum(1).tolist() and x.cumsum(1).dtype is x.dtype
+    assert fsdpc.tensor(a > 0).cumsum(0).tolist() == (a > 0).cumsum(0).tolist()
+
+
+def test_norms_of_zeros_have_a_gradient_of_zero():
+    for p in (1, 2, 3, math.inf):
+        x = fsdpc.zeros(4, requires_grad=True)
+        x.norm(p).backward()
+        assert x.grad.tolist() == [0.0] * 4
+
+
+def test_long_sums_do_not_lose_digits():
+    x = np.random.default_rng(2).random(4099).astype(np.float32)
+    want = np.cumsum(x.astype(np.float64))
+    assert np.max(np.abs(fsdpc.tensor(x).cumsum(0).numpy() - want) / want) < 1e-6
+    halves = fsdpc.tensor(x).to("bfloat16")
+    exact = np.cumsum(halves.to("float64").numpy())
+    assert np.max(np.abs(halves.cumsum(0).to("float64").numpy() - exact) / exact) < 2**-8
+
+
+def test_what_is_refused():
+    x = fsdpc.zeros(2, 3)
+    with pytest.raises(IndexError, match="max: dimension 2 of a tensor with 2 dimensions"):
+        x.max(2)
+    with pytest.raises(ValueError, match="argmin: there is no element among shape"):
+        fsdpc.zeros(0).min()
+    with pytest.raises(ValueError, match="norm: p is 0"):
+        x.norm(0)
+    assert math.isnan(fsdpc.ones(1).var().item())
+    assert fsdpc.zeros(3, 0).cumsum(1).shape == (3, 0)

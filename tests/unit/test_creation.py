@@ -1,0 +1,48 @@
+"""Tensors made of a shape: values, dtypes, and the same draws from the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fsdpc
+
+
+def test_values_are_numpys() -> None:
+    for dtype in ("float32", "float64", "bfloat16", "int64"):
+        found = fsdpc.linspace(-1, 3, 5, dtype)
+        assert found.dtype.name == dtype and found.double().tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
+        assert fsdpc.eye(2, 3, dtype).double().tolist() == np.eye(2, 3).tolist()
+    assert fsdpc.eye(3).shape == (3, 3) and fsdpc.linspace(0, 1, 1).tolist() == [0.0]
+    assert fsdpc.arange(1, 7, 2).tolist() == [1, 3, 5]
+    assert fsdpc.full((2,), 3, dtype="int32").tolist() == [3, 3]
+
+
+def test_like_another() -> None:
+    x = fsdpc.ones(2, 3, dtype="bfloat16")
+    for made, value in (
+        (fsdpc.zeros_like(x), 0.0),
+        (fsdpc.ones_like(x), 1.0),
+        (fsdpc.full_like(x, 2.5), 2.5),
+    ):
+        assert made.dtype is x.dtype and made.double().tolist() == np.full((2, 3), value).tolist()
+    for make in (fsdpc.empty_like, fsdpc.rand_like, fsdpc.randn_like):
+        assert make(x).shape == x.shape and make(x).dtype is x.dtype
+        made = make(x, dtype="float64", requires_grad=True)
+        assert made.dtype is fsdpc.float64 and made.requires_grad
+
+
+def test_draws() -> None:
+    fsdpc.manual_seed(5)
+    x, y, n = fsdpc.rand(10_000), fsdpc.rand(10_000), fsdpc.randint(-3, 4, (10_000,))
+    a = x.numpy()
+    assert 0 <= a.min() and a.max() < 1
+    assert abs(a.mean() - 0.5) < 5 / np.sqrt(12 * 10_000)  # five standard deviations
+    assert not fsdpc.functional.array_equal(x, y)
+    assert n.dtype is fsdpc.int64 and set(n.tolist()) == set(range(-3, 4))
+    assert abs(n.numpy().mean()) < 5 * 2 / np.sqrt(10_000)
+    fsdpc.manual_seed(5)
+    assert fsdpc.functional.array_equal(fsdpc.rand(10_000), x)
+    assert fsdpc.rand(0, 2).shape == (0, 2) and fsdpc.randint(0, 2, 3, "int32").shape == (3,)
+    with pytest.raises(ValueError, match=r"no range of integers, \[3, 3\)"):
+        fsdpc.randint(3, 3, (2,))
