@@ -145,9 +145,9 @@ __all__ = [
     "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
     "PlanOptions", "Plans", "Profile", "profile", "rand", "rand_like", "randint", "randn",
-    "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule", "schedule",
-    "set_default_device", "set_num_threads", "ShardingStrategy", "show_config", "shutdown",
-    "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
+    "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
+    "schedule", "set_default_device", "set_num_threads", "ShardingStrategy", "show_config",
+    "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
     "summon_full_params", "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
     "uint8", "world_size", "wrap", "zeros", "zeros_like",
 ]  # fmt: skip
