@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.tokens import TEXT, need_tokenizers, write_tokenizer
 
 import fsdpc
 from fsdpc._train_options import check, parser
+from fsdpc._train_tokens import make_source
 from fsdpc.models import GPT2, Llama, ModelConfig, from_pretrained, save_pretrained
+from fsdpc.train import make_model
 
 SIZES = {"vocab_size": 300, "dim": 32, "layers": 2, "heads": 2, "inner": 48, "max_seq": 64}
 SMALL = ["--batch", "2", "--seq", "16", "--steps", "2", "--dtype", "fp32",
@@ -85,10 +88,24 @@ def test_what_contradicts_the_folder(tmp_path: Path) -> None:
     assert checked("--init-from", llama, "--model", "llama").preset is None
     plain = checked()
     assert (plain.model, plain.preset) == ("llama", "2M")
-    (llama / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="has a tokenizer.json, and the data would be read as by"):
-        checked("--init-from", llama)
     config = json.loads((llama / "config.json").read_text()) | {"model_type": "bert"}
     (llama / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="model_type 'bert' is not known"):
         checked("--init-from", llama)
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+    need_tokenizers()
+    folder, text = tmp_path / "llama", tmp_path / "text.txt"
+    save_pretrained(Llama(ModelConfig(**SIZES)), folder)
+    write_tokenizer(folder / "tokenizer.json")
+    text.write_text(TEXT * 20)
+    options = checked("--init-from", folder, "--data", text)
+    assert options.tokenizer == folder / "tokenizer.json"
+    assert make_source(options).unit == "token"
+    assert make_model(options).config.vocab_size == SIZES["vocab_size"]
+    save_pretrained(Llama(ModelConfig(**{**SIZES, "vocab_size": 9})), tmp_path / "few")
+    write_tokenizer(tmp_path / "few" / "tokenizer.json")
+    with pytest.raises(ValueError, match="has a vocabulary of 9, and the tokenizer"):
+        make_model(checked("--init-from", tmp_path / "few", "--data", text))
