@@ -68,10 +68,12 @@ def add_world_options(p: argparse.ArgumentParser) -> None:
     add_number(world, "--message", 0.0, "microseconds of a CPU for each message")
     add_number(world, "--memory-bandwidth", math.inf, "GB/s of an optimizer's pass")
     add_number(world, "--disk-bandwidth", math.inf, "GB/s of a rank, read and written")
+    add_number(world, "--core-bandwidth", math.inf, "Gbit/s that a CPU's core sends or receives")
     world.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
-        help="whether bytes move while ranks compute (default: on cuda)",
+        default=True,
+        help="whether bytes move while ranks compute",
     )
 
 
@@ -103,6 +105,7 @@ def world_options(o: argparse.Namespace) -> dict[str, Any]:
         "message": o.message * 1e-6,
         "memory_bandwidth": o.memory_bandwidth * 1e9,
         "disk_bandwidth": o.disk_bandwidth * 1e9,
+        "core_bandwidth": o.core_bandwidth * 1e9 / 8,
         "overlap": o.overlap,
     }
 

@@ -62,9 +62,11 @@ class SimulateOptions:
     disk_bandwidth : float, default infinite
         Bytes a second that a rank reads and writes of it, together, while the others do too. The
         optimizer's pass is as long as the disk needs, or the memory.
-    overlap : bool, optional
-        Whether bytes move while ranks compute. By default on GPUs; on CPUs of several hosts they
-        move when the rank's thread calls the engine.
+    core_bandwidth : float, default infinite
+        Bytes a second that the core of a CPU rank sends to other hosts or receives, instead of
+        computing: copies, and the kernel's protocols.
+    overlap : bool, default True
+        Whether bytes move while ranks compute.
     """
 
     strategy: ShardingStrategy | str = "FULL_SHARD"
@@ -81,7 +83,8 @@ class SimulateOptions:
     memory_bandwidth: float = math.inf
     offload_policy: OffloadPolicy | None = None
     disk_bandwidth: float = math.inf
-    overlap: bool | None = None
+    core_bandwidth: float = math.inf
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -91,6 +94,7 @@ class SimulateOptions:
             local_bandwidth=self.local_bandwidth,
             memory_bandwidth=self.memory_bandwidth,
             disk_bandwidth=self.disk_bandwidth,
+            core_bandwidth=self.core_bandwidth,
         )
         _check_not_negative(local_latency=self.local_latency, message=self.message)
 
@@ -337,13 +341,17 @@ def _units(model: Any, o: SimulateOptions) -> tuple[WrapPolicy, str]:
 
 
 class _Load(NamedTuple):
-    """An operation: bytes of a host to others and inside it, messages of a rank, seconds."""
+    """An operation: bytes of a host to others and inside it, messages of a rank, seconds.
+
+    ``core`` seconds are of the rank's own core, which does not compute meanwhile.
+    """
 
     between: float
     inside: float
     messages: int
     latency: float
     seconds: float
+    core: float = 0.0
 
 
 class _Wires:
@@ -354,7 +362,6 @@ class _Wires:
     ) -> None:
         self.bandwidth, self.latency, self.o = bandwidth, latency, options
         self.is_ring = device == "cuda"
-        self.overlaps = self.is_ring if options.overlap is None else options.overlap
 
     def load(self, kind: str, group: HostGroup, full: float, element: int) -> _Load:
         """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
@@ -380,8 +387,9 @@ class _Wires:
         seconds = inside / lanes / self.o.local_bandwidth
         seconds += max(between / self.bandwidth, messages * self.o.message)
         return _Load(
-            between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds
-        )
+            between, inside * per_host, messages, self.latency if hosts > 1 else 0.0, seconds,
+            core=2 * between / (lanes * per_host) / self.o.core_bandwidth,
+        )  # fmt: skip
 
     def _ring(self, kind: str, group: HostGroup, full: float) -> _Load:
         hosts, lanes, per_host = group
@@ -509,11 +517,12 @@ class _Clock:
         self.sent.messages += load.messages
         op = _Op(load.latency, load.seconds, "between" if load.between else "inside", after)
         self.streams[stream].append(op)
+        self._compute(load.core)
         return op
 
     def _compute(self, seconds: float) -> None:
         until = self.now + seconds
-        if self.wires.overlaps:
+        if self.wires.o.overlap:
             self._move(until, None)
         self.now = until
 

@@ -98,6 +98,22 @@ def test_bits_are_those_of_one_host(
 
 
 @pytest.mark.ranks(4, hosts=2, init=False)
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrids_replicate_between_hosts(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mesh they have that mesh."""
+    join(tmp_path, monkeypatch)
+    found = []
+    for options in ({"mesh": (2, 2)}, {}):
+        model = prepared({**options, "strategy": strategy})
+        train(model)
+        found.append(full_parameters(model))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    leave()
+
+
+@pytest.mark.ranks(4, hosts=2, init=False)
 @pytest.mark.parametrize(
     ("dtype", "bytes_of_element"), [(None, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
 )

@@ -63,9 +63,9 @@ def test_one_rank_computes() -> None:
     assert found.sent_between == found.sent_inside == found.messages == found.exposed_total == 0
 
 
-def test_bytes_wait_while_a_cpu_computes() -> None:
+def test_bytes_may_wait_for_computation() -> None:
     """What crosses takes its whole time, whatever is computed: once each way, half a model."""
-    found = play(latency=1e-3)
+    found = play(latency=1e-3, overlap=False)
     crossing = MODEL / 2  # gathers; sums are as many
     assert found.sent_between == pytest.approx(2 * crossing, rel=0.05)
     assert found.exposed["gather"] == pytest.approx(LAYERS * 1e-3 + crossing / 1e6, rel=0.05)
@@ -75,11 +75,17 @@ def test_bytes_wait_while_a_cpu_computes() -> None:
 
 def test_overlap_hides_all_but_the_ends() -> None:
     """Of four layers the first gather and the last sum alone are waited for, if wires are quick."""
-    apart, over = play(bandwidth=1e9), play(bandwidth=1e9, overlap=True)
+    apart, over = play(bandwidth=1e9, overlap=False), play(bandwidth=1e9)
     assert over.compute == apart.compute
     assert over.sent_between == apart.sent_between
     assert over.exposed["gather"] == pytest.approx(apart.exposed["gather"] / LAYERS)
     assert over.exposed["reduce"] == pytest.approx(apart.exposed["reduce"] / LAYERS)
+
+
+def test_a_core_that_moves_bytes_does_not_compute() -> None:
+    quick, busy = play(bandwidth=1e30), play(bandwidth=1e30, core_bandwidth=1e6)
+    moved = 2 * quick.sent_between  # sent, and received
+    assert busy.step == pytest.approx(quick.step + moved / 1e6, rel=1e-3)
 
 
 def test_what_shares_a_link_shares_its_rate() -> None:
@@ -131,7 +137,7 @@ def test_micro_steps_gather_once_on_cpus() -> None:
 
 
 def test_messages_and_memory_take_time() -> None:
-    found = play(hosts=100, message=1e-3, bandwidth=math.inf)
+    found = play(hosts=100, message=1e-3, bandwidth=math.inf, overlap=False)
     operations = 2 * LAYERS + 3  # gathers and sums; two epochs and an agreement
     assert found.messages == (operations * 2 - 2) * 99  # notes have no header
     assert found.exposed_total == pytest.approx(found.messages * 1e-3)

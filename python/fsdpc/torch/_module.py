@@ -330,7 +330,8 @@ def fully_shard(
     check_whole(whole, named, type(modules[0]).__name__)
     _device.choose(named, getattr(mesh, "device_type", None))
     offload_policy = as_offload(offload_policy)
-    where = _shard.place(as_mesh(mesh), strategy, reshard_after_forward)
+    given = as_mesh(mesh)  # joins the others
+    where = _shard.place(None if mesh is None else given, strategy, reshard_after_forward)
     dtypes, policy = widened(found, mp_policy, master_dtype)
     title = "+".join(type(m).__name__ for m in modules)
     lines = [_shard.describe(name, p, _value(p, sync_module_states)) for name, p in named]
