@@ -14,6 +14,19 @@ from fsdpc import StabilizerOptions, TrainingStabilizer, faults
 from .common import batch, build, loss_of, shard
 
 
+@pytest.mark.ranks(1)
+def test_a_mistyped_unit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(faults, "say", said.append)
+    monkeypatch.setenv("FSDPC_FAULT_ENABLE", "1")
+    monkeypatch.setenv("FSDPC_FAULT", "rank 0: raise at backward of block.1 in step 1")
+    model: Any = shard(build())
+    for step in range(2):
+        loss_of(model, batch(step, 0)).backward()
+    (line,) = said  # once, at the first forward
+    assert "has no unit 'block.1', but blocks.1" in line
+
+
 @pytest.mark.ranks(2)
 def test_faults_strike_as_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPC_FAULT_ENABLE", "1")
