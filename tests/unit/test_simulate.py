@@ -220,16 +220,20 @@ def test_16_hosts_of_a_published_benchmark(on_8: int, on_128: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "alone_ms", "measured_ms"),
-    [(fsdpc.MixedPrecisionPolicy(), 618, 924), (HALF, 383, 661)],
-    ids=["fp32", "bf16"],
+    ("policy", "bits", "alone_ms", "measured_ms"),
+    [(fsdpc.MixedPrecisionPolicy(), 1e12, 334, 430), (HALF, 1e12, 207, 276),
+     (fsdpc.MixedPrecisionPolicy(), 1e9, 316, 525), (HALF, 1e9, 222, 378)],
+    ids=["fp32 unshaped", "bf16 unshaped", "fp32", "bf16"],
 )
 def test_two_hosts_of_recorded_rows(
-    policy: fsdpc.MixedPrecisionPolicy, alone_ms: float, measured_ms: float
+    policy: fsdpc.MixedPrecisionPolicy, bits: float, alone_ms: float, measured_ms: float
 ) -> None:
-    """benchmarks/README.md: 10M on two hosts of one CPU rank, 1 Gbit/s, and what is computed."""
-    options = {"hosts": 2, "ranks_per_host": 1, "bandwidth": 125e6, "latency": 1e-4,
-               "mp_policy": policy}  # fmt: skip
+    """benchmarks/README.md: 10M on two hosts of one CPU rank, and what is computed.
+
+    The first row gave ``core_bandwidth``.
+    """
+    options = {"hosts": 2, "ranks_per_host": 1, "bandwidth": bits / 8 * 1448 / 1514,
+               "latency": 1e-3, "core_bandwidth": 0.87e9, "mp_policy": policy}  # fmt: skip
     model = llama(preset("10M"))
     rate = simulate(model, (2, 256), flops=1e12, **options).flops / alone_ms * 1e3
     found = simulate(model, (2, 256), flops=rate, **options)
