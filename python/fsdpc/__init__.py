@@ -97,7 +97,7 @@ from fsdpc.simulate import SimulateOptions, Simulation, simulate
 from fsdpc.strategies import ShardingStrategy
 
 if TYPE_CHECKING:
-    from fsdpc import amp, checkpoint, data, loggers, lr_scheduler, models, wrap
+    from fsdpc import amp, checkpoint, data, loggers, lr_scheduler, models, plots, wrap
     from fsdpc.auditor import Audited, audit
     from fsdpc.batch_size import find_batch_size
     from fsdpc.flight import FlightRecorder
@@ -111,7 +111,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "amp", "checkpoint", "data", "launcher", "loggers", "lr_scheduler", "models",
-    "testing", "wrap",
+    "plots", "testing", "wrap",
 }  # fmt: skip
 
 _FROM = {  # name -> the module that has it, imported when the first of its names is used
@@ -144,7 +144,7 @@ __all__ = [
     "loggers", "lr_scheduler", "manual_seed", "memory_plan", "memory_stats", "MemoryPlan",
     "MismatchError", "MixedPrecisionPolicy", "models", "nn", "no_grad", "num_threads",
     "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
-    "PlanOptions", "Plans", "Profile", "profile", "rand", "rand_like", "randint", "randn",
+    "PlanOptions", "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
     "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
     "schedule", "set_default_device", "set_num_threads", "ShardingStrategy", "show_config",
     "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpc import _core, _train_pretrained, _train_tokens, models
+from fsdpc import _core, _train_pretrained, _train_tokens, models, plots
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="WORDS",
         help="loggers beside it: tensorboard:DIR, csv:FILE, wandb:PROJECT, mlflow:DIR, with commas "
         "between",
+    )
+    run.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw losses and rates into this picture, once a minute and at the end",
     )
     run.add_argument(
         "--config", type=Path, metavar="FILE", help="options in TOML; those given here go before"
@@ -456,6 +462,12 @@ def check(options: argparse.Namespace) -> None:
     if options.profile and options.profile[-1] > options.steps:
         raise ValueError(f"--profile {options.profile[0]}:{options.profile[-1]}, and there are "
                          f"--steps {options.steps}")  # fmt: skip
+    if options.plot:
+        plots.check_format(options.plot)
+        try:
+            plots.check_installed()
+        except ImportError as error:
+            raise ValueError(str(error)) from None
     written = {"--metrics": options.metrics}
     if options.profile:
         written["--profile-file"] = options.profile_file

@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         ("estimate", "show what each rank of a training run would hold"),
         ("simulate", "show what a step would take and send on hosts that are not here"),
         ("plan", "show which ways to train fit a cluster, the fastest first"),
+        ("plot", "draw losses and rates of runs"),
         ("ckpt", "look at checkpoints, check and convert them"),
     ):
         commands.add_parser(name, add_help=False, help=text)
@@ -152,6 +153,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc.data import command as data_command
 
         return data_command.main(arguments[1:])
+    if arguments[:1] == ["plot"]:
+        from fsdpc import _plot_command
+
+        return _plot_command.main(arguments[1:])
     if arguments[:1] == ["ckpt"]:
         from fsdpc.checkpoint import command
 

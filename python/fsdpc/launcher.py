@@ -64,6 +64,7 @@ def launch(
     *args: object,
     timeout: float | None = None,
     env: dict[str, str] | None = None,
+    tick: Callable[[], object] | None = None,
 ) -> list[object]:
     """Run a function on n fresh ranks of this machine and return what each returned.
 
@@ -80,6 +81,9 @@ def launch(
         Seconds until all ranks print their stacks and are ended; default never.
     env : dict of str to str, optional
         Variables to set in the ranks on top of this process's environment.
+    tick : callable, optional
+        Called in this process about twice a second while the ranks run, and once after them, to
+        show how they do, as :meth:`fsdpc.plots.LivePlot.follow` does.  What it raises ends them.
 
     Returns
     -------
@@ -122,7 +126,9 @@ def launch(
 
     variables = {**_share_of_cores(n), **(env or {})}
     with rank_lines() as write:
-        outcome = run_forked(call, n, write, timeout=timeout, env=variables)
+        outcome = run_forked(call, n, write, timeout=timeout, env=variables, tick=tick)
+        if tick:
+            tick()
     if outcome.timed_out:
         raise LaunchError(outcome, f"the ranks did not end within {timeout:g} s")
     if outcome.failures:

@@ -47,10 +47,13 @@ from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
 from fsdpc.optim import Optimizer
 from fsdpc.performance import measure_peak
+from fsdpc.plots import LivePlot
 from fsdpc.policies import MixedPrecisionPolicy
 from fsdpc.profiler import ProfiledSteps
 from fsdpc.sharding import fully_shard
 from fsdpc.stabilizer import TrainingStabilizer
+
+PLOT_S = 60.0  # between two drawings, for which all ranks wait
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,6 +238,15 @@ class Trainer:
         mode = "a" if options.resume else "w"
         self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
         self.loggers = open_loggers(options.log) if options.log else Loggers([])
+        if options.plot and self.rank == 0:
+            self.loggers.loggers.append(self._plot())
+
+    def _plot(self) -> LivePlot:
+        """Return the logger that draws, with what a run that is resumed has measured already."""
+        plot, metrics = LivePlot(self.options.plot, every=PLOT_S), self.options.metrics
+        if self.options.resume and metrics and metrics.stat().st_size:
+            plot.add_file(metrics)
+        return plot
 
     def _sampler(self) -> DistributedSampler:
         o, length, place = self.options, len(self.train_data), (self.rank, self.world)
@@ -301,6 +313,8 @@ class Trainer:
             _train_pretrained.export(o, self.model)
             last = self._validation()
             seconds, crc = time.perf_counter() - begin, self._params_crc()
+            if last:
+                self.loggers.log(step, last)
             if self.rank == 0:
                 self._write({**last, "seconds": seconds, "params_crc32c": f"{crc:08x}"})
                 print(f"{seconds:.1f} s in all, parameters crc32c {crc:08x}")

@@ -121,6 +121,27 @@ def test_live_lines_keep_their_carriage_returns(capsys: pytest.CaptureFixture[st
     assert "[0] step 1\r[0] step 2" in capsys.readouterr().out
 
 
+def test_ticks_come_while_ranks_run_and_after() -> None:
+    seen: list[bool] = []
+    before = own_children()
+    ours, theirs = os.pipe()  # a rank ends when it was ticked
+
+    def tick() -> None:
+        seen.append(own_children() <= before)
+        if len(seen) == 2:
+            os.write(theirs, b"!")
+
+    try:
+        assert launch(lambda: os.read(ours, 1), 1, tick=tick) == [b"!"]
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert len(seen) >= 3 and not seen[0] and seen[-1]
+    with pytest.raises(ZeroDivisionError):
+        launch(lambda: signal.pause(), 1, tick=lambda: 1 // 0)
+    assert own_children() <= before
+
+
 def test_large_results_and_output_do_not_block() -> None:
     def much() -> bytes:
         sys.stdout.write("x" * 300_000 + "\n")

@@ -111,6 +111,7 @@ def run_forked(
     *,
     timeout: float | None = None,
     env: dict[str, str] | None = None,
+    tick: Callable[[], object] | None = None,
 ) -> Outcome:
     """Fork `ranks` processes that each call ``fn()`` and send its report; wait for all of them."""
 
@@ -121,7 +122,7 @@ def run_forked(
         if report.kind == "ok":
             _leave()
 
-    supervisor = Supervisor(write, timeout=timeout)
+    supervisor = Supervisor(write, timeout=timeout, tick=tick)
     try:
         for variables in rank_environments(ranks):
             supervisor.start({**variables, **(env or {})}, body)

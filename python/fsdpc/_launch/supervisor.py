@@ -90,13 +90,21 @@ class Supervisor:
         Seconds from the start until the ranks are aborted, default never.
     grace : float
         Seconds that ranks have to end once one failed or a stop was asked for.
+    tick : callable, optional
+        Called about twice a second.
     """
 
     def __init__(
-        self, write: Callable[[str], object], *, timeout: float | None = None, grace: float = 5.0
+        self,
+        write: Callable[[str], object],
+        *,
+        timeout: float | None = None,
+        grace: float = 5.0,
+        tick: Callable[[], object] | None = None,
     ) -> None:
         self.write = write
         self.grace = grace
+        self.tick = tick
         self.ranks: list[Rank] = []
         self.timed_out = False
         self.killed: set[int] = set()
@@ -140,11 +148,15 @@ class Supervisor:
 
     def watch(self) -> None:
         """Serve all ranks until every one has ended."""
+        ticked = time.monotonic()
         while any(rank.running for rank in self.ranks):
             for key, _ in self._selector.select(self._patience()):
                 rank, serve = key.data
                 serve(rank)
             self._check_deadlines()
+            if self.tick and time.monotonic() - ticked >= TICK_S:
+                self.tick()
+                ticked = time.monotonic()
 
     def stop(self, signum: int) -> None:
         """Pass a signal on to all ranks and kill those that stay, as the top of this file says."""

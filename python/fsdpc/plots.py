@@ -1,0 +1,344 @@
+"""Pictures of runs by matplotlib (``pip install fsdpc[plots]``): losses and rates over steps.
+
+:func:`plot_runs` draws what runs have written, several of them in one picture. :class:`LivePlot`
+draws a run while it goes on: in the cell of a notebook, which is updated in place, or into a file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fsdpc.loggers import Logger, Value
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Panels = Sequence[tuple[str, Sequence[str]]]
+
+#: What is drawn: a panel has a label and the names of its values, those of them that a run has.
+PANELS: Panels = (
+    ("loss", ("loss", "val_loss")),
+    ("tokens/s", ("tokens_per_second",)),
+)
+FORMATS = (".png", ".svg", ".pdf")
+SMOOTH_FROM = 100  # steps: from there on a mean is drawn over the values
+MISSING = "plots need matplotlib: pip install fsdpc[plots]"
+
+
+class Run(NamedTuple):
+    """A run by its name: for each value its steps and what it was there."""
+
+    name: str
+    values: dict[str, dict[int, float]]
+
+    def add(self, step: int, values: Iterable[tuple[str, Value]]) -> None:
+        """Take the numbers of a step; a step that comes again replaces what it had."""
+        for name, value in values:
+            if isinstance(value, (int, float)):
+                self.values.setdefault(name, {})[step] = float(value)
+
+    def add_line(self, line: str) -> None:
+        """Take a line of JSON; without a step it belongs to the newest.
+
+        Raises
+        ------
+        ValueError
+            It is no JSON object.
+        """
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ValueError("it is no JSON object")
+        newest = max((max(steps) for steps in self.values.values()), default=0)
+        step = record.pop("step", newest)
+        self.add(int(step), record.items())
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the metrics of a run, as ``fsdpc train --metrics`` and ``JsonLines`` write them.
+
+    Parameters
+    ----------
+    path : path
+        A JSON object a line, with ``step`` in it. A last line that is being written is left out.
+
+    Raises
+    ------
+    ValueError
+        A line is no JSON object, or there is no step yet.
+    """
+    run = Run(Path(path).stem, {})
+    for number, line in enumerate(Path(path).read_text().splitlines(keepends=True), 1):
+        try:
+            run.add_line(line)
+        except ValueError as error:
+            if line.endswith("\n"):
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not run.values:
+        raise ValueError(f"{path} has no steps yet")
+    return run
+
+
+def plot_runs(
+    runs: Iterable[Run | str | os.PathLike[str]],
+    path: str | os.PathLike[str] | None = None,
+    panels: Panels = PANELS,
+) -> Figure:
+    """Draw runs into one picture, each in its colour.
+
+    Parameters
+    ----------
+    runs : iterable of Run or path
+        Paths are read by :func:`read_run`.
+    path : path, optional
+        Of a file to write: ``.png``, ``.svg`` or ``.pdf``.
+    panels : sequence of (str, sequence of str)
+        Labels and names of values. Panels for which no run has a value are left out.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    ValueError
+        There is nothing to draw, or the file's format is another.
+
+    Examples
+    --------
+    ::
+
+        fsdpc.plots.plot_runs(["first.jsonl", "second.jsonl"], "both.png")
+    """
+    check_format(path)
+    given = list(runs)
+    found = [run if isinstance(run, Run) else read_run(run) for run in given]
+    paths = [run.name if isinstance(run, Run) else os.fspath(run) for run in given]
+    if len({run.name for run in found}) < len(found):  # a folder a run, as often
+        found = [Run(name, run.values) for name, run in zip(paths, found, strict=True)]
+    figure = _draw(found, panels)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+class LivePlot(Logger):
+    """A plot of a run that goes on: a logger that draws what it is given, on rank 0.
+
+    Parameters
+    ----------
+    path : path, optional
+        Of a file that is rewritten: ``.png``, ``.svg`` or ``.pdf``. Without one the plot appears in
+        the cell of the notebook that made it, and is updated there.
+    every : float, default 1.0
+        Seconds between two drawings, which take a tenth of a second each.
+    panels : sequence of (str, sequence of str)
+        As for :func:`plot_runs`.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    ValueError
+        There is neither a path nor a notebook, or the file's format is another.
+
+    Notes
+    -----
+    Ranks of :func:`fsdpc.launch` cannot draw into the notebook. There rank 0 writes JSON lines, and
+    the notebook draws them: see :meth:`follow`.
+
+    Examples
+    --------
+    ::
+
+        with fsdpc.plots.LivePlot() as plot:
+            for step, (x, y) in enumerate(batches):
+                loss = model(x, y)
+                ...
+                plot.log(step, {"loss": loss})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        every: float = 1.0,
+        panels: Panels = PANELS,
+    ) -> None:
+        check_format(path)
+        check_installed()
+        self._path = None if path is None else Path(path)
+        if self._path is None and not _in_notebook():
+            raise ValueError(
+                "outside of a notebook's process a LivePlot needs a file: LivePlot('loss.png'); "
+                "what ranks log is drawn by LivePlot().follow(file) in the notebook"
+            )
+        self._run, self._panels, self._every = Run("run", {}), panels, every
+        self._drawn_at, self._is_new = -math.inf, False
+        self._shown: Any = None  # the output of the notebook
+
+    def write(self, step: int, values: dict[str, Value]) -> None:
+        """Take the values of a step; draw if it is time to."""
+        self._run.add(step, values.items())
+        self._is_new = True
+        if self._is_due():
+            self.draw()
+
+    def follow(self, path: str | os.PathLike[str]) -> Callable[[], None]:
+        """Return a function that reads what is new in a file of JSON lines, and draws.
+
+        Parameters
+        ----------
+        path : path
+            As ``JsonLines`` and ``fsdpc train --metrics`` write it. It need not be there yet, and
+            what is there now is left out.
+
+        Examples
+        --------
+        ::
+
+            with fsdpc.plots.LivePlot() as plot:
+                results = fsdpc.launch(train, 2, tick=plot.follow("run.jsonl"))
+        """
+        file = Path(path)
+        done = file.stat().st_size if file.exists() else 0
+
+        def tick() -> None:
+            nonlocal done
+            if not file.exists():
+                return
+            with file.open("rb") as opened:
+                done = opened.seek(done if done <= os.fstat(opened.fileno()).st_size else 0)
+                new = opened.read()
+            new = new[: new.rfind(b"\n") + 1]  # whole lines
+            done += len(new)
+            for line in new.decode().splitlines():
+                self._run.add_line(line)
+            self._is_new |= bool(new)
+            if self._is_new and self._is_due():
+                self.draw()
+
+        return tick
+
+    def add_file(self, path: str | os.PathLike[str]) -> None:
+        """Take what a run has written so far, as of one that is resumed.
+
+        Parameters
+        ----------
+        path : path
+            As for :func:`read_run`.
+        """
+        for name, values in read_run(path).values.items():
+            self._run.values.setdefault(name, {}).update(values)
+
+    def draw(self) -> None:
+        """Draw now, if there is anything."""
+        if not any(name in self._run.values for _, names in self._panels for name in names):
+            return
+        figure = _draw([self._run], self._panels)
+        self._drawn_at, self._is_new = time.monotonic(), False
+        if self._path is not None:
+            _replace(self._path, figure)
+            return
+        from IPython.display import Image, display
+
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+        picture = Image(data=data.getvalue(), format="png")
+        if self._shown is None:
+            self._shown = display(picture, display_id=True)
+        else:
+            self._shown.update(picture)
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._drawn_at >= self._every
+
+    def close(self) -> None:
+        """Draw what is not drawn yet."""
+        if self._is_new:
+            self.draw()
+
+
+def check_format(path: str | os.PathLike[str] | None) -> None:
+    """Raise ValueError if pictures cannot be written into a file of this name."""
+    if path is not None and Path(path).suffix not in FORMATS:
+        raise ValueError(f"a plot is written as {', '.join(FORMATS)}, got '{os.fspath(path)}'")
+
+
+def check_installed() -> None:
+    """Raise ImportError, with what to do, if matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ImportError(MISSING) from error
+
+
+def _in_notebook() -> bool:
+    """Whether this is a kernel, and no rank that was forked from one."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    session = getattr(getattr(shell, "kernel", None), "session", None)
+    return session is not None and getattr(session, "pid", None) == os.getpid()
+
+
+def _draw(runs: list[Run], panels: Panels) -> Figure:
+    """Draw each panel that has values, one below the other."""
+    check_installed()
+    from matplotlib.figure import Figure
+
+    shown = [(label, names) for label, names in panels
+             if any(name in run.values for run in runs for name in names)]  # fmt: skip
+    if not shown:
+        wanted = ", ".join(name for _, names in panels for name in names)
+        raise ValueError(f"nothing to draw: {', '.join(run.name for run in runs)} have none of "
+                         f"{wanted}")  # fmt: skip
+    heights = [2.0] + [1.0] * (len(shown) - 1)
+    figure = Figure(figsize=(7.5, 1.4 * sum(heights) + 0.6), dpi=110, layout="constrained")
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for ax, (label, names) in zip(axes, shown, strict=True):
+        for number, run in enumerate(runs):
+            for name in names:
+                if name in run.values:
+                    title = run.name if len(runs) > 1 else name
+                    if len(runs) > 1 and name.startswith("val_"):
+                        title += " (validation)"
+                    _draw_values(ax, run.values[name], f"C{number}", name, title)
+        ax.set_ylabel(label)
+        ax.grid(alpha=0.3)
+        if len(ax.get_legend_handles_labels()[1]) > 1:
+            ax.legend(frameon=False)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def _draw_values(ax: Any, values: dict[int, float], colour: str, name: str, title: str) -> None:
+    steps = np.array(sorted(values))
+    heights = np.array([values[step] for step in steps.tolist()])
+    if name.startswith("val_"):
+        ax.plot(steps, heights, "o--", color=colour, markersize=4, label=title)
+        return
+    window = len(steps) // 20
+    if len(steps) < SMOOTH_FROM or not np.isfinite(heights).all():
+        ax.plot(steps, heights, color=colour, label=title)
+        return
+    ax.plot(steps, heights, color=colour, alpha=0.25, linewidth=0.8)
+    mean = np.convolve(heights, np.full(window, 1 / window), "valid")  # of the last `window` steps
+    ax.plot(steps[window - 1 :], mean, color=colour, label=title)
+
+
+def _replace(path: Path, figure: Figure) -> None:
+    """Write a picture beside its file and put it there at once: a viewer may read it any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    figure.savefig(beside, format=path.suffix[1:])
+    beside.replace(path)
