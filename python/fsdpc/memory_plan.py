@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpc import _core, _shard, distributed
+from fsdpc import _core, _memory_picture, _shard, distributed
 from fsdpc._snapshot import Snapshot
 from fsdpc.device import DEVICES, check_device, get_default_device
 from fsdpc.fsdp_module import FSDPModule
@@ -57,7 +57,8 @@ class MemoryPlan:
     for sums on their way between them. ``staging`` is what is on its way to and from a disk,
     ``file`` what lies there, ``pinned`` what lies in host memory beside a GPU or is on its way
     there; neither of the latter two is in the total. ``activation`` is what forward and backward
-    hold at once, where a batch was given. ``units`` says what was counted as units.
+    hold at once, where a batch was given. ``units`` says what was counted as units. Printed it is a
+    table, and in a notebook a picture.
     """
 
     device: str
@@ -137,15 +138,29 @@ class MemoryPlan:
         engine = self.wire + self.master + self.grad + self.state + self.reduce + self.staging
         return engine + (self.activation or 0)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[tuple[str, int]]:
+        """What adds up to the total."""
         names = ["wire", "master", "grad", "state", "reduce"]
-        if self.staging:
-            names += ["staging"]
-        names += ["activation", "total"] if self.activation is not None else ["total"]
-        names += [name for name in ("file", "pinned") if getattr(self, name)]
-        lines = [f"{name:11}{getattr(self, name) / 2**20:14.3f} MiB" for name in names]
+        names += ["staging"] if self.staging else []
+        names += ["activation"] if self.activation is not None else []
+        return [(name, getattr(self, name)) for name in names]
+
+    def _beside(self) -> list[tuple[str, int]]:
+        return [(name, getattr(self, name)) for name in ("file", "pinned") if getattr(self, name)]
+
+    def _described(self) -> str:
         where = self.device if self.hosts == 1 else f"{self.device}, {self.hosts} hosts"
-        return "\n".join([*lines, f"of {self.units}, on {where}"])
+        return f"of {self.units}, on {where}"
+
+    def __str__(self) -> str:
+        rows = [*self._parts(), ("total", self.total), *self._beside()]
+        lines = [f"{name:11}{n / 2**20:14.3f} MiB" for name, n in rows]
+        return "\n".join([*lines, self._described()])
+
+    def _repr_html_(self) -> str:
+        """Return a picture, which notebooks show."""
+        title = f"memory of a rank, {self._described()}"
+        return _memory_picture.picture(title, self._parts(), self._beside())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,74 @@
+"""The picture of a memory plan: well-formed, without scripts, with the numbers of the plan."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+import fsdpc
+from fsdpc import _memory_picture, nn
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def made(**options: Any) -> fsdpc.MemoryPlan:
+    with fsdpc.deferred_init():
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    return fsdpc.memory_plan(model, 4, (8, 512), **options)
+
+
+def test_a_plan_shows_itself() -> None:
+    plan = made()
+    text = plan._repr_html_()
+    root = ET.fromstring(text)
+    assert root.tag == f"{SVG}svg" and root.get("fill") == "currentColor"
+    assert {each.tag.removeprefix(SVG) for each in root.iter()} == {"svg", "title", "rect", "text"}
+    bars = [each for each in root.iter(f"{SVG}rect") if each.get("height") == "26"]
+    widths = [float(each.get("width", "nan")) for each in bars]
+    names = ["wire", "master", "grad", "state", "reduce", "activation"]
+    sizes = [getattr(plan, name) for name in names]
+    assert sum(widths) == pytest.approx(560 - 16, abs=0.05)
+    assert widths == pytest.approx([n / plan.total * 544 for n in sizes], abs=0.01)
+    ends = [float(each.get("x", "nan")) + width for each, width in zip(bars, widths, strict=True)]
+    assert ends[:-1] == pytest.approx([float(each.get("x", "nan")) for each in bars[1:]], abs=0.02)
+    words = [each.text for each in root.iter(f"{SVG}text")]
+    assert words[0] == f"memory of a rank, {str(plan).splitlines()[-1]}"
+    for name, n in (*zip(names, sizes, strict=True), ("total", plan.total)):
+        assert words[words.index(name) + 1] == f"{n / 2**20:,.2f} MiB"
+    lowest = max(float(each.get("y", "nan")) for each in root.iter(f"{SVG}text"))
+    assert lowest + 10 < float(root.get("height", "nan")) < lowest + 20
+
+
+def test_what_is_beside_has_numbers_alone() -> None:
+    plan = made(offload_policy=fsdpc.OffloadPolicy(optimizer="disk", path="/<&>"))
+    root = ET.fromstring(plan._repr_html_())
+    words = [each.text for each in root.iter(f"{SVG}text")]
+    assert plan.file and words[words.index("file") :][:3] == [
+        "file", f"{plan.file / 2**20:,.2f} MiB", "not in the total"
+    ]  # fmt: skip
+    assert "staging" in words
+
+
+def test_odd_numbers_and_names() -> None:
+    empty = ET.fromstring(_memory_picture.picture("a < b & c", [("wire", 0)]))
+    assert empty.find(f"{SVG}text").text == "a < b & c"  # type: ignore[union-attr]
+    assert _memory_picture.size(3 << 30, 20 << 30) == "3.00 GiB"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 has it."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+                        for c in channels)  # fmt: skip
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_fills_are_seen_on_light_and_on_dark_pages() -> None:
+    for name, colour in _memory_picture.FILLS.items():
+        assert re.fullmatch("#[0-9a-f]{6}", colour)
+        on_white = 1.05 / (luminance(colour) + 0.05)
+        on_dark = (luminance(colour) + 0.05) / (luminance("#111111") + 0.05)
+        assert on_white >= 2.5 and on_dark >= 3, (name, on_white, on_dark)
