@@ -3,12 +3,26 @@
  * The kernel takes a stride per batch, token and head, so both layouts work in place: (B, H, T, D),
  * PyTorch's, and (B, T, H, D), which is what a projection gives and saves the transposes.  Kept for
  * backward: inputs, output and one float a row and head.
+ *
+ * Documents that share a row are a kernel's call each, over their part of the same memory: no mask
+ * exists, and what documents would see of each other is not computed.  The floats kept for backward
+ * lie a document behind the other, so they take no more memory than those of whole rows.
  */
 #include "nn/op.h"
 
 #include <math.h>
+#include <stdlib.h>
+
+#include "base/size.h"
 
 enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE };
+
+/* What a node keeps; no documents: queries see all of their row. */
+typedef struct attention_kept {
+    fsdpc_attention_options options;
+    size_t documents;
+    size_t lengths[]; /* (documents): tokens of each, row behind row */
+} attention_kept;
 
 /* The positions of tokens and heads in a layout's shape. */
 static int token_dim(const fsdpc_attention_options *options)
@@ -53,21 +67,70 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
     return args;
 }
 
+/* `base` moved by an element of a row and a token of it. */
+static void *moved(const fsdpc_attention_args *x, const void *base, const size_t stride[3],
+                   size_t row, size_t token)
+{
+    size_t elements = row * stride[0] + token * stride[1];
+    return base ? (char *)base + elements * fsdpc_dtype_bytes(x->dtype) : NULL;
+}
+
+/* `rows` x `tokens` from the token `first` of all rows on. */
+static fsdpc_attention_args part_of(const fsdpc_attention_args *x, size_t first, size_t rows,
+                                    size_t tokens)
+{
+    fsdpc_attention_args part = *x;
+    size_t row = first / x->tokens_q, token = first % x->tokens_q;
+    part.batch = rows;
+    part.tokens_q = part.tokens_k = tokens;
+    part.q = moved(x, x->q, x->stride_q, row, token);
+    part.k = moved(x, x->k, x->stride_k, row, token);
+    part.v = moved(x, x->v, x->stride_v, row, token);
+    part.out = moved(x, x->out, x->stride_out, row, token);
+    part.lse = x->lse + first * x->heads;
+    part.dout = moved(x, x->dout, x->stride_out, row, token);
+    part.dq = moved(x, x->dq, x->stride_q, row, token);
+    part.dk = moved(x, x->dk, x->stride_k, row, token);
+    part.dv = moved(x, x->dv, x->stride_v, row, token);
+    return part;
+}
+
+typedef fsdpc_status (*attention_fn)(const fsdpc_attention_args *args, fsdpc_stream *stream);
+
+/* Over whole rows, or each document; rows of one document each go together. */
+static fsdpc_status run(fsdpc_tape *tape, const attention_kept *kept, attention_fn kernel,
+                        const fsdpc_attention_args *x)
+{
+    if (kept->documents == 0)
+        return kernel(x, tape->stream);
+    size_t first = 0;
+    for (size_t i = 0; i < kept->documents;) {
+        size_t tokens = kept->lengths[i++], rows = 1;
+        for (; tokens == x->tokens_q && i < kept->documents && kept->lengths[i] == tokens; i++)
+            rows++;
+        fsdpc_attention_args part = part_of(x, first, rows, tokens);
+        FSDPC_TRY(kernel(&part, tape->stream));
+        first += rows * tokens;
+    }
+    return FSDPC_OK;
+}
+
 static fsdpc_status attention_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
+    const attention_kept *kept = node->extra;
     fsdpc_tensor *d[3] = {NULL, NULL, NULL};
     fsdpc_status st = FSDPC_OK;
     for (int i = 0; i < 3 && st == FSDPC_OK; i++)
         st = fsdpc_tensor_create(tape->device, dy->dtype, 4, node->saved[i]->shape, &d[i]);
     if (st == FSDPC_OK) {
         fsdpc_attention_args args =
-            attention_args(node->extra, node->saved[SAVED_Q], node->saved[SAVED_K],
+            attention_args(&kept->options, node->saved[SAVED_Q], node->saved[SAVED_K],
                            node->saved[SAVED_V], node->saved[SAVED_OUT], node->saved[SAVED_LSE]);
         args.dout = dy->data;
         args.dq = d[0]->data;
         args.dk = d[1]->data;
         args.dv = d[2]->data;
-        st = fsdpc_op_kernels(tape)->attention_backward(&args, tape->stream);
+        st = run(tape, kept, fsdpc_op_kernels(tape)->attention_backward, &args);
     }
     for (int i = 0; i < 3; i++) {
         if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[i]))
@@ -105,36 +168,110 @@ static fsdpc_status attention_check(const fsdpc_attention_options *options, cons
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
-                                const fsdpc_attention_options *options, fsdpc_tensor **out)
+/* Takes `kept` over. */
+static fsdpc_status attend(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
+                           attention_kept *kept, fsdpc_tensor **out)
 {
-    fsdpc_attention_options kept = *options;
-    FSDPC_TRY(attention_check(options, q, k, v));
-    if (kept.default_scale)
-        kept.scale = q->shape[3] ? 1 / sqrt((double)q->shape[3]) : 1;
+    fsdpc_attention_options *options = &kept->options;
+    if (options->default_scale)
+        options->scale = q->shape[3] ? 1 / sqrt((double)q->shape[3]) : 1;
     int t = token_dim(options), h = 3 - t;
     size_t lse_shape[] = {q->shape[0], q->shape[h], q->shape[t]};
-    fsdpc_tensor *y, *lse = NULL;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, q->dtype, 4, q->shape, &y));
-    fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 3, lse_shape, &lse);
+    fsdpc_tensor *y = NULL, *lse = NULL;
+    fsdpc_status st = fsdpc_tensor_create(tape->device, q->dtype, 4, q->shape, &y);
+    if (st == FSDPC_OK)
+        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 3, lse_shape, &lse);
     if (st == FSDPC_OK) {
-        fsdpc_attention_args args = attention_args(&kept, q, k, v, y, lse);
-        st = fsdpc_op_kernels(tape)->attention(&args, tape->stream);
+        fsdpc_attention_args args = attention_args(options, q, k, v, y, lse);
+        st = run(tape, kept, fsdpc_op_kernels(tape)->attention, &args);
     }
     fsdpc_tensor *inputs[] = {q, k, v};
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 3, inputs)) {
         fsdpc_node *node;
-        st = fsdpc_op_record(tape, &attention_ops, 3, inputs, y, sizeof kept, &node);
+        st = fsdpc_op_record(tape, &attention_ops, 3, inputs, y, 0, &node);
         if (st == FSDPC_OK) {
-            *(fsdpc_attention_options *)node->extra = kept;
+            node->extra = kept;
+            kept = NULL;
             for (int i = 0; i < 3; i++)
                 fsdpc_node_save(node, i, inputs[i]);
             fsdpc_node_save(node, SAVED_LSE, lse);
             st = fsdpc_node_save_output(node, SAVED_OUT, y);
         }
     }
+    free(kept);
     fsdpc_tensor_release(lse);
     return fsdpc_op_return(st, y, out);
+}
+
+static fsdpc_status keep(const fsdpc_attention_options *options, size_t documents,
+                         const size_t *lengths, attention_kept **out)
+{
+    size_t bytes;
+    FSDPC_TRY(fsdpc_mul_size(documents, sizeof *lengths, &bytes));
+    FSDPC_TRY(fsdpc_add_size(bytes, sizeof **out, &bytes));
+    attention_kept *kept = malloc(bytes);
+    if (!kept)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the lengths of %zu documents", documents);
+    kept->options = *options;
+    kept->documents = documents;
+    for (size_t i = 0; i < documents; i++)
+        kept->lengths[i] = lengths[i];
+    *out = kept;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
+                                const fsdpc_attention_options *options, fsdpc_tensor **out)
+{
+    attention_kept *kept = NULL;
+    FSDPC_TRY(attention_check(options, q, k, v));
+    FSDPC_TRY(keep(options, 0, NULL, &kept));
+    return attend(tape, q, k, v, kept, out);
+}
+
+/* Each row of `tokens` is made up of whole documents. */
+static fsdpc_status lengths_check(size_t rows, size_t tokens, size_t documents,
+                                  const size_t *lengths)
+{
+    size_t row = 0, inside = 0; /* tokens of the row that documents have taken */
+    for (size_t i = 0; i < documents; i++) {
+        if (row == rows || lengths[i] == 0 || lengths[i] > tokens - inside)
+            return fsdpc_fail(FSDPC_ERR_SHAPE,
+                              "varlen_attention: document %zu has %zu tokens, and %zu are left of "
+                              "its row: the lengths of each row must be at least 1 and add up to "
+                              "its %zu tokens",
+                              i, lengths[i], row == rows ? 0 : tokens - inside, tokens);
+        inside += lengths[i];
+        if (inside == tokens) {
+            row++;
+            inside = 0;
+        }
+    }
+    if (tokens && row < rows)
+        return fsdpc_fail(FSDPC_ERR_SHAPE,
+                          "varlen_attention: %zu documents end after %zu tokens of row %zu: the "
+                          "lengths of all %zu rows must add up to %zu tokens each",
+                          documents, inside, row, rows, tokens);
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
+                                       fsdpc_tensor *v, const fsdpc_attention_options *options,
+                                       size_t documents, const size_t *lengths, fsdpc_tensor **out)
+{
+    attention_kept *kept = NULL;
+    int t = token_dim(options);
+    FSDPC_TRY(attention_check(options, q, k, v));
+    if (q->shape[t] != k->shape[t])
+        return fsdpc_op_fail_shapes("varlen_attention", "q", q, "k", k,
+                                    "documents need as many keys as queries");
+    FSDPC_TRY(lengths_check(q->shape[0], q->shape[t], documents, lengths));
+    if (tape->device->capturing)
+        return fsdpc_fail(FSDPC_ERR_STATE,
+                          "varlen_attention inside a captured step, whose replays would keep the "
+                          "lengths of its documents: run this step without graph_step");
+    FSDPC_TRY(keep(options, documents, lengths, &kept));
+    return attend(tape, q, k, v, kept, out);
 }
 
 /* ---- rotary ---- */

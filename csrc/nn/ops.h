@@ -91,6 +91,12 @@ typedef struct fsdpc_attention_options {
 } fsdpc_attention_options;
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                                 const fsdpc_attention_options *options, fsdpc_tensor **out);
+/* The same where a row has several documents, which do not see each other.  Tokens of q, k and v are
+ * equally many; `lengths` has the tokens of each document, row behind row, and no document crosses a
+ * row's end. */
+fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k,
+                                       fsdpc_tensor *v, const fsdpc_attention_options *options,
+                                       size_t documents, const size_t *lengths, fsdpc_tensor **out);
 /* ids of any shape, weight (rows, dim) -> (..., dim) */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 fsdpc_tensor **out);

@@ -262,6 +262,54 @@ static PyObject *scaled_dot_product_attention(fsdpc_py_state *state, PyObject *c
     RETURN_OP(state, 16 * q->numel, fsdpc_op_attention(r->tape, q, k, v, &options, &y));
 }
 
+/* Returns numbers of a sequence, to be freed; NULL with an exception. */
+static size_t *sizes_of(PyObject *sequence, size_t *n_out)
+{
+    PyObject *fast = PySequence_Fast(sequence, "varlen_attention: lengths are a sequence of ints");
+    if (!fast)
+        return NULL;
+    *n_out = (size_t)PySequence_Fast_GET_SIZE(fast);
+    size_t *sizes = PyMem_New(size_t, *n_out + 1);
+    if (!sizes)
+        PyErr_NoMemory();
+    for (size_t i = 0; sizes && i < *n_out; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i);
+        Py_ssize_t size = PyNumber_AsSsize_t(item, PyExc_OverflowError);
+        if (size < 0) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "varlen_attention: document %zu has %zd tokens", i,
+                             size);
+            PyMem_Free(sizes);
+            sizes = NULL;
+            break;
+        }
+        sizes[i] = (size_t)size;
+    }
+    Py_DECREF(fast);
+    return sizes;
+}
+
+static PyObject *varlen_attention(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_attention_options options = {.default_scale = !a[5] || a[5] == Py_None, .causal = true};
+    fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
+    fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL, *y = NULL;
+    const char *const layouts[] = {"bhtd", "bthd"};
+    if (!v || fsdpc_py_arg_bool(a[4], &options.causal) < 0 ||
+        fsdpc_py_arg_double(a[5], &options.scale) < 0 ||
+        fsdpc_py_arg_second("varlen_attention: layout", layouts, a[6], &options.tokens_first) < 0)
+        return NULL;
+    fsdpc_runtime *r = fsdpc_py_state_runtime(state);
+    size_t n = 0, *lengths = r ? sizes_of(a[3], &n) : NULL;
+    if (!lengths)
+        return NULL;
+    fsdpc_status status;
+    FSDPC_PY_RUN(r, 16 * q->numel, status,
+                 fsdpc_op_varlen_attention(r->tape, q, k, v, &options, n, lengths, &y));
+    PyMem_Free(lengths);
+    return fsdpc_py_result(state, status, y);
+}
+
 /* ---- losses ---- */
 
 static PyObject *cross_entropy(fsdpc_py_state *state, PyObject *const *a)
@@ -475,6 +523,9 @@ static PyObject *array_equal(PyObject *const *a)
     F(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
       "softmax(q @ k.T * scale) @ v", scaled_dot_product_attention(state, a), "q", "k", "v",       \
       "causal", "scale", "layout")                                                                 \
+    F(varlen_attention, 4, "q, k, v, lengths, causal=True, scale=None, layout='bhtd'",             \
+      "Attention inside each document of a row.", varlen_attention(state, a), "q", "k", "v",       \
+      "lengths", "causal", "scale", "layout")                                                      \
     F(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
       cross_entropy(state, a), "logits", "targets", "ignore_index")                                \
     F(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \

@@ -313,6 +313,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     layout: str = "bhtd",
 ) -> Tensor: ...
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    causal: bool = True,
+    scale: float | None = None,
+    layout: str = "bhtd",
+) -> Tensor: ...
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor: ...
 def linear_cross_entropy(
     x: Tensor,

@@ -244,12 +244,17 @@ def drop_for_the_first_time(run: Run) -> None:
     fsdpc.functional.dropout(run.model(*run.batch), 0.5)
 
 
+def cut_into_documents(run: Run) -> None:
+    x = run.model(*run.batch).reshape((1, 1, 1, 1))
+    fsdpc.functional.varlen_attention(x, x, x, [1])
+
+
 OTHERS: list[Any] = []
 LONGER: list[Any] = []
 IN_THE_BODY = (read_the_loss, read_it_after_backward, read_it_after_the_step, raise_something,
                make_a_batch, change_the_shape, keep_gradients, run_another_model,
                step_another_optimizer, step_a_plain_model, draw_a_tensor, set_the_seed,
-               scale_the_loss, capture_inside, drop_for_the_first_time)
+               scale_the_loss, capture_inside, drop_for_the_first_time, cut_into_documents)
 
 
 def attempt(act: Callable[[], Any]) -> str:

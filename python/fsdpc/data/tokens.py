@@ -168,6 +168,31 @@ def documents_in(x: np.ndarray, end_of_document: int) -> tuple[np.ndarray, np.nd
     return np.cumsum(begins, axis=1, dtype=np.int64), (places - first).astype(np.int64)
 
 
+def document_lengths(x: np.ndarray, end_of_document: int) -> list[int]:
+    """Return the tokens of each document of packed sequences, sequence after sequence.
+
+    Parameters
+    ----------
+    x : numpy.ndarray of int, (B, T)
+        Sequences of packed documents.
+    end_of_document : int
+        The id that ends a document, which is its last token.
+
+    Returns
+    -------
+    list of int
+        As :func:`fsdpc.functional.varlen_attention` takes them: those of a sequence add up to T.
+
+    Examples
+    --------
+    >>> document_lengths(np.array([[5, 6, 0, 7], [8, 9, 1, 0]]), 0)
+    [3, 1, 4]
+    """
+    ends = x == end_of_document
+    ends[:, -1:] = True
+    return np.diff(np.flatnonzero(ends), prepend=-1).tolist()
+
+
 def token_files(paths: PathLike | Sequence[PathLike]) -> list[Path]:
     """Return the token files that paths stand for, in order."""
     given = [paths] if not isinstance(paths, (list, tuple)) else paths

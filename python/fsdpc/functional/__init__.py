@@ -47,6 +47,7 @@ from fsdpc._core import (
 from fsdpc.functional import _methods
 from fsdpc.functional.attention import (
     scaled_dot_product_attention,
+    varlen_attention,
 )
 from fsdpc.functional.elementwise import (
     clamp,
@@ -141,5 +142,5 @@ __all__ = [
     "rotary", "rotary_tables", "rsqrt", "scaled_dot_product_attention", "scatter_add", "sigmoid",
     "sign", "silu", "sin", "smooth_l1_loss", "softmax", "sort", "split", "sqrt", "stack", "std",
     "sub", "sum", "swiglu", "tanh", "topk", "transpose", "tril", "triu", "ValuesIndices", "var",
-    "where",
+    "varlen_attention", "where",
 ]  # fmt: skip

@@ -1,8 +1,9 @@
-"""Attention: one kernel without a mask, products and a softmax with one."""
+"""Attention: one kernel without a mask, or for each document; products and a softmax with one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -82,3 +83,49 @@ def scaled_dot_product_attention(
     weights = _core.softmax(where(some, scores, 0.0), -1)
     y = (where(some, weights, 0.0) @ wide(v)).to(dtype)
     return y.transpose(1, 2) if layout == "bthd" else y
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    causal: bool = True,
+    scale: float | None = None,
+    layout: str = "bhtd",
+) -> Tensor:
+    """Attend inside each document of rows that several documents share.
+
+    Parameters
+    ----------
+    q : Tensor
+        (batch, heads, tokens, dim), or (batch, tokens, heads, dim) with layout "bthd".
+    k, v : Tensor
+        The same, with heads that divide q's (grouped queries).
+    lengths : sequence of int
+        Tokens of each document, those of one row behind those of another; the lengths of a row add
+        up to its tokens.  :func:`fsdpc.data.document_lengths` finds them.
+    causal : bool
+        A query sees the keys of its document up to its own; with False all of them.
+    scale, layout
+        As :func:`scaled_dot_product_attention` takes them.
+
+    Returns
+    -------
+    Tensor
+        Of q's shape.
+
+    Raises
+    ------
+    ValueError
+        The lengths do not make up the rows, or shapes do not fit.
+    RuntimeError
+        Inside :func:`fsdpc.graph_step`, whose replays would keep the lengths.
+
+    Notes
+    -----
+    Each document is a call of the fused kernel: no mask exists, and work shrinks with the lengths.
+
+    Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
+    """
+    return _core.varlen_attention(q, k, v, lengths, causal, scale, layout)
