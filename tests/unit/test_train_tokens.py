@@ -133,7 +133,8 @@ def test_the_vocabulary_of_the_model(place: Place, tmp_path: Path) -> None:
     assert with_vocabulary(options, preset.with_(vocab_size=512)).vocab_size == 512
     with pytest.raises(ValueError, match="published has a vocabulary of 256, and .* 300: take its"):
         with_vocabulary(options, preset)
-    assert train.make_model(parsed("--tokenizer", place.tokenizer)).config.vocab_size == 300
+    options = parsed("--preset", "2M", "--tokenizer", place.tokenizer)
+    assert train.make_model(options).config.vocab_size == 300
 
 
 def test_data_that_do_not_go_together_are_refused(
