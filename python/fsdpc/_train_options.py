@@ -273,7 +273,8 @@ OPTIMIZERS = {
 }
 
 
-FLAGS = ("deterministic", "no-progress", "resume", "stabilize")  # options without a value
+# Options without a value.
+FLAGS = ("deterministic", "no-progress", "resume", "separate-documents", "stabilize")
 SCHEDULES = ("cosine", "linear", "wsd", "wsd-cosine", "wsd-sqrt")
 
 

@@ -23,6 +23,7 @@ from fsdpc.data import (
     TokenDataset,
     TokenDescription,
     default_corpus,
+    document_lengths,
     read_description,
 )
 from fsdpc.data.description import NAME
@@ -50,6 +51,11 @@ def add_options(data: Any) -> None:
         type=int,
         metavar="N",
         help="ids that the model knows (default: the tokenizer's; of bytes, the preset's)",
+    )
+    data.add_argument(
+        "--separate-documents",
+        action="store_true",
+        help="tokens see their own document alone, where several share a sequence",
     )
 
 
@@ -135,6 +141,12 @@ class Bytes:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        if options.separate_documents:
+            raise ValueError("--separate-documents is for tokens: bytes have no end of a document")
+
+    def arguments(self, x: np.ndarray) -> dict[str, Any]:
+        """What the model takes beside ids and targets."""
+        return {}
 
     def check(self) -> Parts | None:
         """Refuse data that are no text; return the sequences where they cost nothing."""
@@ -185,6 +197,16 @@ class Tokens:
                 f"no vocabulary is known of {paths[0]}: give --tokenizer FILE or --vocab N, or "
                 f"write vocab_size into its {NAME}"
             )
+
+        if options.separate_documents and self.end is None:
+            raise ValueError(f"--separate-documents: the {NAME} of {paths[0]} has no "
+                             "end_of_document")  # fmt: skip
+
+    def arguments(self, x: np.ndarray) -> dict[str, Any]:
+        """What the model takes beside ids and targets."""
+        if not self.options.separate_documents:
+            return {}
+        return {"lengths": document_lengths(x, self.end)}
 
     def _check_hash(self, folder: Path, found: TokenDescription | None) -> None:
         theirs = found.tokenizer if found else None

@@ -353,7 +353,7 @@ class Trainer:
             if o.strategy == "SHARD_OPTIM" and o.accumulate > 1:
                 self.model.set_requires_gradient_sync(micro == o.accumulate - 1)
             x, y = next(self.loader)
-            loss = self.model(x, y)
+            loss = self.model(x, y, **self.source.arguments(x))
             watched = self.stabilizer.watch(loss) if self.stabilizer else loss
             part = watched / self.divisor if self.divisor > 1 else watched
             (self.scaler.scale(part) if self.scaler else part).backward()
@@ -405,7 +405,8 @@ class Trainer:
             mine = i * self.world + self.rank
             counted = mine < len(batches)  # all ranks run as many forwards: gathers are collective
             x, y = data.batch(list(batches[mine if counted else 0]))
-            loss, targets = float(self.model(x, y)), np.count_nonzero(y != IGNORED)
+            loss = float(self.model(x, y, **self.source.arguments(x)))
+            targets = np.count_nonzero(y != IGNORED)
             if counted and targets:
                 sums += loss * targets, targets, self.source.text_bytes(y)
             self.progress.show_validation(i + 1, rounds)

@@ -10,6 +10,8 @@ import fsdpc
 from fsdpc import _core
 from fsdpc import functional as F
 from fsdpc.data import document_lengths
+from fsdpc.models import GPT2, Llama, ModelConfig
+from fsdpc.models.attention import attend
 
 
 def masked(q, k, v, lengths, causal=True, scale=None):
@@ -125,3 +127,49 @@ def test_what_does_not_fit_is_named(monkeypatch):
     with pytest.raises(ValueError, match="varlen_attention: layout is 'bhtd' or 'bthd'"):
         F.varlen_attention(x, x, x, [5, 5], layout="tbhd")
     assert fsdpc.functional.varlen_attention is F.varlen_attention
+
+
+@pytest.mark.parametrize(("window", "dropout"), [(None, 0.0), (3, 0.0), (None, 1e-9)])
+def test_models_attend_to_documents(window, dropout):
+    """Fused, and one by one where a window or dropout needs weights."""
+    arrays = inputs_of((2, 4, 2, 7, 6, None), "bthd")
+    lengths = [1, 6, 4, 3]
+    together = results(lambda q, k, v: attend(q, k, v, window, dropout, lengths), arrays)
+    for row, begin, end in ((0, 0, 1), (0, 1, 7), (1, 0, 4), (1, 4, 7)):
+        alone = results(
+            lambda q, k, v: attend(q, k, v, window, dropout),
+            [x[row : row + 1, begin:end] for x in arrays],
+        )
+        for a, b in zip(alone, together):
+            np.testing.assert_allclose(a, b[row : row + 1, begin:end], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="7 tokens"):
+        results(lambda q, k, v: attend(q, k, v, window, dropout, [6, 2, 6]), arrays)
+
+
+@pytest.mark.parametrize("family", [Llama, GPT2])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_document_in_a_sequence_is_as_it_is_alone(family, recompute):
+    fsdpc.manual_seed(0)
+    config = ModelConfig(vocab_size=50, dim=32, layers=2, heads=4, inner=48, max_seq=16)
+    model = family(config)
+    if recompute:
+        fsdpc.checkpoint_activations(model.blocks(), "all")
+    ids = np.random.default_rng(0).integers(1, 50, (2, 9))
+    ids[0, 3] = ids[1, 8] = 0
+    lengths = document_lengths(ids, 0)
+    assert lengths == [4, 5, 9]
+    packed = model(ids, lengths=lengths)
+    packed.float().sum().backward()
+    got, grads = values(packed), [values(p.grad) for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    alone = [model(part) for part in (ids[:1, :4], ids[:1, 4:], ids[1:])]
+    for y in alone:
+        y.float().sum().backward()
+    joined = np.concatenate([values(y)[0] for y in alone]).reshape(got.shape)
+    np.testing.assert_allclose(got, joined, rtol=1e-4, atol=1e-5)
+    for ours, p in zip(grads, model.parameters()):
+        np.testing.assert_allclose(ours, values(p.grad), rtol=1e-3, atol=1e-3)
+    assert np.abs(values(model(ids))[0, 4:] - joined[0, 4:]).max() > 1e-3  # it saw the first
+    with pytest.raises(ValueError, match=r"\(2, 9\) tokens|its 9 tokens|to 9 tokens"):
+        model(ids, lengths=[9, 8])

@@ -115,6 +115,31 @@ def test_a_checkpoint_of_bytes_is_not_resumed_on_tokens(place: Place, tmp_path: 
                 _train_tokens.check_resumed(tmp_path, {"name": "x", "sha256": "abc"})
 
 
+def test_documents_apart(place: Place, tmp_path: Path) -> None:
+    """With and without activations recomputed; other numbers than of documents together."""
+    (tmp_path / "many.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * 60)
+    tokenize(tmp_path / "many.jsonl", Tokenizer(place.tokenizer), tmp_path / "many")
+    common = ("--ranks", 2, "--data", tmp_path / "many", "--steps", 2, "--sample", 0,
+              "--dtype", "fp32", "--eval-bytes", 64)  # fmt: skip
+    apart = "--separate-documents"
+    found = []
+    for more in ((), (apart,), (apart, "--checkpoint-activations")):
+        done = run(*common, *more)
+        assert done.returncode == 0, done.stderr
+        found.append(re.search(r"parameters crc32c (\w+)", done.stdout)[1])
+    assert found[1] == found[2] != found[0]
+    with pytest.raises(ValueError, match="--separate-documents is for tokens"):
+        make_source(parsed(apart))
+    np.arange(400, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    TokenDescription(dtype="uint16", vocab_size=400).write(tmp_path)
+    with pytest.raises(ValueError, match="the tokens.json of .* has no end_of_document"):
+        make_source(parsed("--data", tmp_path, apart))
+    x = np.array([[5, 0, 7, 8], [1, 2, 3, 4]])
+    assert make_source(parsed("--data", place.tokens)).arguments(x) == {}
+    lengths = make_source(parsed("--data", place.tokens, apart)).arguments(x)
+    assert lengths == {"lengths": [2, 2, 4]}
+
+
 def test_the_vocabulary_of_the_model(place: Place, tmp_path: Path) -> None:
     preset = models.preset("2M")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +14,12 @@ _MASKED = np.float32(-1e30)  # of a score that counts for nothing; rows have oth
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None = None,
+    dropout: float = 0.0,
+    lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Mix values by causal attention.
 
@@ -27,6 +33,9 @@ def attend(
         Tokens that a query sees, its own included; all up to its own by default.
     dropout : float, default 0
         Share of weights to drop.
+    lengths : sequence of int, optional
+        Of documents that do not see each other, row behind row; see
+        :func:`fsdpc.functional.varlen_attention`.
 
     Returns
     -------
@@ -41,6 +50,10 @@ def attend(
     tokens = q.shape[1]
     if window is not None and window >= tokens:
         window = None
+    if lengths is not None:
+        if window is None and not dropout:
+            return _core.varlen_attention(q, k, v, lengths, layout="bthd")
+        return _each_document(q, k, v, window, dropout, lengths)
     if window is None and not dropout:
         return _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
     step = window or tokens
@@ -54,6 +67,30 @@ def attend(
             weighted(q[:, begin:end], k[:, first:end], v[:, first:end], seen[None], dropout)
         )
     return parts[0] if len(parts) == 1 else _core.concat(parts, 1)
+
+
+def positions_of(lengths: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the position of each token in its document, int64 of `shape`, which is (B, T)."""
+    if sum(lengths) != math.prod(shape):
+        raise ValueError(f"lengths {list(lengths)} add up to {sum(lengths)}, not to {shape} tokens")
+    return np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]).reshape(shape)
+
+
+def _each_document(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, dropout: float, lengths: Sequence[int]
+) -> Tensor:
+    """Attend to documents one by one, each as a row of its own."""
+    batch, tokens = q.shape[:2]
+    ends = np.cumsum(lengths)
+    borders = set(range(tokens, batch * tokens + 1, tokens))
+    if not borders <= set(ends.tolist()) or (ends.size and ends[-1] != batch * tokens):
+        raise ValueError(f"lengths {list(lengths)} do not make up {batch} rows of {tokens} tokens")
+    rows: list[list[Tensor]] = [[] for _ in range(batch)]
+    for length, end in zip(lengths, ends.tolist()):
+        row, begin = divmod(end - length, tokens)
+        part = (x[row : row + 1, begin : begin + length] for x in (q, k, v))
+        rows[row].append(attend(*part, window, dropout))
+    return _core.concat([_core.concat(parts, 1) for parts in rows], 0)
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: np.ndarray, dropout: float = 0.0) -> Tensor:

@@ -7,12 +7,13 @@ as they are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from fsdpc import _core, nn
 from fsdpc._core import Tensor
-from fsdpc.models.attention import attend
+from fsdpc.models.attention import attend, positions_of
 from fsdpc.models.cache import KeyValueCache
 from fsdpc.models.config import ModelConfig
 from fsdpc.models.decoding import LanguageModel
@@ -55,7 +56,12 @@ class Attention(nn.Module):
         self.c_proj = Projection(config.dim, config.dim, INIT_STD / math.sqrt(2 * config.layers))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
         c = self.config
         batch, tokens, dim = x.shape
@@ -65,7 +71,8 @@ class Attention(nn.Module):
             for i in range(3)
         )
         if cache is None:
-            y = attend(q, k, v, dropout=c.attention_dropout if self.training else 0.0)
+            dropout = c.attention_dropout if self.training else 0.0
+            y = attend(q, k, v, None, dropout, lengths)
         else:
             y = cache.attend(self.layer, q, k, v, None)
         return self.dropout(self.c_proj(y.view(batch, tokens, dim)))
@@ -110,9 +117,14 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.dim, config.layer_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn(self.ln_1(x), cache, lengths)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -162,19 +174,28 @@ class GPT2(LanguageModel):
         return list(self.transformer.h)
 
     def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Return logits (B, T, vocab_size), or the mean loss where targets (B, T) are given.
 
         With a cache, which is filled further, the logits are (B, 1, vocab_size) of newest tokens.
+        With lengths of documents, these do not see each other and positions begin anew with each.
         """
         ids = as_ids(ids, self.config)
         t = self.transformer
         if cache is not None and cache.begun:
             positions = cache.positions[:, None]
+        elif lengths is not None:
+            positions = positions_of(lengths, ids.shape)
         else:
             positions = np.arange(ids.shape[1], dtype=np.int64)
         x = t.drop(t.wte(ids) + t.wpe(_core.tensor(positions)))
+        more = () if cache is None and lengths is None else (cache, lengths)
         for block in t.h:
-            x = block(x) if cache is None else block(x, cache)
+            x = block(x, *more)
         return t.wte(t.ln_f(x if cache is None else cache.last(x)), targets, as_head=True)

@@ -7,6 +7,7 @@ are.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -40,7 +41,12 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(size, config.norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """x (B, T, dim), cos and sin (T, head_dim / 2) -> (B, T, dim)."""
         c = self.config
@@ -54,7 +60,8 @@ class Attention(nn.Module):
             rotate = _core.rotary if cache is None else cache.rotate
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
-            y = attend(q, k, v, self.window, c.attention_dropout if self.training else 0.0)
+            dropout = c.attention_dropout if self.training else 0.0
+            y = attend(q, k, v, self.window, dropout, lengths)
         else:
             y = cache.attend(self.layer, q, k, v, self.window)
         return self.o_proj(y.view(batch, tokens, c.heads * c.head_dim))
@@ -100,10 +107,15 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache, lengths)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -179,7 +191,12 @@ class Llama(LanguageModel):
         return list(self.model.layers)
 
     def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: KeyValueCache | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Return logits, or the mean loss where targets are given.
 
@@ -190,6 +207,9 @@ class Llama(LanguageModel):
             Next words; -100 is left out.
         cache : KeyValueCache, optional
             Of what came before; filled further. For :meth:`generate`.
+        lengths : sequence of int, optional
+            Tokens of each document that `ids` packs, sequence after sequence, so that they do not
+            see each other; see :func:`fsdpc.data.document_lengths`. Not with a cache.
 
         Returns
         -------
@@ -203,8 +223,9 @@ class Llama(LanguageModel):
         else:
             cos, sin = self._rotary_tables(ids.shape[1])
         x = self.model.embed_tokens(ids)
+        more = () if cache is None and lengths is None else (cache, lengths)
         for block in self.model.layers:
-            x = block(x, cos, sin) if cache is None else block(x, cos, sin, cache)
+            x = block(x, cos, sin, *more)
         return self.lm_head(self.model.norm(x if cache is None else cache.last(x)), targets)
 
     def _rotary_tables(self, tokens: int) -> tuple[Tensor, Tensor]:
