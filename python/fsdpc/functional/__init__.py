@@ -46,8 +46,17 @@ from fsdpc._core import (
 )
 from fsdpc.functional import _methods
 from fsdpc.functional.attention import (
+    attention_weights,
     scaled_dot_product_attention,
     varlen_attention,
+)
+from fsdpc.functional.convolution import (
+    avg_pool1d,
+    avg_pool2d,
+    conv1d,
+    conv2d,
+    max_pool1d,
+    max_pool2d,
 )
 from fsdpc.functional.elementwise import (
     clamp,
@@ -95,6 +104,12 @@ from fsdpc.functional.losses import (
     nll_loss,
     smooth_l1_loss,
 )
+from fsdpc.functional.normalization import (
+    batch_norm,
+    batch_statistics,
+    group_norm,
+    sum_over_ranks,
+)
 from fsdpc.functional.reductions import (
     ValuesIndices,
     all,
@@ -131,16 +146,18 @@ _methods.install()
 
 __all__ = [
     "abs", "add", "all", "amax", "amin", "any", "argmax", "argmin", "argsort", "array_equal",
+    "attention_weights", "avg_pool1d", "avg_pool2d", "batch_norm", "batch_statistics",
     "binary_cross_entropy_with_logits", "boundary", "cast", "cat", "checkpoint", "chunk", "clamp",
-    "concat", "cos", "cross_entropy", "cumsum", "custom", "div", "dropout", "einsum", "embedding",
-    "erf", "exp", "expand", "expm1", "flip", "gather", "gelu", "index_select", "isfinite", "isinf",
-    "isnan", "kl_div", "l1_loss", "layer_norm", "linear", "linear_cross_entropy", "linear_gelu",
-    "log", "log1p", "log_softmax", "logical_and", "logical_not", "logical_or", "logical_xor",
-    "logsumexp", "masked_fill", "masked_select", "matmul", "max", "maximum", "mean", "min",
-    "minimum", "mse_loss", "mul", "neg", "nll_loss", "nonzero", "norm", "one_hot", "outer", "pad",
-    "permute", "pow", "relu", "repeat", "repeat_interleave", "reshape", "rms_norm", "roll",
-    "rotary", "rotary_tables", "rsqrt", "scaled_dot_product_attention", "scatter_add", "sigmoid",
-    "sign", "silu", "sin", "smooth_l1_loss", "softmax", "sort", "split", "sqrt", "stack", "std",
-    "sub", "sum", "swiglu", "tanh", "topk", "transpose", "tril", "triu", "ValuesIndices", "var",
-    "varlen_attention", "where",
+    "concat", "conv1d", "conv2d", "cos", "cross_entropy", "cumsum", "custom", "div", "dropout",
+    "einsum", "embedding", "erf", "exp", "expand", "expm1", "flip", "gather", "gelu", "group_norm",
+    "index_select", "isfinite", "isinf", "isnan", "kl_div", "l1_loss", "layer_norm", "linear",
+    "linear_cross_entropy", "linear_gelu", "log", "log1p", "log_softmax", "logical_and",
+    "logical_not", "logical_or", "logical_xor", "logsumexp", "masked_fill", "masked_select",
+    "matmul", "max", "max_pool1d", "max_pool2d", "maximum", "mean", "min", "minimum", "mse_loss",
+    "mul", "neg", "nll_loss", "nonzero", "norm", "one_hot", "outer", "pad", "permute", "pow",
+    "relu", "repeat", "repeat_interleave", "reshape", "rms_norm", "roll", "rotary",
+    "rotary_tables", "rsqrt", "scaled_dot_product_attention", "scatter_add", "sigmoid", "sign",
+    "silu", "sin", "smooth_l1_loss", "softmax", "sort", "split", "sqrt", "stack", "std", "sub",
+    "sum", "sum_over_ranks", "swiglu", "tanh", "topk", "transpose", "tril", "triu",
+    "ValuesIndices", "var", "varlen_attention", "where",
 ]  # fmt: skip

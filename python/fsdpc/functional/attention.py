@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpc import _core
 from fsdpc._core import Tensor
-from fsdpc.functional.elementwise import logical_and, where, wide
+from fsdpc.functional.elementwise import logical_and, logical_not, logical_or, where, wide
 from fsdpc.functional.shapes import repeat_interleave
 
 
@@ -64,25 +64,52 @@ def scaled_dot_product_attention(
         )
     if layout == "bthd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    dtype = q.dtype
-    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1
-    if groups * k.shape[1] != q.shape[1]:
-        raise ValueError(f"attention: {q.shape[1]} query heads and {k.shape[1]} of keys")
+    groups = _groups(q, k)
     if groups > 1:
-        k, v = repeat_interleave(k, groups, 1), repeat_interleave(v, groups, 1)
+        v = repeat_interleave(v, groups, 1)
+    y = (attention_weights(q, k, causal, scale, mask) @ wide(v)).to(q.dtype)
+    return y.transpose(1, 2) if layout == "bthd" else y
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute how much each query takes of each key: what attention multiplies with the values.
+
+    Parameters
+    ----------
+    q, k : Tensor
+        (batch, heads, Tq, dim) and (batch, heads that divide q's, Tk, dim).
+    causal, scale, mask
+        As for :func:`scaled_dot_product_attention`.
+
+    Returns
+    -------
+    Tensor
+        (batch, heads, Tq, Tk), float32 (float64 of float64); rows add up to 1, or are zeros where a
+        query sees no key.
+    """
+    groups = _groups(q, k)
+    if groups > 1:
+        k = repeat_interleave(k, groups, 1)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = wide(q) @ wide(k).transpose(-2, -1) * scale
-    seen = mask if mask.dtype is _core.bool_ else mask > -math.inf
+    seen = None if mask is None else mask if mask.dtype is _core.bool_ else mask > -math.inf
     if causal:
         tq, tk = scores.shape[-2:]
-        seen = logical_and(seen, np.tri(tq, tk, tk - tq, dtype=np.bool_))
-    if mask.dtype is not _core.bool_:
-        scores = scores + where(mask > -math.inf, mask, 0)
-    scores = where(seen, scores, -math.inf)
+        lower = _core.tensor(np.tri(tq, tk, tk - tq, dtype=np.bool_))
+        seen = lower if seen is None else logical_and(seen, lower)
+    if seen is None:
+        return _core.softmax(scores, -1)
+    if mask is not None and mask.dtype is not _core.bool_:
+        scores = scores + where(mask > -math.inf, mask, 0.0)
     some = seen.expand(scores.shape).sum(-1, True) > 0
-    weights = _core.softmax(where(some, scores, 0.0), -1)
-    y = (where(some, weights, 0.0) @ wide(v)).to(dtype)
-    return y.transpose(1, 2) if layout == "bthd" else y
+    scores = where(logical_or(seen, logical_not(some)), scores, -math.inf)
+    return where(some, _core.softmax(scores, -1), 0.0)
 
 
 def varlen_attention(
@@ -129,3 +156,11 @@ def varlen_attention(
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
     """
     return _core.varlen_attention(q, k, v, lengths, causal, scale, layout)
+
+
+def _groups(q: Tensor, k: Tensor) -> int:
+    """How many query heads share one of the keys."""
+    heads, shared = q.shape[1], k.shape[1]
+    if shared == 0 or heads % shared:
+        raise ValueError(f"attention: {heads} query heads and {shared} of keys; make it divide")
+    return heads // shared

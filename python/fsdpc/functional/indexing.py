@@ -95,9 +95,9 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """
     if index.ndim != 1:
         raise ValueError(f"index_select: the index has shape {index.shape}; make it one row")
-    axis = _dimension("index_select", x, dim)
+    axis = dimension("index_select", x, dim)
     front = x if axis == 0 else x.transpose(0, axis)
-    rows = _rows(index, front.reshape(x.shape[axis], -1) if math.prod(x.shape) else _flat(front))
+    rows = _rows(index, front.reshape(x.shape[axis], math.prod(front.shape[1:])))
     picked = rows.reshape(index.shape[0], *front.shape[1:])
     return picked if axis == 0 else picked.transpose(0, axis)
 
@@ -135,8 +135,8 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
 
     Found by the host: on a GPU that waits for it.
     """
-    axis = _dimension("argsort", x, dim)
-    array = np.asarray(wide(x.detach()).numpy())
+    axis = dimension("argsort", x, dim)
+    array = host(x)
     if descending:  # stable: of the reversed row, read backwards
         found = np.argsort(np.flip(array, axis), axis=axis, kind="stable")
         found = np.flip(array.shape[axis] - 1 - found, axis)
@@ -184,7 +184,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     ValueError
         There are fewer than k elements.
     """
-    axis = _dimension("topk", x, dim)
+    axis = dimension("topk", x, dim)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k is {k} for dimension {dim} of {x.shape[axis]} elements")
     order = argsort(x, axis, largest)[(*(slice(None),) * axis, slice(0, k))]
@@ -193,7 +193,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
 
 def nonzero(x: Tensor) -> Tensor:
     """Return (count, ndim) int64 indices of the elements that are not 0; waits for a GPU."""
-    return _core.tensor(np.argwhere(wide(x.detach()).numpy()).astype(np.int64))
+    return _core.tensor(np.argwhere(host(x)).astype(np.int64))
 
 
 def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
@@ -207,23 +207,25 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     return take_along(x.expand(shape), mask.expand(shape))
 
 
-def _rows(ids: Tensor, table: Tensor) -> Tensor:
-    return _core.embedding(ids, table)
+def host(x: Tensor) -> np.ndarray[Any, Any]:
+    """Return the values as an array that NumPy can order; waits for a GPU."""
+    return np.asarray(wide(x.detach()).numpy())
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], math.prod(x.shape[1:]))
-
-
-def _dimension(name: str, x: Tensor, dim: int) -> int:
+def dimension(name: str, x: Tensor, dim: int) -> int:
+    """Return a dimension counted from the first; IndexError where there is none."""
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"{name}: dimension {dim} of a tensor with {x.ndim} dimensions")
     return dim % x.ndim
 
 
+def _rows(ids: Tensor, table: Tensor) -> Tensor:
+    return _core.embedding(ids, table)
+
+
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Positions in memory of the elements that an index names; -1 for those out of range."""
-    axis = _dimension(name, x, dim)
+    axis = dimension(name, x, dim)
     fits = index.ndim == x.ndim and all(
         d == axis or i <= n for d, (i, n) in enumerate(zip(index.shape, x.shape, strict=True))
     )

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.functional.elementwise import where, wide
-from fsdpc.functional.indexing import gather
+from fsdpc.functional.indexing import dimension, gather, host
 
 Dims = int | Sequence[int] | None
 
@@ -208,18 +208,6 @@ def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     w = wide(x)
     log_of_sum = (w[first] - _core.log_softmax(w, axis)[first]).to(x.dtype)
     return log_of_sum if keepdim else log_of_sum.squeeze(axis)
-
-
-def host(x: Tensor) -> np.ndarray[Any, Any]:
-    """Return the values as an array that NumPy can order; waits for a GPU."""
-    return np.asarray(wide(x.detach()).numpy())
-
-
-def dimension(name: str, x: Tensor, dim: int) -> int:
-    """Return a dimension counted from the first; IndexError where there is none."""
-    if not -x.ndim <= dim < x.ndim:
-        raise IndexError(f"{name}: dimension {dim} of a tensor with {x.ndim} dimensions")
-    return dim % x.ndim
 
 
 def _count(x: Tensor, dim: Dims) -> int:

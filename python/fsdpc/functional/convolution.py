@@ -1,0 +1,226 @@
+"""Convolutions and pooling: shifted slices, joined for one matrix product or compared.
+
+A window of k elements is k strided slices of the padded input.  Convolutions join them as columns
+(im2col), so they hold k times the input from forward to backward; pooling compares or adds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.functional.elementwise import isnan, logical_or, where, wide
+from fsdpc.functional.shapes import pad
+
+Pair = int | Sequence[int]
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair | str = 0,
+    dilation: Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve images with filters (a cross-correlation, as in PyTorch).
+
+    Parameters
+    ----------
+    x : Tensor
+        (batch, channels, height, width)
+    weight : Tensor
+        (out, channels / groups, kernel height, kernel width), of x's dtype.
+    bias : Tensor, optional
+        (out)
+    stride, dilation : int or two ints
+        Steps between windows, and between elements of a window.
+    padding : int, two ints, "same" or "valid"
+        Zeros on both sides of height and width.
+    groups : int
+        Channels and filters are cut into so many parts, each for itself.
+
+    Returns
+    -------
+    Tensor
+        (batch, out, height, width)
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit, or the padded input is smaller than a window.
+
+    Notes
+    -----
+    By im2col and one product a group: kernel height x width copies of x are kept for backward.
+    """
+    if x.ndim != 4 or weight.ndim != 4:
+        raise ValueError(f"conv2d: x {x.shape} and weight {weight.shape}; both need 4 dimensions")
+    out, part = weight.shape[:2]
+    if groups < 1 or out % groups or part * groups != x.shape[1]:
+        raise ValueError(
+            f"conv2d: x has {x.shape[1]} channels and weight {weight.shape}, in {groups} groups"
+        )
+    kernel, steps, spread = weight.shape[2:], _pair(stride), _pair(dilation)
+    padded = _padded(x, padding, kernel, steps, spread, 0.0).permute(0, 2, 3, 1)
+    windows = _windows(padded, kernel, steps, spread, (1, 2))
+    rows = weight.permute(0, 2, 3, 1).reshape(out, -1)  # (out, window x channels)
+    parts = []
+    for g in range(groups):
+        own = slice(g * part, (g + 1) * part)
+        columns = _core.concat([w[..., own] if groups > 1 else w for w in windows], -1)
+        filters = rows[g * out // groups : (g + 1) * out // groups] if groups > 1 else rows
+        parts.append(_core.linear(columns, filters, bias if groups == 1 else None))
+    y = parts[0] if groups == 1 else _core.concat(parts, -1)
+    if groups > 1 and bias is not None:
+        y = y + bias
+    return y.permute(0, 3, 1, 2)
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int | str = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve rows with filters; see :func:`conv2d`.
+
+    Parameters
+    ----------
+    x : Tensor
+        (batch, channels, length)
+    weight : Tensor
+        (out, channels / groups, kernel length)
+    bias : Tensor, optional
+        (out)
+    stride, padding, dilation, groups : int
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    Tensor
+        (batch, out, length)
+    """
+    if x.ndim != 3 or weight.ndim != 3:
+        raise ValueError(f"conv1d: x {x.shape} and weight {weight.shape}; both need 3 dimensions")
+    given = padding if isinstance(padding, str) else (0, padding)
+    y = conv2d(x.unsqueeze(2), weight.unsqueeze(2), bias, (1, stride), given, (1, dilation), groups)
+    return y.squeeze(2)
+
+
+def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
+    """Take the largest element of each window.
+
+    Parameters
+    ----------
+    x : Tensor
+        (batch, channels, height, width), floats; NaN counts as largest.
+    kernel : int or two ints
+    stride : int or two ints, optional
+        The kernel's extents by default.
+    padding : int or two ints
+        Elements on both sides that never win.
+
+    Returns
+    -------
+    Tensor
+        (batch, channels, height, width); the gradient goes to the first of equals.
+
+    Raises
+    ------
+    ValueError
+        The padded input is smaller than a window.
+    """
+    size = _pair(kernel)
+    steps = size if stride is None else _pair(stride)
+    padded = _padded(x, padding, size, steps, (1, 1), -math.inf)
+    best, *others = _windows(padded, size, steps, (1, 1), (2, 3))
+    for other in others:
+        best = where(logical_or(other > best, isnan(other)), other, best)
+    return best
+
+
+def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
+    """Average each window, zeros of the padding included; see :func:`max_pool2d`."""
+    size = _pair(kernel)
+    steps = size if stride is None else _pair(stride)
+    padded = _padded(wide(x), padding, size, steps, (1, 1), 0.0)
+    total, *others = _windows(padded, size, steps, (1, 1), (2, 3))
+    for other in others:
+        total = total + other
+    return (total / math.prod(size)).to(x.dtype)
+
+
+def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
+    """Take the largest element of each window of (batch, channels, length)."""
+    steps = (1, kernel if stride is None else stride)
+    return max_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
+
+
+def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
+    """Average each window of (batch, channels, length), zeros of the padding included."""
+    steps = (1, kernel if stride is None else stride)
+    return avg_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
+
+
+def _pair(value: Pair) -> tuple[int, int]:
+    both = (value, value) if isinstance(value, int) else tuple(value)
+    if len(both) != 2:
+        raise ValueError(f"{value} for height and width: give one number or two")
+    return both
+
+
+def _padded(
+    x: Tensor,
+    padding: Pair | str,
+    kernel: Sequence[int],
+    steps: tuple[int, int],
+    spread: tuple[int, int],
+    value: float,
+) -> Tensor:
+    """Pad (batch, channels, height, width), and check that a window fits."""
+    reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
+    if isinstance(padding, str):
+        if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
+            raise ValueError(
+                f"padding {padding!r} with stride {steps}: give numbers, 'valid', or 'same' with "
+                "stride 1"
+            )
+        sides = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+    else:
+        sides = [(p, p) for p in _pair(padding)]
+    if x.ndim != 4 or min(*steps, *spread, *kernel, 1) < 1:
+        raise ValueError(
+            f"windows of {tuple(kernel)}, stride {steps}, in shape {x.shape}: all must be "
+            "positive, and the input (batch, channels, height, width)"
+        )
+    x = pad(x, (*sides[1], *sides[0]), value=value) if any(map(any, sides)) else x
+    if any(n <= r for n, r in zip(x.shape[2:], reach, strict=True)):
+        raise ValueError(f"no window of {tuple(kernel)} fits the padded input, {x.shape[2:]}")
+    return x
+
+
+def _windows(
+    x: Tensor,
+    kernel: Sequence[int],
+    steps: tuple[int, int],
+    spread: tuple[int, int],
+    dims: tuple[int, int],
+) -> list[Tensor]:
+    """Element (i, j) of every window, for each i and j."""
+    found = []
+    for at in np.ndindex(*kernel):
+        index = [slice(None)] * x.ndim
+        for dim, i, k, step, d in zip(dims, at, kernel, steps, spread, strict=True):
+            count = (x.shape[dim] - d * (k - 1) - 1) // step + 1
+            index[dim] = slice(i * d, i * d + (count - 1) * step + 1, step)
+        found.append(x[tuple(index)])
+    return found
