@@ -33,7 +33,7 @@ class FSDPModule:
     _fsdpc_held = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdpc_run(self.forward, args, kwargs)  # type: ignore[attr-defined]
+        return self._fsdpc_run(self._method(), args, kwargs)  # type: ignore[attr-defined]
 
     def _fsdpc_run(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = self._fsdpc_unit

@@ -262,3 +262,62 @@ def test_hold_communicates_nothing() -> None:
     train_step(model)
     compare(model, twin_gradients(twin, lambda m, rank: loss_of(m(batch(rank))).backward()))
     optimizer.step()
+
+
+class Normed(nn.Module):
+    """Linear, batch norm over ranks, linear: statistics are of all ranks' batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.SyncBatchNorm(6)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+@pytest.mark.ranks([1, 2])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_batch_norm_over_ranks_trains_as_one_rank_with_all_batches(strategy: str) -> None:
+    fsdpc.manual_seed(2)
+    model = Normed()
+    fsdpc.manual_seed(2)
+    twin = Normed()
+    twin.norm._over_ranks = False
+    fsdpc.fully_shard([model.first, model.norm], strategy=strategy)
+    fsdpc.fully_shard(model, strategy=strategy)
+    optimizers = [fsdpc.optim.SGD(m.parameters(), lr=0.5) for m in (model, twin)]
+    world = fsdpc.world_size()
+    for step in range(3):
+        rows = np.random.default_rng(step).standard_normal((4 * world, 4)).astype(np.float32)
+        own = fsdpc.tensor(rows[4 * fsdpc.rank() : 4 * fsdpc.rank() + 4])
+        for m, x in ((model, own), (twin, fsdpc.tensor(rows))):
+            (m(x) ** 2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found, want = model.state_dict(), twin.state_dict()
+    for name, value in want.items():
+        np.testing.assert_allclose(
+            found[name].detach().numpy(), value.detach().numpy(), rtol=2e-5, atol=2e-6, err_msg=name
+        )
+
+
+@pytest.mark.ranks(2)
+def test_forward_hooks_of_units_see_gathered_parameters() -> None:
+    model = Normed()
+    fsdpc.fully_shard(model)
+    seen: list[tuple[int, ...]] = []
+    before = model.register_forward_pre_hook(
+        lambda m, args: seen.append(m.last.weight.numpy().shape)
+    )
+    model.register_forward_hook(lambda m, args, y: y * 2)
+    x = fsdpc.ones(4, 4)
+    y = model(x)
+    y.sum().backward()
+    assert seen == [(2, 6)] and model.last.bias.grad is not None
+    before.remove()
+    model(x)
+    assert len(seen) == 1
+    with pytest.raises(RuntimeError, match="convert the module before fully_shard"):
+        model.to("bfloat16")

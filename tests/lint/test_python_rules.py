@@ -22,6 +22,7 @@ HOOKS = {"forward", "extra_repr"}
 # Calls that mirror PyTorch's, or DeepSpeed's, keep their signatures.
 MIRRORS = {
     "fully_shard", "memory_plan", "AdamW", "Adam", "SGD", "FullyShardedDataParallel", "initialize",
+    "Conv1d", "Conv2d", "TransformerEncoderLayer",
 }  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

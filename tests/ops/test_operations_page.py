@@ -20,6 +20,11 @@ def test_functions() -> None:
     assert named("Functions") == set(fsdpc.functional.__all__)
 
 
+def test_modules() -> None:
+    found = named("Modules")
+    assert set(fsdpc.nn.__all__) <= found
+
+
 def test_tensors_from_a_shape() -> None:
     from fsdpc import creation
 

@@ -175,3 +175,65 @@ def test_sequential_runs_in_order() -> None:
     x = fsdpc.tensor(np.ones((1, 3), np.float32))
     assert (layers(x).numpy() == layers[1](layers[0](x)).numpy()).all()
     assert len(layers) == 2 and [type(m).__name__ for m in layers] == ["Linear", "Linear"]
+
+
+def test_forward_hooks_see_and_change_what_goes_through() -> None:
+    layer, seen = nn.Linear(2, 2, bias=False), []
+    x = fsdpc.ones(1, 2)
+    plain = layer(x).tolist()
+    first = layer.register_forward_pre_hook(lambda m, args: seen.append(("before", m, args)))
+    second = layer.register_forward_hook(lambda m, args, y: seen.append(("after", m, args)))
+    assert layer(x).tolist() == plain
+    assert [when for when, _, _ in seen] == ["before", "after"]
+    assert all(m is layer and args == (x,) for _, m, args in seen)
+    double = layer.register_forward_pre_hook(lambda m, args: args[0] * 2)
+    minus = layer.register_forward_hook(lambda m, args, y: -y)
+    assert layer(x).tolist() == [[-2 * v for v in plain[0]]]
+    for handle in (first, second, double, minus, minus):
+        handle.remove()
+    assert layer(x).tolist() == plain and len(seen) == 4
+
+
+def test_forward_hooks_with_keywords() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: fsdpc.Tensor, by: float = 1.0) -> fsdpc.Tensor:
+            return x * by
+
+    module = Scaled()
+    module.register_forward_pre_hook(
+        lambda m, args, kwargs: (args, {"by": kwargs["by"] + 1}), with_kwargs=True
+    )
+    module.register_forward_hook(
+        lambda m, args, kwargs, y: y + kwargs["by"], with_kwargs=True
+    )
+    assert nn.Sequential(module)[0](fsdpc.ones(1), by=2.0).tolist() == [6.0]
+
+
+def test_another_dtype_in_place() -> None:
+    model = Outer()
+    model(fsdpc.ones(1, 3)).sum().backward()
+    tied, grad = model.tied, model.tied.grad.tolist()
+    assert model.to("bfloat16") is model
+    assert {p.dtype for p in model.parameters()} == {fsdpc.bfloat16}
+    assert model.tied is tied is model.rest[0].weight and tied.grad.dtype is fsdpc.bfloat16
+    assert model.first.count.dtype is fsdpc.bfloat16
+    np.testing.assert_allclose(tied.grad.float().numpy(), grad, rtol=2**-8)
+    y = model(fsdpc.ones(1, 3, dtype="bfloat16"))
+    assert y.dtype is fsdpc.bfloat16
+    assert model.double().tied.dtype is fsdpc.float64 and model.half().tied.dtype is fsdpc.float16
+    assert model.float().tied.dtype is fsdpc.float32
+    with pytest.raises(TypeError, match="a dtype of floats, not int64"):
+        model.to("int64")
+
+
+def test_another_dtype_of_deferred_parameters() -> None:
+    fsdpc.manual_seed(1)
+    with fsdpc.deferred_init():
+        late = nn.ModuleList([nn.Linear(2, 3)])
+        late.append(late[0])
+    late.to(fsdpc.float64)
+    assert late[0].weight.is_deferred and late[0].weight.dtype is fsdpc.float64
+    late.materialize()
+    fsdpc.manual_seed(1)
+    now = nn.Linear(2, 3, dtype="float64")
+    assert fsdpc.functional.array_equal(late[1].weight, now.weight)

@@ -6,13 +6,24 @@ program gives the same full parameters at any world size, deferred or not.
 
 from __future__ import annotations
 
+import math
+from typing import TypeVar
+
+import numpy as np
+
 from fsdpc import _core
+from fsdpc._core import Tensor
+from fsdpc.grad_mode import no_grad
 from fsdpc.nn.module import Parameter
 
+P = TypeVar("P", bound=Tensor)
 
-def _init(p: Parameter, kind: str, a: float, b: float) -> Parameter:
+
+def _init(p: P, kind: str, a: float, b: float) -> P:
     recipe = (kind, float(a), float(b), _core.initial_seed(), _core.next_stream())
-    if p._unit is not None:
+    if not isinstance(p, Parameter):
+        _core.init_(p, *recipe)
+    elif p._unit is not None:
         p._unit.init(p._index, *recipe)
     elif p.is_deferred:
         p._recipe = recipe
@@ -21,26 +32,180 @@ def _init(p: Parameter, kind: str, a: float, b: float) -> Parameter:
     return p
 
 
-def normal_(p: Parameter, mean: float = 0.0, std: float = 1.0) -> Parameter:
+def normal_(p: P, mean: float = 0.0, std: float = 1.0) -> P:
     """Fill with independent normal values (Box-Muller over Philox words)."""
     return _init(p, "normal", mean, std)
 
 
-def uniform_(p: Parameter, low: float = 0.0, high: float = 1.0) -> Parameter:
+def uniform_(p: P, low: float = 0.0, high: float = 1.0) -> P:
     """Fill with independent values, uniform in [low, high)."""
     return _init(p, "uniform", low, high)
 
 
-def constant_(p: Parameter, value: float) -> Parameter:
+def constant_(p: P, value: float) -> P:
     """Fill with one value."""
     return _init(p, "constant", value, 0.0)
 
 
-def zeros_(p: Parameter) -> Parameter:
+def zeros_(p: P) -> P:
     """Fill with 0."""
     return constant_(p, 0.0)
 
 
-def ones_(p: Parameter) -> Parameter:
+def ones_(p: P) -> P:
     """Fill with 1."""
     return constant_(p, 1.0)
+
+
+_GAINS = {
+    "linear": 1.0,
+    "sigmoid": 1.0,
+    "tanh": 5 / 3,
+    "relu": math.sqrt(2),
+    "selu": 0.75,
+    **{f"conv{d}d": 1.0 for d in (1, 2, 3)},
+}
+
+
+def calculate_gain(nonlinearity: str, a: float | None = None) -> float:
+    """Return by how much a function shrinks values of variance 1.
+
+    Parameters
+    ----------
+    nonlinearity : str
+        "linear", "conv1d" to "conv3d", "sigmoid", "tanh", "relu", "leaky_relu" or "selu".
+    a : float, optional
+        Slope of a leaky ReLU below 0, 0.01 by default.
+
+    Raises
+    ------
+    ValueError
+        There is no such function.
+    """
+    if nonlinearity == "leaky_relu":
+        return math.sqrt(2 / (1 + (0.01 if a is None else a) ** 2))
+    if nonlinearity not in _GAINS:
+        names = ", ".join([*_GAINS, "leaky_relu"])
+        raise ValueError(f"no gain is known of {nonlinearity!r}; known are {names}")
+    return _GAINS[nonlinearity]
+
+
+def xavier_uniform_(p: P, gain: float = 1.0) -> P:
+    """Fill with uniform values of variance ``2 gain^2 / (fan in + fan out)``.
+
+    Source: Glorot & Bengio 2010.
+    """
+    fan_in, fan_out = _fans(p)
+    bound = gain * math.sqrt(6 / (fan_in + fan_out))
+    return uniform_(p, -bound, bound)
+
+
+def xavier_normal_(p: P, gain: float = 1.0) -> P:
+    """Fill with normal values of variance ``2 gain^2 / (fan in + fan out)``."""
+    return normal_(p, 0.0, gain * math.sqrt(2 / sum(_fans(p))))
+
+
+def kaiming_uniform_(
+    p: P, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> P:
+    """Fill with uniform values of variance ``gain^2 / fan``.
+
+    Parameters
+    ----------
+    p : Parameter or Tensor
+        At least 2 dimensions: (out, in, window ...).
+    a : float
+        Slope of a leaky ReLU below 0.
+    mode : {"fan_in", "fan_out"}
+        Keep the variance of values forward, or of gradients backward.
+    nonlinearity : str
+        As for :func:`calculate_gain`.
+
+    Source: He et al. 2015.
+    """
+    bound = math.sqrt(3) * _kaiming(p, a, mode, nonlinearity)
+    return uniform_(p, -bound, bound)
+
+
+def kaiming_normal_(
+    p: P, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
+) -> P:
+    """Fill with normal values of variance ``gain^2 / fan``; see :func:`kaiming_uniform_`."""
+    return normal_(p, 0.0, _kaiming(p, a, mode, nonlinearity))
+
+
+def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> P:
+    """Fill with normal values, those outside [a, b] drawn again.
+
+    Raises
+    ------
+    RuntimeError
+        The parameter is deferred or sharded: elements depend on each other's draws.
+    """
+    rng = _host_generator(p, "trunc_normal_")
+    values = rng.normal(mean, std, p.shape)
+    while (outside := (values < a) | (values > b)).any():
+        values[outside] = rng.normal(mean, std, int(outside.sum()))
+    return _write(p, values)
+
+
+def orthogonal_(p: P, gain: float = 1.0) -> P:
+    """Fill with a (semi-)orthogonal matrix of (rows, all else), times a gain.
+
+    Raises
+    ------
+    RuntimeError
+        The parameter is deferred or sharded: elements depend on each other.
+
+    Source: Saxe et al. 2013.
+    """
+    if p.ndim < 2:
+        raise ValueError(f"orthogonal_: shape {p.shape}; at least 2 dimensions are needed")
+    rows, cols = p.shape[0], math.prod(p.shape[1:])
+    normal = _host_generator(p, "orthogonal_").normal(size=(max(rows, cols), min(rows, cols)))
+    q, r = np.linalg.qr(normal)
+    q *= np.sign(np.diag(r))
+    return _write(p, gain * (q.T if rows < cols else q).reshape(p.shape))
+
+
+def eye_(p: P) -> P:
+    """Fill with the identity matrix, or as much of it as fits.
+
+    Raises
+    ------
+    RuntimeError
+        The parameter is deferred or sharded.
+    """
+    _host_generator(p, "eye_")
+    return _write(p, np.eye(*p.shape))
+
+
+def _fans(p: Tensor) -> tuple[int, int]:
+    if p.ndim < 2:
+        raise ValueError(f"shape {p.shape} has no fans: at least 2 dimensions are needed")
+    window = math.prod(p.shape[2:])
+    return p.shape[1] * window, p.shape[0] * window
+
+
+def _kaiming(p: Tensor, a: float, mode: str, nonlinearity: str) -> float:
+    if mode not in ("fan_in", "fan_out"):
+        raise ValueError(f"mode is 'fan_in' or 'fan_out', not {mode!r}")
+    fan = _fans(p)[mode == "fan_out"]
+    return calculate_gain(nonlinearity, a) / math.sqrt(fan)
+
+
+def _host_generator(p: Tensor, name: str) -> np.random.Generator:
+    """A generator of the next stream, for values that are drawn as a whole."""
+    if p.is_deferred or getattr(p, "_unit", None) is not None:
+        raise RuntimeError(
+            f"{name} draws a parameter as a whole: use it before fully_shard, outside of "
+            "deferred_init()"
+        )
+    key = [_core.initial_seed() % 2**64, _core.next_stream()]
+    return np.random.Generator(np.random.Philox(key=np.array(key, dtype=np.uint64)))
+
+
+def _write(p: P, values: np.ndarray) -> P:
+    with no_grad():
+        p.copy_(np.ascontiguousarray(values))
+    return p

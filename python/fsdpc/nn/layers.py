@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fsdpc import _core
@@ -143,58 +141,3 @@ class Dropout(Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-class ModuleList(Module):
-    """A list of modules."""
-
-    def __init__(self, modules: Iterable[Module] = ()) -> None:
-        super().__init__()
-        self.extend(modules)
-
-    def append(self, module: Module) -> ModuleList:
-        """Add a module at the end."""
-        self._modules[str(len(self._modules))] = module
-        return self
-
-    def extend(self, modules: Iterable[Module]) -> ModuleList:
-        """Add modules at the end."""
-        for module in modules:
-            self.append(module)
-        return self
-
-    def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        runs = [list(run) for _, run in itertools.groupby(children, lambda child: child[1])]
-        return [
-            run[0]
-            if len(run) == 1
-            else (f"{run[0][0]}-{run[-1][0]}", f"{len(run)} x {run[0][1]}")
-            for run in runs
-        ]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Module]:
-        return iter(self._modules.values())
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return ModuleList(list(self._modules.values())[index])
-        return list(self._modules.values())[index]
-
-    def __setitem__(self, index: int, module: Module) -> None:
-        self._modules[str(range(len(self))[index])] = module
-
-
-class Sequential(ModuleList):
-    """Modules applied one after the other."""
-
-    def __init__(self, *modules: Module) -> None:
-        super().__init__(modules)
-
-    def forward(self, x: Any) -> Any:
-        """Apply every module to the previous one's output."""
-        for module in self._modules.values():
-            x = module(x)
-        return x

@@ -111,6 +111,17 @@ class Parameter(Tensor):
         raise TypeError("parameters are not pickled: save state_dict() instead")
 
 
+class HookHandle:
+    """What registers a hook of a module returns."""
+
+    def __init__(self, hooks: dict[int, Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        """Do not call the hook any more; again, it does nothing."""
+        self._hooks.pop(id(self), None)
+
+
 class Module:
     """Base of all modules: parameters and submodules by attribute, ``forward`` by the user.
 
@@ -188,7 +199,80 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} does not define forward()")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+        return self._method()(*args, **kwargs)
+
+    # ---- hooks ----
+
+    def register_forward_pre_hook(
+        self, hook: Callable[..., Any], *, with_kwargs: bool = False
+    ) -> HookHandle:
+        """Call ``hook(module, args)`` before each forward.
+
+        Parameters
+        ----------
+        hook : callable
+            What it returns, unless None, takes the place of the arguments: a tuple, or one value;
+            with keywords ``(args, kwargs)``.
+        with_kwargs : bool, default False
+            Call ``hook(module, args, kwargs)``.
+
+        Returns
+        -------
+        HookHandle
+            Its ``remove()`` ends that.
+
+        Notes
+        -----
+        Hooks run in the order of registration. Those of a sharded module see gathered parameters.
+        """
+        return self._add_hook("before", hook, with_kwargs)
+
+    def register_forward_hook(
+        self, hook: Callable[..., Any], *, with_kwargs: bool = False
+    ) -> HookHandle:
+        """Call ``hook(module, args, output)`` after each forward.
+
+        Parameters
+        ----------
+        hook : callable
+            What it returns, unless None, takes the place of the output.
+        with_kwargs : bool, default False
+            Call ``hook(module, args, kwargs, output)``.
+
+        Returns
+        -------
+        HookHandle
+            Its ``remove()`` ends that.
+        """
+        return self._add_hook("after", hook, with_kwargs)
+
+    def _add_hook(self, when: str, hook: Callable[..., Any], with_kwargs: bool) -> HookHandle:
+        hooks = self.__dict__.setdefault("_call_hooks", {})
+        handle = HookHandle(hooks)
+        hooks[id(handle)] = (when, hook, with_kwargs, handle)  # the handle, so that its id is kept
+        return handle
+
+    def _method(self) -> Callable[..., Any]:
+        """Return what a call runs: forward, between its hooks."""
+        return self._hooked if self.__dict__.get("_call_hooks") else self.forward
+
+    def _hooked(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = list(self.__dict__["_call_hooks"].values())
+        for when, hook, with_kwargs, _ in hooks:
+            if when != "before":
+                continue
+            changed = hook(self, args, kwargs) if with_kwargs else hook(self, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        output = self.forward(*args, **kwargs)
+        for when, hook, with_kwargs, _ in hooks:
+            if when == "after":
+                given = (args, kwargs) if with_kwargs else (args,)
+                changed = hook(self, *given, output)
+                output = output if changed is None else changed
+        return output
 
     # ---- walking the tree ----
 
@@ -281,6 +365,61 @@ class Module:
         for p in self.parameters():
             p.requires_grad = requires_grad
         return self
+
+    def to(self: M, dtype: Any) -> M:
+        """Convert parameters, gradients and buffers of floats to another float dtype, in place.
+
+        Parameters
+        ----------
+        dtype : dtype or str
+            Of floats.
+
+        Returns
+        -------
+        Module
+            This one. Its parameters stay the same objects, unless they are deferred.
+
+        Raises
+        ------
+        TypeError
+            The dtype is none of floats.
+        RuntimeError
+            A parameter is sharded.
+        """
+        target = _core.as_dtype(dtype)
+        if not target.is_floating_point:
+            raise TypeError(f"a module is converted to a dtype of floats, not {target.name}")
+        if any(p._unit is not None for p in self.parameters()):
+            raise RuntimeError(
+                "parameters are sharded: convert the module before fully_shard, or compute in "
+                "another dtype by MixedPrecisionPolicy(param_dtype=...)"
+            )
+        made: dict[int, Parameter] = {}
+        with no_grad():
+            for module in self.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        module._parameters[name] = _converted(p, target, made)
+                for name, b in module._buffers.items():
+                    if b is not None and b.dtype.is_floating_point:
+                        module._buffers[name] = b.to(target)
+        return self
+
+    def float(self: M) -> M:
+        """Convert to float32; see :meth:`to`."""
+        return self.to(_core.float32)
+
+    def double(self: M) -> M:
+        """Convert to float64; see :meth:`to`."""
+        return self.to(_core.float64)
+
+    def half(self: M) -> M:
+        """Convert to float16; see :meth:`to`."""
+        return self.to(_core.float16)
+
+    def bfloat16(self: M) -> M:
+        """Convert to bfloat16; see :meth:`to`."""
+        return self.to(_core.bfloat16)
 
     def zero_grad(self) -> None:
         """Drop the gradients of every parameter."""
@@ -386,6 +525,23 @@ class Module:
         lines = [f"({name}): {text}".replace("\n", "\n  ") for name, text in rows]
         head = type(self).__name__ + "(" + self.extra_repr()
         return head + ("\n  " + "\n  ".join(lines) + "\n" if lines else "") + ")"
+
+
+def _converted(p: Parameter, target: _core.dtype, made: dict[int, Parameter]) -> Parameter:
+    """Return the parameter in a dtype; a deferred one is made anew, once."""
+    if p.dtype is target:
+        return p
+    if p.is_deferred:
+        if id(p) not in made:
+            fresh = Parameter(_core.empty_deferred(p.shape, dtype=target))
+            fresh._recipe, fresh.requires_grad = p._recipe, p.requires_grad
+            made[id(p)] = fresh
+        return made[id(p)]
+    grad, p.grad = p.grad, None
+    p.set_data_(p.detach().to(target))
+    if grad is not None:
+        p.grad = grad.to(target)
+    return p
 
 
 def check_real(values: Mapping[str, Any]) -> None:

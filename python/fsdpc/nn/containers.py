@@ -1,0 +1,158 @@
+"""Modules and parameters in lists, dictionaries and sequences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from fsdpc.nn.module import Module, Parameter
+
+
+class ModuleList(Module):
+    """A list of modules."""
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    def append(self, module: Module) -> ModuleList:
+        """Add a module at the end."""
+        self._modules[str(len(self._modules))] = module
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> ModuleList:
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def _shown(self, children: list[tuple[str, str]]) -> list[tuple[str, str]]:
+        runs = [list(run) for _, run in itertools.groupby(children, lambda child: child[1])]
+        return [
+            run[0] if len(run) == 1 else (f"{run[0][0]}-{run[-1][0]}", f"{len(run)} x {run[0][1]}")
+            for run in runs
+        ]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self._modules.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return ModuleList(list(self._modules.values())[index])
+        return list(self._modules.values())[index]
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        self._modules[str(range(len(self))[index])] = module
+
+
+class Sequential(ModuleList):
+    """Modules applied one after the other."""
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        """Apply every module to the previous one's output."""
+        for module in self._modules.values():
+            x = module(x)
+        return x
+
+
+class ModuleDict(Module):
+    """Modules by name.
+
+    Parameters
+    ----------
+    modules : mapping of str to Module, optional
+        Added in its order.
+    """
+
+    def __init__(self, modules: Mapping[str, Module] | None = None) -> None:
+        super().__init__()
+        self.update(modules or {})
+
+    def update(self, modules: Mapping[str, Module]) -> None:
+        """Add modules, or replace those of the same names."""
+        for name, module in modules.items():
+            self[name] = module
+
+    def keys(self) -> Iterable[str]:
+        """Return the names."""
+        return self._modules.keys()
+
+    def values(self) -> Iterable[Module]:
+        """Return the modules."""
+        return self._modules.values()
+
+    def items(self) -> Iterable[tuple[str, Module]]:
+        """Return names and modules."""
+        return self._modules.items()
+
+    def pop(self, name: str) -> Module:
+        """Take a module out."""
+        return self._modules.pop(name)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def __getitem__(self, name: str) -> Any:
+        return self._modules[name]
+
+    def __setitem__(self, name: str, module: Module) -> None:
+        if not isinstance(module, Module) or "." in name:
+            raise TypeError(f"ModuleDict: '{name}' of {type(module).__name__}; modules by names")
+        self._modules[name] = module
+
+    def __delitem__(self, name: str) -> None:
+        del self._modules[name]
+
+
+class ParameterList(Module):
+    """A list of parameters.
+
+    Parameters
+    ----------
+    parameters : iterable of Parameter or Tensor
+        Tensors become parameters that share their memory.
+    """
+
+    def __init__(self, parameters: Iterable[Any] = ()) -> None:
+        super().__init__()
+        self.extend(parameters)
+
+    def append(self, parameter: Any) -> ParameterList:
+        """Add a parameter at the end."""
+        p = parameter if isinstance(parameter, Parameter) else Parameter(parameter)
+        self.register_parameter(str(len(self)), p)
+        return self
+
+    def extend(self, parameters: Iterable[Any]) -> ParameterList:
+        """Add parameters at the end."""
+        for p in parameters:
+            self.append(p)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._parameters.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self._parameters.values())[index]
+
+    def __setitem__(self, index: int, parameter: Parameter) -> None:
+        self.register_parameter(str(range(len(self))[index]), parameter)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{p.dtype.name} {p.shape}" for p in self)

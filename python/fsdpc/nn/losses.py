@@ -1,0 +1,119 @@
+"""Losses as modules, over the functions of the same names."""
+
+from __future__ import annotations
+
+from fsdpc import functional as F
+from fsdpc._core import Tensor
+from fsdpc.nn.module import Module
+
+
+class _Loss(Module):
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction is 'mean', 'sum' or 'none', not {reduction!r}")
+        self.reduction = reduction
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}"
+
+
+class CrossEntropyLoss(_Loss):
+    """Cross entropy of logits; see :func:`fsdpc.functional.cross_entropy`.
+
+    Parameters
+    ----------
+    weight : Tensor, optional
+        (classes); a buffer, which is not trained.
+    ignore_index : int
+    reduction : {"mean", "sum", "none"}
+    label_smoothing : float
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(reduction)
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.register_buffer("weight", weight)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits (..., classes), targets (...) -> scalar, or (...) without reduction."""
+        return F.cross_entropy(
+            logits,
+            targets,
+            self.ignore_index,
+            self.reduction,
+            self.weight,
+            self.label_smoothing,
+        )
+
+
+class NLLLoss(_Loss):
+    """Negative log likelihood of log-probabilities; see :func:`fsdpc.functional.nll_loss`."""
+
+    def __init__(
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
+    ) -> None:
+        super().__init__(reduction)
+        self.ignore_index = ignore_index
+        self.register_buffer("weight", weight)
+
+    def forward(self, log_p: Tensor, targets: Tensor) -> Tensor:
+        """log_p (..., classes), targets (...) -> scalar, or (...) without reduction."""
+        return F.nll_loss(log_p, targets, self.ignore_index, self.reduction, self.weight)
+
+
+class MSELoss(_Loss):
+    """The mean squared difference."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Two of one shape -> scalar, or that shape without reduction."""
+        return F.mse_loss(x, target, self.reduction)
+
+
+class L1Loss(_Loss):
+    """The mean absolute difference."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Two of one shape -> scalar, or that shape without reduction."""
+        return F.l1_loss(x, target, self.reduction)
+
+
+class BCEWithLogitsLoss(_Loss):
+    """Binary cross entropy; see :func:`fsdpc.functional.binary_cross_entropy_with_logits`."""
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        pos_weight: Tensor | None = None,
+    ) -> None:
+        super().__init__(reduction)
+        self.register_buffer("weight", weight)
+        self.register_buffer("pos_weight", pos_weight)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Logits and probabilities of one shape -> scalar, or that shape without reduction."""
+        return F.binary_cross_entropy_with_logits(
+            x, target, self.weight, self.reduction, self.pos_weight
+        )
+
+
+class KLDivLoss(Module):
+    """Kullback-Leibler divergence; see :func:`fsdpc.functional.kl_div`."""
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__()
+        self.reduction, self.log_target = reduction, log_target
+
+    def forward(self, log_p: Tensor, target: Tensor) -> Tensor:
+        """Two of one shape -> scalar, or that shape without reduction."""
+        return F.kl_div(log_p, target, self.reduction, self.log_target)
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, log_target={self.log_target}"

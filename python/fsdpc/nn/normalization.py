@@ -1,0 +1,149 @@
+"""Normalisation of groups of channels, and of batches, over one rank's or all ranks'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpc import _core
+from fsdpc import functional as F
+from fsdpc._core import Tensor
+from fsdpc.functional.normalization import counted_statistics
+from fsdpc.grad_mode import no_grad
+from fsdpc.nn import init
+from fsdpc.nn.module import Module, Parameter
+
+
+class GroupNorm(Module):
+    """Normalise groups of channels to mean 0 and variance 1, scale and shift (Wu & He 2018).
+
+    Parameters
+    ----------
+    num_groups, num_channels : int
+        The first divides the second.
+    eps : float
+    affine : bool
+        Have ``weight`` and ``bias`` (num_channels).
+    dtype : dtype, default float32
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if num_groups < 1 or num_channels % num_groups:
+            raise ValueError(f"GroupNorm: {num_groups} groups of {num_channels} channels")
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        _register_scale(self, num_channels, affine, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, num_channels, ...) -> the same shape."""
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}"
+
+
+class _BatchNorm(Module):
+    """What batch norms share: running statistics, which are buffers, and their use in eval()."""
+
+    _dims: tuple[int, ...] = ()
+    _over_ranks = False
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.track_running_stats = track_running_stats
+        _register_scale(self, num_features, affine, dtype)
+        tracked = track_running_stats
+        self.register_buffer("running_mean", _core.zeros(num_features) if tracked else None)
+        self.register_buffer("running_var", _core.ones(num_features) if tracked else None)
+        self.register_buffer(
+            "num_batches_tracked", _core.zeros((), dtype="int64") if tracked else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, num_features, ...) -> the same shape."""
+        if self._dims and x.ndim not in self._dims:
+            raise ValueError(f"{type(self).__name__}: x has shape {x.shape}, not {self._dims} dims")
+        if not self.training and self.track_running_stats:
+            kept = (self.running_mean, self.running_var)
+            return F.batch_norm(x, kept, self.weight, self.bias, self.eps)
+        mean, var, count = counted_statistics(x, self._over_ranks)
+        if self.training and self.track_running_stats:
+            self._track(mean.detach(), var.detach(), count)
+        return F.batch_norm(x, (mean, var), self.weight, self.bias, self.eps)
+
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        with no_grad():
+            seen = self.num_batches_tracked + 1
+            part = 1 / seen.double() if self.momentum is None else self.momentum
+            unbiased = var.double() * (count / (count - 1))
+            for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                kept.copy_(kept.double() * (1 - part) + new.double() * part)
+            self.num_batches_tracked.copy_(seen)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+
+
+class BatchNorm1d(_BatchNorm):
+    """Normalise features over this rank's batch (Ioffe & Szegedy 2015).
+
+    Parameters
+    ----------
+    num_features : int
+    eps : float
+    momentum : float or None
+        Part of a batch in the running statistics; None averages all batches.
+    affine : bool
+        Have ``weight`` and ``bias`` (num_features).
+    track_running_stats : bool
+        Keep running statistics, float32 buffers, for ``eval()``.
+    dtype : dtype, default float32
+
+    Notes
+    -----
+    Ranks see other batches, so their running statistics differ, and a checkpoint holds rank 0's.
+    :class:`SyncBatchNorm` has the same on all ranks.
+    """
+
+    _dims = (2, 3)
+
+
+class BatchNorm2d(_BatchNorm):
+    """Normalise channels of (batch, channels, height, width); see :class:`BatchNorm1d`."""
+
+    _dims = (4,)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalise channels over the batches of all ranks; see :class:`BatchNorm1d`.
+
+    Notes
+    -----
+    Forward and backward are collective, with two small sums over ranks each. Statistics, running
+    ones too, and gradients are those of one rank that has all batches, which may differ in size.
+    """
+
+    _over_ranks = True
+
+
+def _register_scale(module: Module, features: int, affine: bool, dtype: Any) -> None:
+    for name, fill in (("weight", init.ones_), ("bias", init.zeros_)):
+        p = fill(Parameter.empty((features,), dtype)) if affine else None
+        module.register_parameter(name, p)
