@@ -74,6 +74,14 @@ def test_deferred_initialisation_is_the_same_at_any_world() -> None:
     assert "a model of 68,976,648,192 parameters in 0.0 MiB" in printed[0]
 
 
+def test_classification_with_accuracy_over_ranks() -> None:
+    output = run("07_classify.py", "120")
+    assert float(re.findall(r"accuracy ([\d.]+) of 600 points", output)[0]) > 0.9  # chance: 0.333
+    assert output.count("accuracy") == 1  # rank 0 says it
+    counts = re.findall(r"guessed x true: (.*)", output)[0]
+    assert sum(map(int, re.findall(r"\d+", counts))) == 600
+
+
 def test_evaluation_and_generation() -> None:
     output = run("05_evaluate_and_generate.py", "4")
     pattern = r"validation loss ([\d.]+) before, ([\d.]+) after 4 steps"
