@@ -137,7 +137,6 @@ static fsdpc_status attention_backward(const fsdpc_attention_args *args, fsdpc_s
 
 static fsdpc_status embedding(const fsdpc_embedding_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(check_float(args->dtype, "an embedding"));
     FSDPC_TRY(check_ids(args->id_dtype, "ids of an embedding"));
     return fsdpc_cuda_embedding(args, stream);
 }
