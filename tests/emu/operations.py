@@ -1,9 +1,10 @@
-"""Results and gradients of composed operations on a device (argument), as JSON."""
+"""Composed operations on a device (argument), as JSON: results, gradients, captured steps."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -52,9 +53,67 @@ def written() -> list[float]:
     return [*x.reshape(-1).tolist(), *picked.to("int64").reshape(-1).tolist()]
 
 
+class Scored(nn.Module):
+    """A linear layer, and a number that a function makes of its output (3, 4)."""
+
+    def __init__(self, score: Any) -> None:
+        super().__init__()
+        self.layer, self.score = nn.Linear(4, 4), score
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        return self.score(self.layer(x))
+
+
+def captured(ids: fsdpc.Tensor) -> dict[str, list[list[float]]]:
+    """Weights after five steps, and after three steps and two replays of the last; or why not."""
+    row, seen = ids[0, :3], ids[:, :1] >= 0
+    scores = {
+        "where": lambda y: F.where(y > 0, y.clamp(-1, 1), 0.0).sum(),
+        "gather": lambda y: F.gather(y, 0, ids).norm(),
+        "smooth": lambda y: F.cross_entropy(y, row, label_smoothing=0.1),
+        "triangle": lambda y: F.pad(y.tril().cumsum(1).flip(0), (1, 1)).var(),
+        "batch norm": lambda y: (F.batch_norm(y) * y).sum(),
+        "attention": lambda y: F.scaled_dot_product_attention(
+            *[y.reshape(1, 1, 3, 4)] * 3, causal=True, mask=seen).sum(),
+        "max": lambda y: y.max(1).values.sum(),
+    }  # fmt: skip
+    found = {}
+    for name, score in scores.items():
+        found[name] = [trained(score, replays) for replays in (0, 2)]
+    return found
+
+
+def trained(score: Any, replays: int) -> Any:
+    fsdpc.manual_seed(6)
+    model, x = Scored(score), fsdpc.ones(3, 4) * fsdpc.tensor([1.0, 0.5, -1.0, 2.0])
+    fsdpc.fully_shard(model)
+    optimizer = fsdpc.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2 if replays else 5):
+        step()
+    if replays:
+        graph = fsdpc.graph_step(model, optimizer)
+        try:
+            with graph:
+                step()
+        except RuntimeError as error:
+            return str(error)
+        for _ in range(replays):
+            graph.replay()
+    return fsdpc.full_tensor(model.layer.weight).reshape(-1).tolist()
+
+
 fsdpc.set_default_device(sys.argv[1])
 fsdpc.manual_seed(4)
 layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+if sys.argv[2:] == ["captured"]:
+    print(json.dumps(captured(fsdpc.tensor(IDS))))
+    sys.exit()
 found = {"written": written()}
 for name, op in CASES.items():
     x = fsdpc.tensor(np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32))

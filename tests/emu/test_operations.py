@@ -15,3 +15,13 @@ def test_composed_operations_agree_with_the_cpu(environment: dict[str, str]) -> 
     assert list(cpu) == list(cuda) and len(cpu) > 20
     for name, values in cpu.items():
         np.testing.assert_allclose(cuda[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_captured_steps_have_them(environment: dict[str, str]) -> None:
+    """But what looks at values on the host, which is named."""
+    program = Path(__file__).with_name("operations.py")
+    found = json.loads(printed(environment, program, "cuda", "captured"))
+    refused = found.pop("max")[1]
+    assert "the host asks for a value of the GPU inside a captured step" in refused
+    for name, (plain, replayed) in found.items():
+        assert plain == replayed, name

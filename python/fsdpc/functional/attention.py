@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.functional.elementwise import logical_and, logical_not, logical_or, where, wide
-from fsdpc.functional.shapes import repeat_interleave
+from fsdpc.functional.shapes import lower, repeat_interleave
 
 
 def scaled_dot_product_attention(
@@ -101,8 +99,8 @@ def attention_weights(
     seen = None if mask is None else mask if mask.dtype is _core.bool_ else mask > -math.inf
     if causal:
         tq, tk = scores.shape[-2:]
-        lower = _core.tensor(np.tri(tq, tk, tk - tq, dtype=np.bool_))
-        seen = lower if seen is None else logical_and(seen, lower)
+        before = lower(tq, tk, tk - tq)
+        seen = before if seen is None else logical_and(seen, before)
     if seen is None:
         return _core.softmax(scores, -1)
     if mask is not None and mask.dtype is not _core.bool_:

@@ -207,6 +207,16 @@ def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     return take_along(x.expand(shape), mask.expand(shape))
 
 
+def count(n: int) -> Tensor:
+    """Return 0, 1, ... n - 1, int64; on a GPU made there, so that a captured step may do so."""
+    if _core.device_name() == "cpu":
+        return _core.arange(n)
+    row = _core.zeros(min(n, 1), dtype="int64")
+    while row.shape[0] < n:
+        row = _core.concat([row, row + row.shape[0]])
+    return row[:n]
+
+
 def host(x: Tensor) -> np.ndarray[Any, Any]:
     """Return the values as an array that NumPy can order; waits for a GPU."""
     return np.asarray(wide(x.detach()).numpy())
@@ -235,12 +245,11 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
             f"dimensions, nowhere but along {dim} larger"
         )
     strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
-    base = np.zeros([n if d != axis else 1 for d, n in enumerate(index.shape)], dtype=np.int64)
+    places = index.to("int64") * strides[axis]
     for d, n in enumerate(index.shape):
-        if d != axis:
-            row = np.arange(n, dtype=np.int64) * strides[d]
-            base += row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
-    places = index.to("int64") * strides[axis] + _core.tensor(base)
+        if d != axis and strides[d]:
+            row = count(n) * strides[d]
+            places = places + row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
     inside = (index >= 0) == (index < x.shape[axis])  # it fails one of them at most
     return where(inside, places, -1)
 

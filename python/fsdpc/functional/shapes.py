@@ -10,7 +10,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.functional.elementwise import where
-from fsdpc.functional.indexing import index_select
+from fsdpc.functional.indexing import count, dimension, index_select
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -118,7 +118,7 @@ def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: fl
 def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
     """Reverse the order of elements along dimensions; a copy."""
     for dim in [dims] if isinstance(dims, int) else dims:
-        x = index_select(x, dim, _core.tensor(np.arange(x.shape[dim] - 1, -1, -1)))
+        x = index_select(x, dim, x.shape[dim] - 1 - count(x.shape[dim]))
     return x
 
 
@@ -158,8 +158,11 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
     """Repeat each element along a dimension, copies behind each other."""
-    places = np.repeat(np.arange(x.shape[dim]), repeats)
-    return index_select(x, dim, _core.tensor(places))
+    axis = dimension("repeat_interleave", x, dim)
+    before, extent, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    rows = x.reshape(math.prod(before) * extent, 1, math.prod(after))
+    copies = rows.expand(rows.shape[0], repeats, rows.shape[2])
+    return copies.reshape(*before, extent * repeats, *after)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
@@ -171,26 +174,25 @@ def outer(a: Tensor, b: Tensor) -> Tensor:
 
 def tril(x: Tensor, diagonal: int = 0) -> Tensor:
     """Keep the lower triangle of (..., rows, cols), up to a diagonal; zeros elsewhere."""
-    return where(
-        np.tril(np.ones(_matrix("tril", x), dtype=np.bool_), diagonal),
-        x,
-        _core.zeros((), dtype=x.dtype),
-    )
+    rows, cols = _matrix("tril", x)
+    return where(lower(rows, cols, diagonal), x, _core.zeros((), dtype=x.dtype))
 
 
 def triu(x: Tensor, diagonal: int = 0) -> Tensor:
     """Keep the upper triangle of (..., rows, cols), from a diagonal on; zeros elsewhere."""
-    return where(
-        np.triu(np.ones(_matrix("triu", x), dtype=np.bool_), diagonal),
-        x,
-        _core.zeros((), dtype=x.dtype),
-    )
+    rows, cols = _matrix("triu", x)
+    return where(lower(rows, cols, diagonal - 1), _core.zeros((), dtype=x.dtype), x)
 
 
-def _matrix(name: str, x: Tensor) -> tuple[int, ...]:
+def lower(rows: int, cols: int, diagonal: int = 0) -> Tensor:
+    """Return (rows, cols) of bool: column at most row + diagonal."""
+    return count(cols) <= count(rows).reshape(-1, 1) + diagonal
+
+
+def _matrix(name: str, x: Tensor) -> tuple[int, int]:
     if x.ndim < 2:
         raise ValueError(f"{name}: a tensor of {x.ndim} dimensions; at least 2 are needed")
-    return x.shape[-2:]
+    return x.shape[-2], x.shape[-1]
 
 
 def one_hot(ids: Tensor, num_classes: int) -> Tensor:
@@ -198,7 +200,7 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
 
     An id that is no class gives zeros.
     """
-    return (ids.unsqueeze(-1) == _core.arange(num_classes, dtype="int64")).to("int64")
+    return (ids.unsqueeze(-1) == count(num_classes)).to("int64")
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
