@@ -469,9 +469,9 @@ static PyObject *array_equal(PyObject *const *a)
     F(sub, 2, "a, b", "a - b", binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                       \
     F(mul, 2, "a, b", "a * b", binary(a, "mul", FSDPC_BINARY_MUL), "a", "b")                       \
     F(div, 2, "a, b", "a / b", binary(a, "div", FSDPC_BINARY_DIV), "a", "b")                       \
-    F(maximum, 2, "a, b", "The larger of each two.", binary(a, "maximum", FSDPC_BINARY_MAXIMUM),   \
+    M(maximum, 2, "a, b", "The larger of each two.", binary(a, "maximum", FSDPC_BINARY_MAXIMUM),   \
       "a", "b")                                                                                    \
-    F(minimum, 2, "a, b", "The smaller of each two.", binary(a, "minimum", FSDPC_BINARY_MINIMUM),  \
+    M(minimum, 2, "a, b", "The smaller of each two.", binary(a, "minimum", FSDPC_BINARY_MINIMUM),  \
       "a", "b")                                                                                    \
     F(mask, 2, "x, keep", "x where keep is true, else a negative zero.",                           \
       binary(a, "mask", FSDPC_BINARY_MASK), "x", "keep")                                           \
@@ -564,6 +564,7 @@ static PyObject *array_equal(PyObject *const *a)
         if (fsdpc_py_args(#op, COUNT_##op - 1, names_##op + 1, (required)-1, args, nargs,          \
                           keywords, a + 1) < 0)                                                    \
             return NULL;                                                                           \
+        (void)state;                                                                               \
         return call;                                                                               \
     }
 OPERATIONS(FUNCTION, METHOD)

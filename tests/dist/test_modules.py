@@ -321,3 +321,11 @@ def test_forward_hooks_of_units_see_gathered_parameters() -> None:
     assert len(seen) == 1
     with pytest.raises(RuntimeError, match="convert the module before fully_shard"):
         model.to("bfloat16")
+
+
+def test_a_plan_counts_batch_norm_and_leaves_its_statistics() -> None:
+    model = Normed()
+    alone = fsdpc.memory_plan(model, 2, (64, 4))
+    assert alone.activation > 64 * 6 * 4  # the linear layer's output at least
+    assert model.norm.num_batches_tracked.item() == 0
+    assert model.norm.running_mean.tolist() == [0.0] * 6

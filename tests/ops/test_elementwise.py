@@ -192,6 +192,7 @@ def test_extrema_of_two_as_ieee_and_torch_have_them():
     big[:2].sum().backward()
     assert x.grad.tolist()[:2] == [0.5, 0.0] and y.grad.tolist()[:2] == [0.5, 1.0]
     ints = _core.tensor([1, -5])
+    assert ints.maximum(0).tolist() == [1, 0] and ints.minimum(ints).tolist() == [1, -5]
     assert F.maximum(ints, 0).tolist() == [1, 0] and F.minimum(ints, 2**40).tolist() == [1, -5]
 
 
