@@ -108,7 +108,13 @@ def config_for(options: argparse.Namespace) -> models.ModelConfig:
     return models.preset(options.preset) if folder is None else config_of(folder)
 
 
-def export(options: argparse.Namespace, model: Any) -> None:
+def keep_tokenizer(tokenizer: Any, folder: Path | None) -> None:
+    """Put a run's tokenizer, if it has one, into a folder; on rank 0."""
+    if tokenizer is not None and folder is not None and distributed.rank() == 0:
+        (folder / "tokenizer.json").write_bytes(tokenizer.data)
+
+
+def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Write the model for transformers, with what lies beside the one it began as; collective."""
     if options.export is None:
         return
@@ -117,5 +123,6 @@ def export(options: argparse.Namespace, model: Any) -> None:
         for name in _BESIDE if options.init_from is not None else ():
             if (options.init_from / name).is_file():
                 shutil.copyfile(options.init_from / name, options.export / name)
+        keep_tokenizer(tokenizer, options.export)
         print(f"exported to {options.export}", flush=True)
     distributed.barrier()

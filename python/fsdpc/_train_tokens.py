@@ -136,7 +136,7 @@ def _split(data: SequenceDataset) -> Parts:
 class Bytes:
     """Bytes of text files as ids."""
 
-    unit, title, identity, vocab_size = "byte", "bytes", None, 256
+    unit, title, identity, vocab_size, tokenizer = "byte", "bytes", None, 256, None
     prompt = np.frombuffer(b"def ", np.uint8)
 
     def __init__(self, options: argparse.Namespace) -> None:

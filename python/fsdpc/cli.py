@@ -20,6 +20,7 @@ examples:
   fsdpc run --elastic 2:4 --max-restarts 3 script.py
   fsdpc train --ranks 2 --preset 2M --steps 200
   fsdpc data tokenize notes/ --tokenizer tokenizer.json --output tokens
+  fsdpc generate run/ "Once upon a time"
   fsdpc estimate --preset 70B --ranks 2048 --device cuda
   fsdpc simulate --preset 70B --hosts 256 --ranks-per-host 8 --device cuda --tflops 400
   fsdpc info
@@ -91,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (  # named for `fsdpc --help`; _run() hands their arguments on
         ("train", "train a language model on text (fsdpc train --help)"),
         ("data", "turn text into tokens, and look at folders of them"),
+        ("generate", "continue a text by a trained or published model"),
         ("estimate", "show what each rank of a training run would hold"),
         ("simulate", "show what a step would take and send on hosts that are not here"),
         ("plan", "show which ways to train fit a cluster, the fastest first"),
@@ -141,6 +143,10 @@ def _run(arguments: list[str]) -> int:
         from fsdpc import train
 
         return (train.main if arguments[0] == "train" else train.estimate)(arguments[1:])
+    if arguments[:1] == ["generate"]:
+        from fsdpc import _generate_command
+
+        return _generate_command.main(arguments[1:])
     if arguments[:1] == ["simulate"]:
         from fsdpc import _simulate_command
 

@@ -291,6 +291,7 @@ class Trainer:
         self.progress.open()
         try:
             step = self.checkpoints.begin()
+            _train_pretrained.keep_tokenizer(self.source.tokenizer, o.checkpoint)
             with self.loader:
                 while step < o.steps:
                     step += 1
@@ -310,7 +311,7 @@ class Trainer:
             self.checkpoints.end(step)
             if self.checkpoints.stopped:
                 return
-            _train_pretrained.export(o, self.model)
+            _train_pretrained.export(o, self.model, self.source.tokenizer)
             last = self._validation()
             seconds, crc = time.perf_counter() - begin, self._params_crc()
             if last:
