@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdpc import lora
 from fsdpc._text_codec import open_text, render_chat
 from fsdpc.models import from_pretrained
 
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a tokenizer.json (default: the folder's; without one ids are bytes)",
     )
+    add("--adapter", type=Path, metavar="DIR", help="of LoRA, in PEFT's format, to merge first")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -82,6 +84,9 @@ def run(options: argparse.Namespace) -> None:
     """Load, generate, say how fast."""
     folder = find_model(options.folder)
     model = from_pretrained(folder, dtype=options.dtype)
+    if options.adapter is not None:
+        lora.load(model, options.adapter)
+        lora.merge(model)
     places = [folder, folder.parent] if folder != options.folder else [folder]
     text = open_text(places, options.tokenizer, model.config.vocab_size, trained_with(folder))
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt

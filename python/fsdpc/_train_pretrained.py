@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fsdpc import distributed, models
+from fsdpc import distributed, lora, models
 from fsdpc.models.pretrained import config_of
 
 MODEL, PRESET = "llama", "2M"  # where nothing says which
@@ -32,7 +32,21 @@ def add_options(group: Any) -> None:
         "--export",
         type=Path,
         metavar="DIR",
-        help="at the end write the model there, as transformers reads it",
+        help="at the end write the model there, as transformers reads it; with --lora the adapters",
+    )
+    group.add_argument(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train adapters of this rank beside the frozen model of --init-from",
+    )
+    group.add_argument(
+        "--lora-alpha", type=float, metavar="X", help="their scale times RANK (default: 2 RANK)"
+    )
+    group.add_argument(
+        "--lora-targets",
+        metavar="NAMES",
+        help="layers that get one, q_proj,v_proj say (default: all-linear)",
     )
 
 
@@ -46,6 +60,7 @@ def resolve(options: argparse.Namespace) -> None:
     FileNotFoundError
         The folder has none.
     """
+    _check_lora(options)
     if options.init_from is None:
         options.model = options.model or MODEL
         options.preset = options.preset or PRESET
@@ -71,6 +86,30 @@ def resolve(options: argparse.Namespace) -> None:
     own = options.init_from / "tokenizer.json"
     if getattr(options, "tokenizer", None) is None and own.is_file():
         options.tokenizer = own
+
+
+def _check_lora(options: argparse.Namespace) -> None:
+    if options.lora is None:
+        for name in ("lora_alpha", "lora_targets"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --lora RANK")
+        return
+    if options.lora < 1:
+        raise ValueError(f"--lora must be at least 1, got {options.lora}")
+    if options.lora_alpha is not None and not options.lora_alpha > 0:
+        raise ValueError(f"--lora-alpha must be above 0, got {options.lora_alpha}")
+    if options.init_from is None:
+        raise ValueError("--lora needs --init-from DIR, the model to put adapters beside")
+
+
+def adapt(options: argparse.Namespace, model: Any) -> None:
+    """Put the adapters of ``--lora`` into a model that is not sharded yet."""
+    if getattr(options, "lora", None) is None:
+        return
+    targets = options.lora_targets or lora.ALL_LINEAR
+    if targets != lora.ALL_LINEAR:
+        targets = targets.split(",")
+    lora.apply(model, options.lora, targets, alpha=options.lora_alpha)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -118,7 +157,10 @@ def export(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Write the model for transformers, with what lies beside the one it began as; collective."""
     if options.export is None:
         return
-    models.save_pretrained(model, options.export)
+    if options.lora is not None:
+        lora.save(model, options.export, base=str(options.init_from.resolve()))
+    else:
+        models.save_pretrained(model, options.export)
     if distributed.rank() == 0:
         for name in _BESIDE if options.init_from is not None else ():
             if (options.init_from / name).is_file():

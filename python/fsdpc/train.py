@@ -185,6 +185,7 @@ def make_model(options: argparse.Namespace, config: models.ModelConfig | None = 
     config = config.with_(max_seq=max(config.max_seq, options.seq))
     with deferred_init():
         model = models.Llama(config) if options.model == "llama" else models.GPT2(config)
+        _train_pretrained.adapt(options, model)
     if options.checkpoint_activations:
         checkpoint_activations(model.blocks(), checkpoint_choice(options.checkpoint_activations))
     return model
@@ -274,8 +275,9 @@ class Trainer:
         if self.divisor != o.accumulate:
             for m in (*model.blocks(), model):
                 m.set_gradient_divide_factor(self.world * o.accumulate)
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        vectors = [p for p in model.parameters() if p.ndim < 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in trained if p.ndim >= 2]
+        vectors = [p for p in trained if p.ndim < 2]
         groups = [
             {"params": matrices, "weight_decay": o.weight_decay},
             {"params": vectors, "weight_decay": 0.0},

@@ -8,6 +8,7 @@ from typing import Any
 from fsdpc.fsdp_module import plain_class
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
+from fsdpc.models.pretrained import adapters_of
 from fsdpc.models.published import written_config
 
 NAME = "config.json"
@@ -33,4 +34,6 @@ def of_model(model: Any) -> bytes | None:
 
 def content_of(model: Llama | GPT2) -> dict[str, Any]:
     """Return the content for a model of ours; ValueError where transformers has none like it."""
+    if adapters_of(model):
+        raise ValueError("the model has adapters: lora.merge() them, or lora.save() them alone")
     return written_config(model.config, "gpt2" if isinstance(model, GPT2) else None)

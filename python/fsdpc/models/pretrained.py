@@ -106,7 +106,8 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
     Parameters
     ----------
     model : Llama or GPT2
-        Sharded by :func:`fsdpc.fully_shard`, deferred, or neither.
+        Sharded by :func:`fsdpc.fully_shard`, deferred, or neither. Adapters of
+        :mod:`fsdpc.lora` keep their values.
     folder : path
         With ``config.json`` and safetensors.
 
@@ -135,7 +136,19 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
             f"{folder} and the model differ in {'; '.join(differ)}: make the model by "
             "from_config(folder)"
         )
-    checkpoint.load(folder, {"model": model}, names="gpt2" if gpt2 else "llama")
+    added = adapters_of(model)
+    for p in added.values():
+        if p.is_deferred and p._unit is None:  # the files do not have them
+            p.materialize_()
+            _core.init_(p, *p._recipe)
+    report = checkpoint.load(
+        folder, {"model": model}, names="gpt2" if gpt2 else "llama", strict=not added
+    )
+    missing = sorted(set(report.missing) - set(added))
+    if missing or report.unexpected:
+        raise checkpoint.CheckpointError(
+            f"{folder} does not fit: missing {missing}, unexpected {report.unexpected}"
+        )
 
 
 def save_pretrained(
@@ -220,6 +233,11 @@ def read_json(folder: PathLike) -> dict[str, Any]:
 def config_of(folder: PathLike) -> ModelConfig:
     """Return the shape of the model in a folder; errors as of :func:`from_config`."""
     return read_config(read_json(folder))
+
+
+def adapters_of(model: Module) -> dict[str, Parameter]:
+    """Return the parameters that :func:`fsdpc.lora.apply` added, by dotted name."""
+    return {n: p for n, p in model.named_parameters() if n.endswith((".lora_A", ".lora_B"))}
 
 
 def _float_dtype(given: Any) -> _core.dtype:

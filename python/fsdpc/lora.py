@@ -1,0 +1,347 @@
+"""LoRA: a frozen model, and small matrices beside its projections that are trained.
+
+    from fsdpc import lora
+    from fsdpc.models import from_pretrained
+
+    model = from_pretrained("base")
+    lora.apply(model, rank=16, targets=["q_proj", "v_proj"], alpha=32)
+    ...                                   # shard it, train it: lora.parameters(model)
+    lora.save(model, "adapter", base="base")
+
+Adapters are in PEFT's format. Names of the model's own parameters do not change.
+
+Source: Hu et al. 2021.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpc import _core, distributed
+from fsdpc._agree import agreed
+from fsdpc._core import Tensor
+from fsdpc.checkpoint.schema import FILE_DTYPES
+from fsdpc.full_params import full_tensor
+from fsdpc.models.gpt2 import Expansion, Projection
+from fsdpc.models.llama import activate
+from fsdpc.nn import Linear, Module, Parameter, init
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+_PREFIX = "base_model.model."
+
+#: Keys of PEFT's configuration that are read, or say nothing about numbers of a forward.
+_KNOWN = frozenset("""
+    auto_mapping base_model_name_or_path fan_in_fan_out inference_mode init_lora_weights lora_alpha
+    lora_dropout megatron_core peft_type peft_version r revision target_modules task_type
+""".split())
+
+
+class _Adapted:
+    """What :func:`apply` adds to a module."""
+
+    lora_A: Parameter
+    lora_B: Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def _delta(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        if self.lora_dropout:
+            x = _core.dropout(x, self.lora_dropout, self.training)  # type: ignore[attr-defined]
+        return _core.linear(_core.linear(x, self.lora_A), self.lora_B) * self.lora_scale
+
+
+class LoraLinear(_Adapted, Linear):
+    """A linear layer with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return Linear.forward(self, x) + self._delta(x)
+
+
+class LoraProjection(_Adapted, Projection):
+    """GPT-2's projection with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return Projection.forward(self, x) + self._delta(x)
+
+
+class LoraExpansion(_Adapted, Expansion):
+    """GPT-2's projection before its activation, with an adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return activate(Projection.forward(self, x) + self._delta(x), self.activation)
+
+
+_ADAPTED: dict[type, type] = {
+    Linear: LoraLinear, Projection: LoraProjection, Expansion: LoraExpansion,
+}  # fmt: skip
+_PLAIN = {adapted: plain for plain, adapted in _ADAPTED.items()}
+
+
+def apply(
+    model: Module,
+    rank: int,
+    targets: str | Sequence[str] = ALL_LINEAR,
+    *,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+) -> list[str]:
+    """Freeze a model and put adapters beside some of its linear layers, in place.
+
+    Call it before :func:`fsdpc.fully_shard`; the model may be deferred.
+
+    Parameters
+    ----------
+    model : Module
+        With :class:`fsdpc.nn.Linear` layers, or a GPT-2.
+    rank : int
+        Rows of ``lora_A`` (rank, in) and columns of ``lora_B`` (out, rank). The first begins
+        uniform in +-1/sqrt(in), the second as 0: at first nothing changes.
+    targets : "all-linear" or sequence of str
+        Last parts of the layers' names, such as "q_proj"; or all but the output layer.
+    alpha : float, optional
+        What the adapters give is multiplied by ``alpha / rank``; twice the rank by default.
+    dropout : float, default 0
+        Share of the adapters' inputs to drop in training.
+
+    Returns
+    -------
+    list of str
+        Names of the layers that have an adapter now.
+
+    Raises
+    ------
+    ValueError
+        A number is out of range, a target is no layer's name, or the model has adapters already.
+    RuntimeError
+        The model is sharded already.
+    """
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, got {rank}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    if is_applied(model):
+        raise ValueError("the model has adapters already: merge() them first")
+    if any(p._unit is not None for p in model.parameters()):
+        raise RuntimeError("the model is sharded: call lora.apply() before fully_shard()")
+    layers = {name: m for name, m in model.named_modules() if type(m) in _ADAPTED}
+    if targets != ALL_LINEAR:
+        wanted = [targets] if isinstance(targets, str) else list(targets)
+        for target in wanted:
+            if not any(_ends(name, target) for name in layers):
+                known = sorted({name.rsplit(".", 1)[-1] for name in layers})
+                raise ValueError(f"no linear layer is called '{target}'; there are {known}")
+        layers = {n: m for n, m in layers.items() if any(_ends(n, t) for t in wanted)}
+    if not layers:
+        raise ValueError("the model has no linear layers to put adapters beside")
+    model.requires_grad_(False)
+    for layer in layers.values():
+        out, into = layer.weight.shape
+        if isinstance(layer, Projection):
+            out, into = into, out
+        dtype, bound = layer.weight.dtype, 1 / math.sqrt(into)
+        layer.lora_A = init.uniform_(Parameter.empty((rank, into), dtype), -bound, bound)
+        layer.lora_B = init.zeros_(Parameter.empty((out, rank), dtype))
+        layer.lora_scale = (2 * rank if alpha is None else alpha) / rank
+        layer.lora_dropout = dropout
+        object.__setattr__(layer, "__class__", _ADAPTED[type(layer)])
+    return list(layers)
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def adapted(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, layer) of the layers that have adapters, sharded or not."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, _Adapted))
+
+
+def is_applied(model: Module) -> bool:
+    """Say whether a model has adapters."""
+    return any(True for _ in adapted(model))
+
+
+def parameters(model: Module) -> list[Parameter]:
+    """Return the adapters' parameters: what an optimizer is to train."""
+    return [p for _, layer in adapted(model) for p in (layer.lora_A, layer.lora_B)]
+
+
+def merge(model: Module) -> None:
+    """Add the adapters to the weights, and take them away, in place; not of a sharded model.
+
+    Raises
+    ------
+    ValueError
+        The model has no adapters.
+    RuntimeError
+        It is sharded: save the adapters, and load them into a model that is not.
+
+    Notes
+    -----
+    Parameters stay frozen: ``model.requires_grad_(True)`` thaws them.
+    """
+    layers = [layer for _, layer in adapted(model)]
+    if not layers:
+        raise ValueError("the model has no adapters: call lora.apply() or lora.load()")
+    if any(layer.lora_A._unit is not None for layer in layers):
+        raise RuntimeError(
+            "merge() is for models that are not sharded: lora.save() the adapters, then "
+            "lora.load() them into a model that is not"
+        )
+    for layer in layers:
+        a, b = (t.detach().float().numpy() for t in (layer.lora_A, layer.lora_B))
+        delta = layer.lora_scale * (b @ a)
+        if isinstance(layer, Projection):
+            delta = delta.T
+        weight = layer.weight.detach()
+        weight.copy_(_core.tensor(weight.float().numpy() + delta))
+        del layer.lora_A, layer.lora_B
+        object.__setattr__(layer, "__class__", _PLAIN[type(layer)])
+
+
+def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = None) -> None:
+    """Write the adapters as PEFT reads them; collective for a sharded model.
+
+    Parameters
+    ----------
+    model : Module
+        With adapters.
+    folder : path
+        Made if it is not there; its two files are written over.
+    base : str, optional
+        Name or folder of the model that was adapted, for PEFT to find it.
+
+    Raises
+    ------
+    ValueError
+        The model has no adapters.
+    OSError
+        The folder cannot be written; raised on every rank.
+    """
+    layers = list(adapted(model))
+    if not layers:
+        raise ValueError("the model has no adapters: call lora.apply() before save()")
+    first = layers[0][1]
+    names = sorted(name for name, _ in layers)
+    alpha = round(first.lora_scale * first.lora_A.shape[0], 9)
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": first.lora_A.shape[0],
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": first.lora_dropout,
+        "target_modules": names,
+        "fan_in_fan_out": isinstance(first, Projection),
+        "bias": "none",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
+    tensors = {}
+    for name, layer in sorted(layers):
+        for part in ("lora_A", "lora_B"):
+            tensors[f"{_PREFIX}{name}.{part}.weight"] = full_tensor(getattr(layer, part))
+
+    def write() -> None:
+        if distributed.rank() == 0:
+            place = Path(folder)
+            place.mkdir(parents=True, exist_ok=True)
+            _write(place / WEIGHTS, tensors)
+            (place / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    agreed(write)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    entries = [(name, FILE_DTYPES[t.dtype.name], t.shape) for name, t in tensors.items()]
+    header, places = _core.safetensors_layout(entries, {"format": "pt"})
+    with open(path, "wb") as file:
+        file.write(header)
+        for tensor, (begin, _) in zip(tensors.values(), places, strict=True):
+            file.seek(begin)
+            file.write(np.ascontiguousarray(tensor.bits()).tobytes())
+
+
+def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
+    """Read adapters of PEFT into a model; collective where there are several ranks.
+
+    Parameters
+    ----------
+    model : Module
+        Without adapters: they are put in by the folder's configuration. With adapters, sharded or
+        not: their values are read, each rank its own rows.
+    folder : path
+        With ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    Returns
+    -------
+    list of str
+        Names of the layers that have an adapter.
+
+    Raises
+    ------
+    ValueError
+        The configuration has a key that changes numbers and is not implemented; named.
+    CheckpointError
+        The tensors are not those of the model's adapters.
+    RuntimeError
+        The model is deferred and not sharded, or sharded without adapters.
+    """
+    from fsdpc import checkpoint
+
+    content = read_config(folder)
+    if any(p.is_deferred and p._unit is None for p in model.parameters()):
+        raise RuntimeError("the model has no values yet: load_pretrained() or materialize() first")
+    if not is_applied(model):
+        apply(
+            model,
+            content["r"],
+            content["target_modules"],
+            alpha=content["lora_alpha"],
+            dropout=content.get("lora_dropout", 0.0),
+        )
+    scale = content["lora_alpha"] / content["r"]
+    layers = dict(adapted(model))
+    if any(layer.lora_scale != scale for layer in layers.values()):
+        raise ValueError(f"{folder} has alpha / rank {scale}, and the model another one")
+    own = {f"{name}.{part}" for name in layers for part in ("lora_A", "lora_B")}
+    names = {name: f"{_PREFIX}{name}.weight" if name in own else f"\0{name}"
+             for name, _ in model.named_parameters()}  # fmt: skip
+    report = checkpoint.load(
+        Path(folder) / WEIGHTS, {"model": model}, names=names, strict=False
+    )
+    missing, unexpected = sorted(own & set(report.missing)), report.unexpected
+    if missing or unexpected:
+        raise checkpoint.CheckpointError(
+            f"{folder} does not fit the model's adapters: missing {missing}, unexpected "
+            f"{unexpected}"
+        )
+    return list(layers)
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of a folder's ``adapter_config.json``; errors as of :func:`load`."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: it is no folder of PEFT's adapters")
+    content = json.loads(path.read_text())
+    for name, value in content.items():
+        if name in _KNOWN or value in (None, False, [], {}) or (name, value) == ("bias", "none"):
+            continue
+        if name == "qalora_group_size" or name == "runtime_config":  # of what is off
+            continue
+        raise ValueError(f"{path}: the key '{name}' ({value!r:.60}) is not implemented")
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type {content.get('peft_type')!r} is not LORA")
+    return content
