@@ -6,8 +6,11 @@
 Ranks train a LLaMA in fp32 with AdamW and clipping. "Floor" is the greater of the step without a
 policy and of (bytes read + written) at the bandwidth of the disk: that of direct reads and writes
 in blocks of a chunk, by two threads of each rank at once, measured in the same turn. "Over floor"
-is the step over it. Bytes are those that passes read and wrote; what the page cache moves of params
-and gradients is not among them, and is little where memory has room for it.
+is the step over it. Cases that begin with "deepspeed" are ZeRO-3 and ZeRO-Infinity of DeepSpeed on
+its CPU accelerator, with transformers' LLaMA of the same shape; they need the package, and its
+extensions build when they are first used. Their floor is the step of "deepspeed". Bytes are those
+that passes read and wrote; what the page cache moves of params and gradients is not among them, and
+is little where memory has room for it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,11 @@ CASES: dict[str, tuple[tuple[str, ...], float]] = {
     "optimizer masters, half": (("optimizer", "masters"), 0.5),
     "optimizer masters params": (("optimizer", "masters", "params"), 1.0),
     "everything": (("optimizer", "masters", "gradients", "params"), 1.0),
+}
+PEERS: dict[str, tuple[str, ...]] = {
+    "deepspeed": (),
+    "deepspeed optimizer": ("optimizer",),
+    "deepspeed optimizer params": ("optimizer", "param"),
 }
 RANKS, STEPS = 2, 4  # of which the first makes the schedule and the states
 BLOCK, BLOCKS = 2 << 20, 192
@@ -117,6 +125,47 @@ def turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str,
     return result
 
 
+def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
+    """The same steps under DeepSpeed."""
+    import bench_torch
+    import deepspeed  # type: ignore[import-not-found]
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = bench_torch.llama(preset)
+    nvme = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
+    parts: dict[str, Any] = {f"offload_{part}": nvme for part in PEERS[case]}
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, **parts},
+        "aio": {"block_size": BLOCK, "queue_depth": 8, "intra_op_parallelism": 1,
+                "single_submit": False, "overlap_events": True},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    words = torch.randint(0, 256, (batch, seq + 1), generator=generator)
+    seconds, in_step = [], []
+    for _ in range(STEPS):
+        dist.barrier()
+        begin = time.perf_counter()
+        logits = engine(input_ids=words[:, :-1]).logits.flatten(0, 1)
+        engine.backward(torch.nn.functional.cross_entropy(logits, words[:, 1:].flatten()))
+        updating = time.perf_counter()
+        engine.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+        in_step.append(time.perf_counter() - updating)
+    return {"seconds": statistics.median(seconds[1:]), "in_step": statistics.median(in_step[1:])}
+
+
 def main() -> None:
     """Run the turns and print the rows."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -125,11 +174,12 @@ def main() -> None:
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--path", default="/var/tmp")
-    p.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    p.add_argument("--cases", nargs="+", choices=[*CASES, *PEERS], default=list(CASES))
     p.add_argument("--turn", help=argparse.SUPPRESS)
     o = p.parse_args()
     if o.turn:
-        common.leave_result(turn(o.turn, o.preset, o.batch, o.seq, o.path))
+        run = deepspeed_turn if o.turn in PEERS else turn
+        common.leave_result(run(o.turn, o.preset, o.batch, o.seq, o.path))
         return
     with tempfile.TemporaryDirectory(dir=o.path) as folder:
         shape = ["--preset", o.preset, "--batch", str(o.batch), "--seq", str(o.seq)]
@@ -148,14 +198,16 @@ def report(o: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> Non
           f"{o.rounds} rounds\n")  # fmt: skip
 
     def median(case: str, key: str) -> float:
-        return statistics.median(turn[key] for turn in found[case])
+        return statistics.median(turn.get(key, float("nan")) for turn in found[case])
 
-    alone = median("none", "seconds") if "none" in found else float("nan")
-    speed = statistics.median(t["bandwidth"] for turns in found.values() for t in turns)
+    ours = [turn for case, turns in found.items() if case in CASES for turn in turns]
+    speed = statistics.median(turn["bandwidth"] for turn in ours) if ours else float("nan")
     rows = []
     for case, turns in found.items():
+        base = "deepspeed" if case in PEERS else "none"
+        alone = median(base, "seconds") if base in found else float("nan")
         moved = median(case, "bytes")
-        floor = max(alone, moved / speed)
+        floor = alone if case in PEERS else max(alone, moved / speed)
         seconds = [turn["seconds"] for turn in turns]
         rows.append([
             case, common.spread(seconds), f"{median(case, 'in_step'):.3g}", f"{moved / 1e9:.2f}",
@@ -166,7 +218,7 @@ def report(o: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> Non
         ["on the disk", "step s", "of it optimizer", "GB moved a rank", "at the disk's speed s",
          "floor s", "over floor", "peak PSS MiB, both"], rows)  # fmt: skip
     print(f"\nThe disk: {RANKS * speed / 1e6:.0f} MB/s, half read and half written.")
-    bits = {turn["loss_bits"] for turns in found.values() for turn in turns}
+    bits = {turn["loss_bits"] for turn in ours}
     print(f"Losses after {STEPS} steps: {'the same bits' if len(bits) == 1 else sorted(bits)}.")
 
 
