@@ -7,6 +7,7 @@ import pytest
 
 import fsdpc
 from fsdpc.models import GPT2, PRESETS, Llama, ModelConfig, generate, preset
+from fsdpc.models.config import of_transformers
 
 # Parameters: the small ones by hand, from 1B on those of the published models.
 PARAMETERS = {
@@ -58,6 +59,20 @@ def test_shapes_that_cannot_be(changes: dict[str, int], text: str) -> None:
     config = ModelConfig(vocab_size=10, dim=8, layers=1, heads=2, inner=8)
     with pytest.raises(ValueError, match=text):
         config.with_(**changes)
+
+
+def test_heads_of_any_size() -> None:
+    """Such as Qwen3's: for models, and for plans by transformers' configuration."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9,
+             "intermediate_size": 96}  # fmt: skip
+    config = of_transformers({**sizes, "head_dim": 32, "num_key_value_heads": 2})
+    assert config.head_dim == 32 and of_transformers(sizes).head_dim == 16
+    attention = 64 * 4 * 32 * 2 + 64 * 2 * 32 * 2
+    assert config.matmul_parameters() == 2 * (attention + 3 * 64 * 96) + 9 * 64
+    weights = sum(p.numel() for p in Llama(config).parameters() if p.ndim == 2)
+    assert weights == config.matmul_parameters() + 9 * 64
+    assert config.with_(heads=8).head_dim == 32  # as it was given
+    assert of_transformers(sizes).with_(heads=8).head_dim == 8  # as dim / heads
 
 
 def test_names_that_are_none() -> None:

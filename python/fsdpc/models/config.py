@@ -155,7 +155,7 @@ _THEIRS = {
     "vocab_size": "vocab_size", "hidden_size": "dim", "num_hidden_layers": "layers",
     "num_attention_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "inner",
     "max_position_embeddings": "max_seq", "tie_word_embeddings": "tied",
-    "no_rope_layer_interval": "no_rope_every",
+    "no_rope_layer_interval": "no_rope_every", "head_dim": "head_dim",
 }  # fmt: skip
 
 
@@ -165,13 +165,10 @@ def of_transformers(found: Mapping[str, Any]) -> ModelConfig:
     Raises
     ------
     ValueError
-        Its heads do not make up its width, or a size is out of range.
+        A size is out of range.
     TypeError
         A field that a model needs is not there.
     """
-    head = found.get("head_dim")
-    if head and head * found.get("num_attention_heads", 1) != found["hidden_size"]:
-        raise ValueError(f"heads of {head} do not make up a width of {found['hidden_size']}")
     own = {ours: found[name] for name, ours in _THEIRS.items() if found.get(name) is not None}
     return ModelConfig(**own)
 
