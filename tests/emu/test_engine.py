@@ -129,6 +129,25 @@ print([fsdpc.full_tensor(p).tolist() for p in model.parameters()])
 """
 
 
+def test_generation_has_the_cpu_s_tokens(environment: dict[str, str]) -> None:
+    """Through the cache, masks of unequal prompts and windows, norms of heads."""
+    program = (
+        "from fsdpc.models import GPT2, Llama, ModelConfig\n"
+        "sizes = dict(vocab_size=61, dim=32, layers=2, heads=4, inner=48, max_seq=40)\n"
+        "more = dict(kv_heads=2, qk_norm=True, qkv_bias=True, sliding_window=3)\n"
+        "for kind, own in ((Llama, more), (GPT2, {})):\n"
+        "    fsdpc.manual_seed(4)\n"
+        "    model = kind(ModelConfig(**sizes, **own))\n"
+        "    state = model.state_dict()\n"
+        "    large = {n: t.numpy() * (12 if t.ndim == 2 else 1) for n, t in state.items()}\n"
+        "    model.load_state_dict(large)\n"
+        "    for row in model.generate([[3, 1, 4, 1, 5], [9, 2], [6]], 8): print(row.tolist())\n"
+    )
+    found = lines(environment, program)
+    assert found == printed(environment, "-c", "import fsdpc\n" + program).splitlines()
+    assert len(found) == 6 and len(set(found)) == 6
+
+
 def test_checkpoints_go_between_devices(environment: dict[str, str], tmp_path: Path) -> None:
     """Weights and states, by a copy in host memory: saved, and loaded on either device."""
     path = str(tmp_path / "run-")

@@ -140,7 +140,11 @@ def test_rows_go_straight_into_shards(tmp_path: Path) -> None:
     for block in model.blocks():
         fsdpc.fully_shard(block)
     fsdpc.fully_shard(model)
+    fsdpc._core.reset_peak_memory_stats()
+    before = fsdpc._core.memory_stats()
     load_pretrained(model, folder)
+    after, whole = fsdpc._core.memory_stats(), 4 * model.num_parameters()
+    assert after["total_peak_bytes"] - before["total_bytes"] < whole / 4, "more than rows was held"
     want = np.load(tmp_path / "want.npy")
     np.testing.assert_allclose(ours(model), want, atol=1e-5, rtol=1e-5)
     own = sum(p.local.numel() for p in model.parameters())
