@@ -112,7 +112,9 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         world, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        options["mesh"] = init_device_mesh("cpu", (world // here, here) if strategy else (world,))
+        shape, names = (world // here, here), ("replicate", "shard")
+        hybrid = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy else None
+        options["mesh"] = hybrid or init_device_mesh("cpu", (world,))
     elif engine == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
     else:
