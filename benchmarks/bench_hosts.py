@@ -2,6 +2,7 @@
 
     python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--ranks 2]
                                      [--engines fsdpc native fsdp2 ddp local ...] [--rounds 3]
+    python benchmarks/bench_hosts.py --epoch [--rounds 3]
 
 The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
 benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
@@ -12,6 +13,9 @@ are those of bench_torch.py; all engines use gloo. "native" is fsdpc's own LLaMA
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
 the time alone and that rate, for fsdpc, with the constants above.
+
+`--epoch`: on an unshaped wire, a forward of a model whose weights nobody changed, less the same
+model unsharded, over a round trip of the link: a frame there and back over gloo.
 """
 
 from __future__ import annotations
@@ -107,6 +111,62 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
+def epoch_turn() -> dict[str, Any]:
+    """Microseconds of an epoch in which nothing changed, and of a round trip."""
+    import time
+    from collections.abc import Callable
+
+    import torch
+    import torch.distributed as dist
+
+    import fsdpc
+    from fsdpc import nn
+    from fsdpc.torch import _link, _mesh
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        "gloo", init_method=f"file://{os.environ['BENCH_STORE']}", rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )  # fmt: skip
+    world = _mesh.join()
+    plain, sharded = nn.Linear(8, 8), nn.Linear(8, 8)
+    fsdpc.fully_shard(sharded)
+    x, frame = fsdpc.tensor([[1.0] * 8]), torch.empty(_link.FRAME, dtype=torch.uint8)
+
+    def us(run: Callable[[], object], times: int = 400) -> float:
+        """The median of many."""
+        taken = []
+        for _ in range(times):
+            world.barrier()
+            begin = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - begin)
+        return statistics.median(taken[times // 4 :]) * 1e6
+
+    def there_and_back() -> None:
+        for way in (0, 1):
+            if rank == way:
+                dist.send(frame, 1 - rank)
+            else:
+                dist.recv(frame, 1 - rank)
+
+    with fsdpc.no_grad():
+        epoch = us(lambda: sharded(x)) - us(lambda: plain(x))
+    return {"epoch": epoch, "round trip": us(there_and_back)}
+
+
+def run_epoch(rounds: int) -> None:
+    """The row of an epoch."""
+    with two_hosts("none") as hosts:
+        inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
+        turns = [common.run_ranks(__file__, ["--epoch-turn"], 2, hosts=inside)
+                 for _ in range(rounds)]  # fmt: skip
+    columns = [[turn[key] for turn in turns] for key in ("epoch", "round trip")]
+    epoch, trip = (statistics.median(column) for column in columns)
+    common.table(["epoch, unchanged, us", "round trip of the link, us", "epoch over round trips"],
+                 [[*map(common.spread, columns), f"{epoch / trip:.2f}"]])  # fmt: skip
+
+
 def main() -> None:
     """Run the chosen rows."""
     p = argparse.ArgumentParser(
@@ -118,11 +178,19 @@ def main() -> None:
     p.add_argument("--rates", nargs="+", default=["1gbit", "none"], choices=RATES)
     p.add_argument("--ranks", type=int, default=2, help="over both hosts")
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--epoch", action="store_true", help="an epoch in which nothing changed, alone")
+    p.add_argument("--epoch-turn", action="store_true", help=argparse.SUPPRESS)
     o = p.parse_args()
+    if o.epoch_turn:
+        common.leave_result(epoch_turn())
+        return
     if reason := missing():
         print(f"bench_hosts.py {reason}: skipped")
         return
     common.header()
+    if o.epoch:
+        run_epoch(o.rounds)
+        return
     common.table(["wire", "model", "ranks", "engine", "ms a step (range)",
                   f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB",
                   "simulated ms"], [])  # fmt: skip

@@ -28,6 +28,25 @@ if os.environ.get("CI"):
     os.environ.setdefault("FSDPC_TEST_SEED", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session):
+    """Refuse test modules that use the engine when they are imported.
+
+    Ranks are forked from here, and the engine reads its variables once.
+    """
+    fsdpc = sys.modules.get("fsdpc")
+    if fsdpc is None or session.config.option.collectonly:
+        return
+    os.environ["FSDPC_UNKNOWN"] = "1"
+    try:
+        fsdpc.tensor([1.0])
+    except ValueError:
+        return  # it has read nothing yet
+    finally:
+        del os.environ["FSDPC_UNKNOWN"]
+    pytest.exit("a test module makes tensors while it is imported: move them into its tests", 3)
+
+
 @pytest.fixture(autouse=True)
 def _left_alone():
     """Name a test that joins a world in pytest's own process, where later ones would find it."""

@@ -39,12 +39,12 @@ class Block(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH)
         self.frozen.requires_grad_(False)
         values = np.linspace(0.5, 1.5, 90 * WIDTH, dtype=np.float32)
-        self.half = nn.Parameter(fsdpc.tensor(values).reshape(90, WIDTH).to(BF16))
+        self.narrow = nn.Parameter(fsdpc.tensor(values).reshape(90, WIDTH).to(BF16))
 
     def forward(self, x: Any, spare: bool) -> Any:
         x = self.frozen(self.layer(x)).tanh()
         x = x + (self.spare(x) if spare else 0)
-        return x * self.half.to(x.dtype).mean()
+        return x * self.narrow.to(x.dtype).mean()
 
 
 class Net(nn.Module):

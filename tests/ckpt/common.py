@@ -23,14 +23,14 @@ class Odd(nn.Module):
         super().__init__()
         self.wide = nn.Linear(5, 7)
         self.single = nn.Linear(7, 1)
-        self.half = nn.Parameter(fsdpc.tensor(np.arange(33, dtype=np.float32)).to(fsdpc.bfloat16))
+        self.narrow = nn.Parameter(fsdpc.tensor(np.arange(33, dtype=np.float32)).to(fsdpc.bfloat16))
         self.tied = nn.Linear(5, 7)
         self.tied.weight = self.wide.weight
         self.frozen = nn.Parameter(fsdpc.tensor(np.ones((3, 4), np.float32)), requires_grad=False)
         self.register_buffer("table", fsdpc.tensor(np.arange(6, dtype=np.int64)))
 
     def forward(self, x: Any) -> Any:
-        return self.single(self.wide(x) + self.tied(x)).mean() + self.half.float().mean()
+        return self.single(self.wide(x) + self.tied(x)).mean() + self.narrow.float().mean()
 
 
 STRATEGIES = ["plain", *(s.name for s in fsdpc.ShardingStrategy)]

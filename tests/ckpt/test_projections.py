@@ -26,7 +26,7 @@ REFUSED = r"as \(out, in\), as fsdpc once saved them.*c_attn.*'fsdpc ckpt conver
 
 
 class OldProjection(nn.Linear):
-    def __init__(self, in_features: int, out_features: int, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float, *_: object) -> None:
         super().__init__(in_features, out_features, std=std)
 
 

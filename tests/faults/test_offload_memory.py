@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path("/sys/fs/cgroup")
-#: What two ranks take with all of a 41M LLaMA on a disk; its shards alone are 312 MB of each.
-LIMIT = 330 << 20
+#: More than two ranks take with all of a 41M LLaMA on a disk (350 MiB with AMX's packed operands);
+#: its shards alone are 312 MB of each.
+LIMIT = 390 << 20
 TRAIN = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--preset", "41M", "--batch", "1",
          "--seq", "64", "--steps", "2", "--reduce-dtype", "bf16", "--eval-bytes", "0",
          "--sample", "0"]  # fmt: skip

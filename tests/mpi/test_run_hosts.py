@@ -104,12 +104,12 @@ def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
     [
         (["--hosts", "a,a", "--ranks", "2"], "give every host once"),
         (["--hosts", "a,b", "--ranks", "3"], "3 ranks on 2 hosts: every host must have as many"),
-        (["--hosts", "a,b"], "one of the arguments --ranks --ranks-per-host is required"),
+        (["--hosts", "a,b"], "one of the arguments --ranks --ranks-per-host --elastic is required"),
         (["--hosts", "a,b", "--ranks-per-host", "0"], "must be at least 1, got 0"),
         (["--hosts", "a,b", "--ranks", "2", "--launcher", "no-such"], "there is no no-such"),
         (["--hosts", "a,b", "--ranks", "2", "--launcher", "true"], "an MPI that is not known"),
         (["--ranks", "2", "--agent", "ssh"], "--agent goes with --hosts"),
-        ([], "one of the arguments --ranks --ranks-per-host is required"),
+        ([], "one of the arguments --ranks --ranks-per-host --elastic is required"),
     ],
 )
 def test_what_makes_no_sense_is_said(words: list[str], said: str) -> None:

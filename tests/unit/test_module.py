@@ -237,3 +237,15 @@ def test_another_dtype_of_deferred_parameters() -> None:
     fsdpc.manual_seed(1)
     now = nn.Linear(2, 3, dtype="float64")
     assert fsdpc.functional.array_equal(late[1].weight, now.weight)
+
+
+def test_names_of_methods_are_refused() -> None:
+    """A parameter called `half` would be hidden by the method, without a word."""
+    module = nn.Module()
+    for add in (
+        lambda: setattr(module, "half", nn.Parameter(fsdpc.tensor([1.0]))),
+        lambda: setattr(module, "train", nn.Linear(2, 2)),
+        lambda: module.register_parameter("forward", None),
+    ):
+        with pytest.raises(KeyError, match="already exists: a method of Module"):
+            add()

@@ -160,6 +160,7 @@ class Module:
             if table != home:  # within its own table a replaced entry keeps its place
                 d[table].pop(name, None)
         if home:
+            self._refuse_method(name)
             d.pop(name, None)
             d[home][name] = value
         else:
@@ -182,8 +183,14 @@ class Module:
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._parameters, *self._modules, *self._buffers})
 
+    def _refuse_method(self, name: str) -> None:
+        """Refuse the name of a method, which would hide the parameter, as PyTorch does."""
+        if callable(getattr(type(self), name, None)):
+            raise KeyError(f"attribute '{name}' already exists: a method of {type(self).__name__}")
+
     def register_parameter(self, name: str, value: Parameter | None) -> None:
         """Add a parameter under a name; None reserves the name."""
+        self._refuse_method(name)
         self.__dict__.pop(name, None)
         self._parameters[name] = value
 
