@@ -92,6 +92,40 @@ def test_evaluation_and_generation() -> None:
     assert float(loss) == pytest.approx(float(after), abs=1.0)  # of one batch, not of all
 
 
+def test_fine_tuning_by_lora(tmp_path: Path) -> None:
+    output = run("08_finetune_lora.py", "--out", str(tmp_path))
+    said = dict(re.findall(r"^\[0\] (before|after|read back): (.*)", output, re.M))
+    assert said["before"].startswith("friday, saturday, sunday, monday")
+    assert said["after"].startswith("friday, thursday, wednesday, tuesday")
+    assert said["read back"] == said["after"]
+    ((trained, total),) = re.findall(r"training ([\d,]+) of ([\d,]+) elements", output)
+    assert 0 < int(trained.replace(",", "")) < 0.2 * int(total.replace(",", ""))
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+    own_model_and_text(tmp_path / "base", tmp_path)
+
+
+def own_model_and_text(folder: Path, place: Path) -> None:
+    """Any folder, with a tokenizer, on any file."""
+    tokenizers = pytest.importorskip("tokenizers")
+    text = place / "text.txt"
+    text.write_text("one two three four five six seven " * 400)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=["?"], show_progress=False)
+    words.train([str(text)], trainer)
+    words.save(str(folder / "tokenizer.json"))
+    output = run(
+        "08_finetune_lora.py", "--model", str(folder), "--data", str(text), "--prompt", "one two",
+        "--steps", "41", "--lr", "2e-2", "--out", str(place / "out"),
+    )  # fmt: skip
+    seen = losses(output)
+    assert len(seen) == 3 and seen[-1] < 0.5 * seen[0]  # of tokens that this model never saw
+    said = re.findall(r"^\[0\] (?:before|after|read back): one two(.*)", output, re.M)
+    assert len(said) == 3 and said[0] != said[1] == said[2]
+    assert [each.name for each in (place / "out").iterdir()] == ["adapter"]
+
+
 def test_notebook() -> None:
     import nbformat
     from nbclient import NotebookClient
