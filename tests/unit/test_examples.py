@@ -126,6 +126,18 @@ def own_model_and_text(folder: Path, place: Path) -> None:
     assert [each.name for each in (place / "out").iterdir()] == ["adapter"]
 
 
+def test_vision_transformer() -> None:
+    output = run("09_vit.py", "150")
+    assert float(re.findall(r"accuracy ([\d.]+) of 400 images", output)[0]) > 0.9  # chance: 0.25
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+
+
+def test_vision_transformer_by_another_strategy() -> None:
+    """Gradients are summed elsewhere, and losses are the same."""
+    found = [losses(run("09_vit.py", "26", each)) for each in ("FULL_SHARD", "NO_SHARD")]
+    assert len(found[0]) == 2 and found[0] == found[1]
+
+
 def test_notebook() -> None:
     import nbformat
     from nbclient import NotebookClient
