@@ -362,7 +362,37 @@ def custom(
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Join outputs to inputs on the tape: backward(*output_gradients) returns the inputs'."""
+    """Join outputs to inputs on the tape, with a backward written in Python.
+
+    Parameters
+    ----------
+    inputs : sequence of Tensor
+        What the outputs were computed from, of any shapes and dtypes.
+    outputs : sequence of Tensor
+        The results, of any shapes and dtypes. Those of integers and bool have no gradient.
+    backward : callable
+        Called once for each backward through the result, with a gradient for each output, of its
+        shape and dtype, or None. It returns a gradient for each input, of its shape and dtype, or
+        None: as a sequence, or alone if there is one input. Nothing is recorded while it runs.
+
+    Returns
+    -------
+    tuple of Tensor
+        A tensor for each output, over the same memory. In ``no_grad``, or if no input requires
+        grad, they require none and ``backward`` is dropped.
+
+    Raises
+    ------
+    TypeError
+        ``inputs`` or ``outputs`` is no sequence of tensors.
+
+    Notes
+    -----
+    A call of ``Tensor.backward`` raises ValueError if ``backward`` returned another number of
+    gradients than there are inputs, or one of another shape or dtype than its input; TypeError if
+    it returned something else; and what ``backward`` raised. docs/custom.md has examples, also of
+    kernels in C.
+    """
 
 def backward(
     tensors: Sequence[Tensor],

@@ -12,6 +12,15 @@ import fsdpc
 from fsdpc import functional as F
 from fsdpc import nn
 
+
+def squared_relu(x: fsdpc.Tensor) -> fsdpc.Tensor:
+    """With a backward of its own, as docs/custom.md has it."""
+    with fsdpc.no_grad():
+        positive = F.relu(x)
+        y = positive * positive
+    return F.custom([x], [y], lambda dy: 2 * dy * positive)[0]
+
+
 IDS = np.array([[2, 0, 1, 1], [0, 2, 2, 0], [1, 1, 0, 2]])
 MASK = np.arange(20).reshape(4, 5) % 3 > 0
 
@@ -40,6 +49,7 @@ CASES = {
     "conv": lambda x: F.conv2d(x.reshape(1, 1, 3, 4), fsdpc.ones(2, 1, 2, 2), padding=1),
     "pool": lambda x: F.max_pool2d(x.reshape(1, 1, 3, 4), 2, 1),
     "batch norm": lambda x: nn.BatchNorm1d(4)(x),
+    "custom": squared_relu,
     "encoder": lambda x: layer(x.reshape(1, 3, 4)),
 }
 
@@ -75,6 +85,7 @@ def captured(ids: fsdpc.Tensor) -> dict[str, list[list[float]]]:
         "batch norm": lambda y: (F.batch_norm(y) * y).sum(),
         "attention": lambda y: F.scaled_dot_product_attention(
             *[y.reshape(1, 1, 3, 4)] * 3, causal=True, mask=seen).sum(),
+        "custom": lambda y: squared_relu(y).sum(),
         "max": lambda y: y.max(1).values.sum(),
     }  # fmt: skip
     found = {}

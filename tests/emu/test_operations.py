@@ -25,3 +25,16 @@ def test_captured_steps_have_them(environment: dict[str, str]) -> None:
     assert "the host asks for a value of the GPU inside a captured step" in refused
     for name, (plain, replayed) in found.items():
         assert plain == replayed, name
+
+
+def test_memory_of_the_gpu_is_no_buffer(environment: dict[str, str]) -> None:
+    """So kernels of the host, as in examples/custom_op, never write to a copy."""
+    program = """
+import fsdpc
+fsdpc.set_default_device("cuda")
+try:
+    memoryview(fsdpc.ones(3))
+except BufferError as error:
+    print(error)
+"""
+    assert "out of the host's reach" in printed(environment, "-c", program)
