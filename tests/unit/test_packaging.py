@@ -1,0 +1,134 @@
+"""What is shipped: the source distribution and its metadata."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tests.lint.tree import ROOT, files, label
+
+import fsdpc
+
+NOT_SHIPPED = {".gitignore", ".github"}
+
+# As a front end without isolation asks the backend.
+BUILD = """
+import sys
+import build_backend
+print(build_backend.build_sdist(sys.argv[1]))
+"""
+
+
+def build(tree: Path, out: Path) -> Path:
+    """Build the source distribution of a tree; where it is."""
+    out.mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FSDPC_")}
+    env |= {"PYTHONPATH": str(tree / "tools")}
+    command = [sys.executable, "-c", BUILD, str(out)]
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree of a source distribution, built from a copy of the checkout's files."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout")
+    if not find_spec("setuptools") or int(version("setuptools").split(".")[0]) < 77:
+        pytest.skip("there is no setuptools of 77 or newer")
+    folder = tmp_path_factory.mktemp("sdist")
+    for path in files():
+        target = folder / "checkout" / label(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    archive = build(folder / "checkout", folder / "out")
+    assert archive.name == f"fsdpc-{fsdpc.__version__}.tar.gz"
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder)
+    return folder / f"fsdpc-{fsdpc.__version__}"
+
+
+@pytest.fixture(scope="module")
+def metadata(sdist: Path) -> email.message.Message:
+    return email.message_from_string((sdist / "PKG-INFO").read_text())
+
+
+# ---- the source distribution ----
+
+
+def test_the_source_distribution_has_every_file(sdist: Path) -> None:
+    missing = {label(path) for path in files() if not (sdist / label(path)).is_file()}
+    assert {name for name in missing if name.split("/")[0] not in NOT_SHIPPED} == set()
+    for folder in ("csrc", "kernels", "docs", "examples", "tests", "tools", "benchmarks"):
+        assert any((sdist / folder).iterdir()), folder
+
+
+def test_the_source_distribution_has_nothing_that_was_built(sdist: Path) -> None:
+    made = {".so", ".o", ".pyc"}
+    assert [path for path in sdist.rglob("*") if path.suffix in made] == []
+
+
+def test_links_of_the_readme_lead_to_shipped_files(sdist: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", (sdist / "README.md").read_text())
+    relative = [link for link in links if not re.match(r"\w+:", link)]
+    assert len(relative) > 20
+    assert [link for link in relative if not (sdist / link).exists()] == []
+
+
+# ---- metadata ----
+
+
+def test_metadata(metadata: email.message.Message) -> None:
+    assert metadata["Name"] == "fsdpc" and metadata["Version"] == fsdpc.__version__
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["License-File"] == "LICENSE"
+    assert metadata["Author"] == "The fsdpc developers"
+    assert metadata["Summary"] and "FSDP" in metadata["Keywords"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert (metadata.get_payload() or metadata["Description"]).startswith("# fsdpc\n")
+    classifiers = metadata.get_all("Classifier", [])
+    assert "Operating System :: POSIX :: Linux" in classifiers
+    assert "Typing :: Typed" in classifiers
+
+
+def test_numpy_is_all_that_an_install_needs(metadata: email.message.Message) -> None:
+    needed = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
+    assert needed == ["numpy>=1.26"]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    text = (ROOT / "python" / "fsdpc" / "__init__.py").read_text()
+    assert re.findall(r'^__version__ = "(.*)"$', text, re.M) == [fsdpc.__version__]
+    for name in ("pyproject.toml", "setup.py", "CITATION.cff", "README.md"):
+        assert fsdpc.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_the_changelog_begins_with_what_is_not_released() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == "Unreleased"
+    for heading in headings[1:]:
+        assert re.fullmatch(r"\[?\d+\.\d+\.\d+\]? - \d{4}-\d\d-\d\d", heading), heading
+
+
+def test_the_citation_has_what_its_format_requires() -> None:
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(cited)
+    assert cited["authors"] == [{"name": "The fsdpc developers"}]
+    assert cited["license"] == "Apache-2.0" and cited["type"] == "software"
+
+
+@pytest.mark.parametrize("path", files(".md", under=".github"), ids=label)
+def test_issue_templates_say_what_they_are_for(path: Path) -> None:
+    head = path.read_text().split("---\n")[1]
+    assert set(re.findall(r"^(\w+): \S", head, re.M)) == {"name", "about", "labels"}
