@@ -1,4 +1,4 @@
-"""What is shipped: the source distribution and its metadata."""
+"""What is shipped: the source distribution, the wheel, and their metadata."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,23 +19,36 @@ import pytest
 from tests.lint.tree import ROOT, files, label
 
 import fsdpc
+from fsdpc import _core
 
+WHEEL_BYTES = 10 << 20  # without the plugin for GPUs
 NOT_SHIPPED = {".gitignore", ".github"}
 
-# As a front end without isolation asks the backend.
+# As a front end without isolation asks the backend.  The extension is the one that runs these
+# tests: compiling it again would take minutes.
 BUILD = """
-import sys
+import shutil, sys
+
 import build_backend
-print(build_backend.build_sdist(sys.argv[1]))
+import native
+
+_, hook, out, core = sys.argv
+
+def build_core(target):
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(core, target)
+
+native.build_core = build_core
+print(getattr(build_backend, hook)(out))
 """
 
 
-def build(tree: Path, out: Path) -> Path:
-    """Build the source distribution of a tree; where it is."""
+def build(what: str, tree: Path, out: Path) -> Path:
+    """Build an sdist or a wheel of a tree; where it is."""
     out.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("FSDPC_")}
-    env |= {"PYTHONPATH": str(tree / "tools")}
-    command = [sys.executable, "-c", BUILD, str(out)]
+    env |= {"PYTHONPATH": str(tree / "tools"), "FSDPC_MPI": "0"}
+    command = [sys.executable, "-c", BUILD, f"build_{what}", str(out), _core.__file__]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return out / done.stdout.splitlines()[-1]
@@ -52,11 +66,17 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = folder / "checkout" / label(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-    archive = build(folder / "checkout", folder / "out")
+    archive = build("sdist", folder / "checkout", folder / "out")
     assert archive.name == f"fsdpc-{fsdpc.__version__}.tar.gz"
     with tarfile.open(archive) as opened:
         opened.extractall(folder)
     return folder / f"fsdpc-{fsdpc.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel without plugins, built from the source distribution alone."""
+    return build("wheel", sdist, tmp_path_factory.mktemp("wheel") / "out")
 
 
 @pytest.fixture(scope="module")
@@ -132,3 +152,29 @@ def test_the_citation_has_what_its_format_requires() -> None:
 def test_issue_templates_say_what_they_are_for(path: Path) -> None:
     head = path.read_text().split("---\n")[1]
     assert set(re.findall(r"^(\w+): \S", head, re.M)) == {"name", "about", "labels"}
+
+
+# ---- the wheel ----
+
+
+def test_the_wheel_is_small_and_holds_the_package_alone(wheel: Path) -> None:
+    assert wheel.stat().st_size < WHEEL_BYTES
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "fsdpc", f"fsdpc-{fsdpc.__version__}.dist-info",
+    }  # fmt: skip
+    assert {"fsdpc/py.typed", "fsdpc/_core.pyi", f"fsdpc/{Path(_core.__file__).name}"} <= set(names)
+    assert [name for name in names if name.endswith((".c", ".h", ".cu"))] == []
+    shipped = {label(path).removeprefix("python/") for path in files(under="python")}
+    assert shipped - set(names) == set()
+
+
+def test_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    look = "import fsdpc; print(fsdpc.__file__, fsdpc.__version__, float(fsdpc.ones(3).sum()))"
+    done = subprocess.run([sys.executable, "-c", look], env={"PYTHONPATH": str(tmp_path)},
+                          cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    expected = f"{tmp_path / 'fsdpc' / '__init__.py'} {fsdpc.__version__} 3.0\n"
+    assert done.stdout == expected, done.stderr
