@@ -143,7 +143,7 @@ def test_files_that_are_not_what_they_say(tmp_path: Path) -> None:
         ("complex.pt", "'a' is torch.complex64, which fsdpc has no tensors of"),
         ("cut.pt", "is no file of torch.save, or damaged"),
         ("int8.safetensors", "'a' is I8, which fsdpc has no tensors of"),
-        ("flipped", "damaged: 'frozen' in model.safetensors|damaged: 'half' in"),
+        ("flipped", "damaged: 'frozen' in model.safetensors|damaged: 'narrow' in"),
     ):
         code, text = output("convert", tmp_path / name, tmp_path / "x")
         assert code == 1 and any(w in text for w in words.split("|")), (name, text)

@@ -305,7 +305,7 @@ def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not fit") as caught:
         checkpoint.load(tmp_path / "c", {"model": llama()})
     text = str(caught.value)
-    for name in ("lm_head.weight", "model.norm.weight", "wide.weight", "half", "table"):
+    for name in ("lm_head.weight", "model.norm.weight", "wide.weight", "narrow", "table"):
         assert f"'{name}'" in text, name
     fsdpc.manual_seed(0)
     model = fsdpc.fully_shard(fsdpc.nn.Linear(5, 8))
@@ -326,14 +326,14 @@ def test_not_strict_loads_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.ranks([1, 2])
 def test_a_tied_parameter_by_its_other_name(tmp_path: Path) -> None:
     model = Odd()
-    full = {name: t.numpy() for name, t in model.state_dict().items() if name != "half"}
+    full = {name: t.numpy() for name, t in model.state_dict().items() if name != "narrow"}
     want = full.pop("wide.weight") + 1
     if fsdpc.rank() == 0:
         stn.save_file({**full, "tied.weight": want}, tmp_path / "f.safetensors")
     fsdpc.barrier()
     fsdpc.fully_shard(model)
     report = checkpoint.load(tmp_path / "f.safetensors", {"model": model}, strict=False)
-    assert (report.missing, report.unexpected) == (["half"], [])
+    assert (report.missing, report.unexpected) == (["narrow"], [])
     assert (fsdpc.full_tensor(model.wide.weight).numpy() == want).all()
 
 
