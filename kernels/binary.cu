@@ -1,4 +1,5 @@
-/* a + b, a - b, a * b, a / b, maxima, minima, masks and comparisons with broadcasting; twin of csrc/ops/nn_binary_body.h.
+/* a + b, a - b, a * b, a / b, maxima, minima, masks and comparisons with broadcasting; twin of
+ * csrc/ops/nn_binary_body.h.
  *
  * After collapsing, each operand is dense, repeated or strided along the innermost dimension. Dense
  * and repeated ones are read in vectors where the inner length and the addresses allow it.

@@ -1,4 +1,5 @@
-/* a + b, a - b, a * b, a / b, maxima, minima and masks with broadcasting (see nn_internal.h for how bodies are compiled).
+/* a + b, a - b, a * b, a / b, maxima, minima and masks with broadcasting (see nn_internal.h for how
+ * bodies are compiled).
  *
  * The shape is collapsed first, so equal shapes become one long row and a broadcast bias a loop of
  * rows.  Along the innermost dimension each operand is dense or one repeated value, which are

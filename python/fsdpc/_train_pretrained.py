@@ -84,7 +84,7 @@ def resolve(options: argparse.Namespace) -> None:
         )
     options.model = kind
     own = options.init_from / "tokenizer.json"
-    if getattr(options, "tokenizer", None) is None and own.is_file():
+    if options.tokenizer is None and own.is_file():
         options.tokenizer = own
 
 
@@ -124,7 +124,7 @@ def check(options: argparse.Namespace) -> None:
     """
     if options.init_from is not None:
         config = config_of(options.init_from)
-        tokenized = getattr(options, "tokenizer", None) is not None
+        tokenized = options.tokenizer is not None
         if not tokenized and config.vocab_size < BYTES:
             raise ValueError(
                 f"--init-from {options.init_from} has a vocabulary of {config.vocab_size}, and the "

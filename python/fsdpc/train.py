@@ -38,7 +38,7 @@ from fsdpc._train_tokens import IGNORED, evaluation, make_source, with_vocabular
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
-from fsdpc.data import DistributedSampler, GlobalBatchSampler, Loader, SequenceDataset
+from fsdpc.data import DistributedSampler, GlobalBatchSampler, Loader
 from fsdpc.device import set_default_device
 from fsdpc.grad_mode import no_grad
 from fsdpc.loggers import Loggers, open_loggers
@@ -197,11 +197,6 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
         param_dtype=None if options.dtype == "fp32" else DTYPES[options.dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
     )
-
-
-def datasets(options: argparse.Namespace) -> tuple[SequenceDataset, SequenceDataset]:
-    """Return the sequences to train on and those held out, as the options name them."""
-    return make_source(options).datasets()
 
 
 class Trainer:

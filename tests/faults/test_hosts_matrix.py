@@ -174,4 +174,7 @@ def test_a_fault(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
     check(cell, found)
     assert 0 not in found.codes, found
     assert left_behind(tmp_path) == ""
-    assert shm_names() <= names
+    left = shm_names() - names
+    if cell.launcher == "mpich":  # MPICH's own, where its launcher killed the ranks
+        left = {name for name in left if not name.startswith("mpich_shar")}
+    assert not left

@@ -15,6 +15,7 @@ import pytest
 
 import fsdpc
 from fsdpc import train
+from fsdpc._train_tokens import make_source
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--batch", "2", "--seq", "32", "--data", str(ROOT / "docs"))
@@ -59,7 +60,7 @@ def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     assert (max(line["comm_ms"] for line in steps) > 0) == (ranks > 1)
     assert set(last) == AT_THE_END
     assert 0 < last["val_loss"] < 7 and re.fullmatch("[0-9a-f]{8}", last["params_crc32c"])
-    held_out = train.datasets(train.parser().parse_args(command()[4:]))[1]
+    held_out = make_source(train.parser().parse_args(command()[4:])).datasets()[1]
     assert last["val_tokens"] == len(held_out) * 32
     assert f"validation loss {last['val_loss']:.4f} nats per byte" in output
     assert "---- sample ----" in output and "def " in output

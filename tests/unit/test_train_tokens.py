@@ -72,7 +72,7 @@ def test_tokens_of_a_folder_and_of_text_are_the_same_run(place: Place, tmp_path:
     model = models.Llama(models.preset("2M").with_(vocab_size=300))
     assert f"{model.num_parameters():,} parameters" in output
 
-    held_out = train.datasets(parsed("--data", place.tokens))[1]
+    held_out = make_source(parsed("--data", place.tokens)).datasets()[1]
     targets = np.concatenate([held_out[i][1] for i in range(len(held_out))])
     targets = targets[targets != -100]
     size = int(Tokenizer(place.tokenizer).token_bytes[targets].sum())
