@@ -139,7 +139,8 @@ def check(cell: Cell, found: Found) -> None:
         if died:
             assert "node1" in text and "died of signal 9" in text and "last seen in" in text, text
     if cell.launcher == "torchrun":
-        assert sorted(found.survivors) == [0, 1, 2], found
+        # The victim's own launcher ends its other rank too, at times before that rank has spoken.
+        assert {0, 1} <= set(found.survivors), found
     if cell.fault == "stop":  # the first rank of each host warns; what follows is the deadline
         stopped = f"warning: node1: rank {VICTIM} (pid {found.pid}) is stopped"
         assert all(f"rank {first}: {stopped}" in found.output for first in (0, 2)), found.output
