@@ -261,6 +261,8 @@ def draw(medians: dict[str, dict[str, float]], path: Path) -> None:
 
 # ---- host cost ----
 
+HOSTS_PLAYED = {"fsdpc": 1, "fsdpc-2": 2, "fsdpc-4": 4}  # by an engine whose peers pretend
+
 
 def tiny(params: int) -> Any:
     """Units of n parameters that compute next to nothing."""
@@ -284,10 +286,12 @@ def host_turn(engine: str, params: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     model = tiny(params)
-    if engine == "fsdpc":
+    hosts = HOSTS_PLAYED.get(engine)
+    if hosts:
         import fsdpc
 
-        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, None)
+        engine = "fsdpc"
+        fsdpc.distributed._world = fsdpc._core.Comm(0, 8, None, hosts=hosts)
     elif engine == "fsdp2":
         import torch.distributed as dist
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -314,7 +318,7 @@ def run_host(rounds: int) -> None:
     """Host cost per unit and step, and FSDP2's over ours."""
     rows = []
     for params in (2, 9, 40, 200):
-        engines = ("local", "fsdpc", "fsdp2")
+        engines = ("local", *HOSTS_PLAYED, "fsdp2")
         turns: dict[str, list[float]] = {e: [] for e in engines}
         for _ in range(rounds):
             for e in engines:
@@ -323,10 +327,13 @@ def run_host(rounds: int) -> None:
         base = statistics.median(turns["local"])
         cost = {e: (statistics.median(turns[e]) - base) / (UNITS + 1) for e in engines[1:]}
         rows.append([
-            params, f"{cost['fsdpc'] * 1e3:.1f}", f"{cost['fsdp2'] * 1e3:.0f}",
+            params, *(f"{cost[e] * 1e3:.1f}" for e in HOSTS_PLAYED), f"{cost['fsdp2'] * 1e3:.0f}",
             f"{cost['fsdp2'] / cost['fsdpc']:.1f}",
         ])  # fmt: skip
-    common.table(["parameters a unit", "fsdpc us", "FSDP2 us", "FSDP2's over fsdpc's"], rows)
+    common.table(
+        ["parameters a unit", "fsdpc us", "on 2 hosts", "on 4", "FSDP2 us", "FSDP2's over fsdpc's"],
+        rows,
+    )
 
 
 def main() -> None:

@@ -12,6 +12,7 @@
 
 #include "base/size.h"
 #include "comm/comm_hosts.h"
+#include "comm/link_null.h"
 #include "comm/rendezvous.h"
 #include "py/py_link.h"
 #include "plugin/plugin.h"
@@ -72,6 +73,24 @@ static fsdpc_status create_over_hosts(const fsdpc_comm_config *config, int hosts
     return status;
 }
 
+/* Peers that pretend: for measuring this rank alone. */
+static fsdpc_status create_pretended(const fsdpc_comm_config *config, int hosts, fsdpc_comm **out)
+{
+    fsdpc_comm_config here = *config;
+    fsdpc_comm *host;
+    fsdpc_link *link;
+    if (hosts == 1)
+        return fsdpc_comm_null_create(config, out);
+    here.size = config->size / hosts;
+    here.rank = config->rank % here.size;
+    FSDPC_TRY(fsdpc_comm_null_create(&here, &host));
+    fsdpc_status status = fsdpc_link_null_create(config->rank, config->size, &link);
+    if (status == FSDPC_OK)
+        return fsdpc_comm_hosts_create(config, host, link, out);
+    fsdpc_comm_destroy(host);
+    return status;
+}
+
 /* Whether ranks communicate by the plugin. */
 static fsdpc_status choose(const fsdpc_runtime *runtime, int size, bool *plugin_out)
 {
@@ -93,8 +112,8 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
                            fsdpc_link *link, const char *library, fsdpc_py_comm *self)
 {
     bool by_plugin;
-    if (!config->address) /* peers that pretend: for measuring this rank alone */
-        return fsdpc_comm_null_create(config, &self->comm);
+    if (!config->address)
+        return create_pretended(config, self->hosts, &self->comm);
     fsdpc_status status = choose(runtime, config->size, &by_plugin);
     if (status != FSDPC_OK) {
         fsdpc_link_destroy(link);
@@ -121,15 +140,17 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
 }
 
 /* The link of a world of several hosts; NULL with an exception, or because there is one host. */
-static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts)
+static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int hosts,
+                           bool pretended)
 {
     if (hosts < 1 || size % hosts)
         PyErr_Format(PyExc_ValueError, "%d ranks on %d hosts: every host must have as many", size,
                      hosts);
-    else if (hosts > 1 && object == Py_None)
+    else if (hosts > 1 && object == Py_None && !pretended)
         PyErr_Format(PyExc_ValueError, "ranks on %d hosts need a link", hosts);
-    return !PyErr_Occurred() && hosts > 1 ? fsdpc_py_link_give(PyType_GetModule(type), object)
-                                          : NULL;
+    return !PyErr_Occurred() && hosts > 1 && !pretended
+               ? fsdpc_py_link_give(PyType_GetModule(type), object)
+               : NULL;
 }
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -149,7 +170,7 @@ static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     fsdpc_runtime *runtime = state ? fsdpc_py_state_runtime(state) : NULL;
     if (!runtime)
         return NULL;
-    fsdpc_link *link = link_of(type, link_object, size, hosts);
+    fsdpc_link *link = link_of(type, link_object, size, hosts, !address);
     if (PyErr_Occurred())
         return NULL;
     fsdpc_py_comm *self = (fsdpc_py_comm *)type->tp_alloc(type, 0);
@@ -439,7 +460,8 @@ static PyType_Slot comm_slots[] = {
     {Py_tp_doc,
      "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None, "
      "secret=None, hosts=1, link=None): a group of ranks that know `secret`; `library` is the NCCL "
-     "to prefer; over several hosts `link` carries bytes.  Without an address, peers pretend."},
+     "to prefer; over several hosts `link` carries bytes.  Without an address, peers and links "
+     "pretend."},
     {0, NULL},
 };
 

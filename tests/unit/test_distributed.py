@@ -131,3 +131,16 @@ def test_what_show_config_says() -> None:
     config = fsdpc.show_config(print_=False)
     assert (config["rank"], config["world_size"]) == (fsdpc.rank(), 2)
     assert config["fsdpc"] == fsdpc.__version__ and config["isa"]
+
+
+@pytest.mark.parametrize(("hosts", "transport"), [(1, "null"), (2, "hosts"), (4, "hosts")])
+def test_one_process_plays_a_world(hosts: int, transport: str) -> None:
+    """Peers hold what this rank holds; several hosts take the path over links."""
+    comm = _core.Comm(3, 8, None, hosts=hosts)
+    values = fsdpc.tensor(np.arange(1, 4, dtype=np.float32))
+    comm.all_reduce(values)
+    comm.barrier()
+    assert (comm.transport, comm.hosts) == (transport, hosts)
+    assert values.numpy().tolist() == [8, 16, 24]
+    with pytest.raises(ValueError, match="8 ranks on 3 hosts: every host must have as many"):
+        _core.Comm(0, 8, None, hosts=3)
