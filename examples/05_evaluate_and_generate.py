@@ -14,7 +14,7 @@ import numpy as np
 
 import fsdpc
 from fsdpc import data
-from fsdpc.models import Llama, generate, preset
+from fsdpc.models import Llama, preset
 
 STEPS = int(sys.argv[1]) if sys.argv[1:] else 60
 BATCH = 8
@@ -67,7 +67,7 @@ if rank == 0:
 
 # Every rank draws the same bytes, as the seed is the same.
 prompt = np.frombuffer(b"def ", np.uint8)
-ids = generate(model, prompt, 60, temperature=0.8, seed=0, context=128)
+ids = model.generate(prompt, 60, temperature=0.8)
 if rank == 0:
     print(bytes(ids.astype(np.uint8)).decode("utf-8", "replace"))
 

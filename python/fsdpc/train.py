@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -441,15 +441,26 @@ class Trainer:
 
         prompt = self.source.prompt
         show("---- sample ----\n" + "".join(decode(int(word)) for word in prompt))
-        models.generate(
-            self.model,
-            prompt,
-            n,
-            context=self.options.seq,
-            seed=self.options.seed,
-            each=lambda word: show(decode(word)),
-        )
+        for word in self._sample(prompt, n):
+            show(decode(word))
         show("\n")
+
+    def _sample(self, prompt: np.ndarray, n: int) -> Iterator[int]:
+        """Yield `n` tokens; a context that is full goes on from its second half."""
+        ids = [int(word) for word in prompt]
+        seq = self.options.seq  # the model has seen no longer context
+        end = len(ids) + n
+        while len(ids) < end:
+            window = ids[-max(1, seq // 2) :]
+            count = min(end - len(ids), seq - len(window))
+            if count < 1:
+                return
+            seed = self.options.seed + len(ids)
+            for (word,) in self.model.stream(
+                window, count, temperature=0.8, seed=seed, stop=()
+            ):
+                ids.append(word)
+                yield word
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.metrics:

