@@ -61,6 +61,10 @@ EQUATIONS = [
     ("ij,ij->ij", (3, 4), (3, 4)),
     ("bhqd,bhkd->bhqk", (2, 2, 3, 4), (2, 2, 5, 4)), ("i,jk->ij", (2,), (3, 4)),
     (",ij->ji", (), (2, 3)),
+    ("...ij,...jk->...ik", (2, 3, 4), (5, 1, 4, 2)), ("i...,...->i...", (3, 2, 4), (4,)),
+    ("...i,ij", (2, 3, 4), (4, 5)), ("b...,b...->...", (2, 3), (2, 3)),
+    ("...ij,jk->ik", (2, 3, 4), (4, 5)),
+    ("ij,jk->ik", (3, 1), (4, 2)), ("...,i->...i", (), (3,)),
 ]  # fmt: skip
 
 
@@ -81,7 +85,8 @@ def test_outer_and_one_hot():
 
 def test_what_is_refused():
     x = fsdpc.zeros(2, 3)
-    for equation in ("ii,ij->j", "ij,jk->il", "ij", "i...,ij->j", "ij,jk,kl->il"):
+    for equation in ("ii,ij->j", "ij,jk->il", "ij", "i...j,ij->j...k", "......,ij->j",
+                     "ijk...,ij->j", "ij,jk,kl->il"):  # fmt: skip
         with pytest.raises(ValueError, match="einsum"):
             F.einsum(equation, x, x)
     with pytest.raises(ValueError, match="index 'j' of 'ij,jk->ik' has 3 and 2 elements"):

@@ -211,9 +211,9 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     equation : str
         Letters for the dimensions of both, and of the result: ``"bij,bjk->bik"``.  Without an
         arrow the result has those that occur once, in alphabetical order.  Each operand names a
-        letter once; there is no ellipsis.
+        letter once.  ``...`` are the dimensions without a letter: ``"...ij,jk->...ik"``.
     a, b : Tensor
-        Of one dtype.
+        Of one dtype.  Dimensions of one element broadcast.
 
     Returns
     -------
@@ -232,6 +232,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     [[5.0, 11.0], [11.0, 25.0]]
     """
     left, right, out = _parse(equation, a, b)
+    a, b = _broadcast(a, left, b, right)
     sizes = dict(zip(left, a.shape, strict=True)) | dict(zip(right, b.shape, strict=True))
     a, left = _add_up(a, left, right + out)
     b, right = _add_up(b, right, left + out)
@@ -252,24 +253,42 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _parse(equation: str, a: Tensor, b: Tensor) -> tuple[str, str, str]:
+    """Return a letter for each dimension of both and of the result; digits stand for "..."."""
     operands, arrow, out = equation.replace(" ", "").partition("->")
     left, comma, right = operands.partition(",")
     if not arrow:
-        both = left + right
-        out = "".join(sorted(c for c in set(both) if both.count(c) == 1))
-    fits = comma and all(
-        part.isalpha() and len(set(part)) == len(part) or not part for part in (left, right, out)
-    )
-    if not fits or set(out) - set(left + right):
+        both = (left + right).replace("...", "")
+        out = "..." * ("..." in operands)
+        out += "".join(sorted(c for c in set(both) if both.count(c) == 1))
+    named = [part.replace("...", "", 1) for part in (left, right, out)]
+    fits = comma and all(not p or p.isalpha() and len(set(p)) == len(p) for p in named)
+    if not fits or set(named[2]) - set(named[0] + named[1]):
         raise ValueError(f"einsum: {equation!r}; write it like 'ij,jk->ik', of two operands")
-    for x, letters in ((a, left), (b, right)):
-        if len(letters) != x.ndim:
+    more = [x.ndim - len(letters) for x, letters in zip((a, b), named, strict=False)]
+    for x, letters, extra in ((a, left, more[0]), (b, right, more[1])):
+        if extra < 0 or (extra > 0 and "..." not in letters):
             raise ValueError(f"einsum: {letters!r} for a tensor of shape {x.shape}")
+    if max(more) > 10:
+        raise ValueError(f"einsum: '...' of {equation!r} stands for {max(more)} dimensions; 10 fit")
+    left, right, out = (
+        part.replace("...", "9876543210"[10 - extra :])
+        for part, extra in zip((left, right, out), (*more, max(more)), strict=True)
+    )
     for c in set(left) & set(right):
         n, m = a.shape[left.index(c)], b.shape[right.index(c)]
-        if n != m:
-            raise ValueError(f"einsum: index {c!r} of {equation!r} has {n} and {m} elements")
+        if n != m and 1 not in (n, m):
+            what = "a dimension of '...'" if c.isdigit() else f"index {c!r}"
+            raise ValueError(f"einsum: {what} of {equation!r} has {n} and {m} elements")
     return left, right, out
+
+
+def _broadcast(a: Tensor, left: str, b: Tensor, right: str) -> tuple[Tensor, Tensor]:
+    """Expand dimensions of one element where the other operand has more of that index."""
+    sizes: dict[str, int] = {}
+    for x, letters in ((a, left), (b, right)):
+        for c, n in zip(letters, x.shape, strict=True):
+            sizes[c] = n if sizes.get(c, 1) == 1 else sizes[c]
+    return a.expand(*(sizes[c] for c in left)), b.expand(*(sizes[c] for c in right))
 
 
 def _add_up(x: Tensor, letters: str, kept: str) -> tuple[Tensor, str]:
