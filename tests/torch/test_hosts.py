@@ -6,6 +6,7 @@ Hosts are pretended (fsdpc.testing), and gloo carries their bytes, as it does be
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ links: list[Any] = []  # of this rank to other hosts, while it is in a world of 
 
 
 def leave() -> None:
+    """Leave the world; no thread of a link stays behind."""
     fsdpc.shutdown()
+    assert not [t for t in threading.enumerate() if t.name == "fsdpc carrier"]
     dist.destroy_process_group()
 
 
