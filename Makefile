@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv build train test ctest pytest ahead lint tidy fmt asan tsan bench soak fuzz clean
+.PHONY: help venv build train test ctest pytest ahead lint tidy fmt docs asan tsan bench soak fuzz clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,10 @@ $(VENV)/stamp-test: $(VENV)/stamp-package pyproject.toml
 
 $(VENV)/stamp-lint: $(VENV)/stamp-package pyproject.toml
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[lint]"
+	touch $@
+
+$(VENV)/stamp-docs: $(VENV)/stamp-package pyproject.toml
+	$(PY) -m pip install --quiet --no-build-isolation --editable ".[docs]"
 	touch $@
 
 build: $(VENV)/stamp-package
@@ -88,6 +92,9 @@ tidy: $(VENV)/stamp-base
 fmt: $(VENV)/stamp-lint ## format the C sources, sort the imports
 	git ls-files -z -- '*.c' '*.h' | xargs -0 clang-format -i
 	$(BIN)/ruff check --quiet --fix .
+
+docs: build $(VENV)/stamp-docs ## the site, from docs/ and docstrings, in build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
 
 bench: venv ## the benchmarks, C ones first
 	$(PY) tools/ctest.py bench
