@@ -172,7 +172,7 @@ def test_functions_of_the_tour_are_where_it_says() -> None:
 @cache
 def glossary() -> set[str]:
     """Return the words in the first column of the table of words."""
-    table = DESIGN.read_text().split("\n| word | meaning |\n")[1]
+    table = (ROOT / "docs" / "glossary.md").read_text().split("\n| word | meaning |\n")[1]
     cells = re.findall(r"^\| ([^|]+) \|", table, re.M)
     return {word for cell in cells for word in re.findall(r"[a-z]+", cell)}
 
@@ -201,7 +201,7 @@ def test_words_of_names_are_known() -> None:
     }
     assert not unknown, (
         "take a word of PyTorch, NCCL or MPI (and name it in PLAIN, in "
-        f"{label(Path(__file__))}), or give it a line in the glossary of docs/design.md: {unknown}"
+        f"{label(Path(__file__))}), or give it a line in docs/glossary.md: {unknown}"
     )
 
 
