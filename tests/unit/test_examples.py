@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.needs import need_torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -47,10 +48,21 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
 
 
-def test_the_readme_shows_the_first_example() -> None:
-    script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    text = (EXAMPLES / "01_train.py").read_text()
-    assert script == text[text.index("import sys") :]
+@pytest.mark.parametrize("front_door", [0, 1])
+def test_the_programs_of_the_readme(front_door: int, tmp_path: Path) -> None:
+    """As they stand, for fewer steps."""
+    if front_door:
+        need_torch()
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(programs) == 2 and all(len(program.splitlines()) <= 24 for program in programs)
+    script = tmp_path / "train.py"
+    script.write_text(programs[front_door].replace("range(100)", "range(3)"))
+    seen = losses(run(str(script)))
+    assert len(seen) == 3 and seen[2] < seen[0]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_accumulation() -> None:
