@@ -18,9 +18,7 @@ FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)
     case FSDPC_BINARY_DIV:
         return a / b;
     case FSDPC_BINARY_POW:
-        for (int i = 0; i < FSDPC_LANES; i++)
-            a[i] = powf(a[i], b[i]);
-        return a;
+        return fsdpc_vf_pow(a, b);
     case FSDPC_BINARY_MAXIMUM:
         return fsdpc_vf_select((a > b) | (a != a), a, b);
     case FSDPC_BINARY_MINIMUM:

@@ -7,19 +7,9 @@
 
 enum { UNARY_BLOCK = 512 };
 
-/* By the C library, a lane at a time. */
-FSDPC_INLINE fsdpc_vf unary_by_lane(fsdpc_vf x, float (*fn)(float))
-{
-    for (int i = 0; i < FSDPC_LANES; i++)
-        x[i] = fn(x[i]);
-    return x;
-}
-
 FSDPC_INLINE fsdpc_vf unary_pow(fsdpc_vf x, float s)
 {
-    for (int i = 0; i < FSDPC_LANES; i++)
-        x[i] = powf(x[i], s);
-    return x;
+    return s == 1 ? x : s == 2 ? x * x : fsdpc_vf_pow(x, fsdpc_vf_splat(s));
 }
 
 /* 0.5 (1 + tanh(u)) = sigmoid(2 u), which is cheaper and keeps relative accuracy far below zero. */
@@ -38,7 +28,7 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
     case FSDPC_UNARY_EXP:
         return fsdpc_vf_exp(x);
     case FSDPC_UNARY_LOG:
-        return unary_by_lane(x, logf);
+        return fsdpc_vf_log(x);
     case FSDPC_UNARY_SQRT:
         return fsdpc_vf_sqrt(x);
     case FSDPC_UNARY_TANH:
@@ -56,13 +46,13 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
     case FSDPC_UNARY_RSQRT:
         return 1.0f / fsdpc_vf_sqrt(x);
     case FSDPC_UNARY_SIN:
-        return unary_by_lane(x, sinf);
+        return fsdpc_vf_sin(x);
     case FSDPC_UNARY_COS:
-        return unary_by_lane(x, cosf);
+        return fsdpc_vf_cos(x);
     case FSDPC_UNARY_LOG1P:
-        return unary_by_lane(x, log1pf);
+        return fsdpc_vf_log1p(x);
     case FSDPC_UNARY_EXPM1:
-        return unary_by_lane(x, expm1f);
+        return fsdpc_vf_expm1(x);
     case FSDPC_UNARY_ERF:
         return fsdpc_vf_erf(x);
     case FSDPC_UNARY_SIGN: {
@@ -122,9 +112,9 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
     case FSDPC_UNARY_RSQRT:
         return -0.5f * dy * y * y * y;
     case FSDPC_UNARY_SIN:
-        return dy * unary_by_lane(x, cosf);
+        return dy * fsdpc_vf_cos(x);
     case FSDPC_UNARY_COS:
-        return -dy * unary_by_lane(x, sinf);
+        return -dy * fsdpc_vf_sin(x);
     case FSDPC_UNARY_LOG1P:
         return dy / (1.0f + x);
     case FSDPC_UNARY_EXPM1:

@@ -10,7 +10,7 @@
  *                       fsdpc_vf_store_n(y + i, fsdpc_vf_exp(fsdpc_vf_load_n(x + i, n)), n));
  *
  * Operations without an operator: loads and stores with conversion, masked tails, min/max/select,
- * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, tanh, erf.
+ * fused multiply-add, sums in a fixed order, and (ops/vec_math.h) exp, log, sin, pow.
  *
  * The bits: conversions equal the scalar twins of base/dtype.h (NaN kept, subnormals kept, nearest
  * even) on every path.  Sums over lanes add the upper half to the lower until one is left.  fma is
@@ -89,6 +89,18 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_select(fsdpc_vi mask, fsdpc_vf yes, fsdpc_vf no)
     return (fsdpc_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
 #else
     return (fsdpc_vf)((mask & (fsdpc_vi)yes) | (~mask & (fsdpc_vi)no));
+#endif
+}
+
+/* Whether a lane of a mask is -1. */
+FSDPC_INLINE bool fsdpc_vi_any(fsdpc_vi mask)
+{
+#if defined(FSDPC_VEC_AVX512)
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif defined(FSDPC_VEC_AVX2)
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
 #endif
 }
 

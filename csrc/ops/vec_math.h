@@ -1,10 +1,18 @@
-/* exp, tanh, erf and their kin on vectors; included by ops/vec.h and part of it.
+/* exp, tanh, erf, log, sin and their kin on vectors; included by ops/vec.h and part of it.
  *
  * exp(x) = 2^n exp(r) with n = round(x / ln 2) and |r| <= ln 2 / 2, r by subtracting n ln 2 in two
  * pieces (the first has nine bits, so n times it is exact), exp(r) by a minimax polynomial, the
  * scaling in two steps so that subnormal results are right.  tanh goes through exp(2|x|) - 1, which
- * keeps all bits near zero.  erf is a polynomial below 0.93 and 1 - exp(polynomial) above (after N.
- * Juffa's). Errors measured over all (exp: every fp32) or dense inputs by tests/c/test_nn_unary.c.
+ * keeps all bits near zero, as does expm1.  erf is a polynomial below 0.93 and 1 - exp(polynomial)
+ * above (after N. Juffa's).
+ *
+ * log(x) = k ln 2 + log(1 + f) with x = 2^k (1 + f) and 1 + f from sqrt(1/2) to sqrt 2, by a
+ * minimax polynomial; log1p finds its f without rounding 1 + x.  sin and cos subtract n pi/2 in
+ * four pieces, of which the products with n are exact for |x| up to 6400.  pow is exp2(b log2(a))
+ * in double.  What these forms do not cover, such as larger angles, is left to the C library, lane
+ * by lane, so that no lane's bits depend on its neighbours.
+ *
+ * Errors measured over all (exp: every fp32) or dense inputs by tests/c/test_nn_unary.c.
  */
 #ifndef FSDPC_OPS_VEC_MATH_H
 #define FSDPC_OPS_VEC_MATH_H
@@ -39,19 +47,26 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_exp2_integral_(fsdpc_vi n)
     return (fsdpc_vf)((n + 127) << 23);
 }
 
-/* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays. */
-FSDPC_INLINE fsdpc_vf fsdpc_vf_exp(fsdpc_vf x)
+/* y 2^power for integral powers in -252..254, rounded once */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_scale_(fsdpc_vf y, fsdpc_vf power)
 {
-    x = fsdpc_vf_max(fsdpc_vf_splat(-105.0f), x);
-    x = fsdpc_vf_min(fsdpc_vf_splat(89.5f), x);
-    fsdpc_exp_parts parts = fsdpc_vf_exp_parts_(x);
-    fsdpc_vf y = parts.fraction + 1.0f;
 #if defined(FSDPC_VEC_AVX512)
-    return (fsdpc_vf)_mm512_scalef_ps((__m512)y, (__m512)parts.power);
+    return (fsdpc_vf)_mm512_scalef_ps((__m512)y, (__m512)power);
 #else
-    fsdpc_vi n = __builtin_convertvector(parts.power, fsdpc_vi), half = n >> 1;
+    fsdpc_vi n = __builtin_convertvector(power, fsdpc_vi), half = n >> 1;
     return y * fsdpc_vf_exp2_integral_(half) * fsdpc_vf_exp2_integral_(n - half);
 #endif
+}
+
+/* At most 2 ulp everywhere; exp(-inf) = 0, overflow gives infinity, NaN stays.  What rounds to 0 is
+ * chosen, not computed: processors take a hundred cycles for a product that underflows. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_exp(fsdpc_vf x)
+{
+    const fsdpc_vf zero = {0};
+    fsdpc_vi none = x < fsdpc_vf_splat(-104.0f);
+    x = fsdpc_vf_min(fsdpc_vf_splat(89.5f), fsdpc_vf_select(none, zero, x));
+    fsdpc_exp_parts parts = fsdpc_vf_exp_parts_(x);
+    return fsdpc_vf_select(none, zero, fsdpc_vf_scale_(parts.fraction + 1.0f, parts.power));
 }
 
 FSDPC_INLINE fsdpc_vf fsdpc_vf_sigmoid(fsdpc_vf x)
@@ -91,6 +106,216 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_erf(fsdpc_vf x)
     near = fsdpc_vf_fma(near, t, t);
     fsdpc_vf y = fsdpc_vf_select(t > fsdpc_vf_splat(0.927734375f), far, near); /* NaN: near */
     return fsdpc_vf_copysign(y, x);
+}
+
+/* y, but fn(x) in the lanes of `far` */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_by_lane_(fsdpc_vi far, fsdpc_vf x, fsdpc_vf y, float (*fn)(float))
+{
+    if (__builtin_expect(fsdpc_vi_any(far), 0))
+        for (int i = 0; i < FSDPC_LANES; i++)
+            if (far[i])
+                y[i] = fn(x[i]);
+    return y;
+}
+
+/* At most 2 ulp; keeps -0 and NaN, -inf gives -1, overflow infinity. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_expm1(fsdpc_vf x)
+{
+    fsdpc_vf a = fsdpc_vf_min(fsdpc_vf_splat(88.75f), fsdpc_vf_max(fsdpc_vf_splat(-30.0f), x));
+    fsdpc_exp_parts parts = fsdpc_vf_exp_parts_(a);
+    fsdpc_vi n = __builtin_convertvector(parts.power, fsdpc_vi);
+    fsdpc_vf half = (fsdpc_vf)((n + 126) << 23); /* of 2^n, which may overflow */
+    fsdpc_vf y = 2.0f * fsdpc_vf_fma(half, parts.fraction, half - 0.5f);
+    return fsdpc_vf_select(fsdpc_vf_abs(x) < fsdpc_vf_splat(0x1p-26f), x, y);
+}
+
+/* The k for which 2^-k x lies from sqrt(1/2) to sqrt 2; x normal and positive. */
+FSDPC_INLINE fsdpc_vi fsdpc_vf_exponent_(fsdpc_vf x)
+{
+    return ((fsdpc_vi)x - 0x3f3504f3) >> 23;
+}
+
+/* k ln 2 + log(1 + f) */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_log_parts_(fsdpc_vi k, fsdpc_vf f)
+{
+    fsdpc_vf power = __builtin_convertvector(k, fsdpc_vf), s = f * f;
+    fsdpc_vf p = fsdpc_vf_splat(0x1.146310p-4f);
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(-0x1.de4fa0p-4f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(0x1.e6f608p-4f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(-0x1.fc1f6cp-4f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(0x1.2336e2p-3f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(-0x1.555c5ap-3f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(0x1.99a4bcp-3f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(-0x1.000006p-2f));
+    p = fsdpc_vf_fma(p, f, fsdpc_vf_splat(0x1.555548p-2f));
+    fsdpc_vf y = fsdpc_vf_fma(power, fsdpc_vf_splat(-2.12194440e-4f), s * f * p);
+    y = f + fsdpc_vf_fma(s, fsdpc_vf_splat(-0.5f), y);
+    return fsdpc_vf_fma(power, fsdpc_vf_splat(0.693359375f), y);
+}
+
+/* At most 2 ulp; log(0) = -inf, of negative numbers NaN, infinity and NaN stay. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_log(fsdpc_vf x)
+{
+    const fsdpc_vf zero = {0}, infinity = fsdpc_vf_splat(INFINITY);
+    fsdpc_vi tiny = x < fsdpc_vf_splat(0x1p-126f);
+    fsdpc_vf a = fsdpc_vf_select(tiny, x * 0x1p23f, x);
+    fsdpc_vi k = fsdpc_vf_exponent_(a);
+    fsdpc_vf f = (fsdpc_vf)((fsdpc_vi)a - (k << 23)) - 1.0f;
+    fsdpc_vf y = fsdpc_vf_log_parts_(k - (tiny & 23), f);
+    fsdpc_vf other = fsdpc_vf_select(x < zero, fsdpc_vf_splat(NAN), x);
+    other = fsdpc_vf_select(x == zero, -infinity, other);
+    return fsdpc_vf_select((x > zero) & (x < infinity), y, other);
+}
+
+/* At most 2 ulp; keeps -0. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_log1p(fsdpc_vf x)
+{
+    const fsdpc_vf zero = {0};
+    fsdpc_vi near = (x > fsdpc_vf_splat(-1.0f)) & (x < fsdpc_vf_splat(0x1p126f));
+    fsdpc_vi k = fsdpc_vf_exponent_(1.0f + fsdpc_vf_select(near, x, zero));
+    fsdpc_vf scale = fsdpc_vf_exp2_integral_(-k);
+    fsdpc_vf y = fsdpc_vf_log_parts_(k, fsdpc_vf_fma(x, scale, scale - 1.0f));
+    return fsdpc_vf_by_lane_(~near, x, fsdpc_vf_select(x == zero, x, y), log1pf);
+}
+
+/* sin(x + quarters pi/2), by fn where x is large */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_sine_(fsdpc_vf x, int quarters, float (*fn)(float))
+{
+    const fsdpc_vf magic = fsdpc_vf_splat(0x1.8p23f); /* whose last bits then hold n */
+    fsdpc_vf shifted = fsdpc_vf_fma(x, fsdpc_vf_splat(0x1.45f306p-1f), magic), n = shifted - magic;
+    fsdpc_vi quadrant = (fsdpc_vi)shifted + quarters;
+    fsdpc_vf r = fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.922p+0f), x);
+    r = fsdpc_vf_fma(n, fsdpc_vf_splat(0x1.28p-18f), r);
+    fsdpc_vf step = n * 0x1.778p-25f, low = r + step; /* what that rounds off goes to the last */
+    r = low + fsdpc_vf_fma(n, fsdpc_vf_splat(-0x1.68c234p-39f), (r - low) + step);
+    fsdpc_vf s = r * r, sine = fsdpc_vf_splat(0x1.6cd5ecp-19f);
+    sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(-0x1.a00f94p-13f));
+    sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(0x1.111108p-7f));
+    sine = fsdpc_vf_fma(sine, s, fsdpc_vf_splat(-0x1.555556p-3f));
+    sine = fsdpc_vf_fma(sine * s, r, r);
+    fsdpc_vf cosine = fsdpc_vf_splat(0x1.99ff40p-16f);
+    cosine = fsdpc_vf_fma(cosine, s, fsdpc_vf_splat(-0x1.6c0c82p-10f));
+    cosine = fsdpc_vf_fma(cosine, s, fsdpc_vf_splat(0x1.55554ap-5f));
+    cosine = fsdpc_vf_fma(cosine * s, s, 1.0f - 0.5f * s);
+    fsdpc_vf y = fsdpc_vf_select(-(quadrant & 1), cosine, sine);
+    y = (fsdpc_vf)((fsdpc_vi)y ^ ((quadrant & 2) << 30));
+    return fsdpc_vf_by_lane_(fsdpc_vf_abs(x) > fsdpc_vf_splat(6400.0f), x, y, fn);
+}
+
+/* At most 2 ulp; keeps -0 and NaN, of infinity NaN. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_sin(fsdpc_vf x)
+{
+    return fsdpc_vf_select(x == (fsdpc_vf){0}, x, fsdpc_vf_sine_(x, 0, sinf));
+}
+
+FSDPC_INLINE fsdpc_vf fsdpc_vf_cos(fsdpc_vf x)
+{
+    return fsdpc_vf_sine_(x, 1, cosf);
+}
+
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
+
+typedef double fsdpc_vd __attribute__((vector_size(FSDPC_LANES * 4))); /* half of the lanes */
+
+FSDPC_INLINE fsdpc_vd fsdpc_vd_half_(fsdpc_vf v, bool high)
+{
+#if defined(FSDPC_VEC_AVX512)
+    return (fsdpc_vd)_mm512_cvtps_pd(high ? _mm512_extractf32x8_ps((__m512)v, 1)
+                                          : _mm512_castps512_ps256((__m512)v));
+#else
+    return (fsdpc_vd)_mm256_cvtps_pd(high ? _mm256_extractf128_ps((__m256)v, 1)
+                                          : _mm256_castps256_ps128((__m256)v));
+#endif
+}
+
+FSDPC_INLINE fsdpc_vf fsdpc_vd_join_(fsdpc_vd low, fsdpc_vd high)
+{
+#if defined(FSDPC_VEC_AVX512)
+    return (fsdpc_vf)_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)low)),
+                                        _mm512_cvtpd_ps((__m512d)high), 1);
+#else
+    return (fsdpc_vf)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)high), _mm256_cvtpd_ps((__m256d)low));
+#endif
+}
+
+FSDPC_INLINE fsdpc_vd fsdpc_vd_fma_(fsdpc_vd a, fsdpc_vd b, double c)
+{
+    fsdpc_vd sum = c + (fsdpc_vd){0};
+#if defined(FSDPC_VEC_AVX512)
+    return (fsdpc_vd)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)sum);
+#else
+    return (fsdpc_vd)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)sum);
+#endif
+}
+
+/* In [-999, 999] */
+FSDPC_INLINE fsdpc_vd fsdpc_vd_bounded_(fsdpc_vd e)
+{
+#if defined(FSDPC_VEC_AVX512)
+    return (fsdpc_vd)_mm512_max_pd(_mm512_set1_pd(-999),
+                                   _mm512_min_pd((__m512d)e, _mm512_set1_pd(999)));
+#else
+    return (fsdpc_vd)_mm256_max_pd(_mm256_set1_pd(-999),
+                                   _mm256_min_pd((__m256d)e, _mm256_set1_pd(999)));
+#endif
+}
+
+/* 2^(b (k + log2(1 + f))) = *fraction 2^(what is returned) */
+FSDPC_INLINE fsdpc_vd fsdpc_vd_pow_(fsdpc_vd k, fsdpc_vd f, fsdpc_vd b, fsdpc_vd *fraction)
+{
+    fsdpc_vd t = f / (f + 2.0), s = t * t; /* log2(1 + f) = 2 / ln 2 artanh(t) */
+    fsdpc_vd p = fsdpc_vd_fma_(s, 0x1.21ba3d67e8d98p-2 + (fsdpc_vd){0}, 0x1.4794b3c1cc169p-2);
+    p = fsdpc_vd_fma_(p, s, 0x1.a61a329fabc3cp-2);
+    p = fsdpc_vd_fma_(p, s, 0x1.2776c28e94626p-1);
+    p = fsdpc_vd_fma_(p, s, 0x1.ec709dc540414p-1);
+    p = fsdpc_vd_fma_(p, s, 0x1.71547652b8247p+1);
+    fsdpc_vd e = fsdpc_vd_bounded_(b * (t * p + k)), n = (e + 0x1.8p52) - 0x1.8p52, r = e - n;
+    p = fsdpc_vd_fma_(r, 0x1.640dddf3d4f8bp-20 + (fsdpc_vd){0}, 0x1.00dc646f86dafp-16);
+    p = fsdpc_vd_fma_(p, r, 0x1.43086fd81f9e5p-13);
+    p = fsdpc_vd_fma_(p, r, 0x1.5d87457f81a6ap-10);
+    p = fsdpc_vd_fma_(p, r, 0x1.3b2ab73e0b56dp-7);
+    p = fsdpc_vd_fma_(p, r, 0x1.c6b08dd71ec8dp-5);
+    p = fsdpc_vd_fma_(p, r, 0x1.ebfbdff80575dp-3);
+    p = fsdpc_vd_fma_(p, r, 0x1.62e42fef84c1ap-1);
+    *fraction = fsdpc_vd_fma_(p, r, 1.0);
+    return n;
+}
+
+#endif
+
+/* At most 1 ulp; all that is special as in C's pow. */
+FSDPC_INLINE fsdpc_vf fsdpc_vf_pow(fsdpc_vf a, fsdpc_vf b)
+{
+#if defined(FSDPC_VEC_AVX512) || defined(FSDPC_VEC_AVX2)
+    const fsdpc_vf zero = {0}, infinity = fsdpc_vf_splat(INFINITY);
+    fsdpc_vf x = fsdpc_vf_abs(a), size = fsdpc_vf_abs(b);
+    fsdpc_vi plain = (x >= fsdpc_vf_splat(0x1p-126f)) & (x < infinity) & (size < infinity);
+    fsdpc_vi k = fsdpc_vf_exponent_(x), whole = __builtin_convertvector(b, fsdpc_vi);
+    fsdpc_vf f = (fsdpc_vf)((fsdpc_vi)x - (k << 23)) - 1.0f;
+    fsdpc_vf power = __builtin_convertvector(k, fsdpc_vf);
+    fsdpc_vd low, high;
+    fsdpc_vd n_low = fsdpc_vd_pow_(fsdpc_vd_half_(power, false), fsdpc_vd_half_(f, false),
+                                   fsdpc_vd_half_(b, false), &low);
+    fsdpc_vd n_high = fsdpc_vd_pow_(fsdpc_vd_half_(power, true), fsdpc_vd_half_(f, true),
+                                    fsdpc_vd_half_(b, true), &high);
+    fsdpc_vf n = fsdpc_vd_join_(n_low, n_high);
+    n = fsdpc_vf_min(fsdpc_vf_splat(200.0f), fsdpc_vf_max(fsdpc_vf_splat(-200.0f), n));
+    fsdpc_vf y = fsdpc_vf_scale_(fsdpc_vd_join_(low, high), n);
+    /* of a negative a: NaN but for whole numbers b, and negative for odd ones */
+    fsdpc_vi negative = a < zero, even = size >= fsdpc_vf_splat(0x1p24f);
+    fsdpc_vi integral = (__builtin_convertvector(whole, fsdpc_vf) == b) | even;
+    y = fsdpc_vf_select(negative & -(whole & 1) & ~even, -y, y);
+    y = fsdpc_vf_select(negative & ~integral, fsdpc_vf_splat(NAN), y);
+    if (__builtin_expect(!fsdpc_vi_any(~plain), 1))
+        return y;
+#else
+    fsdpc_vf y = a;
+    fsdpc_vi plain = {0};
+#endif
+    for (int i = 0; i < FSDPC_LANES; i++)
+        if (!plain[i])
+            y[i] = powf(a[i], b[i]);
+    return y;
 }
 
 #endif

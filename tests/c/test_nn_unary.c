@@ -117,18 +117,20 @@ static void test_accuracy(nn_rig *rig)
     const struct {
         fsdpc_unary kind;
         double limit;
-    } cases[] = {{FSDPC_UNARY_EXP, 2}, {FSDPC_UNARY_TANH, 3}};
+    } cases[] = {{FSDPC_UNARY_EXP, 2}, {FSDPC_UNARY_TANH, 3},  {FSDPC_UNARY_ERF, 3},
+                 {FSDPC_UNARY_LOG, 2}, {FSDPC_UNARY_LOG1P, 2}, {FSDPC_UNARY_EXPM1, 2},
+                 {FSDPC_UNARY_SIN, 2}, {FSDPC_UNARY_COS, 2},   {FSDPC_UNARY_POW_SCALAR, 1}};
     uint32_t stride = 4099;
-    for (size_t k = 0; k < 2; k++) {
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
         double worst = 0;
         uint32_t bits = 0;
         for (size_t block = 0; block < 0x100000000u / N / stride + 1; block++) {
             for (size_t i = 0; i < N; i++, bits += stride)
                 x[i] = fsdpc_f32_from_bits(bits);
-            fsdpc_unary_args args = {cases[k].kind, FSDPC_F32, N, 0, x, NULL, NULL, y};
+            fsdpc_unary_args args = {cases[k].kind, FSDPC_F32, N, 2.5, x, NULL, NULL, y};
             CHECK_OK(rig->ops->unary(&args, rig->stream));
             for (size_t i = 0; i < N; i++)
-                worst = fmax(worst, ulps(y[i], value(cases[k].kind, x[i], 0)));
+                worst = fmax(worst, ulps(y[i], value(cases[k].kind, x[i], 2.5)));
         }
         CHECK_NOTE(worst <= cases[k].limit, "%s kind %d: %g ulp", rig->ops->name, cases[k].kind,
                    worst);
@@ -153,8 +155,44 @@ static void test_special(nn_rig *rig)
     back = (fsdpc_unary_args){FSDPC_UNARY_POW_SCALAR, FSDPC_F32, 5, 0, x, NULL, dy, dx};
     CHECK_OK(rig->ops->unary_backward(&back, rig->stream));
     CHECK(dx[3] == 0 && dx[4] == 0);
+    for (int odd = 0; odd < 4;
+         odd++) { /* -0 stays; so does each lane whatever its neighbours are */
+        const fsdpc_unary kinds[] = {FSDPC_UNARY_SIN, FSDPC_UNARY_LOG1P, FSDPC_UNARY_EXPM1,
+                                     FSDPC_UNARY_TANH};
+        float row[40], found[40], last;
+        for (int i = 0; i < 40; i++)
+            row[i] = i % 7 == 3 ? -0.0f : i % 7 == 5 ? 1e6f : (float)i / 41;
+        fsdpc_unary_args of = {kinds[odd], FSDPC_F32, 40, 0, row, NULL, NULL, found};
+        CHECK_OK(rig->ops->unary(&of, rig->stream));
+        CHECK(found[3] == 0 && signbit(found[3]));
+        for (size_t i = 0; i < 40; i++) {
+            fsdpc_unary_args alone = {kinds[odd], FSDPC_F32, 1, 0, row + i, NULL, NULL, &last};
+            CHECK_OK(rig->ops->unary(&alone, rig->stream));
+            CHECK(memcmp(&last, found + i, sizeof last) == 0);
+        }
+    }
     args.dtype = FSDPC_I32;
     CHECK_FAILS(rig->ops->unary(&args, rig->stream), FSDPC_ERR_DTYPE, "int32");
+}
+
+/* Powers of everything special by everything special, as the C library has them. */
+static void test_powers(nn_rig *rig)
+{
+    const float bases[] = {0, -0.0f, INFINITY, -INFINITY, NAN, 1e-40f, -1e-40f, -1, -2, 1, 3, 10};
+    const double exponents[] = {0, 1,        2,         2.5, -1,   -2,      3,
+                                5, INFINITY, -INFINITY, NAN, 1e10, 16777217};
+    float y[12];
+    for (size_t e = 0; e < sizeof exponents / sizeof *exponents; e++) {
+        fsdpc_unary_args args = {
+            FSDPC_UNARY_POW_SCALAR, FSDPC_F32, 12, exponents[e], bases, NULL, NULL, y};
+        CHECK_OK(rig->ops->unary(&args, rig->stream));
+        for (size_t i = 0; i < 12; i++) {
+            float want = powf(bases[i], (float)exponents[e]);
+            CHECK_NOTE((isnan(want) && isnan(y[i])) || memcmp(&want, y + i, sizeof want) == 0,
+                       "%s %g ^ %g: %g instead of %g", rig->ops->name, bases[i], exponents[e], y[i],
+                       want);
+        }
+    }
 }
 
 static void suite(nn_rig *rig)
@@ -166,6 +204,7 @@ static void suite(nn_rig *rig)
                 test_kind(rig, (fsdpc_unary)kind, float_dtypes[d], sizes[n]);
     test_accuracy(rig);
     test_special(rig);
+    test_powers(rig);
 }
 
 int main(void)
