@@ -23,8 +23,6 @@ template <fsdpc_binary KIND, typename W> __device__ __forceinline__ W binary_val
         return a > b || a != a ? a : b;
     case FSDPC_BINARY_MINIMUM:
         return a < b || a != a ? a : b;
-    case FSDPC_BINARY_MASK:
-        return b != 0 ? a : -(W)0;
     default:
         return a;
     }
@@ -49,6 +47,10 @@ __device__ __forceinline__ int32_t comparable(int32_t x)
     return x;
 }
 __device__ __forceinline__ int64_t comparable(int64_t x)
+{
+    return x;
+}
+__device__ __forceinline__ uint8_t comparable(uint8_t x)
 {
     return x;
 }
@@ -99,7 +101,6 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
                  : KIND == FSDPC_BINARY_POW     ? pow_integer(sa, sb)
                  : KIND == FSDPC_BINARY_MAXIMUM ? (sa > sb ? sa : sb)
                  : KIND == FSDPC_BINARY_MINIMUM ? (sa < sb ? sa : sb)
-                 : KIND == FSDPC_BINARY_MASK    ? (sb ? sa : (T)0)
                                                 : (T)(x * y);
     }
 }
@@ -117,6 +118,16 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
                  : KIND == FSDPC_BINARY_LE ? x <= y
                  : KIND == FSDPC_BINARY_GT ? x > y
                                            : x >= y;
+    }
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    mask_kernel(T *out, const T *x, const uint8_t *keep, box shape, size_t numel, T other)
+{
+    for (size_t i = grid_thread(); i < numel; i += grid_threads()) {
+        box_offsets at = box_row(shape, 0, i);
+        out[i] = keep[at.at[1]] ? x[at.at[0]] : other;
     }
 }
 
@@ -168,8 +179,20 @@ static fsdpc_status compare(const fsdpc_binary_args *args, const box &shape, siz
         return compare_launch<KIND, int32_t>(args, shape, numel, queue);
     if (args->dtype == FSDPC_I64)
         return compare_launch<KIND, int64_t>(args, shape, numel, queue);
+    if (args->dtype == FSDPC_U8 || args->dtype == FSDPC_BOOL)
+        return compare_launch<KIND, uint8_t>(args, shape, numel, queue);
     FSDPC_FOR_FLOAT(args->dtype, T, return compare_launch<KIND, T>(args, shape, numel, queue))
     return FSDPC_ERR_DTYPE;
+}
+
+/* U is the unsigned integer of the dtype's size, `other` the bits of its zero. */
+template <typename U>
+static fsdpc_status mask(const fsdpc_binary_args *args, const box &shape, size_t numel, U other,
+                         const fsdpc_cuda_queue *queue)
+{
+    FSDPC_LAUNCH(mask_kernel<U>, grid_of(queue, numel, BLOCK_THREADS), BLOCK_THREADS, 0, queue,
+                 (U *)args->out, (const U *)args->a, (const uint8_t *)args->b, shape, numel, other);
+    return launched("a mask");
 }
 
 template <fsdpc_binary KIND>
@@ -220,7 +243,12 @@ extern "C" fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_s
     case FSDPC_BINARY_MINIMUM:
         return launch<FSDPC_BINARY_MINIMUM>(args, shape, numel, queue);
     case FSDPC_BINARY_MASK:
-        return launch<FSDPC_BINARY_MASK>(args, shape, numel, queue);
+        if (args->dtype == FSDPC_BF16 || args->dtype == FSDPC_F16)
+            return mask<uint16_t>(args, shape, numel, 0x8000, queue);
+        if (args->dtype == FSDPC_F32 || args->dtype == FSDPC_I32)
+            return mask<uint32_t>(args, shape, numel, args->dtype == FSDPC_F32 ? 1u << 31 : 0,
+                                  queue);
+        return mask<uint64_t>(args, shape, numel, args->dtype == FSDPC_F64 ? 1ull << 63 : 0, queue);
     case FSDPC_BINARY_EQ:
         return compare<FSDPC_BINARY_EQ>(args, shape, numel, queue);
     case FSDPC_BINARY_NE:

@@ -76,7 +76,7 @@ static fsdpc_status gemm_gelu(const fsdpc_gemm_gelu_args *args, fsdpc_stream *st
 static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
 {
     bool is_int = args->dtype == FSDPC_I32 || args->dtype == FSDPC_I64;
-    if (!is_int)
+    if (!is_int && !fsdpc_binary_compares(args->kind))
         FSDPC_TRY(check_float(args->dtype, "arithmetic"));
     else if (args->kind == FSDPC_BINARY_DIV)
         return fsdpc_fail(FSDPC_ERR_DTYPE, "division of %s: cast to a float dtype first",

@@ -143,7 +143,7 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
                             fsdpc_dtype *out)
 {
     bool fa = fsdpc_dtype_is_float(a->dtype), fb = fsdpc_dtype_is_float(b->dtype);
-    if (a->dtype == b->dtype)
+    if (a->dtype == b->dtype || kind == FSDPC_BINARY_MASK)
         *out = a->dtype;
     else if (fa && fb && float_rank(a->dtype) == float_rank(b->dtype))
         *out = FSDPC_F32; /* bf16 and fp16 */
@@ -160,7 +160,8 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
     if (!fsdpc_binary_compares(kind))
         return fsdpc_fail(FSDPC_ERR_DTYPE, "%s: there is no arithmetic on %s; use to(int32)",
                           binary_names[kind], fsdpc_dtype_name(*out));
-    *out = FSDPC_I32;
+    if (a->dtype != b->dtype)
+        *out = FSDPC_I32;
     return FSDPC_OK;
 }
 
@@ -285,11 +286,13 @@ static fsdpc_status extremum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_
 }
 
 /* *g = *g kind x, in its place */
-static fsdpc_status fold(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor **g,
-                         const fsdpc_tensor *x)
+static fsdpc_status fold(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor **g, fsdpc_tensor *x)
 {
-    fsdpc_tensor *y;
-    FSDPC_TRY(binary_compute(tape, kind, *g, x, &y));
+    fsdpc_tensor *y, *other;
+    FSDPC_TRY(fsdpc_op_cast(tape, x, kind == FSDPC_BINARY_MASK ? FSDPC_BOOL : x->dtype, &other));
+    fsdpc_status st = binary_compute(tape, kind, *g, other, &y);
+    fsdpc_tensor_release(other);
+    FSDPC_TRY(st);
     fsdpc_tensor_release(*g);
     *g = y;
     return FSDPC_OK;
@@ -389,7 +392,7 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
         dtype = FSDPC_F32;
     fsdpc_tensor *ca, *cb, *y = NULL;
     FSDPC_TRY(fsdpc_op_cast(tape, a, dtype, &ca));
-    fsdpc_status st = fsdpc_op_cast(tape, b, dtype, &cb);
+    fsdpc_status st = fsdpc_op_cast(tape, b, kind == FSDPC_BINARY_MASK ? FSDPC_BOOL : dtype, &cb);
     if (st == FSDPC_OK) {
         st = binary_compute(tape, kind, ca, cb, &y);
         fsdpc_tensor *inputs[] = {ca, cb};
@@ -402,16 +405,13 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
     return fsdpc_op_return(st, y, out);
 }
 
-/* Of I32, I64 or F64. */
+/* Of F64 or an integer dtype. */
 static fsdpc_status scalar_tensor(fsdpc_tape *tape, fsdpc_dtype dtype, double s, fsdpc_tensor **out)
 {
-    int64_t wide = dtype == FSDPC_I64 ? (int64_t)s : 0;
-    int32_t narrow = dtype == FSDPC_I32 ? (int32_t)s : 0;
+    int64_t wide = dtype == FSDPC_F64 ? 0 : (int64_t)s; /* the first bytes are narrower ones */
     fsdpc_tensor *t;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, dtype, 0, NULL, &t));
-    const void *value = dtype == FSDPC_I64   ? (const void *)&wide
-                        : dtype == FSDPC_I32 ? (const void *)&narrow
-                                             : &s;
+    const void *value = dtype == FSDPC_F64 ? (const void *)&s : (const void *)&wide;
     fsdpc_status st =
         fsdpc_device_copy(tape->device, t->data, value, fsdpc_tensor_bytes(t), tape->stream);
     return fsdpc_op_return(st, t, out);
@@ -421,8 +421,11 @@ static fsdpc_status integer_scalar(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_te
                                    bool reversed, fsdpc_tensor **out)
 {
     fsdpc_tensor *t;
+    double most = x->dtype == FSDPC_BOOL ? 1 : UINT8_MAX; /* so many fit */
+    bool byte =
+        fsdpc_dtype_bytes(x->dtype) == 1 && fsdpc_binary_compares(kind) && s >= 0 && s <= most;
     bool wide = x->dtype == FSDPC_I64 || fabs(s) > INT32_MAX;
-    FSDPC_TRY(scalar_tensor(tape, wide ? FSDPC_I64 : FSDPC_I32, s, &t));
+    FSDPC_TRY(scalar_tensor(tape, byte ? x->dtype : wide ? FSDPC_I64 : FSDPC_I32, s, &t));
     fsdpc_status st = fsdpc_op_binary(tape, kind, reversed ? t : x, reversed ? x : t, out);
     fsdpc_tensor_release(t);
     return st;

@@ -1,5 +1,5 @@
-/* a + b, a - b, a * b, a / b, maxima, minima and masks with broadcasting (see nn_internal.h for how
- * bodies are compiled).
+/* a + b, a - b, a * b, a / b, powers, maxima and minima of floats with broadcasting (see
+ * nn_internal.h for how bodies are compiled); nn_compare_body.h has the rest.
  *
  * The shape is collapsed first, so equal shapes become one long row and a broadcast bias a loop of
  * rows.  Along the innermost dimension each operand is dense or one repeated value, which are
@@ -23,21 +23,11 @@ FSDPC_INLINE fsdpc_vf binary_value(fsdpc_binary kind, fsdpc_vf a, fsdpc_vf b)
         return fsdpc_vf_select((a > b) | (a != a), a, b);
     case FSDPC_BINARY_MINIMUM:
         return fsdpc_vf_select((a < b) | (a != a), a, b);
-    case FSDPC_BINARY_MASK:
-        return fsdpc_vf_select(b != (fsdpc_vf){0}, a, fsdpc_vf_splat(-0.0f));
-    default: /* comparisons: nn_f64.c */
+    default: /* nn_compare_body.h */
         break;
     }
     return a;
 }
-
-typedef struct binary_row {
-    const void *a, *b;
-    void *out;
-    size_t at_a, at_b, at_out; /* first elements */
-    size_t step_a, step_b;
-    size_t numel;
-} binary_row;
 
 FSDPC_INLINE void binary_step(fsdpc_binary kind, const binary_row *row, size_t i, size_t n,
                               fsdpc_dtype dtype, bool one_a, bool one_b)
@@ -81,22 +71,9 @@ FSDPC_INLINE void binary_row_of_kind(fsdpc_binary kind, const binary_row *row, f
 FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t last,
                                fsdpc_dtype dtype)
 {
-    const nn_box *box = &plan->box;
-    size_t inner = box->shape[box->ndim - 1];
-    for (size_t at = first, numel; at < last; at += numel) {
-        size_t offset[NN_OPERANDS], col = at % inner;
-        numel = fsdpc_min_size(inner - col, last - at);
-        nn_box_offsets(box, 1, at / inner, offset);
-        size_t step_a = box->stride[0][box->ndim - 1], step_b = box->stride[1][box->ndim - 1];
-        binary_row row = {plan->args->a,
-                          plan->args->b,
-                          plan->args->out,
-                          offset[0] + col * step_a,
-                          offset[1] + col * step_b,
-                          at,
-                          step_a,
-                          step_b,
-                          numel};
+    for (size_t at = first; at < last;) {
+        const binary_row row = binary_row_at(plan, at, last);
+        at += row.numel;
         switch (plan->args->kind) {
 #define ROW(KIND)                                                                                  \
     case FSDPC_BINARY_##KIND:                                                                      \
@@ -109,7 +86,6 @@ FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t 
             ROW(POW)
             ROW(MAXIMUM)
             ROW(MINIMUM)
-            ROW(MASK)
 #undef ROW
         default:
             break;
@@ -122,7 +98,8 @@ NN_FLOAT_KERNELS(binary_range, nn_binary_plan, fsdpc_nn_binary_wide)
 static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
 {
     bool is_int = args->dtype == FSDPC_I32 || args->dtype == FSDPC_I64;
-    if (!is_int)
+    bool compares = fsdpc_binary_compares(args->kind);
+    if (!is_int && !compares)
         FSDPC_TRY(nn_check_float(args->dtype, "arithmetic"));
     else if (args->kind == FSDPC_BINARY_DIV)
         return fsdpc_fail(FSDPC_ERR_DTYPE, "division of %s: cast to a float dtype first",
@@ -137,9 +114,11 @@ static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
     if (numel == 0)
         return FSDPC_OK;
     nn_box_collapse(&plan.box);
-    nn_range_fn run = fsdpc_binary_compares(args->kind) ? fsdpc_nn_compare
-                      : is_int                          ? fsdpc_nn_binary_wide
-                                                        : binary_range_kernels[args->dtype];
+    bool plain =
+        compares || args->kind == FSDPC_BINARY_MASK || (is_int && args->kind != FSDPC_BINARY_POW);
+    nn_range_fn run = plain    ? plain_range
+                      : is_int ? fsdpc_nn_binary_wide
+                               : binary_range_kernels[args->dtype];
     nn_for(stream, numel, NN_GRAIN, run, &plan);
     return FSDPC_OK;
 }

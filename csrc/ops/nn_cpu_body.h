@@ -5,6 +5,7 @@
 #include "ops/vec.h"
 
 #include "ops/nn_unary_body.h"
+#include "ops/nn_compare_body.h"
 #include "ops/nn_binary_body.h"
 #include "ops/nn_gate_body.h"
 #include "ops/nn_copy_body.h"

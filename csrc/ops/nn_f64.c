@@ -1,4 +1,4 @@
-/* F64 (and, for arithmetic, integer) forms of the element-wise and moving kernels.
+/* F64 (and, for powers, integer) forms of the element-wise and moving kernels.
  *
  * Plain loops in double: they exist so that gradients can be checked to many digits, not to be
  * fast. The fp32 forms beside which these stand are in nn_unary_body.h, nn_binary_body.h,
@@ -66,8 +66,6 @@ static double binary_f64(fsdpc_binary kind, double a, double b)
         return a > b || a != a ? a : b;
     case FSDPC_BINARY_MINIMUM:
         return a < b || a != a ? a : b;
-    case FSDPC_BINARY_MASK:
-        return b != 0 ? a : -0.0;
     default:
         break;
     }
@@ -84,27 +82,6 @@ static int64_t pow_i64(int64_t a, int64_t b) /* wraps */
     return (int64_t)y;
 }
 
-static int64_t binary_i64(fsdpc_binary kind, int64_t a, int64_t b) /* wraps */
-{
-    uint64_t ua = (uint64_t)a, ub = (uint64_t)b;
-    switch (kind) {
-    case FSDPC_BINARY_ADD:
-        return (int64_t)(ua + ub);
-    case FSDPC_BINARY_SUB:
-        return (int64_t)(ua - ub);
-    case FSDPC_BINARY_POW:
-        return pow_i64(a, b);
-    case FSDPC_BINARY_MAXIMUM:
-        return a > b ? a : b;
-    case FSDPC_BINARY_MINIMUM:
-        return a < b ? a : b;
-    case FSDPC_BINARY_MASK:
-        return b ? a : 0;
-    default:
-        return (int64_t)(ua * ub);
-    }
-}
-
 void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
 {
     const nn_binary_plan *plan = arg;
@@ -117,49 +94,12 @@ void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
                                                   ((const double *)args->b)[at[1]]);
             continue;
         }
-        int64_t value = binary_i64(args->kind, fsdpc_nn_load_id(args->a, at[0], args->dtype),
-                                   fsdpc_nn_load_id(args->b, at[1], args->dtype));
+        int64_t value = pow_i64(fsdpc_nn_load_id(args->a, at[0], args->dtype),
+                                fsdpc_nn_load_id(args->b, at[1], args->dtype));
         if (args->dtype == FSDPC_I32)
             ((int32_t *)args->out)[i] = (int32_t)value;
         else
             ((int64_t *)args->out)[i] = value;
-    }
-}
-
-#define COMPARE(name, type)                                                                        \
-    static bool name(fsdpc_binary kind, type a, type b)                                            \
-    {                                                                                              \
-        switch (kind) {                                                                            \
-        case FSDPC_BINARY_EQ:                                                                      \
-            return a == b;                                                                         \
-        case FSDPC_BINARY_NE:                                                                      \
-            return a != b;                                                                         \
-        case FSDPC_BINARY_LT:                                                                      \
-            return a < b;                                                                          \
-        case FSDPC_BINARY_LE:                                                                      \
-            return a <= b;                                                                         \
-        case FSDPC_BINARY_GT:                                                                      \
-            return a > b;                                                                          \
-        default:                                                                                   \
-            return a >= b;                                                                         \
-        }                                                                                          \
-    }
-COMPARE(compare_f64, double)
-COMPARE(compare_i64, int64_t)
-
-void fsdpc_nn_compare(const void *arg, size_t first, size_t last)
-{
-    const nn_binary_plan *plan = arg;
-    const fsdpc_binary_args *args = plan->args;
-    bool is_float = fsdpc_dtype_is_float(args->dtype);
-    for (size_t i = first; i < last; i++) {
-        size_t at[NN_OPERANDS];
-        nn_box_offsets(&plan->box, 0, i, at);
-        ((uint8_t *)args->out)[i] =
-            is_float ? compare_f64(args->kind, fsdpc_nn_load_f64(args->a, at[0], args->dtype),
-                                   fsdpc_nn_load_f64(args->b, at[1], args->dtype))
-                     : compare_i64(args->kind, fsdpc_nn_load_id(args->a, at[0], args->dtype),
-                                   fsdpc_nn_load_id(args->b, at[1], args->dtype));
     }
 }
 

@@ -202,8 +202,7 @@ void fsdpc_nn_unary_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_unary_backward_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_swiglu_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_swiglu_backward_f64(const void *args, size_t first, size_t last);
-void fsdpc_nn_binary_wide(const void *plan, size_t first, size_t last); /* F64, I32, I64 */
-void fsdpc_nn_compare(const void *plan, size_t first, size_t last); /* all of these, and floats */
+void fsdpc_nn_binary_wide(const void *plan, size_t first, size_t last); /* F64; integers: POW */
 void fsdpc_nn_sum_wide(const void *plan, size_t first,
                        size_t last); /* F64 in or out; items: outputs */
 void fsdpc_nn_embedding_backward_wide(const void *plan, size_t first, size_t last);

@@ -57,7 +57,7 @@ typedef enum fsdpc_unary {
     X(POW, "pow")         /* a ^ b; of integers, 0 for a negative b but for a = 1 and -1 */        \
     X(MAXIMUM, "maximum") /* NaN if either is */                                                   \
     X(MINIMUM, "minimum")                                                                          \
-    X(MASK, "mask") /* b ? a : -0.0, so that the sum of two masked tensors selects exactly */      \
+    X(MASK, "mask") /* b, of BOOL, ? a : -0.0, so that the sum of two masked tensors selects */    \
     X(EQ, "eq")                                                                                    \
     X(NE, "ne")                                                                                    \
     X(LT, "lt")                                                                                    \
@@ -114,7 +114,8 @@ typedef struct fsdpc_gemm_gelu_args {
 
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
-    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; I32 and I64 too, but for DIV */
+    fsdpc_dtype dtype; /* of a, b and, unless it compares, out; DIV of floats, comparisons of any,
+                          the others of I32 and I64 too; b of MASK is BOOL */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */

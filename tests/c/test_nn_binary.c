@@ -44,11 +44,16 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
     size_t numel = 1;
     for (int d = 0; d < c->ndim; d++)
         numel *= args.shape[d] = c->shape[d];
-    bool is_int = dtype == FSDPC_I32 || dtype == FSDPC_I64;
+    bool is_int = dtype > FSDPC_F64, masks = kind == FSDPC_BINARY_MASK;
     bool compares = fsdpc_binary_compares(kind);
     double low = is_int ? -1000 : 0.5, high = is_int ? compares ? -997 : 1000 : 2;
+    if (fsdpc_dtype_bytes(dtype) == 1) { /* bytes of bool: 0, or what counts as 1 */
+        low = 0;
+        high = 3;
+    }
     buffer a = buffer_noise(dtype, operand(c, c->one_a, args.stride_a), 3, low, high);
-    buffer b = buffer_noise(dtype, operand(c, c->one_b, args.stride_b), 4, low, high);
+    buffer b = buffer_noise(masks ? FSDPC_BOOL : dtype, operand(c, c->one_b, args.stride_b), 4,
+                            masks ? 0 : low, masks ? 2 : high);
     buffer out = buffer_make(compares ? FSDPC_BOOL : dtype, numel);
     args.a = a.data;
     args.b = b.data;
@@ -61,7 +66,8 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
             at_a += rest % c->shape[d] * args.stride_a[d];
             at_b += rest % c->shape[d] * args.stride_b[d];
         }
-        double want = apply(kind, buffer_get(&a, at_a), buffer_get(&b, at_b));
+        double x = buffer_get(&a, at_a), y = buffer_get(&b, at_b);
+        double want = dtype == FSDPC_BOOL ? apply(kind, x != 0, y != 0) : apply(kind, x, y);
         /* one rounding to fp32, one to the dtype */
         check_near(rig, "binary", dtype, i, buffer_get(&out, i), want,
                    is_int || compares
@@ -85,6 +91,26 @@ static void test_binary_transposed(nn_rig *rig)
     CHECK_FAILS(rig->ops->binary(&args, rig->stream), FSDPC_ERR_DTYPE, "cast to a float");
     args.dtype = FSDPC_BOOL;
     CHECK_FAILS(rig->ops->binary(&args, rig->stream), FSDPC_ERR_DTYPE, "bool");
+}
+
+/* NaN and signed zeros, compared and masked; the transposed form reads by strides. */
+static void test_special(nn_rig *rig)
+{
+    float a[6] = {NAN, NAN, 0.0f, 1, INFINITY, -1}, b[6] = {NAN, 1, -0.0f, 1, INFINITY, 1};
+    uint8_t out[6], keep[6] = {1, 0, 1, 1, 0, 0};
+    const char *const want[] = {"001110", "110001", "000001", "001111", "000000", "001110"};
+    for (int kind = FSDPC_BINARY_EQ; kind <= FSDPC_BINARY_GE; kind++) {
+        fsdpc_binary_args args = {(fsdpc_binary)kind, FSDPC_F32, 1, {6}, {1}, {1}, a, b, out};
+        CHECK_OK(rig->ops->binary(&args, rig->stream));
+        for (int i = 0; i < 6; i++)
+            CHECK_NOTE(out[i] == want[kind - FSDPC_BINARY_EQ][i] - '0', "kind %d [%d]", kind, i);
+    }
+    float masked[6];
+    fsdpc_binary_args args = {
+        FSDPC_BINARY_MASK, FSDPC_F32, 2, {3, 2}, {1, 3}, {2, 1}, a, keep, masked};
+    CHECK_OK(rig->ops->binary(&args, rig->stream));
+    CHECK(isnan(masked[0]) && signbit(masked[1]) && isnan(masked[2]) && masked[3] == INFINITY);
+    CHECK(masked[4] == 0 && signbit(masked[4]) && masked[5] == 0 && signbit(masked[5]));
 }
 
 static double silu(double x)
@@ -164,14 +190,16 @@ static void suite(nn_rig *rig)
         {1, {100001}, {0}, {0}},
         {1, {50001}, {1}, {0}},
     };
-    const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16,
-                                  FSDPC_F64, FSDPC_I32,  FSDPC_I64};
-    for (size_t d = 0; d < 6; d++)
+    const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64,
+                                  FSDPC_I32, FSDPC_I64,  FSDPC_U8,  FSDPC_BOOL};
+    for (size_t d = 0; d < 8; d++)
         for (size_t c = 0; c < sizeof cases / sizeof *cases; c++)
             for (int kind = 0; kind <= FSDPC_BINARY_GE; kind++)
-                if (d < 4 || (kind != FSDPC_BINARY_DIV && kind != FSDPC_BINARY_POW))
+                if (d < 4 || (d < 6 && kind != FSDPC_BINARY_DIV && kind != FSDPC_BINARY_POW) ||
+                    fsdpc_binary_compares(kind))
                     test_binary(rig, dtypes[d], &cases[c], (fsdpc_binary)kind);
     test_binary_transposed(rig);
+    test_special(rig);
     const size_t sizes[] = {0, 1, 15, 16, 100, 70001};
     for (size_t d = 0; d < 4; d++)
         for (size_t n = 0; n < 6; n++) {
