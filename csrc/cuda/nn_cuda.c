@@ -116,6 +116,10 @@ static fsdpc_status check_attention(const fsdpc_attention_args *args)
                           "%zu query heads do not divide among %zu key-value heads; make heads a "
                           "multiple of kv_heads",
                           args->heads, args->kv_heads);
+    if (args->mask || args->window)
+        return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                          "attention with a mask or window in one kernel on a GPU; "
+                          "functional.scaled_dot_product_attention composes it");
     return FSDPC_OK;
 }
 

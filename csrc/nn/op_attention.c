@@ -15,7 +15,7 @@
 
 #include "base/size.h"
 
-enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE };
+enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE, SAVED_MASK };
 
 /* What a node keeps; no documents: queries see all of their row. */
 typedef struct attention_kept {
@@ -43,7 +43,7 @@ static void set_strides(const fsdpc_attention_options *options, const fsdpc_tens
 static fsdpc_attention_args attention_args(const fsdpc_attention_options *options,
                                            const fsdpc_tensor *q, const fsdpc_tensor *k,
                                            const fsdpc_tensor *v, const fsdpc_tensor *y,
-                                           const fsdpc_tensor *lse)
+                                           const fsdpc_tensor *lse, const fsdpc_tensor *mask)
 {
     int t = token_dim(options), h = 3 - t;
     fsdpc_attention_args args = {.dtype = q->dtype,
@@ -55,6 +55,7 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
                                  .dim = q->shape[3],
                                  .scale = options->scale,
                                  .causal = options->causal,
+                                 .window = options->window,
                                  .q = q->data,
                                  .k = k->data,
                                  .v = v->data,
@@ -64,6 +65,15 @@ static fsdpc_attention_args attention_args(const fsdpc_attention_options *option
     set_strides(options, k, args.stride_k);
     set_strides(options, v, args.stride_v);
     set_strides(options, y, args.stride_out);
+    if (mask) {
+        args.mask = mask->data;
+        args.mask_dtype = mask->dtype;
+        size_t stride = 1;
+        for (int i = mask->ndim, at = 3; i-- > 0; at--) {
+            args.stride_mask[at] = mask->shape[i] == 1 ? 0 : stride;
+            stride *= mask->shape[i];
+        }
+    }
     return args;
 }
 
@@ -123,9 +133,9 @@ static fsdpc_status attention_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc
     for (int i = 0; i < 3 && st == FSDPC_OK; i++)
         st = fsdpc_tensor_create(tape->device, dy->dtype, 4, node->saved[i]->shape, &d[i]);
     if (st == FSDPC_OK) {
-        fsdpc_attention_args args =
-            attention_args(&kept->options, node->saved[SAVED_Q], node->saved[SAVED_K],
-                           node->saved[SAVED_V], node->saved[SAVED_OUT], node->saved[SAVED_LSE]);
+        fsdpc_attention_args args = attention_args(
+            &kept->options, node->saved[SAVED_Q], node->saved[SAVED_K], node->saved[SAVED_V],
+            node->saved[SAVED_OUT], node->saved[SAVED_LSE], node->saved[SAVED_MASK]);
         args.dout = dy->data;
         args.dq = d[0]->data;
         args.dk = d[1]->data;
@@ -168,21 +178,34 @@ static fsdpc_status attention_check(const fsdpc_attention_options *options, cons
     return FSDPC_OK;
 }
 
+static fsdpc_status mask_check(const fsdpc_attention_options *options, const fsdpc_tensor *q,
+                               const fsdpc_tensor *k, const fsdpc_tensor *mask)
+{
+    int t = token_dim(options), h = 3 - t;
+    size_t shape[] = {q->shape[0], q->shape[h], q->shape[t], k->shape[t]};
+    bool fits = mask->ndim <= 4;
+    for (int i = mask->ndim, at = 3; fits && i-- > 0; at--)
+        fits = mask->shape[i] == shape[at] || mask->shape[i] == 1;
+    return fits ? FSDPC_OK
+                : fsdpc_op_fail_shapes("scaled_dot_product_attention", "mask", mask, "q", q,
+                                       "a mask must broadcast to (B, heads, Tq, Tk)");
+}
+
 /* Takes `kept` over. */
 static fsdpc_status attend(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
-                           attention_kept *kept, fsdpc_tensor **out)
+                           fsdpc_tensor *mask, attention_kept *kept, fsdpc_tensor **out)
 {
     fsdpc_attention_options *options = &kept->options;
     if (options->default_scale)
         options->scale = q->shape[3] ? 1 / sqrt((double)q->shape[3]) : 1;
     int t = token_dim(options), h = 3 - t;
-    size_t lse_shape[] = {q->shape[0], q->shape[h], q->shape[t]};
+    size_t lse_shape[] = {mask ? 2 : 1, q->shape[0], q->shape[h], q->shape[t]};
     fsdpc_tensor *y = NULL, *lse = NULL;
     fsdpc_status st = fsdpc_tensor_create(tape->device, q->dtype, 4, q->shape, &y);
     if (st == FSDPC_OK)
-        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 3, lse_shape, &lse);
+        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 4, lse_shape, &lse);
     if (st == FSDPC_OK) {
-        fsdpc_attention_args args = attention_args(options, q, k, v, y, lse);
+        fsdpc_attention_args args = attention_args(options, q, k, v, y, lse, mask);
         st = run(tape, kept, fsdpc_op_kernels(tape)->attention, &args);
     }
     fsdpc_tensor *inputs[] = {q, k, v};
@@ -195,6 +218,8 @@ static fsdpc_status attend(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, f
             for (int i = 0; i < 3; i++)
                 fsdpc_node_save(node, i, inputs[i]);
             fsdpc_node_save(node, SAVED_LSE, lse);
+            if (mask)
+                fsdpc_node_save(node, SAVED_MASK, mask);
             st = fsdpc_node_save_output(node, SAVED_OUT, y);
         }
     }
@@ -221,12 +246,15 @@ static fsdpc_status keep(const fsdpc_attention_options *options, size_t document
 }
 
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
-                                const fsdpc_attention_options *options, fsdpc_tensor **out)
+                                fsdpc_tensor *mask, const fsdpc_attention_options *options,
+                                fsdpc_tensor **out)
 {
     attention_kept *kept = NULL;
     FSDPC_TRY(attention_check(options, q, k, v));
+    if (mask)
+        FSDPC_TRY(mask_check(options, q, k, mask));
     FSDPC_TRY(keep(options, 0, NULL, &kept));
-    return attend(tape, q, k, v, kept, out);
+    return attend(tape, q, k, v, mask, kept, out);
 }
 
 /* Each row of `tokens` is made up of whole documents. */
@@ -271,7 +299,7 @@ fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_
                           "varlen_attention inside a captured step, whose replays would keep the "
                           "lengths of its documents: run this step without graph_step");
     FSDPC_TRY(keep(options, documents, lengths, &kept));
-    return attend(tape, q, k, v, kept, out);
+    return attend(tape, q, k, v, NULL, kept, out);
 }
 
 /* ---- rotary ---- */

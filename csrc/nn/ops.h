@@ -88,9 +88,13 @@ typedef struct fsdpc_attention_options {
     bool default_scale; /* 1 / sqrt(D) */
     double scale;
     bool tokens_first; /* (B, T, H, D) instead of (B, H, T, D) */
+    size_t window;     /* keys that a query sees, its own included; 0: all; causal then */
 } fsdpc_attention_options;
+/* mask may be NULL: bool, or floats that are added and have no gradient here, of up to four
+ * dimensions, which broadcast to (B, H, Tq, Tk) in either layout. */
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
-                                const fsdpc_attention_options *options, fsdpc_tensor **out);
+                                fsdpc_tensor *mask, const fsdpc_attention_options *options,
+                                fsdpc_tensor **out);
 /* The same where a row has several documents, which do not see each other.  Tokens of q, k and v are
  * equally many; `lengths` has the tokens of each document, row behind row, and no document crosses a
  * row's end. */

@@ -3,7 +3,8 @@
  * The algorithm is FlashAttention-2's (Dao 2023).  Forward: for a block of 64 queries the keys are
  * visited in blocks of 128; scores, running maximum and sum, and the unnormalised output live in a
  * scratch of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more
- * number per query, D = rowsum(dO * O).  Blocks that a causal mask hides altogether are skipped.
+ * number per query, D = rowsum(dO * O).  Blocks of which no query sees a key are skipped, whether
+ * order, a window or a mask hides them.
  *
  * The cut: forward over (batch, head, run of query blocks), backward over (batch, key-value head),
  * so that everything has one writer and dk, dv are summed over the query heads of a group and their
@@ -62,6 +63,16 @@ static fsdpc_status check_args(const fsdpc_attention_args *args)
                           "%zu query heads do not divide among %zu key-value heads; make heads a "
                           "multiple of kv_heads",
                           args->heads, args->kv_heads);
+    bool wide = args->dtype == FSDPC_F64;
+    if (args->mask && args->mask_dtype != FSDPC_BOOL &&
+        (!fsdpc_dtype_is_float(args->mask_dtype) || (args->mask_dtype == FSDPC_F64) != wide))
+        return fsdpc_fail(FSDPC_ERR_DTYPE, "attention on %s with a mask of %s; pass bool, or %s",
+                          fsdpc_dtype_name(args->dtype), fsdpc_dtype_name(args->mask_dtype),
+                          wide ? "float64" : "float32, bfloat16 or float16");
+    if (args->window && !args->causal)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "attention in a window of %zu keys that is not causal; make it causal",
+                          args->window);
     size_t padded, bytes;
     FSDPC_TRY(fsdpc_add_size(args->dim, 1024, &padded));
     FSDPC_TRY(fsdpc_mul_size(padded, 64, &bytes));

@@ -13,6 +13,10 @@
  * nothing have sum 0 and no NaN appears.
  *
  * The sign of scale goes into T(Q), so that hidden scores are -inf for negative scales as well.
+ *
+ * With a mask, scores are scaled before it is added, and c is 1 from there on (attention_mask.h).
+ * Backward subtracts m and the log of l one after the other, as lse would lose the second beside a
+ * mask's large numbers.  Blocks that a mask or a window hides altogether are skipped.
  */
 #ifndef FSDPC_OPS_ATTENTION_BODY_H
 #define FSDPC_OPS_ATTENTION_BODY_H
@@ -21,6 +25,7 @@
 
 #include "base/size.h"
 #include "ops/attention_kernels.h"
+#include "ops/attention_mask.h"
 #include "ops/attention_softmax.h"
 
 /* What follows from the arguments. */
@@ -30,6 +35,7 @@ typedef struct attention_plan {
     size_t keys;         /* tokens_k, padded */
     size_t group;        /* query heads of a key-value head */
     float c;             /* |scale| log2 e; 1 for scale 0 */
+    float left;          /* c, or 1 where scores were scaled for a mask */
     uint32_t keep, flip; /* what makes T(Q) carry scale's sign; clears it for scale 0 */
 } attention_plan;
 
@@ -46,6 +52,7 @@ static attention_plan make_plan(const fsdpc_attention_args *x)
         .flip = x->scale < 0 ? sign : 0,
     };
     plan.du = plan.dn / ATTENTION_PAIR;
+    plan.left = x->mask ? 1 : plan.c;
     return plan;
 }
 
@@ -95,6 +102,12 @@ static key_block next_keys(const fsdpc_attention_args *x, size_t q0, size_t k0, 
     return block;
 }
 
+/* Where the first block of keys begins that a query of the block at q0 may see. */
+static size_t first_block(const fsdpc_attention_args *x, size_t q0)
+{
+    return fsdpc_attention_first(x, q0) / KEYS * KEYS;
+}
+
 /* c (keys x 64) = X Y^T from R(X) of all keys and T(Y); what `full` excludes is left as it was. */
 static void gemm_scores(const attention_plan *plan, key_block block, const unit *rows,
                         const unit *columns, float *c)
@@ -111,12 +124,12 @@ static void gemm_scores(const attention_plan *plan, key_block block, const unit 
 /* c (out_rows x 64) = or += X^T B over the keys of the block: `summed` is from pack_summed, or with
  * single units R(X), which strides transpose; b is keys / PAIR x 64. */
 static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
-                        const unit *b, float *c)
+                        const unit *b, float *c, bool accumulate)
 {
     const size_t half = QUERIES / 2;
     gemm_shape shape = {
-        plan->out_rows, QUERIES,      block.keys / ATTENTION_PAIR, 1, plan->dn, QUERIES,
-        QUERIES,        block.k0 != 0};
+        plan->out_rows, QUERIES,   block.keys / ATTENTION_PAIR, 1, plan->dn, QUERIES,
+        QUERIES,        accumulate};
     if (ATTENTION_PAIR == 2) {
         shape.a_row = KEYS / 2;
         shape.a_col = 1;
@@ -203,6 +216,7 @@ typedef struct forward_scratch {
     unit *probabilities;      /* KEYS / PAIR x 64; with single units, scores */
     float *out;               /* O^T, out_rows x 64 */
     unit *v_rows, *temporary; /* with pairs: R(V), I(V) of a block */
+    float *bias;              /* with a mask: as scores */
 } forward_scratch;
 
 static size_t carve_forward(const fsdpc_attention_args *x, char *base, forward_scratch *s)
@@ -222,6 +236,7 @@ static size_t carve_forward(const fsdpc_attention_args *x, char *base, forward_s
         s->v_rows = carve(base, &used, plan.keys * plan.du);
         s->temporary = carve(base, &used, KEYS / 2 * plan.dn);
     }
+    s->bias = carve(base, &used, x->mask ? KEYS * QUERIES : 0);
     return used;
 }
 
@@ -236,11 +251,15 @@ static void finish_forward(const fsdpc_attention_args *x, const fsdpc_attention_
 {
     size_t queries = fsdpc_min_size(x->tokens_q - q0, QUERIES);
     float *lse = x->lse + (run->batch * x->heads + run->head) * x->tokens_q + q0;
+    size_t rows = x->batch * x->heads * x->tokens_q;
     alignas(64) float inverse[QUERIES] = {0};
     for (size_t i = 0; i < queries; i++) {
         bool empty = state->l[i] == 0;
         inverse[i] = empty ? 0 : 1 / state->l[i];
-        lse[i] = empty ? -INFINITY : state->m[i] * 0.6931471806f + logf(state->l[i]);
+        float reference = x->mask ? 0 : state->m[i] * 0.6931471806f;
+        lse[i] = empty ? -INFINITY : reference + logf(state->l[i]);
+        if (x->mask)
+            lse[rows + i] = state->m[i];
     }
     write_lanes(x->out, offset_of(x->stride_out, run->batch, q0, run->head), x->stride_out[1], out,
                 inverse, queries, x->dim, x->dtype);
@@ -260,16 +279,23 @@ static void forward_block(const fsdpc_attention_args *x, const attention_plan *p
               x->stride_q[1], queries, QUERIES, x->dim, x->dtype);
     transpose_units(s->columns, QUERIES, s->rows, plan->du, QUERIES, plan->du, plan->keep,
                     plan->flip);
-    if (visible == 0)
-        memset(s->out, 0, plan->out_rows * QUERIES * sizeof *s->out);
-    for (size_t k0 = 0; k0 < visible; k0 += KEYS) {
+    bool begun = false; /* out has a sum */
+    for (size_t k0 = first_block(x, q0); k0 < visible; k0 += KEYS) {
         key_block block = next_keys(x, q0, k0, visible);
+        if (x->mask && !load_mask(x, run->batch, run->head, q0, k0, block.keys, s->bias))
+            continue;
         gemm_scores(plan, block, s->k_rows, s->columns, s->scores);
+        if (x->mask)
+            apply_mask(s->bias, NULL, block.keys, plan->c, s->scores);
         hide_scores(x, q0, k0, block.keys, s->scores);
-        raise_reference(&state, s->scores, block.keys, plan->c, s->out, k0 ? plan->out_rows : 0);
-        make_probabilities(&state, s->scores, block.keys, plan->c, s->probabilities);
-        gemm_summed(plan, block, s->values, s->probabilities, s->out);
+        raise_reference(&state, s->scores, block.keys, plan->left, s->out,
+                        begun ? plan->out_rows : 0);
+        make_probabilities(&state, s->scores, block.keys, plan->left, s->probabilities);
+        gemm_summed(plan, block, s->values, s->probabilities, s->out, begun);
+        begun = true;
     }
+    if (!begun)
+        memset(s->out, 0, plan->out_rows * QUERIES * sizeof *s->out);
     finish_forward(x, run, q0, &state, s->out);
 }
 
@@ -304,6 +330,7 @@ typedef struct backward_scratch {
     unit *p_rows, *ds_rows, *ds_pairs;           /* R(P^T), R(dS^T), I(dS^T) */
     float *dq;                                   /* dQ^T, out_rows x 64 */
     unit *temporary;                             /* with pairs: I(K) of a block */
+    float *bias;                                 /* with a mask: as scores */
 } backward_scratch;
 
 static size_t carve_backward(const fsdpc_attention_args *x, char *base, backward_scratch *s)
@@ -336,6 +363,7 @@ static size_t carve_backward(const fsdpc_attention_args *x, char *base, backward
         s->p_rows = (unit *)s->scores;
         s->ds_rows = s->ds_pairs = (unit *)s->dscores;
     }
+    s->bias = carve(base, &used, x->mask ? KEYS * QUERIES : 0);
     return used;
 }
 
@@ -345,15 +373,17 @@ static size_t backward_bytes(const fsdpc_attention_args *x)
     return carve_backward(x, NULL, &s);
 }
 
-/* lse and D of a block of queries. */
+/* lse, D and with a mask m of a block of queries. */
 static void load_gradient_state(const fsdpc_attention_args *x, size_t b, size_t h, size_t q0,
                                 gradient_state *state)
 {
     size_t queries = fsdpc_min_size(x->tokens_q - q0, QUERIES);
+    size_t rows = x->batch * x->heads * x->tokens_q;
     const float *lse = x->lse + (b * x->heads + h) * x->tokens_q + q0;
     for (size_t i = 0; i < QUERIES; i++) {
         state->lse[i] = INFINITY;
         state->mean[i] = 0;
+        state->m[i] = x->mask && i < queries ? lse[rows + i] : 0;
     }
     for (size_t i = 0; i < queries; i++) {
         size_t at = offset_of(x->stride_out, b, q0 + i, h);
@@ -396,23 +426,29 @@ static void backward_block(const fsdpc_attention_args *x, const attention_plan *
     alignas(64) gradient_state state;
     load_gradient_state(x, b, h, q0, &state);
     pack_queries(x, plan, b, h, q0, s);
-    if (visible == 0)
-        memset(s->dq, 0, plan->out_rows * QUERIES * sizeof *s->dq);
-    for (size_t k0 = 0; k0 < visible; k0 += KEYS) {
+    bool begun = false; /* dq has a sum */
+    for (size_t k0 = first_block(x, q0); k0 < visible; k0 += KEYS) {
         key_block block = next_keys(x, q0, k0, visible);
+        if (x->mask && !load_mask(x, b, h, q0, k0, block.keys, s->bias))
+            continue;
         gemm_scores(plan, block, s->k_rows, s->q_columns, s->scores);
         gemm_scores(plan, block, s->v_rows, s->dout_columns, s->dscores);
+        if (x->mask)
+            apply_mask(s->bias, state.m, block.keys, plan->c, s->scores);
         hide_scores(x, q0, k0, block.keys, s->scores);
 #if ATTENTION_PAIR == 2
-        make_gradients(&state, s->scores, s->dscores, block.keys, plan->c, s->p_rows, s->ds_rows,
+        make_gradients(&state, s->scores, s->dscores, block.keys, plan->left, s->p_rows, s->ds_rows,
                        s->ds_pairs);
 #else
-        make_gradients(&state, s->scores, s->dscores, block.keys, plan->c);
+        make_gradients(&state, s->scores, s->dscores, block.keys, plan->left);
 #endif
         gemm_by_key(plan, block, s->p_rows, s->dout_pairs, s->dv);
         gemm_by_key(plan, block, s->ds_rows, s->q_pairs, s->dk);
-        gemm_summed(plan, block, s->k_summed, s->ds_pairs, s->dq);
+        gemm_summed(plan, block, s->k_summed, s->ds_pairs, s->dq, begun);
+        begun = true;
     }
+    if (!begun)
+        memset(s->dq, 0, plan->out_rows * QUERIES * sizeof *s->dq);
     alignas(64) float factor[QUERIES];
     for (int i = 0; i < QUERIES; i++)
         factor[i] = (float)x->scale;

@@ -27,7 +27,21 @@ static void add_scaled(double *y, double s, const double *x, size_t n)
         y[i] += s * x[i];
 }
 
-/* The softmax of query t over its n visible keys into p; returns log sum exp. */
+/* What a mask adds to the score of query t and key j: -inf where it hides the key. */
+static double bias_of(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t j)
+{
+    if (j < fsdpc_attention_first(x, t))
+        return -INFINITY;
+    if (!x->mask)
+        return 0;
+    size_t at = b * x->stride_mask[0] + h * x->stride_mask[1] + t * x->stride_mask[2] +
+                j * x->stride_mask[3];
+    if (x->mask_dtype == FSDPC_BOOL)
+        return ((const uint8_t *)x->mask)[at] ? 0 : -INFINITY;
+    return ((const double *)x->mask)[at];
+}
+
+/* The softmax of query t over its first n keys into p, 0 where it sees none; returns log sum exp. */
 static double probabilities(const fsdpc_attention_args *x, size_t b, size_t h, size_t t, size_t n,
                             double *p)
 {
@@ -35,14 +49,17 @@ static double probabilities(const fsdpc_attention_args *x, size_t b, size_t h, s
     const double *q = row_of(x->q, x->stride_q, b, t, h);
     double top = -INFINITY, sum = 0;
     for (size_t j = 0; j < n; j++) {
-        p[j] = x->scale * dot(q, row_of(x->k, x->stride_k, b, j, kv_head), x->dim);
+        double bias = bias_of(x, b, h, t, j);
+        p[j] = x->scale * dot(q, row_of(x->k, x->stride_k, b, j, kv_head), x->dim) + bias;
+        if (bias == -INFINITY)
+            p[j] = bias;
         top = fmax(top, p[j]);
     }
     for (size_t j = 0; j < n; j++)
-        sum += p[j] = exp(p[j] - top);
+        sum += p[j] = p[j] == -INFINITY ? 0 : exp(p[j] - top);
     for (size_t j = 0; j < n; j++)
-        p[j] /= sum;
-    return top + log(sum);
+        p[j] = sum == 0 ? 0 : p[j] / sum;
+    return sum == 0 ? -INFINITY : top + log(sum);
 }
 
 static size_t forward_bytes(const fsdpc_attention_args *x)
@@ -60,7 +77,7 @@ static void forward(const fsdpc_attention_args *x, const fsdpc_attention_run *ru
         for (size_t i = 0; i < x->dim; i++)
             out[i] = 0;
         double lse = probabilities(x, b, h, t, n, p);
-        for (size_t j = 0; j < n; j++)
+        for (size_t j = fsdpc_attention_first(x, t); j < n; j++)
             add_scaled(out, p[j], row_of(x->v, x->stride_v, b, j, kv_head), x->dim);
         x->lse[(b * x->heads + h) * x->tokens_q + t] = (float)lse;
     }
@@ -77,7 +94,7 @@ static void backward_query(const fsdpc_attention_args *x, size_t b, size_t h, si
     double mean = dot(dout, row_of(x->out, x->stride_out, b, t, h), x->dim);
     for (size_t i = 0; i < x->dim; i++)
         dq[i] = 0;
-    for (size_t j = 0; j < n; j++) {
+    for (size_t j = fsdpc_attention_first(x, t); j < n; j++) {
         double dp = dot(dout, row_of(x->v, x->stride_v, b, j, kv_head), x->dim);
         double ds = x->scale * p[j] * (dp - mean);
         add_scaled((double *)row_of(x->dv, x->stride_v, b, j, kv_head), p[j], dout, x->dim);

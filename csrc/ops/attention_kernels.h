@@ -54,4 +54,11 @@ static inline size_t fsdpc_attention_visible(const fsdpc_attention_args *args, s
     return end < args->tokens_k ? end : args->tokens_k;
 }
 
+/* The first key that query t sees, where a window hides those before. */
+static inline size_t fsdpc_attention_first(const fsdpc_attention_args *args, size_t t)
+{
+    size_t end = t + 1 + args->tokens_k, before = args->tokens_q + args->window;
+    return args->window && end > before ? end - before : 0;
+}
+
 #endif

@@ -70,6 +70,13 @@ static void hide_scores(const fsdpc_attention_args *x, size_t q0, size_t k0, siz
         for (size_t i = 0; i < hidden; i++)
             s[j * QUERIES + i] = -INFINITY;
     }
+    if (fsdpc_attention_first(x, q0 + QUERIES - 1) <= k0)
+        return;
+    for (size_t i = 0; i < QUERIES; i++) {
+        size_t first = fsdpc_attention_first(x, q0 + i);
+        for (size_t j = 0; j < keys && k0 + j < first; j++)
+            s[j * QUERIES + i] = -INFINITY;
+    }
 }
 
 /* Raises m where a score leaves P's range, and rescales l and what o (rows x 64) holds. */
@@ -134,6 +141,7 @@ static void make_probabilities(softmax_state *state, const float *s, size_t keys
 typedef struct gradient_state {
     float lse[QUERIES];  /* base 2; +inf where a query sees nothing or is padding, so that P = 0 */
     float mean[QUERIES]; /* D = rowsum(dO * O) */
+    float m[QUERIES];    /* of masked scores, which are less by it; else 0 */
 } gradient_state;
 
 #if ATTENTION_PAIR == 2

@@ -4,8 +4,8 @@
  * schedule in no time.  One function per type of arguments serves forward and backward.
  *
  * The operations of products and of attention are counted, as kernels execute them: attention that
- * is causal does half, and its backward computes the scores again, so five products to forward's
- * two.  What is bound by memory counts as nothing.
+ * is causal does half, in a window what it shows, with a mask all; its backward computes the scores
+ * again, so five products to forward's two.  What is bound by memory counts as nothing.
  */
 #include "ops/nn_ops.h"
 
@@ -33,6 +33,11 @@ static fsdpc_status attend(const fsdpc_attention_args *args, fsdpc_stream *strea
 {
     double q = (double)args->tokens_q, k = (double)args->tokens_k;
     double pairs = args->causal ? q * (k - (q - 1) / 2) : q * k;
+    if (args->window && (double)args->window < k) { /* queries before k - window see fewer */
+        double window = (double)args->window, early = window - 1 - (k - q);
+        early = early < 0 ? 0 : early;
+        pairs = q * window - early * (early + 1) / 2;
+    }
     fsdpc_device_null_add_flops(stream->device, 2 * products * pairs * (double)args->batch *
                                                     (double)args->heads * (double)args->dim);
     return FSDPC_OK;

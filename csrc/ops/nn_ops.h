@@ -188,17 +188,26 @@ typedef struct fsdpc_rotary_args {
 
 /* softmax(scale * Q K^T + mask) V, head h of Q reads head h / (heads / kv_heads) of K and V.
  * Blocked after FlashAttention (Dao et al. 2022): no T x T matrix is kept.  Causal: query t of Tq
- * sees keys up to t + (Tk - Tq).  The last dimension is dense; the others have strides {batch,
- * token, head}. */
+ * sees keys up to t + (Tk - Tq); with a window, its own and window - 1 before it.  The last dimension
+ * is dense; the others have strides {batch, token, head}.
+ *
+ * A mask says where a query sees a key (bool), or is added to the scaled products (floats).  A query
+ * that sees no key gives zeros.  The CPU's tables and the null device take windows and masks. */
 typedef struct fsdpc_attention_args {
     fsdpc_dtype dtype;
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
     double scale;
     bool causal;
+    size_t window; /* 0: none; else causal */
     const void *q, *k, *v;
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
-    void *out;        /* forward: written; backward: read */
-    float *lse;       /* (B, H, Tq): log of the sum of exponents; written forward, read backward */
+    const void *mask;       /* or NULL */
+    fsdpc_dtype mask_dtype; /* BOOL or a float; of F64 BOOL or F64, of other floats never F64 */
+    size_t stride_mask[4];  /* {batch, head, query, key}, 0 where all share it; key: 0 or 1 */
+    void *out;              /* forward: written; backward: read */
+    /* (B, H, Tq): log of the sum of exponents; written forward, read backward.  With a mask
+     * (2, B, H, Tq): first of exponents less a reference, then that, in base 2. */
+    float *lse;
     const void *dout; /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;

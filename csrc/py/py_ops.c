@@ -248,18 +248,36 @@ static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_rotary(r->tape, x, c, s, &y));
 }
 
+/* causal, scale, layout and window, as both forms of attention have them; 0, or -1. */
+static int attention_options(const char *layout, PyObject *const *a, PyObject *window,
+                             fsdpc_attention_options *out)
+{
+    const char *const layouts[] = {"bhtd", "bthd"};
+    int64_t keys = 0;
+    out->default_scale = !a[1] || a[1] == Py_None;
+    if (fsdpc_py_arg_bool(a[0], &out->causal) < 0 || fsdpc_py_arg_double(a[1], &out->scale) < 0 ||
+        fsdpc_py_arg_second(layout, layouts, a[2], &out->tokens_first) < 0 ||
+        fsdpc_py_arg_int64(window, &keys) < 0)
+        return -1;
+    if (keys < 0) {
+        PyErr_Format(PyExc_ValueError, "attention in a window of %lld keys: 0 is none",
+                     (long long)keys);
+        return -1;
+    }
+    out->window = (size_t)keys;
+    return 0;
+}
+
 static PyObject *scaled_dot_product_attention(fsdpc_py_state *state, PyObject *const *a)
 {
-    fsdpc_attention_options options = {.default_scale = !a[4] || a[4] == Py_None};
+    fsdpc_attention_options options = {.causal = false};
     fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
-    fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL;
-    const char *const layouts[] = {"bhtd", "bthd"};
-    if (!v || fsdpc_py_arg_bool(a[3], &options.causal) < 0 ||
-        fsdpc_py_arg_double(a[4], &options.scale) < 0 ||
-        fsdpc_py_arg_second("scaled_dot_product_attention: layout", layouts, a[5],
-                            &options.tokens_first) < 0)
+    fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL, *mask;
+    if (!v ||
+        attention_options("scaled_dot_product_attention: layout", a + 3, a[7], &options) < 0 ||
+        fsdpc_py_arg_tensor(a[6], &mask) < 0)
         return NULL;
-    RETURN_OP(state, 16 * q->numel, fsdpc_op_attention(r->tape, q, k, v, &options, &y));
+    RETURN_OP(state, 16 * q->numel, fsdpc_op_attention(r->tape, q, k, v, mask, &options, &y));
 }
 
 /* Returns numbers of a sequence, to be freed; NULL with an exception. */
@@ -291,13 +309,10 @@ static size_t *sizes_of(PyObject *sequence, size_t *n_out)
 
 static PyObject *varlen_attention(fsdpc_py_state *state, PyObject *const *a)
 {
-    fsdpc_attention_options options = {.default_scale = !a[5] || a[5] == Py_None, .causal = true};
+    fsdpc_attention_options options = {.causal = true};
     fsdpc_tensor *q = fsdpc_py_tensor_of(a[0]), *k = q ? fsdpc_py_tensor_of(a[1]) : NULL;
     fsdpc_tensor *v = k ? fsdpc_py_tensor_of(a[2]) : NULL, *y = NULL;
-    const char *const layouts[] = {"bhtd", "bthd"};
-    if (!v || fsdpc_py_arg_bool(a[4], &options.causal) < 0 ||
-        fsdpc_py_arg_double(a[5], &options.scale) < 0 ||
-        fsdpc_py_arg_second("varlen_attention: layout", layouts, a[6], &options.tokens_first) < 0)
+    if (!v || attention_options("varlen_attention: layout", a + 4, a[7], &options) < 0)
         return NULL;
     fsdpc_runtime *r = fsdpc_py_state_runtime(state);
     size_t n = 0, *lengths = r ? sizes_of(a[3], &n) : NULL;
@@ -520,12 +535,13 @@ static PyObject *array_equal(PyObject *const *a)
     F(scatter_rows, 3, "ids, x, rows", "Rows added up by their ids.", scatter_rows(state, a),      \
       "ids", "x", "rows")                                                                          \
     F(rotary, 3, "x, cos, sin", "Turned by angles.", rotary(state, a), "x", "cos", "sin")          \
-    F(scaled_dot_product_attention, 3, "q, k, v, causal=False, scale=None, layout='bhtd'",         \
-      "softmax(q @ k.T * scale) @ v", scaled_dot_product_attention(state, a), "q", "k", "v",       \
-      "causal", "scale", "layout")                                                                 \
-    F(varlen_attention, 4, "q, k, v, lengths, causal=True, scale=None, layout='bhtd'",             \
+    F(scaled_dot_product_attention, 3,                                                             \
+      "q, k, v, causal=False, scale=None, layout='bhtd', mask=None, window=0",                     \
+      "softmax(q @ k.T * scale + mask) @ v", scaled_dot_product_attention(state, a), "q", "k",     \
+      "v", "causal", "scale", "layout", "mask", "window")                                          \
+    F(varlen_attention, 4, "q, k, v, lengths, causal=True, scale=None, layout='bhtd', window=0",   \
       "Attention inside each document of a row.", varlen_attention(state, a), "q", "k", "v",       \
-      "lengths", "causal", "scale", "layout")                                                      \
+      "lengths", "causal", "scale", "layout", "window")                                            \
     F(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
       cross_entropy(state, a), "logits", "targets", "ignore_index")                                \
     F(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \

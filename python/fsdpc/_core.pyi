@@ -314,6 +314,8 @@ def scaled_dot_product_attention(
     causal: bool = False,
     scale: float | None = None,
     layout: str = "bhtd",
+    mask: Tensor | None = None,
+    window: int = 0,
 ) -> Tensor: ...
 def varlen_attention(
     q: Tensor,
@@ -323,6 +325,7 @@ def varlen_attention(
     causal: bool = True,
     scale: float | None = None,
     layout: str = "bhtd",
+    window: int = 0,
 ) -> Tensor: ...
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor: ...
 def linear_cross_entropy(

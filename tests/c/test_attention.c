@@ -9,17 +9,24 @@
  */
 #include "ops/attention.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 
 #include "base/size.h"
 #include "check.h"
 
+/* LARGE: the least finite number where a query should not look, and rows of nothing else. */
+typedef enum mask_kind { NO_MASK, BOOL_MASK, ADDED_MASK, LARGE_MASK } mask_kind;
+
 typedef struct test_case {
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
     bool causal, heads_first; /* (B, H, T, D) in memory, else (B, T, H, D) with gaps */
     double scale;
     fsdpc_dtype dtype;
+    size_t window;
+    mask_kind mask;
+    size_t mask_shape[4]; /* B, H, Tq, Tk, or 1 */
 } test_case;
 
 enum { Q, K, V, OUT, DOUT, DQ, DK, DV, TENSORS };
@@ -27,9 +34,9 @@ enum { Q, K, V, OUT, DOUT, DQ, DK, DV, TENSORS };
 typedef struct test_data {
     fsdpc_attention_args args;
     size_t numel[TENSORS];
-    void *raw[TENSORS];     /* dtype, strided */
-    double *exact[TENSORS]; /* same places */
-    double *exact_lse;
+    void *raw[TENSORS];             /* dtype, strided */
+    double *exact[TENSORS];         /* same places */
+    double *exact_lse, *exact_mask; /* what is added */
 } test_data;
 
 static double get(const void *base, size_t i, fsdpc_dtype dtype)
@@ -91,23 +98,29 @@ static double dot(const double *a, const double *b, size_t n)
 }
 
 /* One query of the reference; backward uses its own out, unrounded. */
-static void reference_row(const fsdpc_attention_args *x, double *const e[], double *lse, double *p,
-                          size_t b, size_t h, size_t t)
+static void reference_row(const fsdpc_attention_args *x, const double *bias, double *const e[],
+                          double *lse, double *p, size_t b, size_t h, size_t t)
 {
     size_t kv = h / (x->heads / x->kv_heads), n = 0;
     double *q = row(e[Q], x->stride_q, b, t, h), *out = row(e[OUT], x->stride_out, b, t, h);
     double *dout = row(e[DOUT], x->stride_out, b, t, h), *dq = row(e[DQ], x->stride_q, b, t, h);
     double top = -INFINITY, sum = 0;
-    for (size_t j = 0; j < x->tokens_k; j++)
-        if (!x->causal || (long)j <= (long)t + (long)x->tokens_k - (long)x->tokens_q) {
-            p[n] = x->scale * dot(q, row(e[K], x->stride_k, b, j, kv), x->dim);
-            top = fmax(top, p[n++]);
-        }
-    for (size_t j = 0; j < n; j++)
+    for (size_t j = 0; j < x->tokens_k; j++) {
+        long behind = (long)t + (long)x->tokens_k - (long)x->tokens_q - (long)j;
+        if (x->causal && behind < 0)
+            break;
+        size_t at = b * x->stride_mask[0] + h * x->stride_mask[1] + t * x->stride_mask[2] +
+                    j * x->stride_mask[3];
+        bool hidden = (bias && bias[at] == -INFINITY) || (x->window && behind >= (long)x->window);
+        p[n] = x->scale * dot(q, row(e[K], x->stride_k, b, j, kv), x->dim);
+        p[n] = hidden ? -INFINITY : p[n] + (bias ? bias[at] : 0);
+        top = fmax(top, p[n++]);
+    }
+    for (size_t j = 0; j < n && top > -INFINITY; j++)
         sum += exp(p[j] - top);
-    lse[(b * x->heads + h) * x->tokens_q + t] = n ? top + log(sum) : -INFINITY;
+    lse[(b * x->heads + h) * x->tokens_q + t] = sum > 0 ? top + log(sum) : -INFINITY;
     for (size_t j = 0; j < n; j++) {
-        p[j] = exp(p[j] - top) / sum;
+        p[j] = sum > 0 ? exp(p[j] - top) / sum : 0;
         for (size_t i = 0; i < x->dim; i++)
             out[i] += p[j] * row(e[V], x->stride_v, b, j, kv)[i];
     }
@@ -130,6 +143,33 @@ static void *checked_calloc(size_t count, size_t bytes)
     return p;
 }
 
+/* The mask, half of it seen, one row in five hidden whole, and no query's keys 128 and up of others. */
+static void make_mask(test_data *d, const test_case *c, uint64_t *seed)
+{
+    fsdpc_attention_args *x = &d->args;
+    const size_t *shape = c->mask_shape;
+    size_t stride = 1;
+    for (int i = 4; i-- > 0; stride *= shape[i])
+        x->stride_mask[i] = shape[i] == 1 ? 0 : stride;
+    bool wide = c->dtype == FSDPC_F64;
+    fsdpc_dtype added = wide ? FSDPC_F64 : c->dtype == FSDPC_F16 ? FSDPC_F32 : c->dtype;
+    x->mask_dtype = c->mask == BOOL_MASK ? FSDPC_BOOL : added;
+    void *mask = checked_calloc(stride, 8);
+    d->exact_mask = checked_calloc(stride, sizeof(double));
+    double out = c->mask != LARGE_MASK ? -INFINITY : added == FSDPC_BF16 ? -0x1.fep127 : -FLT_MAX;
+    for (size_t i = 0; i < stride; i++) {
+        size_t key = i % shape[3], query = i / shape[3] % shape[2];
+        bool seen = noise(seed) > 0 && query % 5 != 3 && key < 128;
+        double bias = !seen ? out : c->mask == ADDED_MASK ? noise(seed) : 0;
+        if (c->mask == BOOL_MASK)
+            ((uint8_t *)mask)[i] = seen;
+        else
+            put(mask, i, added, bias);
+        d->exact_mask[i] = c->mask == BOOL_MASK ? bias : get(mask, i, added);
+    }
+    x->mask = mask;
+}
+
 static void data_init(test_data *d, const test_case *c, double spread)
 {
     memset(d, 0, sizeof *d);
@@ -142,7 +182,8 @@ static void data_init(test_data *d, const test_case *c, double spread)
                                 .kv_heads = c->kv_heads,
                                 .dim = c->dim,
                                 .scale = c->scale,
-                                .causal = c->causal};
+                                .causal = c->causal,
+                                .window = c->window};
     d->numel[Q] = d->numel[DQ] = set_strides(c, c->tokens_q, c->heads, x->stride_q);
     d->numel[OUT] = d->numel[DOUT] = set_strides(c, c->tokens_q, c->heads, x->stride_out);
     d->numel[K] = d->numel[DK] = set_strides(c, c->tokens_k, c->kv_heads, x->stride_k);
@@ -157,16 +198,18 @@ static void data_init(test_data *d, const test_case *c, double spread)
             d->exact[i][n] = input ? get(d->raw[i], n, c->dtype) : 0;
         }
     }
+    if (c->mask != NO_MASK)
+        make_mask(d, c, &seed);
     size_t rows = c->batch * c->heads * c->tokens_q;
     d->exact_lse = checked_calloc(rows, sizeof(double));
-    x->lse = checked_calloc(rows, sizeof(float));
+    x->lse = checked_calloc(2 * rows, sizeof(float));
     x->q = d->raw[Q], x->k = d->raw[K], x->v = d->raw[V], x->out = d->raw[OUT];
     x->dout = d->raw[DOUT], x->dq = d->raw[DQ], x->dk = d->raw[DK], x->dv = d->raw[DV];
     double *p = checked_calloc(c->tokens_k, sizeof *p);
     for (size_t b = 0; b < c->batch; b++)
         for (size_t h = 0; h < c->heads; h++)
             for (size_t t = 0; t < c->tokens_q; t++)
-                reference_row(x, d->exact, d->exact_lse, p, b, h, t);
+                reference_row(x, d->exact_mask, d->exact, d->exact_lse, p, b, h, t);
     free(p);
 }
 
@@ -177,6 +220,8 @@ static void data_fini(test_data *d)
         free(d->exact[i]);
     }
     free(d->exact_lse);
+    free(d->exact_mask);
+    free((void *)(uintptr_t)d->args.mask);
     free(d->args.lse);
 }
 
@@ -257,16 +302,19 @@ static void try_case(const test_case *c, double spread)
     void *one[TENSORS];
     for (fsdpc_isa isa = 0; isa <= fsdpc_isa_best(); isa++) {
         char what[200];
-        snprintf(what, sizeof what, "%s %s B%zu Tq%zu Tk%zu H%zu/%zu D%zu%s%s scale %g",
+        snprintf(what, sizeof what,
+                 "%s %s B%zu Tq%zu Tk%zu H%zu/%zu D%zu%s%s scale %g window %zu mask %d %zu %zu",
                  fsdpc_isa_name(isa), fsdpc_dtype_name(c->dtype), c->batch, c->tokens_q,
                  c->tokens_k, c->heads, c->kv_heads, c->dim, c->causal ? " causal" : "",
-                 c->heads_first ? " BHTD" : " BTHD", c->scale);
+                 c->heads_first ? " BHTD" : " BTHD", c->scale, c->window, (int)c->mask,
+                 c->mask_shape[2], c->mask_shape[3]);
         run_both(x, isa, NULL);
         compare(&d, OUT, x->stride_out, x->tokens_q, x->heads, what);
         compare(&d, DQ, x->stride_q, x->tokens_q, x->heads, what);
         compare(&d, DK, x->stride_k, x->tokens_k, x->kv_heads, what);
         compare(&d, DV, x->stride_v, x->tokens_k, x->kv_heads, what);
-        compare_lse(&d, what);
+        if (!x->mask)
+            compare_lse(&d, what);
         for (int i = OUT; i < TENSORS; i++) {
             size_t bytes = d.numel[i] * fsdpc_dtype_bytes(c->dtype);
             one[i] = checked_calloc(bytes, 1);
@@ -391,6 +439,60 @@ static void test_scales(void)
     try_case(&c, 20);
 }
 
+/* Masks of every kind that broadcast over any dimension, causal too, with a scale of zero too. */
+static void test_masks(void)
+{
+    static const size_t sizes[][2] = {{1, 200}, {70, 130}, {130, 257}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t over = 0; over < 16; over += i ? 3 : 1)
+            for (mask_kind kind = BOOL_MASK; kind <= LARGE_MASK; kind++) {
+                test_case c = {.batch = 2,
+                               .tokens_q = sizes[i][0],
+                               .tokens_k = sizes[i][1],
+                               .heads = 2,
+                               .kv_heads = 1,
+                               .dim = 17,
+                               .causal = over % 5 == 1,
+                               .heads_first = true,
+                               .scale = over == 9           ? 0
+                                        : kind == BOOL_MASK ? -0.2
+                                                            : 0.2,
+                               .mask = kind};
+                size_t whole[] = {c.batch, c.heads, c.tokens_q, c.tokens_k};
+                for (int d = 0; d < 4; d++)
+                    c.mask_shape[d] = over >> d & 1 ? 1 : whole[d];
+                for (int t = 0; t < 4; t++) {
+                    c.dtype = dtypes[t];
+                    try_case(&c, 1);
+                }
+            }
+}
+
+/* Windows of one key up to nearly all, of queries at the end of longer keys, and under a mask. */
+static void test_windows(void)
+{
+    static const size_t windows[] = {1, 5, 64, 130, 399, 401};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
+        for (int t = 0; t < 4; t++) {
+            test_case c = {.batch = 1,
+                           .tokens_q = i % 2 ? 400 : 133,
+                           .tokens_k = 400,
+                           .heads = 2,
+                           .kv_heads = 1,
+                           .dim = 32,
+                           .causal = true,
+                           .scale = 0.2,
+                           .dtype = dtypes[t],
+                           .window = windows[i]};
+            try_case(&c, 1);
+            c.mask = BOOL_MASK;
+            c.mask_shape[0] = c.mask_shape[1] = 1;
+            c.mask_shape[2] = c.tokens_q;
+            c.mask_shape[3] = c.tokens_k;
+            try_case(&c, 1);
+        }
+}
+
 /* A NaN in one query stays in that query's rows. */
 static void test_nan_stays(void)
 {
@@ -429,6 +531,12 @@ static void test_refusals(void)
     x.heads = 3;
     CHECK_FAILS(fsdpc_attention_cpu(&x, &stream), FSDPC_ERR_SHAPE, "3 query heads");
     CHECK_FAILS(fsdpc_attention_backward_cpu(&x, &stream), FSDPC_ERR_SHAPE, "3 query heads");
+    x.heads = 2;
+    x.window = 4;
+    CHECK_FAILS(fsdpc_attention_cpu(&x, &stream), FSDPC_ERR_VALUE, "make it causal");
+    x.mask = "";
+    x.mask_dtype = FSDPC_F64;
+    CHECK_FAILS(fsdpc_attention_cpu(&x, &stream), FSDPC_ERR_DTYPE, "mask of float64");
 }
 
 int main(void)
@@ -440,6 +548,8 @@ int main(void)
     test_unequal_lengths();
     test_groups();
     test_scales();
+    test_masks();
+    test_windows();
     test_nan_stays();
     test_refusals();
     for (int t = 0; t < 4; t++)

@@ -26,7 +26,7 @@ PLAIN = set("""
     event exact exp extremum f32 f64 fault file flag flush fn fork forward found fs fused gate
     gather gelu gemm global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
-    key kind level linear load local location log loss lt magnitude main make map math matmul
+    key kind level linear load local location log loss lt magnitude main make map mask math matmul
     mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number
     numpy offload op open operand ops optim option order pack pair pairs param parts peer philox
     pieces plan plugin pool portable post preference private product products properties py

@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_named(monkeypatch):
 
 @pytest.mark.parametrize(("window", "dropout"), [(None, 0.0), (3, 0.0), (None, 1e-9)])
 def test_models_attend_to_documents(window, dropout):
-    """Fused, and one by one where a window or dropout needs weights."""
+    """Fused, in windows too, and one by one where dropout needs weights."""
     arrays = inputs_of((2, 4, 2, 7, 6, None), "bthd")
     lengths = [1, 6, 4, 3]
     together = results(lambda q, k, v: attend(q, k, v, window, dropout, lengths), arrays)

@@ -1,4 +1,4 @@
-"""Attention: one kernel without a mask, or for each document; products and a softmax with one."""
+"""Attention: one kernel, or one for each document; by parts where a mask wants a gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scaled_dot_product_attention(
     layout: str = "bhtd",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Mix values by the softmax of query-key products; no T x T matrix is kept without a mask.
+    """Mix values by the softmax of query-key products, without keeping a T x T matrix.
 
     Parameters
     ----------
@@ -50,12 +50,15 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    With a mask, (batch, heads, Tq, Tk) products are kept for backward, in float32 at least.
+    With a mask that requires a gradient, and on GPUs with any mask, (batch, heads, Tq, Tk) products
+    are kept for backward, in float32 at least.
 
     Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
     """
-    if mask is None:
-        return _core.scaled_dot_product_attention(q, k, v, causal, scale, layout)
+    if mask is None or not (mask.requires_grad or q.device == "cuda"):
+        if mask is not None and mask.dtype is not _core.bool_:
+            mask = _to_add(mask, q)
+        return _core.scaled_dot_product_attention(q, k, v, causal, scale, layout, mask)
     if layout not in ("bhtd", "bthd"):
         raise ValueError(
             f"scaled_dot_product_attention: layout is 'bhtd' or 'bthd', not {layout!r}"
@@ -154,6 +157,14 @@ def varlen_attention(
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
     """
     return _core.varlen_attention(q, k, v, lengths, causal, scale, layout)
+
+
+def _to_add(mask: Tensor, q: Tensor) -> Tensor:
+    """Return numbers in a dtype that the kernel adds to q's products."""
+    if q.dtype is _core.float64:
+        return mask.to(_core.float64)
+    halves = (_core.float32, _core.bfloat16, _core.float16)
+    return mask if mask.dtype in halves else mask.to(_core.float32)
 
 
 def _groups(q: Tensor, k: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Attention of models: fused where it can be, by parts where a window or dropout needs weights."""
+"""Attention of models: fused, or by parts where dropout needs weights and for windows on GPUs."""
 
 from __future__ import annotations
 
@@ -44,18 +44,21 @@ def attend(
 
     Notes
     -----
-    With a window shorter than T, weights of ``window`` x 2 ``window`` exist at a time in forward,
-    and all of them are kept for backward; with dropout T x T.
+    With dropout the T x T weights are kept for backward. On a GPU, with a window shorter than T,
+    weights of ``window`` x 2 ``window`` exist at a time in forward, and all are kept for backward.
     """
     tokens = q.shape[1]
     if window is not None and window >= tokens:
         window = None
+    fused = not dropout and (window is None or q.device != "cuda")
     if lengths is not None:
-        if window is None and not dropout:
-            return _core.varlen_attention(q, k, v, lengths, layout="bthd")
+        if fused:
+            return _core.varlen_attention(q, k, v, lengths, layout="bthd", window=window or 0)
         return _each_document(q, k, v, window, dropout, lengths)
-    if window is None and not dropout:
-        return _core.scaled_dot_product_attention(q, k, v, causal=True, layout="bthd")
+    if fused:
+        return _core.scaled_dot_product_attention(
+            q, k, v, causal=True, layout="bthd", window=window or 0
+        )
     step = window or tokens
     parts = []
     for begin in range(0, tokens, step):
