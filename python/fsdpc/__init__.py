@@ -102,6 +102,7 @@ if TYPE_CHECKING:
     from fsdpc.batch_size import find_batch_size
     from fsdpc.flight import FlightRecorder
     from fsdpc.launcher import launch
+    from fsdpc.layout import ShardingLayout, sharding_layout
     from fsdpc.performance import PerformanceTracker, flops_per_token
     from fsdpc.planner import PlanOptions, Plans, plan
     from fsdpc.profiler import Profile, profile
@@ -127,6 +128,8 @@ _FROM = {  # name -> the module that has it, imported when the first of its name
     "Plans": "planner",
     "Profile": "profiler",
     "profile": "profiler",
+    "sharding_layout": "layout",
+    "ShardingLayout": "layout",
     "Stabilized": "stabilizer",
     "StabilizerOptions": "stabilizer",
     "TrainingStabilizer": "stabilizer",
@@ -146,7 +149,8 @@ __all__ = [
     "OffloadPolicy", "ones", "ones_like", "optim", "PeerError", "PerformanceTracker", "plan",
     "PlanOptions", "Plans", "plots", "Profile", "profile", "rand", "rand_like", "randint", "randn",
     "randn_like", "rank", "register_fsdp_forward_method", "reset_peak_memory_stats", "Schedule",
-    "schedule", "set_default_device", "set_num_threads", "ShardingStrategy", "show_config",
+    "schedule", "set_default_device", "set_num_threads", "sharding_layout", "ShardingLayout",
+    "ShardingStrategy", "show_config",
     "shutdown", "simulate", "SimulateOptions", "Simulation", "Stabilized", "StabilizerOptions",
     "summon_full_params", "tensor", "Tensor", "training_cost", "TrainingCost", "TrainingStabilizer",
     "uint8", "world_size", "wrap", "zeros", "zeros_like",

@@ -46,6 +46,12 @@ class FSDPModule:
             )
         return unit.call(method, args, kwargs)
 
+    def _repr_html_(self) -> str:
+        """Return a picture of which rank owns what, which notebooks show."""
+        from fsdpc.layout import sharding_layout
+
+        return sharding_layout(self)._repr_html_()
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters and hold them until :meth:`reshard`; collective.
 

@@ -240,7 +240,7 @@ def memory_plan(
     """
     if mesh is None and isinstance(model, FSDPModule):
         mesh = model._fsdpc_unit.mesh_shape
-    replicate, shard = _grid(mesh, strategy)
+    replicate, shard = grid(mesh, strategy)
     keeps = strategy is not None and as_strategy(strategy) is ShardingStrategy.SHARD_OPTIM
     units = _sharded_units(model) if isinstance(model, FSDPModule) else []
     described = f"{len(units)} units, as sharded"
@@ -367,7 +367,8 @@ def _contributions_are_sent(device: str) -> bool:
     )
 
 
-def _grid(mesh: Any, strategy: Any) -> tuple[int, int]:
+def grid(mesh: Any, strategy: Any) -> tuple[int, int]:
+    """Return (replicate, shard) of what :func:`memory_plan` takes as a mesh."""
     if mesh is None:
         mesh = distributed.world_size()
     if isinstance(mesh, DeviceMesh):

@@ -1,0 +1,161 @@
+"""What pictures have in common: SVG without scripts, in colours for light and dark pages.
+
+A picture paints its own paper, so that it is readable in a notebook whose theme is not the
+system's. Colours are variables that ``prefers-color-scheme`` sets; those of ranks and classes are
+of Okabe and Ito's palette, which people with all kinds of colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable
+from html import escape
+from pathlib import Path
+
+WIDTH = 920
+CHAR = 6.9  # a character of the font of 12 px, on the wide side
+
+#: Fill and the text on it.
+PALETTE = (
+    ("#0072b2", "#fff"), ("#e69f00", "#000"), ("#009e73", "#000"), ("#cc79a7", "#000"),
+    ("#56b4e9", "#000"), ("#d55e00", "#000"), ("#f0e442", "#000"), ("#8c8c8c", "#000"),
+)  # fmt: skip
+
+#: Classes of memory, as memory_stats has them.
+CLASSES = {
+    "wire": "#56b4e9", "master": "#e69f00", "grad": "#cc79a7", "state": "#009e73",
+    "reduce": "#f0e442", "staging": "#8c8c8c", "activation": "#d55e00",
+}  # fmt: skip
+
+_LIGHT = "--ink:#1f2328;--faint:#59636e;--paper:#fff;--line:#d0d7de;--idle:#e8ecf0;--edge:#fff"
+_DARK = (
+    "--ink:#e6edf3;--faint:#9aa4af;--paper:#14181e;--line:#3d444d;--idle:#2a3038;--edge:#14181e"
+)
+
+
+def _style() -> str:
+    p = ".fsdpc-picture"
+    rules = [
+        f"{p}{{{_LIGHT};font:12px system-ui,'DejaVu Sans',sans-serif;max-width:100%;height:auto}}",
+        f"@media (prefers-color-scheme:dark){{{p}{{{_DARK}}}}}",
+        f"{p} text{{fill:var(--ink)}}", f"{p} .f{{fill:var(--faint)}}",
+        f"{p} .h{{font-weight:600;font-size:13px}}", f"{p} .e{{text-anchor:end}}",
+        f"{p} .m{{text-anchor:middle}}", f"{p} .p{{fill:var(--paper)}}",
+        f"{p} .l{{stroke:var(--line);fill:none}}", f"{p} .n{{fill:var(--idle)}}",
+        f"{p} .a{{font-size:11px}}", f"{p} .o{{stroke:var(--ink);fill:none}}",
+        f"{p} .x{{stroke:#d1242f;stroke-width:1.5;stroke-dasharray:5 3;fill:none}}",
+    ]  # fmt: skip
+    for number, (fill, text) in enumerate(PALETTE):
+        rules += [f"{p} .r{number}{{fill:{fill};stroke:var(--edge);stroke-width:.5}}",
+                  f"{p} .t{number}{{fill:{text}}}"]  # fmt: skip
+    rules += [f"{p} .c-{name}{{fill:{fill}}}" for name, fill in CLASSES.items()]
+    return "".join(rules)
+
+
+STYLE = _style()
+
+
+def text(x: float, y: float, words: str, kind: str = "", title: str = "") -> str:
+    """Return a line of text; ``kind`` are classes of the style, ``title`` is shown on hover."""
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{_number(x)}" y="{_number(y)}"{named}>{inside}{escape(words)}</text>'
+
+
+def rect(
+    x: float, y: float, width: float, height: float, kind: str, title: str = "", more: str = ""
+) -> str:
+    """Return a rectangle; ``kind`` are classes of the style, ``title`` is shown on hover."""
+    box = f'x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" height="{_number(height)}"'
+    if not title:
+        return f'<rect {box} class="{kind}"{more}/>'
+    return f'<rect {box} class="{kind}"{more}><title>{escape(title)}</title></rect>'
+
+
+def path(points: str, kind: str, title: str = "", more: str = "") -> str:
+    """Return a path; ``points`` are its commands."""
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return f'<path d="{points}" class="{kind}"{more}>{inside}</path>'
+
+
+def picture(height: float, title: str, parts: Iterable[str], width: int = WIDTH) -> str:
+    """Return a picture of these parts on its paper; ``title`` is for screen readers."""
+    high = _number(height)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="fsdpc-picture" role="img" '
+        f'width="{width}" height="{high}" viewBox="0 0 {width} {high}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        f'{rect(0, 0, width, height, "p", more=f" rx={_QUOTE}6{_QUOTE}")}{"".join(parts)}</svg>'
+    )
+
+
+_QUOTE = '"'
+
+PAGE_STYLE = f"""
+:root{{color-scheme:light dark;{_LIGHT}}}
+@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}
+body{{background:var(--paper);color:var(--ink);font:14px/1.5 system-ui,'DejaVu Sans',sans-serif;
+max-width:{WIDTH + 20}px;margin:24px auto;padding:0 12px}}
+h1{{font-size:20px}} h2{{font-size:16px;margin-top:28px}}
+table{{border-collapse:collapse;font-size:13px}} td,th{{border-bottom:1px solid var(--line);
+padding:4px 10px;text-align:left;vertical-align:top}}
+td.e,th.e{{text-align:right;white-space:nowrap}}
+code,pre{{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:12px}}
+.f{{color:var(--faint)}}
+"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """Return a whole HTML page, which is well-formed XML too."""
+    return (
+        '<!DOCTYPE html>\n<html xmlns="http://www.w3.org/1999/xhtml" lang="en"><head>'
+        '<meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{PAGE_STYLE}</style></head><body>\n"
+        f"<h1>{escape(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def save(path: str | os.PathLike[str], title: str, drawn: str) -> None:
+    """Write a picture as ``.svg``, or as ``.html`` of a page with this title."""
+    suffix = Path(path).suffix
+    if suffix not in (".svg", ".html"):
+        raise ValueError(f"a picture is written as .svg or .html, got '{os.fspath(path)}'")
+    Path(path).write_text(drawn + "\n" if suffix == ".svg" else page(title, [drawn]))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], numbers: Container[int] = ()) -> str:
+    """Return an HTML table; columns of these numbers are aligned to the right."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{right if i in numbers else ''}>{escape(cell)}</{tag}>"
+            for i, cell in enumerate(cells)
+        )
+
+    right = ' class="e"'
+    titles = list(head)
+    begin = f"<thead><tr>{line(titles, 'th')}</tr></thead>" if titles else ""
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table>{begin}<tbody>{body}</tbody></table>"
+
+
+def size(n: float) -> str:
+    """Return bytes in the unit that fits them."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:,.2f} {name}"
+    return f"{n:,.0f} B"
+
+
+def short(words: str, width: float) -> str:
+    """Return text that fits so many pixels: what is in the middle is left out."""
+    room = max(4, int(width / CHAR))
+    if len(words) <= room:
+        return words
+    ends = room - 1
+    return f"{words[: ends // 3]}…{words[len(words) - (ends - ends // 3) :]}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"

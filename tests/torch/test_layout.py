@@ -1,0 +1,40 @@
+"""The layout of torch modules is what the torch front door holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdpc
+import fsdpc.torch
+from fsdpc.torch import fully_shard
+
+
+def made(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(3)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(9, 12), nn.Conv1d(2, 3, 5), nn.Linear(12, 9))
+
+
+@pytest.mark.ranks([1, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_layout_is_what_pieces_are(whole: bool) -> None:
+    model: Any = made()
+    fulls = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for child in model:
+        fully_shard(child, whole_params=[child.weight] if whole else None)
+    fully_shard(model)
+    layout = fsdpc.sharding_layout(model)
+    owned = {f"{unit}.{p.name}": piece for unit, p, piece in layout.owned(fsdpc.rank())}
+    for name, piece in model.named_parameters():
+        own = owned.get(name)
+        first, numel = (own.first, own.numel) if own else (0, 0)
+        rows = fulls[name].reshape(-1)[first : first + numel]
+        assert torch.equal(piece.detach().as_subclass(torch.Tensor).reshape(-1), rows)
+    assert model._repr_html_() == layout._repr_html_()
+    if not whole:
+        planned = fsdpc.sharding_layout(made("meta"), fsdpc.world_size(), plan={"*": {}})
+        assert planned.units[1:] == layout.units[1:]
