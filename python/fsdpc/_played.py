@@ -40,11 +40,20 @@ class Event(NamedTuple):
     backward: bool
 
 
+class Sample(NamedTuple):
+    """Bytes of activations before event ``at`` of a step, and the most since the sample before."""
+
+    at: int
+    now: int
+    peak: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Played:
     """The events of one step, and what the engine held."""
 
     events: tuple[Event, ...]
+    samples: tuple[Sample, ...]
     units: tuple[str, ...]
     reduce_sizes: tuple[int, ...]  # bytes of an element in the reductions of each unit
     n_params: int
@@ -115,26 +124,73 @@ def _play(
     fully_shard(model, mesh=DeviceMesh(comms, ("replicate", "shard"), mesh), **options)
     optimizer = make_optimizer(model.parameters(), lr=1e-3)
     inputs = _inputs(model, shape)
+    sampler = _Sampler(model)
     for _ in range(_STEPS):
-        _core.trace_reset()
+        sampler.begin()
         for _ in range(accumulate):
             loss = model(*inputs)
             (loss if loss.ndim == 0 else loss.sum()).backward()
+            sampler.take()
+        del loss
         optimizer.step()
         optimizer.zero_grad()
-    events = _core.trace_events()
+        sampler.take()
     units = _shard.units_of(model)
     own = [u.params[0][1] if u.params else _core.float32 for u in units]
     sizes = [(u.reduce_dtype or u.param_dtype or d).itemsize for u, d in zip(units, own)]
-    memory = _core.memory_stats()
     return Played(
-        events=tuple(Event(kind, unit, n, at, back) for kind, unit, _, n, at, back in events),
+        events=tuple(sampler.events),
+        samples=tuple(sampler.samples),
         units=tuple(u.name for u in units),
         reduce_sizes=tuple(sizes),
         n_params=sum(len(u.params) for u in units),
-        memory={key.removesuffix("_peak_bytes"): value for key, value in memory.items()
-                if key.endswith("_peak_bytes")},
-    )  # fmt: skip
+        memory=sampler.peaks,
+    )
+
+
+class _Sampler:
+    """Reads the trace and what is held where a unit's forward ends and where its backward begins.
+
+    Peaks begin again at each sample, so the most of all samples is the peak of the steps.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.peaks: dict[str, int] = {}
+        self.begin()
+        for m in {id(m): m for _, m in _shard.sharded_modules(model)}.values():
+            m.__dict__["forward"] = self._sampled(m.forward)
+
+    def begin(self) -> None:
+        """Forget the step before, but for its peaks."""
+        self.events: list[Event] = []
+        self.samples: list[Sample] = []
+        _core.trace_reset()
+        self.take()
+
+    def take(self, _: Any = None) -> None:
+        """Sample what is held now."""
+        stats = _core.memory_stats()
+        for key, value in stats.items():
+            if key.endswith("_peak_bytes"):
+                name = key.removesuffix("_peak_bytes")
+                self.peaks[name] = max(value, self.peaks.get(name, 0))
+        self.events += [Event(kind, unit, n, at, back)
+                        for kind, unit, _, n, at, back in _core.trace_events()]  # fmt: skip
+        _core.trace_reset()
+        _core.reset_peak_memory_stats()
+        self.samples.append(
+            Sample(len(self.events), stats["activation_bytes"], stats["activation_peak_bytes"])
+        )
+
+    def _sampled(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            out = forward(*args, **kwargs)
+            self.take()
+            if isinstance(out, _core.Tensor) and out.requires_grad:
+                out.register_hook(self.take)
+            return out
+
+        return sampled
 
 
 def _without_memory(model: Module) -> None:

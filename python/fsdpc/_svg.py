@@ -42,12 +42,16 @@ def _style() -> str:
         f"{p} .h{{font-weight:600;font-size:13px}}", f"{p} .e{{text-anchor:end}}",
         f"{p} .m{{text-anchor:middle}}", f"{p} .p{{fill:var(--paper)}}",
         f"{p} .l{{stroke:var(--line);fill:none}}", f"{p} .n{{fill:var(--idle)}}",
-        f"{p} .a{{font-size:11px}}", f"{p} .o{{stroke:var(--ink);fill:none}}",
-        f"{p} .x{{stroke:#d1242f;stroke-width:1.5;stroke-dasharray:5 3;fill:none}}",
+        f"{p} .a{{font-size:11px}}",
+        f"{p} .b{{font-weight:600;paint-order:stroke;stroke:var(--paper);stroke-width:4px}}",
+        f"{p} .o{{stroke:var(--ink);fill:none}}",
+        f"{p} .x{{stroke:var(--ink);stroke-width:1.5;stroke-dasharray:6 4;fill:none}}",
+        f"{p} .y{{stroke:var(--paper);stroke-width:3;fill:none}}",
     ]  # fmt: skip
     for number, (fill, text) in enumerate(PALETTE):
         rules += [f"{p} .r{number}{{fill:{fill};stroke:var(--edge);stroke-width:.5}}",
                   f"{p} .t{number}{{fill:{text}}}"]  # fmt: skip
+    rules += [f"{p} .q{{stroke:none}}", f"{p} .c-activation{{shape-rendering:crispEdges}}"]
     rules += [f"{p} .c-{name}{{fill:{fill}}}" for name, fill in CLASSES.items()]
     return "".join(rules)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fsdpc import _schedule_picture
 from fsdpc._shard import units_of
 
 
@@ -37,7 +38,8 @@ class Schedule:
 
     Compares equal where order, distance and the acts of each unit in each phase are. When a gather
     or a sum begins beside the other units does not count: it follows from the distance, and from
-    when the ranks come. ``diff`` says where two part.
+    when the ranks come. ``diff`` says where two part. Printed it is a list, and in a
+    notebook a picture.
     """
 
     uses: tuple[Use, ...]
@@ -73,6 +75,10 @@ class Schedule:
             if mine != theirs:
                 return f"{_show(use)}: {_list(mine)} and {_list(theirs)}"
         return ""
+
+    def _repr_html_(self) -> str:
+        """Return a picture of the acts, which notebooks show."""
+        return _schedule_picture.picture(self)
 
     def __str__(self) -> str:
         lines = [f"{len(self.uses)} uses a step, gathered {self.prefetch} ahead"]
