@@ -1,7 +1,7 @@
 """Memory by class as a picture for notebooks: one bar, and the numbers beside it.
 
-It is SVG without scripts or styles. Text takes the colour of the page around it, and the fills are
-of medium lightness, so it is readable on light and dark pages.
+It is SVG without scripts or styles. Text takes the colour of the page around it, so it is readable
+on light and dark pages.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from fsdpc._svg import CLASSES
+
 WIDTH, MARGIN, BAR, ROW = 560, 8, 26, 20
-FILLS = {
-    "wire": "#4c92c8", "master": "#de8f35", "grad": "#b9659e", "state": "#3d9d78",
-    "reduce": "#a8932b", "staging": "#8a8a8a", "activation": "#cf625f",
-}  # fmt: skip
+FILLS = CLASSES
 
 Part = tuple[str, int]
 

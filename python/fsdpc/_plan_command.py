@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fsdpc._simulate_command import (
     add_model_options,
@@ -41,6 +43,9 @@ def plan_parser() -> argparse.ArgumentParser:
     p.add_argument("--memory", type=float, required=True, metavar="X",
                    help="GB of a rank: of its GPU, or its share of the host's")  # fmt: skip
     add_number(p, "--top", 10, "rows to show")
+    p.add_argument("--html", type=Path, metavar="FILE",
+                   help="write a page: who owns which rows, the memory, the fastest step over time "
+                   "and beside another strategy")  # fmt: skip
     add_world_options(p)
     model = add_model_options(p)
     add_number(model, "--batch", 8, "sequences of a rank in a step; micro-batches divide it")
@@ -63,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
         check_numbers(o)
         if o.top < 1:
             raise ValueError(f"--top must be at least 1, got {o.top}")
+        if o.html is not None:
+            check_page(o.html)
         model = make_model(o, None if o.config is None else read_config(o.config))
         found = plan(
             model, memory=o.memory * 1e9, ranks=o.hosts * o.ranks_per_host,
@@ -70,8 +77,28 @@ def main(argv: Sequence[str]) -> int:
             optimizer=o.optimizer, **world_options(o),
         )  # fmt: skip
         print(found.table(o.top))
+        if o.html is not None:
+            found.save(o.html, o.top)
+            print(f"wrote {o.html}")
         found.best  # noqa: B018, raises where nothing fits
     except (ValueError, OSError) as error:
         print(f"fsdpc plan: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_page(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is planned.
+
+    Raises
+    ------
+    ValueError
+        It says why, and what to do.
+    """
+    folder = path.parent
+    if path.is_dir():
+        raise ValueError(f"--html {path} is a folder: name a file in it, as {path / 'plan.html'}")
+    if not folder.is_dir():
+        raise ValueError(f"--html {path}: there is no folder {folder}: make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--html {path} cannot be written: choose another place, or its rights")

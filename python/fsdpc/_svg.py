@@ -1,8 +1,8 @@
 """What pictures have in common: SVG without scripts, in colours for light and dark pages.
 
 A picture paints its own paper, so that it is readable in a notebook whose theme is not the
-system's. Colours are variables that ``prefers-color-scheme`` sets; those of ranks and classes are
-of Okabe and Ito's palette, which people with all kinds of colour vision tell apart.
+system's. Text and paper are variables that ``prefers-color-scheme`` sets. Colours of ranks are
+Okabe and Ito's, those of classes near them: people with all kinds of colour vision tell them apart.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CHAR = 6.9  # a character of the font of 12 px, on the wide side
 #: Fill and the text on it.
 PALETTE = (
     ("#0072b2", "#fff"), ("#e69f00", "#000"), ("#009e73", "#000"), ("#cc79a7", "#000"),
-    ("#56b4e9", "#000"), ("#d55e00", "#000"), ("#f0e442", "#000"), ("#8c8c8c", "#000"),
+    ("#56b4e9", "#000"), ("#d55e00", "#000"), ("#f0e442", "#000"), ("#6b6b6b", "#fff"),
 )  # fmt: skip
 
-#: Classes of memory, as memory_stats has them.
+#: Classes of memory, as memory_stats has them, darker where they would be too pale on white.
 CLASSES = {
-    "wire": "#56b4e9", "master": "#e69f00", "grad": "#cc79a7", "state": "#009e73",
-    "reduce": "#f0e442", "staging": "#8c8c8c", "activation": "#d55e00",
+    "wire": "#4a9fd8", "master": "#dd9200", "grad": "#cc79a7", "state": "#00755a",
+    "reduce": "#a79c3a", "staging": "#7d7d7d", "activation": "#b3402e",
 }  # fmt: skip
 
 _LIGHT = "--ink:#1f2328;--faint:#59636e;--paper:#fff;--line:#d0d7de;--idle:#e8ecf0;--edge:#fff"

@@ -28,13 +28,14 @@ Row = tuple[str, float, float, str]
 def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
     """Return an SVG image of timelines below each other on the same axes, and a table of rows."""
     step = max(each.step for each in timelines) or 1e-9
-    most = max(max(each.peak, each.limit or 0) for each in timelines) or 1
+    most = max(max(each.peak, _line(each)) for each in timelines) or 1
     parts: list[str] = []
     y = 10.0
     for number, each in enumerate(timelines):
         letter = f"{HEAD[1 + number]}: " if len(timelines) > 1 else ""
         parts += _one(each, y, step, most * 1.06, letter)
-        y += 62 + LANE * len(LANES) + HIGH + 48
+        y += 62 + LANE * len(LANES) + HIGH + 26
+    y += 6
     for number, line in enumerate((HEAD, *map(cells, rows)) if rows else ()):
         style = "h" if number == 0 else ""
         if number % 2:
@@ -43,7 +44,7 @@ def picture(timelines: Sequence[Timeline], rows: Sequence[Row] = ()) -> str:
         parts += [text(340 + 180 * k, y + 15, cell, f"{style} e".strip())
                   for k, cell in enumerate(line[1:])]  # fmt: skip
         y += 19
-    return svg(y + 10, "; ".join(map(_headline, timelines)), parts)
+    return svg(y + 6, "; ".join(map(_headline, timelines)), parts)
 
 
 def cells(row: Row) -> tuple[str, str, str, str]:
@@ -52,6 +53,11 @@ def cells(row: Row) -> tuple[str, str, str, str]:
     shown = {"s": _milliseconds, "B": size, "": lambda n: f"{n:,.0f}"}[unit]
     sign = "" if a == b else "+" if b > a else "-"
     return name, shown(a), shown(b), sign + shown(abs(b - a))
+
+
+def _line(each: Timeline) -> float:
+    """Where the limit stands in a picture that has all of the wire; 0 without one."""
+    return each.limit + each.shared if each.limit else 0.0
 
 
 def _headline(each: Timeline) -> str:
@@ -65,6 +71,7 @@ def _milliseconds(seconds: float) -> str:
 def _one(each: Timeline, top: float, step: float, most: float, letter: str) -> list[str]:
     scale = (RIGHT - LEFT) / step
     said = f"a step takes {_milliseconds(each.step)}, and a rank holds at most {size(each.peak)}"
+    said += f", with the wire that {each.wire_ranks} ranks share" if each.shared else ""
     parts = [text(16, top + 16, letter + short(each.title, WIDTH - 40), "h", each.title),
              text(16, top + 34, f"{said} ({each.peak:,} bytes)", "f")]  # fmt: skip
     y = top + 48
@@ -159,9 +166,10 @@ def _memory(each: Timeline, top: float, scale: float, high: float) -> list[str]:
         parts.append(path(f"M{x:.1f} {y:.1f}l-4 -7h8z", "k", f"peak: {each.peak:,} bytes",
                           ' style="fill:var(--ink)"'))  # fmt: skip
     if each.limit:
-        y = bottom - each.limit * tall
-        over = each.peak - each.limit
+        y = bottom - _line(each) * tall
+        over = each.peak - _line(each)
         says = f"limit {size(each.limit)}"
+        says += ", with a rank's share of wire" if each.shared else ""
         says += f": {size(over)} too much" if over > 0 else ""
         parts += [path(f"M{LEFT} {y:.1f}H{RIGHT}", kind, says) for kind in ("y", "x")]
         near = y + 14 if y - top < 14 else y - 5

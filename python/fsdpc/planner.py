@@ -8,13 +8,15 @@ step is the best.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpc import _core
+from fsdpc import _core, _plan_page
 from fsdpc.activation import checkpoint_activations
 from fsdpc.device import check_device, get_default_device
 from fsdpc.memory_plan import MemoryPlan, groups_on_hosts, memory_plan
@@ -95,12 +97,37 @@ class Choice:
 class Plans:
     """All choices, the fastest that fit first, then the others by memory; printing shows a table.
 
-    ``tokens`` are those of all ranks in a step.
+    ``tokens`` are those of all ranks in a step, ``limit`` the bytes that a rank may have. In a
+    notebook it is a table with a picture of the fastest step.
     """
 
     title: str
     choices: tuple[Choice, ...]
     tokens: int
+    limit: float
+    _model: Any = field(repr=False, compare=False)
+    _plan: Any = field(repr=False, compare=False)
+
+    def save(self, path: str | os.PathLike[str], rows: int = 10) -> None:
+        """Write a page of pictures: who owns which rows, the memory, and the step over time.
+
+        Parameters
+        ----------
+        path : path
+            Of an HTML file.
+        rows : int, default 10
+            Choices in its table.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        """
+        Path(path).write_text(_plan_page.page_of(self, self._model, self._plan, rows))
+
+    def _repr_html_(self) -> str:
+        """Return a table and a picture, which notebooks show."""
+        return _plan_page.summary(self, 10)
 
     @property
     def best(self) -> Choice:
@@ -223,6 +250,9 @@ def plan(
         f"{o.batch} x {o.seq} words of a rank in a step",
         choices=explained,
         tokens=o.batch * (o.seq or 0) * ranks,
+        limit=memory,
+        _model=case.model,
+        _plan=case.simulated.get("plan"),
     )
 
 

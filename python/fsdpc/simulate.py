@@ -278,6 +278,7 @@ def simulate(
         f"{units}, batch {'x'.join(map(str, shape))} a rank"
     )
     memory = replace(memory, activation=record.memory["activation"])
+    wire_ranks = groups[0].lanes if device == "cpu" else 1
     return Simulation(
         title=title,
         step=clock.now + optimizer,
@@ -288,10 +289,10 @@ def simulate(
         messages=clock.sent.messages,
         flops=record.flops,
         memory=memory,
-        wire_ranks=groups[0].lanes if device == "cpu" else 1,
+        wire_ranks=wire_ranks,
         padding=whole.master * mesh[1] / held - 1,
         record=record,
-        timeline=of_clock(clock, clock.now + optimizer, memory, title),
+        timeline=of_clock(clock, clock.now + optimizer, memory, wire_ranks, title),
     )
 
 

@@ -56,7 +56,8 @@ class Gathered(NamedTuple):
 class Timeline:
     """A step of rank 0, in seconds and bytes; in notebooks a picture.
 
-    ``held`` are bytes by class that stay for the whole step. ``limit`` is drawn as a line.
+    ``held`` are bytes by class that stay for the whole step; ``wire_ranks`` ranks of a host share
+    the wire. ``limit`` is drawn as a line: bytes of a rank, its share of the wire among them.
     """
 
     title: str
@@ -65,7 +66,13 @@ class Timeline:
     held: dict[str, int]
     activations: tuple[Activations, ...] = field(repr=False)
     gathered: tuple[Gathered, ...] = field(repr=False)
+    wire_ranks: int = 1
     limit: float | None = None
+
+    @property
+    def shared(self) -> float:
+        """Bytes of the wire that count as other ranks'."""
+        return self.held.get("wire", 0) * (1 - 1 / self.wire_ranks)
 
     @property
     def peak(self) -> int:
@@ -74,7 +81,7 @@ class Timeline:
         return sum(self.held.values()) + most
 
     def with_limit(self, limit: float | None) -> Timeline:
-        """Return the same with a line at so many bytes.
+        """Return the same with a line at so many bytes of a rank.
 
         Raises
         ------
@@ -161,7 +168,9 @@ class Comparison:
         return "\n".join(lines)
 
 
-def of_clock(clock: Clock, step: float, memory: MemoryPlan, title: str) -> Timeline:
+def of_clock(
+    clock: Clock, step: float, memory: MemoryPlan, wire_ranks: int, title: str
+) -> Timeline:
     """Return the timeline of a record that a clock has played.
 
     Parameters
@@ -170,6 +179,8 @@ def of_clock(clock: Clock, step: float, memory: MemoryPlan, title: str) -> Timel
     step : float
         Seconds, those of the optimizer at its end included.
     memory : MemoryPlan
+    wire_ranks : int
+        Ranks of a host that share the wire.
     title : str
     """
     record = clock.record
@@ -196,7 +207,7 @@ def of_clock(clock: Clock, step: float, memory: MemoryPlan, title: str) -> Timel
     held = {name: getattr(memory, name) for name in HELD if getattr(memory, name)}
     return Timeline(
         title=title, step=step, spans=tuple(spans), held=held, gathered=tuple(_gathered(clock)),
-        activations=tuple(activations),
+        activations=tuple(activations), wire_ranks=wire_ranks,
     )  # fmt: skip
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import xml.etree.ElementTree as ET
 from typing import Any
 
+import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import _memory_picture, nn
+from fsdpc import _memory_picture, _svg, nn
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -72,3 +74,32 @@ def test_fills_are_seen_on_light_and_on_dark_pages() -> None:
         on_white = 1.05 / (luminance(colour) + 0.05)
         on_dark = (luminance(colour) + 0.05) / (luminance("#111111") + 0.05)
         assert on_white >= 2.5 and on_dark >= 3, (name, on_white, on_dark)
+
+
+#: How linear colours look to people without one kind of cones (Machado et al. 2009).
+VISION = {
+    "all": np.eye(3),
+    "protanopia": [[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]],
+    "deuteranopia": [[0.3673, 0.8606, -0.2280], [0.28, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]],
+    "tritanopia": [[1.2555, -0.0767, -0.1788], [-0.0784, 0.9308, 0.1476], [0.0047, 0.6914, 0.3039]],
+}
+
+
+def seen(colour: str, vision: str) -> np.ndarray:
+    """A colour in CIELAB, where distances are about equally visible."""
+    values = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(np.asarray(VISION[vision]) @ linear, 0, 1)
+    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    xyz = np.asarray(to_xyz) @ linear / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_differ_for_all_eyes(vision: str) -> None:
+    """A distance of 2.3 is just seen."""
+    ranks = [fill for fill, _ in _svg.PALETTE]
+    for fills in (list(_svg.CLASSES.values()), ranks):
+        for a, b in itertools.combinations(fills, 2):
+            assert np.linalg.norm(seen(a, vision) - seen(b, vision)) > 9, (a, b)

@@ -5,6 +5,9 @@ What fits is compared with calls of the two, made by hand here.
 
 from __future__ import annotations
 
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 import fsdpc
 from fsdpc import _plan_command
 from fsdpc._train_options import parser
-from fsdpc.models import Llama, ModelConfig
+from fsdpc.models import Llama, ModelConfig, preset
 
 CONFIG = ModelConfig(vocab_size=64, dim=64, layers=4, heads=4, inner=128, max_seq=32)
 WORLD = {"ranks": 4, "bandwidth": 1e9, "flops": 1e10}
@@ -115,6 +118,48 @@ def test_what_cannot_be(options: dict[str, Any], error: type[Exception], text: s
 def test_what_is_no_model() -> None:
     with pytest.raises(ValueError, match="int is neither an fsdpc.nn.Module nor a configuration"):
         fsdpc.plan(3, memory=1e9, **WORLD)
+
+
+def test_a_page_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    small = ["--preset", "2M", "--ranks-per-host", "2", "--batch", "1", "--seq", "64", "--html"]
+    assert _plan_command.main([*small, str(page), "--memory", "1", "--top", "2"]) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {page}\n")
+    text = page.read_text()
+    root = ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
+    headings = [each.text for each in root.iter("{http://www.w3.org/1999/xhtml}h2")]
+    assert headings == ["The fastest step", "Memory of a rank", "Who owns which rows",
+                        "Beside the fastest of another strategy"]  # fmt: skip
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == 4
+    with fsdpc.deferred_init():
+        model = Llama(preset("2M"))
+    found = fsdpc.plan(model, memory=1e9, ranks=2, bandwidth=1e9, flops=1e12, batch=1, seq=64)
+    assert fsdpc.sharding_layout(model, 2)._repr_html_() in text
+    assert found.best.simulation is not None and found.best.options in text
+    assert f"({found.best.simulation.memory.total:,} bytes)" in text
+    assert "<script" not in text and found.best.options in found._repr_html_()
+    ET.fromstring(found._repr_html_())
+    assert _plan_command.main([*small, str(page), "--memory", "0.001"]) == 2
+    assert "Nothing fits" in page.read_text() and "Who owns which rows" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("no/plan.html", "there is no folder .*no: make it first"), (".", "is a folder: name a file")],
+)
+def test_a_page_that_cannot_be_written(
+    place: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / place)
+    assert _plan_command.main(["--memory", "1", "--html", path]) == 2
+    said = capsys.readouterr()
+    assert re.search(f"^fsdpc plan: --html .*{why}", said.err) and not said.out
+
+
+def test_a_page_without_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan_command.os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="cannot be written: choose another place, or its rights"):
+        _plan_command.check_page(tmp_path / "plan.html")
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,11 +100,14 @@ def test_what_happens_when() -> None:
 
 
 def test_a_limit_is_a_line() -> None:
-    line = play().timeline
+    line = play(device="cuda").timeline
     assert "limit" not in line._repr_html_()
     over = ET.fromstring(line.with_limit(line.peak - 2048)._repr_html_())
     words = [each.text or "" for each in over.iter(f"{SVG}text")]
     assert any(each.endswith(": 2.00 KiB too much") for each in words)
+    shared = play(device="cpu").timeline  # two ranks of a host have one wire
+    fits = shared.with_limit(shared.peak - shared.held["wire"] / 2)._repr_html_()
+    assert "with a rank&#x27;s share of wire" in fits and "too much" not in fits
     with pytest.raises(ValueError, match="limit must be above 0 bytes, got -1"):
         line.with_limit(-1)
 
