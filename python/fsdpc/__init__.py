@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fsdpc import cuda, distributed, functional, nn, optim
+from fsdpc import _shown, cuda, distributed, functional, nn, optim
 from fsdpc._core import (
     MismatchError,
     PeerError,
@@ -109,6 +109,8 @@ if TYPE_CHECKING:
     from fsdpc.stabilizer import Stabilized, StabilizerOptions, TrainingStabilizer
 
 __version__ = "0.1.0"
+
+Tensor._repr_html_ = _shown.tensor  # type: ignore[attr-defined]  # for notebooks
 
 _LAZY = {
     "amp", "checkpoint", "data", "launcher", "loggers", "lr_scheduler", "models",

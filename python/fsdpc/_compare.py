@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, clip, distributed, nn
+from fsdpc import _core, _shown, clip, distributed, nn
 from fsdpc.full_params import full_grad, full_tensor
 from fsdpc.optim.state import full_states
 
@@ -122,6 +122,15 @@ class Difference:
             f"{self.a!r} against {self.b!r}, {ulp}; {self.count:,} of {self.numel:,} elements "
             "differ by more than is allowed"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table, which notebooks show."""
+        ulp = "not finite" if self.ulp is None else f"{self.ulp:,} ulp of {self.dtype}"
+        return _shown.fields("the first difference", {
+            "where": f"step {self.step}, rank {self.rank}: {self.what} {self.name}".rstrip(),
+            "index": list(self.index), "a": repr(self.a), "b": repr(self.b), "apart": ulp,
+            "elements": f"{self.count:,} of {self.numel:,} ({self.count / self.numel:.1%})",
+        })  # fmt: skip
 
 
 @dataclass(frozen=True)

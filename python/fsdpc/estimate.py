@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from fsdpc import _core
+from fsdpc import _core, _memory_picture, _shown
 from fsdpc.device import check_device, get_default_device
 from fsdpc.strategies import ShardingStrategy, as_strategy
 
@@ -52,6 +52,12 @@ class Estimate:
             f"{self.strategy}: published {self.published / 1e9:.4g} GB a rank; "
             f"held {self.held_total / 1e9:.4g} GB ({parts}); sent {self.sent / 1e9:.4g} GB a step"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a picture of what is held, which notebooks show."""
+        beside = [("published", int(self.published)), ("sent a step", int(self.sent))]
+        held = [(name, int(n)) for name, n in self.held.items()]
+        return _memory_picture.picture(f"{self.strategy}: held by a rank", held, beside)
 
 
 def estimate(
@@ -187,6 +193,13 @@ class TrainingCost:
             f"{self.hours:,.1f} hours, {self.rank_hours:,.0f} of all ranks together, "
             f"{self.cost:,.0f} in money"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table, which notebooks show."""
+        return _shown.fields("cost of a run", {
+            "hours": f"{self.hours:,.1f}", "hours of all ranks": f"{self.rank_hours:,.0f}",
+            "money": f"{self.cost:,.0f}",
+        })  # fmt: skip
 
 
 def training_cost(

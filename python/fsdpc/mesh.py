@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from fsdpc import _core, device, distributed
+from fsdpc import _core, _shown, device, distributed
 
 
 class DeviceMesh:
@@ -56,6 +56,10 @@ class DeviceMesh:
     def __repr__(self) -> str:
         sizes = " x ".join(f"{n} {s}" for n, s in zip(self.mesh_dim_names, self.shape, strict=True))
         return f"DeviceMesh({sizes})"
+
+    def _repr_html_(self) -> str:
+        """Return a picture of the grid, which notebooks show."""
+        return _shown.mesh(self)
 
 
 def init_device_mesh(

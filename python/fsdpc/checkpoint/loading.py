@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpc import _core, distributed
+from fsdpc import _core, _shown, distributed
 from fsdpc._agree import agreed
 from fsdpc.checkpoint import generators, projections, saving
 from fsdpc.checkpoint.manifest import CheckpointError
@@ -41,6 +41,13 @@ class LoadReport:
     extra: Any = None
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+
+    def _repr_html_(self) -> str:
+        """Return a table, which notebooks show."""
+        return _shown.fields("a load", {
+            "extra": repr(self.extra), "missing": ", ".join(self.missing) or "nothing",
+            "unexpected": ", ".join(self.unexpected) or "nothing",
+        })  # fmt: skip
 
 
 def load(
