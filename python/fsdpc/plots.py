@@ -2,6 +2,7 @@
 
 :func:`plot_runs` draws what runs have written, several of them in one picture. :class:`LivePlot`
 draws a run while it goes on: in the cell of a notebook, which is updated in place, or into a file.
+:func:`plot_memory` and :func:`plot_scaling` are for papers: memory by strategy, rates by ranks.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fsdpc._svg import CLASSES
 from fsdpc.loggers import Logger, Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fsdpc.memory_plan import MemoryPlan
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 
@@ -131,6 +135,150 @@ def plot_runs(
     if path is not None:
         figure.savefig(path)
     return figure
+
+
+def plot_memory(
+    plans: Mapping[str, MemoryPlan],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    limit: float | None = None,
+) -> Figure:
+    """Draw what a rank holds by strategy: a bar for each plan, stacked by class, for papers.
+
+    Parameters
+    ----------
+    plans : mapping of str to MemoryPlan
+        Labels and plans, from left to right.
+    path : path, optional
+        Of a file to write: ``.png`` (300 dots an inch), ``.svg`` or ``.pdf``.
+    limit : float, optional
+        Bytes of a rank, drawn as a line.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    ValueError
+        There are no plans, or the file's format is another.
+
+    Examples
+    --------
+    ::
+
+        names = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+        plans = {name: fsdpc.memory_plan(model, 8, (4, 1024), strategy=name) for name in names}
+        fsdpc.plots.plot_memory(plans, "memory.png", limit=16e9)
+    """
+    check_format(path)
+    if not plans:
+        raise ValueError("nothing to draw: give at least one memory plan, by its label")
+    longest = max(map(len, plans))
+    figure, ax = _paper(1.6 + max(0.6, 0.085 * longest) * len(plans))
+    most = max([limit or 0, *(plan.total for plan in plans.values())])
+    unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+    below = np.zeros(len(plans))
+    for each in CLASSES:
+        heights = np.array([(getattr(plan, each) or 0) / unit for plan in plans.values()])
+        if heights.any():
+            ax.bar(list(plans), heights, 0.62, bottom=below, color=CLASSES[each], label=each,
+                   edgecolor="white", linewidth=0.6)  # fmt: skip
+            below += heights
+    for x, total in enumerate(below):
+        ax.annotate(f"{total:.3g}", (x, total), (0, 2), textcoords="offset points", ha="center")
+    if limit is not None:
+        ax.axhline(limit / unit, color="black", linestyle="--", linewidth=1)
+        ax.annotate(
+            f"limit {limit / unit:.3g} {name}", (1, limit / unit), (-2, 3), ha="right",
+            xycoords=("axes fraction", "data"), textcoords="offset points",
+            bbox={"boxstyle": "square,pad=0", "color": "white", "alpha": 0.85},
+        )  # fmt: skip
+    ax.set_ylim(0, 1.12 * most / unit)
+    ax.set_ylabel(f"memory of a rank [{name}]")
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
+    _save_paper(figure, path)
+    return figure
+
+
+def plot_scaling(
+    runs: Mapping[int, Run | str | os.PathLike[str]],
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draw tokens a second over ranks, beside what perfect scaling would give, for papers.
+
+    Parameters
+    ----------
+    runs : mapping of int to Run or path
+        The number of ranks of each run, and its metrics, as :func:`read_run` takes them. A point is
+        the median of a run's steps without the first tenth; the bar is their middle half.
+    path : path, optional
+        Of a file to write: ``.png`` (300 dots an inch), ``.svg`` or ``.pdf``.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    ValueError
+        There are no runs, one has no rate, a number of ranks is below 1, or the file's format is
+        another.
+    """
+    check_format(path)
+    if not runs:
+        raise ValueError("nothing to draw: give at least one run, by its number of ranks")
+    points = []
+    for ranks, given in sorted(runs.items()):
+        run = given if isinstance(given, Run) else read_run(given)
+        rates = list(run.values.get("tokens_per_second", {}).values())
+        if ranks < 1 or not rates:
+            what = f"{ranks} ranks" if ranks < 1 else "no tokens_per_second"
+            raise ValueError(f"run {run.name} has {what}: it cannot be drawn over ranks")
+        points.append(np.percentile(rates[len(rates) // 10 :], (25, 50, 75)))
+    low, middle, high = np.array(points).T
+    ranks = np.array(sorted(runs))
+    figure, ax = _paper(4.2)
+    ax.plot(ranks, middle[0] * ranks / ranks[0], "--", color="#6b6b6b", linewidth=1,
+            label=f"{ranks[0]} rank{'s' * bool(ranks[0] > 1)}, scaled")  # fmt: skip
+    ax.errorbar(
+        ranks, middle, (middle - low, high - middle), fmt="o-", color=CLASSES["wire"],
+        ecolor="black", elinewidth=0.8, capsize=2, markersize=4, label="measured",
+    )  # fmt: skip
+    for x, y, share in zip(ranks, middle, middle * ranks[0] / (middle[0] * ranks), strict=True):
+        ax.annotate(f"{share:.0%}", (x, y), (4, -10), textcoords="offset points", fontsize=7)
+    ax.set_xticks(ranks)
+    ax.set_xlabel("ranks")
+    ax.set_ylabel("tokens/s of all ranks")
+    ax.set_ylim(bottom=0)
+    ax.legend(frameon=False)
+    _save_paper(figure, path)
+    return figure
+
+
+def _paper(width: float) -> tuple[Figure, Any]:
+    """Return a figure of a column's size, and its axes."""
+    check_installed()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(max(3.4, width), 2.7), layout="constrained")
+    ax = figure.subplots()
+    ax.grid(axis="y", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure, ax
+
+
+def _save_paper(figure: Figure, path: str | os.PathLike[str] | None) -> None:
+    for text in figure.findobj(lambda each: hasattr(each, "set_fontsize")):
+        text.set_fontsize(min(8, text.get_fontsize()))
+    if path is not None:
+        figure.savefig(path, dpi=300)
 
 
 class LivePlot(Logger):

@@ -171,3 +171,48 @@ def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path) -> None:
         done = command(*arguments, first=str(hiding.parent))
         sentence = f"fsdpc {arguments[0]}: plots need matplotlib: pip install fsdpc[plots]\n"
         assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_memory_by_strategy(tmp_path: Path) -> None:
+    with fsdpc.deferred_init():
+        model = fsdpc.nn.Linear(256, 256)
+    names = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD")
+    plans = {name: fsdpc.memory_plan(model, 4, (8, 256), strategy=name) for name in names}
+    figure = plots.plot_memory(plans, tmp_path / "memory.png", limit=4e6)
+    assert (tmp_path / "memory.png").read_bytes().startswith(PNG)
+    (ax,) = figure.axes
+    tops: dict[int, float] = {}
+    for bar in ax.patches:
+        place = round(bar.get_x() + bar.get_width() / 2)
+        tops[place] = max(tops.get(place, 0.0), bar.get_y() + bar.get_height())
+    totals = [plan.total / 2**20 for plan in plans.values()]
+    assert [tops[i] for i in range(3)] == pytest.approx(totals)
+    assert ax.lines[0].get_ydata()[0] == pytest.approx(4e6 / 2**20)
+    with pytest.raises(ValueError, match="give at least one memory plan"):
+        plots.plot_memory({})
+    with pytest.raises(ValueError, match="written as"):
+        plots.plot_memory(plans, "memory.jpg")
+
+
+def test_rates_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = {1: 100.0, 2: 180.0, 4: 320.0}
+    for ranks, rate in rates.items():
+        lines = [{"step": s, "tokens_per_second": 1.0 if s == 1 else rate} for s in range(1, 21)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{ranks}.jsonl").write_text(text)
+    runs = [str(tmp_path / f"{ranks}.jsonl") for ranks in rates]
+    figure = plots.plot_scaling(dict(zip(rates, runs, strict=True)))
+    ideal, measured = figure.axes[0].lines[:2]
+    assert list(ideal.get_ydata()) == [100.0, 200.0, 400.0]
+    assert list(measured.get_ydata()) == list(rates.values())
+    shares = [each.get_text() for each in figure.axes[0].texts]
+    assert shares == ["100%", "90%", "80%"]
+    out = tmp_path / "rates.png"
+    assert cli.main(["plot", *runs, "--ranks", "1,2,4", "-o", str(out)]) == 0
+    assert out.read_bytes().startswith(PNG)
+    for given, why in (("1,2", "2 numbers for 3 runs"), ("1,2,2", "has one run"),
+                       ("0,1,2", "has 0 ranks")):  # fmt: skip
+        assert cli.main(["plot", *runs, "--ranks", given, "-o", str(out)]) == 2
+        assert why in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has no tokens_per_second"):
+        plots.plot_scaling({1: plots.Run("one", {"loss": {1: 2.0}})})
