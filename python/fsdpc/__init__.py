@@ -162,6 +162,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name in ("load_ipython_extension", "unload_ipython_extension"):  # %load_ext fsdpc
+        return getattr(importlib.import_module("fsdpc.notebook"), name)
     if name in _FROM:
         return getattr(importlib.import_module(f"fsdpc.{_FROM[name]}"), name)
     if name in _LAZY:

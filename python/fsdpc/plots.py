@@ -303,8 +303,8 @@ class LivePlot(Logger):
 
     Notes
     -----
-    Ranks of :func:`fsdpc.launch` cannot draw into the notebook. There rank 0 writes JSON lines, and
-    the notebook draws them: see :meth:`follow`.
+    Ranks of ``%%ranks`` draw into their cell. Those of :func:`fsdpc.launch` cannot: there rank 0
+    writes JSON lines, and the notebook draws them, see :meth:`follow`.
 
     Examples
     --------
@@ -433,8 +433,10 @@ def check_installed() -> None:
 
 
 def _in_notebook() -> bool:
-    """Whether this is a kernel, and no rank that was forked from one."""
+    """Whether this is a kernel, or a rank of %%ranks, and no rank that was forked from one."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "shows_in_notebook", False):
+        return True
     session = getattr(getattr(shell, "kernel", None), "session", None)
     return session is not None and getattr(session, "pid", None) == os.getpid()
 

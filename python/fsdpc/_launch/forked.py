@@ -1,7 +1,7 @@
 """Run a Python function on forked ranks and bring back what each returned.
 
-A result travels as a pickle over a pipe from a process that this one forked, the one place in the
-library where anything is unpickled.
+A result travels as a pickle over a pipe from a process that this one forked.  Nothing is unpickled
+but what such processes (here, pool.py) and their launcher send each other.
 """
 
 from __future__ import annotations

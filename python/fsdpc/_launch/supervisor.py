@@ -150,13 +150,17 @@ class Supervisor:
         """Serve all ranks until every one has ended."""
         ticked = time.monotonic()
         while any(rank.running for rank in self.ranks):
-            for key, _ in self._selector.select(self._patience()):
-                rank, serve = key.data
-                serve(rank)
-            self._check_deadlines()
+            self.serve()
             if self.tick and time.monotonic() - ticked >= TICK_S:
                 self.tick()
                 ticked = time.monotonic()
+
+    def serve(self) -> None:
+        """Take what ranks have said, after half a second at most."""
+        for key, _ in self._selector.select(self._patience()):
+            rank, serve = key.data
+            serve(rank)
+        self._check_deadlines()
 
     def stop(self, signum: int) -> None:
         """Pass a signal on to all ranks and kill those that stay, as the top of this file says."""

@@ -1,0 +1,167 @@
+"""What ranks print and show, as one cell's output: equal things once.
+
+By default the first rank's output appears as it comes, and a line at the end says whether the
+others' was the same.  With ``--all`` everybody's appears line by line with the ranks in front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from fsdpc._launch.channel import Message
+from fsdpc._launch.forked import name_ranks
+
+LATE_S = 0.3  # that a line waits for the same line of other ranks
+ADDRESS = re.compile(r"\b0x[0-9a-f]+")  # of an object, in its repr
+
+
+def write(text: str) -> None:
+    """Print into the cell at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def show(shell: Any, message: Message) -> None:
+    """Display in this process what a rank displays in its own."""
+    if message.get("clear"):
+        shell.display_pub.clear_output(wait=message["wait"])
+        return
+    shell.display_pub.publish(
+        data=message["data"],
+        metadata=message["metadata"],
+        transient=message["transient"],
+        update=message["update"],
+    )
+
+
+def _compared(message: Message) -> str:
+    """Return what two ranks' displays are compared by."""
+    return ADDRESS.sub("0x", repr(sorted(message.get("data", {}).items())))
+
+
+class _Said:
+    """A digest of what a rank printed and showed; progress that was overwritten does not count."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._line = ""
+        self.is_empty = True
+
+    def add(self, text: str) -> None:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._take(line.rstrip("\r").rpartition("\r")[2])
+
+    def show(self, message: Message) -> None:
+        if not message.get("clear"):
+            self._take(_compared(message))
+
+    def digest(self) -> bytes:
+        if self._line:
+            self.add("\n")
+        return self._digest.digest()
+
+    def _take(self, text: str) -> None:
+        self.is_empty = False
+        self._digest.update(ADDRESS.sub("0x", text).encode() + b"\n")
+
+
+class First:
+    """The first rank's output alone, and at the end how the others' compares."""
+
+    def __init__(self, ranks: Sequence[int], shell: Any) -> None:
+        self._lead, self._shell = ranks[0], shell
+        self._said = {rank: _Said() for rank in ranks}
+        self._at_start = True
+
+    def text(self, rank: int, text: str) -> None:
+        if rank not in self._said:
+            return
+        self._said[rank].add(text)
+        if rank == self._lead:
+            write(text)
+            self._at_start = text.endswith(("\n", "\r"))
+
+    def show(self, rank: int, message: Message) -> None:
+        if rank not in self._said:
+            return
+        self._said[rank].show(message)
+        if rank == self._lead:
+            show(self._shell, message)
+
+    def tick(self) -> None: ...
+
+    def close(self) -> None:
+        """Write the line at the end, where others printed anything."""
+        digests = {rank: said.digest() for rank, said in self._said.items() if not said.is_empty}
+        others = [rank for rank in digests if rank != self._lead]
+        if not others:
+            return
+        same = [rank for rank in digests if digests[rank] == digests.get(self._lead)]
+        different = [rank for rank in others if rank not in same]
+        parts = [f"{name_ranks(same)}: the same output"] if len(same) > 1 else []
+        if different:
+            parts.append(f"{name_ranks(different)}: other output, shown by %%ranks --all")
+        write(f"{'' if self._at_start else chr(10)}[{'; '.join(parts)}]\n")
+
+
+class All:
+    """Everybody's output, line by line; what several ranks print at about the same time once."""
+
+    def __init__(self, ranks: Sequence[int], shell: Any) -> None:
+        self._shell = shell
+        self._lines = dict.fromkeys(ranks, "")
+        self._items: dict[int, deque[tuple[float, str, Message | None]]] = {
+            rank: deque() for rank in ranks
+        }
+
+    def text(self, rank: int, text: str) -> None:
+        if rank not in self._lines:
+            return
+        # Progress that is rewritten is shown where it ends.
+        *lines, self._lines[rank] = (self._lines[rank] + text).split("\n")
+        self._lines[rank] = self._lines[rank][self._lines[rank].rfind("\r", 0, -1) + 1 :]
+        now = time.monotonic()
+        for line in lines:
+            self._items[rank].append((now, line.rstrip("\r").rpartition("\r")[2], None))
+        self._merge(now)
+
+    def show(self, rank: int, message: Message) -> None:
+        if rank in self._items and not message.get("clear"):
+            self._items[rank].append((time.monotonic(), _compared(message), message))
+            self._merge(time.monotonic())
+
+    def tick(self) -> None:
+        """Write what nobody else has printed in the meantime."""
+        self._merge(time.monotonic())
+
+    def close(self) -> None:
+        """Write what is left."""
+        for rank, line in self._lines.items():
+            if line:
+                self.text(rank, "\n")
+        self._merge(float("inf"))
+
+    def _merge(self, now: float) -> None:
+        """Write the oldest items, once each for all ranks whose oldest item is the same."""
+        while waiting := [rank for rank, items in self._items.items() if items]:
+            oldest = min(waiting, key=lambda rank: (self._items[rank][0][0], rank))
+            since, text, message = self._items[oldest][0]
+            everybody = len(waiting) == len(self._items)
+            if not everybody and now - since < LATE_S:
+                return
+            first = waiting[0] if everybody else oldest
+            _, text, message = self._items[first][0]
+            same = [rank for rank in waiting if self._items[rank][0][1] == text]
+            for rank in same:
+                self._items[rank].popleft()
+            label = f"[{name_ranks(same).partition(' ')[2]}]"
+            write(f"{label} {text}\n" if message is None else f"{label}\n")
+            if message is not None:
+                show(self._shell, message)

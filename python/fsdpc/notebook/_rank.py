@@ -1,0 +1,266 @@
+"""The rank's side: an IPython shell that runs the cells it is sent.
+
+Each rank has a shell and a namespace of its own, in a module ``__main__``.  A cell behaves there as
+in a notebook: its last expression is shown, magics and ``await`` work, figures are shown as PNG.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from fsdpc import distributed
+from fsdpc._launch.channel import Channel, Message
+from fsdpc._launch.forked import _leave
+from fsdpc._launch.process import STOPS
+
+COLLECTIVES = distributed.__file__
+INLINE = "module://matplotlib_inline.backend_inline"
+CELL = re.compile(r"<ipython-input-")
+
+
+def pickler() -> Any:
+    """Return cloudpickle where it is installed, which takes functions of a notebook; else pickle.
+
+    Both read what the other has written.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+class _Host:
+    """The notebook, as a rank sees it: messages to it, and Ctrl-C from it.
+
+    Ctrl-C raises only while a cell runs, and never in the middle of a message.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._channel = Channel(fd)
+        self._in_cell = self._is_late = False
+        self._sending = 0  # messages of the main thread
+        self._lock = threading.Lock()
+        signal.signal(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if self._in_cell and not self._sending:
+            raise KeyboardInterrupt
+        self._is_late = self._in_cell
+
+    @contextmanager
+    def in_cell(self) -> Iterator[None]:
+        """Let Ctrl-C through."""
+        self._is_late, self._in_cell = False, True
+        try:
+            yield
+        finally:
+            self._in_cell = False
+
+    def request(self) -> Message | None:
+        """Wait for the next cell; None once the notebook has closed its end."""
+        while (message := self._channel.receive()) is not None:
+            if message["kind"] != "shown":  # of a thread
+                break
+        return message
+
+    def send(self, message: Message) -> None:
+        """Send a message; what the main thread shows is waited for."""
+        if threading.current_thread() is not threading.main_thread():
+            with self._lock:
+                self._channel.send(message)
+            return
+        self._sending += 1
+        try:
+            with self._lock:
+                self._channel.send(message)
+            if message["kind"] == "show":
+                self._channel.receive()
+        finally:
+            self._sending -= 1
+        if self._is_late and self._in_cell and not self._sending:
+            self._is_late = False
+            raise KeyboardInterrupt
+
+    def show(self, **content: Any) -> None:
+        """Have the notebook show something below what was printed."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.send({"kind": "show", **content})
+
+
+class _Publisher(DisplayPublisher):
+    def publish(  # type: ignore[no-untyped-def]
+        self, data, metadata=None, source=None, *, transient=None, update=False, **kwargs
+    ) -> None:
+        self.shell.host.show(
+            data=data, metadata=metadata or {}, transient=transient or {}, update=update
+        )
+
+    def clear_output(self, wait: bool = False) -> None:
+        self.shell.host.show(clear=True, wait=wait)
+
+
+class _Hook(DisplayHook):
+    def write_output_prompt(self) -> None:
+        """Leave the number of the cell to the notebook."""
+
+    def write_format_data(self, format_dict, md_dict=None) -> None:  # type: ignore[no-untyped-def]
+        self.shell.host.show(data=format_dict, metadata=md_dict or {}, transient={}, update=False)
+
+    def finish_displayhook(self) -> None:
+        self._is_active = False
+
+
+class RankShell(InteractiveShell):
+    """The shell of a rank."""
+
+    displayhook_class = Type(_Hook)
+    display_pub_class = Type(_Publisher)
+    shows_in_notebook = True
+    host: _Host
+    caught: list[str]
+
+    def _showtraceback(self, etype: Any, evalue: Any, stb: Any) -> None:
+        self.caught = [str(line) for line in stb]
+
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do nothing: there are no windows."""
+
+    @classmethod
+    def make(cls, host: _Host, colors: str) -> RankShell:
+        """Return this process's one shell, whatever was forked with it."""
+        if InteractiveShell.initialized():
+            type(InteractiveShell.instance()).clear_instance()
+        main = ModuleType("__main__")
+        sys.modules["__main__"], sys.argv = main, [""]
+        config = Config()
+        config.HistoryManager.enabled = False
+        config.InteractiveShell.colors = colors
+        shell = cls.instance(config=config, user_module=main, user_ns=main.__dict__)
+        shell.host, shell.caught = host, []
+        os.environ.setdefault("MPLBACKEND", INLINE)
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is not None:  # forked with the notebook's figures, which are not ours
+            pyplot.close("all")
+            shell.enable_matplotlib("inline")
+        return shell
+
+
+def serve(fd: int, colors: str) -> None:
+    """Run cells until the notebook closes its end."""
+    host = _Host(fd)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    shell = RankShell.make(host, colors)
+    host.send({"kind": "ready"})
+    while (request := host.request()) is not None:
+        if request["kind"] == "leave":
+            _leave()
+            host.send({"kind": "done"})
+            continue
+        answer = _run(shell, request)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        host.send({"kind": "done", **answer})
+    _leave()
+
+
+def main(fd: int, colors: str) -> None:
+    """Serve as a program of its own, which the notebook started."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    faulthandler.enable(file=2)
+    serve(fd, colors)
+    os._exit(0)
+
+
+def _run(shell: RankShell, request: Message) -> Message:
+    """Run a cell and return how it ended, with the values that were asked for."""
+    shell.caught = []
+    answer: Message = {"error": None, "values": {}}
+    try:
+        with shell.host.in_cell():
+            shell.host.send({"kind": "begun"})
+            for name, data in request["values"].items():
+                shell.user_ns[name] = _load(name, data)
+            shell.execution_count = request["count"]
+            result = shell.run_cell(_numbered(request["code"]), store_history=True)
+            error = result.error_before_exec or result.error_in_exec
+            if error is None:
+                answer["values"] = {
+                    name: _dump(shell.user_ns, name) for name in request["wanted"]
+                }
+    except (Exception, KeyboardInterrupt) as caught:  # of ours, or at the edge of a cell
+        error = caught
+    if error is not None:
+        answer["error"] = _describe(error, shell.caught)
+    return answer
+
+
+def _numbered(code: str) -> str:
+    """Put a line where the magic was, so that tracebacks name the notebook's lines."""
+    return code if code.lstrip().startswith("%%") else f"# %%ranks\n{code}"
+
+
+def _load(name: str, data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ValueError(
+            f"'{name}' cannot be read on the rank: {error}; define what it needs in a %%ranks cell"
+        ) from error
+
+
+def _dump(namespace: dict[str, Any], name: str) -> bytes:
+    if name not in namespace:
+        raise NameError(f"the cell has left no '{name}' to bring back (-o {name})")
+    try:
+        return bytes(pickler().dumps(namespace[name]))
+    except Exception as error:
+        raise ValueError(
+            f"'{name}' of type {type(namespace[name]).__name__} cannot be brought back: {error}; "
+            "take numbers or arrays from it"
+        ) from error
+
+
+def _describe(error: BaseException, shown: list[str]) -> Message:
+    frames = [(each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)]
+    frames = [each for each in frames if not each[0].startswith(os.path.dirname(__file__))]
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "shown": shown or traceback.format_exception_only(type(error), error),
+        "frames": frames,
+        "line": next((line for name, line in reversed(frames) if CELL.match(name)), None),
+        "is_stop": isinstance(error, KeyboardInterrupt),
+        "blames_peer": type(error).__name__ == "PeerError",
+        "is_over": _has_ended_world(error, frames),
+    }
+
+
+def _has_ended_world(error: BaseException, frames: list[tuple[str, int | None]]) -> bool:
+    """Whether no collective can follow: the engine said so, or Ctrl-C ended one half done.
+
+    A training step that Ctrl-C ended is another thing: the next forward completes or drops it, or
+    says that it cannot.
+    """
+    if type(error).__name__ in ("PeerError", "MismatchError"):
+        return True
+    return isinstance(error, KeyboardInterrupt) and any(name == COLLECTIVES for name, _ in frames)
