@@ -150,21 +150,47 @@ def test_vision_transformer_by_another_strategy() -> None:
     assert len(found[0]) == 2 and found[0] == found[1]
 
 
-def test_notebook() -> None:
+def play(name: str, *changes: tuple[str, str]) -> tuple[str, list[dict[str, str]]]:
+    """Run a notebook with other numbers in it; return what it printed, and what it displayed."""
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.read(EXAMPLES / "06_notebook.ipynb", as_version=4)
-    changed = 0
-    for cell in notebook.cells:
-        if cell.cell_type == "code" and "\nsteps = 100" in cell.source:
-            cell.source = cell.source.replace("steps = 100", "steps = 21")
-            changed += 1
-    assert changed == 1
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in cells), "clear the outputs"
+    for old, new in changes:
+        found = [cell for cell in cells if old in cell.source]
+        assert found, old
+        for cell in found:
+            cell.source = cell.source.replace(old, new)
     NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
-    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    outputs = [each for cell in cells for each in cell.outputs]
     text = "".join(each.text for each in outputs if each.output_type == "stream")
-    seen = losses(text)
+    return text, [each.data for each in outputs if "data" in each]
+
+
+def pictures(shown: list[dict[str, str]]) -> int:
+    return sum("image/png" in data for data in shown)
+
+
+def test_notebook_of_a_first_model() -> None:
+    text, shown = play("06_first_model.ipynb", ("steps = 100", "steps = 21"))
+    seen = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", text, re.M)]
     assert len(seen) == 2 and seen[1] < seen[0] < 6
+    assert {"[0] rank 0 of 2", "[1] rank 1 of 2"} <= set(text.splitlines())
     # The plot of a run that goes on is one picture, updated in place.
-    assert sum("image/png" in each.get("data", {}) for each in outputs) == 1
+    assert pictures(shown) == 1 and shown[-1]["text/plain"] == "[30, 30]"
+
+
+def test_notebook_of_sharding() -> None:
+    text, shown = play("10_sharding.ipynb", ('preset("10M")', 'preset("2M")'))
+    assert sum("<svg" in data.get("text/html", "") for data in shown) == 2 and pictures(shown) == 1
+    assert len(re.findall(r" MiB held .* MiB planned$", text, re.M)) == 5
+    assert re.search(r"^\d+ uses a step, gathered \d+ ahead$", text, re.M)
+
+
+def test_notebook_beside_pytorch() -> None:
+    text, shown = play("11_beside_pytorch.ipynb", ("steps = 15", "steps = 5"))
+    assert "spawned: torch is imported here" in text and pictures(shown) == 1
+    assert re.search(r"^\[1\] [\d,]+ elements here$", text, re.M)

@@ -99,7 +99,7 @@ def play(tmp_path: Path, *cells: str) -> list[Played]:
 
 
 def test_names_live_on_and_travel(tmp_path: Path) -> None:
-    how, first, last, sent, alone, read, failed = play(
+    how, first, last, sent, alone, read, checked, ended, _, unknown = play(
         tmp_path,
         "%ranks 2",
         "%%ranks\nimport fsdpc\nmine = fsdpc.rank()",
@@ -108,11 +108,15 @@ def test_names_live_on_and_travel(tmp_path: Path) -> None:
         "%%ranks -i lr -o both,mine\nboth = lr + mine",
         "%%ranks 1 -o one\none = mine",
         "assert both == [3.5, 4.5] and mine == [0, 1] and one == 1, (both, mine, one)",
+        "%ranks 0",
+        "%unload_ext fsdpc",
+        "%ranks",
     )
     assert how.out.startswith("ranks 0, 1, forked\n  rank 0: pid ")
     assert first == Played("", [], "NoneType", "", "None")
     assert last.out == "[ranks 0, 1: the same output]\n" and last.kinds == [["text/plain"]]
-    assert [each.error for each in (sent, alone, read, failed)] == ["NoneType"] * 4, failed
+    assert {each.error for each in (sent, alone, read, checked)} == {"NoneType"}, checked
+    assert ended.out == "ended ranks 0, 1\n" and unknown.error == "UsageError"
 
 
 def test_ranks_are_programs_of_their_own_beside_threads(tmp_path: Path) -> None:
