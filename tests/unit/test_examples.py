@@ -183,6 +183,18 @@ def test_notebook_of_a_first_model() -> None:
     assert pictures(shown) == 1 and shown[-1]["text/plain"] == "[30, 30]"
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["06_first_model", "10_sharding", "11_beside_pytorch"])
+def test_notebooks_in_jupyterlab(name: str) -> None:
+    pytest.importorskip("jupyterlab")
+    pytest.importorskip("playwright")
+    tool = ROOT / "tools" / "drive_notebook.py"
+    command = [sys.executable, str(tool), str(EXAMPLES / f"{name}.ipynb")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert Path(done.stdout.strip()).stat().st_size > 50_000
+
+
 def test_notebook_of_sharding() -> None:
     text, shown = play("10_sharding.ipynb", ('preset("10M")', 'preset("2M")'))
     assert sum("<svg" in data.get("text/html", "") for data in shown) == 2 and pictures(shown) == 1
