@@ -80,6 +80,12 @@ fsdpc_status fsdpc_op_unary(fsdpc_tape *tape, fsdpc_unary kind, double scalar, f
                             fsdpc_tensor **out)
 {
     FSDPC_TRY(fsdpc_op_check_float(unary_names[kind], "the tensor", x));
+    if (kind == FSDPC_UNARY_CLAMP_MIN || kind == FSDPC_UNARY_CLAMP_MAX) { /* as x's dtype has it */
+        if (x->dtype == FSDPC_BF16)
+            scalar = fsdpc_bf16_to_f32(fsdpc_f32_to_bf16((float)scalar));
+        else if (x->dtype == FSDPC_F16)
+            scalar = fsdpc_f16_to_f32(fsdpc_f32_to_f16((float)scalar));
+    }
     fsdpc_tensor *y;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
     fsdpc_unary_args args = {.kind = kind,

@@ -15,11 +15,6 @@ typedef union cast_block {
     double reals[CAST_BLOCK];
 } cast_block;
 
-int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id_dtype)
-{
-    return id_dtype == FSDPC_I32 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
-}
-
 double fsdpc_nn_load_f64(const void *base, size_t i, fsdpc_dtype dtype)
 {
     switch (dtype) {

@@ -77,6 +77,79 @@ FSDPC_INLINE void copy_cast_to(const nn_copy_plan *plan, size_t first, size_t la
 
 NN_FLOAT_KERNELS(copy_cast_to, nn_copy_plan, NULL)
 
+/* Dense casts from integers and bool, and to bool, as loops of which vectors are made. */
+#define CAST(from, to, value)                                                                      \
+    do {                                                                                           \
+        const from *restrict x = src;                                                              \
+        to *restrict y = dst;                                                                      \
+        for (size_t i = 0; i < n; i++)                                                             \
+            y[i] = (to)(value);                                                                    \
+        return;                                                                                    \
+    } while (0)
+
+static void cast_to_f32(float *dst, const void *src, fsdpc_dtype dtype, size_t n)
+{
+    if (dtype == FSDPC_BOOL)
+        CAST(uint8_t, float, x[i] != 0);
+    if (dtype == FSDPC_U8)
+        CAST(uint8_t, float, x[i]);
+    if (dtype == FSDPC_I32)
+        CAST(int32_t, float, x[i]);
+    CAST(int64_t, float, x[i]);
+}
+
+static void cast_to_i64(int64_t *dst, const void *src, fsdpc_dtype dtype, size_t n)
+{
+    if (dtype == FSDPC_BOOL)
+        CAST(uint8_t, int64_t, x[i] != 0);
+    if (dtype == FSDPC_U8)
+        CAST(uint8_t, int64_t, x[i]);
+    CAST(int32_t, int64_t, x[i]);
+}
+
+static void cast_to_bool(uint8_t *dst, const void *src, fsdpc_dtype dtype, size_t n)
+{
+    if (dtype == FSDPC_F32)
+        CAST(float, uint8_t, x[i] != 0);
+    CAST(uint16_t, uint8_t, (x[i] & 0x7fff) != 0);
+}
+
+static bool copy_casts(fsdpc_dtype dst, fsdpc_dtype src)
+{
+    if (dst == FSDPC_BOOL)
+        return src <= FSDPC_F16;
+    return src > FSDPC_F64 && (dst <= FSDPC_F16 || (dst == FSDPC_I64 && src != FSDPC_I64));
+}
+
+static void copy_numbers_range(const void *arg, size_t first, size_t last)
+{
+    const nn_copy_plan *plan = arg;
+    fsdpc_dtype to = plan->args->dst_dtype, from = plan->args->src_dtype;
+    size_t inner = plan->box.shape[plan->box.ndim - 1], to_bytes = fsdpc_dtype_bytes(to);
+    float block[UNARY_BLOCK];
+    for (size_t at = first, n; at < last; at += n) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        n = fsdpc_min_size(UNARY_BLOCK, fsdpc_min_size(inner - col, last - at));
+        const void *src =
+            (const char *)plan->args->src + (offset[1] + col) * fsdpc_dtype_bytes(from);
+        void *dst = (char *)plan->args->dst + (offset[0] + col) * to_bytes;
+        if (to == FSDPC_BOOL)
+            cast_to_bool(dst, src, from, n);
+        else if (to == FSDPC_I64)
+            cast_to_i64(dst, src, from, n);
+        else if (to == FSDPC_F32)
+            cast_to_f32(dst, src, from, n);
+        else {
+            cast_to_f32(block, src, from, n);
+            if (to == FSDPC_BF16)
+                narrow(dst, 0, block, n, FSDPC_BF16);
+            else
+                narrow(dst, 0, block, n, FSDPC_F16);
+        }
+    }
+}
+
 /* -- tiles ------------------------------------------------------------------------------------- */
 
 #if defined(FSDPC_VEC_AVX512)
@@ -207,6 +280,9 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
         nn_for(stream, numel, NN_GRAIN, copy_memcpy_range, &plan);
     else if (dense_dst && plan.box.stride[1][inner] == 1 && narrow_floats)
         nn_for(stream, numel, NN_GRAIN, copy_cast_to_kernels[args->dst_dtype], &plan);
+    else if (dense_dst && plan.box.stride[1][inner] == 1 && !args->accumulate &&
+             copy_casts(args->dst_dtype, args->src_dtype))
+        nn_for(stream, numel, NN_GRAIN, copy_numbers_range, &plan);
     else if (dense_dst && plain && (bytes == 2 || bytes == 4) && fsdpc_nn_copy_plan_turn(&plan)) {
         size_t strip = COPY_TILE * plan.box.shape[inner];
         size_t strips = fsdpc_ceil_div(plan.box.shape[inner - 1], COPY_TILE);

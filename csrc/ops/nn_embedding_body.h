@@ -6,10 +6,27 @@
  * or one fill.
  */
 
+#define EMBEDDING_PICK(type, id_type)                                                              \
+    do {                                                                                           \
+        const type *table = args->table;                                                           \
+        const id_type *ids = args->ids;                                                            \
+        for (size_t i = first; i < last; i++)                                                      \
+            ((type *)args->out)[i] = table[ids[i]];                                                \
+        return;                                                                                    \
+    } while (0)
+
 static void embedding_range(const void *arg, size_t first, size_t last)
 {
-    const fsdpc_embedding_args *args = arg;
+    const fsdpc_embedding_args own = *(const fsdpc_embedding_args *)arg, *args = &own;
     size_t bytes = args->dim * fsdpc_dtype_bytes(args->dtype);
+    if (args->dim == 1 && args->id_dtype == FSDPC_I64) { /* single elements, as gather has them */
+        if (bytes == 4)
+            EMBEDDING_PICK(uint32_t, int64_t);
+        if (bytes == 2)
+            EMBEDDING_PICK(uint16_t, int64_t);
+        if (bytes == 8)
+            EMBEDDING_PICK(uint64_t, int64_t);
+    }
     for (size_t i = first; i < last; i++)
         memcpy((char *)args->out + i * bytes,
                (const char *)args->table +
@@ -70,6 +87,57 @@ FSDPC_INLINE void embedding_backward_range(const nn_embedding_plan *plan, size_t
             memset((char *)args->dtable + row * bytes, 0, bytes);
 }
 
+/* Single elements, as scatter_add has them, are added where they belong in the order of the ids:
+ * the sums of the form above, without its sorting.  A part looks at all ids for those in its range
+ * of rows.  `sums` is fp32 memory for all rows. */
+typedef struct embedding_adding {
+    const fsdpc_embedding_args *args;
+    float *sums;
+} embedding_adding;
+
+static void embedding_add_range(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_embedding_args *args = ((const embedding_adding *)arg)->args;
+    float *sums = ((const embedding_adding *)arg)->sums, block[UNARY_BLOCK];
+    memset(sums + first, 0, (last - first) * sizeof *sums);
+    for (size_t i = 0; i < args->count; i += UNARY_BLOCK) {
+        size_t n = fsdpc_min_size(UNARY_BLOCK, args->count - i);
+        if (args->dtype == FSDPC_F32)
+            memcpy(block, (const float *)args->dout + i, n * sizeof *block);
+        else if (args->dtype == FSDPC_BF16)
+            widen(block, args->dout, i, n, FSDPC_BF16);
+        else
+            widen(block, args->dout, i, n, FSDPC_F16);
+        for (size_t k = 0; k < n; k++) {
+            size_t row = (size_t)fsdpc_nn_load_id(args->ids, i + k, args->id_dtype);
+            if (row - first < last - first)
+                sums[row] += block[k];
+        }
+    }
+    if (args->dtable_dtype == FSDPC_BF16)
+        narrow(args->dtable, first, sums + first, last - first, FSDPC_BF16);
+    else if (args->dtable_dtype == FSDPC_F16)
+        narrow(args->dtable, first, sums + first, last - first, FSDPC_F16);
+}
+
+static fsdpc_status embedding_add(const fsdpc_embedding_args *args, fsdpc_stream *stream)
+{
+    embedding_adding adding = {args, args->dtable};
+    void *memory = NULL;
+    if (args->dtable_dtype != FSDPC_F32) {
+        size_t bytes;
+        FSDPC_TRY(fsdpc_mul_size(args->rows, sizeof(float), &bytes));
+        FSDPC_TRY(fsdpc_device_alloc(stream->device, FSDPC_MEM_OTHER, bytes, &memory));
+        adding.sums = memory;
+    }
+    size_t threads = (size_t)fsdpc_team_threads(stream->device->team);
+    nn_for(stream, args->rows, fsdpc_max_size(NN_GRAIN, args->rows / threads), embedding_add_range,
+           &adding);
+    if (memory)
+        fsdpc_device_free(stream->device, memory);
+    return FSDPC_OK;
+}
+
 NN_FLOAT_KERNELS(embedding_backward_range, nn_embedding_plan, fsdpc_nn_embedding_backward_wide)
 
 static fsdpc_status embedding_backward(const fsdpc_embedding_args *args, fsdpc_stream *stream)
@@ -79,6 +147,9 @@ static fsdpc_status embedding_backward(const fsdpc_embedding_args *args, fsdpc_s
     FSDPC_TRY(fsdpc_nn_embedding_check(args));
     if (args->dim == 0)
         return FSDPC_OK;
+    bool wide = args->dtype == FSDPC_F64 || args->dtable_dtype == FSDPC_F64;
+    if (args->dim == 1 && !wide && !args->accumulate)
+        return embedding_add(args, stream);
     nn_embedding_plan plan = {.args = args};
     size_t words, bytes;
     FSDPC_TRY(fsdpc_add_size(args->rows + 1, args->count, &words));
@@ -88,7 +159,6 @@ static fsdpc_status embedding_backward(const fsdpc_embedding_args *args, fsdpc_s
     plan.starts = memory;
     plan.order = plan.starts + args->rows + 1;
     fsdpc_nn_embedding_sort(&plan);
-    bool wide = args->dtype == FSDPC_F64 || args->dtable_dtype == FSDPC_F64;
     nn_for(stream, args->rows, nn_row_grain(args->dim),
            embedding_backward_range_kernels[wide ? FSDPC_F64 : args->dtype], &plan);
     fsdpc_device_free(stream->device, memory);

@@ -193,7 +193,11 @@ void fsdpc_nn_cast_row(void *dst, fsdpc_dtype dst_dtype, size_t dst_at, size_t d
                        size_t numel, bool accumulate);
 double fsdpc_nn_load_f64(const void *base, size_t i, fsdpc_dtype dtype); /* float dtypes */
 void fsdpc_nn_store_f64(void *base, size_t i, fsdpc_dtype dtype, double x);
-int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id_dtype);
+
+static inline int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id_dtype)
+{
+    return id_dtype == FSDPC_I32 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
+}
 
 /* -- nn_f64.c, nn_f64_rows.c: kernels nobody trains on, compiled once ----------------------------
  */

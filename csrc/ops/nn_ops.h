@@ -36,6 +36,10 @@ enum { FSDPC_MAX_DIMS = 8 };
     X(EXPM1, "expm1") /* e^x - 1 */                                                                \
     X(ERF, "erf")                                                                                  \
     X(SIGN, "sign")               /* NaN stays */                                                  \
+    X(SOFTPLUS, "softplus")       /* log(1 + e^x) */                                               \
+    X(CLAMP_MIN, "clamp_min")     /* x < s ? s : x */                                              \
+    X(CLAMP_MAX, "clamp_max")     /* x > s ? s : x */                                              \
+    X(HUBER, "huber")             /* |x| < s ? x^2 / (2 s) : |x| - s / 2 */                        \
     X(ADD_SCALAR, "add_scalar")   /* x + s */                                                      \
     X(MUL_SCALAR, "mul_scalar")   /* x * s */                                                      \
     X(RSUB_SCALAR, "rsub_scalar") /* s - x */                                                      \

@@ -59,6 +59,16 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
         const fsdpc_vf zero = {0}, one = fsdpc_vf_splat(1.0f);
         return fsdpc_vf_select(x > zero, one, fsdpc_vf_select(x < zero, -one, x * 0.0f));
     }
+    case FSDPC_UNARY_SOFTPLUS:
+        return fsdpc_vf_max((fsdpc_vf){0}, x) + fsdpc_vf_log1p(fsdpc_vf_exp(-fsdpc_vf_abs(x)));
+    case FSDPC_UNARY_CLAMP_MIN: /* NaN stays */
+        return fsdpc_vf_max(fsdpc_vf_splat(s), x);
+    case FSDPC_UNARY_CLAMP_MAX:
+        return fsdpc_vf_min(fsdpc_vf_splat(s), x);
+    case FSDPC_UNARY_HUBER: {
+        fsdpc_vf a = fsdpc_vf_abs(x);
+        return fsdpc_vf_select(a < s, a * a * (0.5f / s), a - 0.5f * s);
+    }
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -123,6 +133,15 @@ FSDPC_INLINE fsdpc_vf unary_slope(fsdpc_unary kind, fsdpc_vf x, fsdpc_vf y, fsdp
         return dy * (1.1283791671f * fsdpc_vf_exp(-x * x));
     case FSDPC_UNARY_SIGN:
         return zero;
+    case FSDPC_UNARY_SOFTPLUS:
+        return dy * fsdpc_vf_sigmoid(x);
+    case FSDPC_UNARY_CLAMP_MIN:
+        return fsdpc_vf_select(x < s, zero, dy);
+    case FSDPC_UNARY_CLAMP_MAX:
+        return fsdpc_vf_select(x > s, zero, dy);
+    case FSDPC_UNARY_HUBER:
+        return dy * fsdpc_vf_max(fsdpc_vf_splat(-1.0f),
+                                 fsdpc_vf_min(fsdpc_vf_splat(1.0f), x * (1.0f / s)));
     case FSDPC_UNARY_ADD_SCALAR:
         return dy;
     case FSDPC_UNARY_MUL_SCALAR:

@@ -54,6 +54,14 @@ RULE RULE_T unary_value(fsdpc_unary kind, RULE_T x, RULE_T s)
         return erf(x);
     case FSDPC_UNARY_SIGN:
         return x > 0 ? (RULE_T)1 : x < 0 ? (RULE_T)-1 : x * 0;
+    case FSDPC_UNARY_SOFTPLUS:
+        return (x < 0 ? (RULE_T)0 : x) + log1p(exp(-fabs(x)));
+    case FSDPC_UNARY_CLAMP_MIN:
+        return x < s ? s : x; /* NaN stays */
+    case FSDPC_UNARY_CLAMP_MAX:
+        return x > s ? s : x;
+    case FSDPC_UNARY_HUBER:
+        return fabs(x) < s ? x * x * ((RULE_T)0.5 / s) : fabs(x) - (RULE_T)0.5 * s;
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:
@@ -117,6 +125,14 @@ RULE RULE_T unary_slope(fsdpc_unary kind, RULE_T x, RULE_T y, RULE_T dy, RULE_T 
         return dy * ((RULE_T)1.12837916709551257390 * exp(-x * x));
     case FSDPC_UNARY_SIGN:
         return (RULE_T)0;
+    case FSDPC_UNARY_SOFTPLUS:
+        return dy * sigmoid(x);
+    case FSDPC_UNARY_CLAMP_MIN:
+        return x < s ? (RULE_T)0 : dy;
+    case FSDPC_UNARY_CLAMP_MAX:
+        return x > s ? (RULE_T)0 : dy;
+    case FSDPC_UNARY_HUBER:
+        return fabs(x) < s ? dy * x * ((RULE_T)1 / s) : x < 0 ? -dy : x > 0 ? dy : dy * x;
     case FSDPC_UNARY_ADD_SCALAR:
         return dy;
     case FSDPC_UNARY_MUL_SCALAR:

@@ -107,6 +107,13 @@ static PyObject *power(fsdpc_py_state *state, PyObject *const *a)
     return unary_of(state, FSDPC_UNARY_POW_SCALAR, exponent, x);
 }
 
+static PyObject *unary_scalar(fsdpc_py_state *state, PyObject *const *a, fsdpc_unary kind)
+{
+    double s = 0;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    return x && fsdpc_py_arg_double(a[1], &s) == 0 ? unary_of(state, kind, s, x) : NULL;
+}
+
 static PyObject *swiglu(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *gate = fsdpc_py_tensor_of(a[0]), *up = gate ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -505,6 +512,13 @@ static PyObject *array_equal(PyObject *const *a)
     M(expm1, 1, "x", "e ** x - 1", unary(state, a, FSDPC_UNARY_EXPM1), "x")                        \
     M(erf, 1, "x", "The error function.", unary(state, a, FSDPC_UNARY_ERF), "x")                   \
     M(sign, 1, "x", "-1, 0 or 1.", unary(state, a, FSDPC_UNARY_SIGN), "x")                         \
+    F(softplus, 1, "x", "log(1 + e ** x)", unary(state, a, FSDPC_UNARY_SOFTPLUS), "x")             \
+    F(clamp_min, 2, "x, bound", "Numbers below the bound become it.",                              \
+      unary_scalar(state, a, FSDPC_UNARY_CLAMP_MIN), "x", "bound")                                 \
+    F(clamp_max, 2, "x, bound", "Numbers above the bound become it.",                              \
+      unary_scalar(state, a, FSDPC_UNARY_CLAMP_MAX), "x", "bound")                                 \
+    F(huber, 2, "x, beta", "Squares below beta, absolute values above.",                           \
+      unary_scalar(state, a, FSDPC_UNARY_HUBER), "x", "beta")                                      \
     F(silu, 1, "x", "x * sigmoid(x)", unary(state, a, FSDPC_UNARY_SILU), "x")                      \
     M(relu, 1, "x", "max(x, 0)", unary(state, a, FSDPC_UNARY_RELU), "x")                           \
     F(gelu, 1, "x, approximate='none'",                                                            \

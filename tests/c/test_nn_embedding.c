@@ -107,6 +107,38 @@ static void test_rotary(nn_rig *rig, fsdpc_dtype dtype, size_t batch, size_t tok
     CHECK_FAILS(rig->ops->rotary(&args, rig->stream), FSDPC_ERR_SHAPE, "even");
 }
 
+/* Single elements of many rows, of which two threads take parts: sums in the order of the ids. */
+static void test_single_elements(nn_rig *rig, fsdpc_dtype dtype)
+{
+    enum { ROWS = 50001, COUNT = 70001 };
+    static int64_t ids[COUNT];
+    static float want[ROWS];
+    buffer dout = buffer_noise(dtype, COUNT, 3, -1, 1), dtable = buffer_make(dtype, ROWS);
+    memset(want, 0, sizeof want);
+    for (size_t i = 0; i < COUNT; i++) {
+        ids[i] = (int64_t)(noise(7, i) * ROWS);
+        want[ids[i]] += (float)buffer_get(&dout, i);
+    }
+    fsdpc_embedding_args args = {.dtype = dtype,
+                                 .id_dtype = FSDPC_I64,
+                                 .count = COUNT,
+                                 .rows = ROWS,
+                                 .dim = 1,
+                                 .ids = ids,
+                                 .dout = dout.data,
+                                 .dtable = dtable.data,
+                                 .dtable_dtype = dtype};
+    CHECK_OK(rig->ops->embedding_backward(&args, rig->stream));
+    buffer_check(rig, &dtable, "single elements");
+    for (size_t i = 0; i < ROWS; i++) {
+        float rounded =
+            dtype == FSDPC_F32 ? want[i] : fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(want[i]));
+        CHECK((float)buffer_get(&dtable, i) == rounded);
+    }
+    buffer_free(&dout);
+    buffer_free(&dtable);
+}
+
 static void suite(nn_rig *rig)
 {
     const size_t counts[] = {0, 1, 7, 40, 301};
@@ -121,6 +153,8 @@ static void suite(nn_rig *rig)
                                    (n + c) % 2 == 0);
             }
     test_embedding_errors(rig);
+    test_single_elements(rig, FSDPC_F32);
+    test_single_elements(rig, FSDPC_BF16);
     for (size_t d = 0; d < 4; d++) {
         test_rotary(rig, float_dtypes[d], 0, 5, 2, 8);
         test_rotary(rig, float_dtypes[d], 2, 3, 1, 2);

@@ -43,6 +43,14 @@ static double value(fsdpc_unary kind, double x, double s)
         return erf(x);
     case FSDPC_UNARY_SIGN:
         return x > 0 ? 1 : x < 0 ? -1 : 0;
+    case FSDPC_UNARY_SOFTPLUS:
+        return log1p(exp(x));
+    case FSDPC_UNARY_CLAMP_MIN:
+        return fmax(x, s);
+    case FSDPC_UNARY_CLAMP_MAX:
+        return fmin(x, s);
+    case FSDPC_UNARY_HUBER:
+        return fabs(x) < s ? x * x / (2 * s) : fabs(x) - s / 2;
     case FSDPC_UNARY_ADD_SCALAR:
         return x + s;
     case FSDPC_UNARY_MUL_SCALAR:

@@ -234,6 +234,11 @@ def test_clamp(dtype):
     y[:4].sum().backward()
     assert x.grad.tolist()[:4] == [1, 1, 1, 0]  # at a bound it passes, as in torch
     assert _core.tensor([-5, 5]).clamp(0, 3).tolist() == [0, 3]
+    half = _core.tensor([0.0, 0.1, 1.0]).to("bfloat16").requires_grad_()  # 0.1 is rounded up
+    bounded = half.clamp(0.1, 0.9)  # bounds as bfloat16 has them
+    assert bounded.tolist() == [0.10009765625, 0.10009765625, 0.8984375]
+    bounded.sum().backward()
+    assert half.grad.tolist() == [0, 1, 0]
     with pytest.raises(ValueError, match="give min, max or both"):
         x.clamp()
 

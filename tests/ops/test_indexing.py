@@ -122,6 +122,22 @@ def test_sort(dim, descending):
     assert x.argsort(dim, descending).tolist() == want.indices.tolist()
 
 
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_equals_keep_their_order(dtype, descending):
+    a = np.random.default_rng(3).integers(0, 4, (5, 60)).astype(np.float32)
+    t = torch.from_numpy(a).to(getattr(torch, dtype))
+    if t.is_floating_point():  # zeros of both signs are equal, NaN is largest of either sign
+        t[:, ::7] = -0.0
+        t[:, ::9] = np.inf
+        t[:, ::11] = np.nan
+        t[:, ::13] = -t[:, ::13]
+    x = fsdpc.tensor(t.float().numpy()).to(dtype)
+    want = t.sort(dim=1, descending=descending, stable=True).indices.tolist()
+    assert x.argsort(1, descending).tolist() == want
+    assert x.topk(7, 1, descending)[1].tolist() == [row[:7] for row in want]
+
+
 def test_sort_and_topk_have_gradients():
     a = noise(4, 7)
     for dtype in FLOATS:
@@ -151,6 +167,8 @@ def test_indices_that_do_not_fit():
             F.gather(x, 1, fsdpc.tensor([[bad]]))
         with pytest.raises(IndexError):
             F.scatter_add(x, 1, fsdpc.tensor([[bad]]), fsdpc.ones(1, 1))
+    with pytest.raises(IndexError, match="gather: index 4 for dimension 1 of 4 elements"):
+        F.gather(x, 1, fsdpc.tensor([[0, 4]]))
     with pytest.raises(ValueError, match=r"gather: index \(1,\) for a tensor of shape \(3, 4\)"):
         F.gather(x, 1, fsdpc.tensor([0]))
     with pytest.raises(ValueError, match="src .* is smaller than index"):

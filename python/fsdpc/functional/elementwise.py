@@ -70,9 +70,11 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     if min is None and max is None:
         raise ValueError("clamp: give min, max or both")
     if min is not None:
-        x = where(x < min, min, x)
+        plain = x.dtype.is_floating_point and isinstance(min, (int, float))
+        x = _core.clamp_min(x, min) if plain else where(x < min, min, x)
     if max is not None:
-        x = where(x > max, max, x)
+        plain = x.dtype.is_floating_point and isinstance(max, (int, float))
+        x = _core.clamp_max(x, max) if plain else where(x > max, max, x)
     return x
 
 

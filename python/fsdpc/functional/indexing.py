@@ -72,7 +72,8 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     ids = _linear("scatter_add", x, dim, index)
     if src.ndim != index.ndim or any(s < i for s, i in zip(src.shape, index.shape, strict=True)):
         raise ValueError(f"scatter_add: src {src.shape} is smaller than index {index.shape}")
-    taken = src[tuple(slice(0, n) for n in index.shape)]
+    whole = src.shape == index.shape
+    taken = src if whole else src[tuple(slice(0, n) for n in index.shape)]
     added = _core.scatter_rows(ids, taken.reshape(*ids.shape, 1), math.prod(x.shape))
     return x + added.reshape(x.shape)
 
@@ -114,6 +115,11 @@ def take_along(x: Tensor, index: Any) -> Tensor:
 
 def put_along(x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with arrays or masks in the index; the last of equals stays."""
+    number = isinstance(value, (int, float)) and x.dtype.is_floating_point
+    if number and isinstance(index, Tensor) and index.dtype is _core.bool_:
+        if index.shape == x.shape:
+            x.copy_(where(index, value, x.detach()))
+            return
     index = _plain(index)
     lead = _reach(x, index)
     rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
@@ -137,7 +143,10 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     """
     axis = dimension("argsort", x, dim)
     array = host(x)
-    if descending:  # stable: of the reversed row, read backwards
+    keys = _keys(array, axis, descending)
+    if keys is not None:
+        found = np.sort(keys, axis=axis) & _PLACES
+    elif descending:  # stable: of the reversed row, read backwards
         found = np.argsort(np.flip(array, axis), axis=axis, kind="stable")
         found = np.flip(array.shape[axis] - 1 - found, axis)
     else:
@@ -187,7 +196,13 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     axis = dimension("topk", x, dim)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k is {k} for dimension {dim} of {x.shape[axis]} elements")
-    order = argsort(x, axis, largest)[(*(slice(None),) * axis, slice(0, k))]
+    first = (*(slice(None),) * axis, slice(0, k))
+    keys = _keys(host(x), axis, largest) if 0 < k < x.shape[axis] else None
+    if keys is None:
+        order = argsort(x, axis, largest)[first]
+    else:  # the k smallest keys, then those in order
+        found = np.sort(np.partition(keys, k - 1, axis=axis)[first], axis=axis) & _PLACES
+        order = _core.tensor(np.ascontiguousarray(found))
     return gather(x, axis, order), order
 
 
@@ -233,8 +248,35 @@ def _rows(ids: Tensor, table: Tensor) -> Tensor:
     return _core.embedding(ids, table)
 
 
+#: The bits of a sort key that hold the place along the dimension.
+_PLACES = 0xFFFFFFFF
+
+
+def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
+    """Whole numbers ordered as the elements, equals by place, which is in the last 32 bits.
+
+    None for dtypes whose elements need more than 32 bits.  To sort them is several times faster
+    than a stable sort of the elements.
+    """
+    if array.dtype == np.float32:
+        bits = (array + np.float32(0)).view(np.int32)  # -0 becomes 0
+        keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # of negative numbers all bits but the sign
+        keys[np.isnan(array)] = 0x7FFFFFFF
+    elif array.dtype.itemsize <= 4 and array.dtype.kind in "iub":
+        keys = array.astype(np.int32)
+    else:
+        return None
+    wide = (~keys if descending else keys).astype(np.int64)
+    wide <<= 32
+    wide |= np.arange(array.shape[axis]).reshape(-1, *(1,) * (array.ndim - 1 - axis))
+    return wide
+
+
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Positions in memory of the elements that an index names; -1 for those out of range."""
+    """Positions in memory of the elements that an index names.
+
+    IndexError for one that is out of range; on a GPU it becomes -1, which fails there.
+    """
     axis = dimension(name, x, dim)
     fits = index.ndim == x.ndim and all(
         d == axis or i <= n for d, (i, n) in enumerate(zip(index.shape, x.shape, strict=True))
@@ -245,11 +287,23 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
             f"dimensions, nowhere but along {dim} larger"
         )
     strides = [math.prod(x.shape[d + 1 :]) for d in range(x.ndim)]
-    places = index.to("int64") * strides[axis]
+    checked = _core.device_name() == "cpu"
+    if checked and index.numel():
+        array = index.numpy()
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= x.shape[axis]:
+            raise IndexError(
+                f"{name}: index {low if low < 0 else high} for dimension {dim} of "
+                f"{x.shape[axis]} elements; indices are 0 to {x.shape[axis] - 1}"
+            )
+    places = index.to("int64")
+    places = places if strides[axis] == 1 else places * strides[axis]
     for d, n in enumerate(index.shape):
         if d != axis and strides[d]:
             row = count(n) * strides[d]
             places = places + row.reshape([-1 if e == d else 1 for e in range(x.ndim)])
+    if checked:
+        return places
     inside = (index >= 0) == (index < x.shape[axis])  # it fails one of them at most
     return where(inside, places, -1)
 

@@ -139,8 +139,7 @@ def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: flo
     _check_reduction("smooth_l1_loss", reduction)
     if not beta > 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}; it must be positive")
-    away = _core.abs(wide(x) - wide(target))
-    return _reduced(where(away < beta, away * away * (0.5 / beta), away - 0.5 * beta), reduction)
+    return _reduced(_core.huber(wide(x) - wide(target), beta), reduction)
 
 
 def binary_cross_entropy_with_logits(
@@ -173,9 +172,10 @@ def binary_cross_entropy_with_logits(
         raise ValueError(f"binary_cross_entropy_with_logits: x {x.shape}, target {target.shape}")
     x = wide(x)
     target = target.to(x.dtype)
-    softplus = _core.log1p(_core.exp(-_core.abs(x))) + _core.maximum(-x, 0)  # -log sigmoid(x)
-    yes = 1 if pos_weight is None else (wide(pos_weight) - 1) * target + 1
-    loss = (1 - target) * x + softplus * yes
+    loss = _core.softplus(-x)  # -log sigmoid(x)
+    if pos_weight is not None:
+        loss = loss * ((wide(pos_weight) - 1) * target + 1)
+    loss = (1 - target) * x + loss
     return _reduced(loss if weight is None else loss * wide(weight), reduction)
 
 

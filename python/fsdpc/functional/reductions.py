@@ -101,12 +101,12 @@ def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
 
 def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Return, as bool, whether an element is true (not 0), over dimensions or all."""
-    return _core.sum(x != 0, dim, keepdim) > 0
+    return _core.sum((x != 0).float(), dim, keepdim) > 0  # a sum of ones is never rounded to 0
 
 
 def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Return, as bool, whether every element is true (not 0), over dimensions or all."""
-    return _core.sum(x == 0, dim, keepdim) == 0
+    return _core.sum((x == 0).float(), dim, keepdim) == 0
 
 
 def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:

@@ -124,8 +124,10 @@ def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
     """Move elements along a dimension, and those at its end to its beginning."""
-    extent = x.shape[dim]
-    return index_select(x, dim, _core.tensor((np.arange(extent) - shift) % max(1, extent)))
+    axis = dimension("roll", x, dim)
+    cut = -shift % max(1, x.shape[axis])
+    lead = (slice(None),) * axis
+    return _core.concat([x[(*lead, slice(cut, None))], x[(*lead, slice(0, cut))]], axis)
 
 
 def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
