@@ -22,7 +22,7 @@ FSDPC_INLINE void cross_entropy_range(const fsdpc_cross_entropy_args *args, size
                 max = piece_max;
             }
             /* before anything finite: 0 for -inf (not -inf - -inf = NaN), NaN for NaN */
-            sum += row_exp_sum(args->logits, i, stop, dtype, max > -INFINITY ? max : 0);
+            sum += row_exp_sum(args->logits, i, stop, dtype, max > -INFINITY ? max : 0, NULL);
         }
         args->lse[row] = max + logf(sum);
     }

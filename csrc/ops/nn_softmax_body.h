@@ -2,7 +2,10 @@
  *
  * Three passes over a row that stays in cache: the greatest value, the sum of exponents, the
  * result. exp(x - max) * (1 / sum) is used rather than exp(x - lse), whose error grows with |lse|.
+ * Short rows keep their exponents in fp32 on the stack from the second pass to the third.
  */
+
+enum { SOFTMAX_KEPT = 2048 };
 
 FSDPC_INLINE fsdpc_vf row_max_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype,
                                    fsdpc_vf max)
@@ -25,26 +28,29 @@ FSDPC_INLINE float row_max(const void *x, size_t first, size_t last, fsdpc_dtype
     return fsdpc_vf_max_lane(fsdpc_vf_max(max, other));
 }
 
-FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype, float max)
+FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype, float max,
+                               float *keep)
 {
     fsdpc_vf e = fsdpc_vf_exp(fsdpc_vf_load_as_n(x, i, dtype, n) - max);
+    if (keep)
+        fsdpc_vf_store_n(keep, e, n);
     return FSDPC_WHOLE(n) ? e : fsdpc_vf_select(fsdpc_vi_first(n), e, (fsdpc_vf){0});
 }
 
-/* Sum of exp(x - max) over [first, last). */
+/* Sum of exp(x - max) over [first, last); they themselves into keep, unless it is NULL. */
 FSDPC_INLINE float row_exp_sum(const void *x, size_t first, size_t last, fsdpc_dtype dtype,
-                               float max)
+                               float max, float *keep)
 {
     fsdpc_vf sum = {0}, other = {0};
-    size_t i = first;
-    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES) {
-        sum += exp_step(x, i, FSDPC_LANES, dtype, max);
-        other += exp_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, max);
+    size_t i = first, step = keep ? FSDPC_LANES : 0;
+    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES, keep += 2 * step) {
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep);
+        other += exp_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, max, keep + step);
     }
-    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
-        sum += exp_step(x, i, FSDPC_LANES, dtype, max);
+    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES, keep += step)
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep);
     if (i < last)
-        other += exp_step(x, i, last - i, dtype, max);
+        other += exp_step(x, i, last - i, dtype, max, keep);
     return fsdpc_vf_sum(sum + other);
 }
 
@@ -58,10 +64,19 @@ FSDPC_INLINE void softmax_step(const fsdpc_softmax_args *args, size_t i, size_t 
 FSDPC_INLINE void softmax_range(const fsdpc_softmax_args *args, size_t first, size_t last,
                                 fsdpc_dtype dtype)
 {
+    float kept[SOFTMAX_KEPT];
+    bool keep = !args->log && args->cols <= SOFTMAX_KEPT;
     for (size_t row = first; row < last; row++) {
-        size_t i = row * args->cols, end = i + args->cols;
+        size_t begin = row * args->cols, i = begin, end = i + args->cols;
         float max = row_max(args->x, i, end, dtype);
-        float sum = row_exp_sum(args->x, i, end, dtype, max);
+        if (keep) {
+            float by = 1.0f / row_exp_sum(args->x, i, end, dtype, max, kept);
+            FSDPC_EACH_VECTOR(i, n, end,
+                              fsdpc_vf_store_as_n(args->out, i, dtype,
+                                                  fsdpc_vf_load_n(kept + (i - begin), n) * by, n));
+            continue;
+        }
+        float sum = row_exp_sum(args->x, i, end, dtype, max, NULL);
         float scale = args->log ? logf(sum) : 1.0f / sum;
         FSDPC_EACH_VECTOR(i, n, end, softmax_step(args, i, n, dtype, max, scale));
     }

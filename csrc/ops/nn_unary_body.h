@@ -37,8 +37,10 @@ FSDPC_INLINE fsdpc_vf unary_value(fsdpc_unary kind, fsdpc_vf x, float s)
         return fsdpc_vf_sigmoid(x);
     case FSDPC_UNARY_GELU_TANH:
         return x * gelu_tanh_gate(x);
-    case FSDPC_UNARY_GELU_ERF:
-        return 0.5f * x * (1.0f + fsdpc_vf_erf(x * 0.7071067812f));
+    case FSDPC_UNARY_GELU_ERF: {
+        fsdpc_vf half = 0.5f * x;
+        return fsdpc_vf_fma(half, fsdpc_vf_erf(x * 0.7071067812f), half);
+    }
     case FSDPC_UNARY_SILU:
         return x * fsdpc_vf_sigmoid(x);
     case FSDPC_UNARY_RELU:
@@ -229,6 +231,15 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
     if (dtype == FSDPC_F32) {
         unary_f32(args->kind, (const float *)args->x + first, (float *)args->out + first,
                   last - first, s);
+        return;
+    }
+    if (args->kind == FSDPC_UNARY_GELU_ERF) { /* of transformers' steps: a loop of its own pays */
+        size_t i = first;
+        FSDPC_EACH_VECTOR(
+            i, n, last,
+            fsdpc_vf_store_as_n(
+                args->out, i, dtype,
+                unary_value(FSDPC_UNARY_GELU_ERF, fsdpc_vf_load_as_n(args->x, i, dtype, n), s), n));
         return;
     }
     float block[UNARY_BLOCK];

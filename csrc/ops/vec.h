@@ -225,12 +225,16 @@ FSDPC_INLINE fsdpc_vf fsdpc_vf_from_bf16(fsdpc_vh v)
 /* Integer rounding: vcvtneps2bf16 would flush subnormals. */
 FSDPC_INLINE fsdpc_vh fsdpc_vf_to_bf16(fsdpc_vf v)
 {
-    fsdpc_vu bits = (fsdpc_vu)v;
-    fsdpc_vu rounded = bits + 0x7fffu + ((bits >> 16) & 1u), quiet = bits | 0x400000u;
-    rounded = (fsdpc_vu)fsdpc_vf_select(v != v, (fsdpc_vf)quiet, (fsdpc_vf)rounded);
-#if defined(FSDPC_VEC_AVX512)
+    fsdpc_vu bits = (fsdpc_vu)v, rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+#if defined(FSDPC_VEC_AVX512) /* the compiler would carry the mask through a vector */
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    rounded = (fsdpc_vu)_mm512_mask_or_epi32((__m512i)rounded, nan, (__m512i)bits,
+                                             _mm512_set1_epi32(0x400000));
     return (fsdpc_vh)_mm512_cvtepi32_epi16((__m512i)(rounded >> 16));
-#elif defined(FSDPC_VEC_AVX2)
+#else
+    fsdpc_vu quiet = bits | 0x400000u;
+    rounded = (fsdpc_vu)fsdpc_vf_select(v != v, (fsdpc_vf)quiet, (fsdpc_vf)rounded);
+#if defined(FSDPC_VEC_AVX2)
     __m256i high = (__m256i)(rounded >> 16);
     return (fsdpc_vh)_mm_packus_epi32(_mm256_castsi256_si128(high),
                                       _mm256_extracti128_si256(high, 1));
@@ -242,6 +246,7 @@ FSDPC_INLINE fsdpc_vh fsdpc_vf_to_bf16(fsdpc_vf v)
     return out;
 #else
     return __builtin_convertvector(rounded >> 16, fsdpc_vh);
+#endif
 #endif
 }
 
