@@ -453,8 +453,11 @@ GROUPS: dict[str, Callable[[int], list[Case]]] = {
     "tape": tape, "creation": creation,
 }  # fmt: skip
 
-#: Of the page and without a case: a type; a collective, which alone gives back what it was given.
-NOT_MEASURED = {"ValuesIndices", "sum_over_ranks"}
+#: Of the page and without a case: a type, a seed, copies and views of data, and a collective, which
+#: alone gives back what it was given.
+NOT_MEASURED = {
+    "ValuesIndices", "from_dlpack", "from_numpy", "manual_seed", "sum_over_ranks", "tensor",
+}  # fmt: skip
 
 #: What steps of transformers are made of.
 OF_TRANSFORMERS = {

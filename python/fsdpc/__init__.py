@@ -35,28 +35,24 @@ from fsdpc._core import (
     float16,
     float32,
     float64,
-    from_dlpack,
-    from_numpy,
     int32,
     int64,
-    is_grad_enabled,
-    manual_seed,
-    num_threads,
-    set_num_threads,
-    tensor,
     uint8,
 )
 from fsdpc.activation import checkpoint_activations
 from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
-from fsdpc.config import show_config
+from fsdpc.config import num_threads, set_num_threads, show_config
 from fsdpc.creation import (
     arange,
     empty,
     empty_like,
     eye,
+    from_dlpack,
+    from_numpy,
     full,
     full_like,
     linspace,
+    manual_seed,
     ones,
     ones_like,
     rand,
@@ -64,6 +60,7 @@ from fsdpc.creation import (
     randint,
     randn,
     randn_like,
+    tensor,
     zeros,
     zeros_like,
 )
@@ -83,7 +80,7 @@ from fsdpc.distributed import (
 from fsdpc.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.full_params import full_grad, full_tensor, summon_full_params
-from fsdpc.grad_mode import enable_grad, no_grad
+from fsdpc.grad_mode import enable_grad, is_grad_enabled, no_grad
 from fsdpc.graph import GraphStep, graph_step
 from fsdpc.memory import memory_stats, reset_peak_memory_stats
 from fsdpc.memory_plan import MemoryPlan, memory_plan

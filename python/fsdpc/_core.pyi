@@ -15,11 +15,37 @@ Dims = int | Sequence[int] | None
 Index = Any  # int, slice, None, ..., arrays of integers or bool, or a tuple of those
 DTypeLike = dtype | str | type | np.dtype[Any]
 
-class PeerError(RuntimeError): ...
-class MismatchError(RuntimeError): ...
+class PeerError(RuntimeError):
+    """Another rank ended or left; the message names it, its place, and what was waited for.
+
+    Examples
+    --------
+    >>> try:
+    ...     loss.backward()
+    ... except fsdpc.PeerError as error:
+    ...     print(error)
+    rank 1 (pid 2341) died of signal 9 (Killed) while rank 0 waits for others; ...
+    """
+
+class MismatchError(RuntimeError):
+    """Ranks do different things; the message has both, before a wrong number is used.
+
+    Examples
+    --------
+    >>> if fsdpc.rank() == 0:
+    ...     model(x)  # the other ranks call all_reduce() here
+    Traceback (most recent call last):
+    fsdpc.MismatchError: ranks disagree in operation ...
+    """
 
 class dtype:
-    """An element type; there is one object of each, so `is` compares them."""
+    """An element type; there is one object of each, so `is` compares them.
+
+    Examples
+    --------
+    >>> fsdpc.bfloat16.itemsize, fsdpc.zeros(2).dtype is fsdpc.float32
+    (2, True)
+    """
 
     @property
     def name(self) -> str: ...
@@ -49,6 +75,13 @@ class Tensor:
 
     ``Tensor(data)`` shares the memory of a tensor of the same dtype and copies anything else.
     Subclasses may add attributes (they have a ``__dict__``; Tensor itself has none).
+
+    Examples
+    --------
+    >>> x = fsdpc.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    >>> (x * x).sum().backward()
+    >>> x.grad.tolist()
+    [[2.0, 4.0], [6.0, 8.0]]
     """
 
     def __new__(
@@ -369,37 +402,7 @@ def custom(
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Join outputs to inputs on the tape, with a backward written in Python.
-
-    Parameters
-    ----------
-    inputs : sequence of Tensor
-        What the outputs were computed from, of any shapes and dtypes.
-    outputs : sequence of Tensor
-        The results, of any shapes and dtypes. Those of integers and bool have no gradient.
-    backward : callable
-        Called once for each backward through the result, with a gradient for each output, of its
-        shape and dtype, or None. It returns a gradient for each input, of its shape and dtype, or
-        None: as a sequence, or alone if there is one input. Nothing is recorded while it runs.
-
-    Returns
-    -------
-    tuple of Tensor
-        A tensor for each output, over the same memory. In ``no_grad``, or if no input requires
-        grad, they require none and ``backward`` is dropped.
-
-    Raises
-    ------
-    TypeError
-        ``inputs`` or ``outputs`` is no sequence of tensors.
-
-    Notes
-    -----
-    A call of ``Tensor.backward`` raises ValueError if ``backward`` returned another number of
-    gradients than there are inputs, or one of another shape or dtype than its input; TypeError if
-    it returned something else; and what ``backward`` raised. docs/custom.md has examples, also of
-    kernels in C.
-    """
+    """Join outputs to inputs on the tape; :func:`fsdpc.functional.custom` says how."""
 
 def backward(
     tensors: Sequence[Tensor],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fsdpc import _core
-from fsdpc._core import checkpoint
+from fsdpc.functional import checkpoint
 from fsdpc.nn.module import Module
 
 __all__ = ["checkpoint", "checkpoint_activations"]
@@ -33,6 +33,13 @@ def checkpoint_activations(
     Notes
     -----
     Results are bitwise the same: dropout draws the same numbers again.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> model = fsdpc.models.Llama(fsdpc.models.preset("2M"))
+    >>> fsdpc.checkpoint_activations(model.blocks(), 2)  # every second block; how many they are
+    2
     """
     candidates = list(modules)
     if callable(which):

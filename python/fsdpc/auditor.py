@@ -29,6 +29,12 @@ class Audited:
 
     ``unit`` is whose gradients were compared, ``largest`` the largest difference as a part of what
     rounding explains.
+
+    Examples
+    --------
+    >>> from fsdpc import Audited
+    >>> Audited(unit="layers.0", largest=0.25).text  # empty where nothing differs
+    ''
     """
 
     unit: str
@@ -58,6 +64,18 @@ def audit(model: Any, every: int = 100, *, raises: bool = True) -> Auditor:
     Returns
     -------
     Auditor
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
+    >>> auditor = fsdpc.audit(layer, every=2)
+    >>> for _ in range(2):
+    ...     layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    ...     found = auditor.step()
+    ...     layer.zero_grad()
+    >>> found.largest <= 1.0  # of what rounding explains
+    True
     """
     return Auditor(model, every, raises)
 

@@ -55,6 +55,16 @@ def clip_grad_norm_(
 
     On a GPU norm and factor stay in its memory, and only who reads the norm waits, unless
     ``norm_type`` is none of 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler` asks for it.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1, bias=False)
+    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    >>> float(fsdpc.clip_grad_norm_(layer, 1.0))  # before clipping
+    5.0
+    >>> round(float(fsdpc.clip_grad_norm_(layer, 1.0)), 6)
+    1.0
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm must be above 0, got {max_norm}")
@@ -139,6 +149,15 @@ def clip_grad_value_(module: Module | Iterable[Parameter], clip_value: float) ->
     -----
     One pass over the gradient shards, after what :func:`clip_grad_norm_` or a loss scaler left to
     be applied. No communication.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.nn.Linear(2, 1, bias=False)
+    >>> layer(fsdpc.tensor([[3.0, 0.5]])).sum().backward()
+    >>> fsdpc.clip_grad_value_(layer, 1.0)
+    >>> layer.weight.grad.tolist()
+    [[1.0, 0.5]]
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must be at least 0, got {clip_value}")

@@ -30,6 +30,11 @@ def set_default_device(device: str) -> None:
     libraries on that GPU, in the order of their streams. Checkpoints pass through host memory.
 
     A call for the device that was chosen already does nothing.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.set_default_device("cpu")  # or "cuda", before the first tensor
     """
     check_device(device)
     if device == "cuda" and cuda.device_count() == 0:
@@ -53,5 +58,11 @@ def get_default_device() -> str:
     -------
     str
         ``"cpu"`` or ``"cuda"``.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.get_default_device()
+    'cpu'
     """
     return _core.device_name()

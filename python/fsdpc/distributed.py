@@ -82,6 +82,14 @@ def init(
         Ranks are on several hosts, and nothing carries bytes between them.  Or the transport needs
         NCCL, and there is none (the message says where it was looked for), or one older than 2.30
         for ranks that share a GPU.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.init()  # nothing started other ranks: a world of one
+    >>> fsdpc.is_initialized(), fsdpc.rank(), fsdpc.world_size()
+    (True, 0, 1)
+    >>> fsdpc.shutdown()
     """
     global _world, _local_rank, _deterministic
     if _world is not None:
@@ -172,7 +180,16 @@ def world() -> _core.Comm:
 
 @atexit.register
 def shutdown() -> None:
-    """Leave; the others are not waited for. Models sharded here cannot be used afterwards."""
+    """Leave; the others are not waited for. Models sharded here cannot be used afterwards.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.init()
+    >>> fsdpc.shutdown()
+    >>> fsdpc.is_initialized()
+    False
+    """
     global _world, _deterministic
     for comm in (_world, *_met):
         if comm is not None:
@@ -190,22 +207,51 @@ def is_deterministic() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether this process has joined the others."""
+    """Return whether this process has joined the others.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.is_initialized()
+    False
+    """
     return _world is not None
 
 
 def rank() -> int:
-    """Return this process's number among all ranks."""
+    """Return this process's number among all ranks.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> if fsdpc.rank() == 0:
+    ...     print("once, not on every rank")
+    once, not on every rank
+    """
     return world().rank
 
 
 def world_size() -> int:
-    """Return the number of ranks."""
+    """Return the number of ranks.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.world_size()
+    1
+    """
     return world().size
 
 
 def local_rank() -> int:
-    """Return this process's number among the ranks of this host."""
+    """Return this process's number among the ranks of this host.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.local_rank()
+    0
+    """
     world()
     return _local_rank
 
@@ -247,6 +293,12 @@ def all_reduce(value: V, op: str = "sum") -> V:
     -------
     of the type of ``value``
         A new object; sums of floats are a fixed pairwise tree over ranks in at least float32.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.all_reduce(2.5), fsdpc.all_reduce(2.5, "mean")  # a world of one
+    (2.5, 2.5)
     """
     if op not in ("sum", "mean", "max", "min"):
         raise ValueError(f"op must be sum, mean, max or min, got '{op}'")
@@ -269,13 +321,26 @@ def all_gather(value: Any) -> Any:
     -------
     Tensor or ndarray, (world_size, \\*shape)
         A Tensor for a Tensor, else an array.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.all_gather(2.5)  # a world of one
+    array([2.5])
     """
     result = world().all_gather(_as_tensor(value))
     return result if isinstance(value, Tensor) else result.numpy()
 
 
 def broadcast(value: V, root: int = 0) -> V:
-    """Give every rank the value that ``root`` has (same shape and dtype on all)."""
+    """Give every rank the value that ``root`` has (same shape and dtype on all).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.broadcast(2.5, root=0)
+    2.5
+    """
     if not 0 <= root < world_size():
         raise ValueError(f"root {root} of world size {world_size()}")
     tensor = _as_tensor(value)
@@ -284,5 +349,11 @@ def broadcast(value: V, root: int = 0) -> V:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has come here.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.barrier()
+    """
     world().barrier()

@@ -182,7 +182,15 @@ def estimate_activations(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """How long a run takes and what it costs: ``hours`` on the clock, ``rank_hours``, ``cost``."""
+    """How long a run takes and what it costs: ``hours`` on the clock, ``rank_hours``, ``cost``.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> cost = fsdpc.training_cost(tokens=1e12, flops_per_token=6 * 7e9, ranks=1024, flops=150e12)
+    >>> round(cost.hours)
+    76
+    """
 
     hours: float
     rank_hours: float

@@ -52,6 +52,14 @@ class FlightRecorder:
         train()
 
     and after a failure ``fsdpc flight flight`` shows the last operations of all ranks.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> recorder = fsdpc.FlightRecorder("flight", model).install()  # doctest: +SKIP
+    >>> for x, y in batches:                                        # doctest: +SKIP
+    ...     with recorder.step():
+    ...         train_one_step(x, y)
     """
 
     def __init__(

@@ -25,7 +25,17 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """What :func:`fsdpc.fully_shard` adds to a module, with PyTorch FSDP2's names and meaning."""
+    """What :func:`fsdpc.fully_shard` adds to a module, with PyTorch FSDP2's names and meaning.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
+    >>> isinstance(layer, fsdpc.FSDPModule), isinstance(layer, fsdpc.nn.Linear)
+    (True, True)
+    >>> with layer.no_sync():  # a micro-step that is not reduced
+    ...     layer(fsdpc.ones(1, 2)).sum().backward()
+    """
 
     _fsdpc_unit: _core.Unit
     _fsdpc_strategy: str
@@ -242,6 +252,17 @@ def register_fsdp_forward_method(module: Any, method_name: str) -> None:
     ------
     AttributeError
         The module has no such method.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> class Scorer(fsdpc.nn.Linear):
+    ...     def score(self, x):
+    ...         return self(x).mean()
+    >>> scorer = fsdpc.fully_shard(Scorer(2, 1))
+    >>> fsdpc.register_fsdp_forward_method(scorer, "score")
+    >>> scorer.score(fsdpc.zeros(3, 2)).shape
+    ()
     """
     if not isinstance(module, FSDPModule):
         return

@@ -11,13 +11,30 @@ from fsdpc.nn.module import Module
 
 
 def full_tensor(p: Tensor) -> Tensor:
-    """Return a parameter's full value in its original dtype; collective if it is sharded."""
+    """Return a parameter's full value in its original dtype; collective if it is sharded.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
+    >>> fsdpc.full_tensor(layer.weight).shape
+    (1, 2)
+    """
     unit = getattr(p, "_unit", None)
     return p.detach() if unit is None else unit.collect(p._index, False)
 
 
 def full_grad(p: Tensor) -> Tensor | None:
-    """Return a parameter's full averaged gradient, or None; collective if it is sharded."""
+    """Return a parameter's full averaged gradient, or None; collective if it is sharded.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
+    >>> layer(fsdpc.tensor([[3.0, 4.0]])).sum().backward()
+    >>> fsdpc.full_grad(layer.weight).tolist()
+    [[3.0, 4.0]]
+    """
     unit = getattr(p, "_unit", None)
     if p.grad is None:
         return None
@@ -43,6 +60,15 @@ def summon_full_params(
     Notes
     -----
     Costs a full copy of the parameters on every rank. The modules cannot be called inside.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1, bias=False))
+    >>> with fsdpc.no_grad(), fsdpc.summon_full_params(layer):
+    ...     _ = layer.weight.fill_(0.5)
+    >>> fsdpc.full_tensor(layer.weight).tolist()
+    [[0.5, 0.5]]
     """
     modules = [m for m in module.modules() if isinstance(m, FSDPModule)] if recurse else [module]
     params = [p for p in module.parameters() if p._unit is not None]

@@ -21,12 +21,45 @@ class _GradMode(ContextDecorator):
 
 
 class no_grad(_GradMode):
-    """Inside, operations are not recorded; a context manager and a decorator."""
+    """Inside, operations are not recorded; a context manager and a decorator.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x = fsdpc.ones(2, requires_grad=True)
+    >>> with fsdpc.no_grad():
+    ...     y = 2 * x
+    >>> y.requires_grad
+    False
+    """
 
     _mode = False
 
 
 class enable_grad(_GradMode):
-    """Inside, operations are recorded; a context manager and a decorator."""
+    """Inside, operations are recorded; a context manager and a decorator.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x = fsdpc.ones(2, requires_grad=True)
+    >>> with fsdpc.no_grad(), fsdpc.enable_grad():
+    ...     y = 2 * x
+    >>> y.requires_grad
+    True
+    """
 
     _mode = True
+
+
+def is_grad_enabled() -> bool:
+    """Return whether operations are recorded on this thread.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.no_grad():
+    ...     fsdpc.is_grad_enabled()
+    False
+    """
+    return _core.is_grad_enabled()

@@ -16,6 +16,16 @@ class GraphStep:
     """A training step that is captured in a ``with`` block, and replayed after it.
 
     Made by :func:`graph_step`. Dropping it gives back the memory that the graph holds.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.graph_step(model, optimizer) as graph:  # doctest: +SKIP
+    ...     loss = model(x, y)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> graph.replay()                                     # doctest: +SKIP
     """
 
     def __init__(self, model: FSDPModule, optimizer: Optimizer) -> None:
@@ -145,6 +155,16 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
             y.copy_(fsdpc.tensor(new_y))
             step.replay()
             scheduler.step()
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.graph_step(model, optimizer) as graph:  # doctest: +SKIP
+    ...     loss = model(x, y)
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> graph.replay()                                     # doctest: +SKIP
     """
     if device.get_default_device() != "cuda":
         raise NotImplementedError(

@@ -19,10 +19,26 @@ def memory_stats() -> dict[str, int]:
         memory, kept for reuse) and ``system_allocs`` (times the system, or CUDA, was asked for
         memory: it does not grow in a steady step); of :class:`OffloadPolicy`'s files
         ``disk_file_bytes``, ``disk_read_bytes`` and ``disk_written_bytes``.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> held = fsdpc.memory_stats()
+    >>> held["total_bytes"] <= held["total_peak_bytes"]
+    True
     """
     return {**_core.memory_stats(), **offload.file_stats()}
 
 
 def reset_peak_memory_stats() -> None:
-    """Let the peaks begin again at what is held now."""
+    """Let the peaks begin again at what is held now.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.reset_peak_memory_stats()
+    >>> held = fsdpc.memory_stats()
+    >>> held["total_bytes"] == held["total_peak_bytes"]
+    True
+    """
     _core.reset_peak_memory_stats()

@@ -59,6 +59,13 @@ class MemoryPlan:
     there; neither of the latter two is in the total. ``activation`` is what forward and backward
     hold at once, where a batch was given. ``units`` says what was counted as units. Printed it is a
     table, and in a notebook a picture.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> plan = fsdpc.memory_plan(fsdpc.nn.Linear(1024, 1024, bias=False), 4)
+    >>> plan.total == plan.wire + plan.master + plan.grad + plan.state + plan.reduce
+    True
     """
 
     device: str
@@ -237,6 +244,15 @@ def memory_plan(
         The model's forward keeps tensors where planning cannot take them back.
     ValueError
         The mesh, the strategy or the batch does not fit.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.deferred_init():
+    ...     model = fsdpc.nn.Linear(1024, 1024, bias=False)
+    >>> plan = fsdpc.memory_plan(model, 4)  # over four ranks, which need not be there
+    >>> plan.master // 2**10, plan.state // 2**10  # KiB of this rank
+    (1024, 2048)
     """
     if mesh is None and isinstance(model, FSDPModule):
         mesh = model._fsdpc_unit.mesh_shape

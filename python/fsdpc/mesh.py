@@ -12,6 +12,13 @@ class DeviceMesh:
     """Ranks in a grid, one communicator along each dimension.
 
     Made by :func:`init_device_mesh`. The last dimension is of consecutive ranks.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> mesh = fsdpc.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> mesh.shape, mesh.ndim, mesh.mesh_dim_names
+    ((1, 1), 2, ('replicate', 'shard'))
     """
 
     def __init__(
@@ -84,6 +91,13 @@ def init_device_mesh(
         There are no such devices.
     RuntimeError
         There is no GPU here, or tensors live on another device already.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> mesh = fsdpc.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    >>> mesh.size()
+    1
     """
     if device_type not in ("cpu", "cuda"):
         raise NotImplementedError(f"device type '{device_type}': ranks compute on 'cpu' or 'cuda'")

@@ -47,6 +47,12 @@ class PlanOptions:
         For offload to a disk, which is tried where ``disk_bandwidth`` is given; CPUs alone.
     simulated : dict, optional
         Other fields of :class:`SimulateOptions`, as ``local_bandwidth``; for all choices.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.PlanOptions(batch=8, seq=2048).batch
+    8
     """
 
     batch: int = 1
@@ -99,6 +105,14 @@ class Plans:
 
     ``tokens`` are those of all ranks in a step, ``limit`` the bytes that a rank may have. In a
     notebook it is a table with a picture of the fastest step.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> found = fsdpc.plan(fsdpc.models.preset("2M"), memory=60e6, ranks=2, bandwidth=10e9,
+    ...                    flops=50e9, seq=64)
+    >>> found.best is found.choices[0]
+    True
     """
 
     title: str

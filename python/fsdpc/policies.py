@@ -24,6 +24,14 @@ class MixedPrecisionPolicy:
         To which floating outputs of the module are cast.
     cast_forward_inputs : bool, default True
         Cast floating inputs of the module to ``param_dtype``.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> policy = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1), mp_policy=policy)
+    >>> layer(fsdpc.ones(1, 2)).dtype.name
+    'bfloat16'
     """
 
     param_dtype: Any = None

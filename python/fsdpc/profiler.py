@@ -36,6 +36,13 @@ class Profile:
         Of the trace.
     flight : Flight or None
         The operations of all ranks, once the profile has ended.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.profile("profile.json", model) as found:  # doctest: +SKIP
+    ...     train_one_step(x, y)
+    >>> print(found)                                         # doctest: +SKIP
     """
 
     def __init__(self, path: str | os.PathLike[str], model: Any, events: int) -> None:
@@ -167,6 +174,13 @@ def profile(
                     optimizer.step()
                     optimizer.zero_grad()
         print(found)
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.profile("profile.json", model) as found:  # doctest: +SKIP
+    ...     train_one_step(x, y)
+    >>> print(found)                                         # doctest: +SKIP
     """
     if events < 1:
         raise ValueError(f"a profile of {events} events: give at least 1")

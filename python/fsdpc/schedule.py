@@ -40,6 +40,17 @@ class Schedule:
     or a sum begins beside the other units does not count: it follows from the distance, and from
     when the ranks come. ``diff`` says where two part. Printed it is a list, and in a
     notebook a picture.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> model = fsdpc.nn.Sequential(fsdpc.nn.Linear(4, 4), fsdpc.nn.Linear(4, 1))
+    >>> for layer in [*model, model]:
+    ...     _ = fsdpc.fully_shard(layer)
+    >>> model(fsdpc.ones(2, 4)).sum().backward()
+    >>> schedule = fsdpc.schedule(model)
+    >>> schedule.prefetch, schedule.ahead(0)
+    (1, (Use(unit='0', phase='forward'),))
     """
 
     uses: tuple[Use, ...]
@@ -117,6 +128,16 @@ def schedule(model: Any) -> Schedule | None:
     ------
     ValueError
         The module is not sharded.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> model = fsdpc.nn.Sequential(fsdpc.nn.Linear(4, 4), fsdpc.nn.Linear(4, 1))
+    >>> for layer in [*model, model]:
+    ...     _ = fsdpc.fully_shard(layer)
+    >>> model(fsdpc.ones(2, 4)).sum().backward()
+    >>> [(use.unit, use.phase) for use in fsdpc.schedule(model).uses[:2]]
+    [('Sequential', 'forward'), ('0', 'forward')]
     """
     units = units_of(model)
     if not units:

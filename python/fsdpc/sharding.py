@@ -82,6 +82,17 @@ def fully_shard(
     -----
     Deferred parameters (:class:`fsdpc.deferred_init`) get memory for the own rows only.
     Source: ZeRO (Rajbhandari et al. 2020), PyTorch FSDP (Zhao et al. 2023).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> model = fsdpc.nn.Sequential(fsdpc.nn.Linear(4, 4), fsdpc.nn.Linear(4, 1))
+    >>> for layer in model:
+    ...     _ = fsdpc.fully_shard(layer)
+    >>> _ = fsdpc.fully_shard(model)
+    >>> optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
+    >>> model(fsdpc.ones(2, 4)).sum().backward()
+    >>> optimizer.step()
     """
     modules = _shard.as_modules(
         module, Module, "an fsdpc.nn.Module", "for torch modules use fsdpc.torch"

@@ -64,6 +64,12 @@ class SimulateOptions:
         computing: copies, and the kernel's protocols.
     overlap : bool, default True
         Whether bytes move while ranks compute.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.SimulateOptions(strategy="SHARD_GRAD_OP").strategy
+    'SHARD_GRAD_OP'
     """
 
     strategy: ShardingStrategy | str = "FULL_SHARD"
@@ -107,6 +113,14 @@ class Simulation:
     rings. ``flops`` counts one rank's products, those that activation checkpointing computes again
     too. ``memory`` is that of :func:`fsdpc.memory_plan`, whose ``wire`` serves ``wire_ranks`` ranks
     of a host. ``padding`` is what ranks hold beyond the parameters, as a part of these.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> found = fsdpc.simulate(fsdpc.nn.Linear(1024, 1024), (8, 1024), hosts=2, ranks_per_host=1,
+    ...                        bandwidth=1e9, latency=1e-5, flops=1e11)
+    >>> found.step >= found.compute + max(found.exposed.values())
+    True
     """
 
     title: str

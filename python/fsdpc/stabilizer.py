@@ -40,6 +40,12 @@ class StabilizerOptions:
         Largest global norm of gradients, before clipping, of a step that is taken.
     patience : int, default 3
         Skipped steps in a row after which :attr:`Stabilized.go_back` is set.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.StabilizerOptions(norm_limit=100.0).norm_limit
+    100.0
     """
 
     loss_factor: float = 5.0
@@ -67,6 +73,12 @@ class Stabilized:
     says it in words. ``names`` are the parameters whose gradients hold NaN or infinity, for
     "nonfinite". ``norm`` is that before clipping. ``go_back`` says that as many steps as the
     options' ``patience`` were skipped in a row.
+
+    Examples
+    --------
+    >>> from fsdpc import Stabilized
+    >>> Stabilized(taken=True, norm=0.5).go_back
+    False
     """
 
     taken: bool
@@ -120,6 +132,15 @@ class TrainingStabilizer:
             if stabilizer.step().go_back:
                 step = stabilizer.go_back(manager, state)
             optimizer.zero_grad()
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layer = fsdpc.fully_shard(fsdpc.nn.Linear(2, 1))
+    >>> stabilizer = fsdpc.TrainingStabilizer(layer, fsdpc.optim.AdamW(layer.parameters(), lr=0.1))
+    >>> stabilizer.watch(layer(fsdpc.ones(1, 2)).sum()).backward()
+    >>> stabilizer.step().taken
+    True
     """
 
     def __init__(

@@ -24,6 +24,12 @@ class ShardingStrategy(Enum):
     ====================  =========================  =======================================
 
     On several hosts the mesh need not be given: hosts replicate, and the ranks of each shard.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.ShardingStrategy["FULL_SHARD"].keeps_params
+    False
     """
 
     NO_SHARD = "NO_SHARD"

@@ -28,5 +28,5 @@ def test_modules() -> None:
 def test_tensors_from_a_shape() -> None:
     from fsdpc import creation
 
-    assert named("Tensors from a shape") == set(creation.__all__)
+    assert named("Tensors from data, or from a shape") == set(creation.__all__)
     assert all(getattr(fsdpc, name) for name in creation.__all__)

@@ -9,12 +9,9 @@ from fsdpc._core import (
     abs,
     add,
     array_equal,
-    boundary,
     cast,
-    checkpoint,
     concat,
     cos,
-    custom,
     div,
     erf,
     exp,
@@ -141,6 +138,7 @@ from fsdpc.functional.shapes import (
     tril,
     triu,
 )
+from fsdpc.functional.tape import boundary, checkpoint, custom
 
 _methods.install()
 
