@@ -55,3 +55,12 @@ def test_every_public_callable_of_the_package_has_an_example() -> None:
     assert len(texts) > 80 and set(fsdpc.__all__) >= set(texts) >= OF_THE_STUB
     missing = [name for name, text in texts.items() if ">>> " not in (text or "")]
     assert not missing, f"no example in the docstrings of {missing}"
+
+
+def test_every_operation_in_python_has_an_example() -> None:
+    """Those of the extension have their docstrings in C."""
+    found = {name: value for name, value in callables("fsdpc.functional").items()
+             if inspect.isfunction(value)}
+    assert len(found) > 70
+    missing = [name for name, value in found.items() if ">>> " not in (value.__doc__ or "")]
+    assert not missing, f"no example in the docstrings of {missing}"

@@ -54,6 +54,13 @@ def scaled_dot_product_attention(
     are kept for backward, in float32 at least.
 
     Source: Vaswani et al. 2017; blocked after Dao et al. 2022.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> q, v = tensor([[[[1.0], [1.0]]]]), tensor([[[[2.0], [4.0]]]])
+    >>> F.scaled_dot_product_attention(q, q, v, causal=True).tolist()
+    [[[[2.0], [3.0]]]]
     """
     if mask is None or not (mask.requires_grad or q.device == "cuda"):
         if mask is not None and mask.dtype is not _core.bool_:
@@ -93,6 +100,13 @@ def attention_weights(
     Tensor
         (batch, heads, Tq, Tk), float32 (float64 of float64); rows add up to 1, or are zeros where a
         query sees no key.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> q = tensor([[[[1.0], [1.0]]]])  # one head, two tokens
+    >>> F.attention_weights(q, q, causal=True).tolist()
+    [[[[1.0, 0.0], [0.5, 0.5]]]]
     """
     groups = _groups(q, k)
     if groups > 1:
@@ -155,6 +169,13 @@ def varlen_attention(
     Each document is a call of the fused kernel: no mask exists, and work shrinks with the lengths.
 
     Source: Dao 2023 (variable lengths), Krell et al. 2021 (packing without cross-contamination).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> q, v = tensor([[[[1.0], [1.0]]]]), tensor([[[[2.0], [4.0]]]])
+    >>> F.varlen_attention(q, q, v, [1, 1]).tolist()  # two documents of one token
+    [[[[2.0], [4.0]]]]
     """
     return _core.varlen_attention(q, k, v, lengths, causal, scale, layout)
 

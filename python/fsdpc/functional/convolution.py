@@ -58,6 +58,13 @@ def conv2d(
     Notes
     -----
     By im2col and one product a group: kernel height x width copies of x are kept for backward.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> x, weight = tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), tensor([[[[1.0, 1.0], [1.0, 1.0]]]])
+    >>> F.conv2d(x, weight).tolist()
+    [[[[10.0]]]]
     """
     if x.ndim != 4 or weight.ndim != 4:
         raise ValueError(f"conv2d: x {x.shape} and weight {weight.shape}; both need 4 dimensions")
@@ -108,6 +115,13 @@ def conv1d(
     -------
     Tensor
         (batch, out, length)
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> x, weight = tensor([[[1.0, 2.0, 4.0]]]), tensor([[[1.0, -1.0]]])
+    >>> F.conv1d(x, weight).tolist()
+    [[[-1.0, -2.0]]]
     """
     if x.ndim != 3 or weight.ndim != 3:
         raise ValueError(f"conv1d: x {x.shape} and weight {weight.shape}; both need 3 dimensions")
@@ -138,6 +152,12 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     ------
     ValueError
         The padded input is smaller than a window.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.max_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
+    [[[[7.0]]]]
     """
     size = _pair(kernel)
     steps = size if stride is None else _pair(stride)
@@ -149,7 +169,14 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
 
 
 def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pair = 0) -> Tensor:
-    """Average each window, zeros of the padding included; see :func:`max_pool2d`."""
+    """Average each window, zeros of the padding included; see :func:`max_pool2d`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.avg_pool2d(tensor([[[[1.0, 3.0], [5.0, 7.0]]]]), 2).tolist()
+    [[[[4.0]]]]
+    """
     size = _pair(kernel)
     steps = size if stride is None else _pair(stride)
     padded = _padded(wide(x), padding, size, steps, (1, 1), 0.0)
@@ -160,13 +187,27 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
 
 
 def max_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Take the largest element of each window of (batch, channels, length)."""
+    """Take the largest element of each window of (batch, channels, length).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.max_pool1d(tensor([[[1.0, 3.0, 5.0, 7.0]]]), 2).tolist()
+    [[[3.0, 7.0]]]
+    """
     steps = (1, kernel if stride is None else stride)
     return max_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
 
 
 def avg_pool1d(x: Tensor, kernel: int, stride: int | None = None, padding: int = 0) -> Tensor:
-    """Average each window of (batch, channels, length), zeros of the padding included."""
+    """Average each window of (batch, channels, length), zeros of the padding included.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.avg_pool1d(tensor([[[1.0, 3.0, 5.0, 7.0]]]), 2).tolist()
+    [[[2.0, 6.0]]]
+    """
     steps = (1, kernel if stride is None else stride)
     return avg_pool2d(x.unsqueeze(2), (1, kernel), steps, (0, padding)).squeeze(2)
 

@@ -66,6 +66,12 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
     ------
     ValueError
         Neither bound is given.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.clamp(tensor([-2.0, 0.5, 2.0]), -1.0, 1.0).tolist()
+    [-1.0, 0.5, 1.0]
     """
     if min is None and max is None:
         raise ValueError("clamp: give min, max or both")
@@ -79,37 +85,86 @@ def clamp(x: Tensor, min: Operand | None = None, max: Operand | None = None) -> 
 
 
 def isnan(x: Tensor) -> Tensor:
-    """Return where elements are not a number, as bool."""
+    """Return where elements are not a number, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.isnan(tensor([1.0, float("inf"), float("nan")])).tolist()
+    [False, False, True]
+    """
     return x != x
 
 
 def isfinite(x: Tensor) -> Tensor:
-    """Return where elements are neither infinite nor NaN, as bool."""
+    """Return where elements are neither infinite nor NaN, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.isfinite(tensor([1.0, float("inf"), float("nan")])).tolist()
+    [True, False, False]
+    """
     return x - x == 0
 
 
 def isinf(x: Tensor) -> Tensor:
-    """Return where elements are infinite, as bool."""
+    """Return where elements are infinite, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.isinf(tensor([1.0, float("inf"), float("nan")])).tolist()
+    [False, True, False]
+    """
     return _core.abs(x) == float("inf")
 
 
 def logical_not(x: Any) -> Tensor:
-    """Return where elements are 0 or false, as bool."""
+    """Return where elements are 0 or false, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.logical_not(tensor([0, 1])).tolist()
+    [True, False]
+    """
     return _truth(x) == 0
 
 
 def logical_and(x: Any, y: Any) -> Tensor:
-    """Return where elements of both are true (not 0), broadcast, as bool."""
+    """Return where elements of both are true (not 0), broadcast, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.logical_and(tensor([0, 1]), tensor([2, 3])).tolist()
+    [False, True]
+    """
     return logical_not(x) < _truth(y)
 
 
 def logical_or(x: Any, y: Any) -> Tensor:
-    """Return where elements of either are true (not 0), broadcast, as bool."""
+    """Return where elements of either are true (not 0), broadcast, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.logical_or(tensor([0, 1]), tensor([0, 3])).tolist()
+    [False, True]
+    """
     return logical_not(x) <= _truth(y)
 
 
 def logical_xor(x: Any, y: Any) -> Tensor:
-    """Return where elements of exactly one are true (not 0), broadcast, as bool."""
+    """Return where elements of exactly one are true (not 0), broadcast, as bool.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.logical_xor(tensor([0, 1]), tensor([2, 3])).tolist()
+    [True, False]
+    """
     return _truth(x) != _truth(y)
 
 

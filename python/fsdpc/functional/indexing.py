@@ -39,6 +39,12 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
         An index is negative or too large, or there is no such dimension.
     ValueError
         Shapes do not fit.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.gather(tensor([[1.0, 5.0], [3.0, 2.0]]), 1, tensor([[1], [0]])).tolist()
+    [[5.0], [3.0]]
     """
     ids = _linear("gather", x, dim, index)
     return _rows(ids, x.reshape(-1, 1)).reshape(index.shape)
@@ -68,6 +74,13 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
         An index is negative or too large.
     ValueError
         Shapes do not fit.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> x, index = tensor([0.0, 0.0]), tensor([1, 1])
+    >>> F.scatter_add(x, 0, index, tensor([2.0, 3.0])).tolist()
+    [0.0, 5.0]
     """
     ids = _linear("scatter_add", x, dim, index)
     if src.ndim != index.ndim or any(s < i for s, i in zip(src.shape, index.shape, strict=True)):
@@ -93,6 +106,12 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     -------
     Tensor
         Of x's shape, but n along dim.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.index_select(tensor([[1.0, 5.0], [3.0, 2.0]]), 1, tensor([1, 1])).tolist()
+    [[5.0, 5.0], [2.0, 2.0]]
     """
     if index.ndim != 1:
         raise ValueError(f"index_select: the index has shape {index.shape}; make it one row")
@@ -140,6 +159,12 @@ def argsort(x: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
     """Return the int64 indices that sort a dimension; equals keep their order.
 
     Found by the host: on a GPU that waits for it.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.argsort(tensor([2.0, 3.0, 1.0])).tolist()
+    [2, 0, 1]
     """
     axis = dimension("argsort", x, dim)
     array = host(x)
@@ -167,6 +192,13 @@ def sort(x: Tensor, dim: int = -1, descending: bool = False) -> tuple[Tensor, Te
     -------
     values, indices : Tensor
         Of x's shape; int64 indices.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> values, indices = F.sort(tensor([2.0, 3.0, 1.0]))
+    >>> values.tolist(), indices.tolist()
+    ([1.0, 2.0, 3.0], [2, 0, 1])
     """
     indices = argsort(x, dim, descending)
     return gather(x, dim, indices), indices
@@ -192,6 +224,13 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     ------
     ValueError
         There are fewer than k elements.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> values, indices = F.topk(tensor([2.0, 3.0, 1.0]), 2)
+    >>> values.tolist(), indices.tolist()
+    ([3.0, 2.0], [1, 0])
     """
     axis = dimension("topk", x, dim)
     if not 0 <= k <= x.shape[axis]:
@@ -207,17 +246,38 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """Return (count, ndim) int64 indices of the elements that are not 0; waits for a GPU."""
+    """Return (count, ndim) int64 indices of the elements that are not 0; waits for a GPU.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.nonzero(tensor([[0, 7], [8, 0]])).tolist()
+    [[0, 1], [1, 0]]
+    """
     return _core.tensor(np.argwhere(host(x)).astype(np.int64))
 
 
 def masked_fill(x: Tensor, mask: Any, value: float) -> Tensor:
-    """Return x with a number where the mask (broadcast) is true; no gradient passes there."""
+    """Return x with a number where the mask (broadcast) is true; no gradient passes there.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.masked_fill(tensor([1.0, 2.0]), tensor([True, False]), 9.0).tolist()
+    [9.0, 2.0]
+    """
     return where(mask, value, x)
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the elements where the mask is true, as one row; waits for a GPU."""
+    """Return the elements where the mask is true, as one row; waits for a GPU.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.masked_select(tensor([1.0, 2.0, 3.0]), tensor([True, False, True])).tolist()
+    [1.0, 3.0]
+    """
     shape = np.broadcast_shapes(x.shape, mask.shape)
     return take_along(x.expand(shape), mask.expand(shape))
 

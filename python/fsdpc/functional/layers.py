@@ -98,6 +98,12 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         By erf, or by tanh as GPT-2 has it.
 
     Source: Hendrycks & Gimpel 2016.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [round(y, 4) for y in F.gelu(tensor([-1.0, 0.0, 1.0])).tolist()]
+    [-0.1587, 0.0, 0.8413]
     """
     return _core.gelu(x, approximate)
 
@@ -106,17 +112,37 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Gate by SiLU: ``silu(gate) * up`` in one pass.
 
     Source: Shazeer 2020.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.swiglu(tensor([0.0]), tensor([3.0])).tolist()  # silu(gate) * up
+    [0.0]
     """
     return _core.swiglu(gate, up)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Normalise exponentials along a dimension; along any but the last it costs two copies."""
+    """Normalise exponentials along a dimension; along any but the last it costs two copies.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.softmax(tensor([1.0, 1.0])).tolist()
+    [0.5, 0.5]
+    """
     return _core.softmax(x, dim)
 
 
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Take the logarithm of :func:`softmax`, computed without overflow."""
+    """Take the logarithm of :func:`softmax`, computed without overflow.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [round(y, 4) for y in F.log_softmax(tensor([1.0, 1.0])).tolist()]
+    [-0.6931, -0.6931]
+    """
     return _core.log_softmax(x, dim)
 
 
@@ -135,6 +161,12 @@ def layer_norm(
         Added to the variance.
 
     Source: Ba, Kiros & Hinton 2016.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.layer_norm(tensor([[1.0, 3.0]]), eps=0.0).tolist()
+    [[-1.0, 1.0]]
     """
     return _core.layer_norm(x, weight, bias, eps)
 
@@ -143,6 +175,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     """Divide the last dimension by its root mean square, then scale.
 
     Source: Zhang & Sennrich 2019.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.rms_norm(tensor([[1.0, -1.0]]), eps=0.0).tolist()
+    [[1.0, -1.0]]
     """
     return _core.rms_norm(x, weight, eps)
 
@@ -166,6 +204,12 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     ------
     IndexError
         An id is negative or names no row.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.embedding(tensor([1, 0, 1]), tensor([[1.0], [2.0]])).tolist()
+    [[2.0], [1.0], [2.0]]
     """
     return _core.embedding(ids, weight)
 
@@ -181,12 +225,27 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         (tokens or more, dim/2), see :func:`rotary_tables`; no gradient.
 
     Source: Su et al. 2021; halves as in LLaMA checkpoints of transformers.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> cos, sin = F.rotary_tables(tokens=2, dim=2)
+    >>> F.rotary(tensor([[[[1.0, 0.0], [1.0, 0.0]]]]), cos, sin).tolist()[0][0][0]
+    [1.0, 0.0]
     """
     return _core.rotary(x, cos, sin)
 
 
 def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Compute the cosines and sines that :func:`rotary` takes, (tokens, dim/2) in fp32."""
+    """Compute the cosines and sines that :func:`rotary` takes, (tokens, dim/2) in fp32.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> cos, sin = F.rotary_tables(tokens=8, dim=4)
+    >>> cos.shape, sin.shape
+    ((8, 2), (8, 2))
+    """
     import numpy as np
 
     frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -204,5 +263,11 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     taken before; it is not kept, and recomputation draws the same one.
 
     Source: Srivastava et al. 2014.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.dropout(tensor([1.0, 2.0]), 0.5, training=False).tolist()
+    [1.0, 2.0]
     """
     return _core.dropout(x, p, training)

@@ -55,6 +55,12 @@ def cross_entropy(
     :func:`log_softmax` and :func:`nll_loss`.
 
     Source: Szegedy et al. 2016 (label smoothing).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> round(F.cross_entropy(tensor([[0.0, 0.0]]), tensor([1])).item(), 4)  # log(2)
+    0.6931
     """
     _check_reduction("cross_entropy", reduction)
     if not 0 <= label_smoothing < 1:
@@ -106,6 +112,12 @@ def nll_loss(
     ------
     IndexError
         A target is no class and not ``ignore_index``.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.nll_loss(tensor([[-0.5, -2.0]]), tensor([1])).item()
+    2.0
     """
     _check_reduction("nll_loss", reduction)
     if log_p.shape[:-1] != targets.shape:
@@ -122,20 +134,41 @@ def nll_loss(
 
 
 def mse_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Average the squared difference of two tensors (broadcast)."""
+    """Average the squared difference of two tensors (broadcast).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.mse_loss(tensor([1.0, 2.0]), tensor([1.0, 4.0])).item()
+    2.0
+    """
     _check_reduction("mse_loss", reduction)
     away = wide(x) - wide(target)
     return _reduced(away * away, reduction)
 
 
 def l1_loss(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
-    """Average the absolute difference of two tensors (broadcast)."""
+    """Average the absolute difference of two tensors (broadcast).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.l1_loss(tensor([1.0, 2.0]), tensor([1.0, 4.0])).item()
+    1.0
+    """
     _check_reduction("l1_loss", reduction)
     return _reduced(_core.abs(wide(x) - wide(target)), reduction)
 
 
 def smooth_l1_loss(x: Tensor, target: Tensor, reduction: str = "mean", beta: float = 1.0) -> Tensor:
-    """Average a difference that is squared below ``beta`` and absolute above (Girshick 2015)."""
+    """Average a difference that is squared below ``beta`` and absolute above (Girshick 2015).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.smooth_l1_loss(tensor([0.0, 2.0]), tensor([1.0, 4.0])).item()
+    1.0
+    """
     _check_reduction("smooth_l1_loss", reduction)
     if not beta > 0:
         raise ValueError(f"smooth_l1_loss: beta is {beta}; it must be positive")
@@ -166,6 +199,12 @@ def binary_cross_entropy_with_logits(
     -------
     Tensor
         A scalar, or of x's shape with "none"; no logit overflows.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> round(F.binary_cross_entropy_with_logits(tensor([0.0]), tensor([1.0])).item(), 4)
+    0.6931
     """
     _check_reduction("binary_cross_entropy_with_logits", reduction)
     if x.shape != target.shape:
@@ -198,6 +237,12 @@ def kl_div(
     -------
     Tensor
         A scalar, or elements with "none"; those with a target of 0 are 0.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.kl_div(tensor([[-1.0, -1.0]]), tensor([[1.0, 0.0]]), reduction="sum").item()
+    1.0
     """
     if reduction != "batchmean":
         _check_reduction("kl_div", reduction)
@@ -238,6 +283,13 @@ def linear_cross_entropy(
     -----
     With more than one chunk a private fp32 gradient as big as the weight lives from forward to
     backward; with one, the logits' gradient does instead.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> x, weight = tensor([[0.0]]), tensor([[1.0], [2.0]])
+    >>> round(F.linear_cross_entropy(x, weight, tensor([1])).item(), 4)  # log(2)
+    0.6931
     """
     return _core.linear_cross_entropy(x, weight, targets, ignore_index, chunk_rows)
 

@@ -36,6 +36,12 @@ def group_norm(
         The groups do not divide the channels.
 
     Source: Wu & He 2018.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.group_norm(tensor([[1.0, 3.0]]), 1, eps=0.0).tolist()
+    [[-1.0, 1.0]]
     """
     if x.ndim < 2 or groups < 1 or x.shape[1] % groups:
         raise ValueError(f"group_norm: {groups} groups of x {x.shape}; they divide the channels")
@@ -65,6 +71,12 @@ def batch_norm(
         Added to the variance.
 
     Source: Ioffe & Szegedy 2015.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.batch_norm(tensor([[1.0], [3.0]]), eps=0.0).tolist()
+    [[-1.0], [1.0]]
     """
     mean, var = batch_statistics(x) if statistics is None else statistics
     shape = _along(x)
@@ -87,6 +99,13 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
     -------
     mean, variance : Tensor
         (channels), float32 (float64 of float64), with gradients.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> mean, var = F.batch_statistics(tensor([[1.0], [3.0]]))
+    >>> mean.tolist(), var.tolist()
+    ([2.0], [1.0])
     """
     return counted_statistics(x, over_ranks)[:2]
 
@@ -111,6 +130,12 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     """Add a tensor up over all ranks; backward adds the gradients up. Collective, both ways.
 
     Alone, before :func:`fsdpc.init` or in a dry run, it is x.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sum_over_ranks(tensor([1.0, 2.0])).tolist()  # a world of one
+    [1.0, 2.0]
     """
     from fsdpc import distributed
 

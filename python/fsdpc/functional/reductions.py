@@ -51,22 +51,55 @@ def max(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
         There is no element.
     IndexError
         There is no such dimension.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.max(tensor([[1.0, 5.0], [3.0, 2.0]])).item()
+    5.0
+    >>> values, indices = F.max(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1)
+    >>> values.tolist(), indices.tolist()
+    ([5.0, 3.0], [1, 0])
     """
     return _extremum("max", argmax, x, dim, keepdim)
 
 
 def min(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Find the smallest elements; see :func:`max`."""
+    """Find the smallest elements; see :func:`max`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.min(tensor([[1.0, 5.0], [3.0, 2.0]])).item()
+    1.0
+    >>> values, indices = F.min(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1)
+    >>> values.tolist(), indices.tolist()
+    ([1.0, 2.0], [0, 1])
+    """
     return _extremum("min", argmin, x, dim, keepdim)
 
 
 def amax(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Find the largest elements over one dimension, several or all; see :func:`max`."""
+    """Find the largest elements over one dimension, several or all; see :func:`max`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.amax(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
+    [5.0, 3.0]
+    """
     return _over(max, x, dim, keepdim)
 
 
 def amin(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Find the smallest elements over one dimension, several or all; see :func:`max`."""
+    """Find the smallest elements over one dimension, several or all; see :func:`max`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.amin(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
+    [1.0, 2.0]
+    """
     return _over(min, x, dim, keepdim)
 
 
@@ -90,22 +123,49 @@ def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     ------
     ValueError
         There is no element.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.argmax(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
+    [1, 0]
     """
     return _where_extreme("argmax", np.argmax, x, dim, keepdim)
 
 
 def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Find where the smallest elements are; see :func:`argmax`."""
+    """Find where the smallest elements are; see :func:`argmax`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.argmin(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
+    [0, 1]
+    """
     return _where_extreme("argmin", np.argmin, x, dim, keepdim)
 
 
 def any(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether an element is true (not 0), over dimensions or all."""
+    """Return, as bool, whether an element is true (not 0), over dimensions or all.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.any(tensor([[0, 0], [2, 0]]), dim=1).tolist()
+    [False, True]
+    """
     return _core.sum((x != 0).float(), dim, keepdim) > 0  # a sum of ones is never rounded to 0
 
 
 def all(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
-    """Return, as bool, whether every element is true (not 0), over dimensions or all."""
+    """Return, as bool, whether every element is true (not 0), over dimensions or all.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.all(tensor([[1, 0], [2, 3]]), dim=1).tolist()
+    [False, True]
+    """
     return _core.sum((x == 0).float(), dim, keepdim) == 0
 
 
@@ -125,6 +185,12 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
     -------
     Tensor
         Of x's dtype.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.var(tensor([1.0, 2.0, 3.0])).item()
+    1.0
     """
     w = wide(x)
     away = w - _core.mean(w, dim, True)
@@ -134,7 +200,14 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
 
 
 def std(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """Compute the standard deviation, the root of :func:`var`."""
+    """Compute the standard deviation, the root of :func:`var`.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.std(tensor([1.0, 3.0]), correction=0).item()
+    1.0
+    """
     return _core.sqrt(var(wide(x), dim, correction, keepdim)).to(x.dtype)
 
 
@@ -159,6 +232,12 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
     ------
     ValueError
         p is not positive.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.norm(tensor([3.0, 4.0])).item()
+    5.0
     """
     if not p > 0:
         raise ValueError(f"norm: p is {p}; it must be positive")
@@ -187,6 +266,12 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     -------
     Tensor
         Of x's shape; partial sums are added pairwise, in log2(extent) passes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.cumsum(tensor([[1.0, 5.0], [3.0, 2.0]]), dim=1).tolist()
+    [[1.0, 6.0], [3.0, 5.0]]
     """
     if x.dtype.itemsize == 1:
         x = x.to("int64")
@@ -202,7 +287,14 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Take the logarithm of the sum of exponentials along a dimension, without overflow."""
+    """Take the logarithm of the sum of exponentials along a dimension, without overflow.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> round(F.logsumexp(tensor([0.0, 0.0]), dim=0).item(), 4)  # log(2)
+    0.6931
+    """
     axis = dimension("logsumexp", x, dim)
     first = (*(slice(None),) * axis, slice(0, 1))
     w = wide(x)

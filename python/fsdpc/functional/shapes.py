@@ -14,7 +14,14 @@ from fsdpc.functional.indexing import count, dimension, index_select
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join tensors of one dtype along a dimension: :func:`concat` by PyTorch's name."""
+    """Join tensors of one dtype along a dimension: :func:`concat` by PyTorch's name.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.cat([tensor([1, 2]), tensor([3])]).tolist()
+    [1, 2, 3]
+    """
     return _core.concat(tensors, dim)
 
 
@@ -32,6 +39,12 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Tensor]:
     ------
     ValueError
         The sizes do not add up to the extent.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [part.tolist() for part in F.split(tensor([1, 2, 3]), [1, 2])]
+    [[1], [2, 3]]
     """
     axis = dim + x.ndim if dim < 0 else dim
     extent = x.shape[axis]
@@ -54,6 +67,12 @@ def chunk(x: Tensor, chunks: int, dim: int = 0) -> list[Tensor]:
     ------
     ValueError
         ``chunks`` is not positive.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [part.tolist() for part in F.chunk(tensor([1, 2, 3]), 2)]
+    [[1, 2], [3]]
     """
     if chunks < 1:
         raise ValueError(f"chunk: {chunks} parts; at least 1")
@@ -81,6 +100,12 @@ def pad(x: Tensor, widths: Sequence[int], mode: str = "constant", value: float =
     ------
     ValueError
         There are more widths than dimensions have, or elements to remove or to mirror.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.pad(tensor([1.0, 2.0]), (1, 2)).tolist()
+    [0.0, 1.0, 2.0, 0.0, 0.0]
     """
     if len(widths) % 2 or len(widths) > 2 * x.ndim:
         raise ValueError(f"pad: {len(widths)} widths for {x.ndim} dimensions; give two each")
@@ -116,14 +141,28 @@ def _pad_one(x: Tensor, axis: int, before: int, after: int, mode: str, value: fl
 
 
 def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
-    """Reverse the order of elements along dimensions; a copy."""
+    """Reverse the order of elements along dimensions; a copy.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.flip(tensor([1, 2, 3]), 0).tolist()
+    [3, 2, 1]
+    """
     for dim in [dims] if isinstance(dims, int) else dims:
         x = index_select(x, dim, x.shape[dim] - 1 - count(x.shape[dim]))
     return x
 
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
-    """Move elements along a dimension, and those at its end to its beginning."""
+    """Move elements along a dimension, and those at its end to its beginning.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.roll(tensor([1, 2, 3]), 1, 0).tolist()
+    [3, 1, 2]
+    """
     axis = dimension("roll", x, dim)
     cut = -shift % max(1, x.shape[axis])
     lead = (slice(None),) * axis
@@ -143,6 +182,12 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
     ------
     ValueError
         There are fewer counts than dimensions, or one is negative.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.repeat(tensor([1, 2]), 2).tolist()
+    [1, 2, 1, 2]
     """
     first = counts[0] if counts else ()
     each = list(counts if isinstance(first, int) else first)
@@ -159,7 +204,14 @@ def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
 
 
 def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
-    """Repeat each element along a dimension, copies behind each other."""
+    """Repeat each element along a dimension, copies behind each other.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.repeat_interleave(tensor([1, 2]), 2, 0).tolist()
+    [1, 1, 2, 2]
+    """
     axis = dimension("repeat_interleave", x, dim)
     before, extent, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     rows = x.reshape(math.prod(before) * extent, 1, math.prod(after))
@@ -168,20 +220,41 @@ def repeat_interleave(x: Tensor, repeats: int, dim: int) -> Tensor:
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply each element of one row with each of another: (n), (m) -> (n, m)."""
+    """Multiply each element of one row with each of another: (n), (m) -> (n, m).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.outer(tensor([1.0, 2.0]), tensor([3.0, 4.0])).tolist()
+    [[3.0, 4.0], [6.0, 8.0]]
+    """
     if a.ndim != 1 or b.ndim != 1:
         raise ValueError(f"outer: shapes {a.shape} and {b.shape}; give two rows")
     return a.reshape(-1, 1) * b
 
 
 def tril(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the lower triangle of (..., rows, cols), up to a diagonal; zeros elsewhere."""
+    """Keep the lower triangle of (..., rows, cols), up to a diagonal; zeros elsewhere.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.tril(tensor([[1, 2], [3, 4]])).tolist()
+    [[1, 0], [3, 4]]
+    """
     rows, cols = _matrix("tril", x)
     return where(lower(rows, cols, diagonal), x, _core.zeros((), dtype=x.dtype))
 
 
 def triu(x: Tensor, diagonal: int = 0) -> Tensor:
-    """Keep the upper triangle of (..., rows, cols), from a diagonal on; zeros elsewhere."""
+    """Keep the upper triangle of (..., rows, cols), from a diagonal on; zeros elsewhere.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.triu(tensor([[1, 2], [3, 4]])).tolist()
+    [[1, 2], [0, 4]]
+    """
     rows, cols = _matrix("triu", x)
     return where(lower(rows, cols, diagonal - 1), _core.zeros((), dtype=x.dtype), x)
 
@@ -201,6 +274,12 @@ def one_hot(ids: Tensor, num_classes: int) -> Tensor:
     """Compare ids with every class: (...) -> (..., num_classes) of int64, 0 or 1.
 
     An id that is no class gives zeros.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.one_hot(tensor([2, 0]), 3).tolist()
+    [[0, 0, 1], [1, 0, 0]]
     """
     return (ids.unsqueeze(-1) == count(num_classes)).to("int64")
 
