@@ -212,7 +212,7 @@ typedef struct fsdpc_attention_args {
     /* (B, H, Tq): log of the sum of exponents; written forward, read backward.  With a mask
      * (2, B, H, Tq): first of exponents less a reference, then that, in base 2. */
     float *lse;
-    const void *dout; /* backward from here on; strides as out */
+    const void *dout;   /* backward from here on; strides as out */
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 

@@ -287,33 +287,6 @@ static PyObject *scaled_dot_product_attention(fsdpc_py_state *state, PyObject *c
     RETURN_OP(state, 16 * q->numel, fsdpc_op_attention(r->tape, q, k, v, mask, &options, &y));
 }
 
-/* Returns numbers of a sequence, to be freed; NULL with an exception. */
-static size_t *sizes_of(PyObject *sequence, size_t *n_out)
-{
-    PyObject *fast = PySequence_Fast(sequence, "varlen_attention: lengths are a sequence of ints");
-    if (!fast)
-        return NULL;
-    *n_out = (size_t)PySequence_Fast_GET_SIZE(fast);
-    size_t *sizes = PyMem_New(size_t, *n_out + 1);
-    if (!sizes)
-        PyErr_NoMemory();
-    for (size_t i = 0; sizes && i < *n_out; i++) {
-        PyObject *item = PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i);
-        Py_ssize_t size = PyNumber_AsSsize_t(item, PyExc_OverflowError);
-        if (size < 0) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError, "varlen_attention: document %zu has %zd tokens", i,
-                             size);
-            PyMem_Free(sizes);
-            sizes = NULL;
-            break;
-        }
-        sizes[i] = (size_t)size;
-    }
-    Py_DECREF(fast);
-    return sizes;
-}
-
 static PyObject *varlen_attention(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_attention_options options = {.causal = true};
@@ -322,7 +295,7 @@ static PyObject *varlen_attention(fsdpc_py_state *state, PyObject *const *a)
     if (!v || attention_options("varlen_attention: layout", a + 4, a[7], &options) < 0)
         return NULL;
     fsdpc_runtime *r = fsdpc_py_state_runtime(state);
-    size_t n = 0, *lengths = r ? sizes_of(a[3], &n) : NULL;
+    size_t n = 0, *lengths = r ? fsdpc_py_sizes("varlen_attention: lengths", a[3], &n) : NULL;
     if (!lengths)
         return NULL;
     fsdpc_status status;

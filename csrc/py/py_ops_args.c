@@ -194,3 +194,28 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
     }
     return n < 0 ? -1 : 0;
 }
+
+size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out)
+{
+    PyObject *fast = PySequence_Fast(sequence, "a sequence of ints is needed");
+    if (!fast)
+        return NULL;
+    *n_out = (size_t)PySequence_Fast_GET_SIZE(fast);
+    size_t *sizes = PyMem_New(size_t, *n_out + 1);
+    if (!sizes)
+        PyErr_NoMemory();
+    for (size_t i = 0; sizes && i < *n_out; i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(fast, (Py_ssize_t)i);
+        Py_ssize_t size = PyNumber_AsSsize_t(item, PyExc_OverflowError);
+        if (size < 0) {
+            if (!PyErr_Occurred())
+                PyErr_Format(PyExc_ValueError, "%s: number %zu is %zd", what, i, size);
+            PyMem_Free(sizes);
+            sizes = NULL;
+            break;
+        }
+        sizes[i] = (size_t)size;
+    }
+    Py_DECREF(fast);
+    return sizes;
+}

@@ -90,6 +90,13 @@ class ShardingLayout:
 
     ``mesh`` is (replicate, shard). A piece's ``rank`` counts inside a shard group; world ranks
     ``rank + k * shard`` hold the same. Printed it is a table, and in a notebook a picture.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> layout = fsdpc.sharding_layout(fsdpc.nn.Linear(4, 6, bias=False), 2)
+    >>> layout.mesh, layout.nbytes, layout.shard
+    ((1, 2), 96, 48)
     """
 
     title: str
