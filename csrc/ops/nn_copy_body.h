@@ -2,10 +2,11 @@
  * compiled).
  *
  * Dimensions are ordered by the stride of the destination and joined where both sides allow it,
- * then rows    both sides dense along the innermost dimension: memcpy, or a vector cast; tiles the
- * source is dense along another one (a transpose) and elements have 2 or 4 bytes: squares of
- * FSDPC_LANES, turned in registers, 32 source elements wide, so that every cache line is read and
- * written whole; steps   anything else, element by element (fsdpc_nn_cast_row).
+ * then rows    both sides dense along the innermost dimension: memcpy, or a vector cast; fill    one
+ * element of the source repeated along it; tiles    the source is dense along another one (a
+ * transpose) and elements have 2 or 4 bytes: squares of FSDPC_LANES, turned in registers, 32 source
+ * elements wide, so that every cache line is read and written whole; steps    anything else, element
+ * by element (fsdpc_nn_cast_row).
  */
 
 enum { COPY_TILE = 64, TILE_ROW = COPY_TILE + 16 /* not a power of two: sets again */ };
@@ -21,6 +22,30 @@ static void copy_memcpy_range(const void *arg, size_t first, size_t last)
         nn_box_offsets(&plan->box, 1, at / inner, offset);
         memcpy((char *)args->dst + (offset[0] + col) * bytes,
                (const char *)args->src + (offset[1] + col) * bytes, numel * bytes);
+    }
+}
+
+/* One element repeated along the innermost dimension: what a sum's backward spreads. */
+static void copy_fill_range(const void *arg, size_t first, size_t last)
+{
+    const nn_copy_plan *plan = arg;
+    const fsdpc_copy_args *args = plan->args;
+    size_t inner = plan->box.shape[plan->box.ndim - 1];
+    bool four = fsdpc_dtype_bytes(args->dst_dtype) == 4;
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        uint32_t *word = (uint32_t *)args->dst + offset[0] + col;
+        uint16_t *half = (uint16_t *)args->dst + offset[0] + col;
+        uint32_t value = four ? ((const uint32_t *)args->src)[offset[1]]
+                              : ((const uint16_t *)args->src)[offset[1]];
+        if (four)
+            for (size_t i = 0; i < numel; i++)
+                word[i] = value;
+        else
+            for (size_t i = 0; i < numel; i++)
+                half[i] = (uint16_t)value;
     }
 }
 
@@ -280,6 +305,8 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
         nn_for(stream, numel, NN_GRAIN, copy_memcpy_range, &plan);
     else if (dense_dst && plan.box.stride[1][inner] == 1 && narrow_floats)
         nn_for(stream, numel, NN_GRAIN, copy_cast_to_kernels[args->dst_dtype], &plan);
+    else if (dense_dst && plan.box.stride[1][inner] == 0 && plain && (bytes == 2 || bytes == 4))
+        nn_for(stream, numel, NN_GRAIN, copy_fill_range, &plan);
     else if (dense_dst && plan.box.stride[1][inner] == 1 && !args->accumulate &&
              copy_casts(args->dst_dtype, args->src_dtype))
         nn_for(stream, numel, NN_GRAIN, copy_numbers_range, &plan);

@@ -422,24 +422,6 @@ static PyObject *concat(fsdpc_py_state *state, PyObject *const *a, bool stack)
     return result;
 }
 
-static fsdpc_status same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y, bool *equal_out)
-{
-    size_t bytes = fsdpc_tensor_bytes(x);
-    if (!x->storage->device->remote) {
-        *equal_out = memcmp(x->data, y->data, bytes) == 0;
-        return FSDPC_OK;
-    }
-    char *copies = malloc(2 * bytes + 1);
-    if (!copies)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to compare tensors of %zu bytes", bytes);
-    fsdpc_status status = fsdpc_py_tensor_read(x, copies);
-    if (status == FSDPC_OK)
-        status = fsdpc_py_tensor_read(y, copies + bytes);
-    *equal_out = status == FSDPC_OK && memcmp(copies, copies + bytes, bytes) == 0;
-    free(copies);
-    return status;
-}
-
 static PyObject *array_equal(PyObject *const *a)
 {
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *y = x ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -453,7 +435,7 @@ static PyObject *array_equal(PyObject *const *a)
     if (x->dtype != y->dtype || !fsdpc_shape_equal(x, y))
         Py_RETURN_FALSE;
     bool equal = false;
-    status = same_bytes(x, y, &equal);
+    status = fsdpc_py_tensor_same_bytes(x, y, &equal);
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 

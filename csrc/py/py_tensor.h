@@ -44,4 +44,8 @@ int fsdpc_py_tensor_check_inplace(fsdpc_py_tensor *self, const char *what);
 int fsdpc_py_tensor_assign(fsdpc_py_tensor *self, void *dst, int ndim, const size_t *shape,
                            const size_t *strides, PyObject *value);
 
+/* Whether two tensors of one size hold equal bytes; waits for what computes them. */
+fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
+                                        bool *equal_out);
+
 #endif

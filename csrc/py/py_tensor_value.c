@@ -2,6 +2,9 @@
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
 
+#include <stdlib.h>
+#include <string.h>
+
 #include "nn/op.h"
 #include "ops/flat_ops.h"
 
@@ -170,3 +173,22 @@ PyMethodDef fsdpc_py_value_methods[] = {
     {"__deepcopy__", method_deepcopy, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
+
+fsdpc_status fsdpc_py_tensor_same_bytes(const fsdpc_tensor *x, const fsdpc_tensor *y,
+                                        bool *equal_out)
+{
+    size_t bytes = fsdpc_tensor_bytes(x);
+    if (!x->storage->device->remote) {
+        *equal_out = memcmp(x->data, y->data, bytes) == 0;
+        return FSDPC_OK;
+    }
+    char *copies = malloc(2 * bytes + 1);
+    if (!copies)
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory to compare tensors of %zu bytes", bytes);
+    fsdpc_status status = fsdpc_py_tensor_read(x, copies);
+    if (status == FSDPC_OK)
+        status = fsdpc_py_tensor_read(y, copies + bytes);
+    *equal_out = status == FSDPC_OK && memcmp(copies, copies + bytes, bytes) == 0;
+    free(copies);
+    return status;
+}

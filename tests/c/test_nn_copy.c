@@ -141,6 +141,12 @@ static void test_strided_destination(nn_rig *rig)
     CHECK_OK(rig->ops->copy(&repeat, rig->stream));
     for (size_t i = 0; i < 12; i++)
         CHECK(dst[i] == src[i / 3]);
+    uint16_t halves[44], from[2] = {0x3f80, 0xbf81}; /* in rows longer than a vector */
+    fsdpc_copy_args wide = {2,          {2, 22}, {22, 1}, {1, 0}, FSDPC_BF16,
+                            FSDPC_BF16, halves,  from,    false};
+    CHECK_OK(rig->ops->copy(&wide, rig->stream));
+    for (size_t i = 0; i < 44; i++)
+        CHECK(halves[i] == from[i / 22]);
 }
 
 static void suite(nn_rig *rig)
