@@ -1,7 +1,7 @@
 """Draws docs/pictures from the engine itself: python tools/pictures.py [FOLDER]
 
-sharding.svg has the rows of each parameter that each of four ranks really holds, strategies.svg the
-bytes of memory_plan, schedule.svg what fsdpc.schedule recorded of a step.  Nothing in them depends
+sharding.svg is fsdpc.sharding_layout of a LLaMA over four ranks, strategies.svg has the bytes of
+memory_plan, schedule.svg what fsdpc.schedule recorded of a step.  Nothing in them depends
 on the machine; tests/unit/test_pictures.py draws them again and compares.
 """
 
@@ -49,55 +49,6 @@ class Picture:
 
     def save(self, path: Path) -> None:
         path.write_text("\n".join([*self.parts, "</svg>"]) + "\n")
-
-
-# ---- what ranks hold ----------------------------------------------------------------------------
-
-
-def pieces() -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return, on a rank, name -> (shape, rows that this rank has) of a sharded LLaMA."""
-    fsdpc.manual_seed(0)
-    with fsdpc.deferred_init():
-        model = Llama(preset("2M"))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    for block in model.blocks():
-        fsdpc.fully_shard(block)
-    fsdpc.fully_shard(model)
-    return {name: (shapes[name], p.local.shape[0]) for name, p in model.named_parameters()}
-
-
-def draw_sharding(path: Path) -> None:
-    """Draw which rank holds which rows of the outermost unit and of the first block."""
-    ranks = fsdpc.launch(pieces, RANKS)
-    units: dict[str, list[str]] = {"the outermost unit": [], "model.layers.0": []}
-    for name in ranks[0]:
-        if ".layers." not in name:
-            units["the outermost unit"].append(name)
-        elif ".layers.0." in name:
-            units["model.layers.0"].append(name)
-    rows = sum(len(names) + 2 for names in units.values())
-    picture = Picture(760, rows * 22 + 40, "which rank holds which rows of each parameter")
-    for rank in range(RANKS):
-        picture.box(330 + 100 * rank, 12, 14, 14, COLORS[rank])
-        picture.text(350 + 100 * rank, 24, f"rank {rank}")
-    y = 56.0
-    for unit, names in units.items():
-        picture.text(16, y, unit, 'font-weight="bold"')
-        for name in names:
-            y += 22
-            shape = ranks[0][name][0]
-            short = name.removeprefix("model.layers.0.").removesuffix(".weight")
-            size = " x ".join(map(str, shape))
-            picture.text(28, y, short)
-            picture.text(310, y, size, 'text-anchor="end" fill="#555555"')
-            x = 330.0
-            for rank, of in enumerate(ranks):
-                width = 400 * of[name][1] / shape[0]
-                if width:
-                    picture.box(x, y - 12, width, 15, COLORS[rank], 'stroke="#ffffff"')
-                x += width
-        y += 44
-    picture.save(path)
 
 
 # ---- what a strategy costs ----------------------------------------------------------------------
@@ -181,7 +132,9 @@ def draw_schedule(path: Path) -> None:
 def main(folder: Path) -> None:
     """Draw all of them."""
     folder.mkdir(exist_ok=True)
-    draw_sharding(folder / "sharding.svg")
+    with fsdpc.deferred_init():
+        model = Llama(preset("2M"))
+    fsdpc.sharding_layout(model, RANKS).save(folder / "sharding.svg")
     draw_strategies(folder / "strategies.svg")
     draw_schedule(folder / "schedule.svg")
 
