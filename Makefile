@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv build train test ctest pytest ahead lint tidy fmt docs asan tsan bench soak fuzz clean
+.PHONY: help venv build train test ctest pytest ahead lint tidy fmt docs asan tsan bench soak fuzz matrix clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -106,6 +106,9 @@ soak: venv ## long random runs of the engine
 fuzz: venv ## the fuzzer on hostile checkpoints (10 minutes), long property tests
 	$(PY) tools/fuzz.py
 	$(PY) -m pytest tests --ignore=tests/lint --hypothesis-profile=long $(ARGS)
+
+matrix: ## build, install and train with each Python, NumPy and compiler that is here
+	$(PYTHON) tools/matrix.py $(ARGS)
 
 clean: ## remove all that the build made, .venv too
 	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so python/fsdpc/libfsdpc_*
