@@ -8,6 +8,8 @@ ARGS ?=
 # Processes of pytest, one a core; most tests start ranks of their own.
 WORKERS ?= logical
 SPREAD := -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# CI runs a test that failed once more, and lists it as RERUN: it is to be mended, not to be lived with.
+SPREAD += $(if $(CI),--reruns 1 -r aR)
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python

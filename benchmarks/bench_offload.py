@@ -6,8 +6,9 @@
 Ranks train a LLaMA in fp32 with AdamW and clipping. "Floor" is the greater of the step without a
 policy and of (bytes read + written) at the bandwidth of the disk: that of direct reads and writes
 in blocks of a chunk, by two threads of each rank at once, measured in the same turn. "Over floor"
-is the step over it. Cases that begin with "deepspeed" are ZeRO-3 and ZeRO-Infinity of DeepSpeed on
-its CPU accelerator, with transformers' LLaMA of the same shape; they need the package, and its
+is the step over it. Cases that begin with "deepspeed" are ZeRO-3, ZeRO-Offload ("offload": the
+optimizer of ZeRO-2, or all of ZeRO-3, in host memory) and ZeRO-Infinity of DeepSpeed on its CPU
+accelerator, with transformers' LLaMA of the same shape; they need the package, and its
 extensions build when they are first used. Their floor is the step of "deepspeed". Bytes are those
 that passes read and wrote; what the page cache moves of params and gradients is not among them, and
 is little where memory has room for it.
@@ -37,10 +38,12 @@ CASES: dict[str, tuple[tuple[str, ...], float]] = {
     "optimizer masters params": (("optimizer", "masters", "params"), 1.0),
     "everything": (("optimizer", "masters", "gradients", "params"), 1.0),
 }
-PEERS: dict[str, tuple[str, ...]] = {
-    "deepspeed": (),
-    "deepspeed optimizer": ("optimizer",),
-    "deepspeed optimizer params": ("optimizer", "param"),
+PEERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # stage; where to, and what of
+    "deepspeed": (3, "", ()),
+    "deepspeed offload": (2, "cpu", ("optimizer",)),
+    "deepspeed offload 3": (3, "cpu", ("optimizer", "param")),
+    "deepspeed optimizer": (3, "nvme", ("optimizer",)),
+    "deepspeed optimizer params": (3, "nvme", ("optimizer", "param")),
 }
 RANKS, STEPS = 2, 4  # of which the first makes the schedule and the states
 BLOCK, BLOCKS = 2 << 20, 192
@@ -139,13 +142,14 @@ def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) ->
     )  # fmt: skip
     torch.manual_seed(0)
     model = bench_torch.llama(preset)
-    nvme = {"device": "nvme", "nvme_path": folder, "pin_memory": False}
-    parts: dict[str, Any] = {f"offload_{part}": nvme for part in PEERS[case]}
+    stage, device, names = PEERS[case]
+    place = {"device": device, "nvme_path": folder, "pin_memory": False}
+    parts: dict[str, Any] = {f"offload_{part}": place for part in names}
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 3, **parts},
+        "zero_optimization": {"stage": stage, **parts},
         "aio": {"block_size": BLOCK, "queue_depth": 8, "intra_op_parallelism": 1,
                 "single_submit": False, "overlap_events": True},
     }  # fmt: skip

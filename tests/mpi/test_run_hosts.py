@@ -92,7 +92,8 @@ def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
         if ready == 4:
             break
     os.killpg(process.pid, signal.SIGINT)
-    assert finish(process).returncode != 0
+    done = finish(process)  # MPICH's mpiexec may say 0, if a rank ends while it passes Ctrl-C on
+    assert done.returncode != 0 or "[mpiexec@" in done.stdout + done.stderr, done
     end = time.monotonic() + 30
     while left := subprocess.run(["pgrep", "-f", str(waits)], capture_output=True).stdout:
         assert time.monotonic() < end, left

@@ -109,4 +109,4 @@ def test_bars_of_scripts_are_not_torn_by_other_ranks(tmp_path: Path) -> None:
     assert len(bars) == 1 and bars[0].startswith("[0] 100%|")
     assert len(lines) == 40 + 4 + 1 + 1, lines
     drawn = [line for line in written.replace("\n", "\r").split("\r") if "%|" in line]
-    assert max(map(len, drawn[:-1])) < 50
+    assert all(len(line) < 50 for line in drawn[:-1])  # none, if the last came at once
