@@ -29,11 +29,11 @@ FSDPC_INLINE float row_max(const void *x, size_t first, size_t last, fsdpc_dtype
 }
 
 FSDPC_INLINE fsdpc_vf exp_step(const void *x, size_t i, size_t n, fsdpc_dtype dtype, float max,
-                               float *keep)
+                               float *keep, size_t at)
 {
     fsdpc_vf e = fsdpc_vf_exp(fsdpc_vf_load_as_n(x, i, dtype, n) - max);
     if (keep)
-        fsdpc_vf_store_n(keep, e, n);
+        fsdpc_vf_store_n(keep + at, e, n);
     return FSDPC_WHOLE(n) ? e : fsdpc_vf_select(fsdpc_vi_first(n), e, (fsdpc_vf){0});
 }
 
@@ -42,15 +42,16 @@ FSDPC_INLINE float row_exp_sum(const void *x, size_t first, size_t last, fsdpc_d
                                float max, float *keep)
 {
     fsdpc_vf sum = {0}, other = {0};
-    size_t i = first, step = keep ? FSDPC_LANES : 0;
-    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES, keep += 2 * step) {
-        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep);
-        other += exp_step(x, i + FSDPC_LANES, FSDPC_LANES, dtype, max, keep + step);
+    size_t i = first;
+    for (; i + 2 * FSDPC_LANES <= last; i += 2 * FSDPC_LANES) {
+        size_t next = i + FSDPC_LANES;
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep, i - first);
+        other += exp_step(x, next, FSDPC_LANES, dtype, max, keep, next - first);
     }
-    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES, keep += step)
-        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep);
+    for (; i + FSDPC_LANES <= last; i += FSDPC_LANES)
+        sum += exp_step(x, i, FSDPC_LANES, dtype, max, keep, i - first);
     if (i < last)
-        other += exp_step(x, i, last - i, dtype, max, keep);
+        other += exp_step(x, i, last - i, dtype, max, keep, i - first);
     return fsdpc_vf_sum(sum + other);
 }
 

@@ -444,7 +444,7 @@ static void test_masks(void)
 {
     static const size_t sizes[][2] = {{1, 200}, {70, 130}, {130, 257}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (size_t over = 0; over < 16; over += i ? 3 : 1)
+        for (size_t over = 0; over < 16; over += i ? 5 : 1)
             for (mask_kind kind = BOOL_MASK; kind <= LARGE_MASK; kind++) {
                 test_case c = {.batch = 2,
                                .tokens_q = sizes[i][0],
@@ -463,7 +463,9 @@ static void test_masks(void)
                     c.mask_shape[d] = over >> d & 1 ? 1 : whole[d];
                 for (int t = 0; t < 4; t++) {
                     c.dtype = dtypes[t];
-                    try_case(&c, 1);
+                    if (i < 2 ||
+                        (over + (size_t)kind) % 4 == (size_t)t) /* the large ones are slow */
+                        try_case(&c, 1);
                 }
             }
 }
@@ -485,6 +487,8 @@ static void test_windows(void)
                            .dtype = dtypes[t],
                            .window = windows[i]};
             try_case(&c, 1);
+            if (i % 4 != (size_t)t)
+                continue;
             c.mask = BOOL_MASK;
             c.mask_shape[0] = c.mask_shape[1] = 1;
             c.mask_shape[2] = c.tokens_q;
