@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import re
 import shlex
 import sys
@@ -20,10 +19,11 @@ from fsdpc._launch.pool import Pool, Silent, summary
 from fsdpc.launcher import _share_of_cores
 from fsdpc.notebook import RankError
 from fsdpc.notebook._output import All, First, write
-from fsdpc.notebook._rank import INLINE, main, pickler, serve
+from fsdpc.notebook._rank import INLINE, load, main, pickler, serve
 
 LINE_HELP = """%ranks N starts N ranks, %ranks says what runs, %ranks stop (or 0) ends them."""
 LAST_LINES = 10  # of a rank that died
+READ_HERE = "bring numbers or arrays back, or import what it needs in the notebook too"
 
 
 def why_not_fork() -> str | None:
@@ -171,7 +171,9 @@ class RankMagics(Magics):
             raise
         self._raise(ranks, answers, given.all)
         for name in wanted:
-            values = [_read(name, answers[rank]["values"][name]) for rank in ranks]
+            values = [
+                load(name, answers[rank]["values"][name], "here", READ_HERE) for rank in ranks
+            ]
             self.shell.user_ns[name] = values[0] if len(values) == 1 else values
 
     def _which(self, text: str | None) -> list[int]:
@@ -307,13 +309,3 @@ def _names(given: list[str]) -> list[str]:
         if not name.isidentifier():
             raise UsageError(f"%%ranks: '{name}' is no name; give names, as in -o losses,step")
     return names
-
-
-def _read(name: str, data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise ValueError(
-            f"'{name}' cannot be read here: {error}; bring numbers or arrays back, or import what "
-            "it needs in the notebook too"
-        ) from error

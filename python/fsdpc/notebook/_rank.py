@@ -199,7 +199,9 @@ def _run(shell: RankShell, request: Message) -> Message:
         with shell.host.in_cell():
             shell.host.send({"kind": "begun"})
             for name, data in request["values"].items():
-                shell.user_ns[name] = _load(name, data)
+                shell.user_ns[name] = load(
+                    name, data, "on the rank", "define what it needs in a %%ranks cell"
+                )
             shell.execution_count = request["count"]
             result = shell.run_cell(_numbered(request["code"]), store_history=True)
             error = result.error_before_exec or result.error_in_exec
@@ -219,13 +221,12 @@ def _numbered(code: str) -> str:
     return code if code.lstrip().startswith("%%") else f"# %%ranks\n{code}"
 
 
-def _load(name: str, data: bytes) -> Any:
+def load(name: str, data: bytes, where: str, advice: str) -> Any:
+    """Return a value that came as a pickle; ValueError says where, and what to do, if it cannot."""
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise ValueError(
-            f"'{name}' cannot be read on the rank: {error}; define what it needs in a %%ranks cell"
-        ) from error
+        raise ValueError(f"'{name}' cannot be read {where}: {error}; {advice}") from error
 
 
 def _dump(namespace: dict[str, Any], name: str) -> bytes:
