@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import fsdpc
+from fsdpc._svg import path as line
+from fsdpc._svg import picture, rect, save, text
 from fsdpc.models import Llama, preset
 
 RANKS = 4
-COLORS = ["#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3"]
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 STRATEGIES = ["NO_SHARD", "SHARD_OPTIM", "SHARD_GRAD_OP", "FULL_SHARD"]
 CLASSES = {
@@ -27,30 +28,6 @@ CLASSES = {
 }
 
 
-class Picture:
-    """An SVG, shape by shape."""
-
-    def __init__(self, width: int, height: int, title: str) -> None:
-        self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            f'font-family="sans-serif" font-size="12" role="img">',
-            f"<title>{title}</title>",
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        ]
-
-    def box(self, x: float, y: float, w: float, h: float, fill: str, more: str = "") -> None:
-        at = f'x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"'
-        self.parts.append(f'<rect {at} fill="{fill}" {more}/>'.replace(" />", "/>"))
-
-    def text(self, x: float, y: float, text: object, more: str = "") -> None:
-        self.parts.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" {more}>{text}</text>'.replace(" >", ">")
-        )
-
-    def save(self, path: Path) -> None:
-        path.write_text("\n".join([*self.parts, "</svg>"]) + "\n")
-
-
 # ---- what a strategy costs ----------------------------------------------------------------------
 
 
@@ -59,21 +36,21 @@ def draw_strategies(path: Path) -> None:
     with fsdpc.deferred_init():
         model = Llama(preset("125M"))
     plans = {name: fsdpc.memory_plan(model, 8, strategy=name) for name in STRATEGIES}
-    picture = Picture(760, 250, "memory of a rank by strategy")
+    parts = []
     scale = 500 / max(plan.total for plan in plans.values())
     for i, (name, plan) in enumerate(plans.items()):
         x, y = 130.0, 18.0 + 34 * i
-        picture.text(120, y + 16, name, 'text-anchor="end"')
-        for each, color in zip(CLASSES, COLORS):
+        parts.append(text(120, y + 16, name, "e"))
+        for each in CLASSES:
             width = getattr(plan, each) * scale
-            picture.box(x, y, width, 24, color, 'stroke="#ffffff"')
+            parts.append(rect(x, y, width, 24, f"c-{each}"))
             x += width
-        picture.text(x + 8, y + 16, f"{plan.total / 2**20:,.0f} MiB")
-    for i, (each, color) in enumerate(zip(CLASSES, COLORS)):
+        parts.append(text(x + 8, y + 16, f"{plan.total / 2**20:,.0f} MiB"))
+    for i, (each, words) in enumerate(CLASSES.items()):
         x, y = (130.0, 170.0 + 24 * i) if i < 3 else (480.0, 170.0 + 24 * (i - 3))
-        picture.box(x, y, 14, 14, color)
-        picture.text(x + 20, y + 12, CLASSES[each])
-    picture.save(path)
+        parts += [rect(x, y, 14, 14, f"c-{each}"), text(x + 20, y + 12, words)]
+    title = "memory of a rank by strategy"
+    save(path, title, picture(250, title, parts, 760))
 
 
 # ---- what a step does ---------------------------------------------------------------------------
@@ -101,32 +78,32 @@ def draw_schedule(path: Path) -> None:
     units = [root, *sorted({use.unit for use in uses} - {root})]
     left, column, row = 130, 84, 44
     width = left + column * (len(uses) + 1) + 16
-    picture = Picture(width, row * len(units) + 96, "one step, unit by unit")
     end = left + column * len(uses)
-    picture.box(left, 34, end - left, 28, "#d9e2f0")  # the outermost unit stays whole
+    parts = [rect(left, 34, end - left, 28, "n")]  # the outermost unit stays whole
     for i, use in enumerate(uses):
         x, did, y = left + column * i, schedule.of(use), 34 + row * units.index(use.unit)
-        picture.text(x + column / 2, 20, use.phase, 'text-anchor="middle" fill="#555555"')
+        parts.append(text(x + column / 2, 20, use.phase, "f m"))
         for ahead in schedule.ahead(i):
             if "gather" in schedule.of(ahead):
                 at = 34 + row * units.index(ahead.unit)
-                picture.box(x, at, column, 28, "#ead7a4")
-                picture.text(x + 6, at + 18, "gather")
-        picture.box(x, y, column, 28, COLORS[0 if use.phase == "forward" else 1])
-        picture.text(x + 6, y + 18, use.phase, 'fill="#ffffff"')
+                parts += [rect(x, at, column, 28, "r4"), text(x + 6, at + 18, "gather", "t4")]
+        color = 0 if use.phase == "forward" else 1
+        parts += [rect(x, y, column, 28, f"r{color}"), text(x + 6, y + 18, use.phase, f"t{color}")]
         after = end if use.unit == root else x + column
         if "reduce" in did:
-            picture.box(after, y + 14, column * 0.9, 14, COLORS[2])
-            picture.text(after + 8, y + 25, "reduce", 'font-size="10" fill="#ffffff"')
+            parts.append(rect(after, y + 14, column * 0.9, 14, "r3"))
+            parts.append(text(after + 8, y + 25, "reduce", "a t3"))
         if "reshard" in did:
-            picture.box(after - 3, y - 4, 3, 36, "#222222")
+            parts.append(line(f"M{after - 2} {y - 4}v36", "x"))
     for i, unit in enumerate(units):
         name = "outermost unit" if unit == root else f"unit {unit}"
-        picture.text(left - 12, 52 + row * i, name, 'text-anchor="end"')
+        parts.append(text(left - 12, 52 + row * i, name, "e"))
     y = 34 + row * len(units) + 20
-    picture.box(left, y - 12, 3, 18, "#222222")
-    picture.text(left + 12, y + 2, "reshard: the parameters are given up. Time runs to the right.")
-    picture.save(path)
+    parts.append(line(f"M{left} {y - 12}v18", "x"))
+    told = "reshard: the parameters are given up. Time runs to the right."
+    parts.append(text(left + 12, y + 2, told))
+    title = "one step, unit by unit"
+    save(path, title, picture(row * len(units) + 96, title, parts, width))
 
 
 def main(folder: Path) -> None:
