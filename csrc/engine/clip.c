@@ -24,7 +24,7 @@ static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm 
     const fsdpc_place *place = &unit->layout->params[param];
     fsdpc_piece piece;
     void *grad;
-    FSDPC_TRY(fsdpc_unit_grad(unit, param, &piece, &grad));
+    FSDPC_TRY(fsdpc_unit_grad(unit, param, false, &piece, &grad));
     if (!grad || piece.numel == 0)
         return FSDPC_OK;
     return fsdpc_norm_add(norm, p, grad, unit->groups[place->group].grad_dtype, piece.numel,

@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #include "base/size.h"
+#include "engine/grad_file.h"
 #include "engine/grads.h"
 #include "engine/unit_internal.h"
 
@@ -73,6 +74,8 @@ fsdpc_status fsdpc_unit_collect(fsdpc_unit *unit, int param, bool grads, void *o
                           "parameter '%s' of unit '%s' has no gradient: run backward first",
                           place->name, unit->name);
     FSDPC_TRY(grads ? fsdpc_unit_apply_scale(unit) : fsdpc_unit_check_master(unit, param));
+    if (grads)
+        FSDPC_TRY(fsdpc_grad_file_check(unit, param, false));
     fsdpc_piece mine;
     fsdpc_dtype dtype = grads ? unit->groups[place->group].grad_dtype : place->dtype;
     const void *from =

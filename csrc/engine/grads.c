@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "engine/fill.h"
+#include "engine/grad_file.h"
 #include "engine/micro.h"
 #include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
@@ -35,23 +36,27 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
     if (!fsdpc_unit_is_scaled(unit))
         return FSDPC_OK;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
+    FSDPC_TRY(fsdpc_grad_file_open(unit, true));
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_scale(group->grad, group->grad_dtype, group->plan->shard_numel,
                                    unit->pending_scale, fsdpc_unit_scale_at(unit), NULL, main));
     }
+    fsdpc_grad_file_seal(unit);
     unit->pending_scale = 1;
     unit->clipped = false;
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out)
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piece *piece_out,
+                             void **out)
 {
     if (!fsdpc_grad_exists(unit, param)) {
         *out = NULL;
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    FSDPC_TRY(fsdpc_grad_file_check(unit, param, write));
     *out = fsdpc_unit_grad_rows(unit, param, piece_out);
     return FSDPC_OK;
 }
@@ -73,6 +78,7 @@ fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_unit_advance(unit));
     if (unit->grad_live)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    FSDPC_TRY(fsdpc_grad_file_open(unit, unit->grad_live));
     unit->grad_live = true;
     return FSDPC_OK;
 }

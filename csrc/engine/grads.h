@@ -15,8 +15,9 @@ bool fsdpc_unit_has_grad(const fsdpc_unit *unit, int param);
 bool fsdpc_unit_has_grads(const fsdpc_unit *unit);
 
 /* This rank's piece of a parameter's gradient, any pending scale applied; NULL when there is none.
- */
-fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, fsdpc_piece *piece_out, void **out);
+ * `write`: whoever gets it may write it. */
+fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piece *piece_out,
+                             void **out);
 
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);

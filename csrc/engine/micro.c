@@ -10,6 +10,7 @@
  */
 #include "engine/micro.h"
 
+#include "engine/grad_file.h"
 #include "engine/root_internal.h"
 #include "ops/flat_ops.h"
 
@@ -23,6 +24,8 @@ static fsdpc_status merge_top(fsdpc_unit *unit)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     int top = unit->n_sums - 1;
+    if (top == 1)
+        FSDPC_TRY(fsdpc_grad_file_open(unit, true));
     for (int g = 0; g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         FSDPC_TRY(fsdpc_flat_accumulate(level_of(unit, group, top - 1), group->grad_dtype,
@@ -118,5 +121,6 @@ fsdpc_status fsdpc_micro_fold(fsdpc_unit *unit)
                                                          .out_dtype = group->grad_dtype},
                                     main));
     }
+    fsdpc_grad_file_seal(unit);
     return FSDPC_OK;
 }

@@ -29,6 +29,7 @@
 #include "base/size.h"
 #include "engine/epoch.h"
 #include "engine/full.h"
+#include "engine/grad_file.h"
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
@@ -201,6 +202,7 @@ static fsdpc_status each_tier(const fsdpc_optim *optim, fsdpc_status (*fn)(fsdpc
 static fsdpc_status add_to_pass(const unit_states *states)
 {
     const fsdpc_unit *unit = states->unit;
+    fsdpc_grad_file_release(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         const fsdpc_unit_group *group = &unit->groups[g];
         fsdpc_extent *const *of_states = &states->extents[g * FSDPC_OPTIM_MAX_STATES];
@@ -213,10 +215,8 @@ static fsdpc_status add_to_pass(const unit_states *states)
                 row[n++] = of_states[s];
         if (group->master_extent && unit->foreign) /* others may have written them */
             fsdpc_extent_forget(group->master_extent);
-        if (group->grad_extent) {
-            fsdpc_extent_forget(group->grad_extent);
+        if (group->grad_extent)
             row[n++] = group->grad_extent;
-        }
         if (n > 0 && fsdpc_optim_steps_group(states, g))
             FSDPC_TRY(fsdpc_pass_add(unit->offload.tier, row, n));
     }

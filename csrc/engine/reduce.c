@@ -33,6 +33,7 @@
 #include "base/crc32c.h"
 #include "engine/acts.h"
 #include "engine/fill.h"
+#include "engine/grad_file.h"
 #include "engine/grads.h"
 #include "engine/micro.h"
 #include "engine/order.h"
@@ -57,9 +58,10 @@ typedef struct final_sums {
 static fsdpc_status final_of(fsdpc_unit *unit, final_sums *out)
 {
     if (unit->settings.deterministic)
-        return fsdpc_micro_target(unit, &out->base, &out->accumulate);
-    *out = (final_sums){.base = NULL, .accumulate = unit->grad_live};
-    return FSDPC_OK;
+        FSDPC_TRY(fsdpc_micro_target(unit, &out->base, &out->accumulate));
+    else
+        *out = (final_sums){.base = NULL, .accumulate = unit->grad_live};
+    return out->base ? FSDPC_OK : fsdpc_grad_file_open(unit, out->accumulate);
 }
 
 /* Fills in what makes an operation produce final sums. */
@@ -186,7 +188,10 @@ static fsdpc_status finish(fsdpc_unit *unit)
         return FSDPC_OK;
     }
     unit->grad_live |= !unit->hidden;
-    return unit->settings.deterministic ? fsdpc_micro_added(unit) : FSDPC_OK;
+    if (unit->settings.deterministic)
+        return fsdpc_micro_added(unit);
+    fsdpc_grad_file_seal(unit);
+    return FSDPC_OK;
 }
 
 /* Whether it is in its first stage and a second one follows. */

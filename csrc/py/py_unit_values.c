@@ -81,7 +81,7 @@ static PyObject *unit_grad(PyObject *object, PyObject *arg)
         return NULL;
     fsdpc_piece piece;
     void *data;
-    fsdpc_status status = fsdpc_unit_grad(unit_of(object), param, &piece, &data);
+    fsdpc_status status = fsdpc_unit_grad(unit_of(object), param, true, &piece, &data);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);
     if (!data)

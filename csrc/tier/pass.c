@@ -345,6 +345,32 @@ fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *
     return FSDPC_OK;
 }
 
+static bool is_read(const fsdpc_tier *tier, const fsdpc_extent *extent)
+{
+    for (int i = 0; i < FSDPC_TIER_BUFFERS; i++)
+        if (tier->buffers[i].state == FSDPC_BUFFER_READING && tier->buffers[i].extent == extent)
+            return true;
+    return false;
+}
+
+fsdpc_status fsdpc_pass_leave(fsdpc_extent *extent)
+{
+    fsdpc_tier *tier = extent->tier;
+    const struct timespec until = deadline();
+    fsdpc_status status = FSDPC_OK;
+    pthread_mutex_lock(&tier->lock);
+    if (extent->pass == tier->passes && tier->started && extent->n_chunks > 0) {
+        size_t last = extent->first_entry + (extent->n_chunks - 1) * extent->stride;
+        size_t next = tier->entries[last].row + extent->stride;
+        if (next > tier->row)
+            pass_rows(tier, next);
+    }
+    while (status == FSDPC_OK && is_read(tier, extent))
+        status = await(tier, &until);
+    pthread_mutex_unlock(&tier->lock);
+    return status;
+}
+
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier)
 {
     pthread_mutex_lock(&tier->lock);

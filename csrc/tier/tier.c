@@ -339,3 +339,12 @@ void fsdpc_extent_forget(fsdpc_extent *extent)
     for (size_t chunk = 0; chunk < extent->n_chunks; chunk++)
         extent->chunks[chunk].known = FSDPC_TIER_UNKNOWN;
 }
+
+void fsdpc_extent_seal(fsdpc_extent *extent)
+{
+    for (size_t chunk = 0; chunk < extent->n_chunks; chunk++) {
+        size_t first = extent->kept + chunk * extent->tier->chunk;
+        uint32_t crc = fsdpc_chunk_crc(extent, chunk, extent->memory + first * extent->element);
+        extent->chunks[chunk] = (fsdpc_tier_chunk){crc, FSDPC_TIER_WRITTEN};
+    }
+}

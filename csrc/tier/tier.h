@@ -17,7 +17,7 @@
  * Checksums.  The CRC-32C of each chunk that a pass wrote stays in memory, and is compared when a
  * pass reads the chunk, or fsdpc_extent_check does.  Bytes that changed on the disk are an error
  * that names file, array and chunk.  So whoever writes through `memory` says so, beforehand; what
- * was written so has no checksum before a pass has written it.
+ * was written so has no checksum before a pass has written it, or the writer seals it.
  *
  * Errors.  The first read or write that fails is the tier's failure, and all later calls return it.
  *
@@ -103,6 +103,8 @@ fsdpc_status fsdpc_extent_check(fsdpc_extent *extent, size_t first, size_t numel
 fsdpc_status fsdpc_extent_written(fsdpc_extent *extent, size_t first, size_t numel);
 /* The same for all elements, which are compared with nothing. */
 void fsdpc_extent_forget(fsdpc_extent *extent);
+/* After they were written through it, all of them: what is there now has a checksum again. */
+void fsdpc_extent_seal(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
@@ -121,6 +123,9 @@ fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
 /* Where element `at` lies, and how many from there on lie together; for writing, until this is
  * called for another row or the pass ends.  Rows come in order, and may be left out. */
 fsdpc_status fsdpc_pass_at(fsdpc_extent *extent, size_t at, void **out, size_t *numel_out);
+/* Before an array is used through `memory` in a pass that stays open: what is left of it there, and
+ * of rows before, is not wanted. */
+fsdpc_status fsdpc_pass_leave(fsdpc_extent *extent);
 /* What pass_at has given is in the file.  Fails if anything of the pass has failed. */
 fsdpc_status fsdpc_pass_end(fsdpc_tier *tier);
 /* An error in a forked child: threads and file are the parent's. */

@@ -27,7 +27,7 @@ static fsdpc_status set_grads(rig *r, size_t poison, float with)
         for (int p = 0; p < N_PARAMS; p++) {
             fsdpc_piece piece;
             void *grad;
-            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, &piece, &grad));
+            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &piece, &grad));
             if (!grad)
                 continue; /* frozen */
             for (size_t i = 0; i < piece.numel; i++) {
@@ -117,7 +117,7 @@ static fsdpc_status all_norms(rig *r)
     if (r->rank == 1) { /* this rank alone has looked at its gradients */
         fsdpc_piece piece;
         void *grad;
-        FSDPC_TRY(fsdpc_unit_grad(r->units[1], 0, &piece, &grad));
+        FSDPC_TRY(fsdpc_unit_grad(r->units[1], 0, false, &piece, &grad));
     }
     for (int k = 0; k < N_POWERS; k++) {
         fsdpc_norm total = {{{0}, 0, 0}}, again = total, norms[2 * N_PARAMS];
@@ -184,7 +184,7 @@ static fsdpc_status two_groups(rig *r)
         fsdpc_piece piece;
         void *grad;
         rig_own_grads(r->units[u]);
-        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, &piece, &grad));
+        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 0, false, &piece, &grad));
         for (size_t i = 0; i < piece.numel; i++)
             ((float *)grad)[i] = (float)(u + 1);
     }
@@ -223,7 +223,7 @@ static fsdpc_status on_a_mesh(rig *r)
     fsdpc_piece piece;
     void *grad;
     rig_own_grads(r->units[0]);
-    FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, &piece, &grad));
+    FSDPC_TRY(fsdpc_unit_grad(r->units[0], 0, false, &piece, &grad));
     for (size_t i = 0; i < piece.numel; i++)
         ((float *)grad)[i] = -3;
     FSDPC_TRY(clip_norm(r->units, 1, &r->result[0]));
@@ -306,7 +306,7 @@ static void test_scale(void)
     CHECK_OK(set_grads(&r, SIZE_MAX, 0));
     fsdpc_piece piece;
     void *grad;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 2, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 2, false, &piece, &grad));
     float before = ((float *)grad)[5];
     double norm, again;
     CHECK_OK(clip_norm(r.units, 2, &norm));

@@ -75,7 +75,7 @@ static fsdpc_status look(rig *r, fsdpc_optim *optim, uint64_t dice)
     case 1:
         return fsdpc_optim_state(optim, unit, 0, 1, false, &view);
     case 2:
-        return fsdpc_unit_grad(unit, 0, &piece, &grad);
+        return fsdpc_unit_grad(unit, 0, false, &piece, &grad);
     default:
         return FSDPC_OK;
     }

@@ -66,7 +66,7 @@ static void test_own_buffer(void)
         for (int u = 1; u < 5; u++) {
             fsdpc_piece piece;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, &piece, &grad));
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
             CHECK(*(float *)grad == rig_gradient(0, 0, u, 0, piece.first));
         }
     }
@@ -79,7 +79,7 @@ static float grad_at(rig *r, int unit, int param)
 {
     fsdpc_piece piece;
     void *grad = NULL;
-    CHECK_OK(fsdpc_unit_grad(r->units[unit], param, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r->units[unit], param, false, &piece, &grad));
     return grad ? *(float *)grad : -1e30f;
 }
 
@@ -176,7 +176,7 @@ static fsdpc_status uneven_steps(rig *r)
         for (int p = 0; p < 3; p++) {
             fsdpc_piece piece;
             void *grad;
-            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, &piece, &grad));
+            FSDPC_TRY(fsdpc_unit_grad(r->units[u], p, false, &piece, &grad));
             for (size_t i = 0; i < piece.numel; i++) {
                 float expect = 0; /* exact in any order */
                 for (int q = 0; q < r->world; q++)
@@ -294,7 +294,7 @@ static void test_bf16(void)
     CHECK_OK(rig_step(&r));
     fsdpc_piece piece;
     void *grad;
-    CHECK_OK(fsdpc_unit_grad(r.units[0], 0, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[0], 0, false, &piece, &grad));
     for (size_t i = 0; i < 64; i++)
         CHECK(((float *)grad)[i] ==
               fsdpc_bf16_to_f32(fsdpc_f32_to_bf16(rig_gradient(0, 0, 0, 0, i))));

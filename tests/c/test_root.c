@@ -236,7 +236,7 @@ static fsdpc_status reset_of_one(rig *r)
     for (int u = 0; u < 5; u++) {
         fsdpc_piece piece;
         void *grad;
-        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 2, &piece, &grad));
+        FSDPC_TRY(fsdpc_unit_grad(r->units[u], 2, false, &piece, &grad));
         float expect = 0;
         for (int q = 0; q < r->world; q++)
             expect += rig_gradient(q, 2, u, 2, piece.first);

@@ -238,7 +238,7 @@ static void test_unit_twice(void)
         for (int u = 1; u < 3; u++) { /* null peers give what we give; two uses add */
             fsdpc_piece piece;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, &piece, &grad));
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
             float expect = rig_gradient(0, 0, u, 0, piece.first) * (u == 1 ? 2 : 1);
             CHECK_NOTE(*(float *)grad == expect, "%g %g", *(float *)grad, expect);
         }
@@ -272,7 +272,7 @@ static void test_orders(void)
         for (int u = 0; u < 3; u++) {
             fsdpc_piece piece;
             void *grad;
-            CHECK_OK(fsdpc_unit_grad(r.units[u], 1, &piece, &grad));
+            CHECK_OK(fsdpc_unit_grad(r.units[u], 1, false, &piece, &grad));
             CHECK(*(float *)grad == 2 * rig_gradient(0, 0, u, 1, piece.first));
         }
         CHECK(r.root->record.following == (step > 0));
@@ -350,7 +350,7 @@ static void test_reset(void)
     for (int u = 0; u < 4; u++) { /* nothing of the broken step is left */
         fsdpc_piece piece;
         void *grad;
-        CHECK_OK(fsdpc_unit_grad(r.units[u], 0, &piece, &grad));
+        CHECK_OK(fsdpc_unit_grad(r.units[u], 0, false, &piece, &grad));
         CHECK(grad && *(float *)grad == rig_gradient(0, 7, u, 0, piece.first));
     }
     CHECK_OK(rig_step(&r));
@@ -482,9 +482,9 @@ static void test_late_gradients(void)
         CHECK(!r.units[2]->buffer && r.units[2]->reduction == FSDPC_REDUCTION_NONE);
         fsdpc_piece piece;
         void *grad;
-        CHECK_OK(fsdpc_unit_grad(r.units[2], 1, &piece, &grad));
+        CHECK_OK(fsdpc_unit_grad(r.units[2], 1, false, &piece, &grad));
         CHECK(*(float *)grad == 2 * rig_gradient(0, 0, 2, 1, piece.first));
-        CHECK_OK(fsdpc_unit_grad(r.units[2], 0, &piece, &grad));
+        CHECK_OK(fsdpc_unit_grad(r.units[2], 0, false, &piece, &grad));
         CHECK(*(float *)grad == rig_gradient(0, 0, 2, 0, piece.first));
     }
     rig_close(&r);

@@ -123,6 +123,40 @@ static void test_rows_left_out(void)
     fsdpc_tier_release(tier);
 }
 
+/* Memory may be written as soon as its array has left an open pass, whatever was being read. */
+static void test_an_array_leaves_a_pass(void)
+{
+    fsdpc_tier *tier = tier_with(NULL);
+    fsdpc_extent *x[2];
+    enum { CHUNKS = 5 };
+    for (int e = 0; e < 2; e++)
+        CHECK_OK(fsdpc_extent_create(tier, e ? "exp_avg" : "grad", NULL, FSDPC_MEM_GRAD,
+                                     CHUNKS * CHUNK, sizeof(float), 1, &x[e]));
+    x[0]->read_only = true;
+    for (int step = 0; step < 20; step++) {
+        void *data;
+        size_t many;
+        CHECK_OK(fsdpc_pass_begin(tier, NULL));
+        CHECK_OK(fsdpc_pass_add(tier, x, 2));
+        CHECK_OK(fsdpc_pass_start(tier));
+        CHECK_OK(fsdpc_pass_at(x[1], (size_t)(step % CHUNKS) * CHUNK, &data, &many));
+        *(float *)data += 1;
+        CHECK_OK(fsdpc_pass_leave(x[0])); /* the rest is not asked for */
+        CHECK_OK(fsdpc_extent_written(x[0], 0, x[0]->numel));
+        memset(x[0]->memory, step, CHUNKS * CHUNK * sizeof(float));
+        fsdpc_extent_seal(x[0]);
+        CHECK_OK(fsdpc_pass_end(tier));
+    }
+    CHECK_OK(fsdpc_extent_check(x[1], 0, x[1]->numel));
+    for (int c = 0; c < CHUNKS; c++) /* what it had got in the pass was written */
+        CHECK(((float *)x[1]->memory)[c * CHUNK] == 4);
+    x[0]->memory[3 * CHUNK * sizeof(float)] ^= 1;
+    CHECK_FAILS(fsdpc_extent_check(x[0], 0, x[0]->numel), FSDPC_ERR_OS, "chunk 3 of grad");
+    for (int e = 0; e < 2; e++)
+        fsdpc_extent_destroy(x[e]);
+    fsdpc_tier_release(tier);
+}
+
 static void test_a_flipped_bit_is_found(void)
 {
     fsdpc_tier *tier = tier_with(NULL);
@@ -199,6 +233,7 @@ int main(void)
     test_passes_and_memory_agree(0.5, 3 * CHUNK + 77);
     test_passes_and_memory_agree(0, CHUNK + 64);
     test_rows_left_out();
+    test_an_array_leaves_a_pass();
     test_a_flipped_bit_is_found();
     test_each_call_fails("pread");
     test_each_call_fails("pwrite");

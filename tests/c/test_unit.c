@@ -118,7 +118,7 @@ static void test_grad(void)
     CHECK_OK(rig_add_units(&r, 2, false));
     fsdpc_piece piece;
     void *grad = &r;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(grad == NULL);
     CHECK(fsdpc_unit_full(r.units[1], 0) == NULL);
     CHECK_FAILS(fsdpc_unit_check_full(r.units[1], 2), FSDPC_ERR_STATE, "'bias' of unit 'a'");
@@ -127,18 +127,18 @@ static void test_grad(void)
     CHECK_OK(rig_step(&r));
     float first = rig_gradient(0, 0, 1, 0, 0);
     r.units[1]->pending_scale = 0.5;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(*(float *)grad == first * 0.5f && r.units[1]->pending_scale == 1);
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, &piece, &grad)); /* once */
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad)); /* once */
     CHECK(*(float *)grad == first * 0.5f);
     r.units[1]->trainable[0] = false;
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(grad == NULL);
     r.units[1]->trainable[0] = true;
     r.units[1]->pending_scale = 0.5;
     fsdpc_unit_zero_grad(r.units[1]);
     CHECK(r.units[1]->pending_scale == 1);
-    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, &piece, &grad));
+    CHECK_OK(fsdpc_unit_grad(r.units[1], 0, false, &piece, &grad));
     CHECK(grad == NULL);
     float out[384];
     CHECK_FAILS(fsdpc_unit_collect(r.units[1], 0, true, out), FSDPC_ERR_STATE, "no gradient");

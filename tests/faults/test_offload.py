@@ -80,6 +80,48 @@ def test_a_bit_that_changed_is_named(what: str, disk: Path) -> None:
         assert "rank 1" in text and f"{disk}/(offloaded, rank 1)" in text and "CRC-32C" in text
 
 
+#: What reads gradients, each after a backward.
+READERS: dict[str, Callable[[Any, Any], object]] = {
+    "step": lambda model, optimizer: [optimizer.step(), model(batch(1, WIDTH))],
+    "clip": lambda model, optimizer: fsdpc.clip_grad_norm_(model.parameters(), 1.0),
+    "grad": lambda model, optimizer: model.blocks[0].weight.grad,
+    "full_grad": lambda model, optimizer: fsdpc.full_grad(model.blocks[0].weight),
+    "the next backward": lambda model, optimizer: model(batch(1, WIDTH)).backward(),
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("how", list(READERS))
+def test_gradients_that_changed_are_not_used(how: str, disk: Path) -> None:
+    """What reductions wrote has a checksum, until somebody holds the gradients."""
+    model = build(WIDTH, offload_policy=on_disk(disk, "gradients"))
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    train(model, optimizer, 2)
+    model(batch(0, WIDTH)).backward()
+    corrupt(disk)
+    with pytest.raises(OSError, match=r"chunk 0 of grad of unit 'blocks\.0'.*CRC-32C"):
+        READERS[how](model, optimizer)
+
+
+@pytest.mark.ranks(1)
+def test_gradients_may_be_written(disk: Path) -> None:
+    """Through tensors that live on, and that went away; what is scaled by clipping too."""
+    model = build(WIDTH, offload_policy=on_disk(disk, "gradients"))
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    for held in (True, False):
+        model(batch(0, WIDTH)).backward()
+        grad = model.blocks[0].weight.grad
+        grad.numpy()[...] += 1
+        values = grad.numpy().copy()
+        if not held:
+            del grad
+        gc.collect()
+        fsdpc.clip_grad_norm_(model.parameters(), 0.5)
+        assert np.all(model.blocks[0].weight.grad.numpy() < values.max())
+        model(batch(1, WIDTH)).backward()
+        finish(model, optimizer)
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("how", ["full_tensor", "local", "state", "state_views", "state_dict"])
 def test_a_bit_that_changed_is_not_handed_out(how: str, disk: Path) -> None:

@@ -1,0 +1,55 @@
+/* Files are of ranks that compute on CPUs, whose main stream is the caller itself: what was ordered
+ * before it is complete here.
+ *
+ * A step that goes on may have stepped the unit without asking for all of its gradients, and its
+ * pass may be reading the rest.  So a unit leaves the pass before its gradients are written.
+ */
+#include "engine/grad_file.h"
+
+/* Tensors of others lie on them, so they may change at any time. */
+static bool is_shared(const fsdpc_unit *unit)
+{
+    return unit->foreign || atomic_load_explicit(&unit->lent, memory_order_relaxed) > 0;
+}
+
+void fsdpc_grad_file_release(const fsdpc_unit *unit)
+{
+    for (int g = 0; is_shared(unit) && g < unit->layout->n_groups; g++)
+        if (unit->groups[g].grad_extent)
+            fsdpc_extent_forget(unit->groups[g].grad_extent);
+}
+
+fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep)
+{
+    keep = keep && !is_shared(unit);
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        fsdpc_extent *extent = unit->groups[g].grad_extent;
+        if (!extent)
+            continue;
+        FSDPC_TRY(fsdpc_pass_leave(extent));
+        if (keep)
+            FSDPC_TRY(fsdpc_extent_written(extent, 0, extent->numel));
+        else
+            fsdpc_extent_forget(extent);
+    }
+    return FSDPC_OK;
+}
+
+void fsdpc_grad_file_seal(const fsdpc_unit *unit)
+{
+    for (int g = 0; !is_shared(unit) && g < unit->layout->n_groups; g++)
+        if (unit->groups[g].grad_extent)
+            fsdpc_extent_seal(unit->groups[g].grad_extent);
+}
+
+fsdpc_status fsdpc_grad_file_check(const fsdpc_unit *unit, int param, bool write)
+{
+    fsdpc_extent *extent = unit->groups[unit->layout->params[param].group].grad_extent;
+    fsdpc_piece piece = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
+    if (!extent || piece.numel == 0)
+        return FSDPC_OK;
+    FSDPC_TRY(fsdpc_pass_leave(extent));
+    fsdpc_grad_file_release(unit);
+    return (write ? fsdpc_extent_written : fsdpc_extent_check)(extent, piece.shard_offset,
+                                                               piece.numel);
+}
