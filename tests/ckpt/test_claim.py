@@ -41,7 +41,7 @@ else:
 
 def other(how: str, path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", OTHER, how, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.ranks(1)
@@ -75,7 +75,7 @@ def test_a_managers_folder_is_its_own(tmp_path: Path) -> None:
         assert done.returncode == 1 and f"{os.getpid()} on" in done.stderr, done.stderr
     train = [sys.executable, "-m", "fsdpc", "train", "--checkpoint", str(tmp_path / "run")]
     done = subprocess.run(
-        [*train, "--resume", "--steps", "1"], capture_output=True, text=True, timeout=120
+        [*train, "--resume", "--steps", "1"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2 and "belongs to another run" in done.stderr, done.stderr
     manager.save(1, state)

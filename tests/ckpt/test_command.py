@@ -117,7 +117,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
         ours, theirs = os.pipe()
         os.close(ours)  # nobody reads
         done = subprocess.run(
-            command, stdout=theirs, stderr=subprocess.PIPE, timeout=60,
+            command, stdout=theirs, stderr=subprocess.PIPE, timeout=300,
             env={**os.environ, "PYTHONUNBUFFERED": buffered},
         )  # fmt: skip
         os.close(theirs)

@@ -43,7 +43,7 @@ def values_are_nan(state: dict[str, Any]) -> bool:
     return all(np.isnan(view.numpy()).all() for view in held)
 
 
-@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.ranks([1, 2], timeout=300)
 @pytest.mark.parametrize("where", ["header", "data", "manifest.json", "index"])
 def test_one_flipped_bit(where: str, tmp_path: Path) -> None:
     state, folder = made(tmp_path)

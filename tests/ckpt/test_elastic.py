@@ -33,7 +33,7 @@ if int(start) < int(sys.argv[1]) and os.environ["RANK"] == str(int(world) - 1):
 def train(*options: object, **variables: str) -> str:
     words = [sys.executable, "-m", "fsdpc", "train", *SMALL, *map(str, options)]
     environment = {**os.environ, **variables}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

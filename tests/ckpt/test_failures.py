@@ -27,7 +27,7 @@ def calls_of(path: Path, model: Any) -> list[tuple[str, str]]:
     return seen
 
 
-@pytest.mark.ranks([1, 2, 3], timeout=120)
+@pytest.mark.ranks([1, 2, 3], timeout=300)
 @pytest.mark.parametrize("async_", [False, True])
 def test_every_call_may_fail_on_one_rank(async_: bool, tmp_path: Path) -> None:
     model = llama()
@@ -153,11 +153,11 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     disk.mkdir()
     script.write_text(FULL_DISK)
     try:
-        subprocess.run([*mount, disk, "true"], check=True, capture_output=True, timeout=60)
+        subprocess.run([*mount, disk, "true"], check=True, capture_output=True, timeout=300)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no mount namespaces here")
     command = [sys.executable, "-m", "fsdpc", "run", "--ranks", "2", script, disk]
-    done = subprocess.run([*mount, disk, *command], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*mount, disk, *command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

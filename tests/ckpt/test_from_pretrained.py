@@ -30,7 +30,7 @@ def logits_of(folder: Path) -> Any:
         return model.eval()(torch.from_numpy(WORDS)).logits.numpy()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize(
     "options",
     [{"kv_heads": 2}, {"tied": True, "rope_theta": 5e5}, {"no_rope_every": 4, "norm_eps": 1e-5}],
@@ -50,7 +50,7 @@ def test_a_llama_of_ours(options: dict[str, Any], tmp_path: Path) -> None:
         np.testing.assert_allclose(logits_of(tmp_path / name), ours, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.ranks([1, 2], timeout=300)
 @pytest.mark.parametrize("inner", [48, 192])
 def test_a_gpt2_of_ours(inner: int, tmp_path: Path) -> None:
     fsdpc.manual_seed(3)
@@ -72,7 +72,7 @@ def test_a_gpt2_of_ours(inner: int, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits_of(tmp_path / name), ours, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_what_was_converted(tmp_path: Path) -> None:
     """The config goes along, from a file for each rank too."""
     fsdpc.manual_seed(3)
@@ -85,7 +85,7 @@ def test_what_was_converted(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_of(tmp_path / "full"), ours, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     from fsdpc.torch import fully_shard
 

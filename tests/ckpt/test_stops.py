@@ -118,6 +118,6 @@ def test_the_script_of_the_page_saves_and_is_requeued(tmp_path: Path) -> None:
     stopped = int(re.search(r"stopped by SIGUSR1 after step (\d+)", said)[1])
     assert (tmp_path / "scontrol").read_text() == f"requeue {JOB}\n"
     with start(tmp_path, stopped + 2) as process:  # as SLURM starts it again
-        said = process.communicate(timeout=60)[0]
+        said = process.communicate(timeout=300)[0]
     assert process.returncode == 0 and f"resumed after step {stopped}" in said
     assert (tmp_path / "scontrol").read_text() == f"requeue {JOB}\n"  # this time it was not

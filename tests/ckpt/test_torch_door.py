@@ -118,7 +118,7 @@ class Run:
         return tensors, states, found["param_groups"], others
 
 
-@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.ranks([1, 2], timeout=300)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_resume_is_bitwise(optimizer: str, tmp_path: Path) -> None:
     whole = Run("sharded", optimizer).train(0, 12)
@@ -132,7 +132,7 @@ def test_resume_is_bitwise(optimizer: str, tmp_path: Path) -> None:
     assert resumed.everything() == whole.everything()
 
 
-@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.ranks([1, 2], timeout=300)
 @pytest.mark.parametrize("how", ["plain", "bf16", "replicas", "SHARD_GRAD_OP"])
 def test_resume_otherwise(how: str, tmp_path: Path) -> None:
     if how == "plain" and fsdpc.world_size() > 1:
@@ -264,7 +264,7 @@ def test_from_door_to_door(family: str, source: str, ranks: int, tmp_path: Path)
             assert (to / name).read_bytes() == (tmp_path / "c" / name).read_bytes(), (target, n)
 
 
-@pytest.mark.ranks([1, 2], timeout=120)
+@pytest.mark.ranks([1, 2], timeout=300)
 def test_adam_goes_on_where_it_was(tmp_path: Path) -> None:
     """As accelerate's tests have it: all random numbers are scrambled, then restored."""
 

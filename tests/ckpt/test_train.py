@@ -23,7 +23,7 @@ def command(*options: object) -> list[str]:
 
 
 def train(*options: object) -> str:
-    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(*options), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -80,7 +80,7 @@ def test_a_resume_with_another_model_is_refused_by_a_short_table(tmp_path: Path)
         command("--steps", 2, "--checkpoint", tmp_path, "--preset", "10M", "--resume"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 2
     lines = done.stderr.splitlines()
@@ -96,7 +96,7 @@ def test_steps_0_saves_the_initial_state(tmp_path: Path) -> None:
         command("--steps", 1, "--checkpoint", tmp_path / "run"),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2 and "add --resume" in done.stderr
 
@@ -158,9 +158,9 @@ def test_a_run_whose_ranks_are_killed_ends_as_an_undisturbed_one(
 
 
 def test_options_that_need_each_other() -> None:
-    done = subprocess.run(command("--resume"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("--resume"), capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "need --checkpoint" in done.stderr
     for more in ([], ["--checkpoint", "run"]):
         words = command("--max-restarts", 2, *more)
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300)
         assert done.returncode == 2 and "--save-every N to go on from" in done.stderr

@@ -186,7 +186,7 @@ def test_steps_of_fsdpc_train(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fsdpc", "train", "--ranks", "2", "--steps", "6", "--batch",
                "1", "--seq", "16", "--sample", "0", "--eval-bytes", "0", "--data", str(DOCS),
                "--profile", "3:4", "--profile-file", str(path)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert f"profiled into {path} (for ui.perfetto.dev)" in done.stdout
     assert done.stdout.count("waiting ") == 2  # a line for each rank

@@ -103,7 +103,7 @@ def run(fn: Callable[[int], object], ranks: int, **environment: str) -> list[Any
     def body() -> Report:
         return Report("ok", fn(int(os.environ["RANK"])))
 
-    outcome = run_forked(body, ranks, sys.stdout.write, timeout=30, env=environment)
+    outcome = run_forked(body, ranks, sys.stdout.write, timeout=120, env=environment)
     for failure in outcome.failures:
         assert "SIGKILL" in failure.text, failure.text
     assert not outcome.timed_out

@@ -131,7 +131,7 @@ def happen(cell: Cell, folder: Path) -> Found:
     env = {"FSDPC_TIMEOUT_S": str(DEADLINE_S if cell.fault == "stop" else 60)}
     caught = None
     try:
-        launch(on_rank, cell.ranks, cell, folder, env=env, timeout=40)
+        launch(on_rank, cell.ranks, cell, folder, env=env, timeout=120)
     except LaunchError as error:
         caught = error
     ended = time.monotonic()
@@ -142,4 +142,4 @@ def happen(cell: Cell, folder: Path) -> Found:
 
 def quiet_launch(ranks: int) -> list[Any]:
     """A fresh run, as the next one after a fault."""
-    return launch(lambda: whole_run(lambda place: None), ranks, timeout=30)
+    return launch(lambda: whole_run(lambda place: None), ranks, timeout=120)

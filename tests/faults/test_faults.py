@@ -59,7 +59,7 @@ def start(
 
 def run(tmp_path: Path, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     with start(tmp_path, *arguments, **options) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -101,7 +101,7 @@ def marked(launcher: int) -> list[str]:
 def test_nothing_stays_behind_a_dropped_launcher(tmp_path: Path) -> None:
     process = start(tmp_path, "rank 1: drop the launcher at backward of 1 in step 3",
                     f"{CHILDREN}\n{SCRIPT}", restarts=1, **ENABLED)  # fmt: skip
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL and "step 4" not in out
     until = time.monotonic() + 60
     while left := marked(process.pid):

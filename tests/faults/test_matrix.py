@@ -81,7 +81,7 @@ def check_launcher(cell: Cell, found: Found) -> None:
 
 
 @pytest.mark.parametrize("cell", marked(ALL))
-@pytest.mark.ranks(1, init=False, timeout=60)
+@pytest.mark.ranks(1, init=False, timeout=300)
 def test_a_fault(cell: Cell, tmp_path: Path, notes: Path) -> None:
     before, names = descriptors(), shm_names()
     found = happen(cell, tmp_path)

@@ -21,7 +21,7 @@ def printed(fn: object, ranks: int, **environment: str) -> str:
     def body() -> Report:
         return Report("ok", fn(int(os.environ["RANK"])))
 
-    outcome = run_forked(body, ranks, lines.append, timeout=30, env=environment)
+    outcome = run_forked(body, ranks, lines.append, timeout=120, env=environment)
     assert not outcome.failures, outcome.describe()
     return "".join(lines)
 

@@ -28,7 +28,7 @@ def script(folder: Path, text: str) -> str:
 
 def start(*arguments: str) -> tuple[int, str, str]:
     words = [sys.executable, "-m", "fsdpc", "run", *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -50,7 +50,7 @@ def lines_of_death(deed: Callable[[], None], ranks: int, **environment: str) -> 
         fsdpc.barrier()
 
     with pytest.raises(LaunchError) as caught:
-        launch(body, ranks, timeout=30, env=environment)
+        launch(body, ranks, timeout=120, env=environment)
     last = ranks - 1
     assert caught.value.rank == last and not caught.value.timed_out
     text = caught.value.tracebacks[last]

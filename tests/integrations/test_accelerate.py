@@ -80,7 +80,7 @@ def train_plain(plain: Any, loader: Any) -> tuple[Any, list[Any]]:
     return optimizer, norms
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_a_prepared_script_trains_saves_and_goes_on(tmp_path: Any) -> None:
     join_gloo(tmp_path)
     accelerator, plain, model, *rest = start()
@@ -123,7 +123,7 @@ def test_a_prepared_script_trains_saves_and_goes_on(tmp_path: Any) -> None:
     fsdpc.shutdown()
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_what_is_refused(tmp_path: Any) -> None:
     from fsdpc.integrations.accelerate import WholeStateOptimizer, check, prepare
 
@@ -156,7 +156,7 @@ def test_what_is_refused(tmp_path: Any) -> None:
     fsdpc.shutdown()
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_the_script_of_the_page(tmp_path: Path) -> None:
     """On ranks as torchrun starts them."""
     join_gloo(tmp_path)

@@ -165,7 +165,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], **tolerance: f
         torch.testing.assert_close(found[name], value, **(tolerance or CLOSE), msg=name)
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_trainers_train_as_with_ddp(tmp_path: Path) -> None:
     """Accumulation, clipping, precisions, units by class and by the user, both optimizers."""
     quiet()
@@ -211,7 +211,7 @@ def test_trainers_train_as_with_ddp(tmp_path: Path) -> None:
     fsdpc.shutdown()
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_checkpoints_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file under DDP and here, a folder here and on one rank alone."""
     quiet()
@@ -273,7 +273,7 @@ def test_checkpoints_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     fsdpc.shutdown()
 
 
-@pytest.mark.ranks(2, init=False, timeout=120)
+@pytest.mark.ranks(2, init=False, timeout=300)
 def test_fabric_trains_saves_and_loads(tmp_path: Path) -> None:
     quiet()
     join_gloo(tmp_path)

@@ -29,7 +29,7 @@ def train(folder: Path, steps: int) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_the_training_function_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 10)
     assert [(each["step"], each["begin"], each["ranks"]) for each in whole] == [

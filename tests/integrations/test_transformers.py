@@ -215,7 +215,7 @@ def test_generation_adapters_and_own_optimizers(tmp_path: Any) -> None:
     fsdpc.shutdown()
 
 
-@pytest.mark.ranks(1, init=False, timeout=120)
+@pytest.mark.ranks(1, init=False, timeout=300)
 def test_what_is_refused(tmp_path: Any) -> None:
     from fsdpc.integrations.transformers import Trainer
 

@@ -152,7 +152,7 @@ def test_real_ranks_end_as_the_model_says(scenario: Scenario, tmp_path: Path, di
 
     foreign = any(end.endswith("foreign barrier") for end in scenario.ends)
     env = {"FSDPC_TIMEOUT_S": DEADLINE_S} if foreign else {}
-    outcome = run_forked(body, len(scenario.texts), sys.stdout.write, timeout=30, env=env)
+    outcome = run_forked(body, len(scenario.texts), sys.stdout.write, timeout=120, env=env)
     assert not outcome.failures, outcome.describe()
     ended = [Ended(*report.value) for report in outcome.reports]
     assert any(fits(end, ended) for end in scenario.ends), ended

@@ -36,7 +36,7 @@ def trained(postponed: bool) -> int:
 
 def results(ranks: int, postponed: bool) -> tuple[set[int], str]:
     lines: list[str] = []
-    outcome = run_forked(lambda: Report("ok", trained(postponed)), ranks, lines.append, timeout=60)
+    outcome = run_forked(lambda: Report("ok", trained(postponed)), ranks, lines.append, timeout=300)
     assert not outcome.failures, outcome.describe()
     return {report.value for report in outcome.reports if report}, "".join(lines)
 
@@ -79,7 +79,7 @@ def half(divided: bool) -> int:
 def test_fp16_sees_the_split_unless_the_factor_divides() -> None:
     def run(ranks: int, divided: bool) -> tuple[set[int], str]:
         lines: list[str] = []
-        outcome = run_forked(lambda: Report("ok", half(divided)), ranks, lines.append, timeout=60)
+        outcome = run_forked(lambda: Report("ok", half(divided)), ranks, lines.append, timeout=300)
         assert not outcome.failures, outcome.describe()
         return {report.value for report in outcome.reports if report}, "".join(lines)
 

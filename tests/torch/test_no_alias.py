@@ -40,7 +40,7 @@ def test_no_alias_mode_has_the_same_bits() -> None:
     for mode in ("0", "1"):
         said: list[str] = []
         outcome = run_forked(lambda: Report("ok", (os.environ["FSDPC_NO_ALIAS"], trained())), 2,
-                             said.append, timeout=60, env={"FSDPC_NO_ALIAS": mode})  # fmt: skip
+                             said.append, timeout=300, env={"FSDPC_NO_ALIAS": mode})  # fmt: skip
         assert not outcome.failures, outcome.describe() + "".join(said)
         for report in outcome.reports:
             assert report is not None and report.value[0] == mode

@@ -182,7 +182,7 @@ def compare(name: str) -> None:
         torch.testing.assert_close(value, theirs[key].detach(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_forty_models_train_as_unsharded_ones() -> None:
     assert len(MODELS) >= 40
     for name in MODELS:

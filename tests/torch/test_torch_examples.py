@@ -63,7 +63,7 @@ def test_fsdp1() -> None:
     assert "[1] 0 tensors, 0 optimizer states" in output
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_strategies_keep_less_and_less(tmp_path: Path) -> None:
     output = here(tmp_path, "torch/03_no_shard.py", "3")
     found = re.findall(
@@ -80,7 +80,7 @@ def test_strategies_keep_less_and_less(tmp_path: Path) -> None:
     assert masters[1] < 0.6 * masters[0] and masters[3] == masters[1]
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_llama_finetune(tmp_path: Path) -> None:
     output = here(tmp_path, "torch/04_llama_finetune.py", "21")
     seen = losses(output)
@@ -88,13 +88,13 @@ def test_llama_finetune(tmp_path: Path) -> None:
     assert "[0] 21 tensors to save" in output and "[1] 0 tensors to save" in output
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_lora(tmp_path: Path) -> None:
     seen = losses(here(tmp_path, "torch/05_lora.py", "31"))
     assert len(seen) == 4 and seen[-1] < seen[0]
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_accumulation_in_fp16(tmp_path: Path) -> None:
     output = here(tmp_path, "torch/06_accumulate_fp16.py", "31")
     seen = losses(output)
@@ -103,7 +103,7 @@ def test_accumulation_in_fp16(tmp_path: Path) -> None:
     assert scales[-1] < 2**24
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_profiler(tmp_path: Path) -> None:
     output = here(tmp_path, "torch/07_profiler.py", str(tmp_path))
     found = set(re.findall(r"^\[0\] (FSDP::\w+ \([\w.]+\)): 3 times", output, re.M))
@@ -125,7 +125,7 @@ def test_profiler(tmp_path: Path) -> None:
     assert starts == sorted(starts, reverse=True)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_prepare_by_hand(tmp_path: Path) -> None:
     output = here(tmp_path, "torch/08_prepare_by_hand.py", "31")
     seen = losses(output)

@@ -54,7 +54,7 @@ def ids(step: int) -> torch.Tensor:
     return torch.randint(3, 61, (2, 12), generator=generator)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "SmolLM3", "Mixtral"])
 def test_ten_adam_steps(kind: str) -> None:
     plain = make(kind)
@@ -79,7 +79,7 @@ def test_ten_adam_steps(kind: str) -> None:
     assert_same_parameters(ours, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_llama_in_bf16(checkpointing: bool) -> None:
     """bf16 compute with fp32 masters and reductions, against the plain model cast to bf16."""
@@ -110,7 +110,7 @@ def test_llama_in_bf16(checkpointing: bool) -> None:
     assert torch.isfinite(ours(input_ids=words, labels=words).loss)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_strategies_and_checkpointing_agree_to_the_bit() -> None:
     results = []
     for reshard, checkpointing in ((True, False), (False, False), (True, True)):
@@ -133,7 +133,7 @@ def test_strategies_and_checkpointing_agree_to_the_bit() -> None:
             assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("kind", ["Llama", "SmolLM3", "Mixtral"])
 def test_plans_of_transformers(kind: str) -> None:
     """SmolLM3 ties its head to its embedding: they are one unit."""
@@ -191,7 +191,7 @@ def trained(model: Any, optimizer: Any, steps: range) -> list[float]:
     return seen
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_resumed_as_if_never_stopped() -> None:
     """20 Adam steps with a generator that is scrambled at step 10 and restored."""
 

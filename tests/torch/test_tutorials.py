@@ -83,7 +83,7 @@ def test_there_are_four() -> None:
     assert len(SCRIPTS) == 4
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.filterwarnings("ignore")
 def test_an_fsdp1_tutorial(script: str, tmp_path: Path) -> None:

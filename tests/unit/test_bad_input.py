@@ -306,7 +306,7 @@ def train(*arguments: object) -> tuple[int, str, str]:
         [sys.executable, "-m", "fsdpc", "train", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": PACKAGE_PARENT},
     )
     return done.returncode, done.stdout, done.stderr

@@ -18,7 +18,7 @@ TRAIN = ("train", "--steps", "1", "--sample", "0", "--eval-bytes", "0", "--seq",
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     environment = ENVIRONMENT | variables
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def fsdpc_command(*arguments: str) -> list[str]:

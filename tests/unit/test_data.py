@@ -433,7 +433,7 @@ def test_a_process_ends_though_its_loader_was_not_stopped() -> None:
         "next(loader)\n"
         "raise SystemExit(3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], timeout=300)
     assert done.returncode == 3
 
 

@@ -111,7 +111,7 @@ def test_what_cannot_be_generated(
         model.generate(prompt, count, **options)
 
 
-@pytest.mark.ranks([2, 3], timeout=120)
+@pytest.mark.ranks([2, 3], timeout=300)
 @pytest.mark.parametrize("kind", [Llama, GPT2])
 def test_ranks_generate_as_much_as_each_needs(kind: Any) -> None:
     """Different prompts, numbers of tokens and ends; one rank has no prompt at all."""

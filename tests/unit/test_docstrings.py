@@ -37,7 +37,7 @@ def test_examples_of_docstrings(tmp_path: Path) -> None:
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [*command, "-p", "fresh_examples", others, str(PACKAGE)], capture_output=True, text=True,
-        timeout=120, cwd=PACKAGE.parent, env=env,
+        timeout=900, cwd=PACKAGE.parent, env=env,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     with_examples = [p for p in PACKAGE.rglob("*.py") if re.search(r"^ +>>> ", p.read_text(), re.M)]

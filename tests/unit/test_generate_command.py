@@ -67,7 +67,7 @@ def test_bytes_of_a_run(tmp_path: Path) -> None:
     def command(*words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "fsdpc", *map(str, words)], capture_output=True, text=True,
-            timeout=120, env=environment(), input="de",
+            timeout=300, env=environment(), input="de",
         )  # fmt: skip
 
     data = Path(__file__).parents[2] / "docs"
@@ -93,7 +93,7 @@ def test_tokens_of_a_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "fsdpc", "train", "--steps", "1", "--batch", "1", "--seq", "16",
          "--sample", "0", "--data", str(data), "--eval-bytes", "0", "--tokenizer", str(made),
          "--checkpoint", str(tmp_path / "run"), "--export", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
         env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def fsdpc(*arguments: str, **options: object) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -336,7 +336,7 @@ def test_torchs_pool_is_not_needed_in_ranks(tmp_path: Path) -> None:
         "assert launch(total, 2, timeout=30) == [here, here]\n"
     )
     environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
-    assert subprocess.run([sys.executable, script], env=environment, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, script], env=environment, timeout=300).returncode == 0
 
 
 def test_a_fork_beside_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ launch(wait, 2)
     )
     pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode != 0 and "KeyboardInterrupt" in err
     assert all(gone(pid) for pid in pids)
 
@@ -411,7 +411,7 @@ def test_a_reader_that_goes_away_is_no_error(what: str, tmp_path: Path) -> None:
         env=environment,
     )
     os.close(theirs)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGPIPE and err == ""
 
 
@@ -524,7 +524,7 @@ time.sleep(1000)
     pids = [int(word) for line in lines for word in line[1:]]
     assert len(pids) == 4
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert all(gone(pid) for pid in pids)
 
 

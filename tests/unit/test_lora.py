@@ -104,7 +104,7 @@ def steps(model: Any, count: int = 3) -> list[float]:
     return losses
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_training_over_ranks(tmp_path: Path) -> None:
     """As on one rank: the frozen model stays as it is, and adapters move."""
     folder = base(tmp_path / "base")
@@ -141,7 +141,7 @@ def test_training_over_ranks(tmp_path: Path) -> None:
         save_pretrained(model, tmp_path / "whole")
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_what_is_refused(tmp_path: Path) -> None:
     folder = base(tmp_path / "base")
     model = from_pretrained(folder)
@@ -181,7 +181,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
              "--lora", "4", "--lora-targets", "q_proj,v_proj", "--lora-alpha", "4"]  # fmt: skip
     of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "FSDPC_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(of_a_rank)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     content = lora.read_config(tmp_path / "out")
     assert content["r"] == 4 and content["base_model_name_or_path"] == str(folder.resolve())

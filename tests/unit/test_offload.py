@@ -96,7 +96,7 @@ def test_a_tier_counts_what_it_holds(disk: Path) -> None:
 def estimated(*options: str) -> dict[str, float]:
     """What one of 8 ranks holds by category, in bytes."""
     command = [sys.executable, "-m", "fsdpc", "estimate", "--preset", "1B", "--ranks", "8"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines() if line.endswith(" MiB")]
     return {name: float(mib) * 2**20 for name, mib, _ in lines}

@@ -571,7 +571,7 @@ def test_fsdpc_train_learns_by_each(name: str, tmp_path: Path) -> None:
     options = ["--ranks", "1", "--steps", "20", "--batch", "4", "--seq", "32", "--sample", "0"]
     command = [sys.executable, "-m", "fsdpc", "train", *options, "--optimizer", name]
     done = subprocess.run([*command, "--data", str(text), "--metrics", str(metrics)],
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in metrics.read_text().splitlines()][:20]
     rates = {"adamw": 3e-3, "adam": 3e-3, "sgd": 0.1, "lion": 3e-4}

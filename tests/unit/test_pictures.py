@@ -15,7 +15,7 @@ def test_pictures_are_drawn_from_the_engine(tmp_path: Path) -> None:
     """Again, in a process of their own, as it forks ranks."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "pictures.py"), str(tmp_path)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names = sorted(path.name for path in PICTURES.iterdir())

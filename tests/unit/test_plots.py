@@ -147,7 +147,7 @@ def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess
     paths = [variables.pop("first", ""), str(Path(fsdpc.__file__).parents[1])]
     return subprocess.run(
         [sys.executable, "-m", "fsdpc", *map(str, arguments)], capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )  # fmt: skip
 
 

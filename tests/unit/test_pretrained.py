@@ -127,7 +127,7 @@ def compare_greedy_tokens(theirs: Any, model: Any, case: str) -> None:
     assert len({tuple(row[-14:]) for row in found}) > 1, "prompts do not matter"
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2, timeout=300)
 def test_rows_go_straight_into_shards(tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     if fsdpc.rank() == 0:
@@ -159,7 +159,7 @@ def logits_of_folder(folder: Path) -> np.ndarray:
     return logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder))
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_dtypes(tmp_path: Path) -> None:
     theirs = theirs_of("qwen3", tmp_path / "theirs").to(torch.bfloat16)
     theirs.save_pretrained(tmp_path / "half")
@@ -217,7 +217,7 @@ def test_what_is_off_is_not_refused() -> None:
     assert config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_folders_that_do_not_fit(tmp_path: Path) -> None:
     theirs_of("qwen3", tmp_path / "qwen3")
     theirs_of("gpt2", tmp_path / "gpt2")
@@ -237,7 +237,7 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         from_pretrained(tmp_path / "qwen3")
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_shapes_that_transformers_has_not(tmp_path: Path) -> None:
     sizes = {"vocab_size": 9, "dim": 8, "layers": 2, "heads": 2, "inner": 8}
     odd = Llama(ModelConfig(**sizes, qk_norm=True, no_rope_every=2))

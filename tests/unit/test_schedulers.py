@@ -88,7 +88,7 @@ def test_what_cannot_be_several_hosts_is_refused_at_once(
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import fsdpc; fsdpc.init()"],
-        env=CLEAN | variables, capture_output=True, text=True, timeout=60,
+        env=CLEAN | variables, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(("NotImplementedError", "ValueError"))
@@ -148,7 +148,8 @@ def test_launchers_that_agree_or_started_each_other_are_fine(variables: dict[str
 def test_contradictions_end_init() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "import fsdpc; fsdpc.init()"],
-        env=CLEAN | OPEN_MPI | TORCHRUN | {"RANK": "0"}, capture_output=True, text=True, timeout=60,
+        env=CLEAN | OPEN_MPI | TORCHRUN | {"RANK": "0"}, capture_output=True, text=True,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 1 and "launchers contradict each other: RANK is 0" in done.stderr
 
@@ -178,7 +179,7 @@ def test_tasks_of_srun_meet() -> None:
         )
         for i in range(2)
     ]
-    assert [task.communicate(timeout=60)[0].split() for task in tasks] == [
+    assert [task.communicate(timeout=300)[0].split() for task in tasks] == [
         ["0", "0", "2"],
         ["1", "1", "2"],
     ]
@@ -194,7 +195,7 @@ def test_tasks_of_srun_meet() -> None:
 def test_a_task_starts_no_ranks_of_its_own(arguments: list[str], text: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fsdpc", *arguments],
-        env=CLEAN | STEP, capture_output=True, text=True, timeout=60,
+        env=CLEAN | STEP, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert text in done.stderr
@@ -208,7 +209,7 @@ def test_workers_of_one_torchrun_share_a_secret() -> None:
 
     def seen(shell: str, **variables: str) -> str:
         return subprocess.run(
-            ["sh", "-c", shell], env=CLEAN | variables, check=True, capture_output=True, timeout=60
+            ["sh", "-c", shell], env=CLEAN | variables, check=True, capture_output=True, timeout=300
         ).stdout.decode()  # fmt: skip
 
     first, second, stranger = (

@@ -293,7 +293,7 @@ def test_bad_models_and_options_are_named() -> None:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdpc", "simulate", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_command(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def stop(path: Path, text: str, signum: int) -> tuple[int, str, str]:
     ) as process:  # fmt: skip
         assert process.stdout.readline().endswith("ready\n")
         process.send_signal(signum)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 

@@ -31,7 +31,7 @@ SMALL = [
 
 def train(*options: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "fsdpc", "train", *SMALL, *map(str, options)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
 def rates(*words: str) -> list[float]:

@@ -28,7 +28,7 @@ def train(*options: object) -> str:
     words = [sys.executable, "-m", "fsdpc", "train", *SMALL, *map(str, options)]
     of_a_rank = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "FSDPC_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(of_a_rank)}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,7 +66,7 @@ def checked(*words: object) -> Any:
     return options
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_what_contradicts_the_folder(tmp_path: Path) -> None:
     llama = tmp_path / "llama"
     save_pretrained(Llama(ModelConfig(**SIZES)), llama)
@@ -94,7 +94,7 @@ def test_what_contradicts_the_folder(tmp_path: Path) -> None:
         checked("--init-from", llama)
 
 
-@pytest.mark.ranks(1, timeout=120)
+@pytest.mark.ranks(1, timeout=300)
 def test_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     need_tokenizers()
     folder, text = tmp_path / "llama", tmp_path / "text.txt"

@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def run(*options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdpc", "train", "--batch", "2", "--seq", "32", *options]
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+        list(map(str, command)), capture_output=True, text=True, timeout=300, env=ENVIRONMENT
     )
 
 
@@ -200,7 +200,7 @@ def test_only_samples_need_the_package(place: Place) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, "--data", place.tokens, "--steps", "1", "--batch", "2",
          "--seq", "32", "--sample", "5"],
-        capture_output=True, text=True, timeout=120, env=ENVIRONMENT,
+        capture_output=True, text=True, timeout=300, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout
@@ -232,7 +232,7 @@ def test_the_five_commands_of_the_page(tmp_path: Path) -> None:
         few = ["--steps", "2", "--batch", "2", "--seq", "32"] if words[1] == "train" else []
         done = subprocess.run(
             [sys.executable, "-m", *words, *few], cwd=tmp_path, capture_output=True, text=True,
-            timeout=120, env=ENVIRONMENT,
+            timeout=300, env=ENVIRONMENT,
         )  # fmt: skip
         assert done.returncode == 0, line + done.stderr
     assert "bits per byte" in done.stdout and "---- sample ----" in done.stdout

@@ -32,7 +32,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         command = re.sub(r"\bfsdpc (?=[a-z])", f"{sys.executable} -m fsdpc ", command)
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True,
-            timeout=120,
+            timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         texts.append(done.stdout + done.stderr)
