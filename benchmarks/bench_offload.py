@@ -9,7 +9,9 @@ in blocks of a chunk, by two threads of each rank at once, measured in the same 
 is the step over it. Cases that begin with "deepspeed" are ZeRO-3, ZeRO-Offload ("offload": the
 optimizer of ZeRO-2, or all of ZeRO-3, in host memory) and ZeRO-Infinity of DeepSpeed on its CPU
 accelerator, with transformers' LLaMA of the same shape; they need the package, and its
-extensions build when they are first used. Their floor is the step of "deepspeed". Bytes are those
+extensions build when they are first used. Cases that begin with "fsdp2" are PyTorch's fully_shard
+on the same model, "fsdp2 offload" with its CPUOffloadPolicy. (torchao's CPUOffloadOptimizer asserts
+an accelerator, so it has no case.) A peer's floor is its own step without a policy. Bytes are those
 that passes read and wrote; what the page cache moves of params and gradients is not among them, and
 is little where memory has room for it.
 """
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ PEERS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # stage; where to, and w
     "deepspeed optimizer": (3, "nvme", ("optimizer",)),
     "deepspeed optimizer params": (3, "nvme", ("optimizer", "param")),
 }
+FSDP2 = ("fsdp2", "fsdp2 offload")
 RANKS, STEPS = 2, 4  # of which the first makes the schedule and the states
 BLOCK, BLOCKS = 2 << 20, 192
 
@@ -81,6 +85,22 @@ def bandwidth(folder: str) -> float:
     return 2 * BLOCK * BLOCKS / seconds
 
 
+def measured(barrier: Callable[[], object], backward: Callable[[], object],
+             update: Callable[[], object]) -> dict[str, Any]:
+    """Seconds of a step, and of the update in it: medians of all steps but the first."""
+    seconds, in_step = [], []
+    for _ in range(STEPS):
+        barrier()
+        begin = time.perf_counter()
+        backward()
+        updating = time.perf_counter()
+        update()
+        barrier()
+        seconds.append(time.perf_counter() - begin)
+        in_step.append(time.perf_counter() - updating)
+    return {"seconds": statistics.median(seconds[1:]), "in_step": statistics.median(in_step[1:])}
+
+
 def turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
     """Train some steps on this rank."""
     import numpy as np
@@ -101,25 +121,21 @@ def turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str,
     fsdpc.fully_shard(model, offload_policy=policy)
     optimizer = fsdpc.optim.AdamW(model.named_parameters(), lr=1e-4)
     words = np.random.default_rng(fsdpc.rank()).integers(0, 256, (batch, seq + 1))
-    seconds, in_step = [], []
-    before: dict[str, int] = {}
-    for _ in range(STEPS):
-        before = fsdpc.memory_stats()
-        fsdpc.barrier()
-        begin = time.perf_counter()
+    stats = []
+
+    def backward() -> None:
+        stats.append(fsdpc.memory_stats())
         model(words[:, :-1], words[:, 1:]).backward()
         fsdpc.clip_grad_norm_(model, 1.0)
-        updating = time.perf_counter()
+
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        fsdpc.barrier()
-        seconds.append(time.perf_counter() - begin)
-        in_step.append(time.perf_counter() - updating)
-    after = fsdpc.memory_stats()
-    moved = sum(after[k] - before[k] for k in ("disk_read_bytes", "disk_written_bytes"))
-    result = {
-        "seconds": statistics.median(seconds[1:]),
-        "in_step": statistics.median(in_step[1:]),
+
+    result = measured(fsdpc.barrier, backward, update)
+    stats.append(fsdpc.memory_stats())
+    moved = sum(stats[-1][k] - stats[-2][k] for k in ("disk_read_bytes", "disk_written_bytes"))
+    result |= {
         "bytes": moved,
         "bandwidth": bandwidth(folder),
         "loss_bits": float(model(words[:, :-1], words[:, 1:]).item()).hex(),
@@ -128,10 +144,9 @@ def turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str,
     return result
 
 
-def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
-    """The same steps under DeepSpeed."""
+def torch_start(preset: str, batch: int, seq: int) -> tuple[Any, Any]:
+    """A process group; transformers' LLaMA and this rank's words."""
     import bench_torch
-    import deepspeed  # type: ignore[import-not-found]
     import torch
     import torch.distributed as dist
 
@@ -142,6 +157,49 @@ def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) ->
     )  # fmt: skip
     torch.manual_seed(0)
     model = bench_torch.llama(preset)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return model, torch.randint(0, 256, (batch, seq + 1), generator=generator)
+
+
+def loss_of(model: Any, words: Any) -> Any:
+    """Of transformers' LLaMA, engine or not."""
+    import torch
+
+    logits = model(input_ids=words[:, :-1]).logits.flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, words[:, 1:].flatten())
+
+
+def fsdp2_turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
+    """The same steps under PyTorch's FSDP2."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    model, words = torch_start(preset, batch, seq)
+    policy = CPUOffloadPolicy(pin_memory=False) if case == "fsdp2 offload" else OffloadPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model.model.layers, model):
+        fully_shard(unit, mesh=mesh, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def backward() -> None:
+        loss_of(model, words).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return measured(dist.barrier, backward, update)
+
+
+def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) -> dict[str, Any]:
+    """The same steps under DeepSpeed."""
+    import deepspeed  # type: ignore[import-not-found]
+    import torch.distributed as dist
+
+    model, words = torch_start(preset, batch, seq)
     stage, device, names = PEERS[case]
     place = {"device": device, "nvme_path": folder, "pin_memory": False}
     parts: dict[str, Any] = {f"offload_{part}": place for part in names}
@@ -154,20 +212,7 @@ def deepspeed_turn(case: str, preset: str, batch: int, seq: int, folder: str) ->
                 "single_submit": False, "overlap_events": True},
     }  # fmt: skip
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    words = torch.randint(0, 256, (batch, seq + 1), generator=generator)
-    seconds, in_step = [], []
-    for _ in range(STEPS):
-        dist.barrier()
-        begin = time.perf_counter()
-        logits = engine(input_ids=words[:, :-1]).logits.flatten(0, 1)
-        engine.backward(torch.nn.functional.cross_entropy(logits, words[:, 1:].flatten()))
-        updating = time.perf_counter()
-        engine.step()
-        dist.barrier()
-        seconds.append(time.perf_counter() - begin)
-        in_step.append(time.perf_counter() - updating)
-    return {"seconds": statistics.median(seconds[1:]), "in_step": statistics.median(in_step[1:])}
+    return measured(dist.barrier, lambda: engine.backward(loss_of(engine, words)), engine.step)
 
 
 def main() -> None:
@@ -178,11 +223,11 @@ def main() -> None:
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--rounds", type=int, default=2)
     p.add_argument("--path", default="/var/tmp")
-    p.add_argument("--cases", nargs="+", choices=[*CASES, *PEERS], default=list(CASES))
+    p.add_argument("--cases", nargs="+", choices=[*CASES, *PEERS, *FSDP2], default=list(CASES))
     p.add_argument("--turn", help=argparse.SUPPRESS)
     o = p.parse_args()
     if o.turn:
-        run = deepspeed_turn if o.turn in PEERS else turn
+        run = deepspeed_turn if o.turn in PEERS else fsdp2_turn if o.turn in FSDP2 else turn
         common.leave_result(run(o.turn, o.preset, o.batch, o.seq, o.path))
         return
     with tempfile.TemporaryDirectory(dir=o.path) as folder:
@@ -208,10 +253,10 @@ def report(o: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> Non
     speed = statistics.median(turn["bandwidth"] for turn in ours) if ours else float("nan")
     rows = []
     for case, turns in found.items():
-        base = "deepspeed" if case in PEERS else "none"
+        base = "none" if case in CASES else case.split()[0]
         alone = median(base, "seconds") if base in found else float("nan")
         moved = median(case, "bytes")
-        floor = alone if case in PEERS else max(alone, moved / speed)
+        floor = alone if case not in CASES else max(alone, moved / speed)
         seconds = [turn["seconds"] for turn in turns]
         rows.append([
             case, common.spread(seconds), f"{median(case, 'in_step'):.3g}", f"{moved / 1e9:.2f}",
