@@ -15,9 +15,14 @@
  * backward, or before anything that waits for the reduction.  There it waits for the first stage;
  * looking for completed reductions in between posts nothing.
  *
- * That costs no time where buffers are pooled.  The next reduction is posted a whole unit's
- * backward after this one.  If a first stage is not complete by then, a peer is that far behind,
- * and the next unit's first gradient would wait for this reduction's buffer anyway.
+ * That costs no time on one host where buffers are pooled.  The next reduction is posted a whole
+ * unit's backward after this one.  If a first stage is not complete by then, a peer is that far
+ * behind, and the next unit's first gradient would wait for this reduction's buffer anyway.
+ *
+ * Between hosts it would leave the wire idle for that long, and behind the last unit with two
+ * units' sums.  There messages of each group find their peers whatever other groups do, so what
+ * looks for completed reductions posts second stages too, the oldest first: the replicas' group
+ * sees them in the same order on every rank.
  *
  * Where the communicator orders streams, nothing is waited for and a second stage follows its first
  * at once, on its own stream; waiting then means that the main stream does, once the sum or
@@ -301,11 +306,17 @@ static fsdpc_status test_stage(fsdpc_unit *unit)
     return all;
 }
 
+static bool crosses_hosts(const fsdpc_comm *comm)
+{
+    return comm && comm->host_size < comm->size;
+}
+
 /* Also tests first stages that a second one follows, which carries them on. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
 {
     if (fsdpc_comm_orders(root->reduce_comm)) /* first stages are ordered, not awaited */
         return post_seconds(root, NULL);
+    bool in_turn = crosses_hosts(root->replicate); /* no older one awaits its second stage */
     for (int r = 0; r < root->n_reducing;) {
         fsdpc_unit *unit = root->reducing[r];
         fsdpc_status status = test_stage(unit);
@@ -313,8 +324,18 @@ fsdpc_status fsdpc_reduce_progress(fsdpc_root *root)
             return status;
         if (status == FSDPC_OK && !awaits_second(unit))
             FSDPC_TRY(finish(unit));
+        else if (status == FSDPC_OK && in_turn)
+            FSDPC_TRY(post_second(unit));
+        in_turn &= !awaits_second(unit);
         if (r < root->n_reducing && root->reducing[r] == unit)
             r++;
     }
     return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_reduce_carry_on(fsdpc_root *root)
+{
+    if (root->n_reducing == 0 || !(crosses_hosts(root->comm) || crosses_hosts(root->replicate)))
+        return FSDPC_OK;
+    return fsdpc_reduce_progress(root);
 }

@@ -15,8 +15,11 @@ fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit); /* posts what is filled; nothi
 /* Posts the second stages of what was posted, in its order, once the first ones are in. */
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root);
 /* Completes reductions that are done, without waiting.  Posts nothing, but for second stages where
- * the communicator orders streams and they need no wait. */
+ * the communicator orders streams and they need no wait, or where replicas are on several hosts. */
 fsdpc_status fsdpc_reduce_progress(fsdpc_root *root);
+/* The same where ranks are on several hosts, whose sums need a rank to send them on: cheap enough
+ * to be called for each gradient. */
+fsdpc_status fsdpc_reduce_carry_on(fsdpc_root *root);
 fsdpc_status fsdpc_reduce_wait(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root);
 

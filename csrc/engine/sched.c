@@ -250,6 +250,7 @@ fsdpc_status fsdpc_grad_target_of(fsdpc_unit *unit, int param, void **data_out,
         return fsdpc_fail(FSDPC_ERR_STATE,
                           "a gradient of parameter '%s' outside the backward of unit '%s'",
                           place->name, unit->name);
+    FSDPC_TRY(fsdpc_reduce_carry_on(unit->root));
     FSDPC_TRY(fsdpc_reduce_open(unit));
     *data_out = unit->buffer->data + group->reduce_offset +
                 place->full_offset * fsdpc_dtype_bytes(group->reduce_dtype);

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 import fsdpc
-from fsdpc import nn
+from fsdpc import _core, nn
 from fsdpc._launch import pretend
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -86,6 +88,53 @@ def test_a_rank_knows_its_host() -> None:
     assert fsdpc.local_rank() == fsdpc.rank() % 2
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert fsdpc.all_reduce(fsdpc.rank()) == 6
+
+
+class Meeting(nn.Module):
+    """Two layers; `reached` is called in backward, between their gradients."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        super().__init__()
+        self.first, self.last, self.reached = nn.Linear(8, 8), nn.Linear(8, 8), reached
+
+    def forward(self, x: fsdpc.Tensor) -> fsdpc.Tensor:
+        h = self.first(x)
+        h.register_hook(lambda grad: self.reached())
+        return self.last(h)
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_sums_are_sent_on_between_gradients(tmp_path: Path) -> None:
+    """Rank 0 is a unit ahead of rank 1, and sends their sums to the other host once both have them,
+    in the middle of a unit."""
+    rank = fsdpc.rank()
+
+    def say(where: str) -> None:
+        (tmp_path / f"{where}{rank}").touch()
+
+    def wait_for(where: str, other: int) -> None:
+        end = time.monotonic() + 60
+        while not (tmp_path / f"{where}{other}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def in_last() -> None:  # the first in backward
+        if rank == 1:
+            wait_for("ahead", 0)
+
+    def in_first() -> None:
+        say("ahead")
+        if rank == 0:
+            wait_for("ahead", 1)
+
+    model = nn.Sequential(Meeting(in_first), Meeting(in_last))
+    for module in (*model, model):
+        fsdpc.fully_shard(module, strategy="HYBRID_SHARD")
+    _core.trace_reset()
+    model(fsdpc.tensor(np.ones((1, 8), np.float32))).sum().backward()
+    units = [(kind, unit) for kind, unit, *_ in _core.trace_events()]
+    if rank == 0:
+        assert units.index(("all_reduce", 2)) < units.index(("backward_end", 1)), units
 
 
 @pytest.mark.ranks(4, hosts=2, init=False)

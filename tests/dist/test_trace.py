@@ -117,3 +117,21 @@ def test_one_copy_of_the_wire_per_host() -> None:
     assert wire <= total + (1 << 20)
     # beside the wire: two reduce buffers of one layer on each rank, and control pages
     assert total < wire + 2 * 2 * 4 * 1024 * 1024 + (8 << 20)
+
+
+def test_replicas_on_other_hosts_are_sent_their_sums_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the next unit's backward begins; on one host before its reduction is posted."""
+    for hosts in (1, 2):
+        monkeypatch.setattr(fsdpc.distributed, "_world", _core.Comm(0, 4, None, hosts=hosts))
+        mesh = fsdpc.init_device_mesh("cpu", (2, 2))
+        model = fsdpc.nn.Sequential(*(fsdpc.nn.Linear(4, 4) for _ in range(3)))
+        for module in (*model, model):
+            fsdpc.fully_shard(module, mesh=mesh)
+        _core.trace_reset()
+        model(fsdpc.tensor(np.ones((1, 4), np.float32))).sum().backward()
+        units = [(kind, unit) for kind, unit, *_ in _core.trace_events()]
+        sent, began = units.index(("all_reduce", 3)), units.index(("backward", 2))
+        assert (sent < began) == (hosts == 2), (hosts, units)
+        assert sent < units.index(("reduce", 2))
