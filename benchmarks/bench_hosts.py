@@ -3,19 +3,25 @@
     python benchmarks/bench_hosts.py [--models llama-10M-fp32 ...] [--rates 1gbit none] [--ranks 2]
                                      [--engines fsdpc native fsdp2 ddp local ...] [--rounds 3]
     python benchmarks/bench_hosts.py --epoch [--rounds 3]
+    python benchmarks/bench_hosts.py --wire [--rates 1gbit none] [--rounds 3]
 
 The hosts are two network namespaces of this machine, joined by a pair of veth devices, which the
 benchmark makes and removes. It needs root, and `ip` and `tc` of iproute2. `--rates` shapes both
 directions. Each host has half of the cores to itself, as two machines have. A step and its turns
-are those of bench_torch.py; all engines use gloo. "native" is fsdpc's own LLaMA of the same shape.
+are those of bench_torch.py; engines use gloo. "native" is fsdpc's own LLaMA of the same shape;
+"native-openmpi" and "native-mpich" are that over an MPI, started by its launcher, told to use TCP.
 "ENGINE:HYBRID_SHARD" shards inside a host.
 "Sent" is what the device of the first host sent in a step, all protocols counted. The floor of a
 step is the greater of what it takes alone ("local", "native-alone": as many ranks, no
 communication) and of those bytes at the wire's rate. "Simulated" is what fsdpc.simulate() makes of
-the time alone and that rate, for fsdpc, with the constants above.
+the time alone and that rate, for fsdpc, with the constants above; "of free messages" is that where
+they have no latency and cost no processor: what the order of a step's work takes, by any means.
 
 `--epoch`: on an unshaped wire, a forward of a model whose weights nobody changed, less the same
 model unsharded, over a round trip of the link: a frame there and back over gloo.
+
+`--wire`: what a plain sender and receiver take for the bytes of a step of llama-10M-fp32, 40 MB
+each way at once: the time, and of it the processor's on one host.
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +41,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 import bench_torch
 import common
 
-from two_hosts import Hosts, missing, two_hosts
+import mpi_build
+from two_hosts import ADDRESSES, Hosts, missing, two_hosts
 
 ENGINES = ("fsdpc", "native", "fsdp2", "ddp", "local", "native-alone")
 STEPS = bench_torch.WARM + bench_torch.STEPS
 LATENCY = 1e-3  # seconds until a message is under way over gloo, as a timeline of both hosts showed
 PAYLOAD = 1448 / 1514  # of the wire's bytes are not those of frames and TCP
+FREE = (0.0, 1e30)  # latency, and bytes/s of a core, of messages that cost the wire alone
 CORE = 0.87e9  # bytes/s of a core: fits an unshaped step of llama-10M-fp32 that was recorded
+WIRE_PORT, WIRE_PIECE, WIRE_PIECES, WARM_TURNS = 29617, 2_240_000, 18, 2  # as a unit's rows
 RATES = {"10gbit": 10e9, "1gbit": 1e9, "100mbit": 1e8, "none": float("inf")}
 
 
@@ -55,17 +66,62 @@ def sent_bytes(hosts: Hosts) -> int:
     return int(shown[0]["stats64"]["tx"]["bytes"])
 
 
+def mpiexec(family: str, ranks: int, hosts: Hosts, command: list[str]) -> list[str]:
+    """What starts a command on all ranks of both hosts by this MPI, over TCP."""
+    compiler = Path(mpi_build.find_compilers()[family])
+    launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
+    each = str(ranks // 2)
+    network = ADDRESSES[0].rpartition(".")[0] + ".0/24"
+    options = {
+        "openmpi": ["--mca", "plm_rsh_agent", str(hosts.agent), "--mca", "btl", "tcp,self",
+                    "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network,
+                    "--bind-to", "none"],
+        "mpich": ["-launcher", "ssh", "-launcher-exec", str(hosts.agent), "-iface", "v0",
+                  "-hosts", ",".join(ADDRESSES), "-ppn", each],
+    }[family]  # fmt: skip
+    words = [*hosts.inside[0], launcher, *options]
+    for i, address in enumerate(ADDRESSES):
+        words += [":"] if i else []
+        words += ["--host", f"{address}:{each}"] if family == "openmpi" else []
+        words += ["-n", each, *own_cores(i)]
+        if family == "mpich":  # UCX looks for devices in /sys, which is that of no host
+            words += ["unshare", "-m", "sh", "-c", 'mount -t sysfs sys /sys && exec "$@"', "sh",
+                      "env", "UCX_TLS=tcp,self", f"UCX_NET_DEVICES=v{i}"]  # fmt: skip
+        words += command
+    return words
+
+
+def run_by_mpi(family: str, words: list[str], ranks: int, hosts: Hosts) -> dict[str, Any]:
+    """What :func:`common.run_ranks` does, less the memory, on ranks that this MPI starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        given = {"BENCH_RESULT": str(result), "OMP_NUM_THREADS": "1",
+                 "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
+        command = ["env", *(f"{name}={value}" for name, value in given.items()), sys.executable,
+                   bench_torch.__file__, *words]  # fmt: skip
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        subprocess.run(mpiexec(family, ranks, hosts, command), env=os.environ | root, check=True,
+                       stdout=subprocess.DEVNULL, timeout=600)  # fmt: skip
+        return {**json.loads(result.read_text()), "peak_pss_bytes": float("nan")}
+
+
 def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, float, float]:
     """Median milliseconds of a step in one turn, MB sent in one, and peak PSS in MiB."""
     before = sent_bytes(hosts)
-    inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
     words = ["turn", "--turn", engine, model]
-    found: dict[str, Any] = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
+    found: dict[str, Any]
+    if engine.partition(":")[0] in bench_torch.BY_MPI:
+        found = run_by_mpi(engine.partition(":")[0].partition("-")[2], words, ranks, hosts)
+    else:
+        inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
+        found = common.run_ranks(bench_torch.__file__, words, ranks, hosts=inside)
     sent = (sent_bytes(hosts) - before) / STEPS / 1e6
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 
 
-def simulated_ms(model: str, ranks: int, rate: str, alone_ms: float) -> float:
+def simulated_ms(
+    model: str, ranks: int, rate: str, alone_ms: float, latency: float, core: float
+) -> float:
     """Milliseconds of a step by simulate(), whose computation takes as long as alone; or NaN."""
     if not model.startswith("llama-") or alone_ms != alone_ms:
         return float("nan")
@@ -83,8 +139,8 @@ def simulated_ms(model: str, ranks: int, rate: str, alone_ms: float) -> float:
     def step(flops: float) -> fsdpc.Simulation:
         return fsdpc.simulate(
             built, bench_torch.LLAMAS[preset], hosts=2, ranks_per_host=ranks // 2,
-            bandwidth=min(RATES[rate], 1e12) / 8 * PAYLOAD, latency=LATENCY, flops=flops,
-            core_bandwidth=CORE, mp_policy=policy,
+            bandwidth=min(RATES[rate], 1e12) / 8 * PAYLOAD, latency=latency, flops=flops,
+            core_bandwidth=core, mp_policy=policy,
         )  # fmt: skip
 
     return step(step(1e12).flops / alone_ms * 1e3).step * 1e3
@@ -105,10 +161,11 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
-               f"{sent:.1f}", f"{pss:,.0f}", ""]  # fmt: skip
+               f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
         if engine in ("fsdpc", "native"):
-            row[-1] = f"{simulated_ms(model, ranks, rate, alone):.0f}".replace("nan", "")
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+            for i, cost in enumerate([(LATENCY, CORE), FREE]):
+                row[i - 2] = f"{simulated_ms(model, ranks, rate, alone, *cost):.0f}"
+        print("| " + " | ".join(map(str, row)).replace("nan", "") + " |", flush=True)
 
 
 def epoch_turn() -> dict[str, Any]:
@@ -167,6 +224,54 @@ def run_epoch(rounds: int) -> None:
                  [[*map(common.spread, columns), f"{epoch / trip:.2f}"]])  # fmt: skip
 
 
+def wire_turn() -> dict[str, Any]:
+    """Milliseconds of 40 MB there and 40 MB back at once, over one connection."""
+    import socket
+    import threading
+    import time
+
+    if os.environ["RANK"] == "0":
+        with socket.create_server((ADDRESSES[0], WIRE_PORT)) as server:
+            peer, _ = server.accept()
+    else:
+        while True:
+            try:
+                peer = socket.create_connection((ADDRESSES[0], WIRE_PORT))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+    out, into = bytearray(WIRE_PIECE), bytearray(WIRE_PIECE)
+
+    def send() -> None:
+        for _ in range(WIRE_PIECES):
+            peer.sendall(out)
+
+    taken = []
+    with peer:
+        for _ in range(WARM_TURNS + 8):
+            begin, used = time.perf_counter(), time.process_time()
+            sender = threading.Thread(target=send)
+            sender.start()
+            for _ in range(WIRE_PIECES):
+                peer.recv_into(into, WIRE_PIECE, socket.MSG_WAITALL)
+            sender.join()
+            taken.append((time.perf_counter() - begin, time.process_time() - used))
+    wall, used = (statistics.median(c[WARM_TURNS:]) * 1e3 for c in zip(*taken, strict=True))
+    return {"wall": wall, "cpu": used}
+
+
+def run_wire(rates: list[str], rounds: int) -> None:
+    """The rows of a plain sender and receiver."""
+    rows = []
+    for rate in rates:
+        with two_hosts(rate) as hosts:
+            inside = [[*host, *own_cores(i)] for i, host in enumerate(hosts.inside)]
+            turns = [common.run_ranks(__file__, ["--wire-turn"], 2, hosts=inside)
+                     for _ in range(rounds)]  # fmt: skip
+        rows.append([rate, *(common.spread([t[key] for t in turns]) for key in ("wall", "cpu"))])
+    common.table(["wire", "40 MB each way, ms", "of it the processor's, ms"], rows)
+
+
 def main() -> None:
     """Run the chosen rows."""
     p = argparse.ArgumentParser(
@@ -179,10 +284,12 @@ def main() -> None:
     p.add_argument("--ranks", type=int, default=2, help="over both hosts")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--epoch", action="store_true", help="an epoch in which nothing changed, alone")
+    p.add_argument("--wire", action="store_true", help="what plain sockets take, alone")
     p.add_argument("--epoch-turn", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--wire-turn", action="store_true", help=argparse.SUPPRESS)
     o = p.parse_args()
-    if o.epoch_turn:
-        common.leave_result(epoch_turn())
+    if o.epoch_turn or o.wire_turn:
+        common.leave_result(wire_turn() if o.wire_turn else epoch_turn())
         return
     if reason := missing():
         print(f"bench_hosts.py {reason}: skipped")
@@ -191,9 +298,12 @@ def main() -> None:
     if o.epoch:
         run_epoch(o.rounds)
         return
+    if o.wire:
+        run_wire(o.rates, o.rounds)
+        return
     common.table(["wire", "model", "ranks", "engine", "ms a step (range)",
                   f"over {o.engines[0]}'s", "over the floor", "MB sent a step", "peak PSS MiB",
-                  "simulated ms"], [])  # fmt: skip
+                  "simulated ms", "of free messages"], [])  # fmt: skip
     for rate in o.rates:
         for model in o.models:
             run(model, list(o.engines), o.ranks, rate, o.rounds)

@@ -33,7 +33,8 @@ import common
 
 OURS = ("fsdpc", "fsdpc-kernels", "fsdpc-torch-clip")
 ENGINES = (*OURS, "fsdp2", "ddp", "local")
-NATIVE = ("native", "native-alone")  # bench_hosts.py's
+BY_MPI = ("native-openmpi", "native-mpich")  # started by that MPI's launcher
+NATIVE = ("native", "native-alone", *BY_MPI)  # bench_hosts.py's
 MLPS = {"mlp-128": (12, 128), "mlp-256": (12, 256), "mlp-512": (8, 512)}
 LLAMAS = {"10M": (2, 256), "41M": (1, 256)}
 MODELS = [*MLPS, *(f"llama-{p}-{d}" for p in LLAMAS for d in ("fp32", "bf16"))]
@@ -127,10 +128,15 @@ def shard(engine: str, strategy: str, model: Any, units: list[Any], dtype: str) 
 
 def turn(engine: str, name: str) -> dict[str, Any]:
     """One turn on this rank."""
+    engine, _, strategy = engine.partition(":")
+    if engine in BY_MPI:
+        import fsdpc
+
+        fsdpc.init()
+        return {"seconds": measure(native_step(engine, strategy, name), fsdpc.barrier)}
     import torch
     import torch.distributed as dist
 
-    engine, _, strategy = engine.partition(":")
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{os.environ['BENCH_STORE']}",
@@ -166,15 +172,16 @@ def turn(engine: str, name: str) -> dict[str, Any]:
 
 
 def native_step(engine: str, strategy: str, name: str) -> Callable[[], None]:
-    """A step of fsdpc's own LLaMA; its ranks meet by torch's process group, or not at all."""
+    """A step of fsdpc's own LLaMA; its ranks have met, meet by torch's group, or not at all."""
     import bench_llama
 
     import fsdpc
-    import fsdpc.torch
 
     if engine == "native":
+        import fsdpc.torch
+
         fsdpc.torch._mesh.join()
-    else:
+    elif engine == "native-alone":
         fsdpc.init(0, 1)
     _, preset, dtype = name.split("-")
     return bench_llama.fsdpc_step(preset, dtype, strategy=strategy or None)
@@ -200,13 +207,14 @@ def deepspeed_step(model: Any, loss_of: Any, dtype: str) -> Callable[[], None]:
     return step
 
 
-def measure(step: Callable[[], None]) -> list[float]:
-    """Seconds of each step after the warm ones, from a barrier on."""
-    import torch.distributed as dist
+def measure(step: Callable[[], None], barrier: Callable[[], None] | None = None) -> list[float]:
+    """Seconds of each step after the warm ones, from a barrier on, torch's by default."""
+    if barrier is None:
+        from torch.distributed import barrier
 
     times = []
     for i in range(WARM + STEPS):
-        dist.barrier()
+        barrier()
         begin = time.perf_counter()
         step()
         if i >= WARM:
