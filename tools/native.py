@@ -86,7 +86,8 @@ def default_compiler() -> list[str]:
 def base_flags() -> list[str]:
     """Flags of every file: ours, the tree's include folder, then the user's $CFLAGS."""
     werror = ["-Werror"] if os.environ.get("FSDPC_WERROR") == "1" else []
-    return [*FLAGS, *werror, f"-I{CSRC}", *shlex.split(os.environ.get("CFLAGS", ""))]
+    first = ["-include", str(CSRC / "base" / "glibc.h")]
+    return [*FLAGS, *werror, f"-I{CSRC}", *first, *shlex.split(os.environ.get("CFLAGS", ""))]
 
 
 def usable_cores() -> int:

@@ -31,9 +31,9 @@ fsdpc_status fsdpc_fs_mkdir(const fsdpc_fs *fs, const char *path)
 
 fsdpc_status fsdpc_fs_refuse_existing(const fsdpc_fs *fs, const char *path)
 {
-    struct stat info;
+    struct statx info;
     FSDPC_TRY(ask(fs, "lstat", path));
-    if (lstat(path, &info) == 0)
+    if (statx(AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0)
         return fsdpc_fail(FSDPC_ERR_OS,
                           "'%s' is there already and is not written over: choose another name, or "
                           "remove it first",
@@ -124,13 +124,13 @@ fsdpc_status fsdpc_fs_open(const fsdpc_fs *fs, const char *path, bool write, int
 
 fsdpc_status fsdpc_fs_size(const fsdpc_fs *fs, int fd, const char *path, uint64_t *bytes_out)
 {
-    struct stat info;
+    struct statx info;
     FSDPC_TRY(ask(fs, "fstat", path));
-    if (fstat(fd, &info) != 0)
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE, &info) != 0)
         return fsdpc_fail_errno("cannot look at '%s'", path);
-    if (!S_ISREG(info.st_mode))
+    if (!S_ISREG(info.stx_mode))
         return fsdpc_fail(FSDPC_ERR_VALUE, "'%s' is not a plain file", path);
-    *bytes_out = (uint64_t)info.st_size;
+    *bytes_out = info.stx_size;
     return FSDPC_OK;
 }
 
@@ -214,8 +214,8 @@ fsdpc_status fsdpc_fs_rename_new(const fsdpc_fs *fs, const char *from, const cha
     if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0)
         return FSDPC_OK;
     if (errno == EINVAL || errno == ENOSYS) { /* the file system does not know the flag */
-        struct stat info;
-        if (lstat(to, &info) == 0)
+        struct statx info;
+        if (statx(AT_FDCWD, to, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0)
             errno = EEXIST;
         else if (errno == ENOENT && rename(from, to) == 0)
             return FSDPC_OK;
@@ -241,8 +241,8 @@ fsdpc_status fsdpc_fs_exchange(const fsdpc_fs *fs, const char *from, const char 
 static fsdpc_status remove_entry(const fsdpc_fs *fs, int folder, const char *path)
 {
     const char *name = strrchr(path, '/') + 1;
-    struct stat info;
-    if (fstatat(folder, name, &info, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(info.st_mode))
+    struct statx info;
+    if (statx(folder, name, AT_SYMLINK_NOFOLLOW, STATX_TYPE, &info) == 0 && S_ISDIR(info.stx_mode))
         return fsdpc_fs_remove_tree(fs, path);
     FSDPC_TRY(ask(fs, "unlink", path));
     if (unlinkat(folder, name, 0) != 0 && errno != ENOENT)

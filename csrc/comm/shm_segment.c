@@ -154,11 +154,12 @@ release:
 fsdpc_status fsdpc_shm_segment_adopt(int fd, size_t bytes, fsdpc_shm_segment **out)
 {
     bytes = fsdpc_shm_page_round(bytes);
-    struct stat about;
+    struct statx about;
     int seals = fcntl(fd, F_GET_SEALS);
     bool file = seals < 0; /* which cannot be sealed, but has no name by which others find it */
-    bool fine = fstat(fd, &about) == 0 && (uint64_t)about.st_size == bytes &&
-                (file ? S_ISREG(about.st_mode) && about.st_nlink == 0 : (seals & SEALS) == SEALS);
+    bool fine = statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &about) == 0 &&
+                about.stx_size == bytes &&
+                (file ? S_ISREG(about.stx_mode) && about.stx_nlink == 0 : (seals & SEALS) == SEALS);
     fsdpc_status status = fine ? new_segment(fd, bytes, out)
                                : fsdpc_fail(FSDPC_ERR_PEER,
                                             "a peer passed memory that is not sealed or not %zu "

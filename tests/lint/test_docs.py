@@ -24,7 +24,7 @@ PLAIN = set("""
     control convert copy cpu crc32c cross cu cublaslt cuda cudnn custom desc device dlpack driver
     dropout dry dtype edge elementwise embedding end engine entropy entry env epilogue error
     event exact exp extremum f32 f64 fault file flag flush fn fork forward found fs fused gate
-    gather gelu gemm global gpu grad gradient grads graph guard handle header hook hooks host
+    gather gelu gemm glibc global gpu grad gradient grads graph guard handle header hook hooks host
     hyper id import imports index init integer internal interrupt isa join json kernel kernels
     key kind level linear load local location log loss lt magnitude main make map mask math matmul
     mem memory mesh methods mma mode module moved mpi name names nccl nn node norm null number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import email.message
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -168,6 +169,21 @@ def test_the_wheel_is_small_and_holds_the_package_alone(wheel: Path) -> None:
     assert [name for name in names if name.endswith((".c", ".h", ".cu"))] == []
     shipped = {label(path).removeprefix("python/") for path in files(under="python")}
     assert shipped - set(names) == set()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="csrc/base/glibc.h is x86's")
+def test_the_wheel_loads_wherever_manylinux_2_28_does(wheel: Path, tmp_path: Path) -> None:
+    pytest.importorskip("auditwheel")
+    show = [sys.executable, "-m", "auditwheel", "show", str(wheel)]
+    done = subprocess.run(show, capture_output=True, text=True, timeout=120)
+    said = " ".join(done.stdout.split())
+    assert 'consistent with the following platform tag: "manylinux_2_28_x86_64"' in said, (
+        said + done.stderr
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        core = archive.extract(f"fsdpc/{Path(_core.__file__).name}", tmp_path)
+    dynamic = subprocess.run(["readelf", "-d", core], capture_output=True, text=True).stdout
+    assert "(NEEDED)" in dynamic and "RPATH" not in dynamic and "RUNPATH" not in dynamic
 
 
 def test_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
