@@ -14,10 +14,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 
-.PHONY: help venv build train test ctest pytest ahead lint tidy fmt docs asan tsan bench soak fuzz matrix clean
+.PHONY: help venv build train test ctest pytest ahead lint tidy fmt docs asan tsan bench soak fuzz matrix cuda-wheel clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 # ---- what the others need; stamps say what .venv holds
 
@@ -111,6 +111,9 @@ fuzz: venv ## the fuzzer on hostile checkpoints (10 minutes), long property test
 
 matrix: ## build, install and train with each Python, NumPy and compiler that is here
 	$(PYTHON) tools/matrix.py $(ARGS)
+
+cuda-wheel: $(VENV)/stamp-base ## the wheel fsdpc-cuda13, in dist: the plugin for GPUs
+	$(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w dist packages/cuda13
 
 clean: ## remove all that the build made, .venv too
 	rm -rf build $(VENV) python/*.egg-info python/fsdpc/_core*.so python/fsdpc/libfsdpc_*

@@ -1,34 +1,74 @@
 """GPUs: whether this installation and this machine have any.
 
-The plugin ``libfsdpc_cuda.so`` stands beside the extension where a CUDA toolkit was at hand when
-fsdpc was built, or where ``FSDPC_CUDA_PLUGIN`` says, and is opened by the first call here, never by
-``import fsdpc``.  It brings a device, its kernels and transports;
-:func:`fsdpc.set_default_device` has the process run on them.
+The plugin ``libfsdpc_cuda.so`` stands where ``FSDPC_CUDA_PLUGIN`` says, beside the extension if
+fsdpc was built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version.  It
+is opened by the first call here, never by ``import fsdpc``.  It brings a device, its kernels and
+transports; :func:`fsdpc.set_default_device` has the process run on them.
 """
 
 from __future__ import annotations
 
 import os
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
 
+_PACKAGE = "fsdpc_cuda13"
 _PLUGIN = Path(
     os.environ.get("FSDPC_CUDA_PLUGIN") or Path(_core.__file__).with_name("libfsdpc_cuda.so")
 )
 
 
+def plugin_path() -> Path:
+    """Return where the plugin is, or would be.
+
+    Returns
+    -------
+    Path
+        That of ``FSDPC_CUDA_PLUGIN``, the one beside the extension, else that of the installed
+        package ``fsdpc-cuda13``.
+
+    Raises
+    ------
+    RuntimeError
+        That package is of another version than fsdpc; the message names both.
+    """
+    if os.environ.get("FSDPC_CUDA_PLUGIN") or _PLUGIN.exists():
+        return _PLUGIN
+    spec = find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        return _PLUGIN
+    from fsdpc import __version__
+
+    try:
+        there = version(_PACKAGE)
+    except PackageNotFoundError:
+        there = "of no known version"
+    if there != __version__:
+        raise RuntimeError(
+            f"fsdpc-cuda13 is {there} and fsdpc is {__version__}: install the fsdpc-cuda13 of "
+            f"version {__version__}, or uninstall it"
+        )
+    return Path(spec.origin).with_name(_PLUGIN.name)
+
+
 @cache
 def _found() -> dict[str, Any]:
     """What the plugin says of itself, or why there is none."""
-    if not _PLUGIN.exists():
-        note = _PLUGIN.with_suffix(".txt")
+    try:
+        path = plugin_path()
+    except RuntimeError as error:
+        return {"description": f"does not load: {error}", "devices": 0}
+    if not path.exists():
+        note = path.with_suffix(".txt")
         reason = note.read_text().strip() if note.exists() else "the build left no reason"
         return {"description": f"not built: {reason}", "devices": 0}
     try:
-        return _core.plugin_config(str(_PLUGIN))
+        return _core.plugin_config(str(path))
     except (OSError, RuntimeError, ValueError) as error:
         return {"description": f"does not load: {error}", "devices": 0}
 
@@ -79,10 +119,11 @@ def describe_nccl() -> str:
     else the one that ``FSDPC_NCCL_LIB`` names, else that of pip's ``nvidia-nccl-cu13`` or the
     system's; a second copy is never opened.  Ranks with a GPU each communicate over it.
     """
-    if not _PLUGIN.exists():
-        return "none: there is no plugin to open it"
     try:
-        return _core.plugin_library(str(_PLUGIN), os.environ.get("FSDPC_NCCL_LIB") or None)
+        path = plugin_path()
+        if not path.exists():
+            return "none: there is no plugin to open it"
+        return _core.plugin_library(str(path), os.environ.get("FSDPC_NCCL_LIB") or None)
     except (OSError, RuntimeError, ValueError) as error:
         return f"none: {error}"
 

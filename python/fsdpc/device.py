@@ -39,7 +39,7 @@ def set_default_device(device: str) -> None:
     check_device(device)
     if device == "cuda" and cuda.device_count() == 0:
         raise RuntimeError(f"no device 'cuda': {cuda.describe()}")
-    _core.set_device(str(cuda._PLUGIN) if device == "cuda" else None)
+    _core.set_device(str(cuda.plugin_path()) if device == "cuda" else None)
 
 
 def check_device(device: str) -> None:

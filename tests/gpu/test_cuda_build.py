@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import fsdpc
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900
 
@@ -74,26 +76,66 @@ def setuptools_builds_fsdpc() -> bool:
     return bool(find_spec("setuptools")) and int(version("setuptools").split(".")[0]) >= 77
 
 
+def build_wheel(project: Path, out: Path, **variables: str) -> Path:
+    """Build the wheel of a folder, its plugin for what `plugin` was built for; where it is."""
+    env = {"FSDPC_CUDA_ARCHS": "90", **os.environ, **variables}
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
+             "--no-build-isolation", "--wheel-dir", str(out), str(project)]
+    done = subprocess.run(wheel, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl"))
+
+
+def look(site: Path) -> list:
+    """What a process says that has this folder's packages and nothing else of ours."""
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", LOOK], env=env, cwd=site,
+                          capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not setuptools_builds_fsdpc(), reason="there is no setuptools of 77 or newer")
+def test_the_plugin_s_own_wheel_serves_the_fsdpc_of_its_version(
+    plugin: Path, tmp_path: Path
+) -> None:
+    wheel = build_wheel(ROOT / "packages" / "cuda13", tmp_path)
+    assert wheel.name.startswith(f"fsdpc_cuda13-{fsdpc.__version__}-py3-none-linux_")
+    site, source = tmp_path / "site", Path(fsdpc.__file__).parent
+    (site / "fsdpc").mkdir(parents=True)
+    for path in source.iterdir():  # fsdpc as it is installed without a plugin
+        if path.stem != Path(cuda_build.PLUGIN).stem:
+            (site / "fsdpc" / path.name).symlink_to(path)
+    assert look(site)[2] == "not built: the build left no reason"
+
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    [info] = site.glob("fsdpc_cuda13-*.dist-info")
+    told = (info / "METADATA").read_text()
+    assert f"\nRequires-Dist: fsdpc[cuda13]=={fsdpc.__version__}\n" in told
+    assert [path.name for path in info.rglob("LICENSE")] == ["LICENSE"]
+    before, after, described, _, where = look(site)
+    assert Path(where).parent == site / "fsdpc"
+    assert not before and after and described.startswith("CUDA ")
+
+    (info / "METADATA").write_text(told.replace(f"\nVersion: {fsdpc.__version__}\n",
+                                                "\nVersion: 9.9\n"))
+    _, after, described, devices, _ = look(site)
+    assert f"fsdpc-cuda13 is 9.9 and fsdpc is {fsdpc.__version__}: " in described
+    assert not after and devices == 0
+
+
 @pytest.mark.skipif(not setuptools_builds_fsdpc(), reason="there is no setuptools of 77 or newer")
 def test_a_wheel_has_it_beside_the_extension_and_opens_it_when_asked(
     plugin: Path, tmp_path: Path
 ) -> None:
-    env = {"FSDPC_CUDA_ARCHS": "90", **os.environ, "FSDPC_CUDA": "1"}  # what `plugin` was built for
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index",
-             "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
-    done = subprocess.run(wheel, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+    with zipfile.ZipFile(build_wheel(ROOT, tmp_path, FSDPC_CUDA="1")) as archive:
         archive.extractall(tmp_path / "site")
     package = tmp_path / "site" / "fsdpc"
     assert (package / cuda_build.PLUGIN).exists() and not (package / cuda_build.REASON).exists()
     assert [path.parent for path in package.rglob("_core*.so")] == [package]
 
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    done = subprocess.run([sys.executable, "-c", LOOK], env=env, cwd=tmp_path,
-                          capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
-    before, after, described, devices, where = json.loads(done.stdout)
+    before, after, described, devices, where = look(tmp_path / "site")
     assert Path(where).parent == package
     assert not before and after
     assert described.startswith("CUDA ")

@@ -50,6 +50,42 @@ def test_a_library_that_is_no_plugin(plugin: Path) -> None:
     assert "is no plugin of fsdpc" in cuda.describe()
 
 
+def package(folder: Path, version: str | None) -> Path:
+    """Make an installed fsdpc-cuda13 whose plugin does not load; where that is."""
+    (folder / "fsdpc_cuda13").mkdir()
+    (folder / "fsdpc_cuda13" / "__init__.py").touch()
+    (folder / "fsdpc_cuda13" / "libfsdpc_cuda.so").write_bytes(b"no ELF")
+    if version:
+        (folder / "fsdpc_cuda13-1.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: fsdpc-cuda13\nVersion: {version}\n"
+        (folder / "fsdpc_cuda13-1.dist-info" / "METADATA").write_text(text)
+    return folder / "fsdpc_cuda13" / "libfsdpc_cuda.so"
+
+
+def test_the_package_of_this_version_is_found(
+    plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = package(tmp_path, fsdpc.__version__)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cuda.plugin_path() == there
+    assert cuda.describe().startswith("does not load: cannot load plugin: ")
+    plugin.write_bytes(b"no ELF either")
+    assert cuda.plugin_path() == plugin
+
+
+@pytest.mark.parametrize("version", ["0.0.9", None])
+def test_the_package_of_another_version_is_refused(
+    plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    package(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = f"fsdpc-cuda13 is {version or 'of no known version'} and fsdpc is {fsdpc.__version__}: "
+    assert cuda.describe().startswith(f"does not load: {said}")
+    assert cuda.describe_nccl().startswith(f"none: {said}")
+    with pytest.raises(RuntimeError, match=f"no device 'cuda': does not load: {said}"):
+        fsdpc.set_default_device("cuda")
+
+
 def test_importing_and_training_ask_nothing() -> None:
     program = ("import fsdpc, fsdpc.cuda; fsdpc.init(); fsdpc.tensor([1.0]).sum(); "
                "print(fsdpc.cuda._found.cache_info().currsize, "
