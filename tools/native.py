@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import stub_docs
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 OBJECTS = ROOT / "build" / "objects"  # of csrc without csrc/py, for the extension and plain C tests
@@ -233,8 +235,9 @@ def build_core(target: Path) -> Path:
     flags += [f"-isystem{numpy.get_include()}", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     flags += ["-DNPY_TARGET_VERSION=NPY_1_25_API_VERSION"]
     python_side = Builder(ROOT / "build" / f"core-{sys.implementation.cache_tag}")
+    made = stub_docs.write(python_side.out / "made")
     objects = Builder(OBJECTS).compile(sources())
-    objects += python_side.compile(sources(["py"]), flags)
+    objects += python_side.compile([*sources(["py"]), made], [f"-I{made.parents[1]}", *flags])
     return python_side.link(
         objects, target, ["-shared", "-Wl,--compress-debug-sections=zlib", "-Wl,-z,relro"]
     )

@@ -19,6 +19,7 @@ import numpy
 
 import mpi_build
 import native
+import stub_docs
 
 STAMPS = native.ROOT / "build" / "tidy"
 
@@ -31,6 +32,7 @@ def flags_of(source: Path) -> list[str]:
     if source.parent.name == "py":
         paths = sysconfig.get_paths()
         flags += [f"-isystem{paths['include']}", f"-isystem{numpy.get_include()}"]
+        flags += [f"-I{STAMPS / 'made'}"]
     if source.parent.name == "cuda":  # CUDA's headers, as far as the plugin uses them
         flags += [f"-isystem{native.ROOT / 'tests' / 'emu'}"]
     if source.parent.name == "mpi":
@@ -77,6 +79,7 @@ def main() -> int:
     files = native.sources(layers)
     chosen = [path for path in files if not names or any(name in path.name for name in names)]
     shared = newest_shared()
+    stub_docs.write(STAMPS / "made")
     with ThreadPoolExecutor(native.usable_cores()) as pool:
         complaints = list(filter(None, pool.map(lambda path: check(path, shared), chosen)))
     print("\n".join(complaints), end="")

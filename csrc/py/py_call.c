@@ -233,7 +233,6 @@ static PyObject *unit_call(PyObject *object, PyObject *const *args, Py_ssize_t n
 }
 
 PyMethodDef fsdpc_py_unit_call_methods[] = {
-    {"call", (PyCFunction)(void (*)(void))unit_call, METH_FASTCALL,
-     "call(forward, args, kwargs): run a module's forward as this unit."},
+    FSDPC_PY_METHOD(Unit, call, unit_call, METH_FASTCALL),
     {NULL, NULL, 0, NULL},
 };

@@ -356,15 +356,10 @@ static PyObject *crc32c_combine(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef fsdpc_py_ckpt_functions[] = {
-    {"crc32c_combine", crc32c_combine, METH_VARARGS,
-     "crc32c_combine(crc_a, crc_b, bytes_b): of A followed by B."},
-    {"safetensors_layout", safetensors_layout, METH_VARARGS,
-     "safetensors_layout(tensors, metadata) -> (header, [(begin, end)])"},
-    {"safetensors_header", safetensors_header, METH_O,
-     "safetensors_header(path) -> (tensors, metadata, data_begin, crc32c of the header)"},
-    {"read_pieces", read_pieces, METH_VARARGS,
-     "read_pieces(paths, pieces, n_tensors, check, hook=None) -> this rank's checksums"},
-    {"sum_runs", sum_runs, METH_VARARGS,
-     "sum_runs(paths, runs, n_tensors, hook=None) -> checksums of what files hold"},
+    FSDPC_PY_FUNCTION(crc32c_combine, crc32c_combine, METH_VARARGS),
+    FSDPC_PY_FUNCTION(safetensors_layout, safetensors_layout, METH_VARARGS),
+    FSDPC_PY_FUNCTION(safetensors_header, safetensors_header, METH_O),
+    FSDPC_PY_FUNCTION(read_pieces, read_pieces, METH_VARARGS),
+    FSDPC_PY_FUNCTION(sum_runs, sum_runs, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

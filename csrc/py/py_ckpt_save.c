@@ -172,9 +172,8 @@ static int read_manifest(py_save *self, PyObject *path, PyObject *text, PyObject
 
 static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm",          "folders",   "files",  "pieces",
-                            "manifest_path", "manifest",  "crc_at", "checksum_at",
-                            "hook",          "overwrite", NULL};
+    FSDPC_PY_KEYWORDS(names, "comm", "folders", "files", "pieces", "manifest_path", "manifest",
+                      "crc_at", "checksum_at", "hook", "overwrite");
     PyObject *comm, *folders[3], *files, *pieces, *path, *manifest, *places, *hook = NULL;
     Py_ssize_t checksum_at;
     int overwrite = 0;
@@ -315,11 +314,8 @@ static PyObject *save_wait(PyObject *object, PyObject *Py_UNUSED(unused))
     return fsdpc_py_raise(self->status);
 }
 
-static PyObject *save_done(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyBool_FromLong(atomic_load_explicit(&((py_save *)object)->done, memory_order_acquire) !=
-                           0);
-}
+FSDPC_PY_GETTER(save_done, PyBool_FromLong(atomic_load_explicit(&((py_save *)object)->done,
+                                                                memory_order_acquire) != 0))
 
 static void save_dealloc(PyObject *object)
 {
@@ -352,30 +348,20 @@ static void save_dealloc(PyObject *object)
 }
 
 static PyMethodDef save_methods[] = {
-    {"run", save_run, METH_NOARGS, "Save now; collective."},
-    {"start", save_start, METH_NOARGS, "Copy the pieces and save them on a thread; collective."},
-    {"wait", save_wait, METH_NOARGS, "Wait for the thread; raises what went wrong."},
+    FSDPC_PY_METHOD(Save, run, save_run, METH_NOARGS),
+    FSDPC_PY_METHOD(Save, start, save_start, METH_NOARGS),
+    FSDPC_PY_METHOD(Save, wait, save_wait, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef save_getset[] = {
-    {"done", save_done, NULL, "Whether the thread has come to its end.", NULL},
+    FSDPC_PY_ATTRIBUTE(Save, done, save_done, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot save_slots[] = {
-    {Py_tp_new, save_new},
-    {Py_tp_dealloc, save_dealloc},
-    {Py_tp_methods, save_methods},
-    {Py_tp_getset, save_getset},
-    {Py_tp_doc, "Save(comm, folders, files, pieces, manifest_path, manifest, crc_at, checksum_at, "
-                "hook=None, overwrite=False): one save of a checkpoint."},
-    {0, NULL},
+    {Py_tp_new, save_new},       {Py_tp_dealloc, save_dealloc},       {Py_tp_methods, save_methods},
+    {Py_tp_getset, save_getset}, {Py_tp_doc, (void *)fsdpc_doc_Save}, {0, NULL},
 };
 
-PyType_Spec fsdpc_py_save_spec = {
-    .name = "fsdpc._core.Save",
-    .basicsize = sizeof(py_save),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = save_slots,
-};
+FSDPC_PY_TYPE(save, Save, py_save, 0, save_slots);

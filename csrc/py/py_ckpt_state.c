@@ -57,9 +57,8 @@ static PyObject *set_rng_state(PyObject *module, PyObject *args)
 }
 
 PyMethodDef fsdpc_py_ckpt_state_functions[] = {
-    {"master_piece", master_piece, METH_VARARGS,
-     "master_piece(unit, i, write) -> (flat tensor, first element, replica, replicas)"},
-    {"rng_state", rng_state, METH_NOARGS, "Seed of dropout and initialisation, and next stream."},
-    {"set_rng_state", set_rng_state, METH_VARARGS, "set_rng_state(seed, next_stream)"},
+    FSDPC_PY_FUNCTION(master_piece, master_piece, METH_VARARGS),
+    FSDPC_PY_FUNCTION(rng_state, rng_state, METH_NOARGS),
+    FSDPC_PY_FUNCTION(set_rng_state, set_rng_state, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -62,6 +62,16 @@ failed:
     return -1;
 }
 
+/* Parses units, tensors and one or two numbers; 0, or -1 with an exception. */
+static int parse(PyObject *module, PyObject *args, const char *format, gradients *g, double *first,
+                 double *second)
+{
+    PyObject *units, *plain;
+    if (!PyArg_ParseTuple(args, format, &PyList_Type, &units, &PyList_Type, &plain, first, second))
+        return -1;
+    return read_gradients(module, units, plain, g);
+}
+
 /* Over the leaves that a layout would give the tensor: the same sums, so the same bits. */
 static fsdpc_status add_plain(const gradients *g, size_t i, double p, fsdpc_norm *norm)
 {
@@ -81,11 +91,9 @@ static fsdpc_status total_norm(const gradients *g, double p, fsdpc_norm *norm)
 
 static PyObject *grad_norm(PyObject *module, PyObject *args)
 {
-    PyObject *units, *plain;
     double p = 2, value = 0;
     gradients g;
-    if (!PyArg_ParseTuple(args, "O!O!|d", &PyList_Type, &units, &PyList_Type, &plain, &p) ||
-        read_gradients(module, units, plain, &g) < 0)
+    if (parse(module, args, "O!O!|d", &g, &p, NULL) < 0)
         return NULL;
     fsdpc_norm_room norm;
     fsdpc_status status;
@@ -145,11 +153,9 @@ static fsdpc_status all_norms(const gradients *g, double p, size_t n_params, fsd
 
 static PyObject *grad_norms(PyObject *module, PyObject *args)
 {
-    PyObject *units, *plain;
     double p = 2;
     gradients g;
-    if (!PyArg_ParseTuple(args, "O!O!|d", &PyList_Type, &units, &PyList_Type, &plain, &p) ||
-        read_gradients(module, units, plain, &g) < 0)
+    if (parse(module, args, "O!O!|d", &g, &p, NULL) < 0)
         return NULL;
     size_t n_params = 0;
     for (int i = 0; i < g.n_units; i++)
@@ -296,13 +302,10 @@ static fsdpc_status clip_all(const gradients *g, double p, double max_norm, doub
 
 static PyObject *clip_grads(PyObject *module, PyObject *args)
 {
-    PyObject *units, *plain;
     double p, max_norm;
     fsdpc_tensor *norm = NULL;
     gradients g;
-    if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &p,
-                          &max_norm) ||
-        read_gradients(module, units, plain, &g) < 0)
+    if (parse(module, args, "O!O!dd", &g, &p, &max_norm) < 0)
         return NULL;
     fsdpc_status status = fsdpc_tensor_create(g.runtime->device, FSDPC_F64, 0, NULL, &norm);
     if (status == FSDPC_OK)
@@ -313,12 +316,9 @@ static PyObject *clip_grads(PyObject *module, PyObject *args)
 
 static PyObject *scale_grads(PyObject *module, PyObject *args)
 {
-    PyObject *units, *plain;
     double norm, max_norm;
     gradients g;
-    if (!PyArg_ParseTuple(args, "O!O!dd", &PyList_Type, &units, &PyList_Type, &plain, &norm,
-                          &max_norm) ||
-        read_gradients(module, units, plain, &g) < 0)
+    if (parse(module, args, "O!O!dd", &g, &norm, &max_norm) < 0)
         return NULL;
     fsdpc_status status = clip_by(&g, norm, max_norm);
     free_gradients(&g);
@@ -327,12 +327,10 @@ static PyObject *scale_grads(PyObject *module, PyObject *args)
 
 static PyObject *multiply_grads(PyObject *module, PyObject *args)
 {
-    PyObject *units, *plain;
     double factor;
     int nonfinite = 0;
     gradients g;
-    if (!PyArg_ParseTuple(args, "O!O!d", &PyList_Type, &units, &PyList_Type, &plain, &factor) ||
-        read_gradients(module, units, plain, &g) < 0)
+    if (parse(module, args, "O!O!d", &g, &factor, NULL) < 0)
         return NULL;
     fsdpc_clip_multiply(g.units, g.n_units, factor);
     fsdpc_status status = multiply_plain(&g, factor, NULL, &nonfinite);
@@ -367,22 +365,12 @@ static PyObject *clamp(PyObject *module, PyObject *args)
 }
 
 PyMethodDef fsdpc_py_clip_functions[] = {
-    {"grad_norm", grad_norm, METH_VARARGS,
-     "grad_norm(units, tensors, p=2): the global p-norm, exactly summed; collective."},
-    {"grad_norms", grad_norms, METH_VARARGS,
-     "grad_norms(units, tensors, p=2): of each parameter of each unit, of each tensor; "
-     "collective."},
-    {"norms_of_rows", norms_of_rows, METH_VARARGS,
-     "norms_of_rows(units, indices, tensors, p): of whole parameters, of which the tensors hold "
-     "this rank's rows; collective in their shard group."},
-    {"clip_grads", clip_grads, METH_VARARGS,
-     "clip_grads(units, tensors, p, max_norm): the norm as a tensor, and its clipping factor left "
-     "to be applied; collective."},
-    {"scale_grads", scale_grads, METH_VARARGS,
-     "scale_grads(units, tensors, norm, max_norm): leave the clipping factor to be applied."},
-    {"multiply_grads", multiply_grads, METH_VARARGS,
-     "multiply_grads(units, tensors, factor): leave a factor to be applied; whether a NaN or "
-     "infinity was seen in the tensors."},
-    {"clamp_", clamp, METH_VARARGS, "clamp_(tensors, limit): in place, to [-limit, limit]."},
+    FSDPC_PY_FUNCTION(grad_norm, grad_norm, METH_VARARGS),
+    FSDPC_PY_FUNCTION(grad_norms, grad_norms, METH_VARARGS),
+    FSDPC_PY_FUNCTION(norms_of_rows, norms_of_rows, METH_VARARGS),
+    FSDPC_PY_FUNCTION(clip_grads, clip_grads, METH_VARARGS),
+    FSDPC_PY_FUNCTION(scale_grads, scale_grads, METH_VARARGS),
+    FSDPC_PY_FUNCTION(multiply_grads, multiply_grads, METH_VARARGS),
+    FSDPC_PY_FUNCTION(clamp_, clamp, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -155,8 +155,8 @@ static fsdpc_link *link_of(PyTypeObject *type, PyObject *object, int size, int h
 
 static PyObject *comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank",    "size",   "address", "socket_fd", "news_fd", "local_rank",
-                            "library", "secret", "hosts",   "link",      NULL};
+    FSDPC_PY_KEYWORDS(names, "rank", "size", "address", "socket_fd", "news_fd", "local_rank",
+                      "library", "secret", "hosts", "link");
     int rank, size, socket_fd = -1, news_fd = -1, local_rank = 0, hosts = 1;
     const char *address, *library = NULL, *secret = NULL;
     PyObject *link_object = Py_None;
@@ -392,88 +392,50 @@ static PyObject *comm_abort(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_get_rank(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyLong_FromLong(comm->rank) : NULL;
-}
-
-static PyObject *comm_get_world_rank(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyLong_FromLong(comm->world_rank) : NULL;
-}
-
-static PyObject *comm_get_size(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyLong_FromLong(comm->size) : NULL;
-}
-
-static PyObject *comm_get_waited_ns(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyLong_FromLongLong(comm->waited_ns) : NULL;
-}
-
-static PyObject *comm_get_transport(PyObject *object, void *Py_UNUSED(unused))
-{
-    fsdpc_comm *comm = fsdpc_py_comm_of(object);
-    return comm ? PyUnicode_FromString(comm->ops->name) : NULL;
-}
-
-static PyObject *comm_get_hosts(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(((fsdpc_py_comm *)object)->hosts);
-}
+#define OF_OPEN(name, value)                                                                       \
+    static PyObject *comm_get_##name(PyObject *object, void *Py_UNUSED(unused))                    \
+    {                                                                                              \
+        const fsdpc_comm *comm = fsdpc_py_comm_of(object);                                         \
+        return comm ? (value) : NULL;                                                              \
+    }
+OF_OPEN(rank, PyLong_FromLong(comm->rank))
+OF_OPEN(world_rank, PyLong_FromLong(comm->world_rank))
+OF_OPEN(size, PyLong_FromLong(comm->size))
+OF_OPEN(waited_ns, PyLong_FromLongLong(comm->waited_ns))
+OF_OPEN(transport, PyUnicode_FromString(comm->ops->name))
+#undef OF_OPEN
+FSDPC_PY_GETTER(comm_get_hosts, PyLong_FromLong(((fsdpc_py_comm *)object)->hosts))
 
 static PyMethodDef comm_methods[] = {
-    {"all_reduce", comm_all_reduce, METH_VARARGS, "all_reduce(tensor, op='sum'): in place."},
-    {"all_gather", comm_all_gather, METH_O, "all_gather(tensor) -> (size, *shape)."},
-    {"broadcast", comm_broadcast, METH_VARARGS, "broadcast(tensor, root=0): in place."},
-    {"barrier", comm_barrier, METH_NOARGS, "Wait for all ranks."},
-    {"split", comm_split, METH_VARARGS, "split(color, key): the ranks of one color, by key."},
-    {"watch", comm_watch, METH_VARARGS,
-     "watch(peers, host): on the first rank of a host, which is called so; peers are tuples of a "
-     "connected socket, taken over, the first rank, how many, and the host's name."},
-    {"abort", comm_abort, METH_VARARGS, "abort(reason): fail here and on all peers."},
-    {"close", comm_close, METH_NOARGS, "Leave without waiting."},
+    FSDPC_PY_METHOD(Comm, all_reduce, comm_all_reduce, METH_VARARGS),
+    FSDPC_PY_METHOD(Comm, all_gather, comm_all_gather, METH_O),
+    FSDPC_PY_METHOD(Comm, broadcast, comm_broadcast, METH_VARARGS),
+    FSDPC_PY_METHOD(Comm, barrier, comm_barrier, METH_NOARGS),
+    FSDPC_PY_METHOD(Comm, split, comm_split, METH_VARARGS),
+    FSDPC_PY_METHOD(Comm, watch, comm_watch, METH_VARARGS),
+    FSDPC_PY_METHOD(Comm, abort, comm_abort, METH_VARARGS),
+    FSDPC_PY_METHOD(Comm, close, comm_close, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef comm_getset[] = {
-    {"rank", comm_get_rank, NULL, "This process's number in the group.", NULL},
-    {"world_rank", comm_get_world_rank, NULL, "Its number in the group that was split first.",
-     NULL},
-    {"size", comm_get_size, NULL, "How many ranks.", NULL},
-    {"hosts", comm_get_hosts, NULL, "On how many hosts; 0 where it was split off.", NULL},
-    {"waited_ns", comm_get_waited_ns, NULL, "Time spent waiting for others so far.", NULL},
-    {"transport", comm_get_transport, NULL, "self, shm, hosts, nccl or local_cuda.", NULL},
+    FSDPC_PY_ATTRIBUTE(Comm, rank, comm_get_rank, NULL),
+    FSDPC_PY_ATTRIBUTE(Comm, world_rank, comm_get_world_rank, NULL),
+    FSDPC_PY_ATTRIBUTE(Comm, size, comm_get_size, NULL),
+    FSDPC_PY_ATTRIBUTE(Comm, hosts, comm_get_hosts, NULL),
+    FSDPC_PY_ATTRIBUTE(Comm, waited_ns, comm_get_waited_ns, NULL),
+    FSDPC_PY_ATTRIBUTE(Comm, transport, comm_get_transport, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot comm_slots[] = {
-    {Py_tp_new, comm_new},
-    {Py_tp_dealloc, comm_dealloc},
-    {Py_tp_methods, comm_methods},
-    {Py_tp_getset, comm_getset},
-    {Py_tp_doc,
-     "Comm(rank, size, address, socket_fd=-1, news_fd=-1, local_rank=0, library=None, "
-     "secret=None, hosts=1, link=None): a group of ranks that know `secret`; `library` is the NCCL "
-     "to prefer; over several hosts `link` carries bytes.  Without an address, peers and links "
-     "pretend."},
-    {0, NULL},
+    {Py_tp_new, comm_new},       {Py_tp_dealloc, comm_dealloc},       {Py_tp_methods, comm_methods},
+    {Py_tp_getset, comm_getset}, {Py_tp_doc, (void *)fsdpc_doc_Comm}, {0, NULL},
 };
 
-PyType_Spec fsdpc_py_comm_spec = {
-    .name = "fsdpc._core.Comm",
-    .basicsize = sizeof(fsdpc_py_comm),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = comm_slots,
-};
+FSDPC_PY_TYPE(comm, Comm, fsdpc_py_comm, 0, comm_slots);
 
 PyMethodDef fsdpc_py_comm_functions[] = {
-    {"listen_for_rank", listen_for_rank, METH_VARARGS,
-     "listen_for_rank(address, rank): the socket that a launcher hands to the rank it starts."},
+    FSDPC_PY_FUNCTION(listen_for_rank, listen_for_rank, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -434,15 +434,15 @@ static PyObject *from_dlpack(PyObject *module, PyObject *source)
     Py_DECREF(capsule);
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
+FSDPC_PY_NAMED(from_dlpack, "from_dlpack", "source")
 
 PyMethodDef fsdpc_py_dlpack_methods[] = {
-    FSDPC_PY_FAST("__dlpack__", tensor_dlpack, METH_KEYWORDS, "A DLPack capsule."),
-    {"__dlpack_device__", tensor_dlpack_device, METH_NOARGS, "(1, 0): the CPU."},
+    FSDPC_PY_METHOD(Tensor, __dlpack__, tensor_dlpack, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, __dlpack_device__, tensor_dlpack_device, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 PyMethodDef fsdpc_py_dlpack_functions[] = {
-    {"from_dlpack", from_dlpack, METH_O,
-     "The memory of an object with __dlpack__ as a tensor; a copy if strided or read-only."},
+    FSDPC_PY_FUNCTION(from_dlpack, from_dlpack_named, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

@@ -202,14 +202,8 @@ static PyObject *in_dry_run(PyObject *module, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_dry_run_functions[] = {
-    {"dry_run", dry_run, METH_VARARGS,
-     "dry_run(params, dtypes, fn): bytes that fn() would hold at once, computing nothing, and "
-     "bytes "
-     "that it left behind."},
-    {"play", play, METH_VARARGS,
-     "play(fn, orders): fn() on a device that computes nothing, and bytes that it left behind; "
-     "groups without an address are of any size and, if so, order streams as GPUs' do; the trace "
-     "counts floating point operations in the place of nanoseconds."},
-    {"in_dry_run", in_dry_run, METH_NOARGS, "in_dry_run(): whether dry_run's function runs now."},
+    FSDPC_PY_FUNCTION(dry_run, dry_run, METH_VARARGS),
+    FSDPC_PY_FUNCTION(play, play, METH_VARARGS),
+    FSDPC_PY_FUNCTION(in_dry_run, in_dry_run, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -188,23 +188,13 @@ static PyObject *plan_rooms(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyMethodDef fsdpc_py_engine_functions[] = {
-    {"plan_unit", plan_unit, METH_VARARGS,
-     "plan_unit(params, ranks, param_dtype, reduce_dtype, offload=None): bytes that a unit of "
-     "parameters "
-     "(dtype, shape) takes on a rank."},
-    {"plan_fulls", plan_fulls, METH_VARARGS,
-     "plan_fulls(units, ranks, prefetch, remote): bytes that the fulls of units (bytes, of own "
-     "slices, whether it shares with none) take on a rank's GPU, or on the host's CPUs."},
-    {"plan_rooms", plan_rooms, METH_VARARGS,
-     "plan_rooms(replicas, dtype, bytes, hosts, lanes): bytes that a reduction of a buffer takes "
-     "beside it on a rank, over several hosts."},
-    {"crc32c", crc32c, METH_VARARGS, "crc32c(crc, buffer): continue a CRC-32C (0 to begin)."},
-    {"trace_events", trace_events, METH_NOARGS,
-     "Events of the trace ring, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."},
-    {"trace_counts", trace_counts, METH_NOARGS, "Events since the last reset, by kind."},
-    {"trace_reset", trace_reset, METH_NOARGS, "Empty the trace."},
-    {"trace_resize", trace_resize, METH_VARARGS,
-     "trace_resize(events, waits): hold so many, the newest of those held now among them, and note "
-     "waits if so; returns how many it held."},
+    FSDPC_PY_FUNCTION(plan_unit, plan_unit, METH_VARARGS),
+    FSDPC_PY_FUNCTION(plan_fulls, plan_fulls, METH_VARARGS),
+    FSDPC_PY_FUNCTION(plan_rooms, plan_rooms, METH_VARARGS),
+    FSDPC_PY_FUNCTION(crc32c, crc32c, METH_VARARGS),
+    FSDPC_PY_FUNCTION(trace_events, trace_events, METH_NOARGS),
+    FSDPC_PY_FUNCTION(trace_counts, trace_counts, METH_NOARGS),
+    FSDPC_PY_FUNCTION(trace_reset, trace_reset, METH_NOARGS),
+    FSDPC_PY_FUNCTION(trace_resize, trace_resize, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

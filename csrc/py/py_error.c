@@ -5,6 +5,8 @@
 
 #include <string.h>
 
+#include "py/stub_docs.h"
+
 static PyObject *own_exception(const char *name)
 {
     PyObject *module = PyImport_ImportModule("fsdpc._core");
@@ -79,9 +81,7 @@ void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes)
 
 int fsdpc_py_error_setup(PyObject *module)
 {
-    if (add_exception(module, "PeerError", "fsdpc.PeerError",
-                      "Another rank died, left or failed.") < 0)
+    if (add_exception(module, "PeerError", "fsdpc.PeerError", fsdpc_doc_PeerError) < 0)
         return -1;
-    return add_exception(module, "MismatchError", "fsdpc.MismatchError",
-                         "Ranks disagree on the model, a dtype or the order of operations.");
+    return add_exception(module, "MismatchError", "fsdpc.MismatchError", fsdpc_doc_MismatchError);
 }

@@ -80,7 +80,7 @@ static fsdpc_status begin(py_graph *self, fsdpc_py_imports *imports, fsdpc_root 
 
 static PyObject *graph_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"units", "optimizer", NULL};
+    FSDPC_PY_KEYWORDS(names, "units", "optimizer");
     PyObject *units, *optimizer, *module = PyType_GetModule(type);
     fsdpc_runtime *runtime = fsdpc_py_runtime_of_type(type);
     if (!runtime ||
@@ -191,10 +191,9 @@ static PyObject *graph_replay(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef graph_methods[] = {
-    {"end", graph_end, METH_NOARGS, "End the capture and make the step once."},
-    {"abandon", graph_abandon, METH_O,
-     "abandon(why): end the capture as if nothing had been called."},
-    {"replay", graph_replay, METH_NOARGS, "Make the step once more."},
+    FSDPC_PY_METHOD(StepGraph, end, graph_end, METH_NOARGS),
+    FSDPC_PY_METHOD(StepGraph, abandon, graph_abandon, METH_O),
+    FSDPC_PY_METHOD(StepGraph, replay, graph_replay, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
@@ -204,17 +203,11 @@ static PyType_Slot graph_slots[] = {
     {Py_tp_traverse, graph_traverse},
     {Py_tp_clear, graph_clear},
     {Py_tp_methods, graph_methods},
-    {Py_tp_doc,
-     "StepGraph(units, optimizer): begins to capture a step of the model of these units."},
+    {Py_tp_doc, (void *)fsdpc_doc_StepGraph},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_graph_spec = {
-    .name = "fsdpc._core.StepGraph",
-    .basicsize = sizeof(py_graph),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = graph_slots,
-};
+FSDPC_PY_TYPE(graph, StepGraph, py_graph, Py_TPFLAGS_HAVE_GC, graph_slots);
 
 /* Does not make the runtime. */
 static PyObject *is_capturing(PyObject *module, PyObject *Py_UNUSED(unused))
@@ -224,6 +217,6 @@ static PyObject *is_capturing(PyObject *module, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_graph_functions[] = {
-    {"is_capturing", is_capturing, METH_NOARGS, "Whether a step is being captured."},
+    FSDPC_PY_FUNCTION(is_capturing, is_capturing, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

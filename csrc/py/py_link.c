@@ -32,7 +32,7 @@ static fsdpc_status create(const char *path, int rank, int size, fsdpc_link **ou
 
 static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "size", "plugin", NULL};
+    FSDPC_PY_KEYWORDS(names, "rank", "size", "plugin");
     const char *path = NULL;
     int rank, size;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|z", names, &rank, &size, &path))
@@ -180,68 +180,34 @@ static PyObject *link_close(PyObject *object, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-static PyObject *get_sent_bytes(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromUnsignedLongLong(((py_link *)object)->link->sent_bytes);
-}
-
-static PyObject *get_failed(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyBool_FromLong(fsdpc_link_health(((py_link *)object)->link) != FSDPC_OK);
-}
-
-static PyObject *get_rooms(PyObject *Py_UNUSED(object), void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(ROOMS);
-}
-
-static PyObject *get_rank(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(((py_link *)object)->link->rank);
-}
-
-static PyObject *get_tags(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromUnsignedLong(((py_link *)object)->link->tags);
-}
+FSDPC_PY_GETTER(get_sent_bytes, PyLong_FromUnsignedLongLong(((py_link *)object)->link->sent_bytes))
+FSDPC_PY_GETTER(get_failed,
+                PyBool_FromLong(fsdpc_link_health(((py_link *)object)->link) != FSDPC_OK))
+FSDPC_PY_GETTER(get_rooms, PyLong_FromLong(ROOMS))
+FSDPC_PY_GETTER(get_rank, PyLong_FromLong(((py_link *)object)->link->rank))
+FSDPC_PY_GETTER(get_tags, PyLong_FromUnsignedLong(((py_link *)object)->link->tags))
 
 static PyMethodDef link_methods[] = {
-    {"take", link_take, METH_VARARGS,
-     "take(room, seconds) -> (peer, tag, memoryview): the next message to carry, in the room of "
-     "this "
-     "number until that is named again. None: there is none yet. Raises PeerError at the end."},
-    {"room", link_room, METH_VARARGS,
-     "room(room, size) -> memoryview: where the next message is to come, until it is delivered."},
-    {"deliver", link_deliver, METH_VARARGS,
-     "deliver(room, peer, tag) -> bool: what is in the room has come; False: no other will."},
-    {"abort", link_abort, METH_O, "abort(reason): every operation fails with it."},
-    {"close", link_close, METH_NOARGS, "No more is sent."},
+    FSDPC_PY_METHOD(Link, take, link_take, METH_VARARGS),
+    FSDPC_PY_METHOD(Link, room, link_room, METH_VARARGS),
+    FSDPC_PY_METHOD(Link, deliver, link_deliver, METH_VARARGS),
+    FSDPC_PY_METHOD(Link, abort, link_abort, METH_O),
+    FSDPC_PY_METHOD(Link, close, link_close, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef link_getset[] = {
-    {"sent_bytes", get_sent_bytes, NULL, "Bytes sent to other hosts so far.", NULL},
-    {"rank", get_rank, NULL, "This rank.", NULL},
-    {"rooms", get_rooms, NULL, "Rooms for messages under way, in each direction.", NULL},
-    {"tags", get_tags, NULL, "Tags from here on are those of a peer's last message.", NULL},
-    {"failed", get_failed, NULL, "Whether it was aborted, by this rank or another.", NULL},
+    FSDPC_PY_ATTRIBUTE(Link, sent_bytes, get_sent_bytes, NULL),
+    FSDPC_PY_ATTRIBUTE(Link, rank, get_rank, NULL),
+    FSDPC_PY_ATTRIBUTE(Link, rooms, get_rooms, NULL),
+    FSDPC_PY_ATTRIBUTE(Link, tags, get_tags, NULL),
+    FSDPC_PY_ATTRIBUTE(Link, failed, get_failed, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot link_slots[] = {
-    {Py_tp_new, link_new},
-    {Py_tp_dealloc, link_dealloc},
-    {Py_tp_methods, link_methods},
-    {Py_tp_getset, link_getset},
-    {Py_tp_doc, "Link(rank, size, plugin=None): messages between hosts, carried by the caller's "
-                "threads, or by "
-                "the plugin at that path."},
-    {0, NULL},
+    {Py_tp_new, link_new},       {Py_tp_dealloc, link_dealloc},       {Py_tp_methods, link_methods},
+    {Py_tp_getset, link_getset}, {Py_tp_doc, (void *)fsdpc_doc_Link}, {0, NULL},
 };
 
-PyType_Spec fsdpc_py_link_spec = {
-    .name = "fsdpc._core.Link",
-    .basicsize = sizeof(py_link),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = link_slots,
-};
+FSDPC_PY_TYPE(link, Link, py_link, 0, link_slots);

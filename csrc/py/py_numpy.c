@@ -184,7 +184,7 @@ static PyObject *tensor_bits(PyObject *object, PyObject *Py_UNUSED(unused))
 /* __array__(dtype=None, copy=None) */
 static PyObject *tensor_array(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"dtype", "copy", NULL};
+    FSDPC_PY_KEYWORDS(names, "dtype", "copy");
     PyObject *dtype = Py_None, *copy = Py_None;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OO:__array__", names, &dtype, &copy))
         return NULL;
@@ -404,6 +404,7 @@ static PyObject *from_numpy(PyObject *module, PyObject *array)
     fsdpc_tensor *t = from_array(runtime, array);
     return t ? fsdpc_py_tensor_wrap(module, t) : NULL;
 }
+FSDPC_PY_NAMED(from_numpy, "from_numpy", "array")
 
 /* A cast, or a copy if the dtype is already that. */
 static fsdpc_tensor *own_copy(fsdpc_runtime *runtime, fsdpc_tensor *t, fsdpc_dtype dtype)
@@ -472,19 +473,14 @@ fsdpc_tensor *fsdpc_py_tensor_from_data(fsdpc_py_state *state, PyObject *data, i
 }
 
 PyMethodDef fsdpc_py_numpy_methods[] = {
-    {"numpy", fsdpc_py_tensor_numpy, METH_NOARGS,
-     "The same memory as an array; bfloat16 as ml_dtypes' if importable, else copied as float32."},
-    {"bits", tensor_bits, METH_NOARGS,
-     "The same memory as unsigned integers: of bfloat16, uint16."},
-    {"__array__", (PyCFunction)(void (*)(void))tensor_array, METH_VARARGS | METH_KEYWORDS,
-     "For numpy.asarray()."},
+    FSDPC_PY_METHOD(Tensor, numpy, fsdpc_py_tensor_numpy, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, bits, tensor_bits, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, __array__, tensor_array, METH_VARARGS | METH_KEYWORDS),
     {"__reduce__", tensor_reduce, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 PyMethodDef fsdpc_py_numpy_functions[] = {
-    {"from_numpy", from_numpy, METH_O,
-     "The array's memory as a tensor; a copy if it is read-only or not contiguous, or the device a "
-     "GPU."},
+    FSDPC_PY_FUNCTION(from_numpy, from_numpy_named, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

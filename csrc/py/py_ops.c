@@ -334,12 +334,14 @@ static PyObject *linear_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
 
 /* ---- shapes ---- */
 
-static PyObject *reshape(fsdpc_py_state *state, PyObject *const *a)
+typedef PyObject *(*shape_fn)(fsdpc_py_state *state, fsdpc_tensor *x, int n, const int64_t *shape);
+
+static PyObject *reshaped(fsdpc_py_state *state, PyObject *const *a, const char *name, shape_fn fn)
 {
     int64_t shape[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    int n = x ? fsdpc_py_extents("reshape", &a[1], 1, shape) : -1;
-    return n < 0 ? NULL : fsdpc_py_op_reshape(state, x, n, shape);
+    int n = x ? fsdpc_py_extents(name, &a[1], 1, shape) : -1;
+    return n < 0 ? NULL : fn(state, x, n, shape);
 }
 
 static PyObject *transpose(fsdpc_py_state *state, PyObject *const *a)
@@ -349,22 +351,6 @@ static PyObject *transpose(fsdpc_py_state *state, PyObject *const *a)
     if (!x || fsdpc_py_arg_int(a[1], &dim0) < 0 || fsdpc_py_arg_int(a[2], &dim1) < 0)
         return NULL;
     RETURN_OP(state, x->numel, fsdpc_op_transpose(r->tape, x, dim0, dim1, &y));
-}
-
-static PyObject *permute(fsdpc_py_state *state, PyObject *const *a)
-{
-    int64_t dims[FSDPC_MAX_DIMS];
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    int n = x ? fsdpc_py_extents("permute", &a[1], 1, dims) : -1;
-    return n < 0 ? NULL : fsdpc_py_op_permute(state, x, n, dims);
-}
-
-static PyObject *expand(fsdpc_py_state *state, PyObject *const *a)
-{
-    int64_t shape[FSDPC_MAX_DIMS];
-    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
-    int n = x ? fsdpc_py_extents("expand", &a[1], 1, shape) : -1;
-    return n < 0 ? NULL : fsdpc_py_op_expand(state, x, n, shape);
 }
 
 /* Tensors of a sequence, with a new dimension each for stack. */
@@ -439,96 +425,69 @@ static PyObject *array_equal(PyObject *const *a)
     return status == FSDPC_OK ? PyBool_FromLong(equal) : fsdpc_py_raise(status);
 }
 
-/* F or M(name, how many arguments must be given, signature, documentation, call, arguments); a call
- * takes the module's `state` and the arguments `a`.  fsdpc.functional says more. */
+/* F or M(name, how many arguments must be given, call, arguments); a call takes the module's `state`
+ * and the arguments `a`. */
 #define OPERATIONS(F, M)                                                                           \
-    F(add, 2, "a, b", "a + b", binary(a, "add", FSDPC_BINARY_ADD), "a", "b")                       \
-    F(sub, 2, "a, b", "a - b", binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                       \
-    F(mul, 2, "a, b", "a * b", binary(a, "mul", FSDPC_BINARY_MUL), "a", "b")                       \
-    F(div, 2, "a, b", "a / b", binary(a, "div", FSDPC_BINARY_DIV), "a", "b")                       \
-    M(maximum, 2, "a, b", "The larger of each two.", binary(a, "maximum", FSDPC_BINARY_MAXIMUM),   \
-      "a", "b")                                                                                    \
-    M(minimum, 2, "a, b", "The smaller of each two.", binary(a, "minimum", FSDPC_BINARY_MINIMUM),  \
-      "a", "b")                                                                                    \
-    F(mask, 2, "x, keep", "x where keep is true, else a negative zero.",                           \
-      binary(a, "mask", FSDPC_BINARY_MASK), "x", "keep")                                           \
-    M(pow, 2, "x, exponent", "x ** exponent", power(state, a), "x", "exponent")                    \
-    M(neg, 1, "x", "-x", unary(state, a, FSDPC_UNARY_NEG), "x")                                    \
-    M(abs, 1, "x", "Absolute values.", unary(state, a, FSDPC_UNARY_ABS), "x")                      \
-    M(exp, 1, "x", "e ** x", unary(state, a, FSDPC_UNARY_EXP), "x")                                \
-    M(log, 1, "x", "Natural logarithms.", unary(state, a, FSDPC_UNARY_LOG), "x")                   \
-    M(sqrt, 1, "x", "Square roots.", unary(state, a, FSDPC_UNARY_SQRT), "x")                       \
-    M(tanh, 1, "x", "Hyperbolic tangents.", unary(state, a, FSDPC_UNARY_TANH), "x")                \
-    M(sigmoid, 1, "x", "1 / (1 + e ** -x)", unary(state, a, FSDPC_UNARY_SIGMOID), "x")             \
-    M(rsqrt, 1, "x", "1 / sqrt(x)", unary(state, a, FSDPC_UNARY_RSQRT), "x")                       \
-    M(sin, 1, "x", "Sines.", unary(state, a, FSDPC_UNARY_SIN), "x")                                \
-    M(cos, 1, "x", "Cosines.", unary(state, a, FSDPC_UNARY_COS), "x")                              \
-    M(log1p, 1, "x", "log(1 + x)", unary(state, a, FSDPC_UNARY_LOG1P), "x")                        \
-    M(expm1, 1, "x", "e ** x - 1", unary(state, a, FSDPC_UNARY_EXPM1), "x")                        \
-    M(erf, 1, "x", "The error function.", unary(state, a, FSDPC_UNARY_ERF), "x")                   \
-    M(sign, 1, "x", "-1, 0 or 1.", unary(state, a, FSDPC_UNARY_SIGN), "x")                         \
-    F(softplus, 1, "x", "log(1 + e ** x)", unary(state, a, FSDPC_UNARY_SOFTPLUS), "x")             \
-    F(clamp_min, 2, "x, bound", "Numbers below the bound become it.",                              \
-      unary_scalar(state, a, FSDPC_UNARY_CLAMP_MIN), "x", "bound")                                 \
-    F(clamp_max, 2, "x, bound", "Numbers above the bound become it.",                              \
-      unary_scalar(state, a, FSDPC_UNARY_CLAMP_MAX), "x", "bound")                                 \
-    F(huber, 2, "x, beta", "Squares below beta, absolute values above.",                           \
-      unary_scalar(state, a, FSDPC_UNARY_HUBER), "x", "beta")                                      \
-    F(silu, 1, "x", "x * sigmoid(x)", unary(state, a, FSDPC_UNARY_SILU), "x")                      \
-    M(relu, 1, "x", "max(x, 0)", unary(state, a, FSDPC_UNARY_RELU), "x")                           \
-    F(gelu, 1, "x, approximate='none'",                                                            \
-      "x * the normal distribution up to x, or its approximation by tanh.", gelu(state, a), "x",   \
-      "approximate")                                                                               \
-    F(swiglu, 2, "gate, up", "silu(gate) * up", swiglu(state, a), "gate", "up")                    \
-    F(dropout, 1, "x, p=0.5, training=True",                                                       \
-      "Zeros with probability p, the others divided by 1 - p.", dropout(state, a), "x", "p",       \
-      "training")                                                                                  \
-    F(cast, 2, "x, dtype", "In another dtype.", cast(state, a), "x", "dtype")                      \
-    M(matmul, 2, "a, b", "a @ b", matmul(state, a), "a", "b")                                      \
-    F(linear, 2, "x, weight, bias=None, layout='oi'", "x @ weight.T + bias",                       \
-      linear(state, a, fsdpc_op_linear), "x", "weight", "bias", "layout")                          \
-    F(linear_gelu, 2, "x, weight, bias=None, layout='oi'",                                         \
-      "gelu(linear(x, weight, bias), 'tanh')", linear(state, a, fsdpc_op_linear_gelu), "x",        \
-      "weight", "bias", "layout")                                                                  \
-    M(sum, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", reduce(state, a, false),   \
-      "x", "dim", "keepdim")                                                                       \
-    M(mean, 1, "x, dim=None, keepdim=False", "Over dimensions, or all.", reduce(state, a, true),   \
-      "x", "dim", "keepdim")                                                                       \
-    M(softmax, 1, "x, dim=-1", "Over one dimension.", softmax(state, a, false), "x", "dim")        \
-    M(log_softmax, 1, "x, dim=-1", "Over one dimension.", softmax(state, a, true), "x", "dim")     \
-    F(layer_norm, 1, "x, weight=None, bias=None, eps=1e-5", "Of the last dimension.",              \
-      layer_norm(state, a), "x", "weight", "bias", "eps")                                          \
-    F(rms_norm, 1, "x, weight=None, eps=1e-6", "Of the last dimension.", rms_norm(state, a), "x",  \
-      "weight", "eps")                                                                             \
-    F(embedding, 2, "ids, weight", "Rows of the weight.", embedding(state, a), "ids", "weight")    \
-    F(scatter_rows, 3, "ids, x, rows", "Rows added up by their ids.", scatter_rows(state, a),      \
-      "ids", "x", "rows")                                                                          \
-    F(rotary, 3, "x, cos, sin", "Turned by angles.", rotary(state, a), "x", "cos", "sin")          \
-    F(scaled_dot_product_attention, 3,                                                             \
-      "q, k, v, causal=False, scale=None, layout='bhtd', mask=None, window=0",                     \
-      "softmax(q @ k.T * scale + mask) @ v", scaled_dot_product_attention(state, a), "q", "k",     \
-      "v", "causal", "scale", "layout", "mask", "window")                                          \
-    F(varlen_attention, 4, "q, k, v, lengths, causal=True, scale=None, layout='bhtd', window=0",   \
-      "Attention inside each document of a row.", varlen_attention(state, a), "q", "k", "v",       \
-      "lengths", "causal", "scale", "layout", "window")                                            \
-    F(cross_entropy, 2, "logits, targets, ignore_index=-100", "The mean negative log-likelihood.", \
-      cross_entropy(state, a), "logits", "targets", "ignore_index")                                \
-    F(linear_cross_entropy, 3, "x, weight, targets, ignore_index=-100, chunk_rows=0",              \
-      "cross_entropy(x @ weight.T, targets), in chunks of rows.", linear_cross_entropy(state, a),  \
-      "x", "weight", "targets", "ignore_index", "chunk_rows")                                      \
-    F(reshape, 2, "x, shape", "The same memory.", reshape(state, a), "x", "shape")                 \
-    M(transpose, 3, "x, dim0, dim1", "Two dimensions exchanged, a copy.", transpose(state, a),     \
-      "x", "dim0", "dim1")                                                                         \
-    F(permute, 2, "x, dims", "Dimensions in another order, a copy.", permute(state, a), "x",       \
-      "dims")                                                                                      \
-    F(expand, 2, "x, shape", "Broadcast, a copy.", expand(state, a), "x", "shape")                 \
-    F(concat, 1, "tensors, dim=0", "Along a dimension.", concat(state, a, false), "tensors",       \
-      "dim")                                                                                       \
-    F(stack, 1, "tensors, dim=0", "Along a new dimension.", concat(state, a, true), "tensors",     \
-      "dim")                                                                                       \
-    F(array_equal, 2, "a, b", "Same dtype, shape and bytes.", array_equal(a), "a", "b")
+    F(add, 2, binary(a, "add", FSDPC_BINARY_ADD), "a", "b")                                        \
+    F(sub, 2, binary(a, "sub", FSDPC_BINARY_SUB), "a", "b")                                        \
+    F(mul, 2, binary(a, "mul", FSDPC_BINARY_MUL), "a", "b")                                        \
+    F(div, 2, binary(a, "div", FSDPC_BINARY_DIV), "a", "b")                                        \
+    M(maximum, 2, binary(a, "maximum", FSDPC_BINARY_MAXIMUM), "a", "b")                            \
+    M(minimum, 2, binary(a, "minimum", FSDPC_BINARY_MINIMUM), "a", "b")                            \
+    F(mask, 2, binary(a, "mask", FSDPC_BINARY_MASK), "x", "keep")                                  \
+    M(pow, 2, power(state, a), "x", "exponent")                                                    \
+    M(neg, 1, unary(state, a, FSDPC_UNARY_NEG), "x")                                               \
+    M(abs, 1, unary(state, a, FSDPC_UNARY_ABS), "x")                                               \
+    M(exp, 1, unary(state, a, FSDPC_UNARY_EXP), "x")                                               \
+    M(log, 1, unary(state, a, FSDPC_UNARY_LOG), "x")                                               \
+    M(sqrt, 1, unary(state, a, FSDPC_UNARY_SQRT), "x")                                             \
+    M(tanh, 1, unary(state, a, FSDPC_UNARY_TANH), "x")                                             \
+    M(sigmoid, 1, unary(state, a, FSDPC_UNARY_SIGMOID), "x")                                       \
+    M(rsqrt, 1, unary(state, a, FSDPC_UNARY_RSQRT), "x")                                           \
+    M(sin, 1, unary(state, a, FSDPC_UNARY_SIN), "x")                                               \
+    M(cos, 1, unary(state, a, FSDPC_UNARY_COS), "x")                                               \
+    M(log1p, 1, unary(state, a, FSDPC_UNARY_LOG1P), "x")                                           \
+    M(expm1, 1, unary(state, a, FSDPC_UNARY_EXPM1), "x")                                           \
+    M(erf, 1, unary(state, a, FSDPC_UNARY_ERF), "x")                                               \
+    M(sign, 1, unary(state, a, FSDPC_UNARY_SIGN), "x")                                             \
+    F(softplus, 1, unary(state, a, FSDPC_UNARY_SOFTPLUS), "x")                                     \
+    F(clamp_min, 2, unary_scalar(state, a, FSDPC_UNARY_CLAMP_MIN), "x", "bound")                   \
+    F(clamp_max, 2, unary_scalar(state, a, FSDPC_UNARY_CLAMP_MAX), "x", "bound")                   \
+    F(huber, 2, unary_scalar(state, a, FSDPC_UNARY_HUBER), "x", "beta")                            \
+    F(silu, 1, unary(state, a, FSDPC_UNARY_SILU), "x")                                             \
+    M(relu, 1, unary(state, a, FSDPC_UNARY_RELU), "x")                                             \
+    F(gelu, 1, gelu(state, a), "x", "approximate")                                                 \
+    F(swiglu, 2, swiglu(state, a), "gate", "up")                                                   \
+    F(dropout, 1, dropout(state, a), "x", "p", "training")                                         \
+    F(cast, 2, cast(state, a), "x", "dtype")                                                       \
+    M(matmul, 2, matmul(state, a), "a", "b")                                                       \
+    F(linear, 2, linear(state, a, fsdpc_op_linear), "x", "weight", "bias", "layout")               \
+    F(linear_gelu, 2, linear(state, a, fsdpc_op_linear_gelu), "x", "weight", "bias", "layout")     \
+    M(sum, 1, reduce(state, a, false), "x", "dim", "keepdim")                                      \
+    M(mean, 1, reduce(state, a, true), "x", "dim", "keepdim")                                      \
+    M(softmax, 1, softmax(state, a, false), "x", "dim")                                            \
+    M(log_softmax, 1, softmax(state, a, true), "x", "dim")                                         \
+    F(layer_norm, 1, layer_norm(state, a), "x", "weight", "bias", "eps")                           \
+    F(rms_norm, 1, rms_norm(state, a), "x", "weight", "eps")                                       \
+    F(embedding, 2, embedding(state, a), "ids", "weight")                                          \
+    F(scatter_rows, 3, scatter_rows(state, a), "ids", "x", "rows")                                 \
+    F(rotary, 3, rotary(state, a), "x", "cos", "sin")                                              \
+    F(scaled_dot_product_attention, 3, scaled_dot_product_attention(state, a), "q", "k", "v",      \
+      "causal", "scale", "layout", "mask", "window")                                               \
+    F(varlen_attention, 4, varlen_attention(state, a), "q", "k", "v", "lengths", "causal",         \
+      "scale", "layout", "window")                                                                 \
+    F(cross_entropy, 2, cross_entropy(state, a), "logits", "targets", "ignore_index")              \
+    F(linear_cross_entropy, 3, linear_cross_entropy(state, a), "x", "weight", "targets",           \
+      "ignore_index", "chunk_rows")                                                                \
+    F(reshape, 2, reshaped(state, a, "reshape", fsdpc_py_op_reshape), "x", "shape")                \
+    M(transpose, 3, transpose(state, a), "x", "dim0", "dim1")                                      \
+    F(permute, 2, reshaped(state, a, "permute", fsdpc_py_op_permute), "x", "dims")                 \
+    F(expand, 2, reshaped(state, a, "expand", fsdpc_py_op_expand), "x", "shape")                   \
+    F(concat, 1, concat(state, a, false), "tensors", "dim")                                        \
+    F(stack, 1, concat(state, a, true), "tensors", "dim")                                          \
+    F(array_equal, 2, array_equal(a), "a", "b")
 
-#define FUNCTION(op, required, signature, doc, call, ...)                                          \
+#define FUNCTION(op, required, call, ...)                                                          \
     static const char *const names_##op[] = {__VA_ARGS__};                                         \
     enum { COUNT_##op = sizeof names_##op / sizeof *names_##op };                                  \
     static PyObject *function_##op(FSDPC_PY_FASTCALL(module))                                      \
@@ -540,8 +499,8 @@ static PyObject *array_equal(PyObject *const *a)
         (void)state;                                                                               \
         return call;                                                                               \
     }
-#define METHOD(op, required, signature, doc, call, ...)                                            \
-    FUNCTION(op, required, signature, doc, call, __VA_ARGS__)                                      \
+#define METHOD(op, required, call, ...)                                                            \
+    FUNCTION(op, required, call, __VA_ARGS__)                                                      \
     static PyObject *method_##op(FSDPC_PY_FASTCALL(self))                                          \
     {                                                                                              \
         fsdpc_py_state *state = fsdpc_py_self(self)->state;                                        \
@@ -556,13 +515,12 @@ OPERATIONS(FUNCTION, METHOD)
 #undef FUNCTION
 #undef METHOD
 
-#define FUNCTION(op, required, signature, doc, ...)                                                \
-    FSDPC_PY_FAST(#op, function_##op, METH_KEYWORDS, #op "($module, " signature ")\n--\n\n" doc),
+#define FUNCTION(op, ...) FSDPC_PY_FUNCTION(op, function_##op, FSDPC_PY_FAST),
 PyMethodDef fsdpc_py_ops_functions[] = {OPERATIONS(FUNCTION, FUNCTION){NULL, NULL, 0, NULL}};
 #undef FUNCTION
 
 #define NOTHING(...)
-#define METHOD(op, ...) FSDPC_PY_FAST(#op, method_##op, METH_KEYWORDS, "As the function."),
+#define METHOD(op, ...) FSDPC_PY_METHOD(Tensor, op, method_##op, FSDPC_PY_FAST),
 PyMethodDef fsdpc_py_ops_methods[] = {OPERATIONS(NOTHING, METHOD){NULL, NULL, 0, NULL}};
 #undef NOTHING
 #undef METHOD

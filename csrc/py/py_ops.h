@@ -22,10 +22,12 @@ int fsdpc_py_args(const char *function, int n, const char *const *names, int req
                       keywords, a) < 0)                                                            \
     return NULL
 
-/* A line of a table of methods or functions: a fastcall, `flags` is METH_KEYWORDS or 0. */
-#define FSDPC_PY_FAST(name, function, flags, doc)                                                  \
+/* function##_named: the same with its one argument given by position or name. */
+#define FSDPC_PY_NAMED(function, says, argument)                                                   \
+    static PyObject *function##_named(FSDPC_PY_FASTCALL(self))                                     \
     {                                                                                              \
-        name, (PyCFunction)(void (*)(void))(function), METH_FASTCALL | (flags), doc                \
+        FSDPC_PY_PARSE(says, 1, argument);                                                         \
+        return function(self, a[0]);                                                               \
     }
 
 /* These leave *inout alone for NULL. */

@@ -47,6 +47,7 @@ static PyObject *manual_seed(PyObject *module, PyObject *value)
     runtime->tape->next_stream = 0;
     Py_RETURN_NONE;
 }
+FSDPC_PY_NAMED(manual_seed, "manual_seed", "seed")
 
 static PyObject *initial_seed(PyObject *module, PyObject *Py_UNUSED(unused))
 {
@@ -295,21 +296,15 @@ release:
 }
 
 PyMethodDef fsdpc_py_tape_functions[] = {
-    {"set_grad_enabled", set_grad_enabled, METH_O, "Record or not; returns what it was."},
-    {"is_grad_enabled", is_grad_enabled, METH_NOARGS, "Whether operations are recorded."},
-    {"in_backward", in_backward, METH_NOARGS, "Whether a backward is running."},
-    {"manual_seed", manual_seed, METH_O, "Seed of dropout and initialisation; streams from 0."},
-    {"initial_seed", initial_seed, METH_NOARGS, "What manual_seed() set, 0 at first."},
-    {"next_stream", next_stream, METH_NOARGS, "Takes the next random stream."},
-    FSDPC_PY_FAST(
-        "boundary", boundary, METH_KEYWORDS,
-        "boundary(x, callback): x; backward calls callback() when its gradient is complete."),
-    FSDPC_PY_FAST("backward", backward, METH_KEYWORDS,
-                  "backward(tensors, gradients=None, retain_graph=False)"),
-    FSDPC_PY_FAST("custom", op_custom, METH_KEYWORDS,
-                  "custom(inputs, outputs, backward): join outputs to inputs on the tape."),
-    FSDPC_PY_FAST("checkpoint", fsdpc_py_op_checkpoint, METH_KEYWORDS,
-                  "checkpoint(fn, *args, **kwargs): recompute fn in backward instead of keeping "
-                  "activations."),
+    FSDPC_PY_FUNCTION(set_grad_enabled, set_grad_enabled, METH_O),
+    FSDPC_PY_FUNCTION(is_grad_enabled, is_grad_enabled, METH_NOARGS),
+    FSDPC_PY_FUNCTION(in_backward, in_backward, METH_NOARGS),
+    FSDPC_PY_FUNCTION(manual_seed, manual_seed_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(initial_seed, initial_seed, METH_NOARGS),
+    FSDPC_PY_FUNCTION(next_stream, next_stream, METH_NOARGS),
+    FSDPC_PY_FUNCTION(boundary, boundary, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(backward, backward, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(custom, op_custom, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(checkpoint, fsdpc_py_op_checkpoint, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

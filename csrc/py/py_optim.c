@@ -16,7 +16,7 @@ typedef struct py_optimizer {
 
 static PyObject *optimizer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"kind", "state_dtype", "seed", NULL};
+    FSDPC_PY_KEYWORDS(names, "kind", "state_dtype", "seed");
     const char *name;
     PyObject *dtype_object = NULL;
     unsigned long long seed = 0;
@@ -125,9 +125,8 @@ static PyObject *optimizer_take_number(PyObject *object, PyObject *Py_UNUSED(unu
 
 static PyObject *optimizer_set_hyper(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"group",        "lr",       "betas",     "eps",
-                            "weight_decay", "momentum", "dampening", "nesterov",
-                            "amsgrad",      "maximize", NULL};
+    FSDPC_PY_KEYWORDS(names, "group", "lr", "betas", "eps", "weight_decay", "momentum", "dampening",
+                      "nesterov", "amsgrad", "maximize");
     int group, nesterov = 0, amsgrad = 0, maximize = 0;
     fsdpc_hyper h = {0};
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|$d(dd)ddddppp", names, &group, &h.lr,
@@ -358,22 +357,18 @@ static PyObject *optimizer_set_step_count(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef optimizer_methods[] = {
-    {"add", optimizer_add, METH_VARARGS, "add(unit, i, group): take over a parameter."},
-    {"take_number", optimizer_take_number, METH_NOARGS, "Number a parameter that has no unit."},
-    {"set_hyper", (PyCFunction)(void (*)(void))optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS,
-     "set_hyper(group, *, lr, betas, ...): options of a group; those left out are 0."},
-    {"step", optimizer_step, METH_NOARGS, "One update; collective."},
-    {"step_alone", optimizer_step_alone, METH_VARARGS,
-     "step_alone(group, number, step, copy_gradient, p, grad, states): one without a unit."},
-    {"state_names", optimizer_state_names, METH_O, "state_names(group): what its options use."},
-    {"state", optimizer_state, METH_VARARGS,
-     "state(unit, i, which, write=False): this rank's rows; None before a step used the state."},
-    {"make_states", optimizer_make_states, METH_VARARGS, "make_states(unit, i): those missing."},
-    {"write", optimizer_write, METH_VARARGS, "write(unit, i, which, full): take the own rows."},
-    {"collect", optimizer_collect, METH_VARARGS, "collect(unit, i, which): full; collective."},
-    {"step_count", optimizer_step_count, METH_VARARGS, "step_count(unit, i)"},
-    {"set_step_count", optimizer_set_step_count, METH_VARARGS,
-     "set_step_count(unit, i, steps); 0 clears the states."},
+    FSDPC_PY_METHOD(Optimizer, add, optimizer_add, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, take_number, optimizer_take_number, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, set_hyper, optimizer_set_hyper, METH_VARARGS | METH_KEYWORDS),
+    FSDPC_PY_METHOD(Optimizer, step, optimizer_step, METH_NOARGS),
+    FSDPC_PY_METHOD(Optimizer, step_alone, optimizer_step_alone, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, state_names, optimizer_state_names, METH_O),
+    FSDPC_PY_METHOD(Optimizer, state, optimizer_state, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, make_states, optimizer_make_states, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, write, optimizer_write, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, collect, optimizer_collect, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, step_count, optimizer_step_count, METH_VARARGS),
+    FSDPC_PY_METHOD(Optimizer, set_step_count, optimizer_set_step_count, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };
 
@@ -383,13 +378,8 @@ static PyType_Slot optimizer_slots[] = {
     {Py_tp_traverse, optimizer_traverse},
     {Py_tp_clear, optimizer_clear},
     {Py_tp_methods, optimizer_methods},
-    {Py_tp_doc, "Optimizer(kind, state_dtype=None, seed=0): AdamW, Adam, SGD or Lion."},
+    {Py_tp_doc, (void *)fsdpc_doc_Optimizer},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_optimizer_spec = {
-    .name = "fsdpc._core.Optimizer",
-    .basicsize = sizeof(py_optimizer),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = optimizer_slots,
-};
+FSDPC_PY_TYPE(optimizer, Optimizer, py_optimizer, Py_TPFLAGS_HAVE_GC, optimizer_slots);

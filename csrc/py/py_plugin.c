@@ -84,12 +84,9 @@ static PyObject *device_name(PyObject *module, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_plugin_functions[] = {
-    {"plugin_config", plugin_config, METH_O,
-     "Open the plugin at a path; what it was built with and found, and how many devices it has."},
-    {"plugin_library", plugin_library, METH_VARARGS,
-     "Open the library that a plugin's transports stand on, and say which it is."},
-    {"set_device", set_device, METH_O,
-     "Take the device of the plugin at a path, or the CPU (None), before the first tensor."},
-    {"device_name", device_name, METH_NOARGS, "'cpu', or the name of the plugin that was taken."},
+    FSDPC_PY_FUNCTION(plugin_config, plugin_config, METH_O),
+    FSDPC_PY_FUNCTION(plugin_library, plugin_library, METH_VARARGS),
+    FSDPC_PY_FUNCTION(set_device, set_device, METH_O),
+    FSDPC_PY_FUNCTION(device_name, device_name, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

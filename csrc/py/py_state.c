@@ -9,7 +9,7 @@
  * several GPUs a rank takes the one of its number on this host; ranks beyond begin again at the
  * first.
  */
-#include "py/py_state.h"
+#include "py/py_ops.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -188,6 +188,7 @@ static PyObject *set_num_threads(PyObject *module, PyObject *arg)
     runtime->threads = (int)threads;
     Py_RETURN_NONE;
 }
+FSDPC_PY_NAMED(set_num_threads, "set_num_threads", "threads")
 
 /* Does not make the runtime: asking must start nothing. */
 static PyObject *engine_threads(PyObject *module, PyObject *Py_UNUSED(unused))
@@ -279,21 +280,14 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
 }
 
 PyMethodDef fsdpc_py_state_functions[] = {
-    {"num_threads", num_threads, METH_NOARGS, "Threads of this rank's kernels."},
-    {"set_num_threads", set_num_threads, METH_O,
-     "Set the threads of this rank's kernels; results do not depend on it."},
-    {"engine_threads", engine_threads, METH_NOARGS,
-     "Threads that kernels and streams of the engine have in this process now."},
-    {"usable_cores", usable_cores, METH_NOARGS,
-     "Cores that this process may use, by affinity and quota; starts nothing."},
-    {"memory_stats", memory_stats, METH_NOARGS,
-     "Bytes held now and at most, by category, and times the system was asked for memory."},
-    {"reset_peak_memory_stats", reset_peak_memory_stats, METH_NOARGS,
-     "Let peaks begin again at what is held now."},
-    {"check_environment", check_environment, METH_NOARGS,
-     "Values of the library's variables, by name; ValueError if one is wrong; starts nothing."},
-    {"runtime_config", runtime_config, METH_NOARGS,
-     "Instruction set, threads and kernel tables of this process."},
+    FSDPC_PY_FUNCTION(num_threads, num_threads, METH_NOARGS),
+    FSDPC_PY_FUNCTION(set_num_threads, set_num_threads_named, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(engine_threads, engine_threads, METH_NOARGS),
+    FSDPC_PY_FUNCTION(usable_cores, usable_cores, METH_NOARGS),
+    FSDPC_PY_FUNCTION(memory_stats, memory_stats, METH_NOARGS),
+    FSDPC_PY_FUNCTION(reset_peak_memory_stats, reset_peak_memory_stats, METH_NOARGS),
+    FSDPC_PY_FUNCTION(check_environment, check_environment, METH_NOARGS),
+    FSDPC_PY_FUNCTION(runtime_config, runtime_config, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 

@@ -19,6 +19,7 @@
 #include "nn/ops.h"
 #include "ops/flat_ops.h"
 #include "py/py_import.h"
+#include "py/stub_docs.h"
 
 /* ---- what the module consists of; module.c joins it ---- */
 
@@ -83,6 +84,39 @@
     X(torch_product)                                                                               \
     X(ckpt)                                                                                        \
     X(ckpt_state)
+
+/* Rows of these tables; signatures and documentation are the stub's (tools/stub_docs.py). */
+#define FSDPC_PY_FUNCTION(name, function, flags)                                                   \
+    {                                                                                              \
+#name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##name                    \
+    }
+#define FSDPC_PY_METHOD(type, name, function, flags)                                               \
+    {                                                                                              \
+#name, (PyCFunction)(void (*)(void))(function), flags, fsdpc_doc_##type##_##name           \
+    }
+#define FSDPC_PY_ATTRIBUTE(type, name, get, set)                                                   \
+    {                                                                                              \
+#name, get, set, fsdpc_doc_##type##_##name, NULL                                           \
+    }
+enum { FSDPC_PY_FAST = METH_FASTCALL | METH_KEYWORDS };
+
+/* What reads an attribute of `object`: an expression. */
+#define FSDPC_PY_GETTER(function, ...)                                                             \
+    static PyObject *function(PyObject *object, void *Py_UNUSED(closure))                          \
+    {                                                                                              \
+        (void)object;                                                                              \
+        return __VA_ARGS__;                                                                        \
+    }
+
+/* Names of arguments, as PyArg_ParseTupleAndKeywords takes them. */
+#define FSDPC_PY_KEYWORDS(names, ...) static char *names[] = {__VA_ARGS__, NULL}
+
+/* A type of Python, `name`, and what it is made from. */
+#define FSDPC_PY_TYPE(type, name_, object, more_flags, slots_)                                     \
+    PyType_Spec fsdpc_py_##type##_spec = {.name = "fsdpc._core." #name_,                           \
+                                          .basicsize = sizeof(object),                             \
+                                          .flags = Py_TPFLAGS_DEFAULT | (more_flags),              \
+                                          .slots = slots_}
 
 #define X(name) extern PyType_Spec fsdpc_py_##name##_spec;
 FSDPC_PY_TYPES(X)

@@ -36,11 +36,9 @@ static PyObject *synchronize(PyObject *module, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_stream_functions[] = {
-    {"adopt_stream", adopt_stream, METH_O,
-     "adopt_stream(handle): the stream with this raw handle becomes the main stream."},
-    {"stream_handle", stream_handle, METH_NOARGS, "The raw handle of the main stream."},
-    {"device_ordinal", device_ordinal, METH_NOARGS, "Which of the GPUs; 0 on the CPU."},
-    {"synchronize", synchronize, METH_NOARGS,
-     "Wait for what the main stream holds; the first error of it is raised."},
+    FSDPC_PY_FUNCTION(adopt_stream, adopt_stream, METH_O),
+    FSDPC_PY_FUNCTION(stream_handle, stream_handle, METH_NOARGS),
+    FSDPC_PY_FUNCTION(device_ordinal, device_ordinal, METH_NOARGS),
+    FSDPC_PY_FUNCTION(synchronize, synchronize, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

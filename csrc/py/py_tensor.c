@@ -101,7 +101,7 @@ int fsdpc_py_check_requires_grad(bool requires_grad, fsdpc_dtype dtype)
 /* Tensor(data, dtype=None, requires_grad=False) */
 static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"data", "dtype", "requires_grad", NULL};
+    FSDPC_PY_KEYWORDS(names, "data", "dtype", "requires_grad");
     PyObject *data, *dtype_object = NULL;
     int requires_grad = 0;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|Op:Tensor", names, &data, &dtype_object,
@@ -137,10 +137,7 @@ static PyObject *tensor_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 #define GETTER(name) static PyObject *name(PyObject *object, void *Py_UNUSED(unused))
 #define TENSOR (fsdpc_py_self(object)->tensor)
 
-GETTER(get_shape)
-{
-    return fsdpc_py_shape_tuple(TENSOR->ndim, TENSOR->shape);
-}
+FSDPC_PY_GETTER(get_shape, fsdpc_py_shape_tuple(TENSOR->ndim, TENSOR->shape))
 
 GETTER(get_dtype)
 {
@@ -148,10 +145,7 @@ GETTER(get_dtype)
     return Py_NewRef(fsdpc_py_self(object)->state->dtypes[t->dtype]);
 }
 
-GETTER(get_ndim)
-{
-    return PyLong_FromLong(TENSOR->ndim);
-}
+FSDPC_PY_GETTER(get_ndim, PyLong_FromLong(TENSOR->ndim))
 
 GETTER(get_device)
 {
@@ -159,15 +153,8 @@ GETTER(get_device)
     return PyUnicode_FromString(t->storage ? t->storage->device->ops->name : "cpu");
 }
 
-GETTER(get_nbytes)
-{
-    return PyLong_FromSize_t(fsdpc_tensor_bytes(TENSOR));
-}
-
-GETTER(get_requires_grad)
-{
-    return PyBool_FromLong(TENSOR->requires_grad);
-}
+FSDPC_PY_GETTER(get_nbytes, PyLong_FromSize_t(fsdpc_tensor_bytes(TENSOR)))
+FSDPC_PY_GETTER(get_requires_grad, PyBool_FromLong(TENSOR->requires_grad))
 
 static int set_requires_grad(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
@@ -221,10 +208,7 @@ static int set_grad(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
     return 0;
 }
 
-GETTER(get_is_leaf)
-{
-    return PyBool_FromLong(TENSOR->node == NULL);
-}
+FSDPC_PY_GETTER(get_is_leaf, PyBool_FromLong(TENSOR->node == NULL))
 
 GETTER(get_grad_fn)
 {
@@ -234,34 +218,23 @@ GETTER(get_grad_fn)
     return PyUnicode_FromString(node->ops->name);
 }
 
-GETTER(get_is_deferred)
-{
-    return PyBool_FromLong(TENSOR->storage == NULL);
-}
-
-GETTER(get_data_ptr)
-{
-    return PyLong_FromVoidPtr(TENSOR->data);
-}
-
-GETTER(get_transposed)
-{
-    return PyObject_CallMethod(object, "transpose", "ii", -2, -1);
-}
+FSDPC_PY_GETTER(get_is_deferred, PyBool_FromLong(TENSOR->storage == NULL))
+FSDPC_PY_GETTER(get_data_ptr, PyLong_FromVoidPtr(TENSOR->data))
+FSDPC_PY_GETTER(get_transposed, PyObject_CallMethod(object, "transpose", "ii", -2, -1))
 
 static PyGetSetDef getset[] = {
-    {"shape", get_shape, NULL, "Extents, a tuple.", NULL},
-    {"dtype", get_dtype, NULL, "Element type.", NULL},
-    {"ndim", get_ndim, NULL, "Number of dimensions.", NULL},
-    {"device", get_device, NULL, "Where the memory is: \"cpu\".", NULL},
-    {"nbytes", get_nbytes, NULL, "Bytes of all elements.", NULL},
-    {"requires_grad", get_requires_grad, set_requires_grad, "Whether backward reaches it.", NULL},
-    {"grad", get_grad, set_grad, "A leaf's gradient, or None.", NULL},
-    {"is_leaf", get_is_leaf, NULL, "Whether no operation made it.", NULL},
-    {"grad_fn", get_grad_fn, NULL, "Name of the operation that made it, or None.", NULL},
-    {"is_deferred", get_is_deferred, NULL, "Whether it has no memory yet.", NULL},
-    {"data_ptr", get_data_ptr, NULL, "Address of the first element.", NULL},
-    {"T", get_transposed, NULL, "The last two dimensions exchanged.", NULL},
+    FSDPC_PY_ATTRIBUTE(Tensor, shape, get_shape, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, dtype, get_dtype, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, ndim, get_ndim, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, device, get_device, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, nbytes, get_nbytes, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, requires_grad, get_requires_grad, set_requires_grad),
+    FSDPC_PY_ATTRIBUTE(Tensor, grad, get_grad, set_grad),
+    FSDPC_PY_ATTRIBUTE(Tensor, is_leaf, get_is_leaf, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, grad_fn, get_grad_fn, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, is_deferred, get_is_deferred, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, data_ptr, get_data_ptr, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, T, get_transposed, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -371,7 +344,7 @@ static PyType_Slot slots[] = {
     {Py_tp_hash, tensor_hash},
     {Py_tp_getset, getset},
     {Py_tp_members, members},
-    {Py_tp_doc, "A dense row-major array with an optional place on the tape."},
+    {Py_tp_doc, (void *)fsdpc_doc_Tensor},
     {Py_mp_length, tensor_length},
     {Py_mp_subscript, fsdpc_py_tensor_getitem},
     {Py_mp_ass_subscript, fsdpc_py_tensor_setitem},
@@ -391,9 +364,4 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_tensor_spec = {
-    .name = "fsdpc._core.Tensor",
-    .basicsize = sizeof(fsdpc_py_tensor),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = slots,
-};
+FSDPC_PY_TYPE(tensor, Tensor, fsdpc_py_tensor, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, slots);

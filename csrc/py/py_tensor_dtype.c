@@ -22,20 +22,12 @@ static PyObject *dtype_repr(PyObject *self)
                                 dtype == FSDPC_BOOL ? "_" : "");
 }
 
-static PyObject *dtype_name(PyObject *self, void *Py_UNUSED(unused))
-{
-    return PyUnicode_FromString(fsdpc_dtype_name(((fsdpc_py_dtype *)self)->dtype));
-}
-
-static PyObject *dtype_itemsize(PyObject *self, void *Py_UNUSED(unused))
-{
-    return PyLong_FromSize_t(fsdpc_dtype_bytes(((fsdpc_py_dtype *)self)->dtype));
-}
-
-static PyObject *dtype_is_float(PyObject *self, void *Py_UNUSED(unused))
-{
-    return PyBool_FromLong(fsdpc_dtype_is_float(((fsdpc_py_dtype *)self)->dtype));
-}
+FSDPC_PY_GETTER(dtype_name,
+                PyUnicode_FromString(fsdpc_dtype_name(((fsdpc_py_dtype *)object)->dtype)))
+FSDPC_PY_GETTER(dtype_itemsize,
+                PyLong_FromSize_t(fsdpc_dtype_bytes(((fsdpc_py_dtype *)object)->dtype)))
+FSDPC_PY_GETTER(dtype_is_float,
+                PyBool_FromLong(fsdpc_dtype_is_float(((fsdpc_py_dtype *)object)->dtype)))
 
 /* Pickles, and copies, as the one object of its name. */
 static PyObject *dtype_reduce(PyObject *self, PyObject *Py_UNUSED(unused))
@@ -54,19 +46,16 @@ static PyMethodDef dtype_methods[] = {
 };
 
 static PyGetSetDef dtype_getset[] = {
-    {"name", dtype_name, NULL, "As NumPy calls it.", NULL},
-    {"itemsize", dtype_itemsize, NULL, "Bytes of an element.", NULL},
-    {"is_floating_point", dtype_is_float, NULL, "Whether it is a float dtype.", NULL},
+    FSDPC_PY_ATTRIBUTE(dtype, name, dtype_name, NULL),
+    FSDPC_PY_ATTRIBUTE(dtype, itemsize, dtype_itemsize, NULL),
+    FSDPC_PY_ATTRIBUTE(dtype, is_floating_point, dtype_is_float, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot dtype_slots[] = {
-    {Py_tp_dealloc, dtype_dealloc},
-    {Py_tp_repr, dtype_repr},
-    {Py_tp_getset, dtype_getset},
-    {Py_tp_methods, dtype_methods},
-    {Py_tp_doc, "An element type; there is one object of each."},
-    {0, NULL},
+    {Py_tp_dealloc, dtype_dealloc},       {Py_tp_repr, dtype_repr},
+    {Py_tp_getset, dtype_getset},         {Py_tp_methods, dtype_methods},
+    {Py_tp_doc, (void *)fsdpc_doc_dtype}, {0, NULL},
 };
 
 PyType_Spec fsdpc_py_dtype_spec = {
@@ -149,7 +138,7 @@ static PyObject *as_dtype(PyObject *module, PyObject *object)
 }
 
 PyMethodDef fsdpc_py_dtype_functions[] = {
-    {"as_dtype", as_dtype, METH_O, "The dtype object of a name, a NumPy dtype or a Python type."},
+    FSDPC_PY_FUNCTION(as_dtype, as_dtype, METH_O),
     {NULL, NULL, 0, NULL},
 };
 

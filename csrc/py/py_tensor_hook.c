@@ -1,4 +1,5 @@
 /* Gradient hooks in Python, and the handle that removes them. */
+#include "py/py_ops.h"
 #include "py/py_tensor.h"
 
 #include "nn/hook.h"
@@ -82,23 +83,19 @@ static PyObject *handle_remove(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef handle_methods[] = {
-    {"remove", handle_remove, METH_NOARGS, "The hook will not run again."},
+    FSDPC_PY_METHOD(RemovableHandle, remove, handle_remove, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot handle_slots[] = {
     {Py_tp_dealloc, handle_dealloc},
     {Py_tp_methods, handle_methods},
-    {Py_tp_doc, "Removes a hook: register_hook() returns it."},
+    {Py_tp_doc, (void *)fsdpc_doc_RemovableHandle},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_handle_spec = {
-    .name = "fsdpc._core.RemovableHandle",
-    .basicsize = sizeof(fsdpc_py_handle),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = handle_slots,
-};
+FSDPC_PY_TYPE(handle, RemovableHandle, fsdpc_py_handle, Py_TPFLAGS_DISALLOW_INSTANTIATION,
+              handle_slots);
 
 static PyObject *register_hook(PyObject *object, PyObject *callable)
 {
@@ -127,9 +124,9 @@ static PyObject *register_hook(PyObject *object, PyObject *callable)
     Py_INCREF(callable);
     return (PyObject *)handle;
 }
+FSDPC_PY_NAMED(register_hook, "register_hook", "hook")
 
 PyMethodDef fsdpc_py_hook_methods[] = {
-    {"register_hook", register_hook, METH_O,
-     "register_hook(fn): fn(gradient) runs in backward and may return a replacement."},
+    FSDPC_PY_METHOD(Tensor, register_hook, register_hook_named, FSDPC_PY_FAST),
     {NULL, NULL, 0, NULL},
 };

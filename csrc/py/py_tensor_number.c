@@ -101,6 +101,6 @@ PyObject *fsdpc_py_tensor_repr(PyObject *object)
 }
 
 PyMethodDef fsdpc_py_number_methods[] = {
-    {"__format__", tensor_format, METH_O, "Of one without dimensions: its number's."},
+    FSDPC_PY_METHOD(Tensor, __format__, tensor_format, METH_O),
     {NULL, NULL, 0, NULL},
 };

@@ -7,12 +7,13 @@
 #define TENSOR(object) (fsdpc_py_self(object)->tensor)
 #define STATE(object) (fsdpc_py_self(object)->state)
 
-static PyObject *method_size(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *method_size(FSDPC_PY_FASTCALL(object))
 {
+    FSDPC_PY_PARSE("size", 0, "dim");
     PyObject *shape = PyObject_GetAttrString(object, "shape");
-    if (!shape || nargs == 0 || args[0] == Py_None)
+    if (!shape || !a[0] || a[0] == Py_None)
         return shape;
-    PyObject *extent = PyObject_GetItem(shape, args[0]);
+    PyObject *extent = PyObject_GetItem(shape, a[0]);
     Py_DECREF(shape);
     return extent;
 }
@@ -27,26 +28,17 @@ static PyObject *method_numel(PyObject *object, PyObject *Py_UNUSED(unused))
     return PyLong_FromSize_t(TENSOR(object)->numel);
 }
 
-static PyObject *method_reshape(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t shape[FSDPC_MAX_DIMS];
-    int n = fsdpc_py_extents("reshape", args, nargs, shape);
-    return n < 0 ? NULL : fsdpc_py_op_reshape(STATE(object), TENSOR(object), n, shape);
-}
-
-static PyObject *method_expand(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t shape[FSDPC_MAX_DIMS];
-    int n = fsdpc_py_extents("expand", args, nargs, shape);
-    return n < 0 ? NULL : fsdpc_py_op_expand(STATE(object), TENSOR(object), n, shape);
-}
-
-static PyObject *method_permute(PyObject *object, PyObject *const *args, Py_ssize_t nargs)
-{
-    int64_t dims[FSDPC_MAX_DIMS];
-    int n = fsdpc_py_extents("permute", args, nargs, dims);
-    return n < 0 ? NULL : fsdpc_py_op_permute(STATE(object), TENSOR(object), n, dims);
-}
+#define SHAPED(op)                                                                                 \
+    static PyObject *method_##op(PyObject *object, PyObject *const *args, Py_ssize_t nargs)        \
+    {                                                                                              \
+        int64_t shape[FSDPC_MAX_DIMS];                                                             \
+        int n = fsdpc_py_extents(#op, args, nargs, shape);                                         \
+        return n < 0 ? NULL : fsdpc_py_op_##op(STATE(object), TENSOR(object), n, shape);           \
+    }
+SHAPED(reshape)
+SHAPED(expand)
+SHAPED(permute)
+#undef SHAPED
 
 static int dim_of(const char *function, PyObject *value, int ndim, int *inout)
 {
@@ -86,6 +78,7 @@ static PyObject *method_unsqueeze(PyObject *object, PyObject *argument)
         shape[i] = i == dim ? 1 : (int64_t)t->shape[i - (i > dim)];
     return fsdpc_py_op_reshape(STATE(object), TENSOR(object), t->ndim + 1, shape);
 }
+FSDPC_PY_NAMED(method_unsqueeze, "unsqueeze", "dim")
 
 static PyObject *method_squeeze(PyObject *object, PyObject *argument)
 {
@@ -99,6 +92,7 @@ static PyObject *method_squeeze(PyObject *object, PyObject *argument)
             shape[n++] = (int64_t)t->shape[i];
     return fsdpc_py_op_reshape(STATE(object), TENSOR(object), n, shape);
 }
+FSDPC_PY_NAMED(method_squeeze, "squeeze", "dim")
 
 static PyObject *method_contiguous(PyObject *object, PyObject *Py_UNUSED(unused))
 {
@@ -106,17 +100,16 @@ static PyObject *method_contiguous(PyObject *object, PyObject *Py_UNUSED(unused)
 }
 
 PyMethodDef fsdpc_py_shape_methods[] = {
-    FSDPC_PY_FAST("size", method_size, 0, "The shape, or one extent of it."),
-    {"dim", method_dim, METH_NOARGS, "Number of dimensions."},
-    {"numel", method_numel, METH_NOARGS, "Number of elements."},
-    {"contiguous", method_contiguous, METH_NOARGS, "Itself: tensors are always dense."},
-    FSDPC_PY_FAST("reshape", method_reshape, 0,
-                  "Another shape over the same memory; -1 is what is left."),
-    FSDPC_PY_FAST("view", method_reshape, 0, "reshape()"),
-    FSDPC_PY_FAST("flatten", method_flatten, METH_KEYWORDS, "flatten(start_dim=0, end_dim=-1)"),
-    {"unsqueeze", method_unsqueeze, METH_O, "A new dimension of one."},
-    {"squeeze", method_squeeze, METH_O, "Without that dimension, if it is one."},
-    FSDPC_PY_FAST("permute", method_permute, 0, "Dimensions in another order; copies."),
-    FSDPC_PY_FAST("expand", method_expand, 0, "Broadcast to a shape; copies."),
+    FSDPC_PY_METHOD(Tensor, size, method_size, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, dim, method_dim, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, numel, method_numel, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, contiguous, method_contiguous, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, reshape, method_reshape, METH_FASTCALL),
+    FSDPC_PY_METHOD(Tensor, view, method_reshape, METH_FASTCALL),
+    FSDPC_PY_METHOD(Tensor, flatten, method_flatten, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, unsqueeze, method_unsqueeze_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, squeeze, method_squeeze_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, permute, method_permute, METH_FASTCALL),
+    FSDPC_PY_METHOD(Tensor, expand, method_expand, METH_FASTCALL),
     {NULL, NULL, 0, NULL},
 };

@@ -110,6 +110,7 @@ static PyObject *method_to(PyObject *object, PyObject *argument)
         return Py_NewRef(object);
     return fsdpc_py_op_cast(STATE(object), TENSOR(object), dtype);
 }
+FSDPC_PY_NAMED(method_to, "to", "dtype")
 
 #define CAST(name, dtype_)                                                                         \
     static PyObject *method_##name(PyObject *object, PyObject *Py_UNUSED(unused))                  \
@@ -158,18 +159,17 @@ static PyObject *method_deepcopy(PyObject *object, PyObject *Py_UNUSED(memo))
 }
 
 PyMethodDef fsdpc_py_value_methods[] = {
-    {"item", method_item, METH_NOARGS, "The one element, as a Python number."},
-    {"tolist", method_tolist, METH_NOARGS, "The elements as nested lists."},
-    FSDPC_PY_FAST("backward", method_backward, METH_KEYWORDS,
-                  "backward(gradient=None, retain_graph=False): gradients of all leaves."),
-    {"detach", method_detach, METH_NOARGS, "The same memory, off the tape."},
-    FSDPC_PY_FAST("requires_grad_", method_requires_grad, METH_KEYWORDS, "Sets requires_grad."),
-    {"to", method_to, METH_O, "to(dtype): cast; itself if it has that dtype."},
-    {"float", method_float, METH_NOARGS, "to(float32)"},
-    {"bfloat16", method_bfloat16, METH_NOARGS, "to(bfloat16)"},
-    {"half", method_half, METH_NOARGS, "to(float16)"},
-    {"double", method_double, METH_NOARGS, "to(float64)"},
-    {"clone", method_clone, METH_NOARGS, "A copy, on the tape."},
+    FSDPC_PY_METHOD(Tensor, item, method_item, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, tolist, method_tolist, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, backward, method_backward, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, detach, method_detach, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, requires_grad_, method_requires_grad, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, to, method_to_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, float, method_float, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, bfloat16, method_bfloat16, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, half, method_half, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, double, method_double, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, clone, method_clone, METH_NOARGS),
     {"__deepcopy__", method_deepcopy, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

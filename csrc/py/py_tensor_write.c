@@ -92,6 +92,7 @@ static PyObject *tensor_copy(PyObject *object, PyObject *source)
         return NULL;
     return Py_NewRef(object);
 }
+FSDPC_PY_NAMED(tensor_copy, "copy_", "source")
 
 static PyObject *tensor_fill(PyObject *object, PyObject *value)
 {
@@ -102,6 +103,7 @@ static PyObject *tensor_fill(PyObject *object, PyObject *value)
                             Py_TYPE(value)->tp_name);
     return tensor_copy(object, value);
 }
+FSDPC_PY_NAMED(tensor_fill, "fill_", "value")
 
 static PyObject *tensor_zero(PyObject *object, PyObject *Py_UNUSED(unused))
 {
@@ -150,10 +152,10 @@ static PyObject *tensor_materialize(PyObject *object, PyObject *Py_UNUSED(unused
 }
 
 PyMethodDef fsdpc_py_write_methods[] = {
-    {"copy_", tensor_copy, METH_O, "Takes the values of a tensor, array or number, broadcast."},
-    {"fill_", tensor_fill, METH_O, "Sets every element to a number."},
-    {"zero_", tensor_zero, METH_NOARGS, "Sets every element to 0."},
-    {"set_data_", tensor_set_data, METH_O, "Stands on another tensor's memory from now on."},
-    {"materialize_", tensor_materialize, METH_NOARGS, "Gives a deferred tensor memory."},
+    FSDPC_PY_METHOD(Tensor, copy_, tensor_copy_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, fill_, tensor_fill_named, FSDPC_PY_FAST),
+    FSDPC_PY_METHOD(Tensor, zero_, tensor_zero, METH_NOARGS),
+    FSDPC_PY_METHOD(Tensor, set_data_, tensor_set_data, METH_O),
+    FSDPC_PY_METHOD(Tensor, materialize_, tensor_materialize, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -11,7 +11,7 @@ typedef struct py_tier {
 
 static PyObject *tier_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder", "rank", "chunk", NULL};
+    FSDPC_PY_KEYWORDS(names, "folder", "rank", "chunk");
     PyObject *folder;
     Py_ssize_t chunk = 0;
     int rank;
@@ -76,8 +76,7 @@ static PyObject *tier_stats(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef tier_methods[] = {
-    {"stats", tier_stats, METH_NOARGS,
-     "Bytes of the file, read and written, and whether past the page cache."},
+    FSDPC_PY_METHOD(Tier, stats, tier_stats, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
@@ -91,15 +90,8 @@ static PyType_Slot tier_slots[] = {
     {Py_tp_dealloc, tier_dealloc},
     {Py_tp_methods, tier_methods},
     {Py_tp_members, tier_members},
-    {Py_tp_doc,
-     "Tier(folder, rank, chunk=0): a file without a name, for offloaded shards; elements of a "
-     "chunk."},
+    {Py_tp_doc, (void *)fsdpc_doc_Tier},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_tier_spec = {
-    .name = "fsdpc._core.Tier",
-    .basicsize = sizeof(py_tier),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = tier_slots,
-};
+FSDPC_PY_TYPE(tier, Tier, py_tier, 0, tier_slots);

@@ -242,17 +242,10 @@ static PyObject *get_depth(PyObject *object, void *Py_UNUSED(unused))
     return PyLong_FromLong(root ? fsdpc_root_forward_depth(root) : 0);
 }
 
-static PyObject *get_pending(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyFloat_FromDouble(
-        fsdpc_unit_pending_scale(fsdpc_torch_unit((fsdpc_py_torch_unit *)object)));
-}
-
-static PyObject *get_generation(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromUnsignedLongLong(
-        fsdpc_unit_generation(fsdpc_torch_unit((fsdpc_py_torch_unit *)object)));
-}
+FSDPC_PY_GETTER(get_pending, PyFloat_FromDouble(fsdpc_unit_pending_scale(
+                                 fsdpc_torch_unit((fsdpc_py_torch_unit *)object))))
+FSDPC_PY_GETTER(get_generation, PyLong_FromUnsignedLongLong(fsdpc_unit_generation(
+                                    fsdpc_torch_unit((fsdpc_py_torch_unit *)object))))
 
 static int set_generation(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
@@ -264,26 +257,22 @@ static int set_generation(PyObject *object, PyObject *value, void *Py_UNUSED(unu
 }
 
 PyGetSetDef fsdpc_py_torch_call_getset[] = {
-    {"in_backward", get_in_backward, NULL, "Whether the root's backward runs.", NULL},
-    {"depth", get_depth, NULL, "Forwards of the root that are running.", NULL},
-    {"generation", get_generation, set_generation,
-     "Of the weights; set: what the forward saw that is computed again.", NULL},
-    {"pending_scale", get_pending, NULL, "What clipping left to be applied.", NULL},
+    FSDPC_PY_ATTRIBUTE(TorchUnit, in_backward, get_in_backward, NULL),
+    FSDPC_PY_ATTRIBUTE(TorchUnit, depth, get_depth, NULL),
+    FSDPC_PY_ATTRIBUTE(TorchUnit, generation, get_generation, set_generation),
+    FSDPC_PY_ATTRIBUTE(TorchUnit, pending_scale, get_pending, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 PyMethodDef fsdpc_py_torch_call_methods[] = {
-    {"enter", (PyCFunction)(void (*)(void))torch_unit_enter, METH_FASTCALL,
-     "enter(grad, in_task): a module's forward begins."},
-    {"leave", torch_unit_leave, METH_NOARGS, "leave(): it has ended."},
-    {"mark", torch_unit_mark, METH_NOARGS, "A callable for nodes: the unit's backward begins."},
-    {"end_backward", torch_unit_end_backward, METH_NOARGS, "The unit's backward has ended."},
-    {"finish", torch_unit_finish, METH_NOARGS,
-     "The root's backward has ended: wait for reductions."},
-    {"catch_up", torch_unit_catch_up, METH_NOARGS, "Take gradients, unless this backward has."},
-    {"reset", torch_unit_reset, METH_NOARGS,
-     "After an exception: all units of the root are sharded."},
-    {"hide", torch_unit_hide, METH_O, "hide(gave_up): show pieces, forget half a backward."},
-    {"hold", torch_unit_hold, METH_O, "hold(begin): keep fulls shown, or no longer."},
+    FSDPC_PY_METHOD(TorchUnit, enter, torch_unit_enter, METH_FASTCALL),
+    FSDPC_PY_METHOD(TorchUnit, leave, torch_unit_leave, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, mark, torch_unit_mark, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, end_backward, torch_unit_end_backward, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, finish, torch_unit_finish, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, catch_up, torch_unit_catch_up, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, reset, torch_unit_reset, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, hide, torch_unit_hide, METH_O),
+    FSDPC_PY_METHOD(TorchUnit, hold, torch_unit_hold, METH_O),
     {NULL, NULL, 0, NULL},
 };

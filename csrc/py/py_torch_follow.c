@@ -97,9 +97,7 @@ static PyObject *follow_root_method(PyObject *object, PyObject *Py_UNUSED(unused
 }
 
 PyMethodDef fsdpc_py_torch_follow_methods[] = {
-    {"follow", (PyCFunction)(void (*)(void))follow_method, METH_FASTCALL,
-     "follow(i=all): take over what `.data` of pieces was replaced by."},
-    {"follow_root", follow_root_method, METH_NOARGS,
-     "Before an epoch: what became of the pieces of all units."},
+    FSDPC_PY_METHOD(TorchUnit, follow, follow_method, METH_FASTCALL),
+    FSDPC_PY_METHOD(TorchUnit, follow_root, follow_root_method, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

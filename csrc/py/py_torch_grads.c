@@ -286,9 +286,8 @@ static PyObject *apply_scale_method(PyObject *object, PyObject *Py_UNUSED(unused
 }
 
 PyMethodDef fsdpc_py_torch_grads_methods[] = {
-    {"settle", settle_method, METH_NOARGS, "Hand out gradients; whether hooks wait for them."},
-    {"take_grads", (PyCFunction)(void (*)(void))take_grads_method, METH_FASTCALL,
-     "take_grads(i=all): learn what became of the pieces' gradients."},
-    {"apply_scale", apply_scale_method, METH_NOARGS, "Apply what clipping left."},
+    FSDPC_PY_METHOD(TorchUnit, settle, settle_method, METH_NOARGS),
+    FSDPC_PY_METHOD(TorchUnit, take_grads, take_grads_method, METH_FASTCALL),
+    FSDPC_PY_METHOD(TorchUnit, apply_scale, apply_scale_method, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

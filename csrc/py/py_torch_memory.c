@@ -51,9 +51,7 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
 }
 
 PyMethodDef fsdpc_py_torch_memory_functions[] = {
-    {"unit_places", unit_places, METH_O,
-     "unit_places(unit): (group, full_offset, first, numel, shard_offset) of each parameter."},
-    {"unit_memory", unit_memory, METH_VARARGS,
-     "unit_memory(unit, kind): master, grad or full of each flat group."},
+    FSDPC_PY_FUNCTION(unit_places, unit_places, METH_O),
+    FSDPC_PY_FUNCTION(unit_memory, unit_memory, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

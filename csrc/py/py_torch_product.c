@@ -101,15 +101,11 @@ static PyObject *add_product_method(PyObject *object, PyObject *args)
 }
 
 PyMethodDef fsdpc_py_torch_product_methods[] = {
-    {"add_product", add_product_method, METH_VARARGS,
-     "add_product(i, dy, x, rows, n_out, n_in): dy' x, of dense memory at these addresses, is a "
-     "gradient of parameter i; False where the unit reduces in a dtype that cannot take it."},
+    FSDPC_PY_METHOD(TorchUnit, add_product, add_product_method, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };
 
 PyMethodDef fsdpc_py_torch_product_functions[] = {
-    {"product", run, METH_VARARGS,
-     "product(out, a, b, bias, m, n, k, trans_a, trans_b, dtype): out (m x n) = A' B' + bias, of "
-     "dense memory at these addresses; no bias is 0."},
+    FSDPC_PY_FUNCTION(product, run, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -180,8 +180,8 @@ static PyObject *pin_method(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_torch_show_methods[] = {
-    {"guard", guard_method, METH_O, "guard([(dict, refuse)]): modules that read its parameters."},
-    {"lift", lift_method, METH_O, "lift(begin): guarded modules may be called, or no longer."},
-    {"pin", pin_method, METH_NOARGS, "pin(): Unit.unshard was called."},
+    FSDPC_PY_METHOD(TorchUnit, guard, guard_method, METH_O),
+    FSDPC_PY_METHOD(TorchUnit, lift, lift_method, METH_O),
+    FSDPC_PY_METHOD(TorchUnit, pin, pin_method, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };

@@ -46,7 +46,7 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, Py
 static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *unit, *slots, *pieces, *grads, *adopt, *streams;
-    static char *keywords[] = {"unit", "slots", "pieces", "grads", "adopt", "streams", NULL};
+    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "grads", "adopt", "streams");
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!OO", keywords, &unit, &PyList_Type,
                                      &slots, &PyList_Type, &pieces, &PyList_Type, &grads, &adopt,
                                      &streams))
@@ -182,8 +182,7 @@ static void torch_unit_dealloc(PyObject *object)
 }
 
 static PyMethodDef methods[] = {
-    {"bind", torch_unit_bind, METH_VARARGS,
-     "bind(fulls, bases, set_version, at_end, mates): the root is made, of these doors."},
+    FSDPC_PY_METHOD(TorchUnit, bind, torch_unit_bind, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };
 
@@ -193,14 +192,8 @@ static PyType_Slot torch_unit_slots[] = {
     {Py_tp_traverse, torch_unit_traverse},
     {Py_tp_clear, torch_unit_clear},
     {Py_tp_methods, methods},
-    {Py_tp_doc,
-     "TorchUnit(unit, slots, pieces, grads, adopt, streams): a unit for foreign tensors."},
+    {Py_tp_doc, (void *)fsdpc_doc_TorchUnit},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_torch_unit_spec = {
-    .name = "fsdpc._core.TorchUnit",
-    .basicsize = sizeof(fsdpc_py_torch_unit),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = torch_unit_slots,
-};
+FSDPC_PY_TYPE(torch_unit, TorchUnit, fsdpc_py_torch_unit, Py_TPFLAGS_HAVE_GC, torch_unit_slots);

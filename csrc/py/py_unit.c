@@ -251,22 +251,10 @@ static int take_params(fsdpc_py_unit *self, PyObject *params)
 
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"name",
-                               "names",
-                               "params",
-                               "shard",
-                               "replicate",
-                               "param_dtype",
-                               "reduce_dtype",
-                               "output_dtype",
-                               "cast_forward_inputs",
-                               "reshard_after_forward",
-                               "keep_grads",
-                               "deterministic",
-                               "modules",
-                               "whole",
-                               "offload",
-                               NULL};
+    FSDPC_PY_KEYWORDS(keywords, "name", "names", "params", "shard", "replicate", "param_dtype",
+                      "reduce_dtype", "output_dtype", "cast_forward_inputs",
+                      "reshard_after_forward", "keep_grads", "deterministic", "modules", "whole",
+                      "offload");
     const char *name;
     PyObject *names, *params, *shard, *replicate = Py_None, *param_dtype = NULL;
     PyObject *reduce_dtype = NULL, *output_dtype = NULL, *reshard = Py_None, *whole = NULL;
@@ -411,19 +399,13 @@ static PyType_Slot unit_slots[] = {
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_traverse, unit_traverse},
     {Py_tp_members, unit_members},
-    {Py_tp_doc, "Unit(name, names, params, shard, replicate=None, **options)"},
+    {Py_tp_doc, (void *)fsdpc_doc_Unit},
     {0, NULL},
 };
 
-PyType_Spec fsdpc_py_unit_spec = {
-    .name = "fsdpc._core.Unit",
-    .basicsize = sizeof(fsdpc_py_unit),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = unit_slots,
-};
+FSDPC_PY_TYPE(unit, Unit, fsdpc_py_unit, Py_TPFLAGS_HAVE_GC, unit_slots);
 
 PyMethodDef fsdpc_py_unit_functions[] = {
-    {"make_root", make_root, METH_VARARGS,
-     "make_root(units, encloses): join units, outermost first; collective."},
+    FSDPC_PY_FUNCTION(make_root, make_root, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };

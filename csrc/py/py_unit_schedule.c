@@ -107,10 +107,8 @@ static int set_reshard_after_forward(PyObject *object, PyObject *value, void *of
     return set_flag(object, value, offset);
 }
 
-static PyObject *get_divide_factor(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyFloat_FromDouble(fsdpc_unit_settings_of(unit_of(object))->divide_factor);
-}
+FSDPC_PY_GETTER(get_divide_factor,
+                PyFloat_FromDouble(fsdpc_unit_settings_of(unit_of(object))->divide_factor))
 
 static int set_divide_factor(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
@@ -121,10 +119,7 @@ static int set_divide_factor(PyObject *object, PyObject *value, void *Py_UNUSED(
     return PyErr_Occurred() ? -1 : configure(object, &settings);
 }
 
-static PyObject *get_prefetch(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch);
-}
+FSDPC_PY_GETTER(get_prefetch, PyLong_FromLong(fsdpc_unit_settings_of(unit_of(object))->prefetch))
 
 /* Of the root, or of the one that it becomes. */
 static int set_prefetch(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
@@ -187,15 +182,8 @@ static PyObject *unit_set_ahead(PyObject *object, PyObject *args)
 
 /* ---- what it is ---- */
 
-static PyObject *get_has_root(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL);
-}
-
-static PyObject *get_name(PyObject *object, void *Py_UNUSED(unused))
-{
-    return PyUnicode_FromString(fsdpc_unit_name(unit_of(object)));
-}
+FSDPC_PY_GETTER(get_has_root, PyBool_FromLong(fsdpc_unit_root(unit_of(object)) != NULL))
+FSDPC_PY_GETTER(get_name, PyUnicode_FromString(fsdpc_unit_name(unit_of(object))))
 
 static int set_name(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 {
@@ -221,15 +209,8 @@ static PyObject *get_policy_dtype(PyObject *object, bool of_gradients)
     Py_RETURN_NONE;
 }
 
-static PyObject *get_param_dtype(PyObject *object, void *Py_UNUSED(unused))
-{
-    return get_policy_dtype(object, false);
-}
-
-static PyObject *get_reduce_dtype(PyObject *object, void *Py_UNUSED(unused))
-{
-    return get_policy_dtype(object, true);
-}
+FSDPC_PY_GETTER(get_param_dtype, get_policy_dtype(object, false))
+FSDPC_PY_GETTER(get_reduce_dtype, get_policy_dtype(object, true))
 
 static PyObject *get_mesh_shape(PyObject *object, void *Py_UNUSED(unused))
 {
@@ -268,43 +249,37 @@ static PyObject *unit_schedule(PyObject *object, PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_unit_schedule_methods[] = {
-    {"unshard", unit_unshard, METH_NOARGS,
-     "Begin to gather and hold; collective. unshard_wait() ends it."},
-    {"unshard_wait", unit_unshard_wait, METH_NOARGS, "Wait for what unshard began."},
-    {"reshard", unit_reshard, METH_NOARGS, "Give up what unshard holds."},
-    {"reset", unit_reset, METH_NOARGS, "Bring all units of the root back to sharded."},
-    {"hold", unit_hold, METH_O, "hold(begin): fix the root's weights, or end that."},
-    {"set_is_last_backward", unit_set_is_last_backward, METH_O,
-     "Whether the root's end of backward waits for reductions; returns what it was."},
-    {"set_ahead", unit_set_ahead, METH_VARARGS,
-     "set_ahead(backward, units): what to gather ahead when this unit runs."},
-    {"take_options", unit_take_options, METH_O, "What was set on a unit that this one replaces."},
-    {"schedule", unit_schedule, METH_NOARGS,
-     "(uses, acts, prefetch): recorded uses as (unit, backward), what the last step did as (unit, "
-     "kind, backward), or None twice; distance."},
+    FSDPC_PY_METHOD(Unit, unshard, unit_unshard, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, unshard_wait, unit_unshard_wait, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, reshard, unit_reshard, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, reset, unit_reset, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, hold, unit_hold, METH_O),
+    FSDPC_PY_METHOD(Unit, set_is_last_backward, unit_set_is_last_backward, METH_O),
+    FSDPC_PY_METHOD(Unit, set_ahead, unit_set_ahead, METH_VARARGS),
+    FSDPC_PY_METHOD(Unit, take_options, unit_take_options, METH_O),
+    FSDPC_PY_METHOD(Unit, schedule, unit_schedule, METH_NOARGS),
     {NULL, NULL, 0, NULL},
 };
 
-#define FLAG(name, set, text)                                                                      \
+#define FLAG(name, set)                                                                            \
     {                                                                                              \
-#name, get_flag, set, text, (void *)offsetof(fsdpc_unit_settings, name)                    \
+#name, get_flag, set, fsdpc_doc_Unit_##name, (void *)offsetof(fsdpc_unit_settings, name)   \
     }
 
 PyGetSetDef fsdpc_py_unit_schedule_getset[] = {
-    FLAG(reshard_after_forward, set_reshard_after_forward, "Whether forward gives fulls up."),
-    FLAG(reshard_after_backward, set_flag, "Whether backward gives fulls up."),
-    FLAG(requires_sync, set_flag, "Whether backward reduces gradients."),
-    FLAG(requires_all_reduce, set_flag, "Whether it sums them over replicas."),
-    FLAG(rank_dependent, set_flag, "Whether some ranks alone may run it."),
-    FLAG(keep_grads, NULL, "Whether it has a reduce buffer of its own."),
-    {"divide_factor", get_divide_factor, set_divide_factor, "By what sums are divided.", NULL},
-    {"prefetch", get_prefetch, set_prefetch,
-     "Units that its root gathers ahead; read, what was set before there was one.", NULL},
-    {"has_root", get_has_root, NULL, "Whether the outermost module has run.", NULL},
-    {"name", get_name, set_name, "Shown in messages and traces.", NULL},
-    {"param_dtype", get_param_dtype, NULL, "Of fulls, or None: the original.", NULL},
-    {"reduce_dtype", get_reduce_dtype, NULL, "Of gradients, or None: that of fulls.", NULL},
-    {"mesh_shape", get_mesh_shape, NULL, "(replicas, ranks of a shard group).", NULL},
-    {"state", get_state, NULL, "'sharded', 'gathering' or 'full'.", NULL},
+    FLAG(reshard_after_forward, set_reshard_after_forward),
+    FLAG(reshard_after_backward, set_flag),
+    FLAG(requires_sync, set_flag),
+    FLAG(requires_all_reduce, set_flag),
+    FLAG(rank_dependent, set_flag),
+    FLAG(keep_grads, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, divide_factor, get_divide_factor, set_divide_factor),
+    FSDPC_PY_ATTRIBUTE(Unit, prefetch, get_prefetch, set_prefetch),
+    FSDPC_PY_ATTRIBUTE(Unit, has_root, get_has_root, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, name, get_name, set_name),
+    FSDPC_PY_ATTRIBUTE(Unit, param_dtype, get_param_dtype, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, reduce_dtype, get_reduce_dtype, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, mesh_shape, get_mesh_shape, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, state, get_state, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };

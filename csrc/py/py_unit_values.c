@@ -213,16 +213,13 @@ static PyObject *get_params(PyObject *object, void *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_unit_value_methods[] = {
-    {"local", unit_local, METH_O, "local(i): this rank's rows of parameter i, original dtype."},
-    {"grad", unit_grad, METH_O, "grad(i): their gradient, or None."},
-    {"write", unit_write, METH_VARARGS, "write(i, full): take the own rows of a full value."},
-    {"init", unit_init, METH_VARARGS, "init(i, kind, a, b, seed, stream): initialise the rows."},
-    {"collect", unit_collect, METH_VARARGS,
-     "collect(i, what): the full value (False), gradient (True), or that of which every rank gives "
-     "its rows (a tensor); collective."},
-    {"zero_grad", unit_zero_grad, METH_NOARGS, "Drop the gradients."},
-    {"bind", unit_bind, METH_VARARGS,
-     "bind(i, full): let parameter i stand on a private full; None: on the unit again."},
+    FSDPC_PY_METHOD(Unit, local, unit_local, METH_O),
+    FSDPC_PY_METHOD(Unit, grad, unit_grad, METH_O),
+    FSDPC_PY_METHOD(Unit, write, unit_write, METH_VARARGS),
+    FSDPC_PY_METHOD(Unit, init, unit_init, METH_VARARGS),
+    FSDPC_PY_METHOD(Unit, collect, unit_collect, METH_VARARGS),
+    FSDPC_PY_METHOD(Unit, zero_grad, unit_zero_grad, METH_NOARGS),
+    FSDPC_PY_METHOD(Unit, bind, unit_bind, METH_VARARGS),
     {NULL, NULL, 0, NULL},
 };
 
@@ -238,10 +235,7 @@ static PyObject *get_offload(PyObject *object, void *Py_UNUSED(closure))
 }
 
 PyGetSetDef fsdpc_py_unit_value_getset[] = {
-    {"offload", get_offload, NULL,
-     "(None, params, masters, states, gradients, part): what lies in a file; (\"host\", ...): in "
-     "memory of the host beside a GPU.",
-     NULL},
-    {"params", get_params, NULL, "(name, original dtype, shape) of each parameter.", NULL},
+    FSDPC_PY_ATTRIBUTE(Unit, offload, get_offload, NULL),
+    FSDPC_PY_ATTRIBUTE(Unit, params, get_params, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -37,11 +37,15 @@ from fsdpc._core import (
     float64,
     int32,
     int64,
+    is_grad_enabled,
+    num_threads,
+    reset_peak_memory_stats,
+    set_num_threads,
     uint8,
 )
 from fsdpc.activation import checkpoint_activations
 from fsdpc.clip import clip_grad_norm_, clip_grad_value_, grad_norms
-from fsdpc.config import num_threads, set_num_threads, show_config
+from fsdpc.config import show_config
 from fsdpc.creation import (
     arange,
     empty,
@@ -80,9 +84,9 @@ from fsdpc.distributed import (
 from fsdpc.estimate import TrainingCost, estimate, estimate_activations, training_cost
 from fsdpc.fsdp_module import FSDPModule, register_fsdp_forward_method
 from fsdpc.full_params import full_grad, full_tensor, summon_full_params
-from fsdpc.grad_mode import enable_grad, is_grad_enabled, no_grad
+from fsdpc.grad_mode import enable_grad, no_grad
 from fsdpc.graph import GraphStep, graph_step
-from fsdpc.memory import memory_stats, reset_peak_memory_stats
+from fsdpc.memory import memory_stats
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import DeviceMesh, init_device_mesh
 from fsdpc.nn.module import deferred_init

@@ -1,4 +1,7 @@
-"""Stubs of the extension: tensors, autograd, operations.  The engine's part stands at the end."""
+"""The extension: tensors, autograd, operations.  The engine's part stands at the end.
+
+The build takes signatures and docstrings from here (tools/stub_docs.py): build after a change.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class PeerError(RuntimeError):
 
     Examples
     --------
-    >>> try:
+    >>> try:  # doctest: +SKIP
     ...     loss.backward()
     ... except fsdpc.PeerError as error:
     ...     print(error)
@@ -32,7 +35,7 @@ class MismatchError(RuntimeError):
 
     Examples
     --------
-    >>> if fsdpc.rank() == 0:
+    >>> if fsdpc.rank() == 0:  # doctest: +SKIP
     ...     model(x)  # the other ranks call all_reduce() here
     Traceback (most recent call last):
     fsdpc.MismatchError: ranks disagree in operation ...
@@ -48,11 +51,14 @@ class dtype:
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its name, as NumPy has it."""
     @property
-    def itemsize(self) -> int: ...
+    def itemsize(self) -> int:
+        """Bytes of an element."""
     @property
-    def is_floating_point(self) -> bool: ...
+    def is_floating_point(self) -> bool:
+        """Whether it is a float dtype."""
 
 float32: dtype
 bfloat16: dtype
@@ -63,12 +69,14 @@ int64: dtype
 uint8: dtype
 bool_: dtype
 
-def as_dtype(value: DTypeLike) -> dtype: ...
+def as_dtype(value: DTypeLike, /) -> dtype:
+    """Return the dtype object of a name, a NumPy dtype or a Python type."""
 
 class RemovableHandle:
     """What register_hook returns."""
 
-    def remove(self) -> None: ...
+    def remove(self) -> None:
+        """Take the hook away; nothing happens the second time."""
 
 class Tensor:
     """A dense row-major array with an optional place on the tape.
@@ -91,48 +99,187 @@ class Tensor:
         requires_grad: bool = False,
     ) -> T: ...
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """Its extents, a tuple."""
     @property
-    def dtype(self) -> dtype: ...
+    def dtype(self) -> dtype:
+        """Its element type."""
     @property
-    def ndim(self) -> int: ...
+    def ndim(self) -> int:
+        """Its number of dimensions."""
     @property
-    def device(self) -> str: ...
+    def device(self) -> str:
+        """Where the memory is: "cpu", or the name of the plugin that brings the device."""
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
     @property
-    def requires_grad(self) -> bool: ...
+    def requires_grad(self) -> bool:
+        """Whether backward computes its gradient."""
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None: ...
     @property
-    def grad(self) -> Tensor | None: ...
+    def grad(self) -> Tensor | None:
+        """A leaf's gradient, of its shape and dtype, or None."""
     @grad.setter
     def grad(self, value: Tensor | None) -> None: ...
     @property
-    def is_leaf(self) -> bool: ...
+    def is_leaf(self) -> bool:
+        """Whether no operation made it."""
     @property
-    def grad_fn(self) -> str | None: ...
+    def grad_fn(self) -> str | None:
+        """The name of the operation that made it, or None."""
     @property
-    def is_deferred(self) -> bool: ...
+    def is_deferred(self) -> bool:
+        """Whether it has no memory yet."""
     @property
-    def data_ptr(self) -> int: ...
+    def data_ptr(self) -> int:
+        """The address of its first element."""
     @property
-    def T(self) -> Tensor: ...
-    def size(self, dim: int | None = None) -> Any: ...
-    def dim(self) -> int: ...
-    def numel(self) -> int: ...
+    def T(self) -> Tensor:
+        """Its last two dimensions exchanged; a copy."""
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one extent of it.
+
+        IndexError if there is no such dimension.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([[1, 2, 3]])
+        >>> x.size(), x.size(1)
+        ((1, 3), 3)
+        """
+
+    def dim(self) -> int:
+        """Return the number of dimensions.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2]]).dim()
+        2
+        """
+
+    def numel(self) -> int:
+        """Return the number of elements.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2]]).numel()
+        2
+        """
+
     # autograd
-    def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None: ...
-    def detach(self) -> Tensor: ...
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor: ...
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle: ...
+    def backward(self, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
+        """Compute the gradients of all leaves that this tensor was computed from.
+
+        They are added to what ``.grad`` holds.  A tensor of several elements needs ``gradient``, of
+        its shape and dtype.  ``retain_graph`` keeps what a second backward needs.  RuntimeError if
+        nothing requires grad, ValueError if a gradient is missing or does not fit.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0, 2.0], requires_grad=True)
+        >>> (x * x).sum().backward()
+        >>> x.grad.tolist()
+        [2.0, 4.0]
+        """
+
+    def detach(self) -> Tensor:
+        """Return a tensor over the same memory that is not on the tape.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0], requires_grad=True)
+        >>> (2 * x).detach().requires_grad
+        False
+        """
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Set whether backward computes its gradient; return the tensor.
+
+        TypeError unless its dtype is a float, RuntimeError to switch off what an operation made.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0]).requires_grad_().requires_grad
+        True
+        """
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """Call ``hook(gradient)`` in backward, once the gradient of this tensor is complete.
+
+        What it returns, if not None, takes the gradient's place: of its shape and dtype.
+        RuntimeError if the tensor does not require grad.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0], requires_grad=True)
+        >>> handle = x.register_hook(lambda gradient: 10 * gradient)
+        >>> (2 * x).sum().backward()
+        >>> x.grad.tolist()
+        [20.0]
+        >>> handle.remove()
+        """
+
     # out of the tensor
-    def item(self) -> Any: ...
-    def tolist(self) -> Any: ...
-    def numpy(self) -> np.ndarray[Any, Any]: ...
-    def bits(self) -> np.ndarray[Any, Any]: ...
-    def __format__(self, spec: str, /) -> str: ...
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]: ...
+    def item(self) -> Any:
+        """Return the one element as a Python number.
+
+        ValueError if there are several.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([2.5]).item()
+        2.5
+        """
+
+    def tolist(self) -> Any:
+        """Return the elements as nested lists of Python numbers.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2]]).tolist()
+        [[1, 2]]
+        """
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Return an array over the same memory; from a GPU a copy.
+
+        bfloat16 becomes ml_dtypes' where that can be imported, else a float32 copy.  RuntimeError
+        if the tensor requires grad: ``detach()`` it first.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0, 2.0])
+        >>> x.numpy()[0] = 5.0
+        >>> x.tolist()
+        [5.0, 2.0]
+        """
+
+    def bits(self) -> np.ndarray[Any, Any]:
+        """Return the same memory as an array of unsigned integers: of bfloat16, uint16.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0]).bits().tolist()
+        [1065353216]
+        """
+
+    def __format__(self, spec: str, /) -> str:
+        """Format a tensor without dimensions as its number, and any other as ``str`` shows it."""
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """Give an array to ``numpy.asarray``; :meth:`numpy` says over which memory."""
     def __dlpack__(
         self,
         *,
@@ -140,35 +287,233 @@ class Tensor:
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
-    ) -> Any: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
+    ) -> Any:
+        """Give a DLPack capsule over the same memory, for ``from_dlpack`` of other libraries."""
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return DLPack's numbers of the device: (1, 0) on the CPU."""
     def __float__(self) -> float: ...
     def __int__(self) -> int: ...
     def __bool__(self) -> bool: ...
     def __len__(self) -> int: ...
     # other dtypes, copies
-    def to(self, dtype: DTypeLike) -> Tensor: ...
-    def float(self) -> Tensor: ...
-    def bfloat16(self) -> Tensor: ...
-    def half(self) -> Tensor: ...
-    def double(self) -> Tensor: ...
-    def clone(self) -> Tensor: ...
-    def contiguous(self) -> Tensor: ...
+    def to(self, dtype: DTypeLike) -> Tensor:
+        """Convert to another dtype; return the tensor itself if it has that dtype.
+
+        Rounds to the nearest.  TypeError if there is no such dtype.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1, 2]).to("float32").tolist()
+        [1.0, 2.0]
+        """
+
+    def float(self) -> Tensor:
+        """Convert to float32: ``to(fsdpc.float32)``.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1]).float().dtype.name
+        'float32'
+        """
+
+    def bfloat16(self) -> Tensor:
+        """Convert to bfloat16: ``to(fsdpc.bfloat16)``.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1]).bfloat16().dtype.name
+        'bfloat16'
+        """
+
+    def half(self) -> Tensor:
+        """Convert to float16: ``to(fsdpc.float16)``.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1]).half().dtype.name
+        'float16'
+        """
+
+    def double(self) -> Tensor:
+        """Convert to float64: ``to(fsdpc.float64)``.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1]).double().dtype.name
+        'float64'
+        """
+
+    def clone(self) -> Tensor:
+        """Copy the elements; the gradient goes on to this tensor.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0])
+        >>> x.clone().data_ptr == x.data_ptr
+        False
+        """
+
+    def contiguous(self) -> Tensor:
+        """Return the tensor itself, as its memory is always dense.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> x = tensor([1.0])
+        >>> x.contiguous() is x
+        True
+        """
+
     # in place (leaves that require grad: inside no_grad only)
-    def copy_(self, source: Any) -> Tensor: ...
-    def fill_(self, value: Number) -> Tensor: ...
-    def zero_(self) -> Tensor: ...
-    def set_data_(self, source: Tensor) -> Tensor: ...
-    def materialize_(self) -> Tensor: ...
+    def copy_(self, source: Any) -> Tensor:
+        """Take the values of a tensor, array or number, broadcast and converted; return the tensor.
+
+        RuntimeError if it requires grad, except inside ``no_grad``; ValueError if the shape does
+        not fit.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0, 2.0]).copy_([3.0, 4.0]).tolist()
+        [3.0, 4.0]
+        """
+
+    def fill_(self, value: Number) -> Tensor:
+        """Set every element to a number; return the tensor.
+
+        RuntimeError if it requires grad, except inside ``no_grad``; TypeError for no number.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0, 2.0]).fill_(7).tolist()
+        [7.0, 7.0]
+        """
+
+    def zero_(self) -> Tensor:
+        """Set every element to 0; return the tensor.
+
+        RuntimeError if it requires grad, except inside ``no_grad``.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0, 2.0]).zero_().tolist()
+        [0.0, 0.0]
+        """
+
+    def set_data_(self, source: Tensor, /) -> Tensor:
+        """Stand on another tensor's memory from now on, and take its dtype.
+
+        ValueError if its shape is another.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0]).set_data_(tensor([2])).tolist()
+        [2]
+        """
+
+    def materialize_(self) -> Tensor:
+        """Give a deferred tensor memory, whose values are not set; return the tensor.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1.0]).materialize_().is_deferred
+        False
+        """
+
     # shapes
-    def reshape(self, *shape: int | Sequence[int]) -> Tensor: ...
-    def view(self, *shape: int | Sequence[int]) -> Tensor: ...
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor: ...
-    def unsqueeze(self, dim: int) -> Tensor: ...
-    def squeeze(self, dim: int) -> Tensor: ...
+    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+        """Give the elements another shape, over the same memory.
+
+        One extent may be -1, for what is left.  ValueError if the numbers of elements differ.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1, 2, 3, 4]).reshape(2, -1).tolist()
+        [[1, 2], [3, 4]]
+        """
+
+    def view(self, *shape: int | Sequence[int]) -> Tensor:
+        """Give the elements another shape, over the same memory: :meth:`reshape` by another name.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1, 2]).view(2, 1).tolist()
+        [[1], [2]]
+        """
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+        """Join the dimensions from start_dim to end_dim into one, over the same memory.
+
+        IndexError if there is no such dimension.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2], [3, 4]]).flatten().tolist()
+        [1, 2, 3, 4]
+        """
+
+    def unsqueeze(self, dim: int) -> Tensor:
+        """Put a dimension of extent 1 in front of another, over the same memory.
+
+        IndexError if dim is not in [-ndim - 1, ndim].
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1, 2]).unsqueeze(0).shape
+        (1, 2)
+        """
+
+    def squeeze(self, dim: int) -> Tensor:
+        """Leave out a dimension if its extent is 1, over the same memory.
+
+        IndexError if there is no such dimension.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2]]).squeeze(0).shape
+        (2,)
+        """
+
     def transpose(self, dim0: int, dim1: int) -> Tensor: ...
-    def permute(self, *dims: int | Sequence[int]) -> Tensor: ...
-    def expand(self, *shape: int | Sequence[int]) -> Tensor: ...
+    def permute(self, *dims: int | Sequence[int]) -> Tensor:
+        """Put the dimensions in another order; a copy.
+
+        ValueError or IndexError unless each is named once.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([[1, 2], [3, 4]]).permute(1, 0).tolist()
+        [[1, 3], [2, 4]]
+        """
+
+    def expand(self, *shape: int | Sequence[int]) -> Tensor:
+        """Broadcast to a shape; a copy.
+
+        -1 keeps an extent.  ValueError if the shape is not one that this one broadcasts to.
+
+        Examples
+        --------
+        >>> from fsdpc import tensor
+        >>> tensor([1, 2]).expand(2, -1).tolist()
+        [[1, 2], [1, 2]]
+        """
+
     def __getitem__(self, index: Index) -> Tensor: ...
     # reductions and elementwise, as the functions below
     def sum(self, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
@@ -193,7 +538,7 @@ class Tensor:
     def pow(self, exponent: Operand) -> Tensor: ...
     def softmax(self, dim: int = -1) -> Tensor: ...
     def log_softmax(self, dim: int = -1) -> Tensor: ...
-    def matmul(self, other: Tensor) -> Tensor: ...
+    def matmul(self, b: Tensor) -> Tensor: ...
     # composed in Python: set by fsdpc.functional
     def clamp(self, min: Operand | None = None, max: Operand | None = None) -> Tensor: ...
     def isfinite(self) -> Tensor: ...
@@ -261,89 +606,684 @@ class Tensor:
 
 # ---- making tensors ----
 
-def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = False) -> Tensor: ...
-def from_numpy(array: np.ndarray[Any, Any]) -> Tensor: ...
-def from_dlpack(source: Any) -> Tensor: ...
+def tensor(data: Any, dtype: DTypeLike | None = None, requires_grad: bool = False) -> Tensor:
+    """Copy numbers, nested sequences of them or an array into a new tensor.
+
+    Parameters
+    ----------
+    data : number, sequence or numpy.ndarray
+        Of any shape; Python's floats become float32, its integers int64.
+    dtype : dtype, optional
+        Of the result; the data's where not given.
+    requires_grad : bool, default False
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.tensor([[1.0, 2.0], [3.0, 4.0]]).shape, fsdpc.tensor(3).dtype.name
+    ((2, 2), 'int64')
+    """
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """Return a tensor over an array's memory; on a GPU a copy.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> import numpy as np
+    >>> array = np.zeros(2, np.float32)
+    >>> x = fsdpc.from_numpy(array)
+    >>> array[0] = 5.0
+    >>> x.tolist()
+    [5.0, 0.0]
+    """
+
+def from_dlpack(source: Any) -> Tensor:
+    """Return a tensor over the memory of another library's, by DLPack.
+
+    Parameters
+    ----------
+    source : object with ``__dlpack__``
+        A tensor of torch or JAX, an array of NumPy or CuPy, on the device of this process.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> import numpy as np
+    >>> fsdpc.from_dlpack(np.ones(2, np.float32)).tolist()
+    [1.0, 1.0]
+    """
+
 def empty(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
-) -> Tensor: ...
+) -> Tensor:
+    """Make a tensor whose values are not set.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.empty(2, 3).shape, fsdpc.empty((2, 3)).shape
+    ((2, 3), (2, 3))
+    """
+
 def zeros(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
-) -> Tensor: ...
+) -> Tensor:
+    """Make a tensor of zeros.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.zeros(2, 3, dtype="int32").tolist()
+    [[0, 0, 0], [0, 0, 0]]
+    """
+
 def ones(
     *shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
-) -> Tensor: ...
+) -> Tensor:
+    """Make a tensor of ones.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.ones(2).tolist()
+    [1.0, 1.0]
+    """
+
 def full(
     shape: int | Sequence[int],
     value: Number,
     dtype: DTypeLike | None = None,
     requires_grad: bool = False,
-) -> Tensor: ...
+) -> Tensor:
+    """Make a tensor of one value.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.full((2,), 0.5).tolist()
+    [0.5, 0.5]
+    """
+
 def arange(
     start: Number,
     stop: Number | None = None,
     step: Number = 1,
     dtype: DTypeLike | None = None,
-) -> Tensor: ...
+) -> Tensor:
+    """Count from start (0 where only one bound is given) up to stop, which is left out.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.arange(3).tolist(), fsdpc.arange(1, 2, 0.5).tolist()
+    ([0, 1, 2], [1.0, 1.5])
+    """
+
 def randn(
     *shape: int | Sequence[int],
     dtype: DTypeLike | None = None,
     seed: int | None = None,
     requires_grad: bool = False,
-) -> Tensor: ...
+) -> Tensor:
+    """Draw numbers, normal with mean 0 and variance 1; by a seed of their own if one is given.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.randn(2, 3, seed=0).tolist() == fsdpc.randn(2, 3, seed=0).tolist()
+    True
+    """
+
 def empty_deferred(
     shape: int | Sequence[int], dtype: DTypeLike | None = None, requires_grad: bool = False
-) -> Tensor: ...
+) -> Tensor:
+    """Make a tensor without memory; ``materialize_`` gives it some."""
+
 def init_(
     tensor: Tensor, kind: str, a: Number, b: Number, seed: int, stream: int, first: int = 0
-) -> Tensor: ...
+) -> Tensor:
+    """Fill a tensor with constants, or normal or uniform numbers of a random stream; return it."""
 
 # ---- operations ----
 
-def add(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def div(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor: ...
-def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor: ...
-def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor: ...
-def neg(x: Tensor) -> Tensor: ...
-def abs(x: Tensor) -> Tensor: ...
-def exp(x: Tensor) -> Tensor: ...
-def log(x: Tensor) -> Tensor: ...
-def sqrt(x: Tensor) -> Tensor: ...
-def tanh(x: Tensor) -> Tensor: ...
-def sigmoid(x: Tensor) -> Tensor: ...
-def rsqrt(x: Tensor) -> Tensor: ...
-def sin(x: Tensor) -> Tensor: ...
-def cos(x: Tensor) -> Tensor: ...
-def log1p(x: Tensor) -> Tensor: ...
-def expm1(x: Tensor) -> Tensor: ...
-def erf(x: Tensor) -> Tensor: ...
-def sign(x: Tensor) -> Tensor: ...
-def softplus(x: Tensor) -> Tensor: ...
-def clamp_min(x: Tensor, bound: float) -> Tensor: ...
-def clamp_max(x: Tensor, bound: float) -> Tensor: ...
-def huber(x: Tensor, beta: float) -> Tensor: ...
-def silu(x: Tensor) -> Tensor: ...
-def relu(x: Tensor) -> Tensor: ...
-def gelu(x: Tensor, approximate: str = "none") -> Tensor: ...
-def swiglu(gate: Tensor, up: Tensor) -> Tensor: ...
-def matmul(a: Tensor, b: Tensor) -> Tensor: ...
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi") -> Tensor: ...
+def add(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return a + b, element by element.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.add(tensor([1.0, 2.0]), 1).tolist()
+    [2.0, 3.0]
+    """
+
+def sub(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return a - b, element by element.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sub(tensor([1.0, 2.0]), 1).tolist()
+    [0.0, 1.0]
+    """
+
+def mul(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return a * b, element by element.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.mul(tensor([1.0, 2.0]), 3).tolist()
+    [3.0, 6.0]
+    """
+
+def div(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return a / b, element by element; integers become float32.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.div(tensor([1, 2]), 2).tolist()
+    [0.5, 1.0]
+    """
+
+def maximum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return the larger of each two elements; NaN where one is.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.maximum(tensor([1.0, 5.0]), tensor([2.0, 3.0])).tolist()
+    [2.0, 5.0]
+    """
+
+def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """Return the smaller of each two elements; NaN where one is.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.minimum(tensor([1.0, 5.0]), tensor([2.0, 3.0])).tolist()
+    [1.0, 3.0]
+    """
+
+def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
+    """Return x where keep is true, else a negative zero, which changes no sum."""
+
+def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
+    """Return x ** exponent, element by element.
+
+    Shapes broadcast as NumPy's; ValueError where they do not.  int32, int64 and floats promote as
+    in PyTorch, a number beside a tensor takes its dtype.  TypeError for bool, uint8 and what is no
+    tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.pow(tensor([2.0, 3.0]), 2).tolist()
+    [4.0, 9.0]
+    """
+
+def neg(x: Tensor) -> Tensor:
+    """Return -x, element by element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.neg(tensor([1.0, -2.0])).tolist()
+    [-1.0, 2.0]
+    """
+
+def abs(x: Tensor) -> Tensor:
+    """Return the absolute value of each element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.abs(tensor([1.0, -2.0])).tolist()
+    [1.0, 2.0]
+    """
+
+def exp(x: Tensor) -> Tensor:
+    """Return e ** x, element by element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.exp(tensor([0.0])).tolist()
+    [1.0]
+    """
+
+def log(x: Tensor) -> Tensor:
+    """Return the natural logarithm of each element; NaN below 0.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.log(tensor([1.0, 0.0])).tolist()
+    [0.0, -inf]
+    """
+
+def sqrt(x: Tensor) -> Tensor:
+    """Return the square root of each element; NaN below 0.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sqrt(tensor([4.0, 9.0])).tolist()
+    [2.0, 3.0]
+    """
+
+def tanh(x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent of each element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.tanh(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + e ** -x), element by element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sigmoid(tensor([0.0])).tolist()
+    [0.5]
+    """
+
+def rsqrt(x: Tensor) -> Tensor:
+    """Return 1 / sqrt(x), element by element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.rsqrt(tensor([4.0])).tolist()
+    [0.5]
+    """
+
+def sin(x: Tensor) -> Tensor:
+    """Return the sine of each element, an angle in radians.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sin(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def cos(x: Tensor) -> Tensor:
+    """Return the cosine of each element, an angle in radians.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.cos(tensor([0.0])).tolist()
+    [1.0]
+    """
+
+def log1p(x: Tensor) -> Tensor:
+    """Return log(1 + x), element by element, exact near 0.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.log1p(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def expm1(x: Tensor) -> Tensor:
+    """Return e ** x - 1, element by element, exact near 0.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.expm1(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def erf(x: Tensor) -> Tensor:
+    """Return the error function of each element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.erf(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def sign(x: Tensor) -> Tensor:
+    """Return -1, 0 or 1, the sign of each element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sign(tensor([-3.0, 0.0, 2.0])).tolist()
+    [-1.0, 0.0, 1.0]
+    """
+
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e ** x), element by element, without overflow."""
+
+def clamp_min(x: Tensor, bound: float) -> Tensor:
+    """Return the larger of each element and a bound; a NaN stays."""
+
+def clamp_max(x: Tensor, bound: float) -> Tensor:
+    """Return the smaller of each element and a bound; a NaN stays."""
+
+def huber(x: Tensor, beta: float) -> Tensor:
+    """Return x ** 2 / (2 beta) below beta and abs(x) - beta / 2 above it."""
+
+def silu(x: Tensor) -> Tensor:
+    """Return x * sigmoid(x), element by element.
+
+    Source: Elfwing, Uchibe & Doya 2017.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.silu(tensor([0.0])).tolist()
+    [0.0]
+    """
+
+def relu(x: Tensor) -> Tensor:
+    """Return max(x, 0), element by element.
+
+    x has any shape and a float dtype, which the result keeps.  TypeError for other dtypes.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.relu(tensor([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Apply the Gaussian error linear unit.
+
+    Parameters
+    ----------
+    x : Tensor
+    approximate : {"none", "tanh"}
+        By erf, or by tanh as GPT-2 has it.
+
+    Source: Hendrycks & Gimpel 2016.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [round(y, 4) for y in F.gelu(tensor([-1.0, 0.0, 1.0])).tolist()]
+    [-0.1587, 0.0, 0.8413]
+    """
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate by SiLU: ``silu(gate) * up`` in one pass.
+
+    Source: Shazeer 2020.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.swiglu(tensor([0.0]), tensor([3.0])).tolist()  # silu(gate) * up
+    [0.0]
+    """
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices.
+
+    a is (..., n, k) and b (..., k, m), both of one float dtype; leading dimensions broadcast.  A
+    vector stands for one row on the left, or one column on the right, and that dimension is left
+    out of the result.  TypeError if dtypes differ, ValueError if shapes do not fit.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.matmul(tensor([[1.0, 2.0]]), tensor([[3.0], [4.0]])).tolist()
+    [[11.0]]
+    """
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi") -> Tensor:
+    """Multiply rows by a weight: ``x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (out, in), or (in, out) with layout "io"; of x's dtype.
+    bias : Tensor, optional
+        (out), of x's dtype.
+    layout : {"oi", "io"}
+        The second is how transformers' Conv1D, and so GPT-2, has its weights.
+
+    Returns
+    -------
+    Tensor
+        (..., out)
+
+    Notes
+    -----
+    The gradient of the weight is written straight to where it belongs (a sharded parameter's reduce
+    buffer, added in its dtype), without a temporary.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x, w = fsdpc.tensor([[1.0, 2.0]]), fsdpc.tensor([[3.0, 4.0]], requires_grad=True)
+    >>> fsdpc.functional.linear(x, w).sum().backward()
+    >>> w.grad.tolist()
+    [[1.0, 2.0]]
+    """
+
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, layout: str = "oi"
-) -> Tensor: ...
-def softmax(x: Tensor, dim: int = -1) -> Tensor: ...
-def log_softmax(x: Tensor, dim: int = -1) -> Tensor: ...
+) -> Tensor:
+    """Multiply rows by a weight and apply gelu: ``gelu(linear(x, weight, bias), "tanh")``.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (out, in), or (in, out) with layout "io"; of x's dtype.
+    bias : Tensor, optional
+        (out), of x's dtype.
+    layout : {"oi", "io"}
+        The second is how transformers' Conv1D, and so GPT-2, has its weights.
+
+    Returns
+    -------
+    Tensor
+        (..., out)
+
+    Raises
+    ------
+    TypeError
+        An operand is no tensor of floats, or not of x's dtype.
+    ValueError
+        Shapes do not fit.
+
+    Notes
+    -----
+    Gelu by tanh, GPT-2's, is the form that GPUs compute in a product's own kernel: for bf16 and
+    fp16, where cuBLASLt has one for the shape.  It rounds once where two operations round twice.
+    Elsewhere the bits are those of the two.  For gelu by erf write
+    ``gelu(linear(x, weight, bias))``.  Backward, a :func:`linear` that alone uses the result of a
+    gelu by tanh, this one's or ``gelu(x, "tanh")``, makes the gradient of what gelu was taken of in
+    the same way.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x, w = fsdpc.tensor([[1.0, 2.0]]), fsdpc.tensor([[3.0, 4.0]])
+    >>> fsdpc.functional.linear_gelu(x, w).tolist()
+    [[11.0]]
+    """
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Normalise exponentials along a dimension; along any but the last it costs two copies.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.softmax(tensor([1.0, 1.0])).tolist()
+    [0.5, 0.5]
+    """
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """Take the logarithm of :func:`softmax`, computed without overflow.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> [round(y, 4) for y in F.log_softmax(tensor([1.0, 1.0])).tolist()]
+    [-0.6931, -0.6931]
+    """
+
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor: ...
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor: ...
-def embedding(ids: Tensor, weight: Tensor) -> Tensor: ...
-def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor: ...
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+) -> Tensor:
+    """Normalise the last dimension to mean 0 and variance 1, then scale and shift.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., cols)
+    weight, bias : Tensor, optional
+        (cols), of x's dtype.
+    eps : float
+        Added to the variance.
+
+    Source: Ba, Kiros & Hinton 2016.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.layer_norm(tensor([[1.0, 3.0]]), eps=0.0).tolist()
+    [[-1.0, 1.0]]
+    """
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Divide the last dimension by its root mean square, then scale.
+
+    Source: Zhang & Sennrich 2019.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.rms_norm(tensor([[1.0, -1.0]]), eps=0.0).tolist()
+    [[1.0, -1.0]]
+    """
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Pick rows of a table.
+
+    Parameters
+    ----------
+    ids : Tensor
+        Any shape, int32 or int64.
+    weight : Tensor
+        (rows, dim)
+
+    Returns
+    -------
+    Tensor
+        (..., dim)
+
+    Raises
+    ------
+    IndexError
+        An id is negative or names no row.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.embedding(tensor([1, 0, 1]), tensor([[1.0], [2.0]])).tolist()
+    [[2.0], [1.0], [2.0]]
+    """
+
+def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
+    """Return (rows, dim) zeros with each row of x, (..., dim), added at its id of ids, (...).
+
+    IndexError if an id names no row.
+    """
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of elements by angles that grow with the position.
+
+    Parameters
+    ----------
+    x : Tensor
+        (batch, tokens, heads, dim); elements i and i + dim/2 are a pair.
+    cos, sin : Tensor
+        (tokens or more, dim/2), see :func:`rotary_tables`; no gradient.
+
+    Source: Su et al. 2021; halves as in LLaMA checkpoints of transformers.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> cos, sin = F.rotary_tables(tokens=2, dim=2)
+    >>> F.rotary(tensor([[[[1.0, 0.0], [1.0, 0.0]]]]), cos, sin).tolist()[0][0][0]
+    [1.0, 0.0]
+    """
+
 def scaled_dot_product_attention(
     q: Tensor,
     k: Tensor,
@@ -353,7 +1293,9 @@ def scaled_dot_product_attention(
     layout: str = "bhtd",
     mask: Tensor | None = None,
     window: int = 0,
-) -> Tensor: ...
+) -> Tensor:
+    """Attend by the fused kernel, in a window of so many keys if not 0."""
+
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -363,67 +1305,365 @@ def varlen_attention(
     scale: float | None = None,
     layout: str = "bhtd",
     window: int = 0,
-) -> Tensor: ...
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor: ...
+) -> Tensor:
+    """Attend inside each document of a row, in a window of so many keys if not 0."""
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Average the negative log likelihood of class ids: functional's with default options."""
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     targets: Tensor,
     ignore_index: int = -100,
     chunk_rows: int = 0,
-) -> Tensor: ...
-def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor: ...
-def reshape(x: Tensor, shape: Sequence[int]) -> Tensor: ...
-def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor: ...
-def permute(x: Tensor, dims: Sequence[int]) -> Tensor: ...
-def expand(x: Tensor, shape: Sequence[int]) -> Tensor: ...
-def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor: ...
-def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor: ...
-def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
-def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor: ...
-def cast(x: Tensor, dtype: DTypeLike) -> Tensor: ...
-def array_equal(a: Tensor, b: Tensor) -> bool: ...
+) -> Tensor:
+    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
+
+    Parameters
+    ----------
+    x : Tensor
+        (..., in)
+    weight : Tensor
+        (classes, in), of x's dtype.
+    targets : Tensor
+        (...), int32 or int64.
+    ignore_index : int
+        Rows with this target do not count.
+    chunk_rows : int
+        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
+
+    Notes
+    -----
+    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
+    backward; with one, the logits' gradient does instead.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> x, weight = tensor([[0.0]]), tensor([[1.0], [2.0]])
+    >>> round(F.linear_cross_entropy(x, weight, tensor([1])).item(), 4)  # log(2)
+    0.6931
+    """
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zero elements with probability p and scale the others by 1 / (1 - p).
+
+    Notes
+    -----
+    The mask is a function of the seed (``fsdpc.manual_seed``) and of how many random streams were
+    taken before; it is not kept, and recomputation draws the same one.
+
+    Source: Srivastava et al. 2014.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.dropout(tensor([1.0, 2.0]), 0.5, training=False).tolist()
+    [1.0, 2.0]
+    """
+
+def reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Give the elements another shape, over the same memory.
+
+    x has any dtype; one extent may be -1, for what is left.  ValueError if the numbers of elements
+    differ.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.reshape(tensor([1, 2, 3, 4]), (2, -1)).tolist()
+    [[1, 2], [3, 4]]
+    """
+
+def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    """Exchange two dimensions; a copy.
+
+    x has any shape and dtype.  IndexError if it has no such dimension.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.transpose(tensor([[1, 2], [3, 4]]), 0, 1).tolist()
+    [[1, 3], [2, 4]]
+    """
+
+def permute(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """Put the dimensions in another order; a copy.
+
+    x has any dtype; dims names each of its dimensions once.  ValueError or IndexError if not.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.permute(tensor([[1, 2], [3, 4]]), (1, 0)).tolist()
+    [[1, 3], [2, 4]]
+    """
+
+def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Broadcast to a shape; a copy.
+
+    x has any dtype; -1 keeps an extent.  ValueError if the shape is not one that x broadcasts to.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.expand(tensor([1, 2]), (2, -1)).tolist()
+    [[1, 2], [1, 2]]
+    """
+
+def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors along a dimension.
+
+    Tensors have any one dtype, and equal extents in other dimensions.  TypeError or ValueError if
+    not.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.concat([tensor([1, 2]), tensor([3])]).tolist()
+    [1, 2, 3]
+    """
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join tensors along a new dimension.
+
+    Tensors have any one dtype and shape.  TypeError or ValueError if not.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.stack([tensor([1, 2]), tensor([3, 4])], 1).tolist()
+    [[1, 3], [2, 4]]
+    """
+
+def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Add elements up over dimensions.
+
+    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim leaves extents
+    of 1. IndexError if x has no such dimension.  Floats keep their dtype, summed in float32;
+    integers and bool give int64.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.sum(tensor([[1.0, 2.0], [3.0, 4.0]]), 0).tolist()
+    [4.0, 6.0]
+    """
+
+def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Average elements over dimensions.
+
+    x has any shape and dtype.  dim is a dimension, several, or None for all; keepdim leaves extents
+    of 1. IndexError if x has no such dimension.  Floats keep their dtype; integers and bool give
+    float32.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.mean(tensor([[1.0, 2.0], [3.0, 4.0]]), 1).tolist()
+    [1.5, 3.5]
+    """
+
+def cast(x: Tensor, dtype: DTypeLike) -> Tensor:
+    """Convert to another dtype, rounding to the nearest; the gradient comes back in x's.
+
+    x has any shape and dtype.  TypeError if there is no such dtype.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.cast(tensor([1, 2]), "float32").tolist()
+    [1.0, 2.0]
+    """
+
+def array_equal(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors have the same dtype, shape and bytes.
+
+    Of any dtype.  A NaN equals itself, 0.0 and -0.0 differ.  TypeError for what is no tensor.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> F.array_equal(tensor([1.0]), tensor([1.0])), F.array_equal(tensor([1.0]), tensor([1]))
+    (True, False)
+    """
 
 # ---- the tape ----
 
-def set_grad_enabled(enabled: bool) -> bool:
+def set_grad_enabled(enabled: bool, /) -> bool:
     """Switch recording on or off; returns what it was."""
 
-def is_grad_enabled() -> bool: ...
-def in_backward() -> bool: ...
-def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
-    """x, such that backward calls `callback()` when the gradient of the result is complete."""
+def is_grad_enabled() -> bool:
+    """Return whether operations are recorded on this thread.
 
-def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn(*args, **kwargs) without keeping its intermediate results: backward runs it again."""
+    Examples
+    --------
+    >>> import fsdpc
+    >>> with fsdpc.no_grad():
+    ...     fsdpc.is_grad_enabled()
+    False
+    """
+
+def in_backward() -> bool:
+    """Return whether a backward is running."""
+
+def boundary(x: Tensor, callback: Callable[[], Any]) -> Tensor:
+    """Return x such that backward calls a function when the gradient of the result is complete.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import functional as F
+    >>> x = fsdpc.ones(1, requires_grad=True)
+    >>> y = F.boundary(x, lambda: print("backward has come here"))
+    >>> (2 * y).sum().backward()
+    backward has come here
+    """
+
+def checkpoint(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function without keeping its intermediate results: backward runs it again.
+
+    Parameters
+    ----------
+    fn : callable
+        Called with the arguments behind it, and once more in each backward.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import functional as F
+    >>> x = fsdpc.tensor([1.0, 2.0], requires_grad=True)
+    >>> F.checkpoint(lambda x: F.relu(x) * x, x).sum().backward()
+    >>> x.grad.tolist()
+    [2.0, 4.0]
+    """
 
 def custom(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     backward: Callable[..., Tensor | Sequence[Tensor | None] | None],
 ) -> tuple[Tensor, ...]:
-    """Join outputs to inputs on the tape; :func:`fsdpc.functional.custom` says how."""
+    """Join outputs to inputs on the tape, with a backward written in Python.
+
+    Parameters
+    ----------
+    inputs : sequence of Tensor
+        What the outputs were computed from, of any shapes and dtypes.
+    outputs : sequence of Tensor
+        The results, of any shapes and dtypes. Those of integers and bool have no gradient.
+    backward : callable
+        Called once for each backward through the result, with a gradient for each output, of its
+        shape and dtype, or None. It returns a gradient for each input, of its shape and dtype, or
+        None: as a sequence, or alone if there is one input. Nothing is recorded while it runs.
+
+    Returns
+    -------
+    tuple of Tensor
+        A tensor for each output, over the same memory. In ``no_grad``, or if no input requires
+        grad, they require none and ``backward`` is dropped.
+
+    Raises
+    ------
+    TypeError
+        ``inputs`` or ``outputs`` is no sequence of tensors.
+
+    Notes
+    -----
+    A call of ``Tensor.backward`` raises ValueError if ``backward`` returned another number of
+    gradients than there are inputs, or one of another shape or dtype than its input; TypeError if
+    it returned something else; and what ``backward`` raised. docs/custom.md has examples, also of
+    kernels in C.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import functional as F
+    >>> def cube(x):
+    ...     with fsdpc.no_grad():
+    ...         y = x * x * x
+    ...     return F.custom([x], [y], lambda dy: 3 * dy * x * x)[0]
+    >>> x = fsdpc.tensor([1.0, 2.0], requires_grad=True)
+    >>> cube(x).sum().backward()
+    >>> x.grad.tolist()
+    [3.0, 12.0]
+    """
 
 def backward(
     tensors: Sequence[Tensor],
     gradients: Sequence[Tensor | None] | None = None,
     retain_graph: bool = False,
-) -> None: ...
-def manual_seed(seed: int) -> None:
-    """Set the seed of dropout and initialisation and start their streams again at 0."""
+) -> None:
+    """Compute the gradients of all leaves that several tensors were computed from."""
 
-def initial_seed() -> int: ...
-def next_stream() -> int: ...
+def manual_seed(seed: int) -> None:
+    """Set the seed of dropout and initialisation and start their streams again at 0.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.manual_seed(0)
+    >>> a = fsdpc.randn(3)
+    >>> fsdpc.manual_seed(0)
+    >>> a.tolist() == fsdpc.randn(3).tolist()
+    True
+    """
+
+def initial_seed() -> int:
+    """Return what ``manual_seed`` set, 0 at first."""
+
+def next_stream() -> int:
+    """Take the next random stream and return its number."""
 
 # ---- the runtime ----
 
-def set_num_threads(threads: int) -> None: ...
-def num_threads() -> int: ...
-def engine_threads() -> int: ...
-def usable_cores() -> int: ...
-def memory_stats() -> dict[str, int]: ...
-def reset_peak_memory_stats() -> None: ...
-def check_environment() -> dict[str, Any]: ...
+def set_num_threads(threads: int) -> None:
+    """Set how many threads this rank computes with; results do not depend on it.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> before = fsdpc.num_threads()
+    >>> fsdpc.set_num_threads(1)
+    >>> fsdpc.num_threads()
+    1
+    >>> fsdpc.set_num_threads(before)
+    """
+
+def num_threads() -> int:
+    """Return how many threads this rank computes with.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.num_threads() >= 1
+    True
+    """
+
+def engine_threads() -> int:
+    """Return how many threads kernels and streams of the engine have in this process now."""
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, by affinity and quota; starts nothing."""
+
+def memory_stats() -> dict[str, int]:
+    """Return bytes held now and at most, by category, and how often the system gave memory."""
+
+def reset_peak_memory_stats() -> None:
+    """Let the peaks begin again at what is held now.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.reset_peak_memory_stats()
+    >>> held = fsdpc.memory_stats()
+    >>> held["total_bytes"] == held["total_peak_bytes"]
+    True
+    """
+
+def check_environment() -> dict[str, Any]:
+    """Return the library's variables by name; ValueError if one is wrong; starts nothing."""
+
 def runtime_config() -> dict[str, Any]:
     """Instruction set, threads, whether kernels exist: what show_config() prints of the runtime."""
 
@@ -453,40 +1693,58 @@ def synchronize() -> None:
 
 # ---- the engine ----
 
-def listen_for_rank(address: str, rank: int) -> int: ...
+def listen_for_rank(address: str, rank: int, /) -> int:
+    """Open the socket that a launcher hands to the rank it starts."""
 
 class Link:
     """Messages between hosts, carried by the caller's threads or by the plugin at that path."""
 
     def __init__(self, rank: int, size: int, plugin: str | None = None) -> None: ...
     @property
-    def sent_bytes(self) -> int: ...
+    def sent_bytes(self) -> int:
+        """Bytes sent to other hosts so far."""
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank."""
     @property
-    def rooms(self) -> int: ...
+    def rooms(self) -> int:
+        """Rooms for messages under way, in each direction."""
     @property
-    def tags(self) -> int: ...
+    def tags(self) -> int:
+        """Tags from here on are those of a peer's last message."""
     @property
-    def failed(self) -> bool: ...
-    def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None: ...
-    def room(self, room: int, size: int, /) -> memoryview: ...
-    def deliver(self, room: int, peer: int, tag: int, /) -> bool: ...
-    def abort(self, reason: str, /) -> None: ...
-    def close(self) -> None: ...
+    def failed(self) -> bool:
+        """Whether it was aborted, by this rank or another."""
+    def take(self, room: int, seconds: float, /) -> tuple[int, int, memoryview] | None:
+        """Return (peer, tag, memory) of the next message to carry, kept until that room is named
+        again; None if there is none yet.  PeerError at the end.
+        """
+
+    def room(self, room: int, size: int, /) -> memoryview:
+        """Return the memory where the next message is to come, until it is delivered."""
+    def deliver(self, room: int, peer: int, tag: int, /) -> bool:
+        """Say that what is in the room has come; False if no other will."""
+    def abort(self, reason: str, /) -> None:
+        """Let every operation fail with a reason."""
+    def close(self) -> None:
+        """Send no more."""
 
 class Tier:
-    """A file of this rank's, without a name, for offloaded shards."""
+    """A file of this rank's, without a name, for offloaded shards; ``chunk`` is in elements."""
 
     def __init__(self, folder: str | bytes, rank: int, chunk: int = 0) -> None: ...
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, int]:
+        """Return bytes of the file, read and written, and whether past the page cache."""
 
 #: (file or None, params, masters, states, gradients, which part of the latter three): what lies in
 #: a file; ("host", ...): in memory of the host beside a GPU.
 Offload = tuple[Tier | str | None, bool, bool, bool, bool, float]
 
 class Comm:
-    """A group of ranks."""
+    """A group of ranks that know ``secret``; over several hosts ``link`` carries bytes.
+
+    ``library`` is the NCCL to prefer.  Without an address, peers and links pretend.
+    """
 
     def __init__(
         self,
@@ -502,25 +1760,43 @@ class Comm:
         link: Link | None = None,
     ) -> None: ...
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's number in the group."""
     @property
-    def world_rank(self) -> int: ...
+    def world_rank(self) -> int:
+        """Its number in the group that was split first."""
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks."""
     @property
-    def hosts(self) -> int: ...
+    def hosts(self) -> int:
+        """On how many hosts; 0 where it was split off."""
     @property
-    def waited_ns(self) -> int: ...
+    def waited_ns(self) -> int:
+        """Nanoseconds spent waiting for others so far."""
     @property
-    def transport(self) -> str: ...
-    def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None: ...
-    def all_gather(self, tensor: Tensor, /) -> Tensor: ...
-    def broadcast(self, tensor: Tensor, root: int = 0, /) -> None: ...
-    def barrier(self) -> None: ...
-    def split(self, color: int, key: int, /) -> Comm: ...
-    def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None: ...
-    def abort(self, reason: str, /) -> None: ...
-    def close(self) -> None: ...
+    def transport(self) -> str:
+        """"self", "shm", "hosts", "nccl" or "local_cuda"."""
+    def all_reduce(self, tensor: Tensor, op: str = "sum", /) -> None:
+        """Combine a tensor over the ranks, in place."""
+    def all_gather(self, tensor: Tensor, /) -> Tensor:
+        """Return the tensors of all ranks, (size, ...)."""
+    def broadcast(self, tensor: Tensor, root: int = 0, /) -> None:
+        """Take the root's values, in place."""
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+    def split(self, color: int, key: int, /) -> Comm:
+        """Return the group of the ranks of one color, ordered by key."""
+    def watch(self, peers: list[tuple[int, int, int, str]], host: str, /) -> None:
+        """Watch other hosts from the first rank of this one, which is called ``host``.
+
+        Peers are tuples: a connected socket, taken over, the first rank, how many, the host's name.
+        """
+
+    def abort(self, reason: str, /) -> None:
+        """Fail here and on all peers."""
+    def close(self) -> None:
+        """Leave without waiting."""
 
 class Unit:
     """One fully_shard call."""
@@ -544,57 +1820,98 @@ class Unit:
         offload: Offload | None = None,
     ) -> None: ...
     name: str
+    """Shown in messages and traces."""
     @property
-    def has_root(self) -> bool: ...
+    def has_root(self) -> bool:
+        """Whether the outermost module has run."""
     prefetch: int
+    """How many units its root gathers ahead; before there is a root, what was set."""
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """"sharded", "gathering" or "full"."""
     @property
-    def params(self) -> list[tuple[str, dtype, tuple[int, ...]]]: ...
+    def params(self) -> list[tuple[str, dtype, tuple[int, ...]]]:
+        """(name, original dtype, shape) of each parameter."""
     @property
-    def param_dtype(self) -> dtype | None: ...
+    def param_dtype(self) -> dtype | None:
+        """The dtype of fulls, or None: the original."""
     @property
-    def reduce_dtype(self) -> dtype | None: ...
+    def reduce_dtype(self) -> dtype | None:
+        """The dtype of gradients, or None: that of fulls."""
     rank_dependent: bool
+    """Whether some ranks alone may run it."""
     @property
-    def offload(self) -> Offload | None: ...
+    def offload(self) -> Offload | None:
+        """What lies in a file, or ("host", ...) in memory of the host beside a GPU."""
     @property
-    def keep_grads(self) -> bool: ...
+    def keep_grads(self) -> bool:
+        """Whether it has a reduce buffer of its own."""
     reshard_after_forward: bool
+    """Whether forward gives fulls up."""
     reshard_after_backward: bool
+    """Whether backward gives fulls up."""
     requires_sync: bool
+    """Whether backward reduces gradients."""
     requires_all_reduce: bool
+    """Whether it sums them over replicas."""
     divide_factor: float
+    """By what sums are divided."""
     @property
-    def mesh_shape(self) -> tuple[int, int]: ...
+    def mesh_shape(self) -> tuple[int, int]:
+        """(replicas, ranks of a shard group)."""
     def call(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /
-    ) -> Any: ...
-    def local(self, i: int, /) -> Tensor: ...
-    def grad(self, i: int, /) -> Tensor | None: ...
-    def write(self, i: int, full: Tensor, /) -> None: ...
-    def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None: ...
-    def collect(self, i: int, what: bool | Tensor, /) -> Tensor: ...
-    def zero_grad(self) -> None: ...
-    def bind(self, i: int, full: Tensor | None, /) -> None: ...
-    def unshard(self) -> None: ...
-    def unshard_wait(self) -> None: ...
-    def reshard(self) -> None: ...
-    def reset(self) -> None: ...
-    def hold(self, begin: bool, /) -> None: ...
-    def set_is_last_backward(self, flag: bool, /) -> bool: ...
-    def set_ahead(self, backward: bool, units: list[Unit], /) -> None: ...
+    ) -> Any:
+        """Run a module's forward as this unit."""
+    def local(self, i: int, /) -> Tensor:
+        """Return this rank's rows of parameter i, in the original dtype."""
+    def grad(self, i: int, /) -> Tensor | None:
+        """Return their gradient, or None."""
+    def write(self, i: int, full: Tensor, /) -> None:
+        """Take the own rows of a full value."""
+    def init(self, i: int, kind: str, a: Number, b: Number, seed: int, stream: int, /) -> None:
+        """Initialise the own rows, as ``init_`` does."""
+    def collect(self, i: int, what: bool | Tensor, /) -> Tensor:
+        """Return the full value (False), the gradient (True), or that of which every rank gives its
+        rows (a tensor); collective.
+        """
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+    def bind(self, i: int, full: Tensor | None, /) -> None:
+        """Let parameter i stand on a private full; with None on the unit again."""
+    def unshard(self) -> None:
+        """Begin to gather and hold; collective.  ``unshard_wait`` ends it."""
+    def unshard_wait(self) -> None:
+        """Wait for what ``unshard`` began."""
+    def reshard(self) -> None:
+        """Give up what ``unshard`` holds."""
+    def reset(self) -> None:
+        """Bring all units of the root back to sharded."""
+    def hold(self, begin: bool, /) -> None:
+        """Fix the root's weights, or end that."""
+    def set_is_last_backward(self, flag: bool, /) -> bool:
+        """Set whether the root's end of backward waits for reductions; return what it was."""
+    def set_ahead(self, backward: bool, units: list[Unit], /) -> None:
+        """Say what to gather ahead when this unit runs."""
     def schedule(
         self,
-    ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]: ...
-    def take_options(self, other: Unit, /) -> None: ...
+    ) -> tuple[list[tuple[int, bool]] | None, list[tuple[int, str, bool]] | None, int]:
+        """Return the recorded uses as (unit, backward), what the last step did as (unit, kind,
+        backward), or None twice, and the distance.
+        """
+
+    def take_options(self, other: Unit, /) -> None:
+        """Take what was set on a unit that this one replaces."""
 
 class Optimizer:
-    """Steps flat shards."""
+    """Steps flat shards by AdamW, Adam, SGD or Lion."""
 
     def __init__(self, kind: str, state_dtype: DTypeLike = None, seed: int = 0) -> None: ...
-    def add(self, unit: Unit, i: int, group: int, /) -> None: ...
-    def take_number(self) -> int: ...
+    def add(self, unit: Unit, i: int, group: int, /) -> None:
+        """Take over a parameter of a unit."""
+    def take_number(self) -> int:
+        """Number a parameter that has no unit."""
     def set_hyper(
         self,
         group: int,
@@ -608,8 +1925,10 @@ class Optimizer:
         nesterov: bool = False,
         amsgrad: bool = False,
         maximize: bool = False,
-    ) -> None: ...
-    def step(self) -> None: ...
+    ) -> None:
+        """Set the options of a group; those left out are 0."""
+    def step(self) -> None:
+        """Make one update; collective."""
     def step_alone(
         self,
         group: int,
@@ -620,29 +1939,54 @@ class Optimizer:
         grad: Tensor,
         states: tuple[Tensor, ...],
         /,
-    ) -> None: ...
-    def state_names(self, group: int, /) -> tuple[str, ...]: ...
-    def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None: ...
-    def make_states(self, unit: Unit, i: int, /) -> None: ...
-    def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None: ...
-    def collect(self, unit: Unit, i: int, which: int, /) -> Tensor: ...
-    def step_count(self, unit: Unit, i: int, /) -> int: ...
-    def set_step_count(self, unit: Unit, i: int, steps: int, /) -> None: ...
+    ) -> None:
+        """Make one update of a parameter without a unit."""
+    def state_names(self, group: int, /) -> tuple[str, ...]:
+        """Return the names of the states that a group's options use."""
+    def state(self, unit: Unit, i: int, which: int, write: bool = False, /) -> Tensor | None:
+        """Return this rank's rows of a state; None before a step used it."""
+    def make_states(self, unit: Unit, i: int, /) -> None:
+        """Make the states that are missing."""
+    def write(self, unit: Unit, i: int, which: int, full: Tensor, /) -> None:
+        """Take the own rows of a full state."""
+    def collect(self, unit: Unit, i: int, which: int, /) -> Tensor:
+        """Return a full state; collective."""
+    def step_count(self, unit: Unit, i: int, /) -> int:
+        """Return how many steps a parameter has made."""
+    def set_step_count(self, unit: Unit, i: int, steps: int, /) -> None:
+        """Set how many steps a parameter has made; 0 clears its states."""
 
 class StepGraph:
-    """A captured training step."""
+    """A captured training step of the model of these units; making it begins the capture."""
 
     def __init__(self, units: list[Unit], optimizer: Optimizer) -> None: ...
-    def end(self) -> None: ...
-    def abandon(self, why: str, /) -> None: ...
-    def replay(self) -> None: ...
+    def end(self) -> None:
+        """End the capture and make the step once."""
+    def abandon(self, why: str, /) -> None:
+        """End the capture as if nothing had been called."""
+    def replay(self) -> None:
+        """Make the step once more."""
 
-def is_capturing() -> bool: ...
+def is_capturing() -> bool:
+    """Return whether a step is being captured."""
+
 def dry_run(
     params: list[Any], dtypes: list[dtype], fn: Callable[[], Any], /
-) -> tuple[int, int]: ...
-def in_dry_run() -> bool: ...
-def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]: ...
+) -> tuple[int, int]:
+    """Return bytes that ``fn()`` would hold at once, computing nothing, and bytes that it left
+    behind.
+    """
+
+def in_dry_run() -> bool:
+    """Return whether the function of ``dry_run`` runs now."""
+
+def play(fn: Callable[[], Any], orders: bool, /) -> tuple[Any, int]:
+    """Call ``fn()`` on a device that computes nothing; return its result and bytes left behind.
+
+    Groups without an address are of any size and, if ``orders``, order streams as GPUs' do.  The
+    trace counts floating point operations in the place of nanoseconds.
+    """
+
 pooled_buffers: int
 
 def plan_unit(
@@ -652,15 +1996,21 @@ def plan_unit(
     reduce_dtype: dtype | None,
     offload: Offload | None = None,
     /,
-) -> dict[str, int]: ...
+) -> dict[str, int]:
+    """Return bytes that a unit of these parameters takes on a rank."""
 
 def plan_fulls(
     units: list[tuple[int, int, bool]], ranks: int, prefetch: int, remote: bool, /
-) -> int: ...
+) -> int:
+    """Return bytes that the fulls of units take on a rank's GPU, or on the host's CPUs.
+
+    A unit is (bytes, bytes of own slices, whether it shares with none).
+    """
 
 def plan_rooms(
     replicas: bool, dtype: dtype, bytes: int, hosts: int, lanes: int, /
-) -> int: ...
+) -> int:
+    """Return bytes that a reduction of a buffer takes beside it on a rank, over several hosts."""
 
 class TorchUnit:
     """A unit for a front door over foreign tensors: schedule, dictionaries, gradients."""
@@ -675,12 +2025,16 @@ class TorchUnit:
         streams: Callable[[], int] | None,
     ) -> None: ...
     @property
-    def in_backward(self) -> bool: ...
+    def in_backward(self) -> bool:
+        """Whether the root's backward runs."""
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """Forwards of the root that are running."""
     @property
-    def pending_scale(self) -> float: ...
+    def pending_scale(self) -> float:
+        """What clipping left to be applied."""
     generation: int
+    """Of the weights; set: what the forward saw that is computed again."""
     def bind(
         self,
         fulls: list[Any],
@@ -689,28 +2043,54 @@ class TorchUnit:
         at_end: Callable[[], None],
         mates: list[TorchUnit],
         /,
-    ) -> None: ...
-    def enter(self, grad: bool, in_task: bool, /) -> bool: ...
-    def leave(self) -> None: ...
-    def mark(self) -> Callable[[Any], None]: ...
-    def end_backward(self) -> None: ...
-    def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None: ...
-    def lift(self, begin: bool, /) -> None: ...
-    def finish(self) -> None: ...
-    def catch_up(self) -> None: ...
-    def follow(self, i: int = ..., /) -> None: ...
-    def follow_root(self) -> None: ...
-    def settle(self) -> bool: ...
-    def take_grads(self, i: int = ..., /) -> None: ...
-    def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool: ...
-    def apply_scale(self) -> None: ...
-    def reset(self) -> None: ...
-    def hide(self, gave_up: bool, /) -> None: ...
-    def pin(self) -> None: ...
-    def hold(self, begin: bool, /) -> None: ...
+    ) -> None:
+        """Begin to work: the root is made, of these front doors."""
+    def enter(self, grad: bool, in_task: bool, /) -> bool:
+        """A module's forward begins."""
+    def leave(self) -> None:
+        """A module's forward has ended."""
+    def mark(self) -> Callable[[Any], None]:
+        """Return a callable for nodes: the unit's backward begins."""
+    def end_backward(self) -> None:
+        """The unit's backward has ended."""
+    def guard(self, modules: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
+        """Let modules that read its parameters refuse to be called from outside."""
+    def lift(self, begin: bool, /) -> None:
+        """Let guarded modules be called, or no longer."""
+    def finish(self) -> None:
+        """The root's backward has ended: wait for reductions."""
+    def catch_up(self) -> None:
+        """Take gradients, unless this backward has."""
+    def follow(self, i: int = ..., /) -> None:
+        """Take over what ``.data`` of pieces, or of one, was replaced by."""
+    def follow_root(self) -> None:
+        """Learn, before an epoch, what became of the pieces of all units."""
+    def settle(self) -> bool:
+        """Hand out gradients; return whether hooks wait for them."""
+    def take_grads(self, i: int = ..., /) -> None:
+        """Learn what became of the gradients of pieces, or of one."""
+    def add_product(self, i: int, dy: int, x: int, rows: int, n_out: int, n_in: int, /) -> bool:
+        """Add dy' x, of dense memory at these addresses, to the gradient of parameter i; False
+        where the unit reduces in a dtype that cannot take it.
+        """
 
-def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int]]: ...
-def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]: ...
+    def apply_scale(self) -> None:
+        """Apply what clipping left."""
+    def reset(self) -> None:
+        """Shard all units of the root, after an exception."""
+    def hide(self, gave_up: bool, /) -> None:
+        """Show pieces, forget half a backward."""
+    def pin(self) -> None:
+        """``Unit.unshard`` was called."""
+    def hold(self, begin: bool, /) -> None:
+        """Keep fulls shown, or no longer."""
+
+def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int]]:
+    """Return (group, full_offset, first, numel, shard_offset) of each parameter."""
+
+def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
+    """Return "master", "grad" or "full" of each flat group."""
+
 def product(
     out: int,
     a: int,
@@ -723,28 +2103,57 @@ def product(
     trans_b: bool,
     dtype: dtype | str,
     /,
-) -> None: ...
-def make_root(units: list[Unit], encloses: list[bool], /) -> None: ...
-def grad_norm(units: list[Unit], tensors: list[Tensor], p: float = 2.0, /) -> float: ...
+) -> None:
+    """Write A' B' + bias, (m, n), of dense memory at these addresses; no bias is 0."""
+
+def make_root(units: list[Unit], encloses: list[bool], /) -> None:
+    """Join units, outermost first; collective."""
+
+def grad_norm(units: list[Unit], tensors: list[Tensor], p: float = 2.0, /) -> float:
+    """Return the global p-norm, exactly summed; collective."""
+
 def grad_norms(
     units: list[Unit], tensors: list[Tensor], p: float = 2.0, /
-) -> tuple[list[list[float | None]], list[float]]: ...
+) -> tuple[list[list[float | None]], list[float]]:
+    """Return the norms of each parameter of each unit, and of each tensor; collective."""
+
 def norms_of_rows(
     units: list[Unit], indices: list[int], tensors: list[Tensor], p: float, /
-) -> list[float]: ...
+) -> list[float]:
+    """Return norms of whole parameters, of which the tensors hold this rank's rows; collective in
+    their shard group.
+    """
+
 def clip_grads(
     units: list[Unit], tensors: list[Tensor], p: float, max_norm: float, /
-) -> Tensor: ...
+) -> Tensor:
+    """Return the norm as a tensor, and leave its clipping factor to be applied; collective."""
+
 def scale_grads(
     units: list[Unit], tensors: list[Tensor], norm: float, max_norm: float, /
-) -> None: ...
-def multiply_grads(units: list[Unit], tensors: list[Tensor], factor: float, /) -> bool: ...
-def clamp_(tensors: list[Tensor], limit: float, /) -> None: ...
-def crc32c(crc: int, buffer: Any, /) -> int: ...
-def trace_events() -> list[tuple[str, int, int, int, int, bool]]: ...
-def trace_counts() -> dict[str, int]: ...
-def trace_reset() -> None: ...
-def trace_resize(events: int, waits: bool, /) -> int: ...
+) -> None:
+    """Leave the clipping factor to be applied."""
+
+def multiply_grads(units: list[Unit], tensors: list[Tensor], factor: float, /) -> bool:
+    """Leave a factor to be applied; return whether the tensors have a NaN or infinity."""
+
+def clamp_(tensors: list[Tensor], limit: float, /) -> None:
+    """Clamp tensors to [-limit, limit], in place."""
+
+def crc32c(crc: int, buffer: Any, /) -> int:
+    """Continue a CRC-32C, 0 to begin."""
+
+def trace_events() -> list[tuple[str, int, int, int, int, bool]]:
+    """Return the trace, oldest first: (kind, unit, epoch, bytes, ns, in_backward)."""
+
+def trace_counts() -> dict[str, int]:
+    """Return the events since the last reset, by kind."""
+
+def trace_reset() -> None:
+    """Empty the trace."""
+
+def trace_resize(events: int, waits: bool, /) -> int:
+    """Hold so many events, the newest of those now held among them; return how many it held."""
 
 # ---- checkpoints ----
 
@@ -766,18 +2175,26 @@ class Save:
         hook: Hook | None = None,
         overwrite: bool = False,
     ) -> None: ...
-    def run(self) -> None: ...
-    def start(self) -> None: ...
-    def wait(self) -> None: ...
+    def run(self) -> None:
+        """Save now; collective."""
+    def start(self) -> None:
+        """Copy the pieces and save them on a thread; collective."""
+    def wait(self) -> None:
+        """Wait for the thread; raise what went wrong."""
     @property
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether the thread has come to its end."""
 
 def safetensors_layout(
     tensors: list[tuple[str, str, Shape]], metadata: dict[str, str], /
-) -> tuple[bytes, list[tuple[int, int]]]: ...
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the header of a file of these tensors, and (begin, end) of each."""
+
 def safetensors_header(
     path: Any, /
-) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]: ...
+) -> tuple[list[tuple[str, str, Shape, int, int]], dict[str, str], int, int]:
+    """Return (tensors, metadata, where data begins, CRC-32C of the header) of a file."""
+
 def read_pieces(
     paths: list[bytes],
     pieces: list[tuple[int, int, Tensor, int, str, int, int]],
@@ -785,15 +2202,26 @@ def read_pieces(
     check: bool,
     hook: Hook | None = None,
     /,
-) -> list[int]: ...
+) -> list[int]:
+    """Read pieces of files into tensors; return this rank's checksums."""
+
 def sum_runs(
     paths: list[bytes],
     runs: list[tuple[int, int, int, int, int]],
     n_tensors: int,
     hook: Hook | None = None,
     /,
-) -> list[int]: ...
-def master_piece(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]: ...
-def crc32c_combine(crc_a: int, crc_b: int, bytes_b: int, /) -> int: ...
-def rng_state() -> tuple[int, int]: ...
-def set_rng_state(seed: int, next_stream: int, /) -> None: ...
+) -> list[int]:
+    """Return checksums of what files hold."""
+
+def master_piece(unit: Unit, i: int, write: bool, /) -> tuple[Tensor, int, int, int]:
+    """Return (flat tensor, first element, replica, replicas) of a parameter's master."""
+
+def crc32c_combine(crc_a: int, crc_b: int, bytes_b: int, /) -> int:
+    """Return the CRC-32C of A followed by B."""
+
+def rng_state() -> tuple[int, int]:
+    """Return the seed of dropout and initialisation, and the next stream."""
+
+def set_rng_state(seed: int, next_stream: int, /) -> None:
+    """Set them."""

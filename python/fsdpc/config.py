@@ -59,30 +59,3 @@ def show_config(print_: bool = True) -> dict[str, Any]:
         width = max(map(len, config))
         print("\n".join(f"{name:<{width}}  {value}" for name, value in config.items()))
     return config
-
-
-def num_threads() -> int:
-    """Return how many threads this rank computes with.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.num_threads() >= 1
-    True
-    """
-    return _core.num_threads()
-
-
-def set_num_threads(threads: int) -> None:
-    """Set how many threads this rank computes with; results do not depend on it.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> before = fsdpc.num_threads()
-    >>> fsdpc.set_num_threads(1)
-    >>> fsdpc.num_threads()
-    1
-    >>> fsdpc.set_num_threads(before)
-    """
-    _core.set_num_threads(threads)

@@ -12,156 +12,25 @@ from typing import Any
 import numpy as np
 
 from fsdpc import _core
-from fsdpc._core import Tensor
+from fsdpc._core import (
+    Tensor,
+    arange,
+    empty,
+    from_dlpack,
+    from_numpy,
+    full,
+    manual_seed,
+    ones,
+    randn,
+    tensor,
+    zeros,
+)
 
 __all__ = [
     "arange", "empty", "empty_like", "eye", "from_dlpack", "from_numpy", "full", "full_like",
     "linspace", "manual_seed", "ones", "ones_like", "rand", "rand_like", "randint", "randn",
     "randn_like", "tensor", "zeros", "zeros_like",
 ]  # fmt: skip
-
-
-def tensor(data: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Copy numbers, nested sequences of them or an array into a new tensor.
-
-    Parameters
-    ----------
-    data : number, sequence or numpy.ndarray
-        Of any shape; Python's floats become float32, its integers int64.
-    dtype : dtype, optional
-        Of the result; the data's where not given.
-    requires_grad : bool, default False
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.tensor([[1.0, 2.0], [3.0, 4.0]]).shape, fsdpc.tensor(3).dtype.name
-    ((2, 2), 'int64')
-    """
-    return _core.tensor(data, dtype=dtype, requires_grad=requires_grad)
-
-
-def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """Return a tensor over an array's memory; on a GPU a copy.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> import numpy as np
-    >>> array = np.zeros(2, np.float32)
-    >>> x = fsdpc.from_numpy(array)
-    >>> array[0] = 5.0
-    >>> x.tolist()
-    [5.0, 0.0]
-    """
-    return _core.from_numpy(array)
-
-
-def from_dlpack(source: Any) -> Tensor:
-    """Return a tensor over the memory of another library's, by DLPack.
-
-    Parameters
-    ----------
-    source : object with ``__dlpack__``
-        A tensor of torch or JAX, an array of NumPy or CuPy, on the device of this process.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> import numpy as np
-    >>> fsdpc.from_dlpack(np.ones(2, np.float32)).tolist()
-    [1.0, 1.0]
-    """
-    return _core.from_dlpack(source)
-
-
-def manual_seed(seed: int) -> None:
-    """Set the seed of dropout and initialisation and start their streams again at 0.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.manual_seed(0)
-    >>> a = fsdpc.randn(3)
-    >>> fsdpc.manual_seed(0)
-    >>> a.tolist() == fsdpc.randn(3).tolist()
-    True
-    """
-    _core.manual_seed(seed)
-
-
-def empty(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make a tensor whose values are not set.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.empty(2, 3).shape, fsdpc.empty((2, 3)).shape
-    ((2, 3), (2, 3))
-    """
-    return _core.empty(*shape, dtype=dtype, requires_grad=requires_grad)
-
-
-def zeros(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make a tensor of zeros.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.zeros(2, 3, dtype="int32").tolist()
-    [[0, 0, 0], [0, 0, 0]]
-    """
-    return _core.zeros(*shape, dtype=dtype, requires_grad=requires_grad)
-
-
-def ones(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make a tensor of ones.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.ones(2).tolist()
-    [1.0, 1.0]
-    """
-    return _core.ones(*shape, dtype=dtype, requires_grad=requires_grad)
-
-
-def full(shape: Any, value: float, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """Make a tensor of one value.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.full((2,), 0.5).tolist()
-    [0.5, 0.5]
-    """
-    return _core.full(shape, value, dtype=dtype, requires_grad=requires_grad)
-
-
-def arange(start: float, stop: float | None = None, step: float = 1, dtype: Any = None) -> Tensor:
-    """Count from start (0 where only one bound is given) up to stop, which is left out.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.arange(3).tolist(), fsdpc.arange(1, 2, 0.5).tolist()
-    ([0, 1, 2], [1.0, 1.5])
-    """
-    return _core.arange(start, stop, step, dtype=dtype)
-
-
-def randn(
-    *shape: Any, dtype: Any = None, seed: int | None = None, requires_grad: bool = False
-) -> Tensor:
-    """Draw numbers, normal with mean 0 and variance 1; by a seed of their own if one is given.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.randn(2, 3, seed=0).tolist() == fsdpc.randn(2, 3, seed=0).tolist()
-    True
-    """
-    return _core.randn(*shape, dtype=dtype, seed=seed, requires_grad=requires_grad)
 
 
 def linspace(start: float, stop: float, steps: int, dtype: Any = None) -> Tensor:

@@ -50,16 +50,3 @@ class enable_grad(_GradMode):
     """
 
     _mode = True
-
-
-def is_grad_enabled() -> bool:
-    """Return whether operations are recorded on this thread.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> with fsdpc.no_grad():
-    ...     fsdpc.is_grad_enabled()
-    False
-    """
-    return _core.is_grad_enabled()

@@ -28,17 +28,3 @@ def memory_stats() -> dict[str, int]:
     True
     """
     return {**_core.memory_stats(), **offload.file_stats()}
-
-
-def reset_peak_memory_stats() -> None:
-    """Let the peaks begin again at what is held now.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.reset_peak_memory_stats()
-    >>> held = fsdpc.memory_stats()
-    >>> held["total_bytes"] == held["total_peak_bytes"]
-    True
-    """
-    _core.reset_peak_memory_stats()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-
-import pytest
+import re
+from collections.abc import Iterator
+from typing import Any
 
 from fsdpc import _core
 
@@ -57,23 +58,59 @@ def test_classes_have_the_same_members() -> None:
         assert own == set(declared(node.body)), name
 
 
-def test_functions_have_the_signature_that_the_stub_declares() -> None:
-    """Operations say theirs to help() and take the arguments that it names."""
-    seen = 0
+def functions_and_methods() -> Iterator[tuple[str, Any, ast.FunctionDef]]:
+    """Yield (name, what is built, what the stub says) of functions and methods of the extension."""
     for name, node in declared(STUB.body).items():
-        function = getattr(_core, name, None)
-        if not isinstance(node, ast.FunctionDef) or not getattr(function, "__text_signature__", 0):
-            continue
+        if isinstance(node, ast.FunctionDef):
+            yield name, getattr(_core, name), node
+        elif isinstance(node, ast.ClassDef) and hasattr(_core, name):
+            built = vars(getattr(_core, name))
+            for inner, member in declared(node.body).items():
+                if isinstance(member, ast.FunctionDef) and inspect.ismethoddescriptor(built[inner]):
+                    yield f"{name}.{inner}", built[inner], member
+
+
+def test_functions_have_the_signature_that_the_stub_declares() -> None:
+    """The build takes signatures and docstrings from the stub: build again if this fails."""
+    seen = 0
+    for name, function, node in functions_and_methods():
         seen += 1
         found = inspect.signature(function).parameters
-        defaults = [None] * (len(node.args.args) - len(node.args.defaults)) + node.args.defaults
-        expected = {
-            a.arg: inspect.Parameter.empty if d is None else ast.literal_eval(d)
-            for a, d in zip(node.args.args, defaults, strict=True)
-        }
-        assert {n: p.default for n, p in found.items()} == expected, name
-        for argument in found:
-            with pytest.raises((TypeError, ValueError)) as caught:
-                function(**dict.fromkeys(list(found)[:1] + [argument], object()))
-            assert "unexpected argument" not in str(caught.value), (name, argument)
-    assert seen > 30
+        namespace: dict[str, Any] = {}
+        source = f"from __future__ import annotations\ndef f({ast.unparse(node.args)}): ..."
+        exec(source, namespace)
+        expected = inspect.signature(namespace["f"]).parameters
+        said = {p: (each.kind, each.default) for p, each in expected.items() if p != "self"}
+        assert {p: (x.kind, x.default) for p, x in found.items() if p != "self"} == said, name
+        assert (inspect.getdoc(function) or "").startswith(
+            (ast.get_docstring(node) or "").partition("\n\n")[0]), name  # fmt: skip
+    assert seen > 200
+
+
+def test_functions_take_the_arguments_that_they_name() -> None:
+    seen = 0
+    for name, function, _ in functions_and_methods():
+        if name.startswith("Tensor."):
+            function = getattr(_core.zeros(1), name.partition(".")[2])
+        elif "." in name:
+            continue
+        named = [p.name for p in inspect.signature(function).parameters.values()
+                 if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]  # fmt: skip
+        for argument in named:
+            seen += 1
+            try:
+                function(**dict.fromkeys(named[:1] + [argument], object()))
+            except (TypeError, ValueError, AttributeError) as error:
+                assert not re.search("keyword|unexpected arg", str(error)), (name, argument)
+    assert seen > 120
+
+
+def test_everything_is_documented() -> None:
+    """Methods and attributes of the engine by a line, what is public by more."""
+    missing = [name for name, function, _ in functions_and_methods() if not function.__doc__]
+    for name in declared(STUB.body):
+        kind = getattr(_core, name, None)
+        if inspect.isclass(kind):
+            missing += [f"{name}.{member}" for member, value in vars(kind).items()
+                        if not member.startswith("_") and not value.__doc__]  # fmt: skip
+    assert not missing

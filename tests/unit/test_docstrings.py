@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import os
 import re
 import subprocess
@@ -11,6 +13,7 @@ from pathlib import Path
 from tests.needs import need_torch
 
 import fsdpc
+from fsdpc import _core
 
 PACKAGE = Path(fsdpc.__file__).parent
 #: Each example begins without a world; those that fork ranks come before engine threads are there.
@@ -43,3 +46,18 @@ def test_examples_of_docstrings(tmp_path: Path) -> None:
     with_examples = [p for p in PACKAGE.rglob("*.py") if re.search(r"^ +>>> ", p.read_text(), re.M)]
     passed, *_ = re.findall(r"(\d+) passed", done.stdout)
     assert int(passed) >= len(with_examples) >= 8
+
+
+def test_examples_of_the_extension() -> None:
+    """Its docstrings are the stub's."""
+    named = {name: getattr(_core, name) for name in dir(_core) if not name.startswith("__")}
+    named |= {f"Tensor.{name}": value for name, value in vars(_core.Tensor).items()
+              if inspect.ismethoddescriptor(value)}  # fmt: skip
+    runner, said = doctest.DocTestRunner(), []
+    for name, value in named.items():
+        found = doctest.DocTestParser().get_doctest(
+            inspect.getdoc(value) or "", {"fsdpc": fsdpc}, name, None, 0
+        )
+        runner.run(found, out=said.append)
+    assert runner.failures == 0, "".join(said)
+    assert runner.tries > 150

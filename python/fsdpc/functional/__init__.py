@@ -9,16 +9,27 @@ from fsdpc._core import (
     abs,
     add,
     array_equal,
+    boundary,
     cast,
+    checkpoint,
     concat,
     cos,
+    custom,
     div,
+    dropout,
+    embedding,
     erf,
     exp,
     expand,
     expm1,
+    gelu,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    linear_gelu,
     log,
     log1p,
+    log_softmax,
     matmul,
     maximum,
     mean,
@@ -29,15 +40,19 @@ from fsdpc._core import (
     pow,
     relu,
     reshape,
+    rms_norm,
+    rotary,
     rsqrt,
     sigmoid,
     sign,
     silu,
     sin,
+    softmax,
     sqrt,
     stack,
     sub,
     sum,
+    swiglu,
     tanh,
     transpose,
 )
@@ -77,26 +92,11 @@ from fsdpc.functional.indexing import (
     sort,
     topk,
 )
-from fsdpc.functional.layers import (
-    dropout,
-    embedding,
-    gelu,
-    layer_norm,
-    linear,
-    linear_gelu,
-    log_softmax,
-    rms_norm,
-    rotary,
-    rotary_tables,
-    softmax,
-    swiglu,
-)
 from fsdpc.functional.losses import (
     binary_cross_entropy_with_logits,
     cross_entropy,
     kl_div,
     l1_loss,
-    linear_cross_entropy,
     mse_loss,
     nll_loss,
     smooth_l1_loss,
@@ -107,6 +107,7 @@ from fsdpc.functional.normalization import (
     group_norm,
     sum_over_ranks,
 )
+from fsdpc.functional.positions import rotary_tables
 from fsdpc.functional.reductions import (
     ValuesIndices,
     all,
@@ -138,7 +139,6 @@ from fsdpc.functional.shapes import (
     tril,
     triu,
 )
-from fsdpc.functional.tape import boundary, checkpoint, custom
 
 _methods.install()
 

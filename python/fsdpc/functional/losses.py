@@ -257,43 +257,6 @@ def kl_div(
     return _reduced(loss, reduction)
 
 
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int = -100,
-    chunk_rows: int = 0,
-) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` without keeping all logits.
-
-    Parameters
-    ----------
-    x : Tensor
-        (..., in)
-    weight : Tensor
-        (classes, in), of x's dtype.
-    targets : Tensor
-        (...), int32 or int64.
-    ignore_index : int
-        Rows with this target do not count.
-    chunk_rows : int
-        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
-
-    Notes
-    -----
-    With more than one chunk a private fp32 gradient as big as the weight lives from forward to
-    backward; with one, the logits' gradient does instead.
-
-    Examples
-    --------
-    >>> from fsdpc import functional as F, tensor
-    >>> x, weight = tensor([[0.0]]), tensor([[1.0], [2.0]])
-    >>> round(F.linear_cross_entropy(x, weight, tensor([1])).item(), 4)  # log(2)
-    0.6931
-    """
-    return _core.linear_cross_entropy(x, weight, targets, ignore_index, chunk_rows)
-
-
 def _check_reduction(name: str, reduction: str) -> None:
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{name}: reduction is 'mean', 'sum' or 'none', not {reduction!r}")

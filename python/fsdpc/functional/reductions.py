@@ -22,7 +22,15 @@ Dims = int | Sequence[int] | None
 
 
 class ValuesIndices(NamedTuple):
-    """Elements, and where along the dimension they stood (int64)."""
+    """Elements, and where along the dimension they stood (int64).
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> found = F.max(tensor([[1.0, 5.0], [7.0, 2.0]]), 1)
+    >>> found.values.tolist(), found.indices.tolist()
+    ([5.0, 7.0], [1, 0])
+    """
 
     values: Tensor
     indices: Tensor

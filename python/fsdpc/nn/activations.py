@@ -11,7 +11,14 @@ from fsdpc.nn.module import Module
 
 
 class Identity(Module):
-    """Return the input, whatever arguments it was made with."""
+    """Return the input, whatever arguments it was made with.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.Identity(3)(tensor([1.0])).tolist()
+    [1.0]
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
@@ -22,7 +29,14 @@ class Identity(Module):
 
 
 class ReLU(Module):
-    """max(x, 0)."""
+    """Return max(x, 0).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.ReLU()(tensor([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (any shape) -> the same shape."""
@@ -30,12 +44,18 @@ class ReLU(Module):
 
 
 class GELU(Module):
-    """x times the normal distribution up to x (Hendrycks & Gimpel 2016).
+    """Multiply x by the normal distribution up to x (Hendrycks & Gimpel 2016).
 
     Parameters
     ----------
     approximate : {"none", "tanh"}
         By erf, or by tanh as GPT-2 has it.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.GELU()(tensor([0.0])).tolist()
+    [0.0]
     """
 
     def __init__(self, approximate: str = "none") -> None:
@@ -51,7 +71,14 @@ class GELU(Module):
 
 
 class SiLU(Module):
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.SiLU()(tensor([0.0])).tolist()
+    [0.0]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (any shape) -> the same shape."""
@@ -59,7 +86,14 @@ class SiLU(Module):
 
 
 class Sigmoid(Module):
-    """1 / (1 + e ** -x)."""
+    """Return 1 / (1 + e ** -x).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.Sigmoid()(tensor([0.0])).tolist()
+    [0.5]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (any shape) -> the same shape."""
@@ -67,7 +101,14 @@ class Sigmoid(Module):
 
 
 class Tanh(Module):
-    """The hyperbolic tangent."""
+    """The hyperbolic tangent.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.Tanh()(tensor([0.0])).tolist()
+    [0.0]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (any shape) -> the same shape."""
@@ -75,7 +116,14 @@ class Tanh(Module):
 
 
 class Softmax(Module):
-    """Exponentials divided by their sum along a dimension."""
+    """Exponentials divided by their sum along a dimension.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.Softmax()(tensor([1.0, 1.0])).tolist()
+    [0.5, 0.5]
+    """
 
     def __init__(self, dim: int = -1) -> None:
         super().__init__()
@@ -90,7 +138,15 @@ class Softmax(Module):
 
 
 class Flatten(Module):
-    """Join dimensions, all but the first by default."""
+    """Join dimensions, all but the first by default.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.Flatten()(fsdpc.ones(2, 3, 4)).shape
+    (2, 12)
+    """
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
         super().__init__()

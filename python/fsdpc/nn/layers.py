@@ -12,7 +12,7 @@ from fsdpc.nn.module import Module, Parameter
 
 
 class Linear(Module):
-    """y = x W^T + b.
+    """Multiply rows by a weight and add a bias: y = x W^T + b.
 
     Parameters
     ----------
@@ -27,6 +27,14 @@ class Linear(Module):
     Notes
     -----
     ``weight`` is (out_features, in_features), ``bias`` (out_features).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layer = nn.Linear(3, 2)
+    >>> layer(fsdpc.ones(5, 3)).shape, layer.weight.shape, layer.bias.shape
+    ((5, 2), (2, 3), (2,))
     """
 
     def __init__(
@@ -70,6 +78,13 @@ class Embedding(Module):
         Shape of the table ``weight``.
     std : float, default 1
         Standard deviation of the normal initial values.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> table = nn.Embedding(10, 4)
+    >>> table(tensor([[1, 2, 3]])).shape
+    (1, 3, 4)
     """
 
     def __init__(
@@ -90,7 +105,14 @@ class Embedding(Module):
 
 class LayerNorm(Module):
     """Normalise the last dimension to mean 0 and variance 1, then scale and shift (Ba et al.
-    2016)."""
+    2016).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.LayerNorm(2, eps=0.0)(tensor([[1.0, 3.0]])).tolist()
+    [[-1.0, 1.0]]
+    """
 
     def __init__(
         self, dim: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = None
@@ -111,7 +133,14 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Divide the last dimension by its root mean square, then scale (Zhang & Sennrich 2019)."""
+    """Divide the last dimension by its root mean square, then scale (Zhang & Sennrich 2019).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.RMSNorm(2, eps=0.0)(tensor([[1.0, -1.0]])).tolist()
+    [[1.0, -1.0]]
+    """
 
     def __init__(self, dim: int, eps: float = 1e-6, *, dtype: Any = None) -> None:
         super().__init__()
@@ -127,7 +156,15 @@ class RMSNorm(Module):
 
 
 class Dropout(Module):
-    """Zero elements with probability p while training and scale the others by 1/(1 - p)."""
+    """Zero elements with probability p while training and scale the others by 1/(1 - p).
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> layer = nn.Dropout(0.5).eval()
+    >>> layer(tensor([1.0, 2.0])).tolist()
+    [1.0, 2.0]
+    """
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()

@@ -1,0 +1,24 @@
+"""Positions of tokens, as rotary embeddings have them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fsdpc import _core
+from fsdpc._core import Tensor
+
+
+def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Compute the cosines and sines that :func:`rotary` takes, (tokens, dim/2) in fp32.
+
+    Examples
+    --------
+    >>> from fsdpc import functional as F, tensor
+    >>> cos, sin = F.rotary_tables(tokens=8, dim=4)
+    >>> cos.shape, sin.shape
+    ((8, 2), (8, 2))
+    """
+    frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    angles = np.arange(tokens, dtype=np.float64)[:, None] * frequencies
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return _core.tensor(cos), _core.tensor(sin)
