@@ -40,6 +40,13 @@ class Side:
     arrange : callable, optional
         ``arrange(name, array)`` returns a parameter, its gradient or one of its states as the other
         side lays it out (transposed, say); `name` is the common one.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim
+    >>> from fsdpc.testing import Side
+    >>> model = nn.Linear(2, 1)
+    >>> side = Side(model=model, optimizer=optim.SGD(model.parameters(), lr=0.1))
     """
 
     model: Any
@@ -68,6 +75,12 @@ class Tolerance:
     -----
     ``rtol``, ``scale`` and ``atol`` are added up, as in numpy.allclose.  All at 0 asks for values
     that are equal once both are rounded to the narrower dtype; 0 equals -0, NaN equals NaN.
+
+    Examples
+    --------
+    >>> from fsdpc.testing import Tolerance
+    >>> Tolerance(rtol=1e-4, ulp=2).ulp
+    2
     """
 
     rtol: float = 0.0
@@ -100,6 +113,14 @@ class Difference:
         How many elements are further apart than allowed, and how many there are.
     rank : int
         The rank that found it; all ranks of a sharded model return the same.
+
+    Examples
+    --------
+    >>> from fsdpc.testing import Difference
+    >>> place = {"step": 3, "what": "gradient", "name": "weight", "index": (0, 1)}
+    >>> found = Difference(**place, a=1.0, b=1.5, ulp=None, dtype="float32", count=1, numel=4)
+    >>> found.name, found.index, found.b - found.a
+    ('weight', (0, 1), 0.5)
     """
 
     step: int

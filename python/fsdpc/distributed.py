@@ -171,7 +171,14 @@ def _link(rank: int, world_size: int, hosts: int) -> _core.Link:
 
 
 def world() -> _core.Comm:
-    """Return the communicator of all ranks, joining them first if :func:`init` was not called."""
+    """Return the communicator of all ranks, joining them first if :func:`init` was not called.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.distributed.world().size
+    1
+    """
     if _world is None:
         init()
     assert _world is not None
@@ -202,7 +209,15 @@ def shutdown() -> None:
 
 
 def is_deterministic() -> bool:
-    """Return whether :func:`init` asked for deterministic mode."""
+    """Return whether :func:`init` asked for deterministic mode.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.init(deterministic=True)
+    >>> fsdpc.distributed.is_deterministic()
+    True
+    """
     return _deterministic
 
 

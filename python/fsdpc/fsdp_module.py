@@ -12,7 +12,18 @@ from fsdpc._shard import ShardedError, enclosing, name_units, outermost, units_o
 
 
 class UnshardHandle:
-    """A gather under way; :meth:`wait` ends it."""
+    """A gather under way; :meth:`wait` ends it.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> model = fsdpc.fully_shard(nn.Linear(4, 2))
+    >>> y = model(fsdpc.ones(1, 4))  # the first call makes it the root
+    >>> handle = model.unshard(async_op=True)
+    >>> handle.wait()
+    >>> model.reshard()
+    """
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end: Callable[[], None] | None = end

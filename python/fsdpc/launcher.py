@@ -187,6 +187,12 @@ def run(
     Notes
     -----
     SIGINT, SIGTERM and SIGUSR1 are passed on to all ranks.  Call it from the main thread.
+
+    Examples
+    --------
+    >>> from fsdpc import launcher
+    >>> launcher.run(["train.py", "--lr", "3e-3"], ranks=2)  # doctest: +SKIP
+    0
     """
     ranks = check_ranks(ranks)
     if max_restarts < 0:

@@ -25,7 +25,17 @@ Value = float | int | str | None
 
 
 class Logger:
-    """Base of all loggers; a new one overrides :meth:`write`."""
+    """Base of all loggers; a new one overrides :meth:`write`.
+
+    Examples
+    --------
+    >>> from fsdpc import loggers
+    >>> class Printed(loggers.Logger):
+    ...     def write(self, step, values):
+    ...         print(step, values)
+    >>> Printed().write(1, {"loss": 2.5})
+    1 {'loss': 2.5}
+    """
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write the values of a step, on rank 0; other ranks return at once.
@@ -66,6 +76,19 @@ class JsonLines(Logger):
     ----------
     path : path
         Made, with its folders, by the first call.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from fsdpc import loggers
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = Path(folder.name, "run.jsonl")
+    >>> logger = loggers.JsonLines(path)
+    >>> logger.write(1, {"loss": 2.5})
+    >>> logger.close()
+    >>> "loss" in path.read_text()
+    True
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -88,6 +111,19 @@ class Csv(Logger):
     Parameters
     ----------
     path : path
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from fsdpc import loggers
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> path = Path(folder.name, "run.csv")
+    >>> logger = loggers.Csv(path)
+    >>> logger.write(1, {"loss": 2.5})
+    >>> logger.close()
+    >>> path.read_text().splitlines()[0]
+    'step,loss'
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -142,6 +178,13 @@ class TensorBoard(Logger):
     ------
     ImportError
         The package is not installed; rank 0 alone needs it.
+
+    Examples
+    --------
+    >>> from fsdpc import loggers
+    >>> logger = loggers.TensorBoard("runs/one")  # doctest: +SKIP
+    >>> logger.write(1, {"loss": 2.5})  # doctest: +SKIP
+    >>> logger.close()  # doctest: +SKIP
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -196,6 +239,13 @@ class Wandb(Logger):
     Notes
     -----
     W&B's own process writes, from a queue, and a kill loses what is in it: log to a file beside it.
+
+    Examples
+    --------
+    >>> from fsdpc import loggers
+    >>> logger = loggers.Wandb("fsdpc", mode="offline")  # doctest: +SKIP
+    >>> logger.write(1, {"loss": 2.5})  # doctest: +SKIP
+    >>> logger.close()  # doctest: +SKIP
     """
 
     def __init__(self, project: str = "fsdpc", **options: Any) -> None:
@@ -249,6 +299,13 @@ class MLflow(Logger):
     kill loses nothing, and leaves the run's status at RUNNING. MLflow opens folders where
     ``MLFLOW_ALLOW_FILE_STORE`` is true; it is set here unless you have. MLflow's package sends data
     about its use to its makers unless ``MLFLOW_DISABLE_TELEMETRY`` is true.
+
+    Examples
+    --------
+    >>> from fsdpc import loggers
+    >>> logger = loggers.MLflow("mlruns")  # doctest: +SKIP
+    >>> logger.write(1, {"loss": 2.5})  # doctest: +SKIP
+    >>> logger.close()  # doctest: +SKIP
     """
 
     def __init__(
@@ -301,6 +358,19 @@ class Loggers(Logger):
     Parameters
     ----------
     loggers : iterable of Logger
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from fsdpc import loggers
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> paths = [Path(folder.name, name) for name in ("run.csv", "run.jsonl")]
+    >>> both = loggers.Loggers([loggers.Csv(paths[0]), loggers.JsonLines(paths[1])])
+    >>> both.write(1, {"loss": 2.5})
+    >>> both.close()
+    >>> [path.exists() for path in paths]
+    [True, True]
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
@@ -341,7 +411,14 @@ def open_loggers(text: str) -> Loggers:
 
 
 def read_words(text: str) -> list[tuple[str, str]]:
-    """Return kind and place of each logger that a line names; raises as `open_loggers` does."""
+    """Return kind and place of each logger that a line names; raises as `open_loggers` does.
+
+    Examples
+    --------
+    >>> from fsdpc import loggers
+    >>> loggers.read_words("jsonl:run.jsonl,csv:run.csv")
+    [('jsonl', 'run.jsonl'), ('csv', 'run.csv')]
+    """
     found = []
     for part in text.split(","):
         kind, _, where = part.strip().partition(":")

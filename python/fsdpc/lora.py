@@ -60,7 +60,18 @@ class _Adapted:
 
 
 class LoraLinear(_Adapted, Linear):
-    """A linear layer with an adapter."""
+    """A linear layer with an adapter.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2, targets=["q_proj"])
+    >>> layer = dict(lora.adapted(model))[names[0]]
+    >>> type(layer).__name__
+    'LoraLinear'
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -68,7 +79,17 @@ class LoraLinear(_Adapted, Linear):
 
 
 class LoraProjection(_Adapted, Projection):
-    """GPT-2's projection with an adapter."""
+    """GPT-2's projection with an adapter.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import GPT2, ModelConfig
+    >>> model = GPT2(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32, max_seq=8))
+    >>> names = lora.apply(model, rank=2)
+    >>> sum(isinstance(layer, lora.LoraProjection) for _, layer in lora.adapted(model))
+    3
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -76,7 +97,17 @@ class LoraProjection(_Adapted, Projection):
 
 
 class LoraExpansion(_Adapted, Expansion):
-    """GPT-2's projection before its activation, with an adapter."""
+    """GPT-2's projection before its activation, with an adapter.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import GPT2, ModelConfig
+    >>> model = GPT2(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32, max_seq=8))
+    >>> names = lora.apply(model, rank=2)
+    >>> sum(isinstance(layer, lora.LoraExpansion) for _, layer in lora.adapted(model))
+    1
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -126,6 +157,15 @@ def apply(
         A number is out of range, a target is no layer's name, or the model has adapters already.
     RuntimeError
         The model is sharded already.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> len(names), all(p.requires_grad == ("lora" in name) for name, p in model.named_parameters())
+    (7, True)
     """
     if rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
@@ -164,17 +204,49 @@ def _ends(name: str, target: str) -> bool:
 
 
 def adapted(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, layer) of the layers that have adapters, sharded or not."""
+    """Yield (dotted name, layer) of the layers that have adapters, sharded or not.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> len(list(lora.adapted(model))) == len(names)
+    True
+    """
     return ((name, m) for name, m in model.named_modules() if isinstance(m, _Adapted))
 
 
 def is_applied(model: Module) -> bool:
-    """Say whether a model has adapters."""
+    """Say whether a model has adapters.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> lora.is_applied(model)
+    False
+    >>> names = lora.apply(model, rank=2)
+    >>> lora.is_applied(model)
+    True
+    """
     return any(True for _ in adapted(model))
 
 
 def parameters(model: Module) -> list[Parameter]:
-    """Return the adapters' parameters: what an optimizer is to train."""
+    """Return the adapters' parameters: what an optimizer is to train.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> len(lora.parameters(model)) == 2 * len(names)
+    True
+    """
     return [p for _, layer in adapted(model) for p in (layer.lora_A, layer.lora_B)]
 
 
@@ -191,6 +263,16 @@ def merge(model: Module) -> None:
     Notes
     -----
     Parameters stay frozen: ``model.requires_grad_(True)`` thaws them.
+
+    Examples
+    --------
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> lora.merge(model)
+    >>> lora.is_applied(model)
+    False
     """
     layers = [layer for _, layer in adapted(model)]
     if not layers:
@@ -229,6 +311,18 @@ def save(model: Module, folder: str | os.PathLike[str], *, base: str | None = No
         The model has no adapters.
     OSError
         The folder cannot be written; raised on every rank.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> lora.save(model, folder.name + "/adapter")
+    >>> lora.read_config(folder.name + "/adapter")["r"]
+    2
     """
     layers = list(adapted(model))
     if not layers:
@@ -297,6 +391,19 @@ def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
         The tensors are not those of the model's adapters.
     RuntimeError
         The model is deferred and not sharded, or sharded without adapters.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> lora.save(model, folder.name + "/adapter")
+    >>> fresh = Llama(model.config)
+    >>> lora.load(fresh, folder.name + "/adapter") == names
+    True
     """
     from fsdpc import checkpoint
 
@@ -331,7 +438,20 @@ def load(model: Module, folder: str | os.PathLike[str]) -> list[str]:
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of a folder's ``adapter_config.json``; errors as of :func:`load`."""
+    """Return the content of a folder's ``adapter_config.json``; errors as of :func:`load`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import lora
+    >>> from fsdpc.models import Llama, ModelConfig
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> names = lora.apply(model, rank=2)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> lora.save(model, folder.name + "/adapter")
+    >>> lora.read_config(folder.name + "/adapter")["peft_type"]
+    'LORA'
+    """
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: it is no folder of PEFT's adapters")

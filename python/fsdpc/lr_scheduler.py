@@ -30,6 +30,19 @@ class LRScheduler:
     ------
     TypeError
         The optimizer has no ``param_groups`` with an ``"lr"``.
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> class Halved(lr_scheduler.LRScheduler):
+    ...     def factor(self, step, group):
+    ...         return 0.5 if step else 1.0
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = Halved(optimizer)
+    >>> optimizer.step()
+    >>> schedule.step()
+    >>> optimizer.param_groups[0]["lr"]
+    0.5
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -119,6 +132,19 @@ class WarmupCosine(LRScheduler):
     Notes
     -----
     Source: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017.
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = lr_scheduler.WarmupCosine(optimizer, warmup=2, total=6)
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146]
     """
 
     def __init__(
@@ -169,6 +195,19 @@ class WarmupStableDecay(LRScheduler):
     -----
     Sources: Hu et al., "MiniCPM: Unveiling the Potential of Small Language Models", 2024; Hagele et
     al., "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024 (sqrt).
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = lr_scheduler.WarmupStableDecay(optimizer, warmup=1, stable=2, decay=2)
+    >>> rates = []
+    >>> for _ in range(5):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [1.0, 1.0, 1.0, 1.0, 0.5]
     """
 
     def __init__(
@@ -219,6 +258,19 @@ class WarmupLinearDecay(WarmupStableDecay):
     ------
     ValueError
         An argument is out of range; the message has its value.
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = lr_scheduler.WarmupLinearDecay(optimizer, warmup=2, total=6)
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
 
     def __init__(self, optimizer: Any, warmup: int, total: int, min_ratio: float = 0.0) -> None:
@@ -294,6 +346,21 @@ class WarmupDecayLR(LRScheduler):
     -----
     DeepSpeed counts iterations from the end of the first step, so the first two steps run at
     ``warmup_min_lr``.
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = lr_scheduler.WarmupDecayLR(
+    ...     optimizer, 6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear"
+    ... )
+    >>> rates = []
+    >>> for _ in range(6):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.0, 0.0, 0.5, 1.0, 0.75, 0.5]
     """
 
     def __init__(
@@ -336,6 +403,19 @@ class LambdaLR(LRScheduler):
     ------
     ValueError
         There are not as many functions as groups.
+
+    Examples
+    --------
+    >>> from fsdpc import lr_scheduler, nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 1).parameters(), lr=1.0)
+    >>> schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    >>> rates = []
+    >>> for _ in range(4):
+    ...     rates.append(round(optimizer.param_groups[0]["lr"], 3))
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [1.0, 0.5, 0.25, 0.125]
     """
 
     def __init__(

@@ -34,7 +34,16 @@ def by_class(*classes: type) -> WrapPolicy:
 
 
 def by_size(min_params: int) -> WrapPolicy:
-    """Make units of at least ``min_params`` parameters, innermost modules first."""
+    """Make units of at least ``min_params`` parameters, innermost modules first.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, wrap
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    >>> units = wrap.units_by(wrap.by_size(1000), [model])
+    >>> [modules[0] is model[0] for modules, options in units]
+    [True]
+    """
     if min_params < 1:
         raise ValueError(f"min_params is 1 or more, got {min_params}")
     taken: set[int] = set()
@@ -50,7 +59,17 @@ def by_size(min_params: int) -> WrapPolicy:
 
 
 def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
-    """Make units of the modules whose dotted name fits a shell pattern, with its options."""
+    """Make units of the modules whose dotted name fits a shell pattern, with its options.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, wrap
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> policy = wrap.by_name({"0": {}, "2": {"reshard_after_forward": False}})
+    >>> units = wrap.units_by(policy, [model])
+    >>> [options for modules, options in units]
+    [{'reshard_after_forward': False}, {}]
+    """
 
     def policy(name: str, module: Module) -> dict[str, Any] | None:
         for pattern, options in plan.items():
@@ -62,7 +81,19 @@ def by_name(plan: Mapping[str, Mapping[str, Any]]) -> WrapPolicy:
 
 
 def check_names(plan: Mapping[str, Any], modules: Iterable[Module]) -> None:
-    """Raise ValueError if a pattern of a plan fits no submodule: it was mistyped."""
+    """Raise ValueError if a pattern of a plan fits no submodule: it was mistyped.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, wrap
+    >>> model = nn.Sequential(nn.Linear(4, 4))
+    >>> wrap.check_names({"0": {}}, [model])
+    >>> try:
+    ...     wrap.check_names({"layers.*": {}}, [model])
+    ... except ValueError:
+    ...     print("a pattern fits nothing")
+    a pattern fits nothing
+    """
     names = [name for module in modules for name, _ in module.named_modules() if name]
     for pattern in plan:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -76,6 +107,14 @@ def units_by(
     """Return what a policy makes units, submodules each by itself, and their options.
 
     Children first, and all of them before any is sharded.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, wrap
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> units = wrap.units_by(lambda name, m: {} if isinstance(m, nn.Linear) else None, [model])
+    >>> len(units), units[0][0][0] is model[0]
+    (1, True)
     """
     inside = [each for m in modules for each in reversed(list(m.named_modules())) if each[0]]
     answers = [(child, policy(name, child)) for name, child in inside]

@@ -36,6 +36,16 @@ class LoadReport:
         Names that the model or optimizer has and the checkpoint has not.
     unexpected : list of str
         The reverse.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import checkpoint, nn
+    >>> model = nn.Linear(2, 1)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> checkpoint.save(folder.name + "/step-1", {"model": model, "extra": {"step": 7}})
+    >>> checkpoint.load(folder.name + "/step-1", {"model": model}).extra
+    {'step': 7}
     """
 
     extra: Any = None
@@ -94,6 +104,16 @@ def load(
     Random numbers go on where they were if there is an optimizer to load: then it is a run that
     goes on. Those of Python, NumPy and torch, which are each rank's own, do so at the number of
     ranks that saved.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import checkpoint, nn
+    >>> model = nn.Linear(2, 1)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> checkpoint.save(folder.name + "/step-1", {"model": model, "extra": {"step": 1}})
+    >>> checkpoint.load(folder.name + "/step-1", {"model": model}).extra
+    {'step': 1}
     """
     saving.finish()
     job = agreed(lambda: _Load(Path(os.path.abspath(os.fspath(path))), state, strict, names))

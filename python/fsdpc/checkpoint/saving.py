@@ -29,7 +29,19 @@ _hook: Callable[[str, str], Any] | None = None
 
 
 class SaveHandle:
-    """A save under way on a thread; see ``async_`` of :func:`save`."""
+    """A save under way on a thread; see ``async_`` of :func:`save`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import checkpoint, nn
+    >>> model = nn.Linear(2, 1)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> handle = checkpoint.save(folder.name + "/step-1", {"model": model}, async_=True)
+    >>> handle.wait()
+    >>> handle.done
+    True
+    """
 
     def __init__(self, running: _core.Save, path: str, claim: Claim | None) -> None:
         self._running: _core.Save | None = running
@@ -163,6 +175,14 @@ def save(
     Memory: one chunk; with ``async_`` a copy of this rank's pieces, in memory that the next save
     uses again. The first one touches it for the first time, which takes seconds where a virtual
     machine gets its memory from the host page by page, as any first use of so much there does.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc import checkpoint, nn
+    >>> model = nn.Linear(2, 1)
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> checkpoint.save(folder.name + "/step-1", {"model": model, "extra": {"step": 1}})
     """
     finish()
     folder = os.path.abspath(os.fspath(path))

@@ -36,6 +36,14 @@ class SequenceDataset:
     ------
     ValueError
         `seq_len` is below 1, or there are fewer ids than ``seq_len + 1``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from fsdpc import data
+    >>> rows = data.SequenceDataset([np.arange(9)], seq_len=4)
+    >>> len(rows), [ids.tolist() for ids in rows[1]]
+    (2, [[4, 5, 6, 7], [5, 6, 7, 8]])
     """
 
     def __init__(self, pieces: Sequence[np.ndarray], seq_len: int, name: str = "data") -> None:
@@ -160,6 +168,17 @@ class ByteDataset(SequenceDataset):
     Notes
     -----
     Large files are mapped: ranks of one host share their memory.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> from fsdpc import data
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> size = Path(folder.name, "text.txt").write_text("hello world")
+    >>> text = data.ByteDataset(folder.name, seq_len=4)
+    >>> len(text), bytes(text[0][0].tolist())
+    (2, b'hell')
     """
 
     def __init__(
@@ -198,6 +217,13 @@ class PackedSequences(SequenceDataset):
     ------
     ValueError
         All documents together are shorter than a sequence.
+
+    Examples
+    --------
+    >>> from fsdpc import data
+    >>> rows = data.PackedSequences([[1, 2, 3], [4, 5]], seq_len=3, separator=0)
+    >>> len(rows), [ids.tolist() for ids in rows[0]]
+    (2, [[1, 2, 3], [2, 3, 0]])
     """
 
     def __init__(

@@ -33,6 +33,12 @@ class TokenDescription:
         How many documents they are, and the bytes of their text as UTF-8.
     tokenizer : dict, optional
         ``"name"`` and ``"sha256"`` of the file of the tokenizer.
+
+    Examples
+    --------
+    >>> from fsdpc import data
+    >>> data.TokenDescription(dtype="uint16", vocab_size=50257).vocab_size
+    50257
     """
 
     dtype: str
@@ -81,6 +87,15 @@ def read_description(folder: Path) -> TokenDescription | None:
         It is no description of token files; the message names it and what is wrong.
     PermissionError
         It cannot be read.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> from fsdpc import data
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(data.read_description(Path(folder)))
+    None
     """
     path = folder / NAME
     if not path.is_file():

@@ -23,6 +23,13 @@ def default_corpus() -> list[Path]:
     ------
     FileNotFoundError
         This Python has no library of plain files.
+
+    Examples
+    --------
+    >>> from fsdpc import data
+    >>> files = data.default_corpus()
+    >>> files == sorted(files), files[0].suffix
+    (True, '.py')
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}

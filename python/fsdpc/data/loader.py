@@ -44,6 +44,12 @@ class DistributedSampler:
     -----
     Rank r takes places r, r + world, ... of the order.  The order is NumPy's RandomState's, whose
     numbers are the same in every version of NumPy.
+
+    Examples
+    --------
+    >>> from fsdpc import data
+    >>> list(data.DistributedSampler(6, rank=1, world=2, shuffle=False))
+    [1, 3, 5]
     """
 
     def __init__(
@@ -126,6 +132,14 @@ class GlobalBatchSampler(DistributedSampler):
     Micro-step m of rank r takes the block m * world + r of a global batch, so 1 rank with 4
     micro-steps, 2 with 2 and 4 with 1 see the same blocks in the order in which deterministic mode
     sums them.  Sequences that do not fill a global batch are left out.
+
+    Examples
+    --------
+    >>> from fsdpc import data
+    >>> one = list(data.GlobalBatchSampler(8, rank=0, world=1, batch=4))
+    >>> halves = [list(data.GlobalBatchSampler(8, rank=r, world=2, batch=2)) for r in (0, 1)]
+    >>> sorted(one[:4]) == sorted(halves[0][:2] + halves[1][:2])
+    True
     """
 
     def __init__(

@@ -50,6 +50,18 @@ class TokenDataset(SequenceDataset):
     -----
     An id beyond the vocabulary is a ValueError of the batch that holds it.  The message has file,
     position in the file and id.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from fsdpc import data
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> np.arange(9, dtype=np.uint16).tofile(Path(folder.name, "ids.bin"))
+    >>> tokens = data.TokenDataset(Path(folder.name, "ids.bin"), seq_len=4, dtype="uint16")
+    >>> len(tokens), [ids.tolist() for ids in tokens[0]]
+    (2, [[0, 1, 2, 3], [1, 2, 3, 4]])
     """
 
     def __init__(

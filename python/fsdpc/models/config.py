@@ -59,6 +59,12 @@ class ModelConfig:
         default.
     bos_token_id, eos_token_id, pad_token_id : int, optional
         Tokens that begin, end and fill sequences. Several that end one are a tuple.
+
+    Examples
+    --------
+    >>> from fsdpc.models import ModelConfig
+    >>> ModelConfig(vocab_size=256, dim=64, layers=2, heads=4, inner=128).kv_heads
+    4
     """
 
     vocab_size: int
@@ -205,6 +211,12 @@ def preset(name: str) -> ModelConfig:
     ------
     KeyError
         No such preset; the message lists them.
+
+    Examples
+    --------
+    >>> from fsdpc.models import preset
+    >>> preset("2M").dim, preset("2M").layers
+    (192, 4)
     """
     if name not in PRESETS:
         raise KeyError(f"no preset '{name}'; there are {', '.join(PRESETS)}")

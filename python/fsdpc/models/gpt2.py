@@ -157,6 +157,14 @@ class GPT2(LanguageModel):
     ----------
     config : ModelConfig
         Sizes; ``inner`` is 4 x dim in the published models.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc.models import GPT2, ModelConfig
+    >>> model = GPT2(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32, max_seq=8))
+    >>> model(fsdpc.tensor([[1, 2, 3]])).shape
+    (1, 3, 256)
     """
 
     def __init__(self, config: ModelConfig) -> None:

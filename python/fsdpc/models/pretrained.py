@@ -88,6 +88,16 @@ def from_pretrained(folder: PathLike, *, dtype: Any = None) -> Llama | GPT2:
     -----
     Every rank reads and holds the whole model. For one that no rank could hold: :func:`from_config`
     inside :class:`fsdpc.deferred_init`, :func:`fsdpc.fully_shard`, then :func:`load_pretrained`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc.models import Llama, ModelConfig, from_pretrained, save_pretrained
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> save_pretrained(model, folder.name + "/tiny")
+    >>> from_pretrained(folder.name + "/tiny").config.dim
+    16
     """
     if is_deferring():
         raise RuntimeError(
@@ -123,6 +133,15 @@ def load_pretrained(model: Llama | GPT2, folder: PathLike) -> None:
     -----
     Each rank reads its own rows out of the files straight into their place: none ever holds a
     whole parameter of another's.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from fsdpc.models import Llama, ModelConfig, load_pretrained, save_pretrained
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> save_pretrained(model, folder.name + "/tiny")
+    >>> load_pretrained(model, folder.name + "/tiny")
     """
     from fsdpc import checkpoint  # which imports models
 
@@ -185,6 +204,17 @@ def save_pretrained(
     -----
     The folder is a checkpoint too: :func:`fsdpc.checkpoint.load` reads it. Files of a tokenizer are
     not part of a model: copy them beside it.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> import tempfile
+    >>> from fsdpc.models import Llama, ModelConfig, save_pretrained
+    >>> model = Llama(ModelConfig(vocab_size=256, dim=16, layers=1, heads=2, inner=32))
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> save_pretrained(model, folder.name + "/tiny")
+    >>> sorted(path.name for path in Path(folder.name, "tiny").iterdir())
+    ['config.json', 'manifest.json', 'model.safetensors']
     """
     from fsdpc import checkpoint
     from fsdpc.checkpoint.config_json import content_of

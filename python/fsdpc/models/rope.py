@@ -29,6 +29,12 @@ class RopeScaling:
     ------
     ValueError
         A kind that is not known, or a number out of range.
+
+    Examples
+    --------
+    >>> from fsdpc.models import RopeScaling
+    >>> RopeScaling(kind="linear", factor=2.0).factor
+    2.0
     """
 
     kind: str

@@ -10,7 +10,16 @@ from fsdpc.nn.module import Module, Parameter
 
 
 class ModuleList(Module):
-    """A list of modules."""
+    """A list of modules.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    >>> len(layers), len(list(layers.parameters()))
+    (3, 6)
+    """
 
     def __init__(self, modules: Iterable[Module] = ()) -> None:
         super().__init__()
@@ -50,7 +59,16 @@ class ModuleList(Module):
 
 
 class Sequential(ModuleList):
-    """Modules applied one after the other."""
+    """Modules applied one after the other.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> model(fsdpc.ones(5, 4)).shape
+    (5, 1)
+    """
 
     def __init__(self, *modules: Module) -> None:
         super().__init__(modules)
@@ -69,6 +87,14 @@ class ModuleDict(Module):
     ----------
     modules : mapping of str to Module, optional
         Added in its order.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> heads = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 3)})
+    >>> heads["b"](fsdpc.ones(1, 2)).shape
+    (1, 3)
     """
 
     def __init__(self, modules: Mapping[str, Module] | None = None) -> None:
@@ -124,6 +150,14 @@ class ParameterList(Module):
     ----------
     parameters : iterable of Parameter or Tensor
         Tensors become parameters that share their memory.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> scales = nn.ParameterList([fsdpc.ones(2), fsdpc.ones(3)])
+    >>> [p.shape for p in scales]
+    [(2,), (3,)]
     """
 
     def __init__(self, parameters: Iterable[Any] = ()) -> None:

@@ -46,6 +46,13 @@ class Conv2d(_Conv):
     -----
     ``weight`` is (out_channels, in_channels / groups, height, width), ``bias`` (out_channels).
     Both begin uniform in +-1/sqrt(fan in), as in PyTorch.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.Conv2d(3, 8, 3, stride=2, padding=1)(fsdpc.ones(1, 3, 8, 8)).shape
+    (1, 8, 4, 4)
     """
 
     def __init__(
@@ -73,7 +80,15 @@ class Conv2d(_Conv):
 
 
 class Conv1d(_Conv):
-    """Convolve rows; see :class:`Conv2d`."""
+    """Convolve rows; see :class:`Conv2d`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.Conv1d(3, 8, 5, padding="same")(fsdpc.ones(1, 3, 10)).shape
+    (1, 8, 10)
+    """
 
     def __init__(
         self,
@@ -108,7 +123,14 @@ class _Pool(Module):
 
 
 class MaxPool1d(_Pool):
-    """The largest of each window; see :func:`fsdpc.functional.max_pool1d`."""
+    """The largest of each window; see :func:`fsdpc.functional.max_pool1d`.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.MaxPool1d(2)(tensor([[[1.0, 3.0, 5.0, 7.0]]])).tolist()
+    [[[3.0, 7.0]]]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, channels, length) -> (batch, channels, length)."""
@@ -116,7 +138,15 @@ class MaxPool1d(_Pool):
 
 
 class MaxPool2d(_Pool):
-    """The largest of each window; see :func:`fsdpc.functional.max_pool2d`."""
+    """The largest of each window; see :func:`fsdpc.functional.max_pool2d`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.MaxPool2d(2)(fsdpc.ones(1, 3, 4, 4)).shape
+    (1, 3, 2, 2)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, channels, height, width) -> (batch, channels, height, width)."""
@@ -124,7 +154,14 @@ class MaxPool2d(_Pool):
 
 
 class AvgPool1d(_Pool):
-    """The mean of each window; see :func:`fsdpc.functional.avg_pool1d`."""
+    """The mean of each window; see :func:`fsdpc.functional.avg_pool1d`.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.AvgPool1d(2)(tensor([[[1.0, 3.0, 5.0, 7.0]]])).tolist()
+    [[[2.0, 6.0]]]
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, channels, length) -> (batch, channels, length)."""
@@ -132,7 +169,15 @@ class AvgPool1d(_Pool):
 
 
 class AvgPool2d(_Pool):
-    """The mean of each window; see :func:`fsdpc.functional.avg_pool2d`."""
+    """The mean of each window; see :func:`fsdpc.functional.avg_pool2d`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.AvgPool2d(2)(fsdpc.ones(1, 3, 4, 4)).shape
+    (1, 3, 2, 2)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, channels, height, width) -> (batch, channels, height, width)."""

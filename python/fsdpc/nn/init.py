@@ -33,27 +33,69 @@ def _init(p: P, kind: str, a: float, b: float) -> P:
 
 
 def normal_(p: P, mean: float = 0.0, std: float = 1.0) -> P:
-    """Fill with independent normal values (Box-Muller over Philox words)."""
+    """Fill with independent normal values (Box-Muller over Philox words).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.normal_(nn.Parameter(fsdpc.empty(1000)), std=0.02)
+    >>> 0.01 < float(p.detach().std().item()) < 0.03
+    True
+    """
     return _init(p, "normal", mean, std)
 
 
 def uniform_(p: P, low: float = 0.0, high: float = 1.0) -> P:
-    """Fill with independent values, uniform in [low, high)."""
+    """Fill with independent values, uniform in [low, high).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.uniform_(nn.Parameter(fsdpc.empty(100)), -1.0, 1.0)
+    >>> -1 <= p.detach().min().item() <= p.detach().max().item() < 1
+    True
+    """
     return _init(p, "uniform", low, high)
 
 
 def constant_(p: P, value: float) -> P:
-    """Fill with one value."""
+    """Fill with one value.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.constant_(nn.Parameter(fsdpc.empty(2)), 0.5).tolist()
+    [0.5, 0.5]
+    """
     return _init(p, "constant", value, 0.0)
 
 
 def zeros_(p: P) -> P:
-    """Fill with 0."""
+    """Fill with 0.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.zeros_(nn.Parameter(fsdpc.empty(2))).tolist()
+    [0.0, 0.0]
+    """
     return constant_(p, 0.0)
 
 
 def ones_(p: P) -> P:
-    """Fill with 1."""
+    """Fill with 1.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.ones_(nn.Parameter(fsdpc.empty(2))).tolist()
+    [1.0, 1.0]
+    """
     return constant_(p, 1.0)
 
 
@@ -81,6 +123,12 @@ def calculate_gain(nonlinearity: str, a: float | None = None) -> float:
     ------
     ValueError
         There is no such function.
+
+    Examples
+    --------
+    >>> from fsdpc import nn
+    >>> round(nn.init.calculate_gain("relu"), 4)
+    1.4142
     """
     if nonlinearity == "leaky_relu":
         return math.sqrt(2 / (1 + (0.01 if a is None else a) ** 2))
@@ -94,6 +142,14 @@ def xavier_uniform_(p: P, gain: float = 1.0) -> P:
     """Fill with uniform values of variance ``2 gain^2 / (fan in + fan out)``.
 
     Source: Glorot & Bengio 2010.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.xavier_uniform_(nn.Parameter(fsdpc.empty(3, 3)))
+    >>> p.detach().abs().max().item() <= 1  # sqrt(6 / (3 + 3))
+    True
     """
     fan_in, fan_out = _fans(p)
     bound = gain * math.sqrt(6 / (fan_in + fan_out))
@@ -101,7 +157,15 @@ def xavier_uniform_(p: P, gain: float = 1.0) -> P:
 
 
 def xavier_normal_(p: P, gain: float = 1.0) -> P:
-    """Fill with normal values of variance ``2 gain^2 / (fan in + fan out)``."""
+    """Fill with normal values of variance ``2 gain^2 / (fan in + fan out)``.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.xavier_normal_(nn.Parameter(fsdpc.empty(4, 3))).shape
+    (4, 3)
+    """
     return normal_(p, 0.0, gain * math.sqrt(2 / sum(_fans(p))))
 
 
@@ -122,6 +186,14 @@ def kaiming_uniform_(
         As for :func:`calculate_gain`.
 
     Source: He et al. 2015.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.kaiming_uniform_(nn.Parameter(fsdpc.empty(4, 6)), nonlinearity="relu")
+    >>> p.detach().abs().max().item() <= 1  # sqrt(2) * sqrt(3 / 6)
+    True
     """
     bound = math.sqrt(3) * _kaiming(p, a, mode, nonlinearity)
     return uniform_(p, -bound, bound)
@@ -130,7 +202,15 @@ def kaiming_uniform_(
 def kaiming_normal_(
     p: P, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu"
 ) -> P:
-    """Fill with normal values of variance ``gain^2 / fan``; see :func:`kaiming_uniform_`."""
+    """Fill with normal values of variance ``gain^2 / fan``; see :func:`kaiming_uniform_`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.kaiming_normal_(nn.Parameter(fsdpc.empty(4, 6)), nonlinearity="relu").shape
+    (4, 6)
+    """
     return normal_(p, 0.0, _kaiming(p, a, mode, nonlinearity))
 
 
@@ -141,6 +221,14 @@ def trunc_normal_(p: P, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b:
     ------
     RuntimeError
         The parameter is deferred or sharded: elements depend on each other's draws.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.trunc_normal_(nn.Parameter(fsdpc.empty(100)), std=1.0, a=-1.0, b=1.0)
+    >>> p.detach().abs().max().item() <= 1
+    True
     """
     rng = _host_generator(p, "trunc_normal_")
     values = rng.normal(mean, std, p.shape)
@@ -158,6 +246,14 @@ def orthogonal_(p: P, gain: float = 1.0) -> P:
         The parameter is deferred or sharded: elements depend on each other.
 
     Source: Saxe et al. 2013.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> p = nn.init.orthogonal_(nn.Parameter(fsdpc.empty(2, 2))).detach()
+    >>> (p @ p.T - fsdpc.eye(2)).abs().max().item() < 1e-6
+    True
     """
     if p.ndim < 2:
         raise ValueError(f"orthogonal_: shape {p.shape}; at least 2 dimensions are needed")
@@ -175,6 +271,13 @@ def eye_(p: P) -> P:
     ------
     RuntimeError
         The parameter is deferred or sharded.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.init.eye_(nn.Parameter(fsdpc.empty(2, 3))).tolist()
+    [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
     _host_generator(p, "eye_")
     return _write(p, np.eye(*p.shape))

@@ -28,6 +28,13 @@ class CrossEntropyLoss(_Loss):
     ignore_index : int
     reduction : {"mean", "sum", "none"}
     label_smoothing : float
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> loss = nn.CrossEntropyLoss()
+    >>> round(loss(tensor([[0.0, 0.0]]), tensor([1])).item(), 4)  # log(2)
+    0.6931
     """
 
     def __init__(
@@ -54,7 +61,14 @@ class CrossEntropyLoss(_Loss):
 
 
 class NLLLoss(_Loss):
-    """Negative log likelihood of log-probabilities; see :func:`fsdpc.functional.nll_loss`."""
+    """Negative log likelihood of log-probabilities; see :func:`fsdpc.functional.nll_loss`.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.NLLLoss()(tensor([[-0.5, -2.0]]), tensor([1])).item()
+    2.0
+    """
 
     def __init__(
         self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
@@ -69,7 +83,14 @@ class NLLLoss(_Loss):
 
 
 class MSELoss(_Loss):
-    """The mean squared difference."""
+    """The mean squared difference.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.MSELoss()(tensor([1.0, 2.0]), tensor([1.0, 4.0])).item()
+    2.0
+    """
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Two of one shape -> scalar, or that shape without reduction."""
@@ -77,7 +98,14 @@ class MSELoss(_Loss):
 
 
 class L1Loss(_Loss):
-    """The mean absolute difference."""
+    """The mean absolute difference.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> nn.L1Loss()(tensor([1.0, 2.0]), tensor([1.0, 4.0])).item()
+    1.0
+    """
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """Two of one shape -> scalar, or that shape without reduction."""
@@ -85,7 +113,15 @@ class L1Loss(_Loss):
 
 
 class BCEWithLogitsLoss(_Loss):
-    """Binary cross entropy; see :func:`fsdpc.functional.binary_cross_entropy_with_logits`."""
+    """Binary cross entropy; see :func:`fsdpc.functional.binary_cross_entropy_with_logits`.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> loss = nn.BCEWithLogitsLoss()
+    >>> round(loss(tensor([0.0]), tensor([1.0])).item(), 4)  # log(2)
+    0.6931
+    """
 
     def __init__(
         self,
@@ -105,7 +141,15 @@ class BCEWithLogitsLoss(_Loss):
 
 
 class KLDivLoss(Module):
-    """Kullback-Leibler divergence; see :func:`fsdpc.functional.kl_div`."""
+    """Kullback-Leibler divergence; see :func:`fsdpc.functional.kl_div`.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> loss = nn.KLDivLoss(reduction="sum")
+    >>> round(loss(tensor([-1.0, 0.0]), tensor([1.0, 0.0])).item(), 4)
+    1.0
+    """
 
     def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
         super().__init__()

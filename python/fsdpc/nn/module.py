@@ -64,6 +64,15 @@ class Parameter(Tensor):
     Once its module is sharded, ``shape`` stays the full shape, and the values can be read by
     modules inside the unit's forward and backward only. ``local`` is this rank's rows, ``grad``
     the gradient of those rows, and :func:`fsdpc.full_tensor` and :func:`fsdpc.full_grad` gather.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layer = nn.Module()
+    >>> layer.factor = nn.Parameter(fsdpc.ones(3))
+    >>> [(name, p.shape) for name, p in layer.named_parameters()]
+    [('factor', (3,))]
     """
 
     _unit: Any = None
@@ -112,7 +121,19 @@ class Parameter(Tensor):
 
 
 class HookHandle:
-    """What registers a hook of a module returns."""
+    """What registers a hook of a module returns.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> model = nn.Linear(2, 2)
+    >>> handle = model.register_forward_hook(lambda module, args, y: print(y.shape))
+    >>> y = model(fsdpc.ones(1, 2))
+    (1, 2)
+    >>> handle.remove()
+    >>> y = model(fsdpc.ones(1, 2))
+    """
 
     def __init__(self, hooks: dict[int, Any]) -> None:
         self._hooks = hooks

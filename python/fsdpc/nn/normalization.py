@@ -24,6 +24,13 @@ class GroupNorm(Module):
     affine : bool
         Have ``weight`` and ``bias`` (num_channels).
     dtype : dtype, default float32
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.GroupNorm(2, 4)(fsdpc.ones(1, 4, 8)).shape
+    (1, 4, 8)
     """
 
     def __init__(
@@ -120,13 +127,30 @@ class BatchNorm1d(_BatchNorm):
     -----
     Ranks see other batches, so their running statistics differ, and a checkpoint holds rank 0's.
     :class:`SyncBatchNorm` has the same on all ranks.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, tensor
+    >>> norm = nn.BatchNorm1d(1, eps=0.0)
+    >>> norm(tensor([[1.0], [3.0]])).tolist()
+    [[-1.0], [1.0]]
+    >>> round(norm.running_mean.item(), 4)
+    0.2
     """
 
     _dims = (2, 3)
 
 
 class BatchNorm2d(_BatchNorm):
-    """Normalise channels of (batch, channels, height, width); see :class:`BatchNorm1d`."""
+    """Normalise channels of (batch, channels, height, width); see :class:`BatchNorm1d`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.BatchNorm2d(3)(fsdpc.ones(2, 3, 4, 4)).shape
+    (2, 3, 4, 4)
+    """
 
     _dims = (4,)
 
@@ -138,6 +162,13 @@ class SyncBatchNorm(_BatchNorm):
     -----
     Forward and backward are collective, with two small sums over ranks each. Statistics, running
     ones too, and gradients are those of one rank that has all batches, which may differ in size.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> nn.SyncBatchNorm(3)(fsdpc.ones(2, 3, 4, 4)).shape  # one rank: as BatchNorm2d
+    (2, 3, 4, 4)
     """
 
     _over_ranks = True

@@ -35,6 +35,16 @@ class MultiheadAttention(Module):
     -----
     ``in_proj_weight`` (3 embed_dim, embed_dim) has the rows of queries, keys and values;
     ``in_proj_bias`` (3 embed_dim); ``out_proj`` is a :class:`Linear`.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> x = fsdpc.randn(1, 5, 8)
+    >>> y, weights = layer(x, x, x, need_weights=False)
+    >>> y.shape
+    (1, 5, 8)
     """
 
     def __init__(
@@ -150,6 +160,14 @@ class TransformerEncoderLayer(Module):
     Modules are ``self_attn``, ``linear1``, ``linear2``, ``norm1`` and ``norm2``, as in PyTorch.
 
     Source: Vaswani et al. 2017; Xiong et al. 2020 (norm_first).
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn
+    >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    >>> layer(fsdpc.randn(1, 5, 8)).shape
+    (1, 5, 8)
     """
 
     def __init__(

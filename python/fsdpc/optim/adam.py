@@ -42,6 +42,16 @@ class AdamW(Optimizer):
     without a gradient are skipped. Results do not depend on how parameters are sharded.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim, tensor
+    >>> p = nn.Parameter(tensor([1.0]))
+    >>> optimizer = optim.AdamW([p], lr=0.1)
+    >>> (2 * p).sum().backward()
+    >>> optimizer.step()
+    >>> round(p.item(), 4)
+    0.899
     """
 
     _KIND = "AdamW"
@@ -88,6 +98,16 @@ class Adam(AdamW):
     Notes
     -----
     Source: Kingma and Ba, Adam: a method for stochastic optimization, 2015.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim, tensor
+    >>> p = nn.Parameter(tensor([1.0]))
+    >>> optimizer = optim.Adam([p], lr=0.1)
+    >>> (2 * p).sum().backward()
+    >>> optimizer.step()
+    >>> round(p.item(), 4)
+    0.9
     """
 
     _KIND = "Adam"

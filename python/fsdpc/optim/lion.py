@@ -29,6 +29,16 @@ class Lion(Optimizer):
     Notes
     -----
     Source: Chen et al., Symbolic discovery of optimization algorithms, 2023, algorithm 2.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim, tensor
+    >>> p = nn.Parameter(tensor([1.0]))
+    >>> optimizer = optim.Lion([p], lr=0.1)
+    >>> (2 * p).sum().backward()
+    >>> optimizer.step()
+    >>> round(p.item(), 4)
+    0.9
     """
 
     _KIND = "Lion"

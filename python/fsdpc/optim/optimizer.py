@@ -27,6 +27,13 @@ class Optimizer:
     ----------
     param_groups : list of dict
         ``"params"`` and the options of each group; changed options count from the next step on.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim
+    >>> optimizer = optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1)
+    >>> isinstance(optimizer, optim.Optimizer), optimizer.param_groups[0]["lr"]
+    (True, 0.1)
     """
 
     _KIND = ""

@@ -28,6 +28,16 @@ class SGD(Optimizer):
     state_dtype : dtype, default float32
     seed : int, default 0
         The last two as in :class:`AdamW`, and so are notes and errors.
+
+    Examples
+    --------
+    >>> from fsdpc import nn, optim, tensor
+    >>> p = nn.Parameter(tensor([1.0]))
+    >>> optimizer = optim.SGD([p], lr=0.1, momentum=0.9)
+    >>> (2 * p).sum().backward()
+    >>> optimizer.step()
+    >>> round(p.item(), 4)
+    0.8
     """
 
     _KIND = "SGD"

@@ -37,6 +37,18 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     Notes
     -----
     Collective for sharded parameters; every rank gets the full values.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn, optim
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(fsdpc.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> state = optim.get_optimizer_state_dict(model, optimizer)
+    >>> sorted(state["state"]), sorted(state["state"]["bias"])
+    (['bias', 'weight'], ['momentum_buffer', 'step'])
     """
     return gather(optimizer, _names_in(model))
 
@@ -56,6 +68,20 @@ def set_optimizer_state_dict(model: Module, optimizer: Optimizer, state: Mapping
     ------
     KeyError, ValueError
         Names, groups, states or shapes differ from the optimizer's; nothing is changed then.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> from fsdpc import nn, optim
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> model(fsdpc.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    >>> state = optim.get_optimizer_state_dict(model, optimizer)
+    >>> fresh = optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    >>> optim.set_optimizer_state_dict(model, fresh, state)
+    >>> fresh.param_groups[0]["lr"]
+    0.1
     """
     load(optimizer, state, _names_in(model))
 

@@ -35,7 +35,18 @@ from fsdpc.torch.state_dict import module_load_state_dict, module_state_dict, of
 
 
 class FSDPModule(fsdp_module.FSDPModule):
-    """What :func:`fully_shard` adds to a torch module, with PyTorch FSDP2's names and meaning."""
+    """What :func:`fully_shard` adds to a torch module, with PyTorch FSDP2's names and meaning.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import FSDPModule, fully_shard
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> isinstance(model, FSDPModule)
+    True
+    >>> model.unshard()
+    >>> model.reshard()
+    """
 
     _fsdpc_state: UnitState
 
@@ -295,6 +306,18 @@ def fully_shard(
     Outside forward and backward parameters are this rank's rows, ``nn.Parameter`` objects
     with ``full_tensor()``, ``to_local()`` and ``fsdpc`` (name, full shape, rows).
     Source: PyTorch FSDP (Zhao et al. 2023), ``torch.distributed.fsdp.fully_shard``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    >>> for layer in model:
+    ...     unit = fully_shard(layer)
+    >>> model = fully_shard(model)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model[1].bias.grad.tolist()
+    [1.0, 1.0]
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("dp_mesh_dims: give mesh=mesh['replicate', 'shard'] instead")

@@ -47,6 +47,17 @@ def clip_grad_norm_(
     Gradients of whole units are not touched: the optimizer applies the factor while
     it reads them, or whoever looks at ``.grad`` first. ``torch.nn.utils.clip_grad_norm_`` gives the
     same norm in more passes over memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import clip_grad_norm_, fully_shard
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> round(clip_grad_norm_(model, 1.0).item(), 4)  # sqrt(2 * 4 + 2)
+    3.1623
+    >>> round(clip_grad_norm_(model, 1.0).item(), 4)
+    1.0
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()

@@ -51,6 +51,15 @@ class DistributedDataParallel(FullyShardedDataParallel):
     It is :class:`FullyShardedDataParallel` with NO_SHARD: make the optimizer after it. Names in
     state dicts are the plain module's, without ``module.``. A forward without gradients and
     ``state_dict()`` wait for nobody, so rank 0 may run them alone. Buffers are not sent again.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import DistributedDataParallel
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model.weight.grad[0].tolist()
+    [1.0, 1.0, 1.0, 1.0]
     """
 
     def __new__(

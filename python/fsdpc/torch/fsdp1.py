@@ -72,6 +72,14 @@ class FullyShardedDataParallel(FSDPModule):
     Notes
     -----
     ``model.module`` is the same module without this class. Source: PyTorch FSDP (Zhao et al. 2023).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import FullyShardedDataParallel
+    >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 2), use_orig_params=True)
+    >>> model(torch.ones(1, 4)).shape
+    torch.Size([1, 2])
     """
 
     def __new__(

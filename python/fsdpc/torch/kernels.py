@@ -71,7 +71,15 @@ def use_kernels(module: nn.Module) -> nn.Module:
 
 
 class KernelLinear(nn.Linear):
-    """An ``nn.Linear`` on the engine's matrix products; see :func:`use_kernels`."""
+    """An ``nn.Linear`` on the engine's matrix products; see :func:`use_kernels`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import KernelLinear
+    >>> KernelLinear(4, 2)(torch.ones(1, 4)).shape
+    torch.Size([1, 2])
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``."""

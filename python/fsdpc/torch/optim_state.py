@@ -48,6 +48,18 @@ def get_optimizer_state_dict(
     -------
     dict
         ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, get_optimizer_state_dict
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> optimizer.step()
+    >>> state = get_optimizer_state_dict(model, optimizer)["state"]
+    >>> sorted(state), tuple(state["weight"]["exp_avg"].shape)
+    (['bias', 'weight'], (2, 4))
     """
     if sharded:
         make_states(optimizer)
@@ -118,6 +130,20 @@ def set_optimizer_state_dict(
     ------
     KeyError
         A parameter that the optimizer has is missing in the groups.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, get_optimizer_state_dict, set_optimizer_state_dict
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    >>> optimizer.step()
+    >>> state = get_optimizer_state_dict(model, optimizer)
+    >>> fresh = torch.optim.AdamW(model.parameters(), lr=1.0)
+    >>> set_optimizer_state_dict(model, fresh, state)
+    >>> fresh.param_groups[0]["lr"]
+    0.1
     """
     names = _names(model)
     given = {name for g in state_dict["param_groups"] for name in g["params"]}

@@ -25,6 +25,15 @@ class MixedPrecisionPolicy:
         To which floating outputs of the module are cast.
     cast_forward_inputs : bool, default True
         Cast floating inputs of the module to ``param_dtype``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import MixedPrecisionPolicy, fully_shard
+    >>> policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    >>> model = fully_shard(torch.nn.Linear(4, 2), mp_policy=policy)
+    >>> model(torch.ones(1, 4)).dtype
+    torch.bfloat16
     """
 
     param_dtype: torch.dtype | None = None
@@ -41,6 +50,14 @@ class CPUOffloadPolicy(OffloadPolicy):
     ----------
     pin_memory : bool, default True
         Means nothing on CPUs; GPUs reach pinned memory alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import CPUOffloadPolicy
+    >>> policy = CPUOffloadPolicy(optimizer="disk", path="/tmp")
+    >>> policy.masters, policy.optimizer
+    ('host', 'disk')
     """
 
     pin_memory: bool = True

@@ -56,6 +56,17 @@ def summon_full_params(
     -----
     Inside, modules can be called without gradients: they compute with the copies and communicate
     nothing, so rank 0 alone may generate. Units that ``recurse=False`` leaves out run as ever.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, summon_full_params
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> with summon_full_params(model), torch.no_grad():
+    ...     x = model.bias.zero_()
+    >>> with summon_full_params(model):
+    ...     print(model.bias.tolist())
+    [0.0, 0.0]
     """
     if rank0_only and writeback:
         raise ValueError("rank0_only with writeback=True: other ranks would keep the old rows")
@@ -99,7 +110,17 @@ def _rank(states: list[UnitState]) -> int:
 
 
 def full_grad(p: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's full averaged gradient, or None; collective if it is sharded."""
+    """Return a parameter's full averaged gradient, or None; collective if it is sharded.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import full_grad, fully_shard
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> full_grad(model.bias).tolist()
+    [1.0, 1.0]
+    """
     info = getattr(p, "fsdpc", None)
     if p.grad is None or info is None:
         return p.grad
@@ -224,6 +245,14 @@ def get_model_state_dict(
         Parameters are this rank's rows instead, over their own memory, and nothing communicates:
         for ``torch.distributed.checkpoint``, which saves them as parts of a whole, and loads into
         them in place at any number of ranks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, get_model_state_dict
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> {name: tuple(value.shape) for name, value in get_model_state_dict(model).items()}
+    {'weight': (2, 4), 'bias': (2,)}
     """
     if sharded:
         for s in states_of(model):
@@ -271,6 +300,17 @@ def set_model_state_dict(
     rank0_only : bool, default False
         Rank 0's is taken, broadcast one tensor at a time; what other ranks give is not read.
         Collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from fsdpc.torch import fully_shard, get_model_state_dict, set_model_state_dict
+    >>> model = fully_shard(torch.nn.Linear(4, 2))
+    >>> state = get_model_state_dict(model)
+    >>> set_model_state_dict(model, {name: 0 * value for name, value in state.items()})
+    <All keys matched successfully>
+    >>> model(torch.ones(1, 4)).tolist()
+    [[0.0, 0.0]]
     """
     if not rank0_only:
         return model.load_state_dict(state_dict, strict=strict)
