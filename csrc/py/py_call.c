@@ -225,10 +225,8 @@ static PyObject *call(fsdpc_py_unit *self, PyObject *forward, PyObject *args, Py
 
 static PyObject *unit_call(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
-    if (n != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "call(forward, args, kwargs)");
-        return NULL;
-    }
+    if (n != 3 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "call(forward, args, kwargs)");
     return call((fsdpc_py_unit *)object, args[0], args[1], args[2]);
 }
 

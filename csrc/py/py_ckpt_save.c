@@ -183,10 +183,8 @@ static PyObject *save_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                       &folders[2], &PyList_Type, &files, &PyList_Type, &pieces, &path, &manifest,
                       &PyList_Type, &places, &checksum_at, &hook, &overwrite))
         return NULL;
-    if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "a save needs a Comm");
-        return NULL;
-    }
+    if (!Py_IS_TYPE(comm, (PyTypeObject *)state->comm_type))
+        return PyErr_Format(PyExc_TypeError, "a save needs a Comm");
     fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
     fsdpc_comm *open = runtime ? fsdpc_py_comm_of(comm) : NULL;
     py_save *self = open ? (py_save *)type->tp_alloc(type, 0) : NULL;
@@ -240,10 +238,8 @@ static int join(py_save *self)
 static PyObject *save_run(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     py_save *self = (py_save *)object;
-    if (self->started || self->done) {
-        PyErr_SetString(PyExc_RuntimeError, "this save was run before");
-        return NULL;
-    }
+    if (self->started || self->done)
+        return PyErr_Format(PyExc_RuntimeError, "this save was run before");
     self->done = 1;
     if (!fsdpc_py_comm_of(self->comm))
         return NULL;
@@ -282,10 +278,8 @@ static fsdpc_status stage(py_save *self)
 static PyObject *save_start(PyObject *object, PyObject *Py_UNUSED(unused))
 {
     py_save *self = (py_save *)object;
-    if (self->started || self->done) {
-        PyErr_SetString(PyExc_RuntimeError, "this save was run before");
-        return NULL;
-    }
+    if (self->started || self->done)
+        return PyErr_Format(PyExc_RuntimeError, "this save was run before");
     fsdpc_comm *comm = fsdpc_py_comm_of(self->comm);
     if (!comm)
         return NULL;
@@ -320,7 +314,6 @@ FSDPC_PY_GETTER(save_done, PyBool_FromLong(atomic_load_explicit(&((py_save *)obj
 static void save_dealloc(PyObject *object)
 {
     py_save *self = (py_save *)object;
-    PyTypeObject *type = Py_TYPE(object);
     if (self->started && !self->joined) { /* what its thread uses goes away now */
         Py_BEGIN_ALLOW_THREADS;
         pthread_join(self->thread, NULL);
@@ -343,8 +336,7 @@ static void save_dealloc(PyObject *object)
     Py_XDECREF(self->keep);
     Py_XDECREF(self->hook);
     Py_XDECREF(self->comm);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 static PyMethodDef save_methods[] = {

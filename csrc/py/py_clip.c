@@ -223,10 +223,8 @@ static PyObject *norms_of_rows(PyObject *module, PyObject *args)
                           &PyList_Type, &tensors, &p))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(tensors);
-    if (n == 0 || PyList_GET_SIZE(units) != n || PyList_GET_SIZE(indices) != n) {
-        PyErr_SetString(PyExc_ValueError, "norms_of_rows: a unit and an index for each tensor");
-        return NULL;
-    }
+    if (n == 0 || PyList_GET_SIZE(units) != n || PyList_GET_SIZE(indices) != n)
+        return PyErr_Format(PyExc_ValueError, "norms_of_rows: a unit and an index for each tensor");
     if (read_gradients(module, units, tensors, &g) < 0)
         return NULL;
     size_t *leaves = fsdpc_py_room(n, sizeof *leaves);

@@ -268,11 +268,9 @@ static PyObject *comm_close(PyObject *object, PyObject *Py_UNUSED(unused))
 static void comm_dealloc(PyObject *object)
 {
     fsdpc_py_comm *self = (fsdpc_py_comm *)object;
-    PyTypeObject *type = Py_TYPE(object);
     FSDPC_PY_WITHOUT_GIL(fsdpc_comm_destroy(self->comm)); /* peers may need this rank's threads */
     Py_XDECREF(self->parent);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 /* Runs an operation over a tensor's elements (NULL: none), in place unless it has a `recv`. */

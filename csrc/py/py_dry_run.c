@@ -141,10 +141,8 @@ static PyObject *dry_run(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!O", &PyList_Type, &params, &PyList_Type, &kinds, &fn))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(params);
-    if (n != PyList_GET_SIZE(kinds)) {
-        PyErr_SetString(PyExc_ValueError, "dry_run takes one dtype for each parameter");
-        return NULL;
-    }
+    if (n != PyList_GET_SIZE(kinds))
+        return PyErr_Format(PyExc_ValueError, "dry_run takes one dtype for each parameter");
     fsdpc_py_state *state = PyModule_GetState(module);
     if (!fsdpc_py_state_runtime(state))
         return NULL;

@@ -79,6 +79,13 @@ void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes)
     return room ? room : PyErr_NoMemory();
 }
 
+void fsdpc_py_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
 int fsdpc_py_error_setup(PyObject *module)
 {
     if (add_exception(module, "PeerError", "fsdpc.PeerError", fsdpc_doc_PeerError) < 0)

@@ -20,6 +20,9 @@ int fsdpc_py_check(fsdpc_status status);
 /* Zeroed room for n elements and one more, for PyMem_Free; NULL with MemoryError. */
 void *fsdpc_py_room(Py_ssize_t n, size_t element_bytes);
 
+/* The end of a dealloc: the object, and its reference to its type. */
+void fsdpc_py_free(PyObject *object);
+
 /* Adds PeerError and MismatchError to the module. */
 int fsdpc_py_error_setup(PyObject *module);
 

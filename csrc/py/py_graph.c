@@ -133,11 +133,9 @@ static int graph_clear(PyObject *object)
 
 static void graph_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     graph_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 /* Its streams were not drawn, and no graph uses what was held for it. */

@@ -54,7 +54,6 @@ static PyObject *link_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void link_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     py_link *self = (py_link *)object;
     if (self->relay || !self->given)
         fsdpc_link_destroy(self->link);
@@ -62,8 +61,7 @@ static void link_dealloc(PyObject *object)
         fsdpc_message_free(&self->sent[i]);
         fsdpc_message_free(&self->came[i]);
     }
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 fsdpc_link *fsdpc_py_link_give(PyObject *module, PyObject *object)

@@ -37,12 +37,11 @@ static PyObject *manual_seed(PyObject *module, PyObject *value)
     uint64_t seed = PyLong_AsUnsignedLongLongMask(value);
     if (PyErr_Occurred())
         return NULL;
-    if (runtime->device->capturing) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "manual_seed() inside a captured step, whose replays go on from where the "
-                        "program is: call it before the step");
-        return NULL;
-    }
+    if (runtime->device->capturing)
+        return PyErr_Format(
+            PyExc_RuntimeError,
+            "manual_seed() inside a captured step, whose replays go on from where the "
+            "program is: call it before the step");
     runtime->tape->seed = seed;
     runtime->tape->next_stream = 0;
     Py_RETURN_NONE;

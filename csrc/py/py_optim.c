@@ -66,11 +66,9 @@ static int optimizer_clear(PyObject *object)
 
 static void optimizer_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     optimizer_clear(object);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 fsdpc_optim *fsdpc_py_optim_of(PyObject *module, PyObject *object)

@@ -14,13 +14,11 @@
 static void tensor_dealloc(PyObject *object)
 {
     fsdpc_py_tensor *self = fsdpc_py_self(object);
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
     fsdpc_tensor_release(self->tensor);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 static int tensor_traverse(PyObject *object, visitproc visit, void *arg)

@@ -70,10 +70,8 @@ typedef struct fsdpc_py_handle {
 
 static void handle_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     fsdpc_hook_release(((fsdpc_py_handle *)object)->hook);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 static PyObject *handle_remove(PyObject *object, PyObject *Py_UNUSED(unused))

@@ -106,21 +106,17 @@ static PyObject *filled(const request *r, double value)
     return fsdpc_py_result(r->state, status, t);
 }
 
-static PyObject *make_zeros(FSDPC_PY_FASTCALL(module))
-{
-    request r;
-    if (parse_request(&r, "zeros", module, args, nargs, keywords, false) < 0)
-        return NULL;
-    return filled(&r, 0);
-}
-
-static PyObject *make_ones(FSDPC_PY_FASTCALL(module))
-{
-    request r;
-    if (parse_request(&r, "ones", module, args, nargs, keywords, false) < 0)
-        return NULL;
-    return filled(&r, 1);
-}
+#define FILLED(name, value)                                                                        \
+    static PyObject *make_##name(FSDPC_PY_FASTCALL(module))                                        \
+    {                                                                                              \
+        request r;                                                                                 \
+        if (parse_request(&r, #name, module, args, nargs, keywords, false) < 0)                    \
+            return NULL;                                                                           \
+        return filled(&r, value);                                                                  \
+    }
+FILLED(zeros, 0)
+FILLED(ones, 1)
+#undef FILLED
 
 static PyObject *make_empty(FSDPC_PY_FASTCALL(module))
 {

@@ -34,13 +34,11 @@ static PyObject *tier_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static void tier_dealloc(PyObject *object)
 {
-    PyTypeObject *type = Py_TYPE(object);
     py_tier *self = (py_tier *)object;
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
     fsdpc_tier_release(self->tier);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 int fsdpc_py_offload_parse(PyObject *module, PyObject *object, fsdpc_offload *out)

@@ -115,10 +115,8 @@ static PyObject *torch_unit_mark(PyObject *object, PyObject *Py_UNUSED(unused))
 static PyObject *torch_unit_enter(PyObject *object, PyObject *const *args, Py_ssize_t n)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    if (n != 2) {
-        PyErr_SetString(PyExc_TypeError, "enter(grad, in_task)");
-        return NULL;
-    }
+    if (n != 2)
+        return PyErr_Format(PyExc_TypeError, "enter(grad, in_task)");
     bool grad = args[0] == Py_True;
     const fsdpc_call call = {
         .grad = grad, .recomputed = grad && args[1] == Py_True, .ran_at = FSDPC_CALL_UNKNOWN};

@@ -80,11 +80,10 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
 static PyObject *hook_call(PyObject *capsule, PyObject *full)
 {
     hook_data *hook = PyCapsule_GetPointer(capsule, NULL);
-    if (!hook->owner) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "a gradient for a model that was deleted: keep the model until backward");
-        return NULL;
-    }
+    if (!hook->owner)
+        return PyErr_Format(
+            PyExc_RuntimeError,
+            "a gradient for a model that was deleted: keep the model until backward");
     PyObject *grad_name = hook->owner->names.grad, *grad = PyObject_GetAttr(full, grad_name);
     if (!grad)
         return NULL;

@@ -167,7 +167,6 @@ static int torch_unit_clear(PyObject *object)
 static void torch_unit_dealloc(PyObject *object)
 {
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     torch_unit_clear(object);
 #define X(name) Py_CLEAR(self->names.name);
@@ -177,8 +176,7 @@ static void torch_unit_dealloc(PyObject *object)
     PyMem_Free(self->params);
     PyMem_Free(self->slots);
     PyMem_Free(self->guards);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 static PyMethodDef methods[] = {

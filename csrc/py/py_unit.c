@@ -266,10 +266,8 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &cast_inputs, &reshard, &keep_grads, &deterministic,
                                      &n_modules, &PyList_Type, &whole, &offload))
         return NULL;
-    if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params)) {
-        PyErr_SetString(PyExc_ValueError, "a unit needs one name for each parameter");
-        return NULL;
-    }
+    if (PyList_GET_SIZE(names) != PyList_GET_SIZE(params))
+        return PyErr_Format(PyExc_ValueError, "a unit needs one name for each parameter");
     fsdpc_py_unit *self = (fsdpc_py_unit *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
@@ -305,7 +303,6 @@ static int unit_traverse(PyObject *object, visitproc visit, void *arg)
 static void unit_dealloc(PyObject *object)
 {
     fsdpc_py_unit *self = (fsdpc_py_unit *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     if (self->weakrefs)
         PyObject_ClearWeakRefs(object);
@@ -313,8 +310,7 @@ static void unit_dealloc(PyObject *object)
         fsdpc_tensor_release(self->params[i]);
     PyMem_Free(self->params);
     fsdpc_unit_ref_release(self->ref);
-    type->tp_free(object);
-    Py_DECREF(type);
+    fsdpc_py_free(object);
 }
 
 /* ---- make_root(units, encloses) ---- */
@@ -343,10 +339,9 @@ static PyObject *make_root(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &units, &PyList_Type, &encloses))
         return NULL;
     Py_ssize_t n = PyList_GET_SIZE(units);
-    if (n == 0 || n != PyList_GET_SIZE(encloses)) {
-        PyErr_SetString(PyExc_ValueError, "make_root takes as many flags as units, at least one");
-        return NULL;
-    }
+    if (n == 0 || n != PyList_GET_SIZE(encloses))
+        return PyErr_Format(PyExc_ValueError,
+                            "make_root takes as many flags as units, at least one");
     fsdpc_root_ref *root = PyMem_RawCalloc(1, sizeof *root);
     fsdpc_unit_ref **refs = PyMem_RawCalloc((size_t)n, sizeof *refs);
     fsdpc_unit **plain = PyMem_Calloc((size_t)n, sizeof *plain);
