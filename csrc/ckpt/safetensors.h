@@ -82,6 +82,9 @@ void fsdpc_st_header_fini(fsdpc_st_header *header);
 fsdpc_status fsdpc_st_header_bytes(const void *data, uint64_t file_bytes, const char *what,
                                    uint64_t *out);
 
+/* Reads the header of the file at a path; *crc_out: of the header, its length included. */
+fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc_out);
+
 /* Lays out a file: fills in begin and end of the tensors (whose order stays as given) and makes the
  * header, length included, to be freed by the caller. */
 fsdpc_status fsdpc_st_layout(fsdpc_st_tensor *tensors, size_t n_tensors,

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
+#include "base/fs.h"
 #include "ckpt/json.h"
 
 static const fsdpc_st_dtype dtypes[] = {
@@ -284,4 +286,31 @@ void fsdpc_st_header_fini(fsdpc_st_header *header)
     free(header->metadata);
     free(header->text);
     *header = (fsdpc_st_header){0};
+}
+
+fsdpc_status fsdpc_st_load(const char *path, fsdpc_st_header *out, uint32_t *crc_out)
+{
+    int fd;
+    uint64_t file_bytes = 0, length = 0;
+    unsigned char first[8] = {0}, *text = NULL;
+    FSDPC_TRY(fsdpc_fs_open(NULL, path, false, &fd));
+    fsdpc_status status;
+    FSDPC_TRY_GOTO(status, fsdpc_fs_size(NULL, fd, path, &file_bytes), close_file);
+    if (file_bytes >= sizeof first)
+        FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, first, sizeof first, 0), close_file);
+    FSDPC_TRY_GOTO(status, fsdpc_st_header_bytes(first, file_bytes, path, &length), close_file);
+    text = malloc(8 + length);
+    if (!text) {
+        status = fsdpc_fail(FSDPC_ERR_NOMEM, "%s: no memory for a header of %llu bytes", path,
+                            (unsigned long long)length);
+        goto close_file;
+    }
+    FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, text, 8 + length, 0), close_file);
+    *crc_out = fsdpc_crc32c(0, text, 8 + length);
+    status = fsdpc_st_parse(text, 8 + length, file_bytes, path, out);
+
+close_file:
+    free(text);
+    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(NULL, fd, path));
+    return status;
 }

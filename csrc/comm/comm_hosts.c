@@ -22,6 +22,7 @@
 #include "comm/coll_math.h"
 #include "comm/fork_guard.h"
 #include "comm/hosts_internal.h"
+#include "comm/link_null.h"
 
 static const fsdpc_comm_ops hosts_ops;
 
@@ -380,6 +381,54 @@ static fsdpc_status hosts_split(fsdpc_comm *comm, int color, int key, fsdpc_comm
         fsdpc_hosts_of(part)->group = groups + 1;
     *out = part;
     return FSDPC_OK;
+}
+
+/* ---- Worlds ---- */
+
+static fsdpc_status over_link(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
+                              fsdpc_comm **out)
+{
+    fsdpc_comm_config here = *config;
+    fsdpc_comm *host = NULL;
+    char address[96];
+    here.size = config->size / hosts;
+    here.rank = config->rank % here.size;
+    snprintf(address, sizeof address, "%s/%d", config->address, config->rank / here.size);
+    here.address = address;
+    here.first_rank = config->rank - here.rank;
+    fsdpc_status status = fsdpc_comm_shm_create(&here, &host);
+    if (status == FSDPC_OK)
+        return fsdpc_comm_hosts_create(config, host, link, out);
+    fsdpc_link_destroy(link);
+    return status;
+}
+
+static fsdpc_status pretended(const fsdpc_comm_config *config, int hosts, fsdpc_comm **out)
+{
+    fsdpc_comm_config here = *config;
+    fsdpc_comm *host;
+    fsdpc_link *link;
+    if (hosts == 1)
+        return fsdpc_comm_null_create(config, out);
+    here.size = config->size / hosts;
+    here.rank = config->rank % here.size;
+    FSDPC_TRY(fsdpc_comm_null_create(&here, &host));
+    fsdpc_status status = fsdpc_link_null_create(config->rank, config->size, &link);
+    if (status == FSDPC_OK)
+        return fsdpc_comm_hosts_create(config, host, link, out);
+    fsdpc_comm_destroy(host);
+    return status;
+}
+
+fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
+                                     fsdpc_comm **out)
+{
+    if (!config->address)
+        return pretended(config, hosts, out);
+    if (link)
+        return over_link(config, hosts, link, out);
+    return config->size == 1 ? fsdpc_comm_self_create(config, out)
+                             : fsdpc_comm_shm_create(config, out);
 }
 
 /* ---- The table ---- */

@@ -12,6 +12,12 @@
 fsdpc_status fsdpc_comm_hosts_create(const fsdpc_comm_config *config, fsdpc_comm *host,
                                      fsdpc_link *link, fsdpc_comm **out);
 
+/* The ranks of a world: over the memory of one host, or of several and a link, which is taken over
+ * whatever comes of it.  Without an address peers pretend, and so does the link: for measuring this
+ * rank alone. */
+fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
+                                     fsdpc_comm **out);
+
 /* Bytes that a reduction of a buffer takes beside it on each rank of a group over hosts of so many
  * lanes, for sums on their way: kept with the buffer, and counted as REDUCE. */
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,

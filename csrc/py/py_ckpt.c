@@ -122,33 +122,6 @@ free_arrays:
 
 /* ---- reading a header ---- */
 
-static fsdpc_status load_header(const char *path, fsdpc_st_header *out, uint32_t *crc_out)
-{
-    int fd;
-    uint64_t file_bytes = 0, length = 0;
-    unsigned char first[8] = {0}, *text = NULL;
-    FSDPC_TRY(fsdpc_fs_open(NULL, path, false, &fd));
-    fsdpc_status status;
-    FSDPC_TRY_GOTO(status, fsdpc_fs_size(NULL, fd, path, &file_bytes), close_file);
-    if (file_bytes >= sizeof first)
-        FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, first, sizeof first, 0), close_file);
-    FSDPC_TRY_GOTO(status, fsdpc_st_header_bytes(first, file_bytes, path, &length), close_file);
-    text = malloc(8 + length);
-    if (!text) {
-        status = fsdpc_fail(FSDPC_ERR_NOMEM, "%s: no memory for a header of %llu bytes", path,
-                            (unsigned long long)length);
-        goto close_file;
-    }
-    FSDPC_TRY_GOTO(status, fsdpc_fs_pread(NULL, fd, path, text, 8 + length, 0), close_file);
-    *crc_out = fsdpc_crc32c(0, text, 8 + length);
-    status = fsdpc_st_parse(text, 8 + length, file_bytes, path, out);
-
-close_file:
-    free(text);
-    FSDPC_KEEP_FIRST(status, fsdpc_fs_close(NULL, fd, path));
-    return status;
-}
-
 static PyObject *tensor_tuple(const fsdpc_st_header *header, const fsdpc_st_tensor *t)
 {
     PyObject *shape = PyTuple_New(t->ndim);
@@ -180,7 +153,7 @@ static PyObject *safetensors_header(PyObject *Py_UNUSED(module), PyObject *arg)
     fsdpc_st_header header;
     uint32_t crc;
     fsdpc_status status;
-    FSDPC_PY_WITHOUT_GIL(status = load_header(PyBytes_AS_STRING(path), &header, &crc));
+    FSDPC_PY_WITHOUT_GIL(status = fsdpc_st_load(PyBytes_AS_STRING(path), &header, &crc));
     Py_DECREF(path);
     if (status != FSDPC_OK)
         return fsdpc_py_raise(status);

@@ -12,7 +12,6 @@
 
 #include "base/size.h"
 #include "comm/comm_hosts.h"
-#include "comm/link_null.h"
 #include "comm/rendezvous.h"
 #include "py/py_link.h"
 #include "plugin/plugin.h"
@@ -47,50 +46,6 @@ fsdpc_comm *fsdpc_py_comm_of(PyObject *object)
     return self->comm;
 }
 
-/* Over the memory of ranks on this host. */
-static fsdpc_status create_on_host(const fsdpc_comm_config *config, fsdpc_comm **out)
-{
-    return config->size == 1 ? fsdpc_comm_self_create(config, out)
-                             : fsdpc_comm_shm_create(config, out);
-}
-
-/* Ranks of a host share memory; between hosts a link carries bytes, which is taken over. */
-static fsdpc_status create_over_hosts(const fsdpc_comm_config *config, int hosts, fsdpc_link *link,
-                                      fsdpc_comm **out)
-{
-    fsdpc_comm_config here = *config;
-    fsdpc_comm *host = NULL;
-    char address[96];
-    here.size = config->size / hosts;
-    here.rank = config->rank % here.size;
-    snprintf(address, sizeof address, "%s/%d", config->address, config->rank / here.size);
-    here.address = address;
-    here.first_rank = config->rank - here.rank;
-    fsdpc_status status = fsdpc_comm_shm_create(&here, &host);
-    if (status == FSDPC_OK)
-        return fsdpc_comm_hosts_create(config, host, link, out);
-    fsdpc_link_destroy(link);
-    return status;
-}
-
-/* Peers that pretend: for measuring this rank alone. */
-static fsdpc_status create_pretended(const fsdpc_comm_config *config, int hosts, fsdpc_comm **out)
-{
-    fsdpc_comm_config here = *config;
-    fsdpc_comm *host;
-    fsdpc_link *link;
-    if (hosts == 1)
-        return fsdpc_comm_null_create(config, out);
-    here.size = config->size / hosts;
-    here.rank = config->rank % here.size;
-    FSDPC_TRY(fsdpc_comm_null_create(&here, &host));
-    fsdpc_status status = fsdpc_link_null_create(config->rank, config->size, &link);
-    if (status == FSDPC_OK)
-        return fsdpc_comm_hosts_create(config, host, link, out);
-    fsdpc_comm_destroy(host);
-    return status;
-}
-
 /* Whether ranks communicate by the plugin. */
 static fsdpc_status choose(const fsdpc_runtime *runtime, int size, bool *plugin_out)
 {
@@ -113,7 +68,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
 {
     bool by_plugin;
     if (!config->address)
-        return create_pretended(config, self->hosts, &self->comm);
+        return fsdpc_comm_world_create(config, self->hosts, NULL, &self->comm);
     fsdpc_status status = choose(runtime, config->size, &by_plugin);
     if (status != FSDPC_OK) {
         fsdpc_link_destroy(link);
@@ -121,8 +76,7 @@ static fsdpc_status create(const fsdpc_runtime *runtime, fsdpc_comm_config *conf
     }
     config->device = by_plugin ? runtime->host : runtime->device;
     fsdpc_comm *control;
-    FSDPC_TRY(link ? create_over_hosts(config, self->hosts, link, &control)
-                   : create_on_host(config, &control));
+    FSDPC_TRY(fsdpc_comm_world_create(config, self->hosts, link, &control));
     self->over = link ? control : NULL;
     self->comm = by_plugin ? NULL : control;
     if (!by_plugin)
