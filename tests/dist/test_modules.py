@@ -323,6 +323,34 @@ def test_forward_hooks_of_units_see_gathered_parameters() -> None:
         model.to("bfloat16")
 
 
+@pytest.mark.ranks(2)
+def test_backward_hooks_of_units_see_gathered_parameters() -> None:
+    model, twin = Normed(), Normed()
+    twin.load_state_dict(model.state_dict())
+    fsdpc.fully_shard(model.last)
+    fsdpc.fully_shard(model)
+    seen: list[tuple[int, ...]] = []
+
+    def before(m: Any, grad_output: Any) -> Any:
+        seen.append(m.weight.numpy().shape)
+        return (grad_output[0] * 2,)
+
+    def after(m: Any, grad_input: Any, grad_output: Any) -> Any:
+        seen.append(m.weight.numpy().shape)
+        return (grad_input[0] * 3,)
+
+    for last in (model.last, twin.last):
+        last.register_full_backward_pre_hook(before)
+        last.register_full_backward_hook(after)
+    x = fsdpc.ones(4, 4) + fsdpc.arange(4).float()
+    for m in (model, twin):
+        m(x).sum().backward()
+    assert seen == [(2, 6)] * 4
+    own, want = (fsdpc.full_grad(p) for p in model.parameters()), twin.parameters()
+    for grad, p in zip(own, want, strict=True):
+        assert np.allclose(grad.numpy(), p.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
 def test_a_plan_counts_batch_norm_and_leaves_its_statistics() -> None:
     model = Normed()
     alone = fsdpc.memory_plan(model, 2, (64, 4))

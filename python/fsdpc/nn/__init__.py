@@ -1,6 +1,7 @@
 """Modules: the torch-free front door's building blocks."""
 
 from fsdpc.nn import init
+from fsdpc.nn._hooks import HookHandle
 from fsdpc.nn.activations import GELU, Flatten, Identity, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpc.nn.containers import ModuleDict, ModuleList, ParameterList, Sequential
 from fsdpc.nn.convolution import AvgPool1d, AvgPool2d, Conv1d, Conv2d, MaxPool1d, MaxPool2d
@@ -13,7 +14,7 @@ from fsdpc.nn.losses import (
     MSELoss,
     NLLLoss,
 )
-from fsdpc.nn.module import HookHandle, Module, Parameter, deferred_init
+from fsdpc.nn.module import Module, Parameter, deferred_init
 from fsdpc.nn.normalization import BatchNorm1d, BatchNorm2d, GroupNorm, SyncBatchNorm
 from fsdpc.nn.transformer import MultiheadAttention, TransformerEncoderLayer
 

@@ -10,6 +10,7 @@ import numpy as np
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.grad_mode import no_grad
+from fsdpc.nn._hooks import Hooked
 
 M = TypeVar("M", bound="Module")
 
@@ -120,30 +121,7 @@ class Parameter(Tensor):
         raise TypeError("parameters are not pickled: save state_dict() instead")
 
 
-class HookHandle:
-    """What registers a hook of a module returns.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> from fsdpc import nn
-    >>> model = nn.Linear(2, 2)
-    >>> handle = model.register_forward_hook(lambda module, args, y: print(y.shape))
-    >>> y = model(fsdpc.ones(1, 2))
-    (1, 2)
-    >>> handle.remove()
-    >>> y = model(fsdpc.ones(1, 2))
-    """
-
-    def __init__(self, hooks: dict[int, Any]) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        """Do not call the hook any more; again, it does nothing."""
-        self._hooks.pop(id(self), None)
-
-
-class Module:
+class Module(Hooked):
     """Base of all modules: parameters and submodules by attribute, ``forward`` by the user.
 
     Examples
@@ -228,79 +206,6 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._method()(*args, **kwargs)
-
-    # ---- hooks ----
-
-    def register_forward_pre_hook(
-        self, hook: Callable[..., Any], *, with_kwargs: bool = False
-    ) -> HookHandle:
-        """Call ``hook(module, args)`` before each forward.
-
-        Parameters
-        ----------
-        hook : callable
-            What it returns, unless None, takes the place of the arguments: a tuple, or one value;
-            with keywords ``(args, kwargs)``.
-        with_kwargs : bool, default False
-            Call ``hook(module, args, kwargs)``.
-
-        Returns
-        -------
-        HookHandle
-            Its ``remove()`` ends that.
-
-        Notes
-        -----
-        Hooks run in the order of registration. Those of a sharded module see gathered parameters.
-        """
-        return self._add_hook("before", hook, with_kwargs)
-
-    def register_forward_hook(
-        self, hook: Callable[..., Any], *, with_kwargs: bool = False
-    ) -> HookHandle:
-        """Call ``hook(module, args, output)`` after each forward.
-
-        Parameters
-        ----------
-        hook : callable
-            What it returns, unless None, takes the place of the output.
-        with_kwargs : bool, default False
-            Call ``hook(module, args, kwargs, output)``.
-
-        Returns
-        -------
-        HookHandle
-            Its ``remove()`` ends that.
-        """
-        return self._add_hook("after", hook, with_kwargs)
-
-    def _add_hook(self, when: str, hook: Callable[..., Any], with_kwargs: bool) -> HookHandle:
-        hooks = self.__dict__.setdefault("_call_hooks", {})
-        handle = HookHandle(hooks)
-        hooks[id(handle)] = (when, hook, with_kwargs, handle)  # the handle, so that its id is kept
-        return handle
-
-    def _method(self) -> Callable[..., Any]:
-        """Return what a call runs: forward, between its hooks."""
-        return self._hooked if self.__dict__.get("_call_hooks") else self.forward
-
-    def _hooked(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = list(self.__dict__["_call_hooks"].values())
-        for when, hook, with_kwargs, _ in hooks:
-            if when != "before":
-                continue
-            changed = hook(self, args, kwargs) if with_kwargs else hook(self, args)
-            if changed is not None and with_kwargs:
-                args, kwargs = changed
-            elif changed is not None:
-                args = changed if isinstance(changed, tuple) else (changed,)
-        output = self.forward(*args, **kwargs)
-        for when, hook, with_kwargs, _ in hooks:
-            if when == "after":
-                given = (args, kwargs) if with_kwargs else (args,)
-                changed = hook(self, *given, output)
-                output = output if changed is None else changed
-        return output
 
     # ---- walking the tree ----
 
