@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -78,9 +78,16 @@ def mesh(m: DeviceMesh) -> str:
     return svg(high + 8, repr(m), parts)
 
 
-def fields(title: str, values: Mapping[str, object]) -> str:
-    """Return a title and a table of names and values."""
-    return _lines(title, table((), [(name, str(value)) for name, value in values.items()]))
+def fields(
+    title: str,
+    values: Mapping[str, object],
+    head: Sequence[str] = (),
+    rows: Sequence[Sequence[str]] = (),
+    end: str = "",
+) -> str:
+    """Return a title and a table of names and values, then a table of rows and a closing line."""
+    pairs = table((), [(name, str(value)) for name, value in values.items()])
+    return _lines(title, pairs, table(head, rows) if rows else "", end)
 
 
 def _lines(*lines: str) -> str:

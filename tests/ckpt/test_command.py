@@ -41,7 +41,7 @@ def test_ls_and_verify(tmp_path: Path) -> None:
     code, text = output("ls", tmp_path / "c")
     assert code == 0 and "transformer.wte.weight" in text and "61 x 48" in text
     assert "[optimizer] transformer.wte.weight.exp_avg" in text
-    assert "written by 1 ranks" in text
+    assert "\nwritten by: 1 ranks" in text and "\noptimizer: AdamW\n" in text
     code, text = output("verify", tmp_path / "c")
     assert code == 0 and "verified in" in text
     path = tmp_path / "c" / "model.safetensors"
@@ -54,6 +54,50 @@ def test_ls_and_verify(tmp_path: Path) -> None:
     assert code == 0 and "transformer.wte.weight" in text
     code, text = output("verify", tmp_path)
     assert code == 1 and "never committed" in text
+
+
+@pytest.mark.ranks([1, 2])
+def test_inspect_says_what_ls_says(tmp_path: Path) -> None:
+    model = fsdpc.fully_shard(fsdpc.nn.Linear(5, 3))
+    optimizer = fsdpc.optim.AdamW(model.parameters())
+    model(fsdpc.ones(2, 5)).sum().backward()
+    optimizer.step()
+    checkpoint.CheckpointManager(tmp_path).save(7, {"model": model, "optimizer": optimizer})
+    found = checkpoint.inspect(tmp_path / "step-00000007")
+    world = fsdpc.world_size()
+    assert (found.step, found.world, found.layout) == (7, world, "full")
+    assert (found.strategies, found.meshes) == (("FULL_SHARD",), ((1, world),))
+    assert found.model is not None and found.model.endswith("Linear")
+    assert (found.optimizer, found.states, found.extra) == ("AdamW", ("rng",), {"step": 7})
+    kept = {(t.kind, t.name): t for t in found.tensors}
+    weight = kept["model", "weight"]
+    assert (weight.shape, weight.dtype, weight.nbytes) == ((3, 5), "F32", 60)
+    assert ("optimizer", "weight.exp_avg") in kept and found.nbytes == 3 * (60 + 12)
+    assert found.damaged() == []
+    text = output("ls", found.path)[1]
+    assert all(f"{name}: {words}\n" in text for name, words in found.facts().items())
+    assert repr(found).split("\n  ")[1:] == text.splitlines()[-len(found.facts()) :]
+    assert found._repr_html_().count("<tr>") == len(found.facts()) + 1 + len(kept)
+    fsdpc.barrier()
+    if fsdpc.rank() == 0:
+        path = found.path / weight.files[0]
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        assert len(found.damaged()) == 1
+
+
+@alone
+def test_inspect_reads_files_of_others(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    stn.save_file({"<b>": np.ones((), np.float32)}, file)
+    found = checkpoint.inspect(str(file))
+    assert (found.step, found.world, found.optimizer, found.states) == (None, None, None, ())
+    assert found.facts() == {"tensors": "1, 4 B", "checksums": "of 0 of 1 tensors"}
+    assert found.tensors[0].cells() == ("<b>", "F32", "scalar", "4 B", "-", file.name)
+    assert "&lt;b&gt;" in found._repr_html_()
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
+        checkpoint.inspect(tmp_path)
 
 
 @alone

@@ -143,7 +143,7 @@ def test_the_manifest_says_who_wrote_it(how: str, tmp_path: Path) -> None:
     with contextlib.redirect_stdout(text):
         assert main(["ls", str(tmp_path / "c")]) == 0
     mesh = f" ({how}; replicas x shards {rows} x {world // rows})" if how != "plain" else ""
-    assert f"written by {world} ranks{mesh}, layout full" in text.getvalue()
+    assert f"\nwritten by: {world} ranks{mesh}\nlayout: full\n" in text.getvalue()
 
 
 @pytest.mark.ranks([1, 4])
@@ -182,7 +182,7 @@ def test_older_manifests_say_less_and_are_read(tmp_path: Path) -> None:
     checkpoint.load(tmp_path / "c", model)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["ls", str(tmp_path / "c")]) == 0
-    assert "written by 1 ranks, layout full" in said.getvalue()
+    assert "written by: 1 ranks\nlayout: full\n" in said.getvalue()
 
 
 @pytest.mark.ranks([1, 2])

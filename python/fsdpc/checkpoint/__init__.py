@@ -8,14 +8,18 @@
 
 A checkpoint is a folder of safetensors files, which transformers and others read as they are, and
 ``manifest.json``, which is written last and says that all is there. :class:`CheckpointManager`
-keeps a folder of them. All calls are collective.
+keeps a folder of them. All calls but :func:`inspect` are collective.
 """
 
 from __future__ import annotations
 
+from fsdpc.checkpoint.contents import CheckpointInfo, TensorInfo, inspect
 from fsdpc.checkpoint.loading import LoadReport, load
 from fsdpc.checkpoint.manager import CheckpointManager
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.saving import SaveHandle, save
 
-__all__ = ["CheckpointError", "CheckpointManager", "LoadReport", "SaveHandle", "load", "save"]
+__all__ = [
+    "CheckpointError", "CheckpointInfo", "CheckpointManager", "LoadReport", "SaveHandle",
+    "TensorInfo", "inspect", "load", "save",
+]  # fmt: skip

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpc import _core
+from fsdpc._svg import size
+from fsdpc.checkpoint.contents import TITLES, inspect
 from fsdpc.checkpoint.manager import checkpoints_in
 from fsdpc.checkpoint.manifest import CheckpointError
 from fsdpc.checkpoint.source import SourceTensor, checksums, damaged, open_source
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = p.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    ls = commands.add_parser("ls", help="a table of tensors, sizes and checksums")
+    ls = commands.add_parser("ls", help="what it holds: tensors, sizes, checksums, who wrote it")
     ls.add_argument("path", type=Path)
     verify = commands.add_parser("verify", help="read everything and compare checksums")
     verify.add_argument("path", type=Path)
@@ -99,14 +101,6 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 def _bytes(tensor: SourceTensor) -> int:
     return sum(part.end - part.begin for part in tensor.parts)
 
@@ -126,28 +120,15 @@ def _table(rows: list[tuple[str, ...]]) -> None:
 def _ls(path: Path) -> int:
     if path.is_dir() and any(path.glob("step-*")):
         rows = [("step", "state", "size")]
-        for found in checkpoints_in(path):
-            size = sum(f.stat().st_size for f in found.path.iterdir())
-            rows.append((str(found.step), found.problem or "valid", _size(size)))
+        for each in checkpoints_in(path):
+            total = sum(f.stat().st_size for f in each.path.iterdir())
+            rows.append((str(each.step), each.problem or "valid", size(total)))
         _table(rows)
         return 0
-    source = open_source(path)
-    rows = [("tensor", "dtype", "shape", "size", "crc32c", "file")]
-    for kind, name, t in source.tensors()[:_ROWS]:
-        crcs = ",".join("-" if p.crc is None else f"{p.crc:08x}" for p in t.parts)
-        files = ",".join(p.file for p in t.parts)
-        shown = name if kind == "model" else f"[optimizer] {name}"
-        shape = " x ".join(map(str, t.shape)) or "scalar"
-        rows.append((shown, t.dtype, shape, _size(_bytes(t)), crcs, files))
-    _table(rows)
-    total = sum(_bytes(t) for _, _, t in source.tensors())
-    _say(f"{len(rows) - 1} tensors, {_size(total)}")
-    if source.content:
-        c = source.content
-        meshes = [f"{m['replicate']} x {m['shard']}" for m in c.get("meshes", [])]
-        names = ", ".join(c.get("strategies", ["?"]))  # which older ones do not say
-        how = f" ({names}; replicas x shards {', '.join(meshes)})" if meshes else ""
-        _say(f"written by {c['world']} ranks{how}, layout {c['layout']}, extra {c['extra']}")
+    found = inspect(path)
+    _table([TITLES, *(t.cells() for t in found.tensors[:_ROWS])])
+    for name, words in found.facts().items():
+        _say(f"{name}: {words}")
     return 0
 
 
@@ -173,7 +154,7 @@ def _verify_one(path: Path) -> int:
     tensors = source.tensors()
     total = sum(_bytes(t) for _, _, t in tensors)
     what = "verified" if source.content else "readable, without checksums to compare"
-    _say(f"{path}: {len(tensors)} tensors, {_size(total)} {what} in {seconds:.2f} s "
+    _say(f"{path}: {len(tensors)} tensors, {size(total)} {what} in {seconds:.2f} s "
           f"({total / max(seconds, 1e-9) / 1e9:.2f} GB/s)")  # fmt: skip
     return 0
 

@@ -1,0 +1,201 @@
+"""What a checkpoint holds, for people: `inspect`, and the tables of ``fsdpc ckpt ls``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdpc import _shown
+from fsdpc._svg import size
+from fsdpc.checkpoint.source import Source, damaged, open_source
+from fsdpc.checkpoint.values import decode
+
+ROWS = 200  # of tensors that a notebook shows
+TITLES = ("tensor", "dtype", "shape", "size", "crc32c", "file")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint.
+
+    Parameters
+    ----------
+    kind : "model" or "optimizer"
+    name : str
+    dtype : str
+        As safetensors has it: ``F32``, ``BF16``.
+    shape : tuple of int
+    nbytes : int
+    files : tuple of str
+        Where its parts are, in order.
+    crc32c : tuple of (int or None)
+        What was saved for each part; None in files of others.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    files: tuple[str, ...]
+    crc32c: tuple[int | None, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its row of a table with the headings `TITLES`."""
+        return (
+            self.name if self.kind == "model" else f"[optimizer] {self.name}",
+            self.dtype,
+            " x ".join(map(str, self.shape)) or "scalar",
+            size(self.nbytes),
+            ",".join("-" if crc is None else f"{crc:08x}" for crc in self.crc32c),
+            ",".join(self.files),
+        )
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What :func:`inspect` found.
+
+    Parameters
+    ----------
+    path : Path
+    step : int or None
+        Of the run, where it was saved as ``extra["step"]``: :class:`CheckpointManager` does.
+    world : int or None
+        Number of ranks that saved; None in files of others.
+    strategies : tuple of str
+        Of the units.
+    meshes : tuple of (int, int)
+        Replicas and shards of each mesh.
+    layout : str or None
+        ``"full"`` or ``"per_rank"``.
+    model, optimizer : str or None
+        Their classes; None where there was none, and in files of others.
+    states : tuple of str
+        What else it holds: ``"scheduler"``, ``"scaler"``, ``"data"``, ``"rng"``.
+    extra : any
+        What was saved as ``"extra"``.
+    tensors : tuple of TensorInfo
+        By kind and name.
+    """
+
+    path: Path
+    step: int | None
+    world: int | None
+    strategies: tuple[str, ...]
+    meshes: tuple[tuple[int, int], ...]
+    layout: str | None
+    model: str | None
+    optimizer: str | None
+    states: tuple[str, ...]
+    extra: Any
+    tensors: tuple[TensorInfo, ...]
+    _source: Source = field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def damaged(self) -> list[str]:
+        """Read everything and compare checksums.
+
+        Returns
+        -------
+        list of str
+            Tensors that are not as they were saved, and their files. Empty where all are, or
+            where files of others have no checksums.
+        """
+        return damaged(self._source)
+
+    def facts(self) -> dict[str, str]:
+        """Return all but the tensors, as words."""
+        found = {"tensors": f"{len(self.tensors)}, {size(self.nbytes)}"}
+        if self.step is not None:
+            found["step"] = str(self.step)
+        if self.world is not None:
+            meshes = ", ".join(f"{r} x {s}" for r, s in self.meshes)
+            how = f" ({', '.join(self.strategies) or '?'}; replicas x shards {meshes})"
+            found["written by"] = f"{self.world} ranks{how if meshes else ''}"
+            found["layout"] = str(self.layout)
+            found["model"] = self.model or "none"
+            found["optimizer"] = self.optimizer or "none"
+            found["states"] = ", ".join(self.states)
+            found["extra"] = repr(self.extra)
+        known = sum(None not in t.crc32c for t in self.tensors)
+        found["checksums"] = f"of {known} of {len(self.tensors)} tensors"
+        return found
+
+    def __repr__(self) -> str:
+        lines = [f"{name}: {words}" for name, words in self.facts().items()]
+        return "\n  ".join([f"checkpoint {self.path}", *lines])
+
+    def _repr_html_(self) -> str:
+        """Return tables of all this, which notebooks show."""
+        rows = [t.cells() for t in self.tensors[:ROWS]]
+        more = len(self.tensors) - len(rows)
+        return _shown.fields(f"checkpoint {self.path}", self.facts(), TITLES, rows,
+                             f"and {more} more" if more else "")  # fmt: skip
+
+
+def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
+    """Look at a checkpoint, without a model and without reading tensors.
+
+    Parameters
+    ----------
+    path : path
+        A folder of :func:`fsdpc.checkpoint.save`, or of Hugging Face's safetensors, or one such
+        file.
+
+    Returns
+    -------
+    CheckpointInfo
+        It prints as ``fsdpc ckpt ls`` does, and notebooks show it as tables.
+
+    Raises
+    ------
+    CheckpointError
+        It is none, or its files do not fit together.
+
+    Notes
+    -----
+    Any process may call it: it is not collective. Headers and the manifest's own checksum are
+    checked; :meth:`CheckpointInfo.damaged` reads the tensors as well.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import fsdpc
+    >>> from fsdpc import checkpoint
+    >>> folder = tempfile.mkdtemp() + "/step-3"
+    >>> checkpoint.save(folder, {"model": fsdpc.nn.Linear(4, 2), "extra": {"step": 3}})
+    >>> found = checkpoint.inspect(folder)
+    >>> found.step, found.nbytes, [(t.name, t.shape) for t in found.tensors]
+    (3, 40, [('bias', (2,)), ('weight', (2, 4))])
+    >>> found.damaged()
+    []
+    """
+    source = open_source(Path(path))
+    content = source.content
+    extra = decode(content.get("extra"))
+    step = extra.get("step") if isinstance(extra, dict) else None
+    return CheckpointInfo(
+        path=Path(path),
+        step=step if isinstance(step, int) else None,
+        world=content.get("world"),
+        strategies=tuple(content.get("strategies", [])),  # which older ones do not say
+        meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),
+        layout=content.get("layout"),
+        model=content.get("model_class"),
+        optimizer=content.get("optimizer", {}).get("class"),
+        states=tuple(k for k in ("scheduler", "scaler", "data", "rng") if k in content),
+        extra=extra,
+        tensors=tuple(
+            TensorInfo(kind, name, t.dtype, t.shape, sum(p.end - p.begin for p in t.parts),
+                       tuple(p.file for p in t.parts), tuple(p.crc for p in t.parts))
+            for kind, name, t in source.tensors()
+        ),
+        _source=source,
+    )  # fmt: skip
