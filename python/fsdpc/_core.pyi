@@ -21,6 +21,8 @@ DTypeLike = dtype | str | type | np.dtype[Any]
 class PeerError(RuntimeError):
     """Another rank ended or left; the message names it, its place, and what was waited for.
 
+    The page docs/troubleshooting.md#exceptions says what to do.
+
     Examples
     --------
     >>> try:  # doctest: +SKIP
@@ -32,6 +34,8 @@ class PeerError(RuntimeError):
 
 class MismatchError(RuntimeError):
     """Ranks do different things; the message has both, before a wrong number is used.
+
+    The page docs/troubleshooting.md#exceptions says what to do.
 
     Examples
     --------

@@ -25,6 +25,7 @@ Found = list[tuple[str, Any, list[tuple[dict[str, Any], str]]]]
 class ShardedError(AssertionError, TypeError, ValueError):
     """A module is sharded and may not be, or the other way round.
 
+    The page docs/troubleshooting.md#exceptions says what to do.
     PyTorch raises AssertionError for some of these and ValueError for others, Python TypeError for
     what cannot be copied.
     """

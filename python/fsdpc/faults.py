@@ -40,7 +40,7 @@ _WRONG = 1e4  # added to a gradient
 
 
 class InjectedFault(RuntimeError):
-    """What the kind "raise" raises."""
+    """What the kind "raise" raises, in drills alone: docs/troubleshooting.md#exceptions."""
 
 
 @dataclass(frozen=True, kw_only=True)

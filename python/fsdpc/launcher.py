@@ -39,7 +39,7 @@ BAD_USAGE = 2  # the exit code of a command that was called wrongly
 
 
 class LaunchError(RuntimeError):
-    """One or more ranks of a :func:`launch` failed.
+    """One or more ranks of a :func:`launch` failed: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------

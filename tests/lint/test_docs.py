@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -209,6 +210,31 @@ def test_words_of_the_glossary_are_used() -> None:
     text = " ".join(path.read_text().lower() for path in files(".h", ".c", under="csrc"))
     used = set(re.findall(r"[a-z]+", text))
     assert not glossary() - used, f"no source says {sorted(glossary() - used)}"
+
+
+# ---- exceptions ---------------------------------------------------------------------------------
+
+
+def exceptions() -> dict[str, str]:
+    """Return name -> docstring of the exceptions that users can meet by name."""
+    found = {}
+    for path in files(".py", ".pyi", under="python/fsdpc"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and re.search("(Error|Fault|Warning)$", node.name):
+                if any(ast.unparse(base).endswith("Error") for base in node.bases):
+                    found[node.name] = ast.get_docstring(node) or ""
+    return found
+
+
+def test_each_exception_has_an_entry_and_names_its_page() -> None:
+    found = exceptions()
+    assert len(found) >= 7 and {"PeerError", "CheckpointError"} <= set(found)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|", page.split("## Exceptions")[1].split("\n## ")[0], re.M)
+    assert sorted(rows) == sorted(found)
+    link = "docs/troubleshooting.md#exceptions"
+    unlinked = [name for name, doc in found.items() if link not in doc]
+    assert not unlinked, f"their docstrings do not name {link}: {unlinked}"
 
 
 # ---- budgets ------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointInfo:
         strategies=tuple(content.get("strategies", [])),  # which older ones do not say
         meshes=tuple((m["replicate"], m["shard"]) for m in content.get("meshes", [])),
         layout=content.get("layout"),
-        model=content.get("model_class"),
+        model=None if (name := content.get("model_class")) == "NoneType" else name,
         optimizer=content.get("optimizer", {}).get("class"),
         states=tuple(k for k in ("scheduler", "scaler", "data", "rng") if k in content),
         extra=extra,

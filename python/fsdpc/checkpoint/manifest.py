@@ -21,7 +21,10 @@ _CHECKSUM = '"checksum":"'
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, incomplete, or does not fit; the message names what and where."""
+    """A checkpoint is damaged, incomplete, or does not fit; the message names what and where.
+
+    The page docs/troubleshooting.md#exceptions says what to do.
+    """
 
 
 def render(content: dict[str, Any], crcs: int) -> tuple[bytes, list[int], int]:

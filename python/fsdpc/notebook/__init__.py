@@ -12,7 +12,7 @@ __all__ = ["RankError", "load_ipython_extension", "unload_ipython_extension"]
 
 
 class RankError(RuntimeError):
-    """A cell failed on one or more ranks.
+    """A cell failed on one or more ranks: docs/troubleshooting.md#exceptions.
 
     Attributes
     ----------
