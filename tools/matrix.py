@@ -1,6 +1,6 @@
 """Builds, installs and tries fsdpc with each Python, NumPy and compiler of this machine.
 
-    python tools/matrix.py [--numpy 1.26.4 2] [--cc gcc clang] [--torch 2.5.1 ...]
+    python tools/matrix.py [--numpy 1.26.4 2] [--cc gcc clang] [--torch 2.5.1 ...] [--python 3.11]
 
 Pythons of 3.10 and newer are those on PATH and of pyenv. Each builds a wheel, without plugins, from
 a copy of the tree; a bare venv takes the wheel and NumPy, and trains 5 steps on 2 ranks. Each
@@ -28,6 +28,7 @@ OLDEST = (3, 10)
 HEADINGS = ("Python", "NumPy", "compiler", "torch", "5 steps on 2 ranks", "parameters' CRC-32C")
 TORCH = """
 import torch, fsdpc.torch
+torch.manual_seed(0)  # every rank builds the same model
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
 for layer in [*model, model]:
     fsdpc.torch.fully_shard(layer)
@@ -66,9 +67,10 @@ def pythons() -> list[Path]:
     return [found[version] for version in sorted(found)]
 
 
-def rows(numpys: list[str], compilers: list[str], torches: list[str]) -> list[Row]:
+def rows(
+    here: list[Path], numpys: list[str], compilers: list[str], torches: list[str]
+) -> list[Row]:
     """Return what is tried: not every triple, but each Python, NumPy and compiler."""
-    here = pythons()
     newest, first = numpys[-1], compilers[0]
     tried = [Row(python, numpy, first) for python in here for numpy in numpys]
     tried += [Row(here[-1], newest, compiler) for compiler in compilers[1:]]
@@ -153,13 +155,15 @@ def main() -> int:
     parser.add_argument("--numpy", nargs="+", default=["1.26.4", "2"], help="oldest first")
     parser.add_argument("--cc", nargs="+", default=compilers)
     parser.add_argument("--torch", nargs="*", default=[], help="versions of torch to try")
+    parser.add_argument("--python", nargs="+", help="versions, such as 3.11; default: all found")
     options = parser.parse_args()
     lines = [f"| {' | '.join(HEADINGS)} |", "|---" * len(HEADINGS) + "|"]
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Path(folder))
         print("\n".join(lines), flush=True)
-        for row in rows(options.numpy, options.cc, options.torch):
+        here = [p for p in pythons() if not options.python or p.name[6:] in options.python]
+        for row in rows(here, options.numpy, options.cc, options.torch):
             result, crc = matrix.attempt(row)
             failed = failed or not result.startswith(("ok", "no "))
             cells = (row.python.name, row.numpy, row.compiler, row.torch, result, crc)
