@@ -122,6 +122,13 @@ def test_metadata(metadata: email.message.Message) -> None:
     assert "Typing :: Typed" in classifiers
 
 
+def test_pythons_that_are_named_were_tried(metadata: email.message.Message) -> None:
+    found = re.findall(r":: (3\.\d+)$", "\n".join(metadata.get_all("Classifier", [])), re.M)
+    page = (ROOT / "docs" / "install.md").read_text()
+    tried = re.findall(r"^\| (3\.\d+) \| \S+ \| \w+ \| ok \|", page, re.M)
+    assert sorted(set(tried)) == found and len(found) >= 4
+
+
 def test_numpy_is_all_that_an_install_needs(metadata: email.message.Message) -> None:
     needed = [each for each in metadata.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert needed == ["numpy>=1.26"]
