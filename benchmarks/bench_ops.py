@@ -106,7 +106,7 @@ def measure(calls: dict[str, Callable[[], Any]], o: argparse.Namespace) -> dict[
 
 def shape_of(arrays: list[np.ndarray], n: int) -> str:
     """The inputs' extents, and the dtypes that are no float's, as rows show them."""
-    kinds = {"float32": "", "bool": " bool", "int64": " int64"}
+    kinds = {"float32": "", "float64": " fp64", "bool": " bool", "int64": " int64"}
     shapes = itertools.groupby(
         "x".join(map(str, a.shape)) + kinds[str(a.dtype)] for a in arrays
     )

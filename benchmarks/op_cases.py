@@ -62,6 +62,11 @@ def noise(*shape: int) -> Input:
     return Input(lambda rng: rng.standard_normal(shape, dtype=np.float32))
 
 
+def doubles(*shape: int) -> Input:
+    """Numbers between 0.5 and 1.5 that stay float64."""
+    return Input(lambda rng: rng.random(shape) + 0.5, cast=False)
+
+
 def positive(*shape: int) -> Input:
     """Numbers between 0.5 and 1.5."""
     return Input(lambda rng: rng.random(shape, dtype=np.float32) + np.float32(0.5))
@@ -130,6 +135,8 @@ def arithmetic(n: int) -> list[Case]:
         case("add (a row)", noise(n, n), noise(n)),
         case("mul (a row)", noise(n, n), noise(n)),
         case("div", noise(n, n), positive(n, n)),
+        *(case(f"{name} (float64)", doubles(n, n), doubles(n, n), dtypes=FP32)
+          for name in ("sub", "div")),
         case("neg", noise(n, n)),
         both("pow (2.5)", lambda x: x**2.5, positive(n, n)),
         case("pow (a tensor)", positive(n, n), noise(n, n), ours=F.pow, theirs=torch.pow),
@@ -143,6 +150,7 @@ def of_one_element(n: int) -> list[Case]:
         *(case(name, noise(n, n)) for name in names),
         case("sign", noise(n, n), backward=False),  # zeros
         *(case(name, positive(n, n)) for name in ("log", "log1p", "sqrt", "rsqrt")),
+        *(case(f"{name} (float64)", doubles(n, n), dtypes=FP32) for name in ("sqrt", "exp")),
         case("silu", noise(n, n)),
         case("gelu", noise(n, n)),
         case("gelu (tanh)", noise(n, n), ours=partial(F.gelu, approximate="tanh"),
@@ -179,6 +187,9 @@ def reductions(n: int) -> list[Case]:
     return [
         case("sum", x),
         *(both(f"sum (dim {d})", lambda x, d=d: x.sum(d), x) for d in (0, 1)),
+        both("sum (dim 0, float64)", lambda x: x.sum(0), doubles(n, n), dtypes=FP32),
+        *(both(name, call, ids(100, n, n), dtypes=FP32) for name, call in (
+            ("sum (int64)", lambda x: x.sum()), ("sum (dim 1, int64)", lambda x: x.sum(1)))),
         case("mean", x),
         *(case(name, flags(n, n), dtypes=FP32) for name in ("any", "all")),
         both("cumsum (dim 1)", lambda x: x.cumsum(1), x),

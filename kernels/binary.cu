@@ -243,12 +243,14 @@ extern "C" fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_s
     case FSDPC_BINARY_MINIMUM:
         return launch<FSDPC_BINARY_MINIMUM>(args, shape, numel, queue);
     case FSDPC_BINARY_MASK:
+    case FSDPC_BINARY_KEEP: {
+        bool minus = args->kind == FSDPC_BINARY_MASK && args->dtype <= FSDPC_F64;
         if (args->dtype == FSDPC_BF16 || args->dtype == FSDPC_F16)
-            return mask<uint16_t>(args, shape, numel, 0x8000, queue);
+            return mask<uint16_t>(args, shape, numel, minus ? 0x8000 : 0, queue);
         if (args->dtype == FSDPC_F32 || args->dtype == FSDPC_I32)
-            return mask<uint32_t>(args, shape, numel, args->dtype == FSDPC_F32 ? 1u << 31 : 0,
-                                  queue);
-        return mask<uint64_t>(args, shape, numel, args->dtype == FSDPC_F64 ? 1ull << 63 : 0, queue);
+            return mask<uint32_t>(args, shape, numel, minus ? 1u << 31 : 0, queue);
+        return mask<uint64_t>(args, shape, numel, minus ? 1ull << 63 : 0, queue);
+    }
     case FSDPC_BINARY_EQ:
         return compare<FSDPC_BINARY_EQ>(args, shape, numel, queue);
     case FSDPC_BINARY_NE:

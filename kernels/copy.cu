@@ -119,28 +119,29 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
 }
 
 /* The widest chunk that divides everything, in bytes. */
-static size_t chunk_bytes(const fsdpc_copy_args *args, const box &b, size_t element)
+static size_t chunk_bytes(const fsdpc_copy_args *args, const void *src, const box &b,
+                          size_t element)
 {
-    size_t all = (uintptr_t)args->dst | (uintptr_t)args->src | b.shape[b.ndim - 1] * element | 16;
+    size_t all = (uintptr_t)args->dst | (uintptr_t)src | b.shape[b.ndim - 1] * element | 16;
     for (int d = 0; d < b.ndim - 1; d++)
         all |= b.stride[0][d] * element | b.stride[1][d] * element;
     return all & -all;
 }
 
-static fsdpc_status rows_launch(const fsdpc_copy_args *args, box b, size_t numel, size_t element,
-                                const fsdpc_cuda_queue *queue)
+static fsdpc_status rows_launch(const fsdpc_copy_args *args, const void *src, box b, size_t numel,
+                                size_t element, const fsdpc_cuda_queue *queue)
 {
-    size_t bytes = chunk_bytes(args, b, element), chunks = numel * element / bytes;
+    size_t bytes = chunk_bytes(args, src, b, element), chunks = numel * element / bytes;
     b.shape[b.ndim - 1] = b.shape[b.ndim - 1] * element / bytes;
     for (int d = 0; d < b.ndim - 1; d++)
-        for (int o = 0; o < 2; o++)
-            b.stride[o][d] = b.stride[o][d] * element / bytes;
+        for (int o = 0; o < 2; o++) /* may be negative */
+            b.stride[o][d] = (size_t)((int64_t)(b.stride[o][d] * element) / (int64_t)bytes);
     unsigned grid = grid_of(queue, chunks, BLOCK_THREADS);
     switch (bytes) {
 #define CASE(width, Chunk)                                                                         \
     case width:                                                                                    \
         FSDPC_LAUNCH(copy_rows_kernel<Chunk>, grid, BLOCK_THREADS, 0, queue, (Chunk *)args->dst,   \
-                     (const Chunk *)args->src, b, chunks);                                         \
+                     (const Chunk *)src, b, chunks);                                               \
         break;
         CASE(16, uint4)
         CASE(8, uint2)
@@ -199,8 +200,8 @@ static bool turn(box *b)
     return true;
 }
 
-static fsdpc_status tiles_launch(const fsdpc_copy_args *args, const box &b, size_t numel,
-                                 size_t element, const fsdpc_cuda_queue *queue)
+static fsdpc_status tiles_launch(const fsdpc_copy_args *args, const void *src, const box &b,
+                                 size_t numel, size_t element, const fsdpc_cuda_queue *queue)
 {
     size_t rows = b.shape[b.ndim - 2], cols = b.shape[b.ndim - 1];
     size_t tiles = numel / (rows * cols) * fsdpc_ceil_div(rows, TILE) * fsdpc_ceil_div(cols, TILE);
@@ -209,7 +210,7 @@ static fsdpc_status tiles_launch(const fsdpc_copy_args *args, const box &b, size
 #define CASE(width, T)                                                                             \
     case width:                                                                                    \
         FSDPC_LAUNCH(copy_tiles_kernel<T>, grid, TILE *TILE_ROWS, 0, queue, (T *)args->dst,        \
-                     (const T *)args->src, b, tiles);                                              \
+                     (const T *)src, b, tiles);                                                    \
         break;
         CASE(1, uint8_t)
         CASE(2, uint16_t)
@@ -249,14 +250,16 @@ extern "C" fsdpc_status fsdpc_cuda_copy(const fsdpc_copy_args *args, fsdpc_strea
         return FSDPC_OK;
     box_collapse(&b);
     int inner = b.ndim - 1;
+    const void *src =
+        (const char *)args->src + args->src_first * fsdpc_dtype_bytes(args->src_dtype);
     bool plain = args->dst_dtype == args->src_dtype && !args->accumulate;
     bool dense = b.stride[0][inner] == 1;
     if (plain && dense && b.stride[1][inner] == 1)
-        return rows_launch(args, b, numel, element, queue);
+        return rows_launch(args, src, b, numel, element, queue);
     if (plain && dense && turn(&b))
-        return tiles_launch(args, b, numel, element, queue);
+        return tiles_launch(args, src, b, numel, element, queue);
     copy_types types = {args->dst_dtype, args->src_dtype, args->accumulate};
     FSDPC_LAUNCH(copy_steps_kernel, grid_of(queue, numel, BLOCK_THREADS), BLOCK_THREADS, 0, queue,
-                 args->dst, args->src, b, numel, types);
+                 args->dst, src, b, numel, types);
     return launched("copy");
 }

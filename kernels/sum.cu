@@ -16,7 +16,15 @@ struct sum_plan {
     size_t inner;      /* of the innermost dimension */
     size_t outputs, terms;
     size_t chunk, chunks; /* terms of a chunk; chunks of an output */
+    bool squares;         /* terms are squares of x */
 };
+
+template <typename T>
+__device__ __forceinline__ wide<T> term_of(const sum_plan &p, const T *x, size_t at)
+{
+    wide<T> v = widen<wide<T>>(x[at]);
+    return p.squares ? v * v : v;
+}
 
 /* Term t of an output lies so far behind the output's first. */
 __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept, size_t t)
@@ -42,7 +50,7 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
             size_t last = p.terms - first < p.chunk ? p.terms : first + p.chunk;
             size_t base = box_row(p.kept, 0, output).at[0];
             for (size_t t = first + threadIdx.x % TEAM; t < last; t += TEAM)
-                sum += widen<wide<T>>(x[base + term_offset(p, false, t)]);
+                sum += term_of(p, x, base + term_offset(p, false, t));
         }
         sum = TEAM == WARP ? warp_sum(sum) : block_sum(sum);
         if (threadIdx.x % TEAM == 0 && item < items)
@@ -66,7 +74,7 @@ static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
         size_t base = box_row(p.kept, 0, kept).at[0];
         wide<T> sum = 0;
         for (size_t t = first + row; t < last && col < p.inner; t += SUM_ROWS)
-            sum += widen<wide<T>>(x[base + term_offset(p, true, t) + col]);
+            sum += term_of(p, x, base + term_offset(p, true, t) + col);
         sums[row][lane] = sum;
         __syncthreads();
         if (row == 0 && col < p.inner) {
@@ -111,6 +119,7 @@ static sum_plan plan_of(const fsdpc_sum_args *args, bool *inner_kept_out)
         }
     }
     sum_plan p = {};
+    p.squares = args->squares;
     p.inner = ndim ? shape[ndim - 1] : 1;
     bool inner_kept = !ndim || !reduced[ndim - 1];
     size_t strides[FSDPC_MAX_DIMS], stride = p.inner;

@@ -52,7 +52,7 @@ fsdpc_status fsdpc_cuda_init(const fsdpc_init_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_extremum(bool most, fsdpc_dtype dtype, const void *gathered, int ranks,
                                  size_t numel, void *out, fsdpc_stream *stream);
 
-/* kernels/unary.cu, gate.cu, binary.cu, sum.cu, copy.cu */
+/* kernels/unary.cu, gate.cu, binary.cu, sum.cu, cumsum.cu, copy.cu */
 fsdpc_status fsdpc_cuda_unary(const fsdpc_unary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_unary_backward(const fsdpc_unary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_swiglu(const fsdpc_swiglu_args *args, fsdpc_stream *stream);
@@ -60,6 +60,7 @@ fsdpc_status fsdpc_cuda_swiglu_backward(const fsdpc_swiglu_args *args, fsdpc_str
 fsdpc_status fsdpc_cuda_dropout(const fsdpc_dropout_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_binary(const fsdpc_binary_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_sum(const fsdpc_sum_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_copy(const fsdpc_copy_args *args, fsdpc_stream *stream);
 
 /* kernels/softmax.cu, norm.cu, cross_entropy.cu, rotary.cu, embedding.cu */

@@ -91,6 +91,13 @@ static fsdpc_status sum(const fsdpc_sum_args *args, fsdpc_stream *stream)
     return fsdpc_cuda_sum(args, stream);
 }
 
+static fsdpc_status cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream)
+{
+    if (args->dtype != FSDPC_I32 && args->dtype != FSDPC_I64)
+        FSDPC_TRY(check_float(args->dtype, "a cumulative sum"));
+    return fsdpc_cuda_cumsum(args, stream);
+}
+
 static fsdpc_status norm_backward(const fsdpc_norm_args *args, fsdpc_stream *stream)
 {
     FSDPC_TRY(check_float(args->dtype, "a norm"));
@@ -191,6 +198,7 @@ const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .unary_backward = unary_backward,
     .binary = binary,
     .sum = sum,
+    .cumsum = cumsum,
     .copy = fsdpc_cuda_copy,
     .softmax = softmax,
     .softmax_backward = softmax_backward,

@@ -28,6 +28,9 @@ fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
                              fsdpc_tensor *const *inputs, fsdpc_tensor *out, size_t extra_bytes,
                              fsdpc_node **node_out);
 
+/* a kind b, of one dtype, by the kernel, into new memory; no node. */
+fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
+                                     const fsdpc_tensor *b, fsdpc_tensor **out);
 /* Joins y = kind(x), which was computed elsewhere, to x: the node that fsdpc_op_unary would make.
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,

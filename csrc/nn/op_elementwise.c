@@ -149,7 +149,7 @@ static fsdpc_status promote(fsdpc_binary kind, const fsdpc_tensor *a, const fsdp
                             fsdpc_dtype *out)
 {
     bool fa = fsdpc_dtype_is_float(a->dtype), fb = fsdpc_dtype_is_float(b->dtype);
-    if (a->dtype == b->dtype || kind == FSDPC_BINARY_MASK)
+    if (a->dtype == b->dtype || fsdpc_binary_masks(kind))
         *out = a->dtype;
     else if (fa && fb && float_rank(a->dtype) == float_rank(b->dtype))
         *out = FSDPC_F32; /* bf16 and fp16 */
@@ -193,9 +193,8 @@ static bool broadcast(const fsdpc_tensor *a, const fsdpc_tensor *b, fsdpc_binary
     return true;
 }
 
-/* z = x kind y by the kernel, into new memory; no node. */
-static fsdpc_status binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
-                                   const fsdpc_tensor *b, fsdpc_tensor **out)
+fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_tensor *a,
+                                     const fsdpc_tensor *b, fsdpc_tensor **out)
 {
     fsdpc_binary_args args = {.kind = kind, .dtype = a->dtype, .a = a->data, .b = b->data};
     if (!broadcast(a, b, &args))
@@ -218,20 +217,20 @@ static fsdpc_status product_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_t
     bool divide = node->ops == &binary_ops[FSDPC_BINARY_DIV];
     fsdpc_tensor *g;
     if (fsdpc_edge_wanted(&node->inputs[0])) {
-        FSDPC_TRY(binary_compute(tape, divide ? FSDPC_BINARY_DIV : FSDPC_BINARY_MUL, dy,
-                                 node->saved[SAVED_B], &g));
+        FSDPC_TRY(fsdpc_op_binary_compute(tape, divide ? FSDPC_BINARY_DIV : FSDPC_BINARY_MUL, dy,
+                                          node->saved[SAVED_B], &g));
         fsdpc_status st = fsdpc_op_give_summed(tape, &node->inputs[0], g, 1);
         fsdpc_tensor_release(g);
         FSDPC_TRY(st);
     }
     if (!fsdpc_edge_wanted(&node->inputs[1]))
         return FSDPC_OK;
-    FSDPC_TRY(binary_compute(tape, FSDPC_BINARY_MUL, dy,
-                             node->saved[divide ? SAVED_RESULT : SAVED_A], &g));
+    FSDPC_TRY(fsdpc_op_binary_compute(tape, FSDPC_BINARY_MUL, dy,
+                                      node->saved[divide ? SAVED_RESULT : SAVED_A], &g));
     if (divide) {
         fsdpc_tensor *quotient;
         fsdpc_status st =
-            binary_compute(tape, FSDPC_BINARY_DIV, g, node->saved[SAVED_B], &quotient);
+            fsdpc_op_binary_compute(tape, FSDPC_BINARY_DIV, g, node->saved[SAVED_B], &quotient);
         fsdpc_tensor_release(g);
         FSDPC_TRY(st);
         g = quotient;
@@ -256,7 +255,8 @@ static fsdpc_status compared(fsdpc_tape *tape, fsdpc_binary kind, const fsdpc_no
                              fsdpc_dtype dtype, fsdpc_tensor **out)
 {
     fsdpc_tensor *flags;
-    FSDPC_TRY(binary_compute(tape, kind, node->saved[SAVED_A], node->saved[SAVED_B], &flags));
+    FSDPC_TRY(
+        fsdpc_op_binary_compute(tape, kind, node->saved[SAVED_A], node->saved[SAVED_B], &flags));
     fsdpc_status st = fsdpc_op_cast(tape, flags, dtype, out);
     fsdpc_tensor_release(flags);
     return st;
@@ -271,9 +271,9 @@ static fsdpc_status extremum_side(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tens
     fsdpc_status st =
         compared(tape, above ? FSDPC_BINARY_GE : FSDPC_BINARY_LE, node, dy->dtype, &loose);
     if (st == FSDPC_OK)
-        st = binary_compute(tape, FSDPC_BINARY_ADD, strict, loose, &share);
+        st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_ADD, strict, loose, &share);
     if (st == FSDPC_OK)
-        st = binary_compute(tape, FSDPC_BINARY_MUL, dy, share, &g);
+        st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_MUL, dy, share, &g);
     if (st == FSDPC_OK)
         st = fsdpc_op_give_summed(tape, &node->inputs[side], g, 0.5);
     fsdpc_tensor_release(strict);
@@ -296,7 +296,7 @@ static fsdpc_status fold(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor **g, 
 {
     fsdpc_tensor *y, *other;
     FSDPC_TRY(fsdpc_op_cast(tape, x, kind == FSDPC_BINARY_MASK ? FSDPC_BOOL : x->dtype, &other));
-    fsdpc_status st = binary_compute(tape, kind, *g, other, &y);
+    fsdpc_status st = fsdpc_op_binary_compute(tape, kind, *g, other, &y);
     fsdpc_tensor_release(other);
     FSDPC_TRY(st);
     fsdpc_tensor_release(*g);
@@ -325,7 +325,7 @@ static fsdpc_status power_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_ten
         fsdpc_status st = FSDPC_OK;
         if (side == 0) { /* a^(b-1) b, for what is a^(b-1) there alone */
             fsdpc_tensor *power;
-            st = binary_compute(tape, FSDPC_BINARY_POW, a, g, &power);
+            st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_POW, a, g, &power);
             if (st == FSDPC_OK) {
                 fsdpc_tensor_release(g);
                 g = power;
@@ -350,7 +350,8 @@ static fsdpc_status mask_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tens
     fsdpc_tensor *g;
     if (!fsdpc_edge_wanted(&node->inputs[0]))
         return FSDPC_OK;
-    FSDPC_TRY(binary_compute(tape, FSDPC_BINARY_MASK, dy, node->saved[SAVED_B], &g));
+    FSDPC_TRY(fsdpc_op_binary_compute(tape, (fsdpc_binary)(node->ops - binary_ops), dy,
+                                      node->saved[SAVED_B], &g));
     fsdpc_status st = fsdpc_op_give_summed(tape, &node->inputs[0], g, 1);
     fsdpc_tensor_release(g);
     return st;
@@ -365,6 +366,7 @@ static const fsdpc_node_ops binary_ops[] = {
     [FSDPC_BINARY_MAXIMUM] = {.name = "maximum", .backward = extremum_backward},
     [FSDPC_BINARY_MINIMUM] = {.name = "minimum", .backward = extremum_backward},
     [FSDPC_BINARY_MASK] = {.name = "mask", .backward = mask_backward},
+    [FSDPC_BINARY_KEEP] = {.name = "keep", .backward = mask_backward},
 };
 
 static fsdpc_status binary_record(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *a,
@@ -379,7 +381,7 @@ static fsdpc_status binary_record(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_ten
     bool divides = kind == FSDPC_BINARY_DIV;
     if (both || (kind == FSDPC_BINARY_MUL && db))
         fsdpc_node_save(node, SAVED_A, a);
-    if (both || divides || kind == FSDPC_BINARY_MASK || (kind == FSDPC_BINARY_MUL && da))
+    if (both || divides || fsdpc_binary_masks(kind) || (kind == FSDPC_BINARY_MUL && da))
         fsdpc_node_save(node, SAVED_B, b);
     return (divides || kind == FSDPC_BINARY_POW) && db
                ? fsdpc_node_save_output(node, SAVED_RESULT, y)
@@ -398,9 +400,9 @@ fsdpc_status fsdpc_op_binary(fsdpc_tape *tape, fsdpc_binary kind, fsdpc_tensor *
         dtype = FSDPC_F32;
     fsdpc_tensor *ca, *cb, *y = NULL;
     FSDPC_TRY(fsdpc_op_cast(tape, a, dtype, &ca));
-    fsdpc_status st = fsdpc_op_cast(tape, b, kind == FSDPC_BINARY_MASK ? FSDPC_BOOL : dtype, &cb);
+    fsdpc_status st = fsdpc_op_cast(tape, b, fsdpc_binary_masks(kind) ? FSDPC_BOOL : dtype, &cb);
     if (st == FSDPC_OK) {
-        st = binary_compute(tape, kind, ca, cb, &y);
+        st = fsdpc_op_binary_compute(tape, kind, ca, cb, &y);
         fsdpc_tensor *inputs[] = {ca, cb};
         bool passes = !fsdpc_binary_compares(kind) && fsdpc_tape_wants(tape, 2, inputs);
         if (st == FSDPC_OK && passes)

@@ -1,4 +1,4 @@
-/* Sums, means and softmax.  Sums and means are one kernel with a scale; their backward spreads the
+/* Sums, means, sums of squares, cumulative sums and softmax.  Sums and means are one kernel with a scale; their backward spreads the
  * gradient back out with strides of zero.  Softmax keeps its output, from which its backward
  * follows.
  */
@@ -60,11 +60,10 @@ static const fsdpc_node_ops sum_ops = {.name = "sum", .backward = sum_backward};
 static const fsdpc_node_ops mean_ops = {.name = "mean", .backward = sum_backward};
 
 static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_sum_args *args,
-                               bool mean, fsdpc_tensor *y)
+                               const fsdpc_node_ops *ops, fsdpc_tensor *y)
 {
     fsdpc_node *node;
-    FSDPC_TRY(
-        fsdpc_op_record(tape, mean ? &mean_ops : &sum_ops, 1, &x, y, sizeof(sum_extra), &node));
+    FSDPC_TRY(fsdpc_op_record(tape, ops, 1, &x, y, sizeof(sum_extra), &node));
     sum_extra *extra = node->extra;
     extra->scale = args->scale;
     for (int i = 0; i < FSDPC_MAX_DIMS; i++)
@@ -86,32 +85,137 @@ static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *
     return st;
 }
 
+/* y over what is left, and the arguments of the sum that fills it. */
+static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dtype out_dtype,
+                              const bool *reduced, bool keepdim, fsdpc_sum_args *args,
+                              fsdpc_tensor **y_out)
+{
+    size_t shape[FSDPC_MAX_DIMS], count = 1;
+    int ndim = 0;
+    *args = (fsdpc_sum_args){.dtype = x->dtype, .out_dtype = out_dtype, .ndim = x->ndim};
+    for (int i = 0; i < x->ndim; i++) {
+        args->shape[i] = x->shape[i];
+        args->reduced[i] = reduced[i];
+        if (reduced[i])
+            count *= x->shape[i];
+        if (!reduced[i] || keepdim)
+            shape[ndim++] = reduced[i] ? 1 : x->shape[i];
+    }
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, out_dtype, ndim, shape, y_out));
+    args->scale = 1.0 / (double)count; /* of nothing: 0 * inf, NaN as in PyTorch */
+    args->x = x->data;
+    args->out = (*y_out)->data;
+    return FSDPC_OK;
+}
+
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out)
 {
     if (!fsdpc_dtype_is_float(x->dtype))
         return sum_integers(tape, x, reduced, keepdim, mean, out);
     FSDPC_TRY(fsdpc_op_check_float(mean ? "mean" : "sum", "the tensor", x));
-    fsdpc_sum_args args = {.dtype = x->dtype, .out_dtype = x->dtype, .ndim = x->ndim, .scale = 1};
-    size_t shape[FSDPC_MAX_DIMS], count = 1;
-    int ndim = 0;
-    for (int i = 0; i < x->ndim; i++) {
-        args.shape[i] = x->shape[i];
-        args.reduced[i] = reduced[i];
-        if (reduced[i])
-            count *= x->shape[i];
-        if (!reduced[i] || keepdim)
-            shape[ndim++] = reduced[i] ? 1 : x->shape[i];
-    }
-    if (mean)
-        args.scale = 1.0 / (double)count; /* of nothing: 0 * inf, NaN as in PyTorch */
+    fsdpc_sum_args args;
     fsdpc_tensor *y;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, ndim, shape, &y));
-    args.x = x->data;
-    args.out = y->data;
+    FSDPC_TRY(sum_begin(tape, x, x->dtype, reduced, keepdim, &args, &y));
+    if (!mean)
+        args.scale = 1;
     fsdpc_status st = fsdpc_op_kernels(tape)->sum(&args, tape->stream);
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x))
-        st = sum_record(tape, x, &args, mean, y);
+        st = sum_record(tape, x, &args, mean ? &mean_ops : &sum_ops, y);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- sums of squares ---- */
+
+/* 2 x dy, rounded once to x's dtype */
+static fsdpc_status squares_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    const sum_extra *extra = node->extra;
+    fsdpc_tensor *x = node->saved[0], *wide, *kept = NULL, *doubled = NULL, *g = NULL;
+    size_t shape[FSDPC_MAX_DIMS];
+    for (int i = 0; i < x->ndim; i++)
+        shape[i] = extra->reduced[i] ? 1 : x->shape[i];
+    FSDPC_TRY(fsdpc_op_cast(tape, x, dy->dtype, &wide));
+    fsdpc_status st = fsdpc_tensor_view(dy, x->ndim, shape, dy->data, &kept);
+    if (st == FSDPC_OK) /* of few elements, and exact */
+        st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_ADD, kept, kept, &doubled);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_binary_compute(tape, FSDPC_BINARY_MUL, wide, doubled, &g);
+    fsdpc_tensor *dx = NULL;
+    if (st == FSDPC_OK)
+        st = fsdpc_op_cast(tape, g, x->dtype, &dx);
+    fsdpc_tensor_release(wide);
+    fsdpc_tensor_release(kept);
+    fsdpc_tensor_release(doubled);
+    fsdpc_tensor_release(g);
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, st);
+}
+
+static const fsdpc_node_ops squares_ops = {.name = "sum_squares", .backward = squares_backward};
+
+fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
+                                  bool keepdim, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_op_check_float("sum_squares", "the tensor", x));
+    fsdpc_sum_args args;
+    fsdpc_tensor *y;
+    fsdpc_dtype wide = x->dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    FSDPC_TRY(sum_begin(tape, x, wide, reduced, keepdim, &args, &y));
+    args.scale = 1;
+    args.squares = true;
+    fsdpc_status st = fsdpc_op_kernels(tape)->sum(&args, tape->stream);
+    if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &x)) {
+        st = sum_record(tape, x, &args, &squares_ops, y);
+        if (st == FSDPC_OK)
+            fsdpc_node_save(y->node, 0, x);
+    }
+    return fsdpc_op_return(st, y, out);
+}
+
+/* ---- cumulative sums ---- */
+
+typedef struct cumsum_extra {
+    int dim;
+} cumsum_extra;
+
+static fsdpc_status cumsum_compute(fsdpc_tape *tape, const fsdpc_tensor *x, int dim, bool reverse,
+                                   fsdpc_tensor **out)
+{
+    fsdpc_cumsum_args args = {
+        .dtype = x->dtype, .outer = 1, .extent = x->shape[dim], .inner = 1, .reverse = reverse};
+    for (int i = 0; i < x->ndim; i++) {
+        args.outer *= i < dim ? x->shape[i] : 1;
+        args.inner *= i > dim ? x->shape[i] : 1;
+    }
+    fsdpc_tensor *y;
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, x->dtype, x->ndim, x->shape, &y));
+    args.x = x->data;
+    args.out = y->data;
+    return fsdpc_op_return(fsdpc_op_kernels(tape)->cumsum(&args, tape->stream), y, out);
+}
+
+static fsdpc_status cumsum_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
+{
+    fsdpc_tensor *dx;
+    FSDPC_TRY(cumsum_compute(tape, dy, ((const cumsum_extra *)node->extra)->dim, true, &dx));
+    return fsdpc_op_give_owned(tape, &node->inputs[0], dx, FSDPC_OK);
+}
+
+static const fsdpc_node_ops cumsum_ops = {.name = "cumsum", .backward = cumsum_backward};
+
+fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out)
+{
+    FSDPC_TRY(fsdpc_tensor_check(x));
+    FSDPC_TRY(fsdpc_op_dim("cumsum", dim, x->ndim, &dim));
+    fsdpc_tensor *y;
+    FSDPC_TRY(cumsum_compute(tape, x, dim, false, &y));
+    fsdpc_status st = FSDPC_OK;
+    if (fsdpc_tape_wants(tape, 1, &x)) {
+        fsdpc_node *node;
+        st = fsdpc_op_record(tape, &cumsum_ops, 1, &x, y, sizeof(cumsum_extra), &node);
+        if (st == FSDPC_OK)
+            ((cumsum_extra *)node->extra)->dim = dim;
+    }
     return fsdpc_op_return(st, y, out);
 }
 

@@ -44,6 +44,10 @@ fsdpc_status fsdpc_op_expand(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const 
                              fsdpc_tensor **out);
 fsdpc_status fsdpc_op_concat(fsdpc_tape *tape, int n, fsdpc_tensor *const *xs, int dim,
                              fsdpc_tensor **out);
+/* Backwards along the dimensions whose flag is set; by so many places along one: op_flip.c */
+fsdpc_status fsdpc_op_flip(fsdpc_tape *tape, fsdpc_tensor *x, const bool *dims, fsdpc_tensor **out);
+fsdpc_status fsdpc_op_roll(fsdpc_tape *tape, fsdpc_tensor *x, int64_t shift, int dim,
+                           fsdpc_tensor **out);
 fsdpc_status fsdpc_op_clone(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor **out);
 
 /* Elements start, start + step, ... of each dimension; `drop` removes a dimension of one. */
@@ -59,6 +63,11 @@ fsdpc_status fsdpc_op_slice(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_range
 /* Over the dimensions whose flag is set (ndim of them). */
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out);
+/* The same of squares; of 16-bit floats as F32. */
+fsdpc_status fsdpc_op_sum_squares(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
+                                  bool keepdim, fsdpc_tensor **out);
+/* Each element with all before it along a dimension; of floats, I32 and I64. */
+fsdpc_status fsdpc_op_cumsum(fsdpc_tape *tape, fsdpc_tensor *x, int dim, fsdpc_tensor **out);
 /* Over the last dimension. */
 fsdpc_status fsdpc_op_softmax(fsdpc_tape *tape, fsdpc_tensor *x, bool log, fsdpc_tensor **out);
 

@@ -93,7 +93,7 @@ FSDPC_INLINE void binary_range(const nn_binary_plan *plan, size_t first, size_t 
     }
 }
 
-NN_FLOAT_KERNELS(binary_range, nn_binary_plan, fsdpc_nn_binary_wide)
+NN_FLOAT_KERNELS(binary_range, nn_binary_plan, NULL)
 
 static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
 {
@@ -114,11 +114,11 @@ static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
     if (numel == 0)
         return FSDPC_OK;
     nn_box_collapse(&plan.box);
-    bool plain =
-        compares || args->kind == FSDPC_BINARY_MASK || (is_int && args->kind != FSDPC_BINARY_POW);
-    nn_range_fn run = plain    ? plain_range
-                      : is_int ? fsdpc_nn_binary_wide
-                               : binary_range_kernels[args->dtype];
+    bool power = args->kind == FSDPC_BINARY_POW, wide = is_int || args->dtype == FSDPC_F64;
+    bool plain = compares || fsdpc_binary_masks(args->kind) || (wide && !power);
+    nn_range_fn run = plain  ? plain_range
+                      : wide ? fsdpc_nn_power_wide
+                             : binary_range_kernels[args->dtype];
     nn_for(stream, numel, NN_GRAIN, run, &plan);
     return FSDPC_OK;
 }

@@ -57,11 +57,19 @@ static int64_t truncate_to(double x, double low, double high)
     return high >= 0x1p63 ? INT64_MAX : (int64_t)high;
 }
 
+/* dense rows in a loop of their own, of which the compiler makes vectors */
 #define LOAD(type, to, value)                                                                      \
-    for (size_t i = 0; i < numel; i++) {                                                           \
-        type x = ((const type *)src)[at + i * step];                                               \
-        block->to[i] = (value);                                                                    \
-    }                                                                                              \
+    do {                                                                                           \
+        const type *restrict from = (const type *)src + at;                                        \
+        for (size_t i = 0; step == 1 && i < numel; i++) {                                          \
+            type x = from[i];                                                                      \
+            block->to[i] = (value);                                                                \
+        }                                                                                          \
+        for (size_t i = 0; step != 1 && i < numel; i++) {                                          \
+            type x = from[i * step];                                                               \
+            block->to[i] = (value);                                                                \
+        }                                                                                          \
+    } while (0);                                                                                   \
     break
 
 /* True if the block holds integers. */
@@ -90,8 +98,13 @@ static bool load_block(cast_block *block, const void *src, fsdpc_dtype dtype, si
 }
 
 #define STORE(type, value)                                                                         \
-    for (size_t i = 0; i < numel; i++)                                                             \
-        ((type *)dst)[at + i * step] = (type)(value);                                              \
+    do {                                                                                           \
+        type *restrict to = (type *)dst + at;                                                      \
+        for (size_t i = 0; step == 1 && i < numel; i++)                                            \
+            to[i] = (type)(value);                                                                 \
+        for (size_t i = 0; step != 1 && i < numel; i++)                                            \
+            to[i * step] = (type)(value);                                                          \
+    } while (0);                                                                                   \
     break
 
 static void store_ints(const int64_t *x, void *dst, fsdpc_dtype dtype, size_t at, size_t step,

@@ -1,5 +1,5 @@
-/* Comparisons and masks of any dtype, and arithmetic of integers (see nn_internal.h for how bodies
- * are compiled).
+/* Comparisons and masks of any dtype, and arithmetic of integers and doubles (see nn_internal.h for
+ * how bodies are compiled).
  *
  * Each kind and type is one dense loop, of which the compiler makes vectors.  What is not dense
  * along the innermost dimension, a repeated or strided operand, is first copied into a block; so
@@ -94,6 +94,26 @@ PLAIN_COMPARE(compare_u8, uint8_t)
 PLAIN_INTEGERS(integers_32, int32_t, uint32_t)
 PLAIN_INTEGERS(integers_64, int64_t, uint64_t)
 
+static void doubles(fsdpc_binary kind, const void *va, const void *vb, double *restrict out,
+                    size_t n)
+{
+    const double *restrict a = va, *restrict b = vb;
+    switch (kind) {
+    case FSDPC_BINARY_ADD:
+        PLAIN_EACH(a[i] + b[i]);
+    case FSDPC_BINARY_SUB:
+        PLAIN_EACH(a[i] - b[i]);
+    case FSDPC_BINARY_MUL:
+        PLAIN_EACH(a[i] * b[i]);
+    case FSDPC_BINARY_DIV:
+        PLAIN_EACH(a[i] / b[i]);
+    case FSDPC_BINARY_MAXIMUM:
+        PLAIN_EACH(a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]);
+    default:
+        PLAIN_EACH(a[i] < b[i] || a[i] != a[i] ? a[i] : b[i]);
+    }
+}
+
 /* x where keep is true, else `other`, which is a zero of x's dtype */
 #define PLAIN_MASK(name, type)                                                                     \
     static void name(const void *x, const void *vkeep, type *restrict out, type other, size_t n)   \
@@ -149,20 +169,22 @@ static void plain_compute(const fsdpc_binary_args *args, const void *a, const vo
                           size_t n)
 {
     fsdpc_dtype dtype = args->dtype;
-    bool is_float = dtype <= FSDPC_F64;
+    bool is_float = dtype <= FSDPC_F64, keeps = args->kind == FSDPC_BINARY_KEEP;
     uint8_t *flags = (uint8_t *)args->out + at;
-    if (args->kind == FSDPC_BINARY_MASK) {
+    if (args->kind == FSDPC_BINARY_MASK || keeps) {
         size_t bytes = fsdpc_dtype_bytes(dtype);
         void *out = (char *)args->out + at * bytes;
         if (bytes == 2)
-            mask_2(a, b, out, 0x8000, n);
+            mask_2(a, b, out, keeps ? 0 : 0x8000, n);
         else if (bytes == 4)
-            mask_4(a, b, out, is_float ? 0x80000000u : 0, n);
+            mask_4(a, b, out, is_float && !keeps ? 0x80000000u : 0, n);
         else
-            mask_8(a, b, out, is_float ? (uint64_t)1 << 63 : 0, n);
+            mask_8(a, b, out, is_float && !keeps ? (uint64_t)1 << 63 : 0, n);
     } else if (!fsdpc_binary_compares(args->kind)) {
         if (dtype == FSDPC_I32)
             integers_32(args->kind, a, b, (int32_t *)args->out + at, n);
+        else if (dtype == FSDPC_F64)
+            doubles(args->kind, a, b, (double *)args->out + at, n);
         else
             integers_64(args->kind, a, b, (int64_t *)args->out + at, n);
     } else if (dtype == FSDPC_F64) {
@@ -182,7 +204,7 @@ static void plain_range(const void *arg, size_t first, size_t last)
 {
     const nn_binary_plan *plan = arg;
     fsdpc_dtype dtype = plan->args->dtype;
-    bool masks = plan->args->kind == FSDPC_BINARY_MASK;
+    bool masks = fsdpc_binary_masks(plan->args->kind);
     bool compares = fsdpc_binary_compares(plan->args->kind);
     plain_block block_a, block_b;
     for (size_t at = first; at < last;) {

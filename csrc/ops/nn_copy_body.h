@@ -3,13 +3,27 @@
  *
  * Dimensions are ordered by the stride of the destination and joined where both sides allow it,
  * then rows    both sides dense along the innermost dimension: memcpy, or a vector cast; fill    one
- * element of the source repeated along it; tiles    the source is dense along another one (a
+ * element of the source repeated along it; reverse    the source dense backwards; tiles    the source is dense along another one (a
  * transpose) and elements have 2 or 4 bytes: squares of FSDPC_LANES, turned in registers, 32 source
  * elements wide, so that every cache line is read and written whole; steps    anything else, element
  * by element (fsdpc_nn_cast_row).
  */
 
 enum { COPY_TILE = 64, TILE_ROW = COPY_TILE + 16 /* not a power of two: sets again */ };
+
+/* What memcpy does by rep movsb, which some processors run at a tenth of its speed where both
+ * sides begin at nearly the same place of a page. */
+FSDPC_INLINE void copy_row(char *dst, const char *src, size_t bytes)
+{
+    enum { STEP = sizeof(fsdpc_vf), MOST = 1 << 16 };
+    size_t i = 0;
+    for (; bytes <= MOST && i + 4 * STEP <= bytes; i += 4 * STEP) {
+        fsdpc_vf v[4];
+        memcpy(v, src + i, sizeof v);
+        memcpy(dst + i, v, sizeof v);
+    }
+    memcpy(dst + i, src + i, bytes - i);
+}
 
 static void copy_memcpy_range(const void *arg, size_t first, size_t last)
 {
@@ -20,8 +34,8 @@ static void copy_memcpy_range(const void *arg, size_t first, size_t last)
         size_t offset[NN_OPERANDS], col = at % inner;
         numel = fsdpc_min_size(inner - col, last - at);
         nn_box_offsets(&plan->box, 1, at / inner, offset);
-        memcpy((char *)args->dst + (offset[0] + col) * bytes,
-               (const char *)args->src + (offset[1] + col) * bytes, numel * bytes);
+        copy_row((char *)args->dst + (offset[0] + col) * bytes,
+                 (const char *)args->src + (offset[1] + col) * bytes, numel * bytes);
     }
 }
 
@@ -31,21 +45,53 @@ static void copy_fill_range(const void *arg, size_t first, size_t last)
     const nn_copy_plan *plan = arg;
     const fsdpc_copy_args *args = plan->args;
     size_t inner = plan->box.shape[plan->box.ndim - 1];
-    bool four = fsdpc_dtype_bytes(args->dst_dtype) == 4;
     for (size_t at = first, numel; at < last; at += numel) {
         size_t offset[NN_OPERANDS], col = at % inner;
         numel = fsdpc_min_size(inner - col, last - at);
         nn_box_offsets(&plan->box, 1, at / inner, offset);
-        uint32_t *word = (uint32_t *)args->dst + offset[0] + col;
-        uint16_t *half = (uint16_t *)args->dst + offset[0] + col;
-        uint32_t value = four ? ((const uint32_t *)args->src)[offset[1]]
-                              : ((const uint16_t *)args->src)[offset[1]];
-        if (four)
-            for (size_t i = 0; i < numel; i++)
-                word[i] = value;
-        else
-            for (size_t i = 0; i < numel; i++)
-                half[i] = (uint16_t)value;
+        switch (fsdpc_dtype_bytes(args->dst_dtype)) {
+#define FILL(bytes, type)                                                                          \
+    case bytes: {                                                                                  \
+        type value = ((const type *)args->src)[offset[1]], *dst = (type *)args->dst;               \
+        for (size_t i = 0; i < numel; i++)                                                         \
+            dst[offset[0] + col + i] = value;                                                      \
+        break;                                                                                     \
+    }
+            FILL(1, uint8_t)
+            FILL(2, uint16_t)
+            FILL(4, uint32_t)
+            FILL(8, uint64_t)
+#undef FILL
+        }
+    }
+}
+
+/* Backwards along the innermost dimension. */
+static void copy_reverse_range(const void *arg, size_t first, size_t last)
+{
+    const nn_copy_plan *plan = arg;
+    const fsdpc_copy_args *args = plan->args;
+    size_t inner = plan->box.shape[plan->box.ndim - 1];
+    for (size_t at = first, numel; at < last; at += numel) {
+        size_t offset[NN_OPERANDS], col = at % inner;
+        numel = fsdpc_min_size(inner - col, last - at);
+        nn_box_offsets(&plan->box, 1, at / inner, offset);
+        size_t dst_at = offset[0] + col, src_at = offset[1] - col - (numel - 1);
+        switch (fsdpc_dtype_bytes(args->dst_dtype)) {
+#define REVERSE(bytes, type)                                                                       \
+    case bytes: {                                                                                  \
+        const type *restrict src = (const type *)args->src + src_at;                               \
+        type *restrict dst = (type *)args->dst + dst_at;                                           \
+        for (size_t i = 0; i < numel; i++)                                                         \
+            dst[i] = src[numel - 1 - i];                                                           \
+        break;                                                                                     \
+    }
+            REVERSE(1, uint8_t)
+            REVERSE(2, uint16_t)
+            REVERSE(4, uint32_t)
+            REVERSE(8, uint64_t)
+#undef REVERSE
+        }
     }
 }
 
@@ -290,6 +336,17 @@ static void copy_tiles_2_range(const void *plan, size_t first, size_t last)
     copy_tiles_range(plan, first, last, 2);
 }
 
+static void copy_swap_inner(nn_box *box)
+{
+    const nn_box old = *box;
+    int d = box->ndim - 2;
+    for (int k = 0; k < 2; k++) {
+        box->shape[d + k] = old.shape[d + 1 - k];
+        for (int o = 0; o < NN_OPERANDS; o++)
+            box->stride[o][d + k] = old.stride[o][d + 1 - k];
+    }
+}
+
 static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
 {
     nn_copy_plan plan = {.args = args};
@@ -298,6 +355,12 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
         return FSDPC_OK;
     int inner = plan.box.ndim - 1;
     size_t bytes = fsdpc_dtype_bytes(args->dst_dtype);
+    if (inner > 0 && plan.box.stride[1][inner] == 0 && plan.box.shape[inner] < FSDPC_LANES &&
+        plan.box.shape[inner - 1] >= FSDPC_LANES) { /* few copies of each: steps, of long rows */
+        copy_swap_inner(&plan.box);
+        nn_for(stream, numel, NN_GRAIN, copy_steps_range, &plan);
+        return FSDPC_OK;
+    }
     bool plain = args->dst_dtype == args->src_dtype && !args->accumulate;
     bool narrow_floats = args->dst_dtype <= FSDPC_F16 && args->src_dtype <= FSDPC_F16;
     bool dense_dst = plan.box.stride[0][inner] == 1;
@@ -305,8 +368,10 @@ static fsdpc_status copy(const fsdpc_copy_args *args, fsdpc_stream *stream)
         nn_for(stream, numel, NN_GRAIN, copy_memcpy_range, &plan);
     else if (dense_dst && plan.box.stride[1][inner] == 1 && narrow_floats)
         nn_for(stream, numel, NN_GRAIN, copy_cast_to_kernels[args->dst_dtype], &plan);
-    else if (dense_dst && plan.box.stride[1][inner] == 0 && plain && (bytes == 2 || bytes == 4))
+    else if (dense_dst && plan.box.stride[1][inner] == 0 && plain)
         nn_for(stream, numel, NN_GRAIN, copy_fill_range, &plan);
+    else if (dense_dst && plan.box.stride[1][inner] == (size_t)-1 && plain)
+        nn_for(stream, numel, NN_GRAIN, copy_reverse_range, &plan);
     else if (dense_dst && plan.box.stride[1][inner] == 1 && !args->accumulate &&
              copy_casts(args->dst_dtype, args->src_dtype))
         nn_for(stream, numel, NN_GRAIN, copy_numbers_range, &plan);

@@ -23,6 +23,7 @@ const fsdpc_nn_ops NN_OPS_TABLE = {
     .unary_backward = unary_backward,
     .binary = binary,
     .sum = sum,
+    .cumsum = fsdpc_nn_cumsum,
     .copy = copy,
     .softmax = softmax,
     .softmax_backward = softmax_backward,

@@ -64,7 +64,7 @@ FSDPC_INLINE void embedding_backward_row(const nn_embedding_plan *plan, size_t r
         float sum[EMBEDDING_COLS] = {0};
         size_t cols = fsdpc_min_size(EMBEDDING_COLS, args->dim - col);
         for (size_t k = plan->starts[row]; k < plan->starts[row + 1]; k++)
-            sum_add_row(sum, args->dout, plan->order[k] * args->dim + col, cols, dtype);
+            sum_add_row(sum, args->dout, plan->order[k] * args->dim + col, cols, dtype, false);
         size_t at = row * args->dim + col;
         if (args->dtable_dtype == FSDPC_F32)
             embedding_store(args, at, sum, cols, FSDPC_F32);

@@ -1,7 +1,6 @@
 /* F64 (and, for powers, integer) forms of the element-wise and moving kernels.
  *
- * Plain loops in double: they exist so that gradients can be checked to many digits, not to be
- * fast. The fp32 forms beside which these stand are in nn_unary_body.h, nn_binary_body.h,
+ * Plain loops in double: they exist so that gradients can be checked to many digits. The fp32 forms beside which these stand are in nn_unary_body.h, nn_binary_body.h,
  * nn_gate_body.h, nn_sum_body.h and nn_embedding_body.h.
  */
 #include "ops/nn_internal.h"
@@ -15,19 +14,35 @@
 void fsdpc_nn_unary_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_unary_args *args = arg;
-    const double *x = args->x;
-    for (size_t i = first; i < last; i++)
-        ((double *)args->out)[i] = unary_value(args->kind, x[i], args->scalar);
+    const double *x = args->x, s = args->scalar;
+    double *out = args->out;
+    switch (args->kind) { /* a loop a kind: the compiler makes vectors of most */
+#define X(name, text)                                                                              \
+    case FSDPC_UNARY_##name:                                                                       \
+        for (size_t i = first; i < last; i++)                                                      \
+            out[i] = unary_value(FSDPC_UNARY_##name, x[i], s);                                     \
+        break;
+        FSDPC_UNARY_TABLE(X)
+#undef X
+    }
 }
 
 void fsdpc_nn_unary_backward_f64(const void *arg, size_t first, size_t last)
 {
     const fsdpc_unary_args *args = arg;
-    const double *x = fsdpc_unary_reads_x(args->kind) ? args->x : NULL;
-    const double *y = fsdpc_unary_reads_y(args->kind) ? args->y : NULL;
-    for (size_t i = first; i < last; i++)
-        ((double *)args->out)[i] = unary_slope(args->kind, x ? x[i] : 0, y ? y[i] : 0,
-                                               ((const double *)args->dy)[i], args->scalar);
+    const double *x = args->x, *y = args->y, *dy = args->dy, s = args->scalar;
+    double *out = args->out;
+    switch (args->kind) {
+#define X(name, text)                                                                              \
+    case FSDPC_UNARY_##name:                                                                       \
+        for (size_t i = first; i < last; i++)                                                      \
+            out[i] = unary_slope(FSDPC_UNARY_##name,                                               \
+                                 fsdpc_unary_reads_x(FSDPC_UNARY_##name) ? x[i] : 0,               \
+                                 fsdpc_unary_reads_y(FSDPC_UNARY_##name) ? y[i] : 0, dy[i], s);    \
+        break;
+        FSDPC_UNARY_TABLE(X)
+#undef X
+    }
 }
 
 void fsdpc_nn_swiglu_f64(const void *arg, size_t first, size_t last)
@@ -49,29 +64,6 @@ void fsdpc_nn_swiglu_backward_f64(const void *arg, size_t first, size_t last)
     }
 }
 
-static double binary_f64(fsdpc_binary kind, double a, double b)
-{
-    switch (kind) {
-    case FSDPC_BINARY_ADD:
-        return a + b;
-    case FSDPC_BINARY_SUB:
-        return a - b;
-    case FSDPC_BINARY_MUL:
-        return a * b;
-    case FSDPC_BINARY_DIV:
-        return a / b;
-    case FSDPC_BINARY_POW:
-        return pow(a, b);
-    case FSDPC_BINARY_MAXIMUM:
-        return a > b || a != a ? a : b;
-    case FSDPC_BINARY_MINIMUM:
-        return a < b || a != a ? a : b;
-    default:
-        break;
-    }
-    return a;
-}
-
 static int64_t pow_i64(int64_t a, int64_t b) /* wraps */
 {
     uint64_t y = 1, power = (uint64_t)a;
@@ -82,7 +74,7 @@ static int64_t pow_i64(int64_t a, int64_t b) /* wraps */
     return (int64_t)y;
 }
 
-void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
+void fsdpc_nn_power_wide(const void *arg, size_t first, size_t last)
 {
     const nn_binary_plan *plan = arg;
     const fsdpc_binary_args *args = plan->args;
@@ -90,8 +82,8 @@ void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
         size_t at[NN_OPERANDS];
         nn_box_offsets(&plan->box, 0, i, at);
         if (args->dtype == FSDPC_F64) {
-            ((double *)args->out)[i] = binary_f64(args->kind, ((const double *)args->a)[at[0]],
-                                                  ((const double *)args->b)[at[1]]);
+            ((double *)args->out)[i] =
+                pow(((const double *)args->a)[at[0]], ((const double *)args->b)[at[1]]);
             continue;
         }
         int64_t value = pow_i64(fsdpc_nn_load_id(args->a, at[0], args->dtype),
@@ -103,26 +95,82 @@ void fsdpc_nn_binary_wide(const void *arg, size_t first, size_t last)
     }
 }
 
+enum { WIDE_RUN = 512, WIDE_SUMS = 8 };
+
+/* n elements of x from `at` on (or their squares) in double: where they are, or in the block. */
+static const double *wide_run(double *block, const fsdpc_sum_args *args, size_t at, size_t n)
+{
+    const double *x = block;
+    if (args->dtype == FSDPC_F64) {
+        x = (const double *)args->x + at;
+    } else {
+        fsdpc_nn_cast_row(block, FSDPC_F64, 0, 1, args->x, args->dtype, at, 1, n, false);
+    }
+    for (size_t i = 0; args->squares && i < n; i++)
+        block[i] = x[i] * x[i];
+    return args->squares ? block : x;
+}
+
+static void sum_finish_wide(const fsdpc_sum_args *args, size_t i, double total)
+{
+    total *= args->scale;
+    if (args->accumulate)
+        total += fsdpc_nn_load_f64(args->out, i, args->out_dtype);
+    fsdpc_nn_store_f64(args->out, i, args->out_dtype, total);
+}
+
+/* n outputs of one row: x's rows are added up side by side. */
+static void sum_columns_wide(const nn_sum_plan *plan, size_t x_at, size_t first, size_t n)
+{
+    double total[WIDE_RUN] = {0}, block[WIDE_RUN];
+    for (size_t fold = 0; fold < plan->folds; fold++) {
+        size_t at[NN_OPERANDS];
+        nn_box_offsets(&plan->reduced, 0, fold, at);
+        const double *x = wide_run(block, plan->args, x_at + at[0], n);
+        for (size_t c = 0; c < n; c++)
+            total[c] += x[c];
+    }
+    for (size_t c = 0; c < n; c++)
+        sum_finish_wide(plan->args, first + c, total[c]);
+}
+
+/* One output, of runs: sums of every eighth element, which are added in order. */
+static double sum_runs_wide(const nn_sum_plan *plan, size_t x_at)
+{
+    double sums[WIDE_SUMS] = {0}, block[WIDE_RUN], total = 0;
+    for (size_t fold = 0; fold < plan->folds; fold++) {
+        size_t at[NN_OPERANDS];
+        nn_box_offsets(&plan->reduced, 0, fold, at);
+        for (size_t c = 0, n; c < plan->inner; c += n) {
+            n = fsdpc_min_size(WIDE_RUN, plan->inner - c);
+            const double *x = wide_run(block, plan->args, x_at + at[0] + c, n);
+            size_t i = 0;
+            for (; i + WIDE_SUMS <= n; i += WIDE_SUMS)
+                for (size_t k = 0; k < WIDE_SUMS; k++)
+                    sums[k] += x[i + k];
+            for (; i < n; i++)
+                total += x[i];
+        }
+    }
+    for (size_t k = 0; k < WIDE_SUMS; k++)
+        total += sums[k];
+    return total;
+}
+
 void fsdpc_nn_sum_wide(const void *arg, size_t first, size_t last)
 {
     const nn_sum_plan *plan = arg;
-    const fsdpc_sum_args *args = plan->args;
-    size_t kept_inner = plan->inner_kept ? plan->inner : 1;
-    size_t run = plan->inner_kept ? 1 : plan->inner;
-    for (size_t i = first; i < last; i++) {
-        size_t base[NN_OPERANDS], fold_at[NN_OPERANDS];
-        nn_box_offsets(&plan->kept, 0, i / kept_inner, base);
-        double total = 0;
-        for (size_t fold = 0; fold < plan->folds; fold++) {
-            nn_box_offsets(&plan->reduced, 0, fold, fold_at);
-            for (size_t c = 0; c < run; c++)
-                total += fsdpc_nn_load_f64(args->x, base[0] + fold_at[0] + i % kept_inner + c,
-                                           args->dtype);
+    size_t at[NN_OPERANDS];
+    for (size_t i = first, n = 1; i < last; i += n) {
+        if (plan->inner_kept) {
+            size_t col = i % plan->inner;
+            n = fsdpc_min_size(WIDE_RUN, fsdpc_min_size(plan->inner - col, last - i));
+            nn_box_offsets(&plan->kept, 0, i / plan->inner, at);
+            sum_columns_wide(plan, at[0] + col, i, n);
+        } else {
+            nn_box_offsets(&plan->kept, 0, i, at);
+            sum_finish_wide(plan->args, i, sum_runs_wide(plan, at[0]));
         }
-        total *= args->scale;
-        if (args->accumulate)
-            total += fsdpc_nn_load_f64(args->out, i, args->out_dtype);
-        fsdpc_nn_store_f64(args->out, i, args->out_dtype, total);
     }
 }
 

@@ -89,6 +89,7 @@ typedef struct nn_box {
     int ndim; /* at least 1 after nn_box_collapse */
     size_t shape[FSDPC_MAX_DIMS];
     size_t stride[NN_OPERANDS][FSDPC_MAX_DIMS];
+    size_t base[NN_OPERANDS]; /* of the first element */
 } nn_box;
 
 static inline size_t nn_box_numel(const nn_box *box)
@@ -128,7 +129,7 @@ static inline void nn_box_offsets(const nn_box *box, int inner, size_t row,
                                   size_t offset_out[NN_OPERANDS])
 {
     for (int o = 0; o < NN_OPERANDS; o++)
-        offset_out[o] = 0;
+        offset_out[o] = box->base[o];
     for (int d = box->ndim - 1 - inner; d >= 0; d--) {
         size_t index = row % box->shape[d];
         row /= box->shape[d];
@@ -199,6 +200,10 @@ static inline int64_t fsdpc_nn_load_id(const void *ids, size_t i, fsdpc_dtype id
     return id_dtype == FSDPC_I32 ? ((const int32_t *)ids)[i] : ((const int64_t *)ids)[i];
 }
 
+/* -- nn_cumsum.c -------------------------------------------------------------------------------- */
+
+fsdpc_status fsdpc_nn_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
+
 /* -- nn_f64.c, nn_f64_rows.c: kernels nobody trains on, compiled once ----------------------------
  */
 
@@ -206,7 +211,7 @@ void fsdpc_nn_unary_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_unary_backward_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_swiglu_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_swiglu_backward_f64(const void *args, size_t first, size_t last);
-void fsdpc_nn_binary_wide(const void *plan, size_t first, size_t last); /* F64; integers: POW */
+void fsdpc_nn_power_wide(const void *plan, size_t first, size_t last); /* F64, I32, I64 */
 void fsdpc_nn_sum_wide(const void *plan, size_t first,
                        size_t last); /* F64 in or out; items: outputs */
 void fsdpc_nn_embedding_backward_wide(const void *plan, size_t first, size_t last);

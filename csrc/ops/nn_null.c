@@ -57,6 +57,7 @@ ACCEPT(unary)
 ACCEPT(binary)
 ACCEPT(sum)
 ACCEPT(copy)
+ACCEPT(cumsum)
 ACCEPT(softmax)
 ACCEPT(norm)
 ACCEPT(rotary)
@@ -74,6 +75,7 @@ static const fsdpc_nn_ops null_ops = {
     .unary_backward = null_unary,
     .binary = null_binary,
     .sum = null_sum,
+    .cumsum = null_cumsum,
     .copy = null_copy,
     .softmax = null_softmax,
     .softmax_backward = null_softmax,

@@ -62,6 +62,7 @@ typedef enum fsdpc_unary {
     X(MAXIMUM, "maximum") /* NaN if either is */                                                   \
     X(MINIMUM, "minimum")                                                                          \
     X(MASK, "mask") /* b, of BOOL, ? a : -0.0, so that the sum of two masked tensors selects */    \
+    X(KEEP, "keep") /* b, of BOOL, ? a : 0 */                                                      \
     X(EQ, "eq")                                                                                    \
     X(NE, "ne")                                                                                    \
     X(LT, "lt")                                                                                    \
@@ -78,6 +79,12 @@ typedef enum fsdpc_binary {
 static inline bool fsdpc_binary_compares(fsdpc_binary kind)
 {
     return kind >= FSDPC_BINARY_EQ;
+}
+
+/* MASK or KEEP: b is BOOL */
+static inline bool fsdpc_binary_masks(fsdpc_binary kind)
+{
+    return kind == FSDPC_BINARY_MASK || kind == FSDPC_BINARY_KEEP;
 }
 
 /* What backward reads: y, x, or neither; unused arguments may be NULL. */
@@ -119,7 +126,7 @@ typedef struct fsdpc_gemm_gelu_args {
 typedef struct fsdpc_binary_args {
     fsdpc_binary kind;
     fsdpc_dtype dtype; /* of a, b and, unless it compares, out; DIV of floats, comparisons of any,
-                          the others of I32 and I64 too; b of MASK is BOOL */
+                          the others of I32 and I64 too; b of masks is BOOL */
     int ndim;
     size_t shape[FSDPC_MAX_DIMS];                              /* of out, which is dense */
     size_t stride_a[FSDPC_MAX_DIMS], stride_b[FSDPC_MAX_DIMS]; /* 0 broadcasts */
@@ -138,7 +145,18 @@ typedef struct fsdpc_sum_args {
     const void *x;
     void *out;
     bool accumulate;
+    bool squares; /* of x^2 instead */
 } fsdpc_sum_args;
+
+/* out[i] = x[0] + ... + x[i] along the middle dimension, or from i to the end (reverse); in double
+ * and rounded once, integers wrap. */
+typedef struct fsdpc_cumsum_args {
+    fsdpc_dtype dtype; /* a float's, I32 or I64 */
+    size_t outer, extent, inner;
+    bool reverse;
+    const void *x;
+    void *out; /* not x */
+} fsdpc_cumsum_args;
 
 /* dst[i] = cast(src[i]) over a strided box; serves transpose, slice, concat, expand and casts
  * between any two dtypes (float to integer truncates). */
@@ -150,6 +168,8 @@ typedef struct fsdpc_copy_args {
     void *dst;
     const void *src;
     bool accumulate; /* dst += */
+    size_t
+        src_first; /* where in src the box begins: its strides may then be negative, modulo 2^64 */
 } fsdpc_copy_args;
 
 typedef struct fsdpc_softmax_args {
@@ -300,6 +320,7 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*unary_backward)(const fsdpc_unary_args *args, fsdpc_stream *stream);
     fsdpc_status (*binary)(const fsdpc_binary_args *args, fsdpc_stream *stream);
     fsdpc_status (*sum)(const fsdpc_sum_args *args, fsdpc_stream *stream);
+    fsdpc_status (*cumsum)(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
     fsdpc_status (*copy)(const fsdpc_copy_args *args, fsdpc_stream *stream);
     fsdpc_status (*softmax)(const fsdpc_softmax_args *args, fsdpc_stream *stream);
     fsdpc_status (*softmax_backward)(const fsdpc_softmax_args *args, fsdpc_stream *stream);

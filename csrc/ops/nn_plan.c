@@ -46,6 +46,7 @@ size_t fsdpc_nn_copy_plan_init(nn_copy_plan *plan)
     const fsdpc_copy_args *args = plan->args;
     nn_box *box = &plan->box;
     box->ndim = args->ndim;
+    box->base[1] = args->src_first;
     for (int d = 0; d < args->ndim; d++) { /* insertion by falling stride of the destination */
         int at = d;
         for (; at > 0 && box->stride[0][at - 1] < args->stride_dst[d]; at--) {
@@ -93,9 +94,26 @@ static fsdpc_status check_id_dtype(fsdpc_dtype dtype, const char *what)
     return FSDPC_OK;
 }
 
+/* The largest id, negative ones above all others. */
+static uint64_t most_id(const fsdpc_embedding_args *args)
+{
+    const int32_t *narrow = args->ids;
+    const int64_t *wide = args->ids;
+    uint64_t most = 0;
+    if (args->id_dtype == FSDPC_I32)
+        for (size_t i = 0; i < args->count; i++)
+            most = (uint64_t)narrow[i] > most ? (uint64_t)narrow[i] : most;
+    else
+        for (size_t i = 0; i < args->count; i++)
+            most = (uint64_t)wide[i] > most ? (uint64_t)wide[i] : most;
+    return most;
+}
+
 fsdpc_status fsdpc_nn_embedding_check(const fsdpc_embedding_args *args)
 {
     FSDPC_TRY(check_id_dtype(args->id_dtype, "ids of an embedding"));
+    if (args->count == 0 || most_id(args) < args->rows)
+        return FSDPC_OK;
     for (size_t i = 0; i < args->count; i++) {
         int64_t id = fsdpc_nn_load_id(args->ids, i, args->id_dtype);
         if ((uint64_t)id >= args->rows)

@@ -242,6 +242,13 @@ FSDPC_INLINE void unary_range(const fsdpc_unary_args *args, size_t first, size_t
                 unary_value(FSDPC_UNARY_GELU_ERF, fsdpc_vf_load_as_n(args->x, i, dtype, n), s), n));
         return;
     }
+    if (args->kind == FSDPC_UNARY_NEG || args->kind == FSDPC_UNARY_ABS) { /* of the sign alone */
+        const uint16_t *x = args->x, flip = args->kind == FSDPC_UNARY_NEG ? 0x8000 : 0;
+        uint16_t *out = args->out, keep = flip ? 0xffff : 0x7fff;
+        for (size_t i = first; i < last; i++)
+            out[i] = (uint16_t)((x[i] ^ flip) & keep);
+        return;
+    }
     float block[UNARY_BLOCK];
     for (size_t i = first; i < last; i += UNARY_BLOCK) {
         size_t numel = fsdpc_min_size(UNARY_BLOCK, last - i);

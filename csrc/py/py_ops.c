@@ -165,14 +165,26 @@ static PyObject *linear(fsdpc_py_state *state, PyObject *const *a, linear_fn fn)
     RETURN_OP(state, x->numel + w->numel, fn(r->tape, x, w, bias, in_out, &y));
 }
 
-static PyObject *reduce(fsdpc_py_state *state, PyObject *const *a, bool mean)
+static PyObject *reduce(fsdpc_py_state *state, PyObject *const *a, const char *name, bool mean,
+                        bool squares)
 {
     bool keepdim = false, reduced[FSDPC_MAX_DIMS];
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
     if (!x || fsdpc_py_arg_bool(a[2], &keepdim) < 0 ||
-        fsdpc_py_dims(mean ? "mean" : "sum", a[1], x->ndim, reduced) < 0)
+        fsdpc_py_dims(name, a[1], x->ndim, reduced) < 0)
         return NULL;
+    if (squares)
+        RETURN_OP(state, x->numel, fsdpc_op_sum_squares(r->tape, x, reduced, keepdim, &y));
     RETURN_OP(state, x->numel, fsdpc_op_sum(r->tape, x, reduced, keepdim, mean, &y));
+}
+
+static PyObject *cumsum(fsdpc_py_state *state, PyObject *const *a)
+{
+    int dim = 0;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_int(a[1], &dim) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_cumsum(r->tape, x, dim, &y));
 }
 
 /* Over any dimension: moved to the end and back. */
@@ -353,59 +365,23 @@ static PyObject *transpose(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_transpose(r->tape, x, dim0, dim1, &y));
 }
 
-/* Tensors of a sequence, with a new dimension each for stack. */
-static int collect(fsdpc_runtime *r, PyObject *fast, int dim, bool stack, fsdpc_tensor **out)
+static PyObject *flip(fsdpc_py_state *state, PyObject *const *a)
 {
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    for (Py_ssize_t i = 0; i < n; i++) {
-        fsdpc_tensor *x = fsdpc_py_tensor_of(PySequence_Fast_GET_ITEM(fast, i));
-        if (!x)
-            return -1;
-        if (!stack) {
-            out[i] = fsdpc_tensor_acquire(x);
-            continue;
-        }
-        int64_t shape[FSDPC_MAX_DIMS];
-        int at = dim < 0 ? dim + x->ndim + 1 : dim;
-        if (at < 0 || at > x->ndim || x->ndim == FSDPC_MAX_DIMS) {
-            PyErr_Format(PyExc_IndexError, "stack: dimension %d for tensors of %d dimensions", dim,
-                         x->ndim);
-            return -1;
-        }
-        for (int d = 0; d <= x->ndim; d++)
-            shape[d] = d == at ? 1 : (int64_t)x->shape[d - (d > at)];
-        fsdpc_status status = fsdpc_op_reshape(r->tape, x, x->ndim + 1, shape, &out[i]);
-        if (fsdpc_py_check(status) < 0)
-            return -1;
-    }
-    return 0;
+    bool dims[FSDPC_MAX_DIMS];
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_dims("flip", a[1], x->ndim, dims) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_flip(r->tape, x, dims, &y));
 }
 
-static PyObject *concat(fsdpc_py_state *state, PyObject *const *a, bool stack)
+static PyObject *roll(fsdpc_py_state *state, PyObject *const *a)
 {
     int dim = 0;
-    fsdpc_runtime *r = fsdpc_py_state_runtime(state);
-    if (!r || fsdpc_py_arg_int(a[1], &dim) < 0)
+    int64_t shift = 0;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_int64(a[1], &shift) < 0 || fsdpc_py_arg_int(a[2], &dim) < 0)
         return NULL;
-    PyObject *fast = PySequence_Fast(a[0], "a sequence of tensors is needed");
-    if (!fast)
-        return NULL;
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
-    fsdpc_tensor **xs = fsdpc_py_room(n, sizeof *xs), *y = NULL;
-    PyObject *result = NULL;
-    if (xs && collect(r, fast, dim, stack, xs) == 0) {
-        size_t work = 0;
-        for (Py_ssize_t i = 0; i < n; i++)
-            work += xs[i]->numel;
-        fsdpc_status status;
-        FSDPC_PY_RUN(r, work, status, fsdpc_op_concat(r->tape, (int)n, xs, dim, &y));
-        result = fsdpc_py_result(state, status, y);
-    }
-    for (Py_ssize_t i = 0; xs && i < n; i++)
-        fsdpc_tensor_release(xs[i]);
-    PyMem_Free(xs);
-    Py_DECREF(fast);
-    return result;
+    RETURN_OP(state, x->numel, fsdpc_op_roll(r->tape, x, shift, dim, &y));
 }
 
 static PyObject *array_equal(PyObject *const *a)
@@ -435,6 +411,7 @@ static PyObject *array_equal(PyObject *const *a)
     M(maximum, 2, binary(a, "maximum", FSDPC_BINARY_MAXIMUM), "a", "b")                            \
     M(minimum, 2, binary(a, "minimum", FSDPC_BINARY_MINIMUM), "a", "b")                            \
     F(mask, 2, binary(a, "mask", FSDPC_BINARY_MASK), "x", "keep")                                  \
+    F(keep, 2, binary(a, "keep", FSDPC_BINARY_KEEP), "x", "keep")                                  \
     M(pow, 2, power(state, a), "x", "exponent")                                                    \
     M(neg, 1, unary(state, a, FSDPC_UNARY_NEG), "x")                                               \
     M(abs, 1, unary(state, a, FSDPC_UNARY_ABS), "x")                                               \
@@ -463,8 +440,10 @@ static PyObject *array_equal(PyObject *const *a)
     M(matmul, 2, matmul(state, a), "a", "b")                                                       \
     F(linear, 2, linear(state, a, fsdpc_op_linear), "x", "weight", "bias", "layout")               \
     F(linear_gelu, 2, linear(state, a, fsdpc_op_linear_gelu), "x", "weight", "bias", "layout")     \
-    M(sum, 1, reduce(state, a, false), "x", "dim", "keepdim")                                      \
-    M(mean, 1, reduce(state, a, true), "x", "dim", "keepdim")                                      \
+    M(sum, 1, reduce(state, a, "sum", false, false), "x", "dim", "keepdim")                        \
+    M(mean, 1, reduce(state, a, "mean", true, false), "x", "dim", "keepdim")                       \
+    F(sum_squares, 1, reduce(state, a, "sum_squares", false, true), "x", "dim", "keepdim")         \
+    F(cumsum, 2, cumsum(state, a), "x", "dim")                                                     \
     M(softmax, 1, softmax(state, a, false), "x", "dim")                                            \
     M(log_softmax, 1, softmax(state, a, true), "x", "dim")                                         \
     F(layer_norm, 1, layer_norm(state, a), "x", "weight", "bias", "eps")                           \
@@ -483,8 +462,10 @@ static PyObject *array_equal(PyObject *const *a)
     M(transpose, 3, transpose(state, a), "x", "dim0", "dim1")                                      \
     F(permute, 2, reshaped(state, a, "permute", fsdpc_py_op_permute), "x", "dims")                 \
     F(expand, 2, reshaped(state, a, "expand", fsdpc_py_op_expand), "x", "shape")                   \
-    F(concat, 1, concat(state, a, false), "tensors", "dim")                                        \
-    F(stack, 1, concat(state, a, true), "tensors", "dim")                                          \
+    F(flip, 2, flip(state, a), "x", "dims")                                                        \
+    F(roll, 3, roll(state, a), "x", "shift", "dim")                                                \
+    F(concat, 1, fsdpc_py_op_concat(state, a, false), "tensors", "dim")                            \
+    F(stack, 1, fsdpc_py_op_concat(state, a, true), "tensors", "dim")                              \
     F(array_equal, 2, array_equal(a), "a", "b")
 
 #define FUNCTION(op, required, call, ...)                                                          \

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { COUNT_BLOCK = 1024 };
+
 /* What zeros(2, 3, dtype=..., requires_grad=True) was given. */
 typedef struct request {
     fsdpc_runtime *runtime;
@@ -65,8 +67,8 @@ static fsdpc_tensor *request_tensor(const request *r)
     return t;
 }
 
-/* t = what `exact` (fp64) holds, in t's dtype; a stride of 0 repeats its first element. */
-static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc_tensor *exact,
+/* t = what `from` holds, in t's dtype; a stride of 0 repeats its first element. */
+static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc_tensor *from,
                             size_t stride)
 {
     fsdpc_copy_args args = {.ndim = 1,
@@ -74,25 +76,30 @@ static fsdpc_status convert(fsdpc_runtime *runtime, fsdpc_tensor *t, const fsdpc
                             .stride_dst = {1},
                             .stride_src = {stride},
                             .dst_dtype = t->dtype,
-                            .src_dtype = FSDPC_F64,
+                            .src_dtype = from->dtype,
                             .dst = t->data,
-                            .src = exact->data};
+                            .src = from->data};
     return runtime->device->nn->copy(&args, runtime->compute);
 }
 
-/* Every element = value, in any dtype. */
+/* Every element = value, in any dtype: cast once, then repeated. */
 static fsdpc_status fill(fsdpc_runtime *runtime, fsdpc_tensor *t, double value)
 {
     if (value == 0)
         return fsdpc_device_fill(runtime->device, t->data, 0, fsdpc_tensor_bytes(t),
                                  runtime->compute);
-    fsdpc_tensor *exact;
+    fsdpc_tensor *exact, *cast = NULL;
     FSDPC_TRY(fsdpc_tensor_create(runtime->device, FSDPC_F64, 0, NULL, &exact));
     fsdpc_status status =
         fsdpc_device_copy(runtime->device, exact->data, &value, sizeof value, runtime->compute);
     if (status == FSDPC_OK)
-        status = convert(runtime, t, exact, 0);
+        status = fsdpc_tensor_create(runtime->device, t->dtype, 0, NULL, &cast);
+    if (status == FSDPC_OK)
+        status = convert(runtime, cast, exact, 1);
+    if (status == FSDPC_OK)
+        status = convert(runtime, t, cast, 0);
     fsdpc_tensor_release(exact);
+    fsdpc_tensor_release(cast);
     return status;
 }
 
@@ -157,24 +164,45 @@ static PyObject *make_empty_deferred(FSDPC_PY_FASTCALL(module))
     return fsdpc_py_tensor_new(r.state, t);
 }
 
-/* Values in fp64, where integers up to 2^53 are exact, then one cast. */
+/* Blocks of values, whole numbers as int64, else fp64, each cast by the host. */
 static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step)
 {
-    fsdpc_tensor *exact;
-    double *values = malloc((t->numel + 1) * sizeof *values);
+    fsdpc_device *device = runtime->device, *host = device->remote ? device->host : device;
+    size_t bytes = fsdpc_tensor_bytes(t), each = fsdpc_dtype_bytes(t->dtype);
+    char *values = device->remote ? malloc(bytes + 1) : t->data;
     if (!values)
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the %zu values of arange", t->numel);
-    for (size_t i = 0; i < t->numel; i++)
-        values[i] = start + step * (double)i;
-    fsdpc_status status = fsdpc_tensor_create(runtime->device, FSDPC_F64, 1, &t->numel, &exact);
-    if (status == FSDPC_OK) {
-        status = fsdpc_device_copy(runtime->device, exact->data, values, fsdpc_tensor_bytes(exact),
-                                   runtime->compute);
-        if (status == FSDPC_OK)
-            status = convert(runtime, t, exact, 1);
-        fsdpc_tensor_release(exact);
+    double last = start + step * (double)t->numel, exact = 0x1p53;
+    bool whole = start == floor(start) && step == floor(step) && fabs(start) <= exact &&
+                 fabs(step) <= exact && fabs(last) <= exact;
+    union {
+        double reals[COUNT_BLOCK];
+        int64_t ints[COUNT_BLOCK];
+    } block;
+    fsdpc_copy_args args = {.ndim = 1,
+                            .stride_dst = {1},
+                            .stride_src = {1},
+                            .dst_dtype = t->dtype,
+                            .src_dtype = whole ? FSDPC_I64 : FSDPC_F64,
+                            .src = &block};
+    fsdpc_status status = FSDPC_OK;
+    for (size_t at = 0, n; at < t->numel && status == FSDPC_OK; at += n) {
+        n = t->numel - at < COUNT_BLOCK ? t->numel - at : COUNT_BLOCK;
+        int64_t value = whole ? (int64_t)start + (int64_t)step * (int64_t)at : 0;
+        if (whole)
+            for (size_t i = 0; i < n; i++, value += (int64_t)step)
+                block.ints[i] = value;
+        else
+            for (size_t i = 0; i < n; i++)
+                block.reals[i] = start + step * (double)(at + i);
+        args.shape[0] = n;
+        args.dst = values + at * each;
+        status = host->nn->copy(&args, fsdpc_device_main(host));
     }
-    free(values);
+    if (device->remote && status == FSDPC_OK)
+        status = fsdpc_device_copy(device, t->data, values, bytes, runtime->compute);
+    if (device->remote)
+        free(values);
     return status;
 }
 

@@ -838,6 +838,9 @@ def minimum(a: Tensor | Number, b: Tensor | Number) -> Tensor:
 def mask(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
     """Return x where keep is true, else a negative zero, which changes no sum."""
 
+def keep(x: Tensor | Number, keep: Tensor | Number) -> Tensor:
+    """Return x where keep is true, else 0."""
+
 def pow(x: Tensor | Number, exponent: Tensor | Number) -> Tensor:
     """Return x ** exponent, element by element.
 
@@ -1416,6 +1419,12 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     [[1, 2], [1, 2]]
     """
 
+def flip(x: Tensor, dims: Dims) -> Tensor:
+    """Return x backwards along dimensions, a copy."""
+
+def roll(x: Tensor, shift: int, dim: int) -> Tensor:
+    """Return x moved along a dimension, a copy; what leaves at one end enters at the other."""
+
 def concat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Join tensors along a dimension.
 
@@ -1454,6 +1463,12 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     >>> F.sum(tensor([[1.0, 2.0], [3.0, 4.0]]), 0).tolist()
     [4.0, 6.0]
     """
+
+def sum_squares(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """Add squares up over dimensions; of 16-bit floats as float32."""
+
+def cumsum(x: Tensor, dim: int) -> Tensor:
+    """Return each element with all before it along a dimension."""
 
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """Average elements over dimensions.

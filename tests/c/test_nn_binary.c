@@ -18,7 +18,7 @@ static double apply(fsdpc_binary kind, double a, double b)
            : kind == FSDPC_BINARY_POW     ? pow(a, b)
            : kind == FSDPC_BINARY_MAXIMUM ? fmax(a, b)
            : kind == FSDPC_BINARY_MINIMUM ? fmin(a, b)
-           : kind == FSDPC_BINARY_MASK    ? (b != 0 ? a : 0)
+           : fsdpc_binary_masks(kind)     ? (b != 0 ? a : 0)
            : kind == FSDPC_BINARY_EQ      ? a == b
            : kind == FSDPC_BINARY_NE      ? a != b
            : kind == FSDPC_BINARY_LT      ? a < b
@@ -44,7 +44,7 @@ static void test_binary(nn_rig *rig, fsdpc_dtype dtype, const shape_case *c, fsd
     size_t numel = 1;
     for (int d = 0; d < c->ndim; d++)
         numel *= args.shape[d] = c->shape[d];
-    bool is_int = dtype > FSDPC_F64, masks = kind == FSDPC_BINARY_MASK;
+    bool is_int = dtype > FSDPC_F64, masks = fsdpc_binary_masks(kind);
     bool compares = fsdpc_binary_compares(kind);
     double low = is_int ? -1000 : 0.5, high = is_int ? compares ? -997 : 1000 : 2;
     if (fsdpc_dtype_bytes(dtype) == 1) { /* bytes of bool: 0, or what counts as 1 */
@@ -111,6 +111,9 @@ static void test_special(nn_rig *rig)
     CHECK_OK(rig->ops->binary(&args, rig->stream));
     CHECK(isnan(masked[0]) && signbit(masked[1]) && isnan(masked[2]) && masked[3] == INFINITY);
     CHECK(masked[4] == 0 && signbit(masked[4]) && masked[5] == 0 && signbit(masked[5]));
+    args.kind = FSDPC_BINARY_KEEP;
+    CHECK_OK(rig->ops->binary(&args, rig->stream));
+    CHECK(isnan(masked[0]) && masked[1] == 0 && !signbit(masked[1]) && masked[3] == INFINITY);
 }
 
 static double silu(double x)

@@ -22,7 +22,7 @@ static void test_cast(nn_rig *rig, fsdpc_dtype to, fsdpc_dtype from, size_t nume
     buffer src = buffer_noise(from, numel, 1, 0, from == FSDPC_BOOL ? 2 : 100);
     buffer dst = buffer_noise(to, numel, 2, 0, to == FSDPC_BOOL ? 2 : 100);
     buffer old = buffer_noise(to, numel, 2, 0, to == FSDPC_BOOL ? 2 : 100);
-    fsdpc_copy_args args = {1, {numel}, {1}, {1}, to, from, dst.data, src.data, accumulate};
+    fsdpc_copy_args args = {1, {numel}, {1}, {1}, to, from, dst.data, src.data, accumulate, 0};
     CHECK_OK(rig->ops->copy(&args, rig->stream));
     buffer_check(rig, &dst, "cast");
     for (size_t i = 0; i<numel; i += numel> 1000 ? 7 : 1) {
@@ -42,7 +42,7 @@ static void test_half_bits(nn_rig *rig, fsdpc_dtype half)
     static float wide[N];
     for (size_t i = 0; i < N; i++)
         bits[i] = (uint16_t)i;
-    fsdpc_copy_args widen = {1, {N}, {1}, {1}, FSDPC_F32, half, wide, bits, false};
+    fsdpc_copy_args widen = {1, {N}, {1}, {1}, FSDPC_F32, half, wide, bits, false, 0};
     CHECK_OK(rig->ops->copy(&widen, rig->stream));
     size_t wrong = 0;
     for (size_t i = 0; i < N; i++) {
@@ -51,7 +51,7 @@ static void test_half_bits(nn_rig *rig, fsdpc_dtype half)
     }
     CHECK_NOTE(wrong == 0, "%s: %zu wrong widened bits", rig->ops->name, wrong);
     const int32_t shifts[] = {0, 1, -1, 0x8000, 0x7fff, 0x8001, 0x1000, 0xfff, 0x1001};
-    fsdpc_copy_args narrow = {1, {N}, {1}, {1}, half, FSDPC_F32, back, wide, false};
+    fsdpc_copy_args narrow = {1, {N}, {1}, {1}, half, FSDPC_F32, back, wide, false, 0};
     for (size_t s = 0; s < 9; s++) {
         for (size_t i = 0; i < N; i++) {
             uint32_t base = half == FSDPC_BF16 ? (uint32_t)i << 16
@@ -72,7 +72,7 @@ static void test_saturation(nn_rig *rig)
     int32_t i32[6];
     int64_t i64[6];
     uint8_t u8[6];
-    fsdpc_copy_args args = {1, {6}, {1}, {1}, FSDPC_I32, FSDPC_F32, i32, x, false};
+    fsdpc_copy_args args = {1, {6}, {1}, {1}, FSDPC_I32, FSDPC_F32, i32, x, false, 0};
     CHECK_OK(rig->ops->copy(&args, rig->stream));
     CHECK(i32[0] == 0 && i32[1] == INT32_MAX && i32[2] == INT32_MIN && i32[3] == INT32_MAX);
     CHECK(i32[4] == -1 && i32[5] == 256);
@@ -85,7 +85,7 @@ static void test_saturation(nn_rig *rig)
     CHECK_OK(rig->ops->copy(&args, rig->stream));
     CHECK(u8[0] == 0 && u8[1] == 255 && u8[2] == 0 && u8[4] == 0 && u8[5] == 255);
     int64_t big[2] = {(int64_t)1 << 62 | 1, -5}, same[2];
-    fsdpc_copy_args exact = {1, {2}, {1}, {1}, FSDPC_I64, FSDPC_I64, same, big, false};
+    fsdpc_copy_args exact = {1, {2}, {1}, {1}, FSDPC_I64, FSDPC_I64, same, big, false, 0};
     CHECK_OK(rig->ops->copy(&exact, rig->stream));
     CHECK(memcmp(big, same, sizeof big) == 0);
 }
@@ -129,28 +129,64 @@ static void test_permute(nn_rig *rig, fsdpc_dtype to, fsdpc_dtype from, int ndim
 static void test_strided_destination(nn_rig *rig)
 {
     float dst[12] = {0}, src[4] = {1, 2, 3, 4};
-    fsdpc_copy_args args = {2, {2, 2}, {6, 2}, {2, 1}, FSDPC_F32, FSDPC_F32, dst, src, false};
+    fsdpc_copy_args args = {2, {2, 2}, {6, 2}, {2, 1}, FSDPC_F32, FSDPC_F32, dst, src, false, 0};
     CHECK_OK(rig->ops->copy(&args, rig->stream)); /* into columns 0 and 2 of rows 0 and 2 */
     const float want[12] = {1, 0, 2, 0, 0, 0, 3, 0, 4, 0, 0, 0};
     CHECK(memcmp(dst, want, sizeof want) == 0);
-    fsdpc_copy_args expand = {2, {3, 4}, {4, 1}, {0, 1}, FSDPC_F32, FSDPC_F32, dst, src, false};
+    fsdpc_copy_args expand = {2, {3, 4}, {4, 1}, {0, 1}, FSDPC_F32, FSDPC_F32, dst, src, false, 0};
     CHECK_OK(rig->ops->copy(&expand, rig->stream));
     for (size_t i = 0; i < 12; i++)
         CHECK(dst[i] == src[i % 4]);
-    fsdpc_copy_args repeat = {2, {4, 3}, {3, 1}, {1, 0}, FSDPC_F32, FSDPC_F32, dst, src, false};
+    fsdpc_copy_args repeat = {2, {4, 3}, {3, 1}, {1, 0}, FSDPC_F32, FSDPC_F32, dst, src, false, 0};
     CHECK_OK(rig->ops->copy(&repeat, rig->stream));
     for (size_t i = 0; i < 12; i++)
         CHECK(dst[i] == src[i / 3]);
     uint16_t halves[44], from[2] = {0x3f80, 0xbf81}; /* in rows longer than a vector */
     fsdpc_copy_args wide = {2,          {2, 22}, {22, 1}, {1, 0}, FSDPC_BF16,
-                            FSDPC_BF16, halves,  from,    false};
+                            FSDPC_BF16, halves,  from,    false,  0};
     CHECK_OK(rig->ops->copy(&wide, rig->stream));
     for (size_t i = 0; i < 44; i++)
         CHECK(halves[i] == from[i / 22]);
 }
 
+/* Rows, columns and both backwards, and one element everywhere, of every width. */
+static void test_backwards(nn_rig *rig, fsdpc_dtype dtype)
+{
+    enum { ROWS = 7, COLS = 45 };
+    buffer src = buffer_noise(dtype, ROWS * COLS, 9, 0, 2), dst = buffer_make(dtype, ROWS * COLS);
+    for (int kind = 0; kind < 5; kind++) {
+        bool rows = kind & 1, cols = kind & 2, one = kind == 4;
+        fsdpc_copy_args args = {.ndim = 2,
+                                .shape = {ROWS, COLS},
+                                .stride_dst = {COLS, 1},
+                                .stride_src = {one    ? 0
+                                               : rows ? (size_t)-COLS
+                                                      : COLS,
+                                               one    ? 0
+                                               : cols ? (size_t)-1
+                                                      : 1},
+                                .dst_dtype = dtype,
+                                .src_dtype = dtype,
+                                .dst = dst.data,
+                                .src = src.data,
+                                .src_first =
+                                    (rows ? (ROWS - 1) * COLS : 0) + (cols ? COLS - 1 : 0)};
+        CHECK_OK(rig->ops->copy(&args, rig->stream));
+        buffer_check(rig, &dst, "backwards");
+        for (size_t i = 0; i < ROWS * COLS; i++) {
+            size_t r = rows ? ROWS - 1 - i / COLS : i / COLS;
+            size_t c = cols ? COLS - 1 - i % COLS : i % COLS;
+            CHECK(buffer_get(&dst, i) == buffer_get(&src, one ? 0 : r * COLS + c));
+        }
+    }
+    buffer_free(&src);
+    buffer_free(&dst);
+}
+
 static void suite(nn_rig *rig)
 {
+    for (size_t d = 0; d < 8; d++)
+        test_backwards(rig, all_dtypes[d]);
     const size_t sizes[] = {0, 1, 9, 300, 50003};
     for (size_t to = 0; to < 8; to++)
         for (size_t from = 0; from < 8; from++)

@@ -221,6 +221,28 @@ static void test_sum(void)
             }
 }
 
+static void test_cumsum(void)
+{
+    static const fsdpc_dtype dtypes[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16,
+                                         FSDPC_F64, FSDPC_I32,  FSDPC_I64};
+    static const size_t lines[][3] = {{3, 1000, 1}, {2, 33, 45}, {0, 4, 4}, {5, 0, 1}};
+    for (int d = 0; d < 6; d++)
+        for (int c = 0; c < 8; c++) {
+            const size_t *n = lines[c / 2];
+            buffer x = buffer_random(dtypes[d], n[0] * n[1] * n[2], 0);
+            buffer out = buffer_poison(dtypes[d], n[0] * n[1] * n[2], 0);
+            fsdpc_cumsum_args args = {dtypes[d], n[0], n[1], n[2], c % 2, x.on_cpu, out.on_cpu};
+            CHECK_OK(on(cpu_stream)->cumsum(&args, cpu_stream));
+            args.x = x.on_gpu, args.out = out.on_gpu;
+            CHECK_OK(on(gpu_stream)->cumsum(&args, gpu_stream));
+            if (dtypes[d] > FSDPC_F64)
+                check_same_bits(&out, "cumsum");
+            else /* sums in double, in two orders, rounded once */
+                check_close(&out, dtypes[d] == FSDPC_F64 ? 1 + (double)n[1] : 2, 2, "cumsum");
+            fini_all((buffer *[]){&x, &out}, 2);
+        }
+}
+
 static void check_copy(fsdpc_copy_args args, size_t dst_numel, size_t src_numel)
 {
     buffer src = buffer_random(args.src_dtype, src_numel, 0);
@@ -253,14 +275,24 @@ static void test_copy(void)
             }
     for (int d = 0; d < FSDPC_DTYPE_COUNT; d++) {
         fsdpc_dtype dtype = (fsdpc_dtype)d;
-        fsdpc_copy_args rows = {2, {6, 64}, {64, 1}, {128, 1}, dtype, dtype, NULL, NULL, false};
-        fsdpc_copy_args turn = {2, {70, 45}, {45, 1}, {1, 70}, dtype, dtype, NULL, NULL, false};
+        fsdpc_copy_args rows = {2, {6, 64}, {64, 1}, {128, 1}, dtype, dtype, NULL, NULL, false, 0};
+        fsdpc_copy_args turn = {2, {70, 45}, {45, 1}, {1, 70}, dtype, dtype, NULL, NULL, false, 0};
         fsdpc_copy_args heads = {
-            4, {2, 5, 3, 8}, {120, 8, 40, 1}, {120, 24, 8, 1}, dtype, dtype, NULL, NULL, false};
-        fsdpc_copy_args expand = {2, {9, 33}, {33, 1}, {0, 1}, dtype, dtype, NULL, NULL, false};
-        fsdpc_copy_args steps = {2, {9, 33}, {66, 2}, {99, 3}, dtype, dtype, NULL, NULL, false};
+            4, {2, 5, 3, 8}, {120, 8, 40, 1}, {120, 24, 8, 1}, dtype, dtype, NULL, NULL, false, 0};
+        fsdpc_copy_args expand = {2, {9, 33}, {33, 1}, {0, 1}, dtype, dtype, NULL, NULL, false, 0};
+        fsdpc_copy_args steps = {2, {9, 33}, {66, 2}, {99, 3}, dtype, dtype, NULL, NULL, false, 0};
         check_copy(rows, 6 * 64, 6 * 128);
-        fsdpc_copy_args wide = {2, {500, 700}, {700, 1}, {1, 500}, dtype, dtype, NULL, NULL, false};
+        for (int kind = 1; kind < 4; kind++) { /* columns backwards, rows, both */
+            bool up = kind & 2, left = kind & 1;
+            fsdpc_copy_args back = {2,       {6, 64},
+                                    {64, 1}, {up ? (size_t)-64 : 64, left ? (size_t)-1 : 1},
+                                    dtype,   dtype,
+                                    NULL,    NULL,
+                                    false,   (up ? 5 * 64 : 0) + (left ? 63 : 0)};
+            check_copy(back, 6 * 64, 6 * 64);
+        }
+        fsdpc_copy_args wide = {2,     {500, 700}, {700, 1}, {1, 500}, dtype,
+                                dtype, NULL,       NULL,     false,    0};
         check_copy(wide, 500 * 700, 500 * 700); /* more tiles than blocks */
         check_copy(turn, 70 * 45, 70 * 45);
         check_copy(heads, 240, 240);
@@ -514,9 +546,9 @@ static void test_embedding(void)
 
 int main(void)
 {
-    static const rig_test_fn tests[] = {test_unary,       test_gates,         test_binary,
-                                        test_sum,         test_copy,          test_softmax,
-                                        test_norm,        test_cross_entropy, test_loss_gradient,
-                                        test_bad_targets, test_rotary,        test_embedding};
+    static const rig_test_fn tests[] = {
+        test_unary,       test_gates,   test_binary,   test_sum,           test_cumsum,
+        test_copy,        test_softmax, test_norm,     test_cross_entropy, test_loss_gradient,
+        test_bad_targets, test_rotary,  test_embedding};
     return rig_main("test_nn_kernels", tests, sizeof tests / sizeof tests[0]);
 }

@@ -85,6 +85,9 @@ def test_indices_that_are_tensors():
     assert x.tolist() == np.maximum(a, 0).tolist()
     x[fsdpc.tensor([0, 0])] = fsdpc.tensor([[1.0], [2.0]])  # the last stays
     assert x[0].tolist() == [2.0] * 3
+    rows = fsdpc.tensor(a)
+    rows[[1, 2]] = rows[0:2]  # from itself
+    assert rows.tolist() == a[[0, 0, 1, 3]].tolist()
     half = x.to("bfloat16")
     half[[1]] = 0.5
     assert half[1].to("float32").tolist() == [0.5] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fsdpc import _core
@@ -41,6 +42,10 @@ def where(condition: Any, x: Operand, y: Operand) -> Tensor:
     [0.0, 2.0]
     """
     keep = _truth(condition)
+    if _is_zero_beside(y, x):
+        return _core.keep(x, keep)
+    if _is_zero_beside(x, y):
+        return _core.keep(y, keep == 0)
     x, y = _pair(x, y)
     small = x.dtype if x.dtype is y.dtype and x.dtype.itemsize == 1 else None
     x, y = (t.to("int32") if t.dtype.itemsize == 1 else t for t in (x, y))
@@ -176,6 +181,14 @@ def wide(x: Tensor) -> Tensor:
 def _truth(x: Any) -> Tensor:
     x = x if isinstance(x, Tensor) else _core.tensor(x)
     return x if x.dtype is _core.bool_ else x != 0
+
+
+def _is_zero_beside(value: Any, x: Any) -> bool:
+    """Whether the value is a number, 0, that takes x's dtype, of more than a byte."""
+    if not isinstance(value, (int, float)) or not isinstance(x, Tensor) or x.dtype.itemsize == 1:
+        return False
+    fits = x.dtype.is_floating_point or isinstance(value, int)
+    return fits and value == 0 and math.copysign(1, value) > 0
 
 
 def _pair(x: Operand, y: Operand) -> tuple[Tensor, Tensor]:

@@ -143,12 +143,19 @@ def put_along(x: Tensor, index: Any, value: Any) -> None:
     lead = _reach(x, index)
     rows, dim = math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
     ids = np.asarray(np.arange(rows, dtype=np.int64).reshape(x.shape[:lead])[index])
-    source = np.full(rows, -1, dtype=np.int64)
-    source[ids.reshape(-1)] = np.arange(ids.size)
     value = value.detach() if isinstance(value, Tensor) else _core.tensor(value)
     if not (rows and dim and ids.size):
         return
-    given = value.to(x.dtype).expand(*ids.shape, *x.shape[lead:]).reshape(ids.size, dim)
+    shape = (*ids.shape, *x.shape[lead:])
+    given = value.to(x.dtype)
+    given = (given if given.shape == shape else given.expand(*shape)).reshape(ids.size, dim)
+    if _core.device_name() == "cpu":
+        x[:0] = 0  # where x may be written, that counts its version up
+        if not _core.in_dry_run():  # which has nothing to write
+            x.detach().bits().reshape(rows, dim)[ids.reshape(-1)] = given.bits()
+        return
+    source = np.full(rows, -1, dtype=np.int64)
+    source[ids.reshape(-1)] = np.arange(ids.size)
     written = _rows(_core.tensor(np.maximum(source, 0)), given)
     hit = _core.tensor(source[:, None] >= 0)
     old = x.detach().reshape(rows, dim)
@@ -350,8 +357,8 @@ def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
     checked = _core.device_name() == "cpu"
     if checked and index.numel():
         array = index.numpy()
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= x.shape[axis]:
+        if int(array.view(f"u{array.itemsize}").max()) >= x.shape[axis]:  # or one is negative
+            low, high = int(array.min()), int(array.max())
             raise IndexError(
                 f"{name}: index {low if low < 0 else high} for dimension {dim} of "
                 f"{x.shape[axis]} elements; indices are 0 to {x.shape[axis] - 1}"

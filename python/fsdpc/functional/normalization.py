@@ -78,11 +78,13 @@ def batch_norm(
     >>> F.batch_norm(tensor([[1.0], [3.0]]), eps=0.0).tolist()
     [[-1.0], [1.0]]
     """
-    mean, var = batch_statistics(x) if statistics is None else statistics
-    shape = _along(x)
-    away = wide(x) - wide(mean).reshape(shape)
-    normal = away * _core.rsqrt(wide(var) + eps).reshape(shape)
-    return _scaled(normal, weight, bias).to(x.dtype)
+    w = wide(x)
+    mean, var = batch_statistics(w) if statistics is None else statistics
+    scale = _core.rsqrt(wide(var) + eps)
+    if weight is not None:  # of channels: two passes over x become one
+        scale = scale * wide(weight)
+    normal = (w - wide(mean).reshape(_along(x))) * scale.reshape(_along(x))
+    return _scaled(normal, None, bias).to(x.dtype)
 
 
 def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tensor]:
@@ -122,7 +124,7 @@ def counted_statistics(x: Tensor, over_ranks: bool) -> tuple[Tensor, Tensor, Ten
     count = total[-1:].detach()
     mean = total[:-1] / count
     away = w - mean.reshape(_along(x))
-    squares = (away * away).sum(dims)
+    squares = _core.sum_squares(away, dims)
     return mean, (sum_over_ranks(squares) if over_ranks else squares) / count, count
 
 

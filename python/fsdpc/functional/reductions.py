@@ -202,7 +202,7 @@ def var(x: Tensor, dim: Dims = None, correction: float = 1, keepdim: bool = Fals
     """
     w = wide(x)
     away = w - _core.mean(w, dim, True)
-    total = _core.sum(away * away, dim, keepdim)
+    total = _core.sum_squares(away, dim, keepdim)
     left = _count(x, dim) - correction
     return (total * (1 / left) if left > 0 else total * math.nan).to(x.dtype)
 
@@ -249,13 +249,14 @@ def norm(x: Tensor, p: float = 2, dim: Dims = None, keepdim: bool = False) -> Te
     """
     if not p > 0:
         raise ValueError(f"norm: p is {p}; it must be positive")
-    w = wide(x)
     if p == math.inf:
-        return amax(_core.abs(w), dim, keepdim).to(x.dtype)
+        return amax(_core.abs(x), dim, keepdim)
     if p == 1:
-        return _core.sum(_core.abs(w), dim, keepdim).to(x.dtype)
-    size = w * w if p == 2 else _core.pow(_core.abs(w), p)
-    total = _core.sum(size, dim, keepdim)
+        return _core.sum(_core.abs(wide(x)), dim, keepdim).to(x.dtype)
+    if p == 2:
+        total = _core.sum_squares(x, dim, keepdim)
+    else:
+        total = _core.sum(_core.pow(_core.abs(wide(x)), p), dim, keepdim)
     positive = where(total == 0, 1.0, total)  # whose slope is finite
     root = _core.sqrt(positive) if p == 2 else _core.pow(positive, 1 / p)
     return where(total == 0, 0.0, root).to(x.dtype)
@@ -273,7 +274,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     Returns
     -------
     Tensor
-        Of x's shape; partial sums are added pairwise, in log2(extent) passes.
+        Of x's shape; floats are added in float64 and rounded once, integers wrap.
 
     Examples
     --------
@@ -283,15 +284,7 @@ def cumsum(x: Tensor, dim: int) -> Tensor:
     """
     if x.dtype.itemsize == 1:
         x = x.to("int64")
-    axis, total = dimension("cumsum", x, dim), wide(x)
-    extent, step = x.shape[axis], 1
-    lead = (slice(None),) * axis
-    while step < extent:
-        head = total[(*lead, slice(0, step))]
-        tail = total[(*lead, slice(step, None))] + total[(*lead, slice(0, extent - step))]
-        total = _core.concat([head, tail], axis)
-        step *= 2
-    return total.to(x.dtype)
+    return _core.cumsum(x, dim)
 
 
 def logsumexp(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:

@@ -149,9 +149,7 @@ def flip(x: Tensor, dims: int | Sequence[int]) -> Tensor:
     >>> F.flip(tensor([1, 2, 3]), 0).tolist()
     [3, 2, 1]
     """
-    for dim in [dims] if isinstance(dims, int) else dims:
-        x = index_select(x, dim, x.shape[dim] - 1 - count(x.shape[dim]))
-    return x
+    return _core.flip(x, dims)
 
 
 def roll(x: Tensor, shift: int, dim: int) -> Tensor:
@@ -163,10 +161,7 @@ def roll(x: Tensor, shift: int, dim: int) -> Tensor:
     >>> F.roll(tensor([1, 2, 3]), 1, 0).tolist()
     [3, 1, 2]
     """
-    axis = dimension("roll", x, dim)
-    cut = -shift % max(1, x.shape[axis])
-    lead = (slice(None),) * axis
-    return _core.concat([x[(*lead, slice(cut, None))], x[(*lead, slice(0, cut))]], axis)
+    return _core.roll(x, shift, dim)
 
 
 def repeat(x: Tensor, *counts: int | Sequence[int]) -> Tensor:
@@ -243,7 +238,7 @@ def tril(x: Tensor, diagonal: int = 0) -> Tensor:
     [[1, 0], [3, 4]]
     """
     rows, cols = _matrix("tril", x)
-    return where(lower(rows, cols, diagonal), x, _core.zeros((), dtype=x.dtype))
+    return where(lower(rows, cols, diagonal), x, False)  # a zero of every dtype
 
 
 def triu(x: Tensor, diagonal: int = 0) -> Tensor:
@@ -256,7 +251,7 @@ def triu(x: Tensor, diagonal: int = 0) -> Tensor:
     [[1, 2], [0, 4]]
     """
     rows, cols = _matrix("triu", x)
-    return where(lower(rows, cols, diagonal - 1), _core.zeros((), dtype=x.dtype), x)
+    return where(lower(rows, cols, diagonal - 1), False, x)
 
 
 def lower(rows: int, cols: int, diagonal: int = 0) -> Tensor:
