@@ -206,6 +206,19 @@ def test_where(dtype):
           [_inputs((4, 4), 0.1, 2)], dtype)  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int32", "bool"])
+def test_where_with_a_zero(dtype):
+    """Which is one pass: a chosen -0 stays, what is not chosen is 0, the dtype x's."""
+    keep = _core.tensor([True, False, True])
+    x = _core.tensor([-0.0, -3.0, 1.0]).to(dtype)
+    for y in (F.where(keep, x, 0), F.where(keep == 0, 0, x), F.tril(x.reshape(1, 3), 2)):
+        dtype_of_arithmetic = "int64" if dtype == "bool" and y.ndim == 1 else dtype
+        assert y.dtype is _core.as_dtype(dtype_of_arithmetic)
+    signs = np.signbit(F.where(keep, x.float(), 0).numpy()).tolist()
+    assert signs == [dtype not in ("int32", "bool"), False, False]
+    assert F.where(keep, x, 0).float().abs().tolist() == [0.0, 0.0, 1.0]
+
+
 def test_where_keeps_bits_and_gives_no_gradient_to_the_other():
     keep = [True, False, True, False]
     x = _core.tensor([-0.0, math.nan, math.inf, 1.0], requires_grad=True)

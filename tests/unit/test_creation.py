@@ -46,3 +46,18 @@ def test_draws() -> None:
     assert fsdpc.rand(0, 2).shape == (0, 2) and fsdpc.randint(0, 2, 3, "int32").shape == (3,)
     with pytest.raises(ValueError, match=r"no range of integers, \[3, 3\)"):
         fsdpc.randint(3, 3, (2,))
+
+
+def test_arange_beyond_a_block() -> None:
+    for args in ((5000,), (-3, 4000, 3), (0, 700, 0.125), (2**52, 2**52 + 3000)):
+        for dtype in ("int64", "float64", "float32", "int32"):
+            if dtype == "int32" and args[0] > 2**31:
+                continue
+            want = np.arange(*args, dtype="float64").astype(dtype)
+            assert (fsdpc.arange(*args, dtype=dtype).numpy() == want).all(), (args, dtype)
+
+
+def test_filled_tensors_of_every_width() -> None:
+    for dtype in ("bool", "uint8", "int32", "int64", "bfloat16", "float16", "float32", "float64"):
+        x = fsdpc.full((3, 700), 1, dtype=dtype)
+        assert x.dtype.name == dtype and x.to("float64").numpy().tolist() == [[1.0] * 700] * 3
