@@ -1,8 +1,8 @@
-"""The torch front door on the emulated device, against the same door on the CPU.
+"""The torch front door on the emulated device, against the same on the CPU.
 
-Torch is the CPU's; torch_beside.py says how it stands for torch on a GPU.  Products, and all that
-a module computes, are torch's and the same on both sides, and the engine's kernels beneath the door
-promise the CPU's bits: so everything is compared to the bit.
+Torch is the CPU's; torch_beside.py says how it stands for torch on a GPU. Products, and all that
+a module computes, are torch's and the same on both sides. The engine's kernels beneath it
+promise the CPU's bits, so everything is compared to the bit.
 """
 
 from __future__ import annotations
