@@ -1,8 +1,8 @@
 /* Size classes over cudaMalloc, or cudaHostAlloc.
  *
- * Up to 1 MiB a class is a power of two divided in eight steps; above, a multiple of 2 MiB, the
- * granularity in which the driver maps memory.  A block never changes its class and is never split:
- * a training step asks for the same sizes every time, so nothing is gained by cleverness.
+ * Up to 1 MiB a class is a power of two divided in eight steps.  Above, it is a multiple of 2 MiB,
+ * the granularity in which the driver maps memory.  A block never changes its class and is never
+ * split: a training step asks for the same sizes every time, so nothing is gained by cleverness.
  *
  * Two hash tables of chains: live blocks by address, free blocks by class; of these the lowest
  * address goes first.
@@ -187,8 +187,8 @@ static void push(block **chain, block *it)
     *chain = it;
 }
 
-/* The blocks are taken out before the wait, which goes without the lock: another thread may have
- * to get on for it to end, and what that one frees meanwhile was not waited for. */
+/* The blocks are taken out before the wait, which runs without the lock.  Another thread may have
+ * to advance for it to end, and the wait does not cover blocks that it frees meanwhile. */
 fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fsdpc_device *),
                                   fsdpc_device *device)
 {
@@ -350,4 +350,18 @@ void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold)
     pthread_mutex_unlock(&pool->lock);
     free(hold->blocks);
     free(hold);
+}
+
+fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out)
+{
+    void *pointer;
+    FSDPC_CUDA_TRY(cudaHostAlloc(&pointer, bytes, cudaHostAllocPortable), "pin host memory");
+    *out = pointer;
+    return FSDPC_OK;
+}
+
+void fsdpc_cuda_pinned_free(void *pointer)
+{
+    if (pointer)
+        (void)cudaFreeHost(pointer);
 }

@@ -1,20 +1,20 @@
 /* Device memory, counted and kept for reuse; or pinned memory of the host, which the device reaches.
  *
  * Blocks come from cudaMalloc, which may stop the whole device, so they are kept when freed and
- * handed out again by size class; a steady-state step asks CUDA for nothing (system_allocs counts),
- * which is also what makes it legal inside a graph capture.  Where CUDA has no memory left, whoever
- * wants some gives the free blocks back to it and asks once more (device_cuda.h).
+ * handed out again by size class.  A steady-state step asks CUDA for nothing (system_allocs
+ * counts), so it is also legal inside a graph capture.  If CUDA has no memory left, the allocating
+ * caller gives the free blocks back to it and tries once more (cuda_wait.h).
  *
  * Order.  A freed block may be handed out at once.  That is right for work on the device's main
- * stream, which runs in the order it was enqueued: whoever used the block comes before whoever gets
- * it.  Work of another stream that uses a block is ordered before the free by an event, or the
- * block lives as long as the engine does (which shards, buffers and windows do).
+ * stream, which runs in order: the old user of the block comes before the new one.  If work of
+ * another stream uses a block, an event orders it before the free.  Or the block lives as long as
+ * the engine does, as shards, buffers and windows do.
  *
  * Holds.  A graph runs on the memory that was captured, whenever it is launched.  From hold_begin
  * to hold_end the pool takes note of what the capture may use: all blocks that are live when it
- * begins or are acquired until it ends.  Inside, freed blocks serve the capture alone, and there is
- * no asking CUDA for more; afterwards a held block that is freed serves nobody until the last hold
- * of it is released, and is counted as OTHER meanwhile.
+ * begins or are acquired until it ends.  Inside, freed blocks serve the capture alone, and CUDA
+ * gets no requests.  Afterwards a held block that is freed serves nobody until the last hold of it
+ * is released; meanwhile it counts as OTHER.
  *
  * Any thread may call.
  */
@@ -42,5 +42,9 @@ fsdpc_status fsdpc_cuda_pool_trim(fsdpc_cuda_pool *pool, fsdpc_status (*wait)(fs
 fsdpc_status fsdpc_cuda_pool_hold_begin(fsdpc_cuda_pool *pool, fsdpc_cuda_hold **out);
 void fsdpc_cuda_pool_hold_end(fsdpc_cuda_pool *pool);
 void fsdpc_cuda_pool_hold_release(fsdpc_cuda_pool *pool, fsdpc_cuda_hold *hold); /* NULL is fine */
+
+/* Host memory outside any pool that the device reads and writes, and copies without staging. */
+fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);
+void fsdpc_cuda_pinned_free(void *pointer); /* NULL is fine */
 
 #endif

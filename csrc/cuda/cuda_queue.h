@@ -1,10 +1,10 @@
-/* What a launcher needs to know of a stream: the CUDA stream beneath it, and where kernels report.
+/* A stream as launchers see it: the CUDA stream beneath it, and where kernels report.
  *
  * C and C++ (kernels are C++).  A stream that is not async stands for the device's main stream.
  *
  * Faults.  A kernel that meets a bad index cannot return an error.  It writes the first one to the
- * queue's fault, in pinned memory, and goes on as if the index were harmless; the next sync of the
- * stream turns it into an error, once.
+ * queue's fault, in pinned memory, and continues as if the index were harmless.  The next sync of
+ * the stream turns it into an error, once.
  */
 #ifndef FSDPC_CUDA_CUDA_QUEUE_H
 #define FSDPC_CUDA_CUDA_QUEUE_H
@@ -36,7 +36,7 @@ typedef struct fsdpc_cuda_queue {
 typedef struct fsdpc_cuda_stream {
     fsdpc_stream head; /* first */
     fsdpc_cuda_queue queue;
-    cudaEvent_t synced; /* what a watched sync waits for; NULL: none did yet */
+    cudaEvent_t synced; /* awaited by a watched sync; NULL: none did yet */
     fsdpc_status error; /* the first of its submitted work, until sync */
     char message[512];
 } fsdpc_cuda_stream;
@@ -58,6 +58,11 @@ typedef struct fsdpc_cuda_device {
     bool cudnn;                               /* attention may be cuDNN's */
     bool lost;                                /* see fsdpc_device_cuda_lose */
 } fsdpc_cuda_device;
+
+static inline bool fsdpc_cuda_is_lost(const fsdpc_device *device)
+{
+    return ((const fsdpc_cuda_device *)device)->lost;
+}
 
 static inline const fsdpc_cuda_queue *fsdpc_cuda_queue_of(const fsdpc_stream *stream)
 {

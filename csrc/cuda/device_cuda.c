@@ -1,27 +1,25 @@
 /* Streams, events and memory of a GPU.
  *
- * A table entry is a call or two of CUDA's runtime with its error translated.  What is more than
- * that: the main stream, which stands in for streams that are not ours; the first error of
- * submitted work, kept until sync; and faults, which kernels leave in pinned memory because they
- * cannot return an error (cuda_queue.h).  Events carry no timing: recording one is then cheap, and
- * waiting for one does not reach into the host.
+ * A table entry is a call or two of CUDA's runtime with its error translated.  Three things are
+ * more.  The main stream stands in for streams that are not ours.  The first error of submitted
+ * work is kept until sync.  Kernels leave faults in pinned memory, because they cannot return an
+ * error (cuda_queue.h).  Events carry no timing: recording one is then cheap, and waiting for one
+ * does not reach into the host.
  *
- * A sync waits for as long as the work takes; where the device has a watch, that polls for the end
- * of it, since a collective may wait for a peer that is gone.  Nothing else may wait then: a copy
- * into ordinary memory, in which CUDA waits for the stream, comes after such a wait.
+ * With a watch on the device, only cuda_wait.h waits for a stream.  So a copy into ordinary memory,
+ * in which CUDA itself waits for the stream, comes after such a wait.
  */
 #include "cuda/device_cuda.h"
 
-#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/wait.h"
 #include "cuda/attention_cudnn.h"
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_pool.h"
 #include "cuda/cuda_queue.h"
+#include "cuda/cuda_wait.h"
 #include "cuda/gemm_cublaslt.h"
 #include "cuda/graph.h"
 #include "cuda/kernel_tables.h"
@@ -31,20 +29,6 @@ typedef struct cuda_event {
     fsdpc_event head; /* first */
     cudaEvent_t raw;
 } cuda_event;
-
-fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out)
-{
-    void *pointer;
-    FSDPC_CUDA_TRY(cudaHostAlloc(&pointer, bytes, cudaHostAllocPortable), "pin host memory");
-    *out = pointer;
-    return FSDPC_OK;
-}
-
-void fsdpc_cuda_pinned_free(void *pointer)
-{
-    if (pointer)
-        (void)cudaFreeHost(pointer);
-}
 
 /* -- streams ----------------------------------------------------------------------------------- */
 
@@ -56,16 +40,11 @@ static fsdpc_cuda_stream *own_stream(fsdpc_device *device, fsdpc_stream *stream)
     return ((fsdpc_cuda_device *)device)->main;
 }
 
-static bool is_lost(const fsdpc_device *device)
-{
-    return ((const fsdpc_cuda_device *)device)->lost;
-}
-
 static void stream_free(fsdpc_cuda_stream *stream)
 {
     if (stream->synced)
         (void)cudaEventDestroy(stream->synced);
-    if (!is_lost(stream->head.device))
+    if (!fsdpc_cuda_is_lost(stream->head.device))
         fsdpc_cuda_pinned_free(stream->queue.fault);
     free((char *)stream->head.name);
     free(stream);
@@ -109,7 +88,7 @@ static fsdpc_status cuda_stream_create(fsdpc_device *base, const char *name, boo
 static void cuda_stream_destroy(fsdpc_stream *base)
 {
     fsdpc_cuda_stream *stream = (fsdpc_cuda_stream *)base;
-    if (base->async && !is_lost(base->device)) {
+    if (base->async && !fsdpc_cuda_is_lost(base->device)) {
         (void)cudaStreamSynchronize(stream->queue.raw); /* kernels may still write the fault */
         (void)cudaStreamDestroy(stream->queue.raw);
     }
@@ -149,59 +128,11 @@ static fsdpc_status fault_error(fsdpc_cuda_fault *shared)
     return fsdpc_fail(FSDPC_ERR_INTERNAL, "a kernel reported fault %u", fault.kind);
 }
 
-static fsdpc_status poll_synced(void *arg)
-{
-    cudaError_t error = cudaEventQuery(((const fsdpc_cuda_stream *)arg)->synced);
-    if (error == cudaErrorNotReady) {
-        (void)cudaGetLastError();
-        return FSDPC_IN_PROGRESS;
-    }
-    return fsdpc_cuda_check(error, "run what a stream holds");
-}
-
-static fsdpc_status held_for_good(void)
-{
-    return fsdpc_fail(FSDPC_ERR_STATE,
-                      "operations of a communicator that failed hold the GPU, and nothing more "
-                      "runs on it: end this process");
-}
-
-/* Of a lost device: a stream that nothing holds may still run. */
-static fsdpc_status has_run(fsdpc_cuda_stream *stream)
-{
-    const int64_t patience_ns = 200000000;
-    int64_t until = fsdpc_clock_ns() + patience_ns;
-    fsdpc_status status = poll_synced(stream);
-    for (; status == FSDPC_IN_PROGRESS && fsdpc_clock_ns() < until; status = poll_synced(stream))
-        sched_yield();
-    return status == FSDPC_IN_PROGRESS ? held_for_good() : status;
-}
-
-static fsdpc_status wait_for_all(fsdpc_cuda_stream *stream)
-{
-    const fsdpc_watch *watch = &stream->head.device->watch;
-    bool lost = is_lost(stream->head.device);
-    if (!watch->wait_for && !lost)
-        return fsdpc_cuda_check(cudaStreamSynchronize(stream->queue.raw),
-                                "run what a stream holds");
-    if (!stream->synced)
-        FSDPC_CUDA_TRY(cudaEventCreateWithFlags(&stream->synced, cudaEventDisableTiming),
-                       "create an event");
-    FSDPC_CUDA_TRY(cudaEventRecord(stream->synced, stream->queue.raw), "record an event");
-    return lost ? has_run(stream) : watch->wait_for(watch->arg, poll_synced, stream);
-}
-
-fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device)
-{
-    FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
-    return is_lost(device) ? held_for_good() : wait_for_all(((fsdpc_cuda_device *)device)->main);
-}
-
 static fsdpc_status cuda_stream_sync(fsdpc_stream *base)
 {
-    FSDPC_TRY(fsdpc_cuda_capture_check_wait(base->device));
+    FSDPC_TRY(fsdpc_cuda_may_wait(base->device));
     fsdpc_cuda_stream *stream = own_stream(base->device, base);
-    FSDPC_TRY(wait_for_all(stream));
+    FSDPC_TRY(fsdpc_cuda_wait_stream(stream));
     if (stream->error != FSDPC_OK) {
         fsdpc_status status = fsdpc_fail(stream->error, "%s", stream->message);
         stream->error = FSDPC_OK;
@@ -251,7 +182,7 @@ static fsdpc_status cuda_stream_wait(fsdpc_stream *stream, fsdpc_event *base)
 
 static fsdpc_status cuda_event_test(fsdpc_event *base)
 {
-    FSDPC_TRY(fsdpc_cuda_capture_check_wait(base->device));
+    FSDPC_TRY(fsdpc_cuda_may_wait(base->device));
     cudaError_t error = cudaEventQuery(((cuda_event *)base)->raw);
     if (error == cudaErrorNotReady) {
         (void)cudaGetLastError();
@@ -262,14 +193,6 @@ static fsdpc_status cuda_event_test(fsdpc_event *base)
 
 /* -- memory ------------------------------------------------------------------------------------ */
 
-/* The main stream alone is waited for: what it runs comes before what is freed, and other streams
- * that used a block are ordered before its free (cuda_pool.h). */
-fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device)
-{
-    return fsdpc_cuda_pool_trim(((fsdpc_cuda_device *)device)->pool, fsdpc_device_cuda_wait,
-                                device);
-}
-
 static fsdpc_status cuda_alloc(fsdpc_device *base, fsdpc_mem_kind kind, size_t bytes, void **out)
 {
     bool pinned = kind == FSDPC_MEM_PINNED;
@@ -278,7 +201,7 @@ static fsdpc_status cuda_alloc(fsdpc_device *base, fsdpc_mem_kind kind, size_t b
     fsdpc_status status = fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
     if (status != FSDPC_ERR_NOMEM || base->capturing || pinned)
         return status;
-    FSDPC_TRY(fsdpc_device_cuda_make_room(base));
+    FSDPC_TRY(fsdpc_cuda_make_room(base));
     return fsdpc_cuda_pool_alloc(pool, kind, bytes, out);
 }
 
@@ -288,8 +211,8 @@ static void cuda_free(fsdpc_device *device, void *pointer)
     fsdpc_cuda_pool_free(((fsdpc_cuda_device *)device)->pinned, pointer);
 }
 
-/* Whether CUDA would wait for the stream in this copy: always where ordinary memory is written, and
- * where more of it is read than CUDA sets aside at once. */
+/* Whether CUDA would wait for the stream in this copy: always where it writes ordinary memory, and
+ * where it reads more of it than CUDA sets aside at once. */
 static fsdpc_status copy_waits(const void *to, const void *from, size_t bytes, bool *out)
 {
     enum { SET_ASIDE_BYTES = 64 << 10 };
@@ -310,10 +233,10 @@ static fsdpc_status cuda_copy(fsdpc_device *device, void *to, const void *from, 
     if (device->capturing)
         return fsdpc_cuda_capture_copy(device, to, from, bytes, stream ? own->queue.raw : NULL);
     bool waits = false;
-    if (device->watch.wait_for || is_lost(device))
+    if (device->watch.wait_for || fsdpc_cuda_is_lost(device))
         FSDPC_TRY(copy_waits(to, from, bytes, &waits));
     if (waits)
-        FSDPC_TRY(wait_for_all(own));
+        FSDPC_TRY(fsdpc_cuda_wait_stream(own));
     FSDPC_CUDA_TRY(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own->queue.raw),
                    "copy memory");
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);
@@ -325,7 +248,7 @@ static fsdpc_status cuda_fill(fsdpc_device *device, void *to, int byte, size_t b
     if (bytes == 0)
         return FSDPC_OK;
     if (!stream)
-        FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
+        FSDPC_TRY(fsdpc_cuda_may_wait(device));
     fsdpc_cuda_stream *own = own_stream(device, stream);
     FSDPC_CUDA_TRY(cudaMemsetAsync(to, byte, bytes, own->queue.raw), "fill memory");
     return stream ? FSDPC_OK : cuda_stream_sync(&own->head);

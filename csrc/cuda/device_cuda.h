@@ -1,9 +1,8 @@
 /* A GPU as a device: the table of csrc/device/device.h over CUDA's runtime.
  *
- * Every async stream that is created is a CUDA stream of its own, without order to the legacy
- * default stream.  All others are the device's main stream by another name; the pool hands memory
- * out in its order (cuda_pool.h).  With no stream at all (NULL), copy and fill run on
- * the main stream and are waited for.
+ * Every async stream is a CUDA stream, without order to the legacy default stream.  All others are
+ * the device's main stream by another name; the pool hands memory out in its order (cuda_pool.h).
+ * With no stream at all (NULL), copy and fill run on the main stream and are waited for.
  *
  * stream_submit calls the function at once, in the caller: it enqueues what it has to.
  *
@@ -18,17 +17,10 @@
 /* `mem` is borrowed; its counters count this device's memory. */
 fsdpc_status fsdpc_device_cuda_create(fsdpc_mem *mem, int ordinal, fsdpc_device **out);
 fsdpc_status fsdpc_device_cuda_select(const fsdpc_device *device);
-/* For who gives memory back: until all that the main stream holds has run; errors of submitted work
- * stay for the next sync.  An error inside a capture, and of a lost device, whose other streams may
- * hold the memory: it stays taken then. */
-fsdpc_status fsdpc_device_cuda_wait(fsdpc_device *device);
-/* For who was told that there is no memory: what is kept for reuse goes back to CUDA, behind such a
- * wait; ask again then.  An error inside a capture. */
-fsdpc_status fsdpc_device_cuda_make_room(fsdpc_device *device);
 
-/* Something holds its streams for ever.  From now on nothing waits for it for longer than a
- * moment, work that has not run by then is an error, and what CUDA would wait to give back stays
- * with the process. */
+/* Something holds its streams for ever.  From now on waits for it last a moment at most, and work
+ * that has not run by then is an error.  Memory that CUDA would wait to free stays with the
+ * process. */
 void fsdpc_device_cuda_lose(fsdpc_device *device);
 
 /* Where it sits, "0000:1b:00.0": the same for all processes that share it. */
@@ -36,9 +28,5 @@ fsdpc_status fsdpc_device_cuda_address(const fsdpc_device *device, char *text, s
 
 /* Whether memory is a GPU's, not the host's (pinned or not). */
 fsdpc_status fsdpc_cuda_is_device_memory(const void *pointer, bool *out);
-
-/* Host memory that the device reads and writes, and copies without staging. */
-fsdpc_status fsdpc_cuda_pinned_alloc(size_t bytes, void **out);
-void fsdpc_cuda_pinned_free(void *pointer); /* NULL is fine */
 
 #endif

@@ -1,10 +1,10 @@
-/* Making something is a ladder of calls of the driver; what fails on one rung takes back those
- * below it, so that running out of memory leaves nothing behind.
+/* Creation is a ladder of calls of the driver.  A failure on one rung takes back those below it, so
+ * that running out of memory leaves nothing behind.
  */
 #include "cuda/driver_memory.h"
 
 #include "cuda/cuda_driver.h"
-#include "cuda/device_cuda.h"
+#include "cuda/cuda_wait.h"
 
 static bool is_refusal(fsdpc_cu_result result)
 {
@@ -82,7 +82,7 @@ fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t byte
     fsdpc_status status = create(driver, bytes, out);
     if (status != FSDPC_ERR_NOMEM || driver->device->capturing)
         return status;
-    FSDPC_TRY(fsdpc_device_cuda_make_room(driver->device));
+    FSDPC_TRY(fsdpc_cuda_make_room(driver->device));
     return create(driver, bytes, out);
 }
 

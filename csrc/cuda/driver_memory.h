@@ -3,9 +3,9 @@
  * Memory is pinned on the GPU.  A mapping is a range of addresses with the whole of a memory
  * beneath it and access granted.  A memory whose handle was released lives as long as it is mapped.
  *
- * Every call gives FSDPC_ERR_NOMEM where there is too little, FSDPC_ERR_UNSUPPORTED where the
- * driver or a container does not let us, FSDPC_ERR_INTERNAL for all else, a fault of earlier work
- * above all.  One that fails leaves nothing behind.
+ * Every call gives FSDPC_ERR_NOMEM if there is too little, FSDPC_ERR_UNSUPPORTED if the driver or a
+ * container forbids it, and FSDPC_ERR_INTERNAL for all else, above all a fault of earlier work.
+ * One that fails leaves nothing behind.
  */
 #ifndef FSDPC_CUDA_DRIVER_MEMORY_H
 #define FSDPC_CUDA_DRIVER_MEMORY_H
@@ -31,7 +31,7 @@ fsdpc_status fsdpc_driver_memory_init(fsdpc_driver_memory *driver, fsdpc_device 
 fsdpc_status fsdpc_driver_memory_check(const fsdpc_driver_memory *driver, fsdpc_cu_result result,
                                        const char *what, size_t bytes);
 
-/* Where the GPU is full, the device makes room first (device_cuda.h), unless it captures. */
+/* Where the GPU is full, the device makes room first (cuda_wait.h), unless it captures. */
 fsdpc_status fsdpc_driver_memory_create(fsdpc_driver_memory *driver, size_t bytes,
                                         fsdpc_cu_memory *out);
 void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory);
@@ -39,7 +39,7 @@ void fsdpc_driver_memory_release(const fsdpc_driver_memory *driver, fsdpc_cu_mem
 /* Beneath a range that is reserved and has nothing beneath it. */
 fsdpc_status fsdpc_driver_memory_map_at(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
                                         size_t bytes, fsdpc_cu_address address);
-/* With a range of its own. */
+/* With a new range. */
 fsdpc_status fsdpc_driver_memory_map(const fsdpc_driver_memory *driver, fsdpc_cu_memory memory,
                                      size_t bytes, fsdpc_cu_address *out);
 /* Gives the range back too. */

@@ -1,20 +1,20 @@
 /* Graphs over CUDA's stream capture.
  *
- * The main stream is captured, in the mode that lets other threads be.  It is the device's own for
- * that time, whatever it was before and will be again: another library's may be the legacy default
- * stream, which CUDA does not capture.  What CUDA would answer with an error that spoils the
- * capture is refused before CUDA hears of it, by an error that says what to do instead; so a
- * capture that was refused something can still be ended, and dropped.
+ * The main stream is captured, in the mode that lets other threads be.  During a capture it is the
+ * device's own, and afterwards the earlier one again: another library's may be the legacy default
+ * stream, which CUDA does not capture.  Calls whose CUDA errors would spoil the capture are refused
+ * before they reach CUDA, by an error that says what to do instead.  So a capture with a refused
+ * call can still be ended, and dropped.
  *
  * Memory.  A graph runs on the addresses that were captured, so its blocks must not serve anybody
- * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of
- * x + 2) would be copied again from where they were, on the host's stack; they are kept beside the
- * graph in pinned memory.
+ * else while it lives: the pool holds them (cuda_pool.h).  Constants that the host gave (the 2 of x
+ * + 2) would be copied again from their old place on the host's stack.  So pinned memory beside the
+ * graph keeps them.
  *
- * A graph that is destroyed may still run, and its blocks go back: destroying one waits, as a sync
- * does, since operations in it may wait for peers that are gone.  Inside a capture there is no
- * waiting, and no need for it, as beginning one waited; but pinned memory cannot be given back
- * there, so graphs that are destroyed in a capture go when it ends.
+ * A graph that is destroyed may still run, and its blocks go back.  So destroying one waits like a
+ * sync, because operations in it may wait for dead peers.  Inside a capture there is no waiting,
+ * and no need for it, because beginning one waited.  But pinned memory cannot be given back there,
+ * so graphs that are destroyed in a capture go when it ends.
  */
 #include "cuda/graph.h"
 
@@ -23,8 +23,7 @@
 
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_pool.h"
-#include "cuda/cuda_queue.h"
-#include "cuda/device_cuda.h"
+#include "cuda/cuda_wait.h"
 
 enum { CONSTANT_BYTES = 8, MAX_CONSTANTS = 512 };
 
@@ -57,7 +56,7 @@ static void graph_free(fsdpc_cuda_graph *graph)
     if (graph->exec)
         (void)cudaGraphExecDestroy(graph->exec);
     fsdpc_cuda_pool_hold_release(((fsdpc_cuda_device *)graph->head.device)->pool, graph->hold);
-    if (!((fsdpc_cuda_device *)graph->head.device)->lost)
+    if (!fsdpc_cuda_is_lost(graph->head.device))
         fsdpc_cuda_pinned_free(graph->constants);
     free(graph);
 }
@@ -183,18 +182,8 @@ void fsdpc_cuda_graph_destroy(fsdpc_graph *base)
         capture->dropped = graph;
         return;
     }
-    (void)fsdpc_device_cuda_wait(base->device);
+    (void)fsdpc_cuda_wait(base->device);
     graph_free(graph);
-}
-
-fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device)
-{
-    if (!device->capturing)
-        return FSDPC_OK;
-    return fsdpc_fail(
-        FSDPC_ERR_STATE,
-        "the host asks for a value of the GPU inside a captured step, where nothing "
-        "is computed yet: read losses, norms and tensors after it, or after a replay");
 }
 
 /* Waiting for what is captured would make the other stream a part of the capture, and its work too,
@@ -246,7 +235,7 @@ fsdpc_status fsdpc_cuda_capture_copy(fsdpc_device *device, void *to, const void 
                           "copy_() new values into it before each replay",
                           bytes);
     if (!stream || to_host)
-        FSDPC_TRY(fsdpc_cuda_capture_check_wait(device));
+        FSDPC_TRY(fsdpc_cuda_may_wait(device));
     if (from_host)
         FSDPC_TRY(keep_constant(((fsdpc_cuda_device *)device)->capture, from, bytes, &from));
     return fsdpc_cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream),

@@ -15,13 +15,12 @@ fsdpc_status fsdpc_cuda_capture_end(fsdpc_device *device, fsdpc_graph **out);
 fsdpc_status fsdpc_cuda_graph_launch(fsdpc_graph *graph);
 void fsdpc_cuda_graph_destroy(fsdpc_graph *graph);
 
-/* Before NCCL's communicators are aborted, which does not return while a graph, or a capture, holds
- * operations of theirs: all of the device's are errors from now on, until they are destroyed. */
+/* Call it before NCCL's communicators are aborted: that does not return while a graph, or a
+ * capture, holds operations of theirs.  All graphs of the device are errors from now on, until they
+ * are destroyed. */
 void fsdpc_cuda_graphs_give_up(fsdpc_device *device);
 
-/* An error inside a capture: the host is about to wait for the GPU. */
-fsdpc_status fsdpc_cuda_capture_check_wait(const fsdpc_device *device);
-/* The same: another library's stream is about to wait for the main stream. */
+/* An error inside a capture: another library's stream is about to wait for the main stream. */
 fsdpc_status fsdpc_cuda_capture_check_other(const fsdpc_device *device);
 
 /* A copy inside a capture; `stream` NULL: it was to be waited for. */

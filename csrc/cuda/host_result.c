@@ -5,7 +5,7 @@
 #include "cuda/host_result.h"
 
 #include "cuda/cuda_error.h"
-#include "cuda/graph.h"
+#include "cuda/cuda_wait.h"
 
 fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, size_t bytes,
                                      fsdpc_stream *stream, void **use_out)
@@ -17,7 +17,7 @@ fsdpc_status fsdpc_host_result_begin(fsdpc_host_result *result, void *caller, si
         *use_out = caller;
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_cuda_capture_check_wait(stream->device));
+    FSDPC_TRY(fsdpc_cuda_may_wait(stream->device));
     void *staged;
     FSDPC_TRY(fsdpc_device_alloc(stream->device, FSDPC_MEM_OTHER, bytes, &staged));
     fsdpc_status status = fsdpc_device_copy(stream->device, staged, caller, bytes, stream);

@@ -6,7 +6,7 @@
 #include "cuda/cuda_error.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/device_cuda.h"
-#include "cuda/graph.h"
+#include "cuda/cuda_wait.h"
 #include "cuda/nccl_internal.h"
 
 /* ---- Whose memory ---- */
@@ -70,7 +70,7 @@ static fsdpc_status agreement_post(fsdpc_comm_nccl *self, fsdpc_nccl_op *op, boo
     return fsdpc_nccl_settle(self, fsdpc_comm_post(self->control, &coll, &op->agreement));
 }
 
-/* What a work that is not in flight came to. */
+/* The outcome of a work that is not in flight. */
 static fsdpc_status outcome(const fsdpc_work *work)
 {
     if (work->status == FSDPC_OK)
@@ -192,7 +192,7 @@ fsdpc_status fsdpc_nccl_test(fsdpc_work *work)
     fsdpc_status status = step(work);
     fsdpc_nccl_op *op = work->impl;
     if (status == FSDPC_IN_PROGRESS && op->captured) { /* the host would wait for ever */
-        status = fsdpc_cuda_capture_check_wait(work->comm->device);
+        status = fsdpc_cuda_may_wait(work->comm->device);
         op->work = NULL;
         fsdpc_nccl_work_end(work, status);
         return status;

@@ -1,19 +1,18 @@
 /* Slots of physical memory, and the ranges of addresses mapped onto them.
  *
  * A slot is one memory of the driver's, made so that NCCL may register it.  It counts the windows
- * mapped onto it and goes with the last one.  A mapping has a range of addresses of its own, with
- * the whole of a slot beneath it.
+ * mapped onto it and goes with the last one.  A mapping is a separate range of addresses, with the
+ * whole of a slot beneath it.
  *
- * A window that gets memory of its own keeps what it had until the new memory is there, and is
- * mapped back onto it if the driver then fails.
+ * A window that is parted keeps its old memory until the new memory is there.  If the driver then
+ * fails, the window is mapped back onto it.
  */
 #include "cuda/window.h"
 
 #include <stdlib.h>
 
 #include "base/size.h"
-#include "cuda/cuda_queue.h"
-#include "cuda/device_cuda.h"
+#include "cuda/cuda_wait.h"
 #include "cuda/driver_memory.h"
 
 struct fsdpc_cuda_windows {
@@ -195,10 +194,11 @@ fsdpc_status fsdpc_cuda_window_part(fsdpc_window *base)
     return FSDPC_OK;
 }
 
-/* What a kernel still uses is not unmapped: the fault would take the GPU from the whole process. */
+/* Memory that a kernel still uses is not unmapped: the fault would take the GPU from the whole
+ * process. */
 fsdpc_status fsdpc_cuda_window_destroy(fsdpc_window *base)
 {
-    FSDPC_TRY(fsdpc_device_cuda_wait(base->device));
+    FSDPC_TRY(fsdpc_cuda_wait(base->device));
     cuda_window *window = (cuda_window *)base;
     unmap(window->slot, (fsdpc_cu_address)(uintptr_t)base->address);
     slot_release(window->slot);

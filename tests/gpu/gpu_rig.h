@@ -14,6 +14,7 @@
 
 #include "check.h"
 #include "cuda/cuda_queue.h"
+#include "cuda/cuda_wait.h"
 #include "cuda/device_cuda.h"
 #include "ops/flat_ops.h"
 #include "ops/nn_ops.h"
@@ -228,7 +229,7 @@ static inline void rig_leave_free(size_t bytes)
     unsetenv("EMU_MEMORY_BYTES");
     if (bytes == SIZE_MAX)
         return;
-    CHECK_OK(fsdpc_device_cuda_make_room(gpu));
+    CHECK_OK(fsdpc_cuda_make_room(gpu));
     CHECK(cudaMemGetInfo(&free_bytes, &total) == cudaSuccess);
     snprintf(text, sizeof text, "%zu", total - free_bytes + bytes);
     setenv("EMU_MEMORY_BYTES", text, 1);
