@@ -1,7 +1,8 @@
 /* What an optimizer keeps: parameters in groups, hyper-parameters, states.
  *
- * Per unit it knows which group each parameter belongs to, its step count, and one state buffer per
- * flat group and state, as large as the shard, made before the first step that uses it.
+ * Per unit it knows the group of each parameter, its step count, and one state buffer per flat
+ * group and state.  A buffer is as large as the shard and is made before the first step that uses
+ * it.
  *
  * Steps stand in optim_step.c, captured ones in optim_graph.c, those of the CPU beside a remote
  * device in optim_host.c.
@@ -98,11 +99,6 @@ static fsdpc_status init_states(unit_states *states, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
-{
-    return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
-}
-
 /* As large as the shard, zeros; `s` counts within the flat group. */
 static fsdpc_status make_state(fsdpc_optim *optim, unit_states *states, int flat_group, int s,
                                size_t element)
@@ -190,17 +186,6 @@ const fsdpc_hyper *fsdpc_optim_hyper(const fsdpc_optim *optim, int group)
     return group >= 0 && group < optim->n_hypers ? &optim->hypers[group] : NULL;
 }
 
-fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
-                                    fsdpc_stream *stream)
-{
-    args->kind = optim->kind;
-    args->hyper = optim->hypers[group];
-    args->seed = optim->seed;
-    if (optim->device->capturing)
-        FSDPC_TRY(fsdpc_optim_graph_take(optim, group, args));
-    return fsdpc_flat_step(args, stream);
-}
-
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
 {
     if (optim->device->ops->capture_begin)
@@ -212,7 +197,7 @@ fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim)
                 FSDPC_TRY(make_states(optim, states, p));
         }
     }
-    return fsdpc_optim_host_prepare(optim);
+    return optim->device->remote ? fsdpc_optim_host_prepare(optim) : FSDPC_OK;
 }
 
 fsdpc_status fsdpc_optim_capture_begin(fsdpc_optim *optim, const fsdpc_root *root,

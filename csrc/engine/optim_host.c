@@ -7,14 +7,14 @@
  *     down                    computed  └─► A's chunks ─► B's chunks ─►
  *     host                                  arrived ▲ step A ─────► step B ─────►
  *
- * A stream of its own brings chunks into a ring of pinned memory, in the order of the steps; each
- * with the factor in its head, so clipping waits for nothing.  Where gradients lie in host memory
- * themselves, reductions have written them there, and a chunk is a head alone, one for a group.
+ * A separate stream brings chunks into a ring of pinned memory, in the order of the steps.  Each
+ * has the factor in its head, so clipping waits for nothing.  Where gradients lie in host memory
+ * themselves, reductions have written them there; a chunk is then only a head, one for a group.
  *
- * The host waits for a chunk before it steps by it.  By then main has done all that came before the
- * step, so masters are not read any more by what published them last.  A place is used again when
- * the host has stepped by what lies there, and at the end all that was sent for has come: whoever
- * writes gradients afterwards overtakes no copy.
+ * The host waits for a chunk before it steps by it.  By then main has done everything before the
+ * step, so the last publication no longer reads masters.  A place is used again once the host has
+ * stepped by its contents.  At the end all requested chunks have come, so later writes of gradients
+ * overtake no copy.
  *
  * A step that fails here leaves part of the model updated, as one with a file does (optim.c).
  */
@@ -120,7 +120,7 @@ static unsigned char *place_of(const fsdpc_optim_host *host, uint64_t number)
     return host->ring + number % FSDPC_HOST_CHUNKS * host->place_bytes;
 }
 
-/* What is to be brought next; false: nothing more. */
+/* The next chunk to bring; false: nothing more. */
 static bool find_next(const fsdpc_optim *optim, fsdpc_optim_host *host, chunk *out)
 {
     for (; host->unit < optim->n_units; host->unit++, host->group = 0) {
@@ -170,8 +170,6 @@ static fsdpc_status send_for_next(const fsdpc_optim *optim, fsdpc_optim_host *ho
 fsdpc_status fsdpc_optim_host_begin(fsdpc_optim *optim)
 {
     fsdpc_optim_host *host = optim->host;
-    if (!host)
-        return FSDPC_OK;
     host->used = host->sent = 0;
     host->unit = host->group = 0;
     host->at = 0;
@@ -221,15 +219,13 @@ fsdpc_status fsdpc_optim_host_bring(const fsdpc_optim *optim, const unit_states 
 
 fsdpc_status fsdpc_optim_host_stepped(fsdpc_unit *unit)
 {
-    bool published = !is_ours(unit) || !unit->root || unit->root->wire->pinned;
+    bool published = !unit->root || unit->root->wire->pinned;
     return published ? FSDPC_OK : fsdpc_gather_publish(unit);
 }
 
 fsdpc_status fsdpc_optim_host_end(fsdpc_optim *optim)
 {
     fsdpc_optim_host *host = optim->host;
-    if (!host)
-        return FSDPC_OK;
     for (; host->failed == FSDPC_OK && host->used < host->sent; host->used++)
         host->failed = fsdpc_event_await(chunk_of(host, host->used)->arrived);
     return host->failed;

@@ -56,6 +56,12 @@ struct fsdpc_optim {
     size_t host_chunk;      /* elements that are brought at a time; 0: the usual */
 };
 
+/* Of states of a parameter of dtype `param`. */
+static inline fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param)
+{
+    return param == FSDPC_F64 ? FSDPC_F64 : optim->state_dtype;
+}
+
 static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_group)
 {
     const fsdpc_layout *layout = states->unit->layout;
@@ -68,7 +74,6 @@ static inline bool fsdpc_optim_steps_group(const unit_states *states, int flat_g
 /* ---- optim.c ---- */
 
 unit_states *fsdpc_optim_unit(const fsdpc_optim *optim, const fsdpc_unit *unit); /* NULL: none */
-fsdpc_dtype fsdpc_optim_state_dtype(const fsdpc_optim *optim, fsdpc_dtype param);
 
 /* Before anything is announced to the peers: hyper-parameters and states are there. */
 fsdpc_status fsdpc_optim_prepare(fsdpc_optim *optim);

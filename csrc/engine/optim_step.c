@@ -9,15 +9,15 @@
  * root first: all ranks have arrived, so nobody reads.  A unit whose root is not known yet (no
  * forward ran) has no wire; its masters are updated and published by the first epoch.
  *
- * Where masters or states lie in a file, a step walks through it by a pass (tier/tier.h), and runs
- * are cut where chunks end: an element's step does not depend on its neighbours.
+ * Where masters or states lie in a file, a step walks through it by a pass (tier/tier.h).  Runs are
+ * cut where chunks end, because an element's step does not depend on its neighbours.
  *
- * A step that goes on.  The call decides what steps (parameters, scales, counts) and opens an epoch;
- * units in memory are stepped there.  Those in a file wait: threads of the tier read ahead while
- * the program goes on, and the unit's next gather steps it, in the order of the pass.  The slices
- * come late then, so that gather is complete when all ranks have posted it (epoch.h).  All is this
- * thread's work and this rank's own, so it may be done at any time.  Whoever uses masters or states
- * has the whole step ended first: what was stepped is in the file then, not in the ring.
+ * A step that goes on.  The call decides what steps (parameters, scales, counts) and opens an
+ * epoch; units in memory are stepped there.  Those in a file wait.  Threads of the tier read ahead
+ * while the program continues, and the unit's next gather steps it, in the order of the pass.  The
+ * slices come late then, so that gather is complete when all ranks have posted it (epoch.h).  All
+ * is this thread's work and this rank's own, so it may be done at any time.  Code that uses masters
+ * or states ends the whole step first: stepped values are then in the file, not in the ring.
  *
  * One that fails fails for all later callers, and aborts the roots' communicators.
  */
@@ -33,6 +33,7 @@
 #include "engine/micro.h"
 #include "engine/optim_graph.h"
 #include "engine/optim_host.h"
+#include "ops/flat_ops.h"
 
 /* A stretch of one band's slice that one kernel call updates. */
 typedef struct run {
@@ -117,9 +118,8 @@ static bool joins(const fsdpc_optim *optim, const unit_states *states, int a, in
            optim->state_dtype == FSDPC_F32;
 }
 
-/* Parameters of a band stand in declaration order, so neighbours in it are met one after the other;
- * the pieces of another band in between do not end a run of this one only if it is looked for,
- * hence the walk per band. */
+/* Parameters of a band stand in declaration order, so neighbours in it are met one after the other.
+ * Pieces of another band in between must not end a run of this one, hence the walk per band. */
 static fsdpc_status step_band(const fsdpc_optim *optim, const unit_states *states, int flat_group,
                               int band)
 {
@@ -160,7 +160,9 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     }
     if (any && !unit->root)
         unit->dirty = true;
-    return any ? fsdpc_optim_host_stepped(unit) : FSDPC_OK;
+    if (any && fsdpc_offload_steps_on_host(&unit->offload))
+        return fsdpc_optim_host_stepped(unit);
+    return FSDPC_OK;
 }
 
 /* The roots of the optimizer's units, each once: calls fn on every one. */
@@ -223,8 +225,8 @@ static fsdpc_status add_to_pass(const unit_states *states)
     return FSDPC_OK;
 }
 
-/* From here on what the step of the units that wait, or of those that do not, will need is read, in
- * the order in which it will. */
+/* Starts reading everything that the step will need, of the units that wait or of those that do
+ * not, in the order of use. */
 static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 {
     fsdpc_status status = FSDPC_OK;
@@ -357,6 +359,17 @@ static fsdpc_status leave_open(fsdpc_optim *optim)
 
 /* ---- A step ---- */
 
+fsdpc_status fsdpc_optim_step_alone(const fsdpc_optim *optim, int group, fsdpc_step_args *args,
+                                    fsdpc_stream *stream)
+{
+    args->kind = optim->kind;
+    args->hyper = optim->hypers[group];
+    args->seed = optim->seed;
+    if (optim->device->capturing)
+        FSDPC_TRY(fsdpc_optim_graph_take(optim, group, args));
+    return fsdpc_flat_step(args, stream);
+}
+
 /* As forward will use them: units of a root by number, its outermost one first. */
 static void sort_units(const fsdpc_optim *optim)
 {
@@ -389,7 +402,7 @@ static fsdpc_status decide(fsdpc_optim *optim)
         fsdpc_unit *unit = states->unit;
         bool any = false;
         FSDPC_TRY(fsdpc_unit_end_step(unit)); /* another optimizer's */
-        if (unit->grad_live)
+        if (unit->grad_live && unit->n_sums > 0)
             FSDPC_TRY(fsdpc_micro_fold(unit));
         for (int p = 0; p < unit->layout->n_params; p++) {
             param_states *own = &states->params[p];
@@ -435,12 +448,13 @@ fsdpc_status fsdpc_optim_step(fsdpc_optim *optim)
     FSDPC_TRY(begin_pass(optim, false));
     fsdpc_trace_add(optim->trace, FSDPC_TRACE_OPTIM, -1, 0, 0, 0);
     fsdpc_status status = each_root(optim, fsdpc_root_write_begin);
-    if (status == FSDPC_OK)
+    if (status == FSDPC_OK && optim->host)
         status = fsdpc_optim_host_begin(optim);
     if (status == FSDPC_OK)
         status = step_units(optim, &waits);
     fsdpc_status files = each_tier(optim, fsdpc_pass_end);
-    FSDPC_KEEP_FIRST(files, fsdpc_optim_host_end(optim));
+    if (optim->host)
+        FSDPC_KEEP_FIRST(files, fsdpc_optim_host_end(optim));
     if (files != FSDPC_OK)
         return give_up(optim, files);
     if (status == FSDPC_OK && waits)
