@@ -1,7 +1,7 @@
 /* Arrays whose dtype is known when a kernel is compiled, or only when it runs.
  *
  * A kernel over several arrays has a combination of dtypes for every use.  The few that training
- * runs all the time are compiled for it, with typed<T>; the others share one kernel, with untyped,
+ * runs all the time are compiled for it, with typed<T>.  The others share one kernel, with untyped,
  * whose choice is the same in all threads and costs little beside the memory it waits for.
  */
 #ifndef FSDPC_KERNELS_ARRAY_CUH

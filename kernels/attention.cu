@@ -1,8 +1,8 @@
 /* Attention row by row, and the choice between it and the blocked kernels; twin of
  * csrc/ops/attention.c.
  *
- * A warp takes a query (or, for dK and dV, a key) and visits the other side 32 at a time: a lane
- * has one of them, computes its score alone, and then the warp adds up the 32 rows with a lane for
+ * A warp takes a query (or, for dK and dV, a key) and visits the other side 32 at a time.  A lane
+ * has one of them and computes its score alone.  Then the warp adds up the 32 rows, with a lane for
  * every 32nd element.  Nothing is summed by atomics, so results are the same in every run.
  *
  * Wide rows are done in passes of 256 elements, which compute the scores again.

@@ -1,7 +1,7 @@
 /* Blocked attention on tensor cores, forward (FlashAttention-2: Dao 2023).
  *
- * A block takes 64 queries of one head, a warp 16 of them, and visits the keys 64 at a time:
- * scores, maximum, exponents and the unnormalised output stay in registers.  The next keys and
+ * A block takes 64 queries of one head, a warp 16 of them, and visits the keys 64 at a time.
+ * Scores, maximum, exponents and the unnormalised output stay in registers.  The next keys and
  * values are on their way to shared memory while the present ones are multiplied.  P is rounded to
  * the dtype before it is multiplied, everything else is fp32.  Blocks of keys that a causal mask
  * hides are skipped, and the blocks of queries that see most come first, so that the last ones to

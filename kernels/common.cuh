@@ -58,8 +58,9 @@ static inline fsdpc_status allow_shared(Kernel *kernel, size_t bytes, const fsdp
     return FSDPC_OK;
 }
 
-/* Blocks for `items`, one a thread, in a loop that strides by the grid: enough to fill the device
- * several times over, so that the last wave is short, and never so many that starting them shows.
+/* Blocks for `items`, one a thread, in a loop that strides by the grid.  They fill the device
+ * several times over, so that the last wave is short, and are few enough that starting them does
+ * not show.
  */
 static inline unsigned grid_of(const fsdpc_cuda_queue *queue, size_t items, size_t block_items)
 {

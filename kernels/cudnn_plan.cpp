@@ -5,8 +5,8 @@
  * csrc/cuda/attention_cudnn.c.  Nothing that is thrown leaves it.
  *
  * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponents of scaled
- * scores, which is what our kernels keep, so either's backward can follow either's forward.  Causal
- * is aligned to the last query and key.  Backward requests the deterministic algorithm.
+ * scores.  Our kernels keep the same, so either's backward can follow either's forward.  Causal is
+ * aligned to the last query and key.  Backward requests the deterministic algorithm.
  *
  * cuDNN is opened by name, never linked, and so is CUDA's runtime as far as the frontend calls it.
  */

@@ -1,7 +1,7 @@
 /* Embedding rows, forward and backward; twin of csrc/ops/nn_embedding_body.h.
  *
- * Backward sorts positions by id, stably (sort.cuh), finds where each table row's positions begin,
- * and then gives every table row a block that adds its positions in order, in fp32, and rounds
+ * Backward sorts positions by id, stably (sort.cuh), and finds where each table row's positions
+ * begin.  Then every table row has a block that adds its positions in order, in fp32, and rounds
  * once: the CPU's bits, whatever the grid.  An id out of range is reported as a fault; forward
  * gives zeros for it and backward leaves it out (it sorts behind the last row).
  */

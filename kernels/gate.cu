@@ -1,7 +1,7 @@
 /* SwiGLU, forward and backward, and dropout; twin of csrc/ops/nn_gate_body.h.
  *
- * Dropout keeps element i where the upper 24 bits of word first + i of its Philox stream reach
- * p 2^24, as the CPU does: the same mask, and for 16-bit and fp32 elements the same bits.
+ * Dropout keeps element i if the upper 24 bits of word first + i of its Philox stream reach p 2^24,
+ * as the CPU does.  So the mask is the same, and for 16-bit and fp32 elements the bits are.
  */
 #include "map.cuh"
 #include "random.cuh"

@@ -14,8 +14,8 @@
  * 16 bytes each, and neighbours' lie further apart: every one of them fills half a 32-byte sector
  * or less.  (Loads may be wider: what the first brings of a sector, the next finds in the L1.)
  *
- * Buffers that can be brought to alignment together, by stepping over the same few elements, are
- * read in vectors between two edges; others one element at a time, which is still coalesced.
+ * Buffers that stepping over the same few elements aligns together are read in vectors between two
+ * edges.  Others are read one element at a time, which is still coalesced.
  */
 #ifndef FSDPC_KERNELS_MAP_CUH
 #define FSDPC_KERNELS_MAP_CUH

@@ -2,7 +2,7 @@
  *
  * Stable means that positions of equal ids stay in order, which is what makes a sum over them the
  * same in every run.  A pass counts each block's digits, adds the counts up in the order (digit,
- * block), and lets every block place its items behind those before it; within a block, an item's
+ * block), and lets every block place its items behind those before it.  Within a block, an item's
  * place follows from the items of its digit in earlier warps and earlier lanes, so no atomic
  * decides anything.  Passes are as many as the largest id has bytes: three for a vocabulary of
  * 128,256.

@@ -1,10 +1,10 @@
 /* The arithmetic of optimizers' steps, an element at a time; twin of
  * csrc/ops/flat_step_rules_body.h and of the fp64 rules in csrc/ops/flat_step.c.
  *
- * The same operations in the same order on the same scalars: fused where the CPU's kernel names a
- * fused multiply-add, rounded everywhere else (files that include this are compiled with
- * -fmad=false, and division and square root are the correctly rounded ones), so the bits are the
- * CPU's.
+ * The same operations in the same order on the same scalars, so the bits are the CPU's.  They are
+ * fused where the CPU's kernel names a fused multiply-add, and rounded everywhere else.  Files that
+ * include this are compiled with -fmad=false, and division and square root are the correctly
+ * rounded ones.
  */
 #ifndef FSDPC_KERNELS_STEP_CUH
 #define FSDPC_KERNELS_STEP_CUH

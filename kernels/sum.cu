@@ -1,10 +1,10 @@
 /* Sums over some dimensions; twin of csrc/ops/nn_sum_body.h.
  *
- * x is dense, so neighbouring dimensions of one fate are joined first.  Two passes: every output's
- * terms are cut into chunks, whose length depends on the shape alone, a chunk is summed in fp32
- * (F64: fp64) by a team of threads in a fixed order, and the chunks' sums, in fp64, are added in
- * order. If the innermost dimension is reduced, a team is a warp or a block along it; if it is
- * kept, a block is 32 neighbouring outputs by 8 rows.  Nothing depends on the grid.
+ * x is dense, so neighbouring dimensions of one fate are joined first.  Two passes.  Every output's
+ * terms are cut into chunks, whose length depends on the shape alone, and a team of threads sums a
+ * chunk in fp32 (F64: fp64) in a fixed order.  Then the chunks' sums, in fp64, are added in order.
+ * If the innermost dimension is reduced, a team is a warp or a block along it; if it is kept, a
+ * block is 32 neighbouring outputs by 8 rows.  Nothing depends on the grid.
  */
 #include "box.cuh"
 #include "reduce.cuh"

@@ -3,18 +3,18 @@
  *
  * A leaf's order of summation is part of the result: sixteen fp64 partial sums, element i into
  * partial i mod 16, folded j with j + 8, 4, 2, 1.  Here 16 / V lanes share a leaf, V being the
- * elements of 16 bytes: lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
+ * elements of 16 bytes.  Lane q holds partials q V .. q V + V - 1, loads 16 bytes where the CPU
  * loads a vector, and the lanes fold by shuffles.  So a warp reads whole sectors, no element twice.
- * Leaves of 64, which nearly all are, have a loop of their own for squares: it loads a leaf while it
+ * Leaves of 64, which nearly all are, have a separate loop for squares.  It loads a leaf while it
  * adds the one before, four times 16 bytes a lane, 48 KiB an SM with three blocks.
  *
  * The accumulator (csrc/ops/exact_sum.h) is integers, so the order of additions, and thus blocks
- * and atomics, cannot change it.  Atomics for every leaf would be too slow; but leaves near each
- * other are about equally large, so a thread keeps a window of four digits in registers, adds its
- * leaves there, and writes the window out when a leaf falls outside it and at the end.  A block
- * collects its threads' windows in shared memory, carries every digit once, all at the same time,
- * and adds to the result: no more than two additions of a normalised sum, as the accumulator's rule
- * counts.
+ * and atomics, cannot change it.  Atomics for every leaf would be too slow, but leaves near each
+ * other are about equally large.  So a thread keeps a window of four digits in registers and adds
+ * its leaves there.  It writes the window out when a leaf falls outside it, and at the end.  A
+ * block collects its threads' windows in shared memory, carries every digit once, all at the same
+ * time, and adds to the result.  These are no more than two additions of a normalised sum, as the
+ * accumulator's rule counts.
  *
  * Squares and whole powers are the CPU's to the bit.  Other powers are CUDA's pow, which is at most
  * 2 ulp from the true one where the C library's is at most 1.

@@ -1,7 +1,7 @@
 /* The tree sum over ranks; twin of csrc/ops/flat_reduce_body.h.
  *
  * The sources' addresses travel as a kernel argument, so nothing is copied ahead of the launch.  Up
- * to eight sources, and what they are added to, are all loaded before any is used; more go through
+ * to eight sources, and what they are added to, are all loaded before any is used.  More go through
  * the binary counter that the CPU uses, whose few partial sums the compiler keeps in local memory.
  * Partial sums are in the wider of fp32 and the sources' dtype; the scaled sum is rounded once
  * through that dtype, then to out's.

@@ -1,7 +1,7 @@
 /* Functions of one variable, forward and backward; twin of csrc/ops/nn_unary_body.h.
  *
- * The CPU computes exponentials by polynomials of its own; here they are CUDA's, at most 2 ulp off,
- * so results agree to a few ulp of fp32 before the rounding to the dtype, not to the bit.  One
+ * The CPU computes exponentials by its own polynomials; here they are CUDA's, at most 2 ulp off.
+ * So results agree to a few ulp of fp32 before the rounding to the dtype, not to the bit.  One
  * kernel for each function, direction and dtype: they are small, and a function that is known at
  * compile time costs no branches.
  */

@@ -1,20 +1,19 @@
 /* Which kernels this processor runs, and how many cores are ours.
  *
- * The instruction set is read from cpuid on each call (once per context), never cached
- * in a global.  AMX needs more than cpuid: its 8 KiB of tile state must be granted by the kernel to
- * the process (arch_prctl), which it refuses where any thread has a signal stack too small for it;
- * then the next lower path is the best.
+ * The instruction set is read from cpuid on each call (once per context), never cached in a global.
+ * AMX needs more than cpuid: the kernel must grant the process its 8 KiB of tile state
+ * (arch_prctl).  It refuses if any thread has a signal stack too small for it; then the next lower
+ * path is the best.
  *
- * What "auto" chooses is the best path but in one case.  vdpbf16ps is worth having on AMD's cores,
- * where it does twice the flops of fp32 FMA.  Intel's run it at a quarter of FMA's rate, half its
- * flops: there, where tiles are not granted, bf16 products through the fp32 kernels take 0.62 of
- * the time and attention 0.65 (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX), so
- * "auto" is avx512.  The vendor decides, not a measurement, which would depend on who else is
- * running.
+ * "auto" chooses the best path, with one exception.  vdpbf16ps pays on AMD's cores, where it does
+ * twice the flops of fp32 FMA.  Intel's run it at a quarter of FMA's rate, half its flops.  There,
+ * without tiles, bf16 products through the fp32 kernels take 0.62 of the time, and attention 0.65.
+ * (512 and 1024 cubed, T = 1024, one core of a Xeon with AMX.)  So "auto" is avx512.  The vendor
+ * decides, because a measurement would depend on other processes.
  *
  * Cores are the smallest of the affinity mask and the CPU quotas of this process's control groups,
- * v2 and v1, from its own group up to the root as far as they are visible.  A quota of 2.5 CPUs
- * counts as 2: threads that spin past a quota are all stopped together.
+ * v2 and v1.  Groups count from its own up to the root, as far as they are visible.  A quota of 2.5
+ * CPUs counts as 2: threads that spin past a quota are all stopped together.
  */
 #include "base/cpu.h"
 

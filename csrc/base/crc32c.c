@@ -4,20 +4,20 @@
  * iSCSI, ext4 and the CRC32 instruction.  In the reflected form bit 31 is the coefficient of x^0.
  *
  * The instruction has a latency of three cycles and a throughput of one, so one stream uses a third
- * of it.  The SSE4.2 form runs three neighbouring stretches of equal length at once and joins them:
- * a register followed by n zero bits is multiplied by x^n mod P, which is one carry-less product
- * with a constant and one more CRC instruction to reduce it.  (After Gopal et al., "Fast CRC
- * Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
+ * of it.  The SSE4.2 form runs three neighbouring stretches of equal length at once and joins them.
+ * Joining multiplies a register followed by n zero bits by x^n mod P: one carry-less product with a
+ * constant, and one more CRC instruction to reduce it.  (After Gopal et al., "Fast CRC Computation
+ * for iSCSI Polynomial Using CRC32 Instruction", Intel 2011.)
  *
- * The instruction takes 8 bytes a cycle; memory delivers more.  Where carry-less products of 512
- * bits are there, sixteen lanes of 128 bits hold 256 bytes whose remainder is that of all bytes so
- * far: a step multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The
- * final content of the lanes goes through the SSE4.2 form like data.  (The folding of Gopal et al.,
- * "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009; 11.8 GB/s become 64
- * from the cache on a Zen 5 core.)
+ * The instruction takes 8 bytes a cycle; memory delivers more.  With carry-less products of 512
+ * bits, sixteen lanes of 128 bits hold 256 bytes whose remainder is that of all bytes so far.  A
+ * step multiplies each lane by x^2048 mod P, half by half, and adds the next 256 bytes.  The final
+ * content of the lanes goes through the SSE4.2 form like data.  (The folding of Gopal et al., "Fast
+ * CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009; 11.8 GB/s become 64 from
+ * the cache on a Zen 5 core.)
  *
  * The portable form reads eight bytes a step through eight tables ("slicing by 8", Kounavis & Berry
- * 2005).  The tables live on the stack of the call and cost some 2 us to make, so short inputs go
+ * 2005).  The tables lie on the stack of the call and take some 2 us to make.  So short inputs go
  * four bits at a time through one of 16 entries instead.
  */
 #include "base/crc32c.h"
@@ -105,9 +105,9 @@ uint32_t fsdpc_crc32c_portable(uint32_t crc, const void *data, size_t bytes)
 
 #define TARGET_SSE42 __attribute__((target("sse4.2,pclmul")))
 
-/* Lengths of one of three stretches, and x^(8 n - 33) mod P for n bytes of zeros behind a register:
- * of the 33, 32 are the reducing instruction's own shift and 1 is the product of two reflected
- * numbers standing one bit low in its 64. */
+/* Lengths of one of three stretches, and x^(8 n - 33) mod P for n bytes of zeros behind a register.
+ * Of the 33, 32 are the reducing instruction's own shift.  The other 1 is there because the product
+ * of two reflected numbers stands one bit low in its 64. */
 enum { LONG_BYTES = 4096, SHORT_BYTES = 256 };
 #define LONG_ONCE 0x82f89c77u
 #define LONG_TWICE 0x54a86326u
@@ -158,9 +158,9 @@ TARGET_SSE42 static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *dat
 
 enum { FOLD_BYTES = 256, FOLD_FROM_BYTES = 1024 };
 
-/* Moves a lane 2048 bits on.  Its low half, whose powers are the higher, is multiplied by
- * x^(2048 + 32), its high half by x^(2048 - 32), both mod P; the 32 are the place of a constant of
- * 32 bits in its 64, and the numbers are shifted by one as products of reflected numbers are. */
+/* Moves a lane 2048 bits on.  Its low half, whose powers are the higher, is multiplied by x^(2048 +
+ * 32), its high half by x^(2048 - 32), both mod P.  The 32 are the place of a 32-bit constant in
+ * its 64 bits.  The numbers are shifted by one, as products of reflected numbers are. */
 #define FOLD_LOW 0xdcb17aa4
 #define FOLD_HIGH 0xb9e02b86
 

@@ -1,9 +1,10 @@
 /* Reading the environment from one table.
  *
- * Two passes: first every FSDPC_ name in the environment must be known (a misspelt setting that
- * silently does nothing costs somebody a day), then every field is parsed and checked against its
- * range.  A variable that is set but empty counts as not set, as `VAR= command` means it.  Numbers
- * are read in the C locale whatever the program's is: "0.5" must not depend on the user's language.
+ * Two passes.  First every FSDPC_ name in the environment must be known, because a misspelt setting
+ * that silently does nothing costs somebody a day.  Then every field is parsed and checked against
+ * its range.  A variable that is set but empty counts as not set, as `VAR= command` means it.
+ * Numbers are read in the C locale whatever the program's is: "0.5" must not depend on the user's
+ * language.
  */
 #include "base/env.h"
 

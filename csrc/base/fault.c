@@ -5,11 +5,11 @@
  * handler loads and calls write(2), nothing else; the line is put together by hand.
  *
  * Note [chain].  Python's faulthandler prints its stacks, puts back the handler that was there
- * before it and raises the signal again.  If that is ours the address is no longer in the siginfo
- * (the signal was raised, it did not fault), but the kernel still shows the thread's last fault in
- * the machine context.  If ours came later, it is called first and faulthandler after it.  Where
- * nothing was installed the default action is put back: returning then repeats the fault, which
- * ends the process by the signal that its parent ought to see.
+ * before it and raises the signal again.  If that is ours, the address is no longer in the siginfo
+ * (the signal was raised, not faulted), but the machine context still shows the thread's last
+ * fault.  If ours came later, it is called first and faulthandler after it.  Where nothing was
+ * installed the default action is put back: returning then repeats the fault, which ends the
+ * process by the signal that its parent ought to see.
  */
 #include "base/fault.h"
 

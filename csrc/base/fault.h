@@ -1,9 +1,9 @@
 /* Faults in memory that has a name: one line on stderr before the process dies.
  *
- * Memory that must not be written (fulls), or not be touched at all (fulls that were given up, in
- * no-alias mode), is mapped so.  Its owner announces the range here; when a thread faults inside
- * one the handler writes rank, unit and parameter, and hands the fault on to whatever handled it
- * before: Python's faulthandler, a sanitizer, or the end of the process.
+ * Memory that must not be written (fulls), or not be touched at all (in no-alias mode, fulls that
+ * were given up), is mapped so.  Its owner announces the range here.  When a thread faults inside
+ * one, the handler writes rank, unit and parameter.  It then passes the fault on to the previous
+ * handler: Python's faulthandler, a sanitizer, or the end of the process.
  *
  * The first range installs the handler, for SIGSEGV and SIGBUS, and nothing removes it.  Any thread
  * may announce and withdraw.  Nothing here costs anything until a fault.

@@ -1,9 +1,9 @@
 /* File-system calls with a hook in front of each.
  *
- * Blocks are reserved when a file is made, so that a full disk shows before any data was written;
- * where a file system cannot reserve (some network ones), the size is set and a full disk shows at
- * the write.  renameat2 without replacing falls back to a link where it is not known: only for
- * plain files, so a folder on such a file system is checked for and renamed.
+ * Blocks are reserved when a file is made, so that a full disk shows before any data is written.
+ * Where a file system cannot reserve (some network ones), the size is set and a full disk shows at
+ * the write.  If renameat2 cannot refuse to replace, plain files fall back to a link; a folder is
+ * checked for and renamed.
  */
 #include "base/fs.h"
 

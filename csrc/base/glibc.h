@@ -2,10 +2,10 @@
  *
  * glibc gives a function a new version when its behaviour or its place changes, and a linker takes
  * the newest.  A wheel would then need the glibc of the machine that built it.  The functions below
- * have the same prototype, and for our calls the same results, at their older versions, which
- * every later glibc keeps: 2.34 moved threads and dl into libc, 2.32 one function before them, and
- * 2.29 took error reports out of exp, log and pow.  With these, glibc 2.28 is new enough
- * (manylinux_2_28); what 2.33 did to fstat is avoided by statx.
+ * have the same prototype, and for our calls the same results, at their older versions, which every
+ * later glibc keeps.  2.34 moved threads and dl into libc, 2.32 one function before them, and 2.29
+ * took error reports out of exp, log and pow.  With these, glibc 2.28 is new enough
+ * (manylinux_2_28); statx avoids the change of fstat in 2.33.
  *
  * The build includes this file before every other (tools/native.py).  A name that a file does not
  * use costs it nothing.  Not under sanitizers: they replace some of the functions by name.

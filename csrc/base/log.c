@@ -1,8 +1,8 @@
 /* One line, formatted on the stack, handed on in one piece.
  *
- * Nothing is allocated and no lock is taken: a write of at most PIPE_BUF (4096) bytes to a pipe is
- * atomic, which is what keeps ranks that share a launcher's pipe from mixing their lines.  Bytes
- * that stderr does not take are dropped; a log that fails must not fail the program.
+ * Nothing is allocated and no lock is taken.  A write of at most PIPE_BUF (4096) bytes to a pipe is
+ * atomic, so ranks that share a launcher's pipe do not mix their lines.  Bytes that stderr does not
+ * take are dropped; a failing log must not fail the program.
  */
 #include "base/log.h"
 

@@ -5,7 +5,7 @@
  * never mix.  Python installs a sink that hands lines to its logging module.
  *
  * Rules: any thread may write; the fields change only while nobody does.  A NULL log is silent.
- * Code that fails uses fsdpc_fail() and logs nothing: whoever handles the error decides.
+ * Code that fails calls fsdpc_fail() and logs nothing: the code that handles the error decides.
  */
 #ifndef FSDPC_BASE_LOG_H
 #define FSDPC_BASE_LOG_H

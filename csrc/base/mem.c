@@ -1,14 +1,14 @@
 /* Counted memory: size classes with free lists over the system's allocator.
  *
- * Every block has a 64-byte header right before it that knows what was asked for, the category and
- * the size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two,
- * so a block is at most an eighth larger than asked for.  Freed blocks go to the list of their
+ * Every block has a 64-byte header right before it with the requested size, the category and the
+ * size class.  Classes are multiples of 64 bytes up to 512, then eight steps per power of two.  So
+ * a block is at most an eighth larger than the request.  Freed blocks go to the list of their
  * class, last in first out (the warmest first), and leave it only by reuse, trim or destroy.
  *
- * Below 4 MiB blocks come from aligned_alloc.  From there up each is a mapping of its own, 2 MiB
- * aligned with huge pages asked for, its header in a page of its own in front, kept out of core
- * dumps (a dying rank with a hundred GB must not write them); the slack of such a class is never
- * touched and so costs address space only.
+ * Below 4 MiB blocks come from aligned_alloc.  Larger ones are mappings of their own, 2 MiB
+ * aligned, with huge pages requested and the header in a separate page in front.  They stay out of
+ * core dumps: a dying rank with a hundred GB must not write them.  The slack of such a class is
+ * never touched and so costs address space only.
  *
  * The count is not of the class but of the requested bytes, rounded up to 64: that is the number
  * memory_plan() can compute without knowing classes.  One mutex guards lists and counts.

@@ -4,12 +4,12 @@
  * memory_stats() and memory_plan() can speak of the same bytes.  One fsdpc_mem belongs to a context
  * and is safe to use from any thread.
  *
- * fsdpc_mem_alloc gives 64-byte aligned memory (2 MiB aligned with huge pages asked for from 4 MiB
- * up).  Freed blocks are kept in lists by size class and handed out again: a training step in
+ * fsdpc_mem_alloc gives 64-byte aligned memory; from 4 MiB up it is 2 MiB aligned, with huge pages
+ * requested.  Freed blocks are kept in lists by size class and handed out again: a training step in
  * steady state asks the system for nothing, and `system_allocs` proves it.
  *
- * Counted is what was asked for, rounded up to 64 bytes (0 counts 0); the slack of a size class and
- * the header are not.  Contents of a block are undefined.
+ * The counters count requested bytes, rounded up to 64 (0 counts 0), without the header and the
+ * slack of a size class.  Contents of a block are undefined.
  */
 #ifndef FSDPC_BASE_MEM_H
 #define FSDPC_BASE_MEM_H
@@ -25,7 +25,7 @@
     X(GRAD, "grad")             /* gradient shards */                                              \
     X(STATE, "state")           /* optimizer states */                                             \
     X(REDUCE, "reduce")         /* reduce buffers */                                               \
-    X(STAGING, "staging")       /* what is on its way to and from a disk */                        \
+    X(STAGING, "staging")       /* on its way to and from a disk */                                \
     X(PINNED, "pinned")         /* the host's, which a GPU beside it reaches too */                \
     X(ACTIVATION, "activation") /* tensors of the tape and the user */                             \
     X(OTHER, "other")
@@ -44,7 +44,7 @@ typedef struct fsdpc_mem_stats {
     size_t peak_bytes[FSDPC_MEM_COUNT];       /* of each category by itself */
     size_t total_now_bytes, total_peak_bytes; /* without pinned memory, which is another's */
     size_t cached_bytes;                      /* free blocks kept for reuse */
-    uint64_t system_allocs; /* times the system was asked for memory since create */
+    uint64_t system_allocs;                   /* requests to the system for memory since create */
 } fsdpc_mem_stats;
 
 fsdpc_status fsdpc_mem_create(fsdpc_mem **out);

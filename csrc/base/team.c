@@ -1,25 +1,26 @@
 /* A team of threads: one ticket word, taken part by part.
  *
  * A run publishes its function in the team and then its ticket: generation in the high half, parts
- * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word,
- * so a worker that slept through a run, or wakes in the middle of a later one, can never take a
- * part of the wrong run, and the caller never waits for a worker that took nothing.  It waits only
- * for parts that were taken: `done` counts them.
+ * not yet taken in the low half.  Caller and workers take parts by compare-and-swap on that word.
+ * So a worker that slept through a run, or wakes in the middle of a later one, can never take a
+ * part of the wrong run.  The caller never waits for a worker that took nothing.  It waits only for
+ * parts that were taken: `done` counts them.
  *
  * Idle workers spin for some microseconds (kernels of a step follow each other closely) and then
  * sleep on a futex; with more threads than cores they sleep at once.  The caller, out of parts,
  * spins the same way before it sleeps on `done`.
  *
  * `running` admits one run; a caller that finds it taken (a nested call, another thread) does its
- * parts inline.  A forked child has no workers, which costs it nothing but speed: the caller never
- * waits for anyone who took nothing, and if the fork fell into another thread's run, `running`
- * stays set in the child and everything there is inline.  Only destroy must know whose the threads
- * are.
+ * parts inline.  A forked child has no workers, which costs it nothing but speed, because the
+ * caller never waits for a worker that took nothing.  If the fork fell into another thread's run,
+ * `running` stays set in the child and everything there is inline.  Only destroy must know whose
+ * the threads are.
  *
  * Note [fields of a run].  fn, arg and parts are atomics only because a late worker may read them
- * while the next run writes them.  What it read is used only if its compare-and-swap then succeeds,
- * and that proves that the run it belongs to had parts left, so the next run had not begun to
- * write: its caller first sees every part of this run in `done`, which is counted after the swap.
+ * while the next run writes them.  The worker uses the values only if its compare-and-swap then
+ * succeeds.  That proves that the run they belong to had parts left, so the next run had not begun
+ * to write.  Its caller first sees every part of this run in `done`, which is counted after the
+ * swap.
  */
 #include "base/team.h"
 

@@ -1,7 +1,7 @@
 /* The trace ring: preallocated, overwritten from the oldest on, counted for ever.
  *
  * Adding an event is a clock read and one 40-byte store; nothing is allocated after create, unless
- * a profile wants more room.  Counts by kind are kept apart from the ring, so that a test of a long
+ * a profile wants more room.  Counts by kind are kept apart from the ring.  So a test of a long
  * run, or a ring of capacity 0 (tracing off), still knows how many gathers there were.
  */
 #include "base/trace.h"

@@ -1,7 +1,7 @@
 /* Time, deadlines and being interrupted.
  *
- * Nothing in the library waits without a deadline, and every wait comes up for air at least every
- * 100 ms to ask the interrupt callback (Python's signal check) whether the user pressed Ctrl-C.
+ * Every wait of the library has a deadline, and calls the interrupt callback (Python's signal
+ * check) at least every 100 ms, so that Ctrl-C works.
  */
 #ifndef FSDPC_BASE_WAIT_H
 #define FSDPC_BASE_WAIT_H

@@ -1,8 +1,8 @@
 /* Conversions of many elements: fp32 to and from the 16-bit floats directly, every other pair
  * through blocks of doubles, which hold all of them exactly.
  *
- * fp64 to a 16-bit float would round twice if it went through fp32; it is rounded to odd there
- * first (a sticky last bit), which makes the second rounding the only one that counts.
+ * fp64 to a 16-bit float would round twice if it went through fp32.  It is rounded to odd there
+ * first (a sticky last bit), so that only the second rounding counts.
  */
 #include "ckpt/convert.h"
 

@@ -4,7 +4,7 @@
  * nesting deeper than the caller's own shape is an error at its first bracket, never a stack that
  * grows.  Numbers are whole and not negative; strings are valid UTF-8, escapes resolved, without
  * NUL, control characters or halves of surrogate pairs.  Every error names the text, the byte and
- * what was expected.
+ * the expectation.
  */
 #ifndef FSDPC_CKPT_JSON_H
 #define FSDPC_CKPT_JSON_H

@@ -2,15 +2,15 @@
  *
  *     8 bytes, little endian: length of the header | header, JSON | data of the tensors
  *
- * The reader refuses whatever is not exactly so: duplicate or unknown keys, unknown dtypes, numbers
- * that are not whole, negative or too large, shapes whose bytes do not match their offsets, tensors
- * that overlap or leave holes, a header above 100,000,000 bytes, data that the file does not hold,
- * bad UTF-8.  Names may be any text.  Nothing is allocated before its size was checked against the
- * file's.
+ * The reader refuses everything else: duplicate or unknown keys, unknown dtypes, numbers that are
+ * not whole, negative or too large, bad UTF-8.  It refuses shapes whose bytes do not match their
+ * offsets, tensors that overlap or leave holes, a header above 100,000,000 bytes, and data that the
+ * file does not hold.  Names may be any text.  Nothing is allocated before its size was checked
+ * against the file's.
  *
  * The layout of a new file follows from names, dtypes and shapes alone, so every rank computes all
- * of it: tensors by descending size of element, then name (in bytes), without gaps; the header
- * padded with spaces to a multiple of 8.
+ * of it.  Tensors stand by descending size of element, then name (in bytes), without gaps; the
+ * header is padded with spaces to a multiple of 8.
  */
 #ifndef FSDPC_CKPT_SAFETENSORS_H
 #define FSDPC_CKPT_SAFETENSORS_H

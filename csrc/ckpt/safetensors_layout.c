@@ -1,9 +1,8 @@
 /* Laying out a safetensors file.
  *
  * Order and bytes depend on names, dtypes and shapes alone: every rank makes the same header and
- * knows every offset without asking.  Keys and separators are written as the reference library
- * writes them, so that where its order is the same (one dtype of each size) the files are equal to
- * the byte.
+ * knows every offset without asking.  Keys and separators are those of the reference library.
+ * Where its order is the same (one dtype of each size), the files are equal to the byte.
  */
 #include "ckpt/safetensors.h"
 

@@ -1,8 +1,8 @@
 /* A save: from pieces in memory to a committed folder.
  *
- * All ranks run it together, each with its own pieces and the same plan otherwise.  Either the
- * folder is there under its final name with a manifest that checks, or it is not there; every rank
- * gets the same answer, and on failure the error of the lowest rank that failed.
+ * All ranks run it together, each with its own pieces and the same plan otherwise.  Afterwards the
+ * folder is there under its final name with a manifest that checks, or it is not there.  Every rank
+ * gets the same answer; on failure, the error of the lowest rank that failed.
  *
  *     rank 0 makes a temporary folder beside the final one and the files in it, sizes reserved
  *     agree: did it work?

@@ -1,9 +1,9 @@
 /* The copy that a save on a thread is made from.
  *
- * Pieces move to memory of the save, as they will stand in the file, and from then on name that
- * memory; the owner of the originals may write them as soon as the copy is done.  The copy is the
- * only time that such a save takes from its caller, so it goes past the caches: nobody reads it
- * soon, and a store that need not fetch its line first saves a third of the traffic.
+ * The copy lays pieces out as the file will have them, and from then on they name the copy.  The
+ * owner of the originals may write them once it is done.  Such a save takes no other time from its
+ * caller, so the copy goes past the caches.  Nobody reads it soon, and a store that need not fetch
+ * its line first saves a third of the traffic.
  */
 #ifndef FSDPC_CKPT_STAGE_H
 #define FSDPC_CKPT_STAGE_H

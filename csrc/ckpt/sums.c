@@ -1,11 +1,10 @@
 /* Summing on several threads.
  *
- * One core sums at about the rate at which it copies from the page cache, so a single thread would
- * check at little more than half the rate of a plain reader; and several reads at a time suit disks
- * as well.  Spans are long enough for the kernel to read ahead in each, and for the lock, which
- * guards the cursor, the sums and the first error, to cost nothing; a chunk of a span is summed
- * while it is in the core's own cache.  Every thread opens files for itself: reading ahead goes by
- * open file.
+ * One core sums at about the rate at which it copies from the page cache.  So a single thread would
+ * check at little more than half the rate of a plain reader.  Several reads at a time also suit
+ * disks.  Spans are long enough for the kernel to read ahead in each, and to make the lock (of the
+ * cursor, the sums and the first error) cost nothing.  A chunk of a span is summed while it is in
+ * the core's own cache.  Every thread opens files for itself: reading ahead goes by open file.
  */
 #include "ckpt/sums.h"
 

@@ -1,7 +1,7 @@
 /* Sums, extrema and the slices of a reduction.
  *
  * Float sums go through the device's reduce kernel, whose order is fixed (a pairwise tree over
- * ranks), so that every rank gets the same bits from the same contributions.  The rest is small:
+ * ranks).  So every rank gets the same bits from the same contributions.  The rest is small:
  * counts, flags and maxima of a few elements, written as plain loops the compiler vectorises.
  */
 #include "comm/coll_math.h"

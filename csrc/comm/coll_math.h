@@ -9,8 +9,8 @@
 fsdpc_status fsdpc_coll_combine(fsdpc_red red, fsdpc_dtype dtype, const void *const *srcs,
                                 int n_srcs, size_t numel, void *out, fsdpc_stream *stream);
 
-/* Where rank `rank`'s part of a slice begins in the full, and how many elements it has: all of a
- * REDUCE_ALL's, none where the slice is whole on another rank. */
+/* Where rank `rank`'s part of a slice begins in the full, and how many elements it has.  It has all
+ * of a REDUCE_ALL's, and none if the slice is whole on another rank. */
 size_t fsdpc_coll_part(const fsdpc_coll *op, const fsdpc_slice *slice, int rank, size_t *first_out);
 
 /* This rank's part of one slice into its shard: srcs[p] is where rank p's contribution begins. */

@@ -1,9 +1,10 @@
 /* What every communicator shares: checks, waiting, and the outcome of a posted operation.
  *
- * Waiting is written once.  A wait polls; while that says IN_PROGRESS it first spins (only if there
- * is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a time.
- * Between sleeps it looks at the clock: the deadline poisons the communicator, the notice tells the
- * user who is late and what this rank did last, the interrupt callback may end the wait.
+ * Waiting is written once.  A wait polls.  While that returns IN_PROGRESS it first spins (only if
+ * there is a core for every rank), then sleeps in the implementation's `idle`, at most 100 ms at a
+ * time.  Between sleeps it looks at the clock.  The deadline poisons the communicator, the notice
+ * tells the user who is late and this rank's last operation, and the interrupt callback may end the
+ * wait.
  *
  * A peer that idle reports as gone is no failure by itself: it may have done its part before it
  * left.  So the wait polls once more, and only what is still unfinished then is an error.

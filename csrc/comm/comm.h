@@ -1,20 +1,21 @@
 /* A communicator: the ranks of a group, the memory they share, and what they do together.
  *
- * Four implementations fill in the table: `self` (a world of one, the template), `null` (records
- * what it was asked, pretends that every peer has just done the same), `shm` (the ranks of one
- * host, over shared memory) and, as a plugin, `nccl`.  Callers use the inline wrappers below the
- * table.
+ * These implementations fill in the table: `self` (a world of one, the template), `null` (records
+ * its calls), `shm` (the ranks of one host, over shared memory), `hosts` (several), and those of
+ * plugins. `null` pretends that every peer has just done the same.  Callers use the inline wrappers
+ * below the table.
  *
  * Wire and epochs.  A wire is memory that holds the fulls of a root's units.  Every rank reads all
  * of it through `read` and writes only its own slices, through `write`, between arriving in an
- * epoch and publishing.  An epoch is: arrive (with a note), wait for all arrivals, and, if any note
- * said CHANGED, write the own slices, publish, and wait for all publications before anything is
- * read.  Gathers are waited for before the next arrival: a transport may read the own slices, and
- * write the others, until then.  docs/design/communication.md says why no simpler order is safe.
+ * epoch and publishing.  An epoch is: arrive (with a note) and wait for all arrivals.  If any note
+ * said CHANGED, then write the own slices, publish, and wait for all publications before anything
+ * is read.  The next arrival comes after the end of all gathers: until then a transport may read
+ * the own slices and write the others.  docs/design/communication.md says why no simpler order is
+ * safe.
  *
  * Transports whose ranks share no memory give wires without any, `moved`, which say where fulls
- * would lie.  A gather there sends this rank's slices, as they lie in its shard, from memory that
- * fsdpc_wire_own gave, and receives the full, in memory that the caller has for it.
+ * would lie.  A gather there sends this rank's slices, as they lie in its shard, from memory of
+ * fsdpc_wire_own.  It receives the full in the caller's memory.
  *
  * Buffers.  A buffer is private memory of the rank that its peers can read during a reduction.
  * Cycle: fill -> post a reduction on it -> work done -> buffer_idle (all peers have read it) ->
@@ -22,15 +23,15 @@
  * but the first say `same_filling`.
  *
  * Collectives are posted, tested, waited for.  fsdpc_work is the caller's storage: nothing is
- * allocated by a post.  Every rank of the group posts the same operations in the same order; each
- * leaves a fingerprint that peers check, and a difference is an error on every rank that names both
+ * allocated by a post.  Every rank of the group posts the same operations in the same order.  Each
+ * leaves a fingerprint that peers check.  A difference is an error on every rank that names both
  * ranks' unit and operation, before any wrong number is used.
  *
- * On a remote device an operation runs in the order of its stream and is ordered with nothing else:
- * the caller has events waited for, before it posts, for what is read and overwritten.  It need not
- * be waited for: fsdpc_comm_order makes another stream wait, and the host goes on, a bounded number
- * of operations ahead of the device.  A later failure is an error of the next call that waits for
- * anything, a sync of the device among them (fsdpc_device.watch).
+ * On a remote device an operation runs in the order of its stream and is ordered with nothing else.
+ * Before a post, the caller waits by events for the work that uses the memory to be read and
+ * overwritten.  It need not be waited for: fsdpc_comm_order makes another stream wait, and the host
+ * goes on, a bounded number of operations ahead of the device.  A later failure is an error of the
+ * next call that waits for anything, a sync of the device among them (fsdpc_device.watch).
  *
  * While the device captures (device.h), operations posted for it are captured too, not compared:
  * `captured` is a hash of them, to be compared when the capture ends.  Nothing is waited for there,
@@ -39,9 +40,9 @@
  *
  * Failure.  Every wait has a deadline, asks the interrupt callback at least every 100 ms and
  * watches the peers.  After a failure the communicator is poisoned: every later call fails and says
- * why. Three outcomes do not poison: an interrupt (it ends the wait, not the operation: wait again,
- * or abort), CHANGED together with HELD, and memory that could not be had (all ranks get the
- * error).
+ * why.  Three outcomes do not poison: an interrupt (it ends the wait, not the operation), CHANGED
+ * together with HELD, and a failed allocation (all ranks get the error).  After an interrupt, wait
+ * again or abort.
  *
  * Ownership: wires and buffers are destroyed before their communicator; destroy never blocks.
  *
@@ -221,8 +222,8 @@ typedef struct fsdpc_comm_ops {
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
     /* What this rank begins to sleep in, "" when it goes on; shown too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
-    /* For whoever watches the ranks, on any thread: how they failed, or died, if any has; in `note`
-     * who is stopped, or "".  And what all of them are to fail with.  Optional, both or none. */
+    /* For a watch of the ranks, on any thread: how they failed or died, if any has, and in `note`
+     * who is stopped, or "".  The other slot makes all of them fail.  Optional, both or none. */
     fsdpc_status (*look)(fsdpc_comm *comm, char *note, size_t bytes);
     void (*tell)(fsdpc_comm *comm, fsdpc_status status, const char *text);
     /* A descriptor, the communicator's, that is readable once a rank's process has ended; -1: there
@@ -246,9 +247,9 @@ struct fsdpc_comm {
     fsdpc_interrupt interrupt;
     void (*notice)(void *arg, const char *text); /* "rank 1 waits for rank 0 ..."; may be NULL */
     void *notice_arg;
-    fsdpc_log log;     /* notes: what is created, epochs that change, long waits; debug: all */
+    fsdpc_log log;     /* notes: creations, epochs that change, long waits; debug: all */
     int64_t waited_ns; /* time spent in waits since create */
-    uint32_t captured; /* hash of what was posted in captures; whoever compares it sets it to 0 */
+    uint32_t captured; /* hash of the posts in captures; a comparison sets it to 0 */
     char poison[512];  /* "" while healthy */
 };
 
@@ -261,7 +262,7 @@ struct fsdpc_wire {
     bool pinned;        /* moved: what fsdpc_wire_own gives is memory of the host; said before it */
     unsigned char *own; /* moved: this rank's slices, once fsdpc_wire_own was called */
     uint64_t epoch;     /* the last one this rank arrived in; 0: none yet */
-    /* What a note's kind means, for messages; NULL: its number is shown. */
+    /* The meaning of a note's kind, for messages; NULL: its number is shown. */
     const char *(*kind_text)(uint32_t kind);
 };
 
@@ -282,7 +283,7 @@ typedef struct fsdpc_comm_config {
     fsdpc_log log;  /* all zero: silent */
     int first_rank; /* shm: what its rank 0 is called in messages, where it is part of a world */
     const char *address; /* shm: names the run (uid and restart count are added); <= 80 bytes */
-    const char *secret;  /* shm: what ranks show each other that they know; NULL: nothing */
+    const char *secret;  /* shm: ranks prove that they know it; NULL: none */
     int socket_fd; /* shm: a listening socket of this rank (rendezvous.h), taken over, or <= 0 */
     int news_fd;   /* shm: where a launcher writes which ranks have ended (rendezvous.h), or <= 0 */
     bool spin;     /* shm: more cores than ranks or as many, so waits may spin first */
@@ -336,9 +337,9 @@ static inline bool fsdpc_comm_orders(const fsdpc_comm *comm)
     return comm->ops->order != NULL;
 }
 
-/* Work put on `stream` from now on runs after the operation, whose work is idle on return: its
- * slices are read no more, its name until the device has run it.  Waits where the transport cannot
- * order streams. */
+/* Later work on `stream` runs after the operation, whose work is idle on return.  Its slices are no
+ * longer read; its name is, until the device has run it.  Waits where the transport cannot order
+ * streams. */
 fsdpc_status fsdpc_comm_order_streams(fsdpc_work *work, fsdpc_stream *stream); /* if it can */
 static inline fsdpc_status fsdpc_comm_order(fsdpc_work *work, fsdpc_stream *stream)
 {
@@ -353,8 +354,8 @@ fsdpc_status fsdpc_comm_run_ahead(fsdpc_comm *comm, const fsdpc_coll *op, fsdpc_
  * that failed.  `what` was tried. */
 fsdpc_status fsdpc_comm_agree(fsdpc_comm *comm, fsdpc_status status, const char *what);
 
-/* Collective.  In memory, or, with a tier, in a file of its folder, one of the host's, of rank 0: then
- * kernel and disk say which of it is in memory. */
+/* Collective.  In memory, or, with a tier, in a file of its folder, which is on the host, of rank
+ * 0.  Kernel and disk then decide how much of it is in memory. */
 fsdpc_status fsdpc_wire_create_in(fsdpc_comm *comm, size_t bytes, fsdpc_tier *tier,
                                   fsdpc_wire **out);
 
@@ -372,10 +373,9 @@ fsdpc_status fsdpc_wire_epoch_wait(fsdpc_wire *wire, const char *unit, fsdpc_epo
 fsdpc_status fsdpc_wire_published_wait(fsdpc_wire *wire, const char *unit);
 fsdpc_status fsdpc_buffer_idle_wait(fsdpc_buffer *buffer, const char *unit);
 
-/* Leaves a communicator that was split off to a thread other than the one that drives the rest: it
- * is not carried on by waits in them, nor they by its own, and asks, tells and traces nothing of
- * what belongs to that other thread.  On all its ranks, before its first operation, by the thread
- * that split it off. */
+/* Hands a communicator that was split off to a separate thread.  Waits of the other threads do not
+ * advance it, nor its waits theirs, and it does not use that other thread's callbacks and trace.
+ * On all its ranks, before its first operation, by the thread that split it off. */
 static inline void fsdpc_comm_set_apart(fsdpc_comm *comm)
 {
     comm->apart = true;

@@ -5,9 +5,9 @@
  * its ranks can read.  Between hosts a link carries bytes, from each lane to the same lane of the
  * other hosts, so that what leaves a host leaves it once, spread over its ranks.
  *
- * Both are used through their public interfaces alone.  Whoever waits in one group carries on what
- * is in flight in all groups of this rank, on the host and between hosts; a message that arrives
- * rings the host's bell.
+ * Both are used through their public interfaces alone.  A wait in one group also advances the
+ * operations of all other groups of this rank, on the host and between hosts; a message that
+ * arrives rings the host's bell.
  *
  * Splitting gives a group of ranks of one host back to the host.  Others are made of the same lanes
  * of several hosts: whole hosts, or a lane of each (replicas between hosts).

@@ -19,7 +19,7 @@ fsdpc_status fsdpc_comm_world_create(const fsdpc_comm_config *config, int hosts,
                                      fsdpc_comm **out);
 
 /* Bytes that a reduction of a buffer takes beside it on each rank of a group over hosts of so many
- * lanes, for sums on their way: kept with the buffer, and counted as REDUCE. */
+ * lanes, for sums on their way.  They are kept with the buffer, and counted as REDUCE. */
 size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size_t buffer_bytes,
                                    int hosts, int lanes);
 

@@ -1,12 +1,12 @@
 /* A communicator that pretends: one process plays any rank of any world, every peer has always just
  * done what this rank did.
  *
- * It exists for schedules on one process, in tests and simulations.  Its records hold the calls made
- * to it, in order: a "post" when an operation is posted, a "done" when its owner first finds it
- * done.  Waits never wait.  With `late` a test alone finds nothing done, so that the records and the
- * engine's trace say where the program cannot go on without an operation.  Data is what it would be
- * if all peers held the same values: gathers leave the wire alone, a sum over n ranks is n times the
- * own contribution, through the kernels of the config's device (which device_null makes empty).
+ * It exists for schedules on one process, in tests and simulations.  Its records hold the calls
+ * made to it, in order: a "post" when an operation is posted, a "done" when its owner first finds
+ * it done.  Waits never wait.  With `late` a test alone finds nothing done, so that the records and
+ * the engine's trace say where the program cannot go on without an operation.  Data is as if all
+ * peers held the same values.  Gathers leave the wire alone.  A sum over n ranks is n times the own
+ * contribution, through the kernels of the config's device (which device_null makes empty).
  *
  * Wires and buffers are the device's memory, counted as shm counts them: wires by rank 0.
  */

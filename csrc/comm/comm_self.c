@@ -1,15 +1,15 @@
 /* A world of one: the template of a communicator.
  *
- * Wires and buffers are private memory, every epoch is complete as soon as it began, and a
- * collective is what it means for one rank: a copy, or a sum of one term.  The sum still goes
- * through the reduce kernel, because scaling and rounding are the same at every world size.
+ * Wires and buffers are private memory, and every epoch is complete as soon as it began.  A
+ * collective is its meaning for one rank: a copy, or a sum of one term.  The sum still goes through
+ * the reduce kernel, because scaling and rounding are the same at every world size.
  *
  * Everything is done in post; only a reduction on an asynchronous stream is finished later, by the
  * stream.  Its outcome reaches the driving thread through work->state (released by the stream's
  * thread after everything it wrote, acquired by test) and work->status.
  *
- * On a remote device all of it is enqueued on the main stream, where whoever uses the outcome comes
- * after it: a sum of one term leaves nothing to overlap.
+ * On a remote device all of it is enqueued on the main stream, before every use of the outcome: a
+ * sum of one term leaves nothing to overlap.
  */
 #include <stdio.h>
 #include <stdlib.h>

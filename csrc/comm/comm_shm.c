@@ -154,7 +154,7 @@ static fsdpc_status comm_join(fsdpc_shm_comm *self, fsdpc_comm *waiter,
     return status;
 }
 
-/* A rank that leaves the first group has left them all: groups split from it may outlive the call,
+/* A rank that leaves the first group leaves them all.  Groups split from it may outlive the call,
  * and their peers would take the end of the process for a death. */
 static void shm_leave(fsdpc_comm *comm)
 {

@@ -1,7 +1,7 @@
 /* The table of guarded descriptors and the handler that empties it in a child.
  *
- * The handler runs between fork and return in a process with one thread, where locks may be held by
- * threads that no longer exist: it only loads, stores and closes.  A slot holds the descriptor plus
+ * The handler runs between fork and return in a process with one thread, and threads that no longer
+ * exist may hold locks.  So it only loads, stores and closes.  A slot holds the descriptor plus
  * one, 0 when free.  With more descriptors than slots the rest are merely inherited.
  */
 #include "comm/fork_guard.h"

@@ -1,12 +1,12 @@
 /* One thread, which sleeps in poll.
  *
- * Every TICK it looks at the ranks of its host, and at once when the process of one has ended: a
+ * Every TICK it looks at the ranks of its host, and at once when the process of one has ended.  A
  * launcher that sees it too will end the others, this rank among them, and then the peers would
- * know of no other death than that.  For the same reason what failed is a line of the log.
+ * know of that death alone.  For the same reason what failed is a line of the log.
  *
  * Every BEAT it sends each peer a beat.  Messages are of one size.  A beat is left out while an
- * earlier message is not acknowledged, so that the socket's buffer never fills, and a message is
- * sent wholly or the connection counts as broken.
+ * earlier message is not acknowledged, so that the socket's buffer never fills.  A message is sent
+ * wholly or the connection counts as broken.
  *
  * Silence is the kernel's to find: TCP_USER_TIMEOUT ends a connection on which something sent is
  * not acknowledged so long, and beats see to it that something always is.

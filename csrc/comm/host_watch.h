@@ -1,15 +1,15 @@
 /* The watch: what one host learns of failures, all hosts know.
  *
- * The first rank of every host has a thread that looks at the ranks of its host (fsdpc_comm_look)
- * and holds a TCP connection to the first host's, which passes on what it hears.  Whoever made the
- * connections has seen to it that both ends belong to the run.  The watch carries failures and
- * who is stopped; bytes of training never.  What it hears of a failure it tells the ranks of its
- * host (fsdpc_comm_tell), so that they end wherever they wait.
+ * The first rank of every host has a thread that looks at the ranks of its host (fsdpc_comm_look).
+ * It holds a TCP connection to the first host's, which passes on what it hears.  Whoever made the
+ * connections has seen to it that both ends belong to the run.  The watch carries failures and who
+ * is stopped; bytes of training never.  What it hears of a failure it tells the ranks of its host
+ * (fsdpc_comm_tell), so that they end wherever they wait.
  *
- * What it finds out by itself: a connection that closes without a goodbye is a rank that died; one
- * on which nothing that was sent arrives for `silence_s` is a host that is gone or cut off.  The
- * kernel of the other host answers for that, so a process that is stopped is not taken for it: that
- * is warned of, and the deadline of whoever waits for it decides.
+ * A connection that closes without a goodbye is a rank that died.  If nothing that was sent arrives
+ * for `silence_s`, the host is gone or cut off.  The kernel of the other host answers for that, so
+ * a stopped process is not taken for a dead host.  Such a process gives a warning, and the deadline
+ * of the waiting rank decides.
  */
 #ifndef FSDPC_COMM_HOST_WATCH_H
 #define FSDPC_COMM_HOST_WATCH_H

@@ -1,16 +1,15 @@
 /* What crosses between hosts for one operation.
  *
  * Each rank talks to its lane of the other hosts alone.  Every operation that crosses begins with a
- * header each way, which is compared before anything that came is used: within a host the host's
+ * header each way, which is compared before any received data is used.  Within a host the host's
  * communicator has compared the operation, so lanes speak for their hosts.
  *
  * Tags are made of the group, the operation's number and the part of it, folded below what the link
  * takes.  Operations in flight are far fewer than numbers that fit.
  *
- * Storage.  What a reduction needs on its way stays with its buffer, of which it is the only user:
- * so how much that is follows from the buffers, and not from how many operations happen to be in
- * flight at a time.  Spare ones are taken in the order in which they were made, whichever ended
- * first.
+ * Storage.  Storage of a reduction on its way stays with its buffer, its only user.  So its size
+ * follows from the buffers, not from the number of operations in flight at a time.  Spare ones are
+ * taken in the order in which they were made, whichever ended first.
  */
 #include "comm/hosts_internal.h"
 

@@ -14,18 +14,17 @@
  *
  * Rows go from the wire and into it where the link takes runs.  That is safe from the post on.  All
  * reads of the wire in earlier epochs are over when a rank goes on from an epoch, and a rank has
- * completed its gathers before it arrives in the next one: so own rows are not written while the
+ * completed its gathers before it arrives in the next one.  So own rows are not written while the
  * link reads them.  Rows of another host's rank are written by its lane here alone, and no rank of
  * the host reads them before the lanes have met.
  *
- * Sums.  Ranks of a host follow each other, so adding hosts' sums as a pairwise tree is the tree
+ * Sums.  Ranks of a host follow each other.  So adding hosts' sums as a pairwise tree is the tree
  * over all ranks if a host has a power of two of them: the bits of one host.  Sums travel in fp32,
  * or fp64 for that, and are scaled and rounded once, at the end.
  *
  * Order.  Posts on one communicator come in one order on all its ranks.  First phases are posted
- * with the operation.  What comes later waits for messages, which arrive in any order; so second
- * phases have a communicator of their own, and go there in the order in which their operations were
- * posted.
+ * with the operation.  Later phases wait for messages, which arrive in any order.  So second phases
+ * have a separate communicator, and go there in the order in which their operations were posted.
  */
 #include "comm/hosts_internal.h"
 
@@ -204,8 +203,8 @@ fsdpc_hosts_rooms fsdpc_hosts_rooms_for(fsdpc_coll_kind kind, fsdpc_dtype dtype,
                                .all = n_lanes > 1 ? part * (size_t)n_lanes : 0};
 }
 
-/* For any reduction of the buffer in this dtype, so that they depend on the buffer alone; more if
- * parameters that stay whole give one rank more than its share of it. */
+/* For any reduction of the buffer in this dtype, so that they depend on the buffer alone.  There
+ * are more if parameters that stay whole give one rank more than its share of it. */
 static fsdpc_status take_rooms(fsdpc_hosts_comm *self, fsdpc_hosts_op *op)
 {
     const fsdpc_coll *coll = &op->work->op;

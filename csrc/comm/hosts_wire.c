@@ -3,10 +3,10 @@
  * A host has one copy of the weights: the wire is the host's, whose ranks share it, and gathers
  * bring rows of other hosts into it.  So ranks publish, read and arrive as on one host.
  *
- * An epoch: when all ranks of the host have arrived, each lane sends the host's note to its lane on
- * the other hosts, and has all notes when theirs have come: one message each way.  A rank that goes
- * on from an epoch knows therefore that every rank of the world has arrived.  Publishing stays in
- * the host: rows leave it in gathers, which are posted after that.
+ * An epoch is one message each way.  When all ranks of the host have arrived, each lane sends the
+ * host's note to its lane on the other hosts, and has all notes when theirs have come.  A rank that
+ * goes on from an epoch knows therefore that every rank of the world has arrived.  Publishing stays
+ * in the host: rows leave it in gathers, which are posted after that.
  */
 #include "comm/hosts_internal.h"
 

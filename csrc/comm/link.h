@@ -24,9 +24,9 @@
  * sleeps looks again.  Links without one move bytes inside `progress` alone, which every poll calls,
  * and are one thread's.
  *
- * Failure.  After an abort, by this rank or by what the link learned of a peer, every operation
- * fails with FSDPC_ERR_PEER and the reason, and the link touches no memory of operations any more.
- * Destroying never waits for peers.
+ * Failure.  After an abort, by this rank or by news of a peer, every operation fails with
+ * FSDPC_ERR_PEER and the reason.  The link then no longer touches memory of operations.  Destroying
+ * never waits for peers.
  */
 #ifndef FSDPC_COMM_LINK_H
 #define FSDPC_COMM_LINK_H

@@ -2,20 +2,21 @@
  * early.
  *
  * Copies.  A message is copied once on each side: from a send's memory into the room of the carrier
- * that takes it, which ends the send, and from a carrier's room into the memory of its receive.
- * Small sends are copied, and done, when they are posted.  A large message that comes before its
- * receive keeps its room, and the carrier makes another.  Copies happen under the lock: links carry a
- * network's worth of bytes, and memory is much faster.  So nobody reads or writes memory of
- * operations behind an abort's back.
+ * that takes it, which ends the send.  There it goes from a carrier's room into the memory of its
+ * receive.  Small sends are copied, and done, when they are posted.  A large message that comes
+ * before its receive keeps its room, and the carrier makes another.  Copies happen under the lock:
+ * links carry a network's worth of bytes, and memory is much faster.  So nobody reads or writes
+ * memory of operations behind an abort's back.
  *
  * Closing keeps what is in the outbox; an abort keeps what was done, since peers count on it, and
- * drops other sends.  The takers get the rest, and then the end.  What an abort was for goes behind
- * the rest, to every peer that this rank has had to do with: a peer that waits for a message which
- * will not come learns why.
+ * drops other sends.  The takers get the rest, and then the end.  The reason of an abort goes
+ * behind the rest, to every peer that this rank has had to do with.  So a peer that waits for a
+ * message which will not come learns why.
  *
- * The end.  A rank sends each peer it has had to do with one last message: that it left, the reason
- * of an abort, or, if the peer was first, that it heard of that.  So a carrier that has brought
- * everybody's last message is done, and none sleeps in a receive that nothing will end.
+ * The end.  A rank sends each peer it has had to do with one last message.  It says that the rank
+ * left, the reason of an abort, or, if the peer was first, that it heard of that.  So a carrier
+ * that has brought everybody's last message is done, and none sleeps in a receive that nothing will
+ * end.
  */
 #include "comm/link_relay.h"
 

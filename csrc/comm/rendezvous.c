@@ -1,14 +1,14 @@
 /* The mesh of sockets.
  *
- * Every rank listens under its own name and connects to all lower ranks; a rank that does not
- * listen yet refuses the connection, and is asked again after 1, 2, 4 ... 20 ms.  Both sides say
- * hello (magic, secret, rank, size, pid), the accepting one after it has heard the other. Sequenced
- * packets keep message boundaries.
+ * Every rank listens under its own name and connects to all lower ranks.  A rank that does not
+ * listen yet refuses the connection, and the other tries again after 1, 2, 4 ... 20 ms.  Both sides
+ * say hello (magic, secret, rank, size, pid), the accepting one after it has heard the other.
+ * Sequenced packets keep message boundaries.
  *
- * An accepted socket stays a guest until its hello has come, so that a stranger who connects and
- * says nothing holds nobody up; guests beyond a fixed number push the oldest out.  A wrong uid
- * is turned away in silence, a wrong magic or secret with a warning; a wrong size or a rank that
- * came twice is an error: that is one of ours, misconfigured.
+ * An accepted socket stays a guest until its hello has come, so that a silent stranger holds nobody
+ * up.  Guests beyond a fixed number push the oldest out.  A wrong uid is turned away in silence, a
+ * wrong magic or secret with a warning.  A wrong size or a rank that came twice is an error,
+ * because that is one of ours, misconfigured.
  *
  * The waiting itself is comm.c's: the meeting poses as a communicator whose idle is ppoll and whose
  * description lists the ranks that have not come.

@@ -10,9 +10,9 @@
 
 #include "comm/comm.h"
 
-/* A launcher may hand its ranks a file (config->news_fd) that begins with this line and gets a line
- * for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that still wait for each
- * other read it: a rank that ended before it met the others will never come. */
+/* A launcher may hand its ranks a file (config->news_fd) that begins with this line.  It gets a
+ * line for every rank that has ended, e.g. "rank 1 ended (exit code 3)".  Ranks that still wait for
+ * each other read it: a rank that ended before it met the others will never come. */
 #define FSDPC_RENDEZVOUS_NEWS "fsdpc news 1\n"
 
 /* A listening socket for a rank of the run `address`: for launchers that hand it to the rank. */

@@ -1,7 +1,7 @@
 /* Reduce buffers: each rank's own memfd, mapped read-only by its peers.
  *
  * Behind the data, on a separate page, the rank says how many reductions of this buffer's id it has
- * read: every rank has a buffer of the same id, so the word for "I have read yours" is in mine,
+ * read.  Every rank has a buffer of the same id, so the word for "I have read yours" is in mine,
  * and peers need nothing writable of each other.  A mapping outlives its creator's, so ranks
  * destroy their buffers when they like.
  */

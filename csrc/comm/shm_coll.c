@@ -12,12 +12,12 @@
  *
  * The rest go through staging, chunk by chunk: copy the chunk into the own stage, raise `step`,
  * wait until all steps are as high, use all stages.  There are two stages a rank, taken in turn,
- * and one wait a chunk is enough: step K + 2 overwrites what peers read in step K, and it is begun
- * after all have staged K + 1, which each does only after it has read K.
+ * and one wait a chunk is enough.  Step K + 2 overwrites the data that peers read in step K.  It
+ * begins after all have staged K + 1, which each does only after it has read K.
  *
- * Operations on an asynchronous stream run on its thread, blocking there; inline ones are state
- * machines that any poll of the driving thread carries on, so that two ranks that wait for
- * different things still do each other's part.
+ * Operations on an asynchronous stream run on its thread, blocking there.  Inline ones are state
+ * machines that any poll of the driving thread advances, so that two ranks that wait for different
+ * things still do each other's part.
  */
 #include "comm/shm_coll.h"
 

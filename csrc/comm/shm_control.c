@@ -65,8 +65,8 @@ void fsdpc_shm_poison_set(fsdpc_shm_control *control, int rank, fsdpc_status sta
 bool fsdpc_shm_poison_get(fsdpc_shm_control *control, int *rank_out, fsdpc_status *status_out,
                           char *text, size_t bytes)
 {
-    /* While it is being written it does not exist: its writer is a few stores from done, or died
-     * between them, and callers that go on waiting find out which. */
+    /* While it is being written it does not exist.  Its writer is a few stores from done, or died
+     * between them; callers that continue to wait find out which. */
     if (!fsdpc_shm_poisoned(control))
         return false;
     *status_out = (fsdpc_status)atomic_load_explicit(&control->poison_status, memory_order_relaxed);

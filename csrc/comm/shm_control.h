@@ -1,11 +1,11 @@
 /* The control page of a group: what its ranks write for each other to see.
  *
- * One segment, mapped writable by all: a bell (wakes whoever sleeps), the poison message, one slot
- * a rank, and behind the slots two staging chunks a rank for collectives that copy.  A slot is
- * written by its rank alone.
+ * One segment, mapped writable by all.  It has a bell (which wakes sleepers), the poison message,
+ * one slot a rank, and behind the slots two staging chunks a rank for collectives that copy.  A
+ * slot is written by its rank alone.
  *
- * Waking.  A rank that will sleep first counts itself in `sleepers`, then reads `bell`, then looks
- * once more at what it waits for, then sleeps while `bell` has not moved.  A rank that has written
+ * Waking.  A rank that will sleep first counts itself in `sleepers` and reads `bell`.  Then it
+ * looks once more at its condition, and sleeps while `bell` has not moved.  A rank that has written
  * something rings: a full fence, and only if somebody sleeps, bell + 1 and the system call.  Either
  * the sleeper's last look sees the write, or the writer sees the sleeper.
  */

@@ -84,7 +84,8 @@ typedef struct fsdpc_shm_comm {
     fsdpc_shm_wire *wires;
 
     /* Collectives that stage run one at a time, in order of posting; `turn` says whose turn it is.
-     * Everything below it belongs to whoever has the turn: the driving thread, or a stream's. */
+     * Everything below it belongs to the thread that has the turn: the driving one, or a
+     * stream's. */
     uint64_t turns_given;
     _Atomic uint64_t turn;
     uint64_t step;
@@ -96,7 +97,7 @@ typedef struct fsdpc_shm_comm {
     int64_t checked_ns;
 } fsdpc_shm_comm;
 
-/* What a rank of the group is called in messages. */
+/* A rank's name in messages. */
 static inline int fsdpc_shm_name(const fsdpc_shm_comm *self, int rank)
 {
     return self->world->first_rank + self->members[rank];

@@ -4,9 +4,9 @@
  * at their next call or poll.  Death is found by asking the life page (about 20 ns a peer), which
  * waits do now and then.
  *
- * Creating anything together goes in three moves: a barrier whose fingerprint says what is created
- * and how large (so that ranks that disagree learn it at once), the memory itself from hand to
- * hand, and an agreement that all succeeded; if one did not, every rank gets its error and the
+ * A collective creation has three moves: a barrier, the memory from hand to hand, and an agreement
+ * that all succeeded.  The fingerprint of the barrier says which object of which size, so that
+ * ranks that disagree learn it at once.  If one rank failed, every rank gets its error and the
  * communicator stays usable.
  */
 #include "comm/shm_peers.h"
@@ -193,8 +193,9 @@ static fsdpc_status adopt_from_groups(fsdpc_shm_comm *self)
 }
 
 /* The death of any rank of the world counts, member or not: the run cannot go on, and a member that
- * found it elsewhere may never get here.  Leaving counts in the group that was left; but where a
- * communicator above this one may wait for other hosts, a rank that has done its part may go. */
+ * found it elsewhere may never get here.  Leaving counts in the group that was left.  But a
+ * communicator above this one may wait for other hosts, and then a rank that has done its part may
+ * go. */
 fsdpc_status fsdpc_shm_peers_check(fsdpc_shm_comm *self)
 {
     for (int p = 0; p < self->base.size; p++)

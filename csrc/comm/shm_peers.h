@@ -8,8 +8,9 @@
 
 /* ---- Failure ---- */
 
-/* Poisoned, here or by a peer?  Whatever begins something asks first; a poll asks only once it has
- * found that it must go on waiting, so that what all have done their part of still completes. */
+/* Poisoned, here or by a peer?  A function that begins something checks first.  A poll checks only
+ * after it has found that it must wait longer, so that an operation whose ranks have all done their
+ * part still completes. */
 fsdpc_status fsdpc_shm_health(fsdpc_shm_comm *self);
 /* Takes over the poison that somebody told, if there is any: the error to return. */
 fsdpc_status fsdpc_shm_adopt_poison(fsdpc_shm_comm *self);

@@ -16,7 +16,7 @@ uint64_t fsdpc_shm_ring_post(fsdpc_shm_slot *mine, uint64_t sequence, uint64_t c
  * passes: a later one's chain still covers it. */
 bool fsdpc_shm_ring_same(const fsdpc_shm_slot *mine, const fsdpc_shm_slot *peer, uint64_t sequence);
 
-/* What a rank posted as this operation, as messages say it. */
+/* A rank's post of this operation, as messages say it. */
 void fsdpc_shm_ring_describe(const fsdpc_shm_slot *slot, int rank, uint64_t sequence, char *text,
                              size_t bytes);
 

@@ -1,10 +1,10 @@
 /* A piece of shared memory: a sealed memfd, a file without a name, or plain memory that the threads
  * of a process share.
  *
- * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release.
- * Memory is reserved before it is mapped, so that too little of it is an error here and no SIGBUS
- * later; size and seals of an adopted descriptor are checked for the same reason.  Mappings are
- * populated at once, but for those of files, and left out of core dumps.
+ * create -> (pass the descriptor to peers, who adopt it) -> map -> close_fd -> release.  Memory is
+ * reserved before it is mapped, so that too little of it is an error here, not a SIGBUS later.
+ * Size and seals of an adopted descriptor are checked for the same reason.  Mappings are populated
+ * at once, but for those of files, and left out of core dumps.
  *
  * Counted references; retain and release from any thread, the rest from one at a time.
  */

@@ -7,9 +7,9 @@
  * a rank writes its note into the half that the epoch's parity names and raises `arrived`.  When
  * all have arrived, every rank sees the same notes and so decides the same.  A note is overwritten
  * two epochs later, which its writer cannot reach before all have arrived in the epoch between, and
- * so have read it. The exception is a rank that abandoned an epoch (an exception in user code) and
- * went on alone; a rank that still waits in the old one finds it two ahead, or ahead without having
- * published, and says so.
+ * so have read it.  The exception is a rank that abandoned an epoch (an exception in user code) and
+ * continued alone.  A rank that still waits in the old one finds it two ahead, or ahead without a
+ * publication, and says so.
  */
 #include "comm/shm_wire.h"
 

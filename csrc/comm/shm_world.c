@@ -1,17 +1,18 @@
 /* Life and death of ranks, and memory passed between them.
  *
  * Each rank holds a robust mutex in the life page from creation on.  The kernel marks it the moment
- * its holder dies, before the dead one's memory is torn down (which takes 62 ms a gigabyte, and
- * only then would a pidfd or a socket tell).  trylock on a live peer's mutex fails in user space,
- * so asking costs nothing.
+ * its holder dies, before it tears down the dead one's memory.  That takes 62 ms a gigabyte, and
+ * only then would a pidfd or a socket tell.  trylock on a live peer's mutex fails in user space, so
+ * asking costs nothing.
  *
  * A robust mutex belongs to a thread, though, and the thread that created a communicator may end
  * before its process (a notebook's worker).  So a mutex that could be taken only says that the
- * thread is gone; then the process is asked: its pidfd, and the exiting flag in /proc/<pid>/stat,
- * which is set before the mutex is marked.  Such a peer is an orphan, asked that way from then on.
+ * thread is gone.  Then the process is checked: its pidfd, and the exiting flag in
+ * /proc/<pid>/stat, which is set before the mutex is marked.  Such a peer is an orphan, asked that
+ * way from then on.
  *
  * The mutex can be unlocked only by the thread that locked it.  A world released by another thread
- * leaves its life page mapped: glibc keeps the mutex in a list of the locking thread, and unmapping
+ * leaves its life page mapped. glibc keeps the mutex in a list of the locking thread, and unmapping
  * it would leave a dangling pointer there.
  */
 #include "comm/shm_world.h"

@@ -1,11 +1,11 @@
 /* Attention by cuDNN: plans, kept by shape, and the workspace they run in.
  *
- * A plan takes long to build, so it is built when its shape comes by first, and kept as long as the
- * device: kernels under way and graphs use it.  A shape that cuDNN does not support is kept too,
- * and is our own kernel's from then on.  What is not worth asking is left out before: 32- and
- * 64-bit dtypes, rows that do not begin at 16 bytes, heads of more than DIM elements, queries that
- * see nothing (cuDNN refuses those, and we keep an lse of minus infinity for them), and scales that
- * turn the order of scores around.
+ * Building a plan takes long, so it is built at the first product of its shape, and kept as long as
+ * the device: kernels under way and graphs use it.  A shape that cuDNN does not support is kept
+ * too, and is our own kernel's from then on.  Some shapes are left out before: 32- and 64-bit
+ * dtypes, rows that do not begin at 16 bytes, and heads of more than DIM elements.  So are scales
+ * that turn the order of scores around.  So are queries that see nothing: cuDNN refuses those, and
+ * we keep an lse of minus infinity for them.
  *
  * Workspace is the pool's, acquired for each call and free as soon as the kernels are enqueued.
  * On Hopper what the deterministic backward wants grows with Tq x Tk, unless the environment says

@@ -1,7 +1,8 @@
 /* Attention by cuDNN, for devices that were told to (fsdpc_cuda_device's `cudnn`) and shapes it takes.
  *
- * Compiled in or not, asked for or not, there or not: who calls finds out by `done_out` and turns
- * to our own kernels.  Both keep the same log-sum-exp, so each direction may go either way.
+ * `done_out` says whether cuDNN computed it: it may not be compiled in, requested, or present.  If
+ * it did not, callers use our own kernels.  Both keep the same log-sum-exp, so each direction may
+ * go either way.
  */
 #ifndef FSDPC_CUDA_ATTENTION_CUDNN_H
 #define FSDPC_CUDA_ATTENTION_CUDNN_H
@@ -10,8 +11,8 @@
 
 typedef struct fsdpc_cuda_attentions fsdpc_cuda_attentions;
 
-/* *done_out: cuDNN took the shape and was asked.  Inside a capture only shapes that it was asked
- * for before: else an error that says to run a step first. */
+/* *done_out: cuDNN took the shape and was asked.  Inside a capture it takes only shapes that it had
+ * before; any other is an error that says to run a step first. */
 fsdpc_status fsdpc_cuda_attention_cudnn(const fsdpc_attention_args *args, bool backward,
                                         fsdpc_stream *stream, bool *done_out);
 /* Opens cuDNN and names it, "cuDNN 9.28.1", or says why there is none. */

@@ -1,12 +1,12 @@
 /* Operations of several ranks on one GPU, carried by their control over host memory.
  *
- * At the post, what this rank gives is copied out and the control's operation is posted; when that
- * is done, its outcome is copied to where it belongs, and the work is done.  The host waits for
- * everything on the GPU, so results of finished work are visible on every stream.  This transport
- * is for correctness, not for speed.
+ * A post copies this rank's contribution out and posts the control's operation.  When that is done,
+ * the outcome is copied to its place, and the work is done.  The host waits for everything on the
+ * GPU, so results of finished work are visible on every stream.  This transport is for correctness,
+ * not for speed.
  *
  * Values on the GPU pass through host memory both ways, as they are few (norms, losses, whole
- * tensors that a user reads); values in host memory go over the control as they are.
+ * tensors that a user reads).  Values in host memory go over the control as they are.
  *
  * Epochs, agreement, deaths and failure are the control's (control.h).
  */

@@ -2,17 +2,17 @@
  *
  * Buffers are memory of the one GPU: NCCL moves slices between those of the ranks, so no rank reads
  * another's.  Wires of several ranks have none, gathers go where the caller says.  A wire's epochs
- * are those of an empty wire of the control, which costs what a handful of shared words cost; a
- * buffer is idle as soon as its own operations are done.
+ * are those of an empty wire of the control, which costs a handful of shared words.  A buffer is
+ * idle as soon as its own operations are done.
  *
- * Failure.  A rank that fails closes the controls first, which tells the peers why, and then aborts
- * its channels, all at once, or kernels that wait for a peer would hold their streams for ever. The
+ * Failure.  A rank that fails closes the controls first, which tells the peers why.  Then it aborts
+ * all its channels at once, or kernels that wait for a peer would hold their streams for ever.  The
  * peers find the reason in the control, whose waits look for it and for deaths while ours look at
- * the GPU, and do the same.  All groups of a rank end together.
+ * the GPU.  They do the same.  All groups of a rank end together.
  *
- * A kernel that waits for a peer who is gone never ends, and a host that waits blindly for the GPU
- * would never learn why.  So the first communicator of a device becomes its watch: every sync polls
- * the GPU as our own waits do, with the deadline, the interrupt and the peers looked after.
+ * A kernel that waits for a dead peer never ends, and a host that waits blindly for the GPU would
+ * never learn why.  So the first communicator of a device becomes its watch.  Every sync polls the
+ * GPU as our own waits do, with the deadline, the interrupt and the peers.
  */
 #include "cuda/comm_nccl.h"
 
@@ -259,8 +259,8 @@ static bool gpu_needs_peers(const fsdpc_comm_nccl *self)
     return false;
 }
 
-/* A peer is gone: may what waits go on?  What peers are not needed for may; and what all of them
- * have posted may be about to end, since whose part ends first leaves first. */
+/* A peer is gone: which waits may continue?  Those that do not need it may.  An operation that all
+ * have posted may be about to end, because the rank whose part ends first leaves first. */
 static bool goes_on_alone(fsdpc_comm_nccl *self)
 {
     if (!gpu_needs_peers(self))
@@ -315,7 +315,7 @@ static fsdpc_status poll_watched(void *arg)
     return FSDPC_OK;
 }
 
-/* After a failure, which has ended what waits for peers: what was there before may still be read.
+/* After a failure has ended all waits for peers: earlier results may still be read.
  */
 static fsdpc_status wait_for_rest(const fsdpc_comm_nccl *self, fsdpc_status (*poll)(void *arg),
                                   void *arg)

@@ -1,5 +1,5 @@
-/* What the transports of GPUs leave to their control: another communicator of the same ranks, over
- * host memory, that they take over: shared memory on one host, a link beside it on several.
+/* The control of GPU transports: another communicator of the same ranks, over host memory, which
+ * they take over.  It is shared memory on one host, and a link beside it on several.
  *
  * A communicator that stands on a control has a `base` for its callers and the control beside it.
  * Words and notes go over the control: epochs, agreement on what is posted, who died and who is
@@ -10,7 +10,7 @@
 
 #include "comm/comm.h"
 
-/* What a communicator over a control begins with. */
+/* The first member of a communicator over a control. */
 typedef struct fsdpc_control_config {
     fsdpc_comm_config comm;
     fsdpc_comm *control;      /* taken over when create succeeds; NULL: this rank is in none */
@@ -30,9 +30,9 @@ fsdpc_status fsdpc_control_check(const fsdpc_control_config *config, const char 
 /* `status` of a call on the control; what closed that closes `comm` too. */
 fsdpc_status fsdpc_control_settle(fsdpc_comm *comm, const fsdpc_comm *control, fsdpc_status status);
 
-/* Collective over `control`.  What ranks say of themselves: *all_out holds the `bytes` of each, by
- * rank, and is the caller's to free.  If `status`, of what made `mine`, is an error on any rank, it
- * is on all, with the same reason. */
+/* Collective over `control`.  Ranks show each other `mine`: *all_out holds the `bytes` of each, by
+ * rank, and is the caller's to free. `status` says whether the rank could make `mine`; if it is an
+ * error on any rank, all get it, with the same reason. */
 fsdpc_status fsdpc_control_tell(fsdpc_comm *control, const char *what, fsdpc_status status,
                                 const void *mine, size_t bytes, void **all_out);
 

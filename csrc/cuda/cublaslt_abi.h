@@ -1,4 +1,5 @@
-/* What is used of cuBLASLt, as its binary interface has it in CUDA 12 and 13: codes and functions.
+/* The part of cuBLASLt in use, as its binary interface has it in CUDA 12 and 13: codes and
+ * functions.
  *
  * Declared here so that the plugin is the same wherever it is built, with cublasLt.h at hand or
  * not; tests/gpu/test_cublaslt_abi.py holds it against a real header.

@@ -1,5 +1,5 @@
-/* Reasons why there is no GPU, from the bottom up: no driver's library, a driver that does not
- * start, one too old for the runtime that was linked, none visible.
+/* Reasons why there is no GPU, from the bottom up: no driver library, a driver that does not start,
+ * one too old for the linked runtime, no visible GPU.
  */
 #include "cuda/cuda_driver.h"
 

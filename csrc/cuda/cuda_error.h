@@ -1,4 +1,5 @@
-/* CUDA's errors, translated at the border: their text is kept, out of memory has a code of its own.
+/* CUDA's errors, translated at the border.  Their text is kept, and out of memory has a separate
+ * code.
  */
 #ifndef FSDPC_CUDA_CUDA_ERROR_H
 #define FSDPC_CUDA_CUDA_ERROR_H

@@ -1,9 +1,8 @@
 /* Plans of cuDNN's attention, as C sees them: a table that kernels/cudnn_plan.cpp fills in.
  *
- * C++ is what cuDNN's graphs are described in (cudnn_frontend.h, headers alone), so that file is
- * compiled into the plugin only where tools/cuda_build.py finds those headers; elsewhere the table
- * is missing, and its address NULL.  Whatever fails leaves its reason, cut off to `bytes`, in
- * `why`.
+ * cuDNN's graphs are described in C++ (cudnn_frontend.h, headers alone).  So that file is compiled
+ * into the plugin only if tools/cuda_build.py finds those headers; elsewhere the table is missing,
+ * and its address NULL.  A failure leaves its reason, cut off to `bytes`, in `why`.
  */
 #ifndef FSDPC_CUDA_CUDNN_PLAN_H
 #define FSDPC_CUDA_CUDNN_PLAN_H
@@ -15,7 +14,7 @@ enum { FSDPC_CUDNN_WHY_BYTES = 256 };
 typedef struct fsdpc_cudnn fsdpc_cudnn; /* cuDNN on one device */
 typedef struct fsdpc_cudnn_plan fsdpc_cudnn_plan;
 
-/* What a plan depends on, as fsdpc_attention_args has it.  Compared as bytes: no padding. */
+/* The key of a plan, as in fsdpc_attention_args.  Compared as bytes: no padding. */
 typedef struct fsdpc_cudnn_shape {
     size_t batch, tokens_q, tokens_k, heads, kv_heads, dim;
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];

@@ -1,4 +1,4 @@
-/* What is used of the driver's own interface: virtual memory, which the runtime does not offer.
+/* The part of the driver's own interface in use: virtual memory, which the runtime does not offer.
  *
  * Declared here so that the plugin is the same wherever it is built, with cuda.h at hand or not;
  * tests/gpu/test_driver_abi.py holds it against a real header.

@@ -1,19 +1,19 @@
 /* Products by cuBLASLt: descriptors and the heuristic's choice, cached by shape.
  *
- * Our matrices are row-major and cuBLASLt's column-major, so what is computed is C^T = B'^T A'^T:
- * the operands change places and nothing is transposed.  The bias of a row of C is then one of a
- * column, which is what cuBLASLt's epilogue adds.  fp32 inputs are multiplied in fp32 (no TF32);
- * sums are fp32.  Splitting k is allowed only where the partial sums are added up in a fixed order.
+ * Our matrices are row-major and cuBLASLt's column-major, so it computes C^T = B'^T A'^T: the
+ * operands change places and nothing is transposed.  The bias of a row of C is then one of a
+ * column, which cuBLASLt's epilogue adds.  fp32 inputs are multiplied in fp32 (no TF32); sums are
+ * fp32.  Splitting k is allowed only where the partial sums are added up in a fixed order.
  *
  * Epilogues compute gelu, and its slope behind the product that makes gelu's gradient, on the sums
  * before they are rounded; what gelu is taken of is their `aux`.  They know gelu by tanh alone, and
  * gelu by erf is never asked of them.  The one that sums a bias's gradient is not used: it rounds
  * the sum to the dtype of the product and cannot add to a reduce buffer.
  *
- * Everything that a product's descriptors depend on is the key of a small hash table: sizes,
- * strides, dtypes and how far the addresses are aligned, since the heuristic may take only kernels
- * that fit them.  A steady-state product is one lookup and one call.  The workspace is one block of
- * the pool, for the main stream alone; products on other streams get kernels that need none.
+ * The key of a small hash table is everything that a product's descriptors depend on: sizes,
+ * strides, dtypes and the alignment of addresses.  The heuristic may take only kernels that fit
+ * them.  A steady-state product is one lookup and one call.  The workspace is one block of the
+ * pool, for the main stream alone; products on other streams get kernels that need none.
  */
 #include "cuda/gemm_cublaslt.h"
 
@@ -77,8 +77,8 @@ static bool has_all(void *library, cublaslt_api *api)
     return complete;
 }
 
-/* The first library that is complete and, where a handle is asked for, gives one: that of a newer
- * CUDA than the driver's may be there and not start.  What the process has already comes first. */
+/* The first library that is complete and, if a handle is wanted, gives one.  The library of a CUDA
+ * newer than the driver may be there and not start.  What the process has already comes first. */
 static bool load_api(cublaslt_api *api, fsdpc_lt_handle *handle_out)
 {
     static const struct {

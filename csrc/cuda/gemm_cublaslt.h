@@ -1,8 +1,8 @@
 /* Matrix products on a GPU: cuBLASLt where it can be loaded and takes the product, else our own.
  *
  * cuBLASLt is never linked: it comes by dlopen at the first product, the copy already in the
- * process (torch's) before any other.  Gelu is part of a product of 16-bit floats where it takes
- * that too; else it is a kernel of its own.
+ * process (torch's) before any other.  Gelu is fused into a product of 16-bit floats if cuBLASLt
+ * takes that; otherwise it is a separate kernel.
  */
 #ifndef FSDPC_CUDA_GEMM_CUBLASLT_H
 #define FSDPC_CUDA_GEMM_CUBLASLT_H

@@ -1,8 +1,8 @@
 /* Results of kernels in ordinary host memory.
  *
  * A kernel cannot write there, so the result is staged in device memory and copied back, and the
- * stream waited for.  begin() gives the address that the kernel is to use, with the caller's
- * present value in it; end() brings the value back.  For device and pinned memory both do nothing.
+ * stream waited for.  begin() gives the address for the kernel, with the caller's present value in
+ * it; end() brings the value back.  For device and pinned memory both do nothing.
  */
 #ifndef FSDPC_CUDA_HOST_RESULT_H
 #define FSDPC_CUDA_HOST_RESULT_H

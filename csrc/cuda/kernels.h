@@ -1,11 +1,11 @@
 /* Launchers of the kernels in kernels/: one a table slot, with the slot's own arguments.
  *
  * A launcher enqueues and returns; it never waits.  All pointers are memory that the device can
- * reach (its own, or pinned), results included; the tables of flat_cuda.c and nn_cuda.c stand in
- * front and take results to ordinary host memory where a caller asks for that.  Scratch comes from
- * the device's pool and goes back as soon as the last kernel that uses it is enqueued, which the
- * pool's rule allows (device_cuda.h).  Every launcher has a CPU twin with the same name but for
- * `cuda`; the tests compare the two.
+ * reach (its own, or pinned), results included.  The tables of flat_cuda.c and nn_cuda.c stand in
+ * front and take results to ordinary host memory where a caller wants that.  Scratch comes from the
+ * device's pool and goes back as soon as the last kernel that uses it is enqueued, which the pool's
+ * rule allows (cuda_pool.h).  Every launcher has a CPU twin with the same name but for `cuda`; the
+ * tests compare the two.
  */
 #ifndef FSDPC_CUDA_KERNELS_H
 #define FSDPC_CUDA_KERNELS_H

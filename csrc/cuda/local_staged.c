@@ -8,9 +8,9 @@
  *     reductions      buffer -> control's buffer, sum there into staging -> shard
  *
  * The control's wire is written at the first gather of a unit after a publication.  That is within
- * the protocol: a peer copies its fulls before it arrives in the next epoch, and what a wire holds
- * changes only between an arrival of all and a publication.  Gathers of the same contents do not
- * write again, as peers may be reading.
+ * the protocol: a peer copies its fulls before it arrives in the next epoch, and a wire changes
+ * only between an arrival of all and a publication.  Gathers of the same contents do not write
+ * again, as peers may be reading.
  */
 #include <stdlib.h>
 
@@ -118,7 +118,7 @@ void fsdpc_local_buffer_destroy(fsdpc_buffer *base)
     free(base);
 }
 
-/* What peers read is counted by the control's. */
+/* The control's buffer counts the readers. */
 fsdpc_status fsdpc_local_buffer_idle(fsdpc_buffer *base)
 {
     fsdpc_buffer *control = ((fsdpc_local_buffer *)base)->control;

@@ -1,10 +1,10 @@
-/* What is used of NCCL, as its binary interface has it since 2.18: types, codes, functions.
+/* The part of NCCL in use, as its binary interface has it since 2.18: types, codes, functions.
  *
  * Declared here so that the plugin is the same wherever it is built, with nccl.h at hand or not;
  * tests/gpu/test_nccl.py holds it against a real header.  Of the versioned config we know the first
- * fields alone: NCCL reads as many bytes as `size` says, takes its own defaults for what `version`
- * did not have, and that is why both are those of a version whose fields end there: 2.17's, or, to
- * ask for a policy, 2.27's, or, to ask for the launch order of posts, 2.31's.
+ * fields alone.  NCCL reads `size` bytes, and takes its own defaults for fields that `version` did
+ * not have.  So both are those of a version whose fields end there: 2.17's, or 2.27's to set a
+ * policy, or 2.31's to set the launch order of posts.
  */
 #ifndef FSDPC_CUDA_NCCL_ABI_H
 #define FSDPC_CUDA_NCCL_ABI_H

@@ -1,16 +1,16 @@
 /* Communicators of NCCL that end at once, whatever they were doing.
  *
- * ncclCommAbort tells what runs on the GPU to stop and then waits until it has, for a communicator
- * that does not block too, and until no graph holds any of its operations.  One may wait on its
- * stream for another that waits for a peer who is gone, so ending them one after the other would
- * never end the first.  Hence graphs are given up, and then all communicators of a rank are aborted
- * in one group of NCCL's: all are told before any is waited for.
+ * ncclCommAbort tells work on the GPU to stop and then waits until it has, even for a nonblocking
+ * communicator, and until no graph holds any of its operations.  One may wait on its stream for
+ * another that waits for a dead peer, so ending them one after the other would never end the first.
+ * Hence graphs are given up first.  Then one group of NCCL's aborts all communicators of a rank:
+ * all are told before any is waited for.
  *
  * A GPU may hang in work that no abort reaches (gathers by copy engines are such, and switched off:
- * they wait on words that peers alone write, nccl_env.c).  So the group runs on a thread of its
- * own, and the aborting thread waits for it for seconds at most.  If they pass, the streams are
- * held for ever: the device is lost (device_cuda.h), and the thread with it. What it works on is
- * counted, and goes with whoever lets go of it last.
+ * they wait on words that peers alone write, nccl_env.c).  So the group runs on a separate thread,
+ * and the aborting thread waits for it for seconds at most.  If they pass, the streams are held for
+ * ever: the device is lost (device_cuda.h), and the thread with it.  Its data is counted, and goes
+ * with the last holder.
  */
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,11 +1,11 @@
 /* How far the host may be ahead of the GPU, and what it looks at when it is.
  *
  * A host that orders streams and never waits would not see that a peer has died, and would put more
- * and more behind what never ends.  At about a thousand kernels the driver blocks it, where nobody
- * looks after peers, interrupts or the deadline.  So a post waits, with all of that looked after,
- * where the group has AHEAD_MAX operations in flight: what a program computes between so many must
- * fit into the driver.  And where the oldest of them is old a post looks once whether it can still
- * end: whether the peers live, and the deadline has not passed.
+ * and more behind work that never ends.  At about a thousand kernels the driver blocks it, where
+ * nobody looks after peers, interrupts or the deadline.  So a post waits, with all of that checked,
+ * while the group has AHEAD_MAX operations in flight.  The work that a program enqueues between so
+ * many must fit into the driver.  If the oldest of them is old, a post checks once whether it can
+ * still end: whether the peers live, and the deadline has not passed.
  */
 #include "cuda/nccl_internal.h"
 

@@ -1,17 +1,17 @@
 /* NCCL's communicators, made without ever blocking in NCCL.
  *
  * Rank 0 draws an identity, the control carries its 128 bytes to the others, and every rank calls
- * NCCL's nonblocking init.  That the call came back well is agreed upon over the control, whose
- * waits know who is missing, before anybody waits for the init itself; from then on its state is
- * polled like any operation, with the communicator's deadline, interrupt and peers looked after.
+ * NCCL's nonblocking init.  Before anybody waits for the init itself, ranks agree over the control
+ * that the call returned well, because waits there know who is missing.  From then on its state is
+ * polled like any operation, with the communicator's deadline, interrupt and peers.
  *
- * Groups that were split off begin the same way as the world, with an identity of their own: one
- * way to make a communicator, and none to depend on the parent's.
+ * Groups that were split off begin like the world, with a new identity: there is one way to make a
+ * communicator, and none depends on the parent's.
  *
  * Gathers and reductions run beside each other on one GPU, each over its own communicator.  NCCL
- * must then be told that ranks post in one order, or kernels of two communicators that do not fit
- * on the GPU together may start in different orders on two ranks and wait for each other for ever.
- * It is told so when a communicator is made, and before 2.31, which has no field for it, through
+ * must then know that ranks post in one order.  Otherwise kernels of two communicators that do not
+ * fit on the GPU together may start in different orders on two ranks and wait for each other for
+ * ever.  It learns so when a communicator is made; before 2.31, which has no field for it, through
  * the environment (nccl_env.c).
  *
  * Until NCCL says that a call is done no other may be made on that channel, save to abort it.

@@ -1,32 +1,31 @@
 /* Collectives over NCCL: from the launch to the event behind the last kernel.
  *
  * A posted operation is in flight (fsdpc_nccl_op).  Its agreement goes to the control at once: the
- * same operation, moving nothing, so that peers compare it as they would any other; and it is done
+ * same operation, moving nothing, so that peers compare it as they would any other.  It is done
  * only when both the GPU and the agreement are.  Values in host memory go over the control.
  *
- * Launching.  NCCL does not block: it launches on a thread of its own, may still be connecting when
- * the call returns, and until it says that it is done nothing may follow on that channel.  A post
- * waits for that.  Once ranks have connected it takes some microseconds, and inside a capture
- * nobody else may touch the graph while NCCL adds to it.  A rank launches its operations one after
- * the other in order of posting, over both channels and all groups, so that all ranks hand NCCL
- * their operations in one order: two ranks of a mesh whose row and column took another turn on each
- * would wait for each other on the GPU.  Launched is not run: channels overlap there.
+ * Launching.  NCCL launches on one of its threads and may still be connecting when the call
+ * returns; until it reports success nothing may follow on that channel.  A post waits for that.
+ * Once ranks have connected it takes some microseconds.  Inside a capture nobody else may touch the
+ * graph while NCCL adds to it.  A rank launches its operations one after the other in order of
+ * posting, over both channels and all groups, so that all ranks hand NCCL their operations in one
+ * order.  Otherwise two ranks of a mesh whose row and column took turns in another order would wait
+ * for each other on the GPU.  Launched is not run: channels overlap there.
  *
  * Ordered.  Once an operation is on its stream, the event behind it can make another stream wait,
  * and the caller's work is idle.  The operation stays in flight until the host sees that it is
- * done, which it looks for whenever it waits for anything; how far the host may be ahead of the
- * device is nccl_ahead.c's.
+ * done, which every wait checks. nccl_ahead.c decides how far the host may be ahead of the device.
  *
- * Captured.  While the device captures, operations are put on their streams likewise, and become
- * part of a graph.  The host may not ask for events then, so a captured operation ends when it is
- * ordered; it posts no agreement, so that a capture can be given up by one rank.  A graph is
- * launched as an operation of its own, in its turn, and is in flight as any other.
+ * Captured.  While the device captures, operations are put on their streams too, and become part of
+ * a graph.  The host may not test events then, so a captured operation ends when it is ordered.  It
+ * posts no agreement, so that one rank can give a capture up.  A graph is launched as one
+ * operation, in its turn, and is in flight as any other.
  *
- * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  What
- * follows is the engine's and runs behind it on the same stream: the own slices are scaled in fp32,
- * rounded through the reduce dtype and written or added to the shard by the kernel that sums ranks
- * elsewhere, here with one rank.  So the sum is not the pairwise tree of comm_shm.  Sums that must
- * be, and values that are floats, are joined as elsewhere, by kernels of our own (nccl_join.c).
+ * Sums are ncclSum, in NCCL's order and the operation's dtype, in place in the buffer.  The
+ * engine's part runs behind it on the same stream.  The kernel that sums ranks elsewhere, here with
+ * one rank, scales the own slices in fp32, rounds them through the reduce dtype, and writes or adds
+ * them to the shard.  So the sum is not the pairwise tree of comm_shm.  Sums that must be a tree,
+ * and float values, are joined by kernels of our own (nccl_join.c).
  *
  * Ranks that wait carry on the operations of all their groups, as peers may wait for those.
  */

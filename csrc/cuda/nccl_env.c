@@ -1,13 +1,13 @@
-/* What NCCL is told through the environment of the process, the one place that sets it.
+/* The one place that sets variables of the process's environment for NCCL.
  *
  * NCCL reads a variable when it first needs it and never again, so all are set when the library is
- * opened, before the first identity is drawn.  Whoever set one of them knows what they do: none is
- * overwritten.
+ * opened, before the first identity is drawn.  Variables that are set already stay: their author
+ * knows what they do.
  *
- * A copy that the process had before us (torch's) may have been used already.  What steers its
- * sockets is then left alone: it may talk to other hosts.  And if it is older than 2.31, whose
- * communicators are told of the launch order one by one, a variable that is set now may be set too
- * late, which only a warning can mend.
+ * A copy that the process had before us (torch's) may have been used already.  The variables of its
+ * sockets are then left alone: it may talk to other hosts.  Before 2.31 communicators do not have
+ * the launch order as a field.  A variable that is set now may then be set too late, so there is a
+ * warning.
  *
  * Sockets of ranks of one host need no more than its loopback interface.  NCCL takes no IPv6
  * address of that, and fails where the interface that it was told of has no other.  Which one joins

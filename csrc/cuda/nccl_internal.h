@@ -68,7 +68,7 @@ typedef struct fsdpc_nccl_turns {
     uint64_t posted, launched;
 } fsdpc_nccl_turns;
 
-/* What a communicator and all that were split from it share. */
+/* Shared by a communicator and all that were split from it. */
 typedef struct fsdpc_nccl_world {
     _Atomic int refs;
     int pid; /* that it was made in */
@@ -124,7 +124,7 @@ static inline fsdpc_status fsdpc_nccl_settle(fsdpc_comm_nccl *self, fsdpc_status
 
 /* ---- nccl_call.c ---- */
 
-/* What NCCL is asked for: an operation of this rank, on a channel and a stream. */
+/* A call of NCCL: an operation of this rank, on a channel and a stream. */
 typedef struct fsdpc_nccl_call {
     const fsdpc_nccl *nccl;
     fsdpc_nccl_comm raw;
@@ -144,8 +144,8 @@ fsdpc_nccl_result fsdpc_nccl_call_op(const fsdpc_nccl_call *c);
 
 /* A gather in place: copies the own slices to their places in the full. */
 fsdpc_status fsdpc_nccl_place_own(const fsdpc_nccl_call *c);
-/* Of a reduction's contributions: what one peer sends, which is how far two peers' are apart, and
- * where those of `peer` to `rank` begin; a slice's are at its place in the shard. */
+/* Contributions to a reduction: the elements that one peer sends, which is the distance between two
+ * peers', and where those of `peer` to `rank` begin.  A slice's are at its place in the shard. */
 size_t fsdpc_nccl_staging_stride(const fsdpc_coll *op);
 unsigned char *fsdpc_nccl_staging_at(void *contributions, size_t stride, int rank, int peer);
 
@@ -170,8 +170,8 @@ void fsdpc_nccl_forget(fsdpc_comm_nccl *self);
 
 /* ---- nccl_abort.c ---- */
 
-/* Whatever runs on the channel, on both, or on those of all groups that end with this one, ends, at
- * once and unfinished; within seconds, or the device is lost. */
+/* Ends everything that runs on the channel, on both, or on those of all groups that end with this
+ * one, at once and unfinished.  It takes seconds at most, or the device is lost. */
 void fsdpc_nccl_channel_abort(fsdpc_comm_nccl *self, fsdpc_nccl_channel channel);
 void fsdpc_nccl_channels_abort(fsdpc_comm_nccl *self);
 void fsdpc_nccl_groups_abort(fsdpc_comm_nccl *self);
@@ -221,8 +221,8 @@ void fsdpc_nccl_work_end(fsdpc_work *work, fsdpc_status status);
 /* Carries on what is in flight in any group of this rank, as every wait of this communicator does.
  */
 fsdpc_status fsdpc_nccl_carry_on(fsdpc_comm_nccl *self);
-/* Waits until NCCL has put all that was posted on its streams: before a wait in the control, which
- * carries nothing on, for peers that may wait for what we have not launched. */
+/* Waits until NCCL has put all posts on its streams.  Call it before a wait in the control, which
+ * advances nothing here, because peers may wait for an operation that we have not launched. */
 fsdpc_status fsdpc_nccl_launched(fsdpc_comm_nccl *self);
 /* Waits, for seconds at most, until what was ordered is done. */
 void fsdpc_nccl_ops_finish(fsdpc_comm_nccl *self);

@@ -1,18 +1,18 @@
 /* What our own kernels make of contributions that NCCL only brings together.
  *
- * NCCL sums in an order of its own, and its extrema lose NaN.  Where the order is promised the
- * contributions are brought to this rank, and joined behind NCCL's part on the same stream, by the
- * kernels and with the bits that ranks have which share memory (comm/coll_math.h).
+ * NCCL chooses its order of sums, and its extrema lose NaN.  Where the order is promised, this rank
+ * receives the contributions and joins them behind NCCL's part on the same stream.  The kernels and
+ * the bits are those of ranks that share memory (comm/coll_math.h).
  *
  * Values that are floats, a few as a rule, are gathered from all ranks into memory that lasts as
  * long as they are in flight.  Integers have no order, and are left to NCCL.
  *
- * Sums in tree order (deterministic mode) are an exchange: every rank sends each peer that one's
- * slices, straight from its buffer, and receives its own of all others, as a shard lies, in
- * staging memory.  A group has one, as large as its largest reduction needs, while it has buffers;
- * reductions use it one after the other, those on different streams by an event.  Of replicas
- * everybody receives everything, which moves and holds more than NCCL's own sum would: ranks - 1
- * times the buffer.
+ * Sums in tree order (deterministic mode) are an exchange.  Every rank sends each peer that one's
+ * slices, straight from its buffer, and receives its own from all others, as a shard lies, in
+ * staging memory.  A group has one staging memory, as large as its largest reduction needs, while
+ * it has buffers.  Reductions use it one after the other; an event orders those on different
+ * streams.  Of replicas everybody receives everything.  That moves and holds more than NCCL's own
+ * sum would: ranks - 1 times the buffer.
  *
  * Memory is the pool's, which hands it out in the order of the main stream (cuda_pool.h).  Values
  * on another stream are put behind what the main stream holds when they are posted; staging memory

@@ -1,10 +1,10 @@
 /* NCCL, opened at run time and never linked.
  *
- * A process must not have two copies: each would keep its own idea of the devices and the peers,
- * and torch's collectives would meet ours in neither.  So the copy that the process already has
- * (torch's) comes before any other; then the library at a given path; then the bare name, which the
- * plugin's run path looks for in pip's nvidia packages before the system is asked.  torch, imported
- * later, finds by that same name the copy that is there.
+ * A process must not have two copies: each would keep its own view of devices and peers, and
+ * torch's collectives would meet ours in neither.  So the copy that the process already has
+ * (torch's) comes before any other.  Then come the library at a given path, and the bare name,
+ * which the plugin's run path looks for in pip's nvidia packages before the system's folders.
+ * torch, imported later, finds the present copy by that same name.
  *
  * Opening needs no GPU.  An opened library stays open, and its environment is set (nccl_env.c).
  */

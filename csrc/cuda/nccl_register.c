@@ -1,14 +1,14 @@
 /* Memory that NCCL is told of before it gathers into it.
  *
- * NCCL gathers into any memory, by way of buffers of its own.  Into memory that all ranks have told
- * it of together, a symmetric window, peers write directly.  So slots, and fulls that have a window
- * of the device's to themselves, are registered once each with the communicator of gathers, by the
- * address where the memory was mapped first: NCCL takes what one handle of the driver's backs, and
- * finds that by its first mapping alone.  Reduce buffers are the device's pooled memory, of which
- * NCCL can make no window, and are not registered.
+ * NCCL gathers into any memory, through its own buffers.  Into a symmetric window, which all ranks
+ * have registered together, peers write directly.  So slots, and fulls with a whole device window,
+ * are registered once each with the communicator of gathers, by the address where the memory was
+ * mapped first.  NCCL takes the memory behind one handle of the driver's, and finds that by its
+ * first mapping alone.  Reduce buffers are the device's pooled memory, of which NCCL can make no
+ * window, and are not registered.
  *
- * Where NCCL makes no window, of GPUs that do not reach each other, a rank registers the memory for
- * itself alone; an old NCCL, or a GPU without windows, does with none.
+ * If NCCL makes no window, because GPUs do not reach each other, a rank registers the memory for
+ * itself alone.  An old NCCL, or a GPU without windows, does with none.
  *
  * Registering goes on in the background as an init does.  That it fails is no error of the run, but
  * NCCL's communicator has failed with it, and a peer may wait in the same call for ever.  So ranks
@@ -62,7 +62,7 @@ static fsdpc_status accepted(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
                                           : fsdpc_nccl_check(nccl, result, "register memory");
 }
 
-/* Collective.  What ranks agree on is whether NCCL still works. */
+/* Collective.  Ranks agree on whether NCCL still works. */
 static fsdpc_status make_window(fsdpc_comm_nccl *self, fsdpc_nccl_registered *made)
 {
     static const char what[] = "registering memory";

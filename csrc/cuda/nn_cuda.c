@@ -1,9 +1,9 @@
 /* The GPU's table of neural network kernels: checks in front of the launchers.
  *
- * The checks are those of the CPU's kernels that look at arguments; what needs to look at data (ids
- * and targets in range) is the kernels' to report, at the next sync.  Products go to cuBLASLt where
- * it is there and takes them, else to the plain kernel (gemm_cublaslt.h); attention to cuDNN where
- * that is asked for, there and takes it (attention_cudnn.h).
+ * The CPU's kernels have the same checks of arguments.  Kernels report checks of data (ids and
+ * targets in range) at the next sync.  Products go to cuBLASLt if it is there and takes them, else
+ * to the plain kernel (gemm_cublaslt.h).  Attention goes to cuDNN if that is requested, there, and
+ * takes it (attention_cudnn.h).
  */
 #include "cuda/attention_cudnn.h"
 #include "cuda/gemm_cublaslt.h"

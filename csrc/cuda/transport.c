@@ -1,9 +1,8 @@
-/* Ranks tell each other, over the control, what they were asked for and where their GPUs sit; so
+/* Ranks tell each other, over the control, which transport they want and where their GPUs sit.  So
  * all choose alike, and differences are named on every rank.
  *
- * NCCL takes ranks that share a GPU from 2.30 on, if its environment says so before its first init;
- * whoever asks for NCCL there has that said for them.  Ranks of several hosts have no other
- * transport.
+ * From 2.30 on NCCL takes ranks that share a GPU, if its environment says so before its first init.
+ * If such ranks request NCCL, this file sets that.  Ranks of several hosts have no other transport.
  */
 #include "cuda/transport.h"
 

@@ -7,8 +7,8 @@
 extern const char *const fsdpc_cuda_transports[]; /* NULL-terminated */
 
 /* Collective over config->control.  "nccl", "local_cuda", or "auto": nccl if every rank has a GPU
- * of its own, else local_cuda.  FSDPC_ERR_MISMATCH on all ranks if they ask for different ones,
- * FSDPC_ERR_VALUE if there is no such transport, FSDPC_ERR_UNSUPPORTED if it is an NCCL older than
+ * of its own, else local_cuda.  FSDPC_ERR_MISMATCH on all ranks if they request different ones.
+ * FSDPC_ERR_VALUE if there is no such transport.  FSDPC_ERR_UNSUPPORTED if it is an NCCL older than
  * 2.30 and ranks share a GPU. */
 fsdpc_status fsdpc_cuda_comm_create(const char *transport, const fsdpc_control_config *config,
                                     fsdpc_comm **out);

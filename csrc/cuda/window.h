@@ -1,12 +1,12 @@
 /* Windows: ranges of addresses that stay what they are, over memory that they share.
  *
- * Of the units of a model few are full at a time, but kernels, graphs and tensors want each at an
- * address of its own for the whole run.  So each has a window, and several windows are mapped onto
- * one slot of physical memory.  A slot has an address of its own too, the one that NCCL is given,
- * which registers memory by its first mapping.
+ * Few units of a model are full at a time, but kernels, graphs and tensors want each at a fixed
+ * address for the whole run.  So each has a window, and several windows are mapped onto one slot of
+ * physical memory.  A slot has a fixed address too, which NCCL is given, because it registers
+ * memory by its first mapping.
  *
- * Order.  What was written by one address is seen by another once the work that wrote it has ended,
- * for work that an event or its stream puts behind it.
+ * Order.  Data written by one address is seen by another once the work that wrote it has ended, for
+ * work that an event or its stream puts behind it.
  *
  * Creating, mapping and destroying may stop the device and belong where nothing runs: before the
  * first step, or at a point that the caller made idle.  The table's slots of csrc/device/device.h

@@ -4,43 +4,41 @@
  * plugin, `cuda`.  Callers use the inline wrappers below the table, never a slot.
  *
  * Streams.  Work submitted to one stream runs in order.  A CPU stream is either inline (submit runs
- * the work at once, in the caller) or a FIFO worker thread; which one is chosen at creation: inline
- * whenever the ranks of this host leave no core over.  Kernels of the tables in csrc/ops take their
- * stream last: on the CPU they run in the calling thread, with the device's team; on CUDA they are
- * enqueued.  Code that wants a CPU kernel to run on a worker stream submits a function that calls
- * it.
+ * the work at once, in the caller) or a FIFO worker thread.  Creation chooses: inline if the ranks
+ * of this host leave no core over.  Kernels of the tables in csrc/ops take their stream last: on
+ * the CPU they run in the calling thread, with the device's team; on CUDA they are enqueued.  Code
+ * that wants a CPU kernel to run on a worker stream submits a function that calls it.
  *
  * A remote device (CUDA) has memory that the host cannot touch, and kernels that run behind the
- * caller.  Whoever looks at its memory, or fills it from the host's, copies: with a stream in that
- * stream's order (what was copied out is there after a sync, what was copied in may be changed at
- * once), with no stream in the order of the main stream, and waited for.  All its streams that are
- * not async are one, the main stream, so work on them needs no events.  Memory that it is asked for
- * as FSDPC_MEM_PINNED is the host's: both sides use it by one address, kernels over a bus.  What the
- * host wrote there is seen by work that is enqueued afterwards; what the device wrote, by a host that
- * has waited for it.
+ * caller.  The host reaches its memory by copies.  With a stream, a copy runs in that stream's
+ * order: copied-out data is there after a sync, and copied-in data may change at once.  Without a
+ * stream, it runs in the order of the main stream and is waited for.  All its streams that are not
+ * async are one, the main stream, so work on them needs no events.  FSDPC_MEM_PINNED memory is the
+ * host's: both sides use it by one address, kernels over a bus.  Work sees what the host wrote
+ * before enqueueing it; the host sees the device's writes after a wait.
  *
  * Events order streams: record marks a point of a stream, stream_wait makes later work of another
- * stream wait for it.  An event that was never recorded counts as complete; recorded again, it
- * marks the new point alone, and waits asked for before keep the old one.
+ * stream wait for it.  An event that was never recorded counts as complete.  Recorded again, it
+ * marks the new point alone; earlier waits keep the old one.
  *
  * Other libraries of the process (torch) have streams of their own, known by a raw handle (CUDA's
  * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
- * order; where it was another before, it goes on behind what that one held.
+ * order.  It then continues behind the work of the stream that it was before.
  *
- * Graphs.  Where a device has them, what is asked of its streams from capture_begin to capture_end
- * is recorded instead of run, and a launch runs all of it again, on the same memory.  Recorded are
- * the main stream and streams that wait for its events, which must be waited for in turn before the
- * end.  For that time the main stream is the device's own, whatever was adopted.  Inside, nothing
- * may wait: a sync, a copy out of host memory or into it (but for single constants, up to 8 bytes,
- * whose value the graph keeps), an event's test, another library's stream that is to go on behind
- * ours, and memory that no step before has asked for are errors that say so; the capture is then to
- * be dropped.  A graph holds the memory it uses: what lived when the capture began, or was acquired
- * in it, is handed out to nobody else while the graph lives, freed or not.
+ * Graphs.  If a device has them, the work given to its streams from capture_begin to capture_end is
+ * recorded instead of run.  A launch runs all of it again, on the same memory.  Recorded are the
+ * main stream and streams that wait for its events, which must be waited for in turn before the
+ * end.  For that time the main stream is the device's own, whatever was adopted.  Nothing may wait
+ * inside.  Errors that say so are: a sync; a copy from or to host memory, except single constants
+ * of up to 8 bytes, whose value the graph keeps; and testing an event.  So are another library's
+ * stream that is to follow ours, and memory that no earlier step allocated.  After such an error
+ * the capture is dropped.  A graph holds its memory.  Blocks that lived when the capture began, or
+ * were acquired in it, serve nobody else while the graph lives, freed or not.
  *
  * Windows are ranges of addresses over memory that several of them may share; each keeps its
- * address for life.  They are made, moved and destroyed while nothing of the device uses them, and
- * what was written by one address is seen by another as soon as streams and events order the two.
- * One that the main stream may still use, since it cannot be waited for, stays as it is.
+ * address for life.  They are made, moved and destroyed while nothing on the device uses them.
+ * Data written by one address is seen by another once streams and events order the two.  If waiting
+ * for the main stream fails, the window stays as it is.
  *
  * Errors: submit fails only if the work cannot be accepted.  Work that fails does not stop the work
  * behind it; the stream keeps the first error with its text, and the next sync returns it, once.
@@ -70,8 +68,8 @@ typedef struct fsdpc_graph fsdpc_graph;
 typedef struct fsdpc_window {
     fsdpc_device *device;
     size_t bytes;
-    unsigned char *address; /* what kernels are given: its own, for life */
-    unsigned char *memory;  /* what a transport is given: the same for all that share the memory */
+    unsigned char *address; /* for kernels: its own, for life */
+    unsigned char *memory;  /* for transports: the same for all that share the memory */
 } fsdpc_window;
 
 /* Work for a stream.  `arg` must stay valid until the work has run. */
@@ -126,8 +124,8 @@ typedef struct fsdpc_device_ops {
     fsdpc_status (*window_destroy)(fsdpc_window *window);
 } fsdpc_device_ops;
 
-/* How the host waits for a remote device whose work can wait for other ranks, who may be gone:
- * polls until it is not IN_PROGRESS, or until the deadline, an interrupt or a failure. */
+/* How the host waits for a remote device whose work may depend on dead ranks: polls until it is not
+ * IN_PROGRESS, or until the deadline, an interrupt or a failure. */
 typedef struct fsdpc_watch {
     fsdpc_status (*wait_for)(void *arg, fsdpc_status (*poll)(void *poll_arg), void *poll_arg);
     void *arg;
@@ -348,8 +346,8 @@ static inline void fsdpc_graph_destroy(fsdpc_graph *graph)
         graph->device->ops->graph_destroy(graph);
 }
 
-/* `like`: the window whose memory it is to share, of as many bytes; NULL: memory of its own,
- * counted as `kind`. */
+/* `like`: shares that window's memory, which has as many bytes; NULL: allocates memory, counted as
+ * `kind`. */
 static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_kind kind,
                                                size_t bytes, const fsdpc_window *like,
                                                fsdpc_window **out)
@@ -357,15 +355,15 @@ static inline fsdpc_status fsdpc_window_create(fsdpc_device *device, fsdpc_mem_k
     return device->ops->window_create(device, kind, bytes, like, out);
 }
 
-/* Gives a window memory of its own beneath the same address, with undefined contents; after an
- * error it is as it was. */
+/* Gives a window separate memory beneath the same address, with undefined contents.  An error
+ * leaves it as it was. */
 static inline fsdpc_status fsdpc_window_part(fsdpc_window *window)
 {
     return window->device->ops->window_part(window);
 }
 
-/* Waits for the main stream.  After an error, that of the wait, the window is as it was, and left
- * for good by who has no time for a second try; errors of submitted work stay for the next sync. */
+/* Waits for the main stream.  If that fails, returns its error and leaves the window as it was;
+ * callers that cannot retry leak it.  Errors of submitted work stay for the next sync. */
 static inline fsdpc_status fsdpc_window_destroy(fsdpc_window *window)
 {
     return window ? window->device->ops->window_destroy(window) : FSDPC_OK;

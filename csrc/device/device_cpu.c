@@ -5,15 +5,15 @@
  * and every point of the stream is always reached.  Worker: a thread takes entries from a FIFO, a
  * ring that doubles when full (after the first steps it never grows again).
  *
- * Note [progress].  What the rest of the world may know of a worker stream is its progress: how
- * many entries it has finished.  It is a small object with a reference count of its own, so that an
- * event, or a wait that stands in another stream's ring, may outlive the stream it points to.  An
- * event is a progress and the number that must be reached; recording costs no entry.  Waits only
- * ever point to entries submitted before them, so streams cannot wait for each other in a circle.
+ * Note [progress].  Others see a worker stream's progress: how many entries it has finished.  It is
+ * a small object with its own reference count, so that an event, or a wait that stands in another
+ * stream's ring, may outlive its stream.  An event is a progress and the number that must be
+ * reached; recording costs no entry.  Waits only ever point to entries submitted before them, so
+ * streams cannot wait for each other in a circle.
  *
  * A sleeper on progress spins for some microseconds, then sleeps on a futex.  There are no
- * deadlines here: what a stream runs has its own (comm), and a driver that wants to be
- * interruptible polls event_test instead of calling sync.
+ * deadlines here: the work of a stream has its own (comm), and an interruptible driver polls
+ * event_test instead of calling sync.
  */
 #include "device/device.h"
 

@@ -1,10 +1,10 @@
 /* A device that writes down what it is asked and does nothing.
  *
- * For tests that assert a schedule itself: which copy was asked for before which wait, on which
- * stream.  Every point of every stream counts as reached at once.  Memory is real (it is counted,
- * and costs no page until touched), so that pointers in the record are told apart; copies and fills
- * touch none of it.  With `run_host_work` submitted functions are called, in order of submission,
- * because the schedule of a host may hang on what they do.
+ * For tests that assert a schedule itself: which copy came before which wait, on which stream.
+ * Every point of every stream counts as reached at once.  Memory is real (it is counted, and costs
+ * no page until touched), so that pointers in the record are distinct; copies and fills touch none
+ * of it.  With `run_host_work` submitted functions are called, in order of submission, because the
+ * schedule of a host may depend on their effects.
  *
  * Stream names outlive their streams, because records point to them.
  */

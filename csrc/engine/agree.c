@@ -4,8 +4,8 @@
  * says whether all are equal, as its complement comes along: the highest of both are complements of
  * each other only then.
  *
- * The slice to compare next is a mark too.  A rank that gave up a backward before it came here may
- * be elsewhere than its replicas; then nothing is compared once, and all go on from one place.
+ * The slice to compare next is a mark too.  A rank that gave up a backward early may be elsewhere
+ * than its replicas.  Then nothing is compared once, and all continue from one place.
  */
 #include "engine/agree.h"
 

@@ -1,4 +1,4 @@
-/* What ranks agree upon at the end of a backward, before anybody sees gradients.
+/* Agreement of the ranks at the end of a backward, before anybody sees gradients.
  *
  * A parameter has a gradient on all ranks if any rank used it, and on none otherwise: pieces that
  * only some optimizers update would part.

@@ -3,17 +3,17 @@
  * A forward with gradients while backward runs is a recomputation (activation checkpointing).  It
  * has to see the weights that its first run saw.  A boundary on the tape carries their generation.
  * Without one, the unit notes which generation its forwards saw, and since when on the front door's
- * clock: anything that first ran before that saw an older one.  A forward without gradients inside
- * a recomputation (a checkpoint inside a checkpoint, a teacher) begins an epoch like any other,
- * which may bring newer weights, so it is checked as well.
+ * clock.  Anything that first ran before that saw an older one.  A forward without gradients inside
+ * a recomputation (a checkpoint inside a checkpoint, a teacher) begins an epoch like any other.
+ * That may bring newer weights, so it is checked as well.
  *
- * A unit of several modules stays gathered until all of them have run in one epoch, and so does one
- * whose method calls its forward, until the method returns (sched.c).
+ * A unit of several modules stays gathered until all of them have run in one epoch.  If a method of
+ * a unit calls its forward, the unit stays gathered until the method returns (sched.c).
  *
- * Deterministic mode: dropout draws by contribution = forward * ranks + rank, not by rank, so that
- * masks do not see how ranks and accumulation split a batch.  A step's streams begin at the next
- * multiple of 2^40, the same however many were taken; a contribution has 2^20 of them.  Forwards
- * with gradients are counted, so there is to be one a micro-step.
+ * In deterministic mode dropout draws by contribution = forward * ranks + rank, not by rank.  So
+ * masks do not depend on how ranks and accumulation split a batch.  A step's streams begin at the
+ * next multiple of 2^40, the same however many were taken; a contribution has 2^20 of them.
+ * Forwards with gradients are counted, so there is to be one a micro-step.
  */
 #include "engine/call.h"
 

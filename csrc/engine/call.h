@@ -3,7 +3,7 @@
  *     begin_recomputed?  enter  -> forward ->  leave | failed            (a call)
  *     begin_backward  post_backward (sched.h)  end_backward              (its backward)
  *
- * A front door keeps the modules, tensors and graph of its own framework.  It passes what the
+ * A front door keeps the modules, tensors and graph of its own framework.  It passes facts that the
  * engine cannot see: whether gradients are recorded, whether its backward runs, and where its graph
  * is (`clock`).  This file decides the rest of a call: which of a unit's modules it is, which
  * weights a recomputation must see, and where random streams begin.

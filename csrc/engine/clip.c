@@ -1,16 +1,16 @@
 /* Clipping in two steps: one small collective for the norm, no pass for the scale.
  *
- * The norm costs one read of the gradient shards and an all-reduce of 70 integers; norms of single
+ * The norm costs one read of the gradient shards and an all-reduce of 70 integers.  Norms of single
  * parameters come from the same read and the same all-reduce, of 70 integers each.  The scale is
  * not applied here: it is a factor that the optimizer multiplies in while it reads the gradients
  * anyway.  A NaN or infinity anywhere makes the norm NaN or infinite, on all ranks alike.
  *
- * On a remote device neither step waits: norms, their value and the factor that it gives stay in
- * the device's memory, the factor once for each unit, where the optimizer's kernels find it, and
- * ranks combine norms there, if their transport can.
+ * On a remote device neither step waits.  Norms, their value and the clipping factor stay in the
+ * device's memory.  Each unit has a copy of the factor, for the optimizer's kernels.  Ranks combine
+ * norms there, if their transport can.
  *
- * Whether a pending scale is applied first or afterwards to the sums is this rank's own choice (it
- * may have read .grad, the others not): what it gives to the all-reduce is the same.
+ * Each rank may choose whether it applies a pending scale first, or afterwards to the sums (it may
+ * have read .grad, the others not).  Its contribution to the all-reduce is the same.
  */
 #include "engine/clip.h"
 

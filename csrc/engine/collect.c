@@ -1,6 +1,6 @@
-/* The simple way, as it is rare (checkpoints of other tools, tests, printing): every rank sends its
- * piece padded to the largest one, and each puts the pieces, which are runs of whole rows in rank
- * order, end to end.
+/* The simple way, as it is rare (checkpoints of other tools, tests, printing).  Every rank sends
+ * its piece padded to the largest one.  Pieces are runs of whole rows in rank order, so each rank
+ * puts them end to end.
  */
 #include "engine/collect.h"
 

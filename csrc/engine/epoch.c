@@ -1,24 +1,23 @@
 /* Epochs: what keeps the wire true to the masters.
  *
  * The protocol is explained in docs/design/communication.md, and modelled in tests/model.  In
- * short: a rank that arrives has finished with everything it read in earlier epochs, so once all
- * have arrived nobody reads, and ranks that changed masters may write.  If none did, all go on at
- * once.
+ * short: a rank that arrives has finished all reads of earlier epochs.  So once all have arrived
+ * nobody reads, and ranks that changed masters may write.  If none did, all go on at once.
  *
- * An optimizer's epoch always changes.  It publishes without waiting for the others to have
- * published: the next reader begins its own epoch, and a rank arrives there only after it
- * published here, so waiting for that arrival is enough.
+ * An optimizer's epoch always changes.  It publishes without waiting for the others' publications.
+ * The next reader begins its own epoch, where a rank arrives only after it published here, so
+ * waiting for that arrival is enough.
  *
- * Its slices may come even later, where the step of a unit waits until somebody needs it.  Then
- * all ranks learn in this epoch that slices are late, and the next gather of each unit is complete
- * only when all ranks have posted it, which each does after it has written its own.
+ * Its slices may come even later, where the step of a unit waits until somebody needs it.  Then all
+ * ranks learn in this epoch that slices are late.  The next gather of each unit is complete only
+ * when all ranks have posted it, which each does after it has written its slices.
  *
  * An interrupt may end a wait between arriving and the end of an epoch.  The peers count on what
  * was announced, so the next epoch first completes the interrupted one (`stage` says from where).
  * An interrupted optimizer's step cannot be completed without its pass: it closes the communicator.
  *
- * An exception on any rank makes the next epoch a reset for all: half-filled gradients and the
- * record are dropped everywhere, so that all ranks go on from the same state.
+ * An exception on any rank makes the next epoch a reset for all.  Half-filled gradients and the
+ * record are dropped everywhere, so that all ranks continue from the same state.
  */
 #include "engine/epoch.h"
 

@@ -33,8 +33,8 @@ fsdpc_status fsdpc_root_epoch(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_uni
                               uint32_t bits);
 
 /* Collective, over replicas too: an epoch in which nobody writes.  FSDPC_OK if `status` is so on
- * every rank, and then nothing is in flight and no unit full that is not held; else on every rank
- * the error of one of them. */
+ * every rank; then nothing is in flight, and no unit is full unless held.  Otherwise every rank
+ * gets the error of one of them. */
 fsdpc_status fsdpc_root_agree(fsdpc_root *root, fsdpc_epoch_kind kind, fsdpc_status status);
 
 /* An optimizer's epoch: begin waits until no peer reads the wire; the caller then updates masters

@@ -1,20 +1,20 @@
 /* The pool of reduce buffers.
  *
- * Gradients are written by kernels straight into an open buffer, in the unit's reduce dtype, each
- * parameter at its place of the full, so that posting a reduction is one call over the bands.  What
- * no kernel wrote (unused or frozen parameters) is zeroed first: the peers read all of it.  Padding
- * is whatever it was; it reduces into padding of the shard, which nobody reads.
+ * Kernels write gradients straight into an open buffer, in the unit's reduce dtype, each parameter
+ * at its place of the full.  So posting a reduction is one call over the bands.  Parts that no
+ * kernel wrote (unused or frozen parameters) are zeroed first, because the peers read all of it.
+ * Padding is whatever it was; it reduces into padding of the shard, which nobody reads.
  *
  * A unit takes the pooled buffer that nobody fills and that was posted longest ago, and waits for
- * its reduction; a wait for a buffer is therefore always a wait for a posted reduction, never for
- * another unit's half-filled one.  When both are half filled the unit gets one that it keeps.
- * Ranks must choose alike, since peers read each other's buffers by name.  So the choice depends on
- * the order of opens and posts, which the program sets, and never on which reduction happens to be
- * complete.  For the same reason a buffer, whose creation is collective, is created only while no
- * reduction is in flight.
+ * its reduction.  So a wait for a buffer is always a wait for a posted reduction, never for another
+ * unit's half-filled one.  When both are half filled the unit gets one that it keeps.  Ranks must
+ * choose alike, since peers read each other's buffers by name.  So the choice depends on the order
+ * of opens and posts, which the program sets, and never on which reduction happens to be complete.
+ * For the same reason a buffer, whose creation is collective, is created only while no reduction is
+ * in flight.
  *
- * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, an
- * own one beside an own buffer, and an own one for a unit that postpones its all-reduce.
+ * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, and
+ * an own one beside an own buffer.  A unit that postpones its all-reduce has an own one too.
  */
 #include "engine/fill.h"
 

@@ -1,9 +1,9 @@
 /* Reduce buffers while they are filled.  Used by reduce.c alone, but for dropping.
  *
  * A buffer is taken at a unit's first gradient and given back when its reduction is complete and
- * all peers have read it.  Two pooled buffers serve units that close during backward; a unit that
- * finds both half filled by open units, or that keeps its gradients over several backwards, gets
- * its own one, so that nobody waits for a buffer while holding another.
+ * all peers have read it.  Two pooled buffers serve units that close during backward.  A unit gets
+ * its own one if it finds both half filled by open units, or keeps its gradients over several
+ * backwards.  So nobody waits for a buffer while holding another.
  */
 #ifndef FSDPC_ENGINE_FILL_H
 #define FSDPC_ENGINE_FILL_H

@@ -35,7 +35,7 @@ struct fsdpc_full_ops {
     fsdpc_status (*make_room)(fsdpc_unit *unit); /* collective; NULL: it is there */
 
     /* Before the first reader, and behind the last one. */
-    fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: what was gathered is readable */
+    fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: gathered memory is readable */
     void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
 };
 

@@ -1,15 +1,15 @@
 /* Fulls that a gather moves into: slots that units share, or memory of a unit's own (slots.h).
  *
  * A slot notes the unit that was gathered into it last.  A gather ahead of demand goes only where
- * that unit is sharded again (sched.c); a gather on demand takes the slot from a unit that waits
+ * that unit is sharded again (sched.c).  A gather on demand takes the slot from a unit that waits
  * there unused, and never from one that is full.  The gather waits for what read the full of that
  * unit last, as one of that unit would (order.h).
  *
  * Two units that share and are full together (held by unshard(), used inside each other's forward,
- * told to stay after backward) are parted where they are first met: this rank's operations are
- * waited for, then the stream that reads fulls, and the one that comes second gets its own
- * memory beneath the same address.  All ranks come here at the same place of the program, so they
- * agree on the outcome.
+ * told to stay after backward) are parted at their first meeting.  This rank's operations are
+ * waited for, then the stream that reads fulls.  The second unit gets its own memory beneath the
+ * same address.  All ranks come here at the same place of the program, so they agree on the
+ * outcome.
  */
 #include <stdlib.h>
 

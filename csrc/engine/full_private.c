@@ -1,9 +1,9 @@
 /* No-alias mode: fulls in private pages, readable while the unit is FULL and not otherwise.
  *
- * Slower, but whoever reads a full too early or too late dies at that place.  The pages belong to
- * an ordinary block that is two pages larger, so that its bytes are counted and nothing else lies
- * on a page that is protected.  A device that cannot protect memory fills it with NaN all the same:
- * there a read too early or too late is a NaN, not a death.
+ * Slower, but a read that comes too early or too late ends the process at that place.  The pages
+ * belong to an ordinary block that is two pages larger, so that its bytes are counted and a
+ * protected page holds nothing else.  A device that cannot protect memory fills it with NaN all the
+ * same: there a read too early or too late is a NaN, not a death.
  *
  * Where ranks share a wire, reveal copies it; elsewhere gathers write the pages.
  */

@@ -3,8 +3,9 @@
  * ranks have published into the unit's full (full.h).
  *
  * Publishing writes this rank's slices of a full from its masters, a cast or a copy.  It is legal
- * only between the arrival of all ranks in an epoch and the own publication of it (epoch.h), or, of
- * late slices, until the own post of the next gather, which then waits for those of all ranks.
+ * only between the arrival of all ranks in an epoch and this rank's own publication (epoch.h).
+ * Late slices may be written until this rank posts the next gather, which then waits for those of
+ * all ranks.
  */
 #include "engine/gather.h"
 

@@ -1,8 +1,8 @@
 /* What reductions leave in the gradient shards, until zero_grad.
  *
  * Zeroing touches no memory: it only says that the shards hold nothing, and that a reduction in
- * flight is not wanted.  A step that goes on has decided what it steps, and by which scale, so it
- * may be zeroed behind its back; whoever reads or writes shards has it advance first.
+ * flight is not wanted.  A step that is under way has fixed its parameters and scale, so it may be
+ * zeroed meanwhile.  Code that reads or writes shards advances it first.
  */
 #include "engine/grads.h"
 

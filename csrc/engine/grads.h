@@ -1,4 +1,4 @@
-/* The gradient shards of a unit: whether they hold anything, what is pending on them.
+/* The gradient shards of a unit: whether they hold anything, and their pending factor.
  *
  * Reductions write them (reduce.h).  Before a gradient is read, micro-steps are folded together and
  * the pending factor of clipping is applied; optimizers apply it while they read.

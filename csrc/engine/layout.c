@@ -1,14 +1,14 @@
 /* Planning: bands of equal row length, cut into equal slices of whole rows.
  *
  * Why bands.  FSDP2 pads every parameter to a multiple of the ranks, which multiplies small ones at
- * large worlds; one flat line cut anywhere splits rows, so that optimizers and checkpoints need a
- * planner.  Parameters with equal rows laid end to end can be cut at any row, so the padding of a
- * band is less than one row per rank, whatever the number of parameters in it, and a rank's piece
- * of each is a run of whole rows.
+ * large worlds.  One flat line cut anywhere splits rows, so that optimizers and checkpoints need a
+ * planner.  Parameters with equal rows laid end to end can be cut at any row.  So the padding of a
+ * band is less than one row per rank, whatever the number of its parameters.  A rank's piece of
+ * each is a run of whole rows.
  *
- * Where rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
- * three-dimensional experts, convolutions over many ranks), the parameters of three and more
- * dimensions of that band are cut by rows of dim 1 where those are multiples of 64, else by
+ * Some rows are so long that even this wastes more than 1 % of the unit and 65,536 elements (fused
+ * three-dimensional experts, convolutions over many ranks).  Then the parameters of three and more
+ * dimensions of that band are cut by rows of dim 1, if those are multiples of 64, else by
  * 64-element chunks.  The rule reads shapes alone, so every rank decides alike.
  *
  * A 1-D parameter has rows of 64 elements, the last one short: its tail is padding like the gaps
@@ -60,8 +60,8 @@ static size_t finer_row_of(const fsdpc_place *place)
     return row % FSDPC_LAYOUT_ALIGN == 0 && row < place->row_numel ? row : FSDPC_LAYOUT_ALIGN;
 }
 
-/* By shape alone, as norms must not depend on the number of ranks: where rows may be refined at
- * some worlds and not at others, a leaf divides both the row and the chunk. */
+/* By shape alone, because norms must not depend on the number of ranks.  Rows may be refined at
+ * some worlds and not at others, so a leaf divides both the row and the chunk. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape)
 {
     size_t row = row_of(ndim, shape);

@@ -5,11 +5,11 @@
  * master, wire and reduce buffer whatever their dtypes.
  *
  * A flat group holds the parameters of one original dtype.  Its parameters of equal row length form
- * a band, laid end to end in declaration order, each beginning at a multiple of lcm(row, 64)
- * elements; the band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
- * stay whole has its own band, which one rank owns.  The full of a group is its bands one after
- * the other, a shard is this rank's slices one after the other; both begin each band at a multiple
- * of 64.
+ * a band.  They lie end to end in declaration order, each beginning at a multiple of lcm(row, 64)
+ * elements.  The band's rows are cut into `ranks` equal slices of whole rows.  A parameter asked to
+ * stay whole has its own band, which one rank owns.  The full of a group is its bands one after the
+ * other; a shard is this rank's slices one after the other.  Both begin each band at a multiple of
+ * 64.
  */
 #ifndef FSDPC_ENGINE_LAYOUT_H
 #define FSDPC_ENGINE_LAYOUT_H
@@ -35,11 +35,11 @@ typedef struct fsdpc_place {
     int ndim;
     size_t shape[FSDPC_LAYOUT_MAX_DIMS];
     size_t numel;
-    size_t row_numel; /* what a cut never splits */
-    size_t
-        leaf_numel;  /* what a norm sums at a time, the same at every world size: 64; the row where
-                      * that is no multiple of 64; of three and more dimensions gcd(row, 64) */
-    int group, band; /* band within the group */
+    size_t row_numel; /* never split by a cut */
+    /* Elements that a norm sums at a time, the same at every world size: 64.  If the row is no
+     * multiple of 64, the row; of three and more dimensions gcd(row, 64). */
+    size_t leaf_numel;
+    int group, band;    /* band within the group */
     size_t full_offset; /* in the group's full */
 } fsdpc_place;
 
@@ -71,7 +71,8 @@ fsdpc_status fsdpc_layout_create(const fsdpc_param_spec *specs, int n_specs, int
                                  int first_owner, fsdpc_layout **out);
 void fsdpc_layout_destroy(fsdpc_layout *layout);
 
-/* What a norm sums at a time of a tensor of this shape, sharded or not; see leaf_numel. */
+/* How many elements a norm sums at a time in a tensor of this shape, sharded or not; see
+ * leaf_numel. */
 size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
 
 fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);

@@ -2,11 +2,12 @@
  * sums[k - 1].  n_sums counts the stack.
  *
  * A micro-step whose sum would merge at once (the top has height 0) is added by the reduction
- * itself, so a new level is opened only above a sum of two or more; merging further is one pass
- * over a shard. Levels are allocated when first needed and stay, as every step needs the same ones.
+ * itself.  So a new level is opened only above a sum of two or more; merging further is one pass
+ * over a shard.  Levels are allocated when first needed and stay, as every step needs the same
+ * ones.
  *
- * A reduction that is posted but not complete has its target chosen already, hence the next post
- * waits for it (reduce.c): a unit has one reduction in flight.
+ * A posted reduction has its target chosen already, so the next post waits for it (reduce.c): a
+ * unit has one reduction in flight.
  */
 #include "engine/micro.h"
 

@@ -1,7 +1,7 @@
 /* One face for exact sums and maxima, wherever they lie.
  *
- * The maximum is kept as bits, so that 0, the empty norm, is all zeros for both kinds and an
- * all-reduce of integers serves both; the words it does not use stay zero.
+ * The maximum is kept as bits.  So 0, the empty norm, is all zeros for both kinds, and an
+ * all-reduce of integers serves both.  The words it does not use stay zero.
  *
  * A norm is scaled by powers of two alone (ops/flat_norm_rules_body.h).  Others are left out:
  * libm's pow does not promise that a scaled argument gives the scaled result to the last bit.

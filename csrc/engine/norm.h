@@ -1,10 +1,9 @@
 /* A p-norm as it is added up, over tensors and ranks, and its value.
  *
- * For p from above 0 up to, but without, infinity it is an exact sum of |x|^p over leaves
- * (ops/exact_sum.h), whose bits depend on no cut and no order; for p = INFINITY it is the largest
- * |x|, as the bits of a double, which are ordered as integers, a NaN above infinity.  Either way it
- * is FSDPC_NORM_WORDS integers that begin as zeros, and ranks combine theirs by one integer
- * all-reduce, many norms at a time.
+ * For finite p above 0 it is an exact sum of |x|^p over leaves (ops/exact_sum.h), whose bits depend
+ * on no cut and no order.  For p = INFINITY it is the largest |x|, as the bits of a double: these
+ * are ordered as integers, with a NaN above infinity.  Either way it is FSDPC_NORM_WORDS integers
+ * that begin as zeros.  Ranks combine theirs by one integer all-reduce, many norms at a time.
  *
  * Norms lie in the memory of the device whose gradients they measure, so that adding, joining and
  * combining them waits for nothing; only fsdpc_norm_read does.

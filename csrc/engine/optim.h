@@ -1,16 +1,16 @@
 /* Optimizers over flat shards.
  *
- * An optimizer holds, for the parameters it was given, states as large as the shards and a step
- * count each.  A step is one pass over memory: it reads the gradient shard (with the scale that
- * clipping left), updates master and states and writes the wire, inside an epoch of its own.
- * Parameters of one group share hyper-parameters; neighbours in a shard with the same group and
- * step count are updated as one run.  What the steps compute stands in ops/flat_step.h.
+ * An optimizer holds states as large as the shards of its parameters, and a step count each.  A
+ * step is one pass over memory, inside an epoch of its own.  It reads the gradient shard (with the
+ * scale that clipping left), updates master and states, and writes the wire.  Parameters of one
+ * group share hyper-parameters; neighbours in a shard with the same group and step count are
+ * updated as one run.  What the steps compute stands in ops/flat_step.h.
  *
  * There are only as many states as the hyper-parameters ask for, from the first step on: none for
  * SGD without momentum, a third one for amsgrad.  They are fp64 for fp64 parameters, else fp32, or
  * bf16 rounded stochastically by (seed, parameter, step, element), whatever the number of ranks.
  *
- * A parameter is skipped, as in PyTorch, while it has no gradient: its unit was not reduced since
+ * As in PyTorch, a parameter without a gradient is skipped: its unit was not reduced since
  * zero_grad, or it is frozen.  step() is collective over the ranks of the units' roots.
  */
 #ifndef FSDPC_ENGINE_OPTIM_H

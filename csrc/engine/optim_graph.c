@@ -2,9 +2,9 @@
  *
  * A captured call knows its slot by address.  The memory is the optimizer's, made with its first
  * step, so that all graphs of it share it: each writes its own before it is launched.  Before a
- * launch the scalars of all slots are computed on the host, as they would be for a step that is not
- * captured, and copied over in one piece.  Calls were joined into runs by the step counts of then;
- * replays count all of them up together, so the runs stay right unless somebody sets counts apart,
+ * launch the host computes the scalars of all slots, as for a step that is not captured, and copies
+ * them over in one piece.  Calls were joined into runs by their step counts at the capture.
+ * Replays count all of them up together, so the runs stay right unless somebody sets counts apart,
  * which is an error.
  *
  * There are as many slots as parameters, and more than ever differ.

@@ -16,8 +16,8 @@ fsdpc_status fsdpc_optim_graph_create(fsdpc_optim *optim, const fsdpc_root *root
                                       fsdpc_optim_graph **out);
 /* Inside a capture: points a step's arguments to scalars in the device's memory. */
 fsdpc_status fsdpc_optim_graph_take(const fsdpc_optim *optim, int group, fsdpc_step_args *args);
-/* `keep`: what was captured will be launched, now for the first time; else step counts go back to
- * what they were, and there is no error. */
+/* `keep`: the captured step will be launched, now for the first time.  Otherwise step counts return
+ * to their earlier values, and there is no error. */
 fsdpc_status fsdpc_optim_capture_end(fsdpc_optim_graph *graph, bool keep);
 /* An error if parameters, groups or counts are no longer such that the captured calls are those of
  * the step that comes. */

@@ -10,11 +10,11 @@
  *     masters that it steps    main publishes (computed) -> (arrived) the host writes
  *
  * Arrows that begin at main are events of this file.  Those that begin at a collective are the
- * communicator's, which knows when an operation is on its stream (fsdpc_comm_order); main waits for
- * them where the full is needed or the sum is, not before, so that it overlaps with both.
+ * communicator's, which knows when an operation is on its stream (fsdpc_comm_order).  Main waits
+ * for them only where the full or the sum is needed, so that it overlaps with both.
  *
- * A gather waits for its unit's own `released`, and that of the unit whose full lay in the same
- * slot (slots.h), alone, so it may run while main computes with other units.  `filled` is recorded
+ * A gather waits only for its unit's own `released`, and for that of the unit whose full lay in the
+ * same slot (slots.h).  So it may run while main computes with other units.  `filled` is recorded
  * when a reduction is posted, behind everything main has done with the buffer and the shard until
  * then.
  */
@@ -34,7 +34,7 @@ fsdpc_status fsdpc_order_create(fsdpc_root *root)
 }
 
 /* Between steps all ranks have posted the same, so it ends unless a peer is gone, which the sync
- * learns; within a step peers may never post what this rank waits for. */
+ * learns.  Within a step, peers may never post the operation that this rank waits for. */
 static void run_dry(const fsdpc_root *root, fsdpc_stream *stream)
 {
     bool between = !root->in_backward && !root->forward_depth && !root->needs_reset;

@@ -1,4 +1,4 @@
-/* What a unit will hold on each rank, computed from shapes alone.
+/* The memory of a unit on each rank, computed from shapes alone.
  *
  * The same numbers that fsdpc_unit_create allocates by, so that memory_plan() and a run agree to
  * the byte.  Bytes are as fsdpc_mem counts them: blocks rounded up to 64.
@@ -16,8 +16,8 @@ typedef struct fsdpc_mesh {
     fsdpc_comm *replicate;
 } fsdpc_mesh;
 
-/* Which arrays of a unit lie in a file, and how much of them: the rear part, 0 to 1; or which lie in
- * the memory of the host beside a remote device. */
+/* Which arrays of a unit lie in a file, and how much of them (the rear part, 0 to 1); or which lie
+ * in host memory beside a remote device. */
 typedef struct fsdpc_offload {
     fsdpc_tier *tier; /* held by what lies in it; NULL while nothing is allocated yet: a plan's */
     bool host;        /* no file; of params, own slices, where a gather moves bytes */

@@ -4,29 +4,29 @@
  *     replicas alone   buffers --all-reduce--> gradient shard (which is all of the unit's)
  *     both             buffers --reduce-scatter--> partial --all-reduce--> gradient shard
  *
- * A partial is wide and neither scaled nor rounded, so that the two stages together are the tree
- * over all ranks (where the shard group is a power of two) and round once.  Postponing the
- * all-reduce leaves the partial to be added to by the next reduce-scatter.
+ * A partial is wide and neither scaled nor rounded.  So the two stages together are the tree over
+ * all ranks (if the shard group is a power of two) and round once.  Postponing the all-reduce
+ * leaves a partial to which the next reduce-scatter adds.
  *
- * Ranks must post alike, over all their groups together: a GPU runs the operations of several
- * communicators in the order they were posted, and two ranks with different orders would wait for
- * each other.  When a first stage is complete differs from rank to rank.  So the
- * program has fixed places for second stages: before it posts the next reduction, at the end of
- * backward, or before anything that waits for the reduction.  There it waits for the first stage;
- * looking for completed reductions in between posts nothing.
+ * Ranks must post alike, over all their groups together.  A GPU runs the operations of several
+ * communicators in the order of their posts, and two ranks with different orders would wait for
+ * each other.  A first stage is complete at different times on different ranks.  So second stages
+ * have fixed places in the program: before it posts the next reduction, at the end of backward, and
+ * before anything that waits for the reduction.  There it waits for the first stage; looking for
+ * completed reductions in between posts nothing.
  *
  * That costs no time on one host where buffers are pooled.  The next reduction is posted a whole
- * unit's backward after this one.  If a first stage is not complete by then, a peer is that far
- * behind, and the next unit's first gradient would wait for this reduction's buffer anyway.
+ * unit's backward after this one.  A first stage that is not complete by then shows a peer that is
+ * that far behind.  The next unit's first gradient would wait for this reduction's buffer anyway.
  *
  * Between hosts it would leave the wire idle for that long, and behind the last unit with two
- * units' sums.  There messages of each group find their peers whatever other groups do, so what
- * looks for completed reductions posts second stages too, the oldest first: the replicas' group
- * sees them in the same order on every rank.
+ * units' sums.  There messages of each group find their peers whatever other groups do.  So looking
+ * for completed reductions posts second stages too, the oldest first: the replicas' group sees them
+ * in the same order on every rank.
  *
- * Where the communicator orders streams, nothing is waited for and a second stage follows its first
- * at once, on its own stream; waiting then means that the main stream does, once the sum or
- * the buffer is needed.
+ * Where the communicator orders streams, the host waits for nothing and a second stage follows its
+ * first at once, on its own stream.  The main stream waits instead, once the sum or the buffer is
+ * needed.
  *
  * In deterministic mode every micro-step is reduced and its sum goes where micro.h says; no_sync
  * then only hides it.

@@ -1,9 +1,9 @@
 /* A root: the outermost unit with all units inside it, their wire and reduce buffers.
  *
- * Made at the first forward, collectively: the wire is one memory for the fulls of all units
- * (shared by the ranks of a host), the reduce buffers are two pooled ones for units that close
- * during backward and one of their own for units that stay open (the root, units that enclose
- * others, units that keep gradients).  With replicas each of them has a partial beside it.
+ * Made at the first forward, collectively.  The wire is one memory for the fulls of all units,
+ * shared by the ranks of a host.  Units that close during backward share two pooled reduce buffers.
+ * Units that stay open have one each: the root, units that enclose others, units that keep
+ * gradients.  With replicas each buffer has a partial beside it.
  */
 #ifndef FSDPC_ENGINE_ROOT_H
 #define FSDPC_ENGINE_ROOT_H

@@ -10,19 +10,19 @@
  *
  * The record.  The first step with gradients notes each (unit, phase) as it comes.  While later
  * steps repeat it, the next `prefetch` entries are gathered before the current unit computes.  The
- * first entry that differs cuts the record there and the rest of the step is recorded in its place,
- * so a branch that stays taken costs one step on demand, and a branch taken once costs two.
+ * first entry that differs cuts the record there, and the rest of the step is recorded in its
+ * place.  So a branch that stays taken costs one step on demand, and a branch taken once costs two.
  *
- * Weights are released in post_backward alone, never because all gradients have arrived: a frozen
- * layer behind the last trainable one still needs its weight for the gradient of its input.
+ * Only post_backward releases weights; the arrival of all gradients does not.  A frozen layer
+ * behind the last trainable one still needs its weight for the gradient of its input.
  *
  * Gradients may come after their unit's reduction was posted (a unit used twice): they open another
- * one, which adds.  What is still open at the end of backward is posted there, in the order of
- * units.
+ * one, which adds.  Buffers that are still open at the end of backward are posted there, in the
+ * order of units.
  *
- * Rank-dependent units (experts that some ranks' data do not choose) take part without having run:
- * all of them are gathered when an epoch begins and stay until the next, the record leaves them
- * out, and their gradients, zeros where there are none, are reduced at the end of backward.
+ * Rank-dependent units (experts that some ranks' data do not choose) take part without having run.
+ * All of them are gathered when an epoch begins and stay until the next, and the record leaves them
+ * out.  Their gradients, zeros if there are none, are reduced at the end of backward.
  *
  * Inside backward a forward is a recomputation (activation checkpointing): no epoch, no reshard.
  */

@@ -7,8 +7,8 @@
  * steps follow the record and gather `prefetch` units ahead, in forward and in backward.  A step
  * that departs from the record falls back to on-demand, stays correct, and is recorded anew.
  *
- * Reductions are posted in post_backward (or backward_end for units whose inputs needed no
- * gradient) and completed at later entry points.  backward_end waits for all of them, unless
+ * Reductions are posted in post_backward, or in backward_end for units whose inputs needed no
+ * gradient, and completed at later entry points.  backward_end waits for all of them, unless
  * set_is_last_backward(false) announced another backward.  A unit that does not synchronise now
  * keeps its gradients in its reduce buffer, and the next backward adds to them.
  */

@@ -1,14 +1,14 @@
 /* A plan of memory for fulls where a gather moves bytes: a few slots that many units share.
  *
- * Where ranks share a wire it holds every full, and nothing of this is used.  Elsewhere a rank has
- * its slices of all fulls, as published, and room for the fulls that exist at a time.  Units of the
- * same size take turns over as many slots as units are full at once, each by a window of its own
- * (device.h), so that its full has one address for the whole run.  The others have memory of their
- * own: the root, units that enclose others, keep their full after forward or run on some ranks
- * only, sizes that few units have, and all units of a device without windows.
+ * Where ranks share a wire, it holds every full and there are no slots.  Elsewhere a rank has its
+ * published slices of all fulls, and room for the fulls that exist at a time.  Units of the same
+ * size take turns over as many slots as units are full at once.  Each has a window (device.h) on
+ * its slot, so that its full has one address for the whole run.  All other units have separate
+ * memory: the root, and units that enclose others, keep their full after forward, or run on some
+ * ranks only.  So have sizes that few units have, and all units of a device without windows.
  *
- * Every slot is attached to the wire (comm.h), once, and so is memory of its own that fills whole
- * granules but for a little, which is in a window for that.
+ * Every slot is attached to the wire (comm.h), once.  So is separate memory that nearly fills whole
+ * granules; it is in a window for that purpose.
  *
  * Sizes alone decide which units share, so every rank decides alike, as gathers need.
  */

@@ -1,15 +1,16 @@
-/* What a step decides by, noted when it is captured and compared whenever it is replayed.
+/* The state that a step's decisions depend on, noted at the capture and compared at every replay.
  *
- * Two kinds of state.  Counters (steps, generation) go up by the same in every step; a
- * replay adds what the captured step added.  Everything else steers which work is enqueued, and
- * must not have changed: a unit whose masters were written would be published by an eager step and
- * is not by a replay, gradients that are pending would be added to or not.
+ * Two kinds of state.  Counters (steps, generation) go up by the same in every step; a replay adds
+ * what the captured step added.  Everything else steers which work is enqueued, and must not have
+ * changed.  An eager step would publish a unit whose masters were written, and a replay does not;
+ * it would add to pending gradients, or not.
  *
- * Several ranks.  Inside a capture they do not meet: operations are captured and epochs are each
+ * Several ranks.  Inside a capture they do not meet.  Operations are captured and epochs are each
  * rank's own, so a rank that gives up leaves nobody waiting.  They meet in an epoch before the
- * capture and in one behind it, and go on only if all can and have captured the same.  A replay is
- * one epoch, which finds ranks that do something else or cannot replay, and one operation, which
- * launches the graph in its turn among all others and is what the communicator then watches.
+ * capture and in one behind it, and continue only if all can and have captured the same.  A replay
+ * is one epoch and one operation.  The epoch finds ranks that do something else or cannot replay.
+ * The operation launches the graph in its turn among all others, and is watched by the
+ * communicator.
  *
  * An abandoned step was seen by the host and not by the device.  Step counts go back.  The
  * generation does not: a loss that was made inside refers to memory that nobody filled, and its

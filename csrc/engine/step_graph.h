@@ -7,11 +7,11 @@
  * Each replay changes what a step changes on the host (step counts, generations), and the
  * optimizer's scalars are those of the step that it is by then.
  *
- * A replay repeats the recorded step, so the host's decisions must come out the same: pending
- * gradients, weights in step with the wire, and settings are compared at the end of the capture and
- * at each replay.  A difference is an error that names the unit, and nothing is launched.  An error
- * between begin and end abandons the step: the host's state is restored, gradients made in it are
- * dropped, and tensors made in it hold nothing.
+ * A replay repeats the recorded step, so the host's decisions must come out the same.  The end of
+ * the capture and each replay compare pending gradients, settings, and whether weights match the
+ * wire.  A difference is an error that names the unit, and nothing is launched.  An error between
+ * begin and end abandons the step: the host's state is restored, gradients made in it are dropped,
+ * and tensors made in it hold nothing.
  *
  * Collective, all of it, where operations are ordered on the device (fsdpc_comm_order); elsewhere
  * one rank only.  An error of one rank is an error on all, unless it is a graph inside a graph.

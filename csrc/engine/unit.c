@@ -271,7 +271,7 @@ fsdpc_unit_flat fsdpc_unit_flat_with(const fsdpc_unit *unit, int param)
     return fsdpc_unit_flat_of(unit, unit->layout->params[param].group);
 }
 
-/* What a pass wrote of the masters is not all that they hold any more. */
+/* A pass's record of the masters no longer covers all that they hold. */
 static void forget_masters(fsdpc_unit *unit)
 {
     for (int g = 0; g < unit->layout->n_groups; g++)

@@ -5,8 +5,8 @@
  * found at the first forward; until then a unit has masters only.
  *
  * Its gradients go into a reduce buffer and from there into the gradient shard.  Over a mesh with
- * replicas the sums of the shard group go into a `partial` first, which is then summed over the
- * replicas; where the shard group is one rank alone, the buffer itself is.
+ * replicas the sums of the shard group first go into a `partial`, which is then summed over the
+ * replicas.  If the shard group is one rank, the buffer itself is.
  *
  * Optimizers, initialisation and loading write masters and mark the unit as written.  Users write
  * them through exported pieces; such a unit is compared with the wire when an epoch begins.  Only
@@ -30,7 +30,7 @@ typedef enum fsdpc_unit_state {
     FSDPC_UNIT_FULL,
 } fsdpc_unit_state;
 
-/* What users set, at any time but where it says otherwise. */
+/* Settings of users, which may change at any time unless marked. */
 typedef struct fsdpc_unit_settings {
     bool reshard_after_forward, reshard_after_backward;
     bool requires_sync;       /* gradients are reduced at the end of this backward */
@@ -68,7 +68,7 @@ const fsdpc_unit_settings *fsdpc_unit_settings_of(const fsdpc_unit *unit);
 /* An error, and nothing changed, if what is fixed by now would change. */
 fsdpc_status fsdpc_unit_configure(fsdpc_unit *unit, const fsdpc_unit_settings *settings);
 void fsdpc_unit_set_trainable(fsdpc_unit *unit, int param, bool trainable);
-/* What is gathered ahead when this unit runs, in forward or in backward; `units` are of its root;
+/* Units to gather ahead when this unit runs, in forward or in backward; `units` are of its root;
  * NULL: as recorded. */
 fsdpc_status fsdpc_unit_set_ahead(fsdpc_unit *unit, bool backward, fsdpc_unit *const *units, int n);
 

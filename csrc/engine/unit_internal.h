@@ -27,7 +27,7 @@ enum { FSDPC_MICRO_LEVELS = 32 }; /* 2^32 micro-steps */
  * (optim_step.c).  Until it has ended, masters and states of its units may be old. */
 typedef struct fsdpc_pending fsdpc_pending;
 struct fsdpc_pending {
-    fsdpc_pass_hook pass; /* what is left is stepped, and all is where it lies */
+    fsdpc_pass_hook pass; /* steps the rest, and writes all to its place */
     fsdpc_status (*advance)(fsdpc_pending *pending, const fsdpc_unit *unit); /* up to this one */
 };
 
@@ -107,12 +107,12 @@ struct fsdpc_unit {
     fsdpc_reduction reduction;
     bool partial_live; /* the partial holds sums whose all-reduce was postponed */
     bool postpone;     /* the posted reduction ends in the partial */
-    bool hidden;       /* what is being reduced is not to be seen yet (no_sync) */
+    bool hidden;       /* the sum that is being reduced stays invisible (no_sync) */
     bool forget;       /* gradients were zeroed meanwhile: the sum is not wanted */
 
     /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
-    uint8_t *grads;                          /* per parameter, what was reduced of it:
+    uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                                 fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */
     int heights[FSDPC_MICRO_LEVELS], n_sums;

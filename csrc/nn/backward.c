@@ -5,10 +5,10 @@
  * give it more.  Frames nest (recomputation runs one inside another); nodes are pushed to the
  * innermost.
  *
- * Leaves with hooks need to know when their last contribution is in.  Only if a leaf ever had a
- * hook does a frame first walk the graph and count, for every such leaf, the edges that lead to it;
- * each node that has run takes its edges off again.  Frames add to one count, so that a hook does
- * not fire in a recomputation while the enclosing backward still has uses of the leaf.  Nodes that
+ * Leaves with hooks need to know when their last contribution is in.  If a leaf ever had a hook, a
+ * frame first walks the graph and counts, for every such leaf, the edges that lead to it.  Each
+ * node that has run takes its edges off again.  Frames add to one count, so that a hook does not
+ * fire in a recomputation while the enclosing backward still has uses of the leaf.  Nodes that
  * never got a gradient are flushed at the end of the outermost frame.
  *
  * When a frame fails, gradients in its heap are dropped; gradients that leaves already have stay.

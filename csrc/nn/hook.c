@@ -1,6 +1,6 @@
 /* Hooks are singly linked lists in the order of registration, which is the order they run in.
  *
- * A removed hook stays in its list without a function until the list goes: removal needs no way
+ * A removed hook stays in its list without a function until the list goes.  So removal needs no way
  * back from the handle to the tensor, and a hook may remove itself while it runs.
  */
 #include "nn/hook.h"

@@ -1,9 +1,9 @@
 /* Hooks: functions that see, and may replace, a gradient.
  *
  * A hook on a tensor that an operation made runs when that tensor's gradient is complete, before it
- * is passed on.  A hook on a leaf runs once per backward, on the sum of what that backward gives
- * the leaf, before the sum joins `grad` or goes to the sink; for that, backward counts the leaf's
- * uses first and collects in `pending`.
+ * is passed on.  A hook on a leaf runs once per backward, on the sum of that backward's
+ * contributions, before the sum joins `grad` or goes to the sink.  For that, backward counts the
+ * leaf's uses first and collects in `pending`.
  *
  * A hook is counted: the tensor (or node) holds one reference, a handle for removal another.
  */

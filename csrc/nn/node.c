@@ -1,9 +1,9 @@
 /* Nodes: made by fsdpc_tape_record, held by the tensors they made, by the edges of later nodes and
  * by a running backward.
  *
- * The last reference to the loss brings a whole graph down.  Doing that by recursion would need a
- * stack as deep as the graph is long, so nodes whose count falls to zero are put on a list (linked
- * through the nodes themselves) and taken down one after the other.
+ * The last reference to the loss brings a whole graph down.  Recursion would need a stack as deep
+ * as the graph is long.  So nodes whose count falls to zero are put on a list (linked through the
+ * nodes themselves) and taken down one after the other.
  */
 #include "nn/node.h"
 

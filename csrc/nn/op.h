@@ -35,7 +35,7 @@ fsdpc_status fsdpc_op_binary_compute(fsdpc_tape *tape, fsdpc_binary kind, const 
  */
 fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double scalar,
                                    fsdpc_tensor *x, fsdpc_tensor *y);
-/* What a node takes gelu by tanh of; NULL if it does something else. */
+/* The input of a node that is gelu by tanh; NULL for any other node. */
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
 
 /* Strides of a dense tensor. */

@@ -1,12 +1,12 @@
 /* Attention and the rotation of its queries and keys.
  *
  * The kernel takes a stride per batch, token and head, so both layouts work in place: (B, H, T, D),
- * PyTorch's, and (B, T, H, D), which is what a projection gives and saves the transposes.  Kept for
- * backward: inputs, output and one float a row and head.
+ * PyTorch's, and (B, T, H, D).  The latter is the layout of a projection and saves the transposes.
+ * Kept for backward: inputs, output and one float a row and head.
  *
- * Documents that share a row are a kernel's call each, over their part of the same memory: no mask
- * exists, and what documents would see of each other is not computed.  The floats kept for backward
- * lie a document behind the other, so they take no more memory than those of whole rows.
+ * Documents that share a row are a kernel's call each, over their part of the same memory.  No mask
+ * exists, and attention between documents is not computed.  The floats kept for backward lie a
+ * document behind the other, so they take no more memory than those of whole rows.
  */
 #include "nn/op.h"
 
@@ -17,7 +17,7 @@
 
 enum { SAVED_Q, SAVED_K, SAVED_V, SAVED_OUT, SAVED_LSE, SAVED_MASK };
 
-/* What a node keeps; no documents: queries see all of their row. */
+/* State that a node keeps; no documents: queries see all of their row. */
 typedef struct attention_kept {
     fsdpc_attention_options options;
     size_t documents;

@@ -1,9 +1,9 @@
 /* Operations whose backward is given by the caller: recomputation, Python functions.
  *
  * A node has one output, an operation here may have several.  So there is a hidden node with the
- * edges to the inputs, and one node per output whose only edge leads to it: it leaves its gradient
- * in a shared array and gives the hidden node an empty one.  The hidden node was made first, so it
- * runs after all of its outputs' nodes.
+ * edges to the inputs, and one node per output whose only edge leads to it.  An output's node
+ * leaves its gradient in a shared array and gives the hidden node an empty one.  The hidden node
+ * was made first, so it runs after all of its outputs' nodes.
  */
 #include "nn/op.h"
 

@@ -1,11 +1,11 @@
 /* Elementwise operations: one node kind for all unary ones, one for all binary ones.
  *
  * Promotion is a cast on the tape before the operation, so a kernel sees one dtype.  PyTorch's
- * rules among floats: equal dtypes stay, bf16 with fp16 gives fp32, else the wider; a float beside
+ * rules among floats: equal dtypes stay, bf16 with fp16 gives fp32, else the wider.  A float beside
  * an integer gives the float; Python scalars change nothing but integer tensors.
  *
- * A backward needs its input or its output, whichever is cheaper to keep (the output, where it is
- * kept anyway by what follows); a binary operation keeps only what the wanted sides need.
+ * A backward keeps its input or its output, whichever is cheaper (the output, if the next operation
+ * keeps it anyway).  A binary operation keeps only the operands that the wanted gradients need.
  */
 #include "nn/op.h"
 

@@ -1,5 +1,5 @@
 /* Rows of a table picked by ids, and rows added up by ids: each is the other's gradient.  The
- * gradient of a table is written straight to its target; the kernel sums rows in the order of ids,
+ * gradient of a table is written straight to its target.  The kernel sums rows in the order of ids,
  * so the result is the same on every run.  Only rows of floats are added up; any can be picked.
  */
 #include "nn/op.h"

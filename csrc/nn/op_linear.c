@@ -1,18 +1,19 @@
 /* Linear layers, alone and with gelu behind them.
  *
  * A weight is (out, in), or (in, out) if the caller says so.  Products take either as it is and sum
- * in the same order, so the bits do not depend on it but where the product has few rows or columns.
+ * in the same order.  So the bits do not depend on it, except in products of few rows or columns.
  *
- * The gradient of a weight is a product of its own, dy^T x, and goes straight to where it belongs
- * with beta = 1: a reduce buffer in fp32 even when x is bf16, so no temporary and no second pass.
+ * The gradient of a weight is a separate product, dy^T x, which goes straight to its target with
+ * beta = 1.  The target is a reduce buffer in fp32 even when x is bf16.  So there is no temporary
+ * and no second pass.
  *
- * Gelu goes with the product before it in forward, and with the product behind it in backward: what
- * a linear layer passes back to its input, if that is gelu's result, is at once multiplied by
- * gelu's slope.  On the tape the two stay what they are: linear_gelu records a linear node and a
- * gelu node, and a linear layer that finds it is the only user of a gelu node does that node's
- * backward with its own and hands the gradient to the node before.  So any other reader of the
- * intermediate tensor (a hook, a second use) gets it, by separate operations; and the bits are
- * those of gelu(linear(x)) wherever the kernel makes one of two.
+ * Gelu is fused with the product before it in forward, and with the product behind it in backward.
+ * If the input of a linear layer is gelu's result, its gradient is at once multiplied by gelu's
+ * slope.  On the tape the two stay separate: linear_gelu records a linear node and a gelu node.  A
+ * linear layer that is the only user of a gelu node does that node's backward with its own, and
+ * gives the gradient to the node before.  So any other reader of the intermediate tensor (a hook, a
+ * second use) gets it, by separate operations.  The bits are those of gelu(linear(x)) wherever the
+ * kernel fuses the two.
  */
 #include "nn/op.h"
 

@@ -13,8 +13,8 @@
  * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
  * costs one more pass over memory as big as the weight.
  *
- * Gradients are kept for the SUM over rows (softmax - onehot, no small factors before rounding to
- * bf16) and scaled by incoming gradient / counted rows in backward.  Sums, counts and incoming
+ * Gradients are kept for the SUM over rows: softmax - onehot, with no small factors before rounding
+ * to bf16.  Backward scales them by incoming gradient / counted rows.  Sums, counts and incoming
  * gradients stay in the device's memory, so that nothing here waits for a kernel.
  */
 #include "nn/op.h"

@@ -1,7 +1,7 @@
 /* Layer normalisation and RMS normalisation: one node kind, told apart by the kernel's flag.
  *
  * Forward keeps mean and 1/deviation of each row, two floats a row, and the input.  The kernel
- * writes the gradients of weight and bias wherever their targets are; it has one dtype for both, so
+ * writes the gradients of weight and bias straight to their targets.  It has one dtype for both, so
  * if the targets differ, or it cannot write theirs, they go through fp32.
  */
 #include "nn/op.h"

@@ -1,9 +1,9 @@
 /* Shapes: an operation that only renames (reshape) shares memory; one that moves elements is a
  * strided copy.
  *
- * The copy kernel walks a box with one stride per dimension on either side, so a permutation
+ * The copy kernel walks a box with one stride per dimension on either side.  So a permutation
  * permutes strides, an expansion sets them to zero, and a slice offsets the pointer.  The backward
- * of a copy is the copy with its sides exchanged; a slice adds into its box of the input's
+ * of a copy is the copy with its sides exchanged.  A slice adds into its box of the input's
  * gradient, so that cutting one tensor into n parts costs one zeroed gradient, not n.
  */
 #include "nn/op.h"

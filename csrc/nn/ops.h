@@ -1,10 +1,10 @@
 /* Operations on tensors, each with its backward.
  *
- * Every function checks its inputs (memory valid, dtypes, shapes), runs a kernel of the device and,
- * if an input requires grad and recording is on, makes a node.  *out is a new reference, written on
- * success only.  Elementwise operations promote among floats as PyTorch does and broadcast as NumPy
- * does; everything that multiplies matrices or normalises wants equal dtypes.  Errors name the
- * operation and show both shapes or dtypes.
+ * Every function checks its inputs (memory valid, dtypes, shapes) and runs a kernel of the device.
+ * If an input requires grad and recording is on, it makes a node.  *out is a new reference, written
+ * on success only.  Elementwise operations promote among floats as PyTorch does and broadcast as
+ * NumPy does; everything that multiplies matrices or normalises wants equal dtypes.  Errors name
+ * the operation and show both shapes or dtypes.
  *
  * Views (shared memory): reshape, detach, a contiguous slice, a cast to the same dtype, dropout
  * that does nothing.  All else is new memory.
@@ -33,7 +33,7 @@ fsdpc_status fsdpc_op_dropout(fsdpc_tape *tape, fsdpc_tensor *x, double p, bool 
 
 /* ---- shapes: op_shape.c ---- */
 
-/* One extent may be -1: what is left. */
+/* One extent may be -1: the rest. */
 fsdpc_status fsdpc_op_reshape(fsdpc_tape *tape, fsdpc_tensor *x, int ndim, const int64_t *shape,
                               fsdpc_tensor **out);
 fsdpc_status fsdpc_op_permute(fsdpc_tape *tape, fsdpc_tensor *x, const int *dims,
@@ -99,7 +99,7 @@ typedef struct fsdpc_attention_options {
     bool tokens_first; /* (B, T, H, D) instead of (B, H, T, D) */
     size_t window;     /* keys that a query sees, its own included; 0: all; causal then */
 } fsdpc_attention_options;
-/* mask may be NULL: bool, or floats that are added and have no gradient here, of up to four
+/* mask may be NULL: bool, or floats that are added and have no gradient here.  It has up to four
  * dimensions, which broadcast to (B, H, Tq, Tk) in either layout. */
 fsdpc_status fsdpc_op_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_tensor *k, fsdpc_tensor *v,
                                 fsdpc_tensor *mask, const fsdpc_attention_options *options,
@@ -131,15 +131,15 @@ fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fs
 
 typedef struct fsdpc_custom_ops {
     const char *name;
-    /* dys[i] is NULL for an output without gradient.  dxs_out[i] (NULL on entry) may be given a
-     * tensor of the input's shape and dtype, owned by the caller then; wanted[i] says whether it
+    /* dys[i] is NULL for an output without gradient.  dxs_out[i] (NULL on entry) may be set to a
+     * tensor of the input's shape and dtype, which the caller then owns; wanted[i] says whether it
      * matters. */
     fsdpc_status (*backward)(void *arg, int n_out, fsdpc_tensor *const *dys, int n_in,
                              const bool *wanted, fsdpc_tensor **dxs_out);
     void (*release)(void *arg);
 } fsdpc_custom_ops;
 
-/* Joins outputs, which are tensors without a node that nobody else uses yet, to inputs.  Without
+/* Joins outputs, which are tensors without a node and without other users, to inputs.  Without
  * gradients to follow (unless `always`) release(arg) is called at once.  On failure arg stays the
  * caller's. */
 fsdpc_status fsdpc_op_custom(fsdpc_tape *tape, const fsdpc_custom_ops *ops, void *arg, bool always,

@@ -1,7 +1,7 @@
-/* Recording, and what a node's backward does with the gradients it makes.
+/* Recording, and the gradients of a node's backward.
  *
- * A gradient of an intermediate tensor collects in its node.  The first one given is kept as it is,
- * shared with its other holders; the second is added in place if the memory is ours alone, else
+ * A gradient of an intermediate tensor collects in its node.  The first one is kept as it is,
+ * shared with its other holders.  The second is added in place if the memory is ours alone, else
  * into new memory.  A leaf's gradient is the user's to keep, so it is copied unless it is
  * exclusive.
  *

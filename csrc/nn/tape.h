@@ -1,13 +1,14 @@
 /* The tape: automatic differentiation in reverse.
  *
  * An operation on tensors that require gradients makes a node, which keeps what its backward needs
- * and an edge to each input.  Nodes are numbered in the order they are made; a node's consumers are
- * always made after it, so backward runs the reachable nodes by descending number, which is a
- * topological order, the same in every run.  A node has one output.
+ * and an edge to each input.  Nodes are numbered in the order of their creation, and a node's
+ * consumers are always made after it.  So backward runs the reachable nodes by descending number,
+ * which is a topological order, the same in every run.  A node has one output.
  *
- * Boundaries mark places on the tape: an identity whose backward calls a function first.  The
- * engine learns from them that a unit's backward begins (a boundary on its outputs: the first call)
- * and ends (a boundary on its inputs: made before anything inside, so run after everything inside).
+ * Boundaries mark places on the tape: an identity whose backward calls a function first.  From them
+ * the engine learns that a unit's backward begins (a boundary on its outputs: the first call) or
+ * ends.  The end is a boundary on its inputs: made before anything inside, so run after everything
+ * inside.
  *
  * Backward frees a node's saved tensors as it goes unless the graph is retained; using them again
  * is an error.  Backward may be nested (activation checkpointing runs one inside another).
@@ -98,8 +99,8 @@ fsdpc_status fsdpc_tape_backward_many(fsdpc_tape *tape, int n, fsdpc_tensor *con
 fsdpc_status fsdpc_tape_boundary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_boundary_fn fn, void *arg,
                                  void (*release)(void *arg), fsdpc_tensor **out);
 
-/* Asks that fn(arg) run once when the outermost running backward ends, also when it fails (status
- * tells); functions run in the order they were asked for, each (fn, arg) once. */
+/* Runs fn(arg) once when the outermost running backward ends, also when it fails (status tells).
+ * Functions run in the order of these calls, each (fn, arg) once. */
 fsdpc_status fsdpc_tape_at_end(fsdpc_tape *tape, fsdpc_status (*fn)(void *arg, fsdpc_status status),
                                void *arg);
 

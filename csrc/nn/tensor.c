@@ -1,12 +1,12 @@
 /* Tensors: two small structs, the tensor and its storage, each with a count.
  *
  * A tensor's memory comes from the device (category ACTIVATION) and goes back when the last tensor
- * over its storage goes, wherever that happens: the count is atomic and `release` of foreign memory
- * takes whatever lock its owner needs.  Shapes are small arrays inside the struct, so making a view
- * costs one malloc and no more.
+ * over its storage goes, on any thread.  The count is atomic, and `release` of foreign memory takes
+ * whatever lock its owner needs.  Shapes are small arrays inside the struct, so making a view costs
+ * one malloc and no more.
  *
- * Releasing a tensor may release the node that made it, which releases other tensors and nodes: the
- * tape does that with a list of its own (nn/tape.c), so that a long chain does not eat the stack.
+ * Releasing a tensor may release the node that made it, which releases other tensors and nodes.
+ * The tape does that with a list (nn/node.c), so that a long chain does not eat the stack.
  */
 #include "nn/tensor.h"
 

@@ -5,8 +5,8 @@
  * slices copy.  Leaves are tensors that no operation made; a leaf with requires_grad collects its
  * gradient in `grad`, or gives it to its sink (a sharded parameter's reduce buffer).
  *
- * A guard stands between a tensor and its memory where the memory is not always valid (the full of
- * a sharded parameter): every operation calls fsdpc_tensor_check on its inputs before reading.
+ * A guard stands between a tensor and memory that is not always valid (the full of a sharded
+ * parameter).  Every operation calls fsdpc_tensor_check on its inputs before reading.
  *
  * Writing to a tensor in place raises its storage's version; a node whose saved tensors have
  * another version than when they were saved refuses to run (fsdpc_node_save).
@@ -38,8 +38,8 @@ typedef struct fsdpc_storage {
     bool readonly;    /* writes fault: a unit's full, foreign constants */
 } fsdpc_storage;
 
-/* Where a leaf's gradient goes instead of `grad`.  `target` says where the next contribution is to
- * be written, which the caller then does: accumulate is false for the first one of a backward
+/* Where a leaf's gradient goes instead of `grad`.  `target` says where to write the next
+ * contribution; the caller then writes it.  accumulate is false for the first one of a backward
  * (overwrite), true after. */
 typedef struct fsdpc_grad_target {
     void *data;
@@ -73,7 +73,7 @@ struct fsdpc_tensor {
     struct fsdpc_leaf_hooks *hooks; /* of a leaf; nn/hook.h */
 };
 
-/* Uninitialised memory of its own, category ACTIVATION. */
+/* Uninitialised memory, category ACTIVATION. */
 fsdpc_status fsdpc_tensor_create(fsdpc_device *device, fsdpc_dtype dtype, int ndim,
                                  const size_t *shape, fsdpc_tensor **out);
 /* No memory yet: reading it is an error until fsdpc_tensor_bind. */
@@ -103,7 +103,7 @@ size_t fsdpc_tensor_bytes(const fsdpc_tensor *t);
 fsdpc_status fsdpc_tensor_check(const fsdpc_tensor *t); /* deferred or guarded away: an error */
 /* Before a write in place: valid, not read-only; counts the version up. */
 fsdpc_status fsdpc_tensor_check_write(fsdpc_tensor *t);
-/* True if nobody else can see this tensor's memory: one reference to it, one to its storage. */
+/* True if the caller holds the only references: one to the tensor, one to its storage. */
 bool fsdpc_tensor_is_exclusive(const fsdpc_tensor *t);
 /* A leaf over the same memory: no node, no gradient, no hooks. */
 fsdpc_status fsdpc_tensor_detach(const fsdpc_tensor *t, fsdpc_tensor **out);

@@ -3,12 +3,11 @@
  * A plugin (libfsdpc_cuda.so, libfsdpc_mpi_mpich.so) is compiled from the same headers as the core
  * and loaded by path at first use.  It exports one symbol, fsdpc_plugin_open.  The core calls it
  * with its host table, and gets the plugin's table, or NULL with the reason in the core's error
- * text.
- * Both tables begin with the ABI number and the sizes of the structs that cross the border; a
- * difference is an error that says to build both from one source, never a crash.
+ * text.  Both tables begin with the ABI number and the sizes of the structs that cross the border.
+ * A difference is never a crash, but an error that says to build both from one source.
  *
- * A plugin has no error text, log or counters of its own: what it compiles in calls fsdpc_fail and
- * fsdpc_mem_count by those names, and its guest file passes them on to the host table.
+ * A plugin has no error text, log or counters.  Its sources call fsdpc_fail and fsdpc_mem_count by
+ * those names, and its guest file passes the calls on to the host table.
  *
  * Rules: a plugin stays loaded until the process ends.  Opening it asks nothing of the machine; a
  * missing driver is device_count's to explain.  The host table outlives the plugin.

@@ -5,8 +5,8 @@
  * not used again, which a file may have enough of.
  *
  * Its addresses are one mapping of private memory, over whose rear the file is mapped.  The kernel
- * keeps both ways to the file the same: a direct read finds what was written through the mapping,
- * and a direct write drops the pages that it makes old.
+ * keeps both ways to the file equal: a direct read finds data written through the mapping, and a
+ * direct write drops the pages that it makes old.
  */
 #include <errno.h>
 #include <stdio.h>

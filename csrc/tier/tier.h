@@ -16,8 +16,8 @@
  *
  * Checksums.  The CRC-32C of each chunk that a pass wrote stays in memory, and is compared when a
  * pass reads the chunk, or fsdpc_extent_check does.  Bytes that changed on the disk are an error
- * that names file, array and chunk.  So whoever writes through `memory` says so, beforehand; what
- * was written so has no checksum before a pass has written it, or the writer seals it.
+ * that names file, array and chunk.  So code that writes through `memory` announces it beforehand;
+ * data written so has no checksum until a pass has written it, or the writer seals it.
  *
  * Errors.  The first read or write that fails is the tier's failure, and all later calls return it.
  *
@@ -88,8 +88,9 @@ size_t fsdpc_tier_kept(size_t numel, double on_disk);
 size_t fsdpc_tier_file_bytes(size_t numel, size_t element, double on_disk);
 size_t fsdpc_tier_ring_bytes(size_t numel, size_t element, double on_disk);
 
-/* What is kept is counted as `kind`.  Messages say what it is, and of which unit: both outlive it,
- * and the unit's name may change outside of passes; NULL: of none.  An error if the disk has no room.
+/* Its kept memory is counted as `kind`.  Messages say what it is, and of which unit: both outlive
+ * it, and the unit's name may change outside of passes; NULL: of none.  An error if the disk has no
+ * room.
  */
 fsdpc_status fsdpc_extent_create(fsdpc_tier *tier, const char *what, char *const *unit,
                                  fsdpc_mem_kind kind, size_t numel, size_t element, double on_disk,
@@ -108,8 +109,8 @@ void fsdpc_extent_seal(fsdpc_extent *extent);
 
 /* ---- A pass ---- */
 
-/* A pass may stay open while other things are done.  Whoever begins the next one has it ended first,
- * by `end`, which calls fsdpc_pass_end. */
+/* A pass may stay open while other things are done.  The next one to begin first ends it by `end`,
+ * which calls fsdpc_pass_end. */
 typedef struct fsdpc_pass_hook fsdpc_pass_hook;
 struct fsdpc_pass_hook {
     fsdpc_status (*end)(fsdpc_pass_hook *hook);
@@ -118,7 +119,7 @@ struct fsdpc_pass_hook {
 fsdpc_status fsdpc_pass_begin(fsdpc_tier *tier, fsdpc_pass_hook *hook); /* NULL: it ends before */
 /* The next rows: all of these extents, of as many elements, each in one pass once. */
 fsdpc_status fsdpc_pass_add(fsdpc_tier *tier, fsdpc_extent *const *extents, int n);
-/* What was added is read ahead from here on. */
+/* Added extents are read ahead from here on. */
 fsdpc_status fsdpc_pass_start(fsdpc_tier *tier);
 /* Where element `at` lies, and how many from there on lie together; for writing, until this is
  * called for another row or the pass ends.  Rows come in order, and may be left out. */

@@ -95,7 +95,7 @@ fsdpc_status fsdpc_chunk_read(fsdpc_extent *extent, size_t chunk, void *to);
 
 /* The failure, as this thread's. */
 fsdpc_status fsdpc_tier_health(fsdpc_tier *tier);
-/* The threads end, and what is not written is dropped. */
+/* The threads end; unwritten data is dropped. */
 void fsdpc_tier_stop(fsdpc_tier *tier);
 
 #endif

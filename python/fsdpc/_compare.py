@@ -1,8 +1,8 @@
 """Two models trained side by side, and the first place where they differ.
 
-A side is a native model, a torch one, either of them sharded or not.  Full values of both are
-brought to NumPy one tensor at a time, in the order in which they come to be: loss, gradients, norm,
-parameters, optimizer states.  torch is never imported here: whoever has a torch model did that.
+A side is a native model, a torch one, either of them sharded or not. Full values of both are
+brought to NumPy one tensor at a time, in the order of the computation: loss, gradients, norm,
+parameters, optimizer states. torch is never imported here: a caller with a torch model did that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A step of the engine in a world of any size, recorded on a device that computes nothing.
 
 Everything is the engine's own but for kernels and peers: units, epochs, gathers ahead, reductions,
-the optimizer's step. Peers pretend, memory is counted and never touched, and the trace says in
-which order things were posted, where the program could not go on without them, and how many
+the optimizer's step. Peers pretend, and memory is counted and never touched. The trace says in
+which order operations were posted, where the program could not go on without them, and how many
 floating point operations came before.
 """
 

@@ -1,7 +1,7 @@
 """The picture of a sharding layout: a strip for each parameter, coloured by the ranks that own it.
 
-Large models stay readable: neighbours that are equal are drawn once, and where ranks are many,
-several of them are one piece of a strip, whose tooltip says what they have.
+Large models stay readable: equal neighbours are drawn once. If there are many ranks, one piece of a
+strip stands for several, and its tooltip says what they have.
 """
 
 from __future__ import annotations

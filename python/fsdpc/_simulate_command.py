@@ -28,8 +28,8 @@ example:
   fsdpc simulate --preset 7B --hosts 4 --ranks-per-host 8 --device cuda --tflops 400 \\
       --bandwidth 3200 --latency 5 --local-bandwidth 2880 --local-latency 2 --batch 1 --seq 4096
 
-The engine records its own schedule on a device that computes nothing; nothing is started, and
-neither hosts nor GPUs need be here. docs/simulate.md says what the times are made of.
+The engine records its own schedule on a device that computes nothing. Nothing is started, and
+neither hosts nor GPUs need be here. docs/simulate.md explains the times.
 """
 
 def simulate_parser() -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ examples:
   fsdpc train --ranks 4 --dtype fp32 --accumulate 2 --metrics run.jsonl
   fsdpc train --ranks 2 --checkpoint run --save-hours 1 --stabilize --log tensorboard:board
 
-The data are bytes of text, or tokens (docs/data.md); the last 500,000 of them (at most a tenth) are
+The data are bytes of text, or tokens (docs/data.md). The last 500,000 of them (at most a tenth) are
 held out for the validation loss, which is printed at the end, with a sample of generated text.
 """
 

@@ -23,7 +23,8 @@ def checkpoint_activations(
         Candidates in order, e.g. ``model.blocks()``.
     which : "all", int, float or callable, default "all"
         All of them; every n-th; a ratio in (0, 1], evenly spread; or those for which the function
-        says so, asked of every module inside the candidates too (attention only, say).
+        returns true. The function sees every module inside the candidates too (attention only,
+        say).
 
     Returns
     -------

@@ -16,7 +16,7 @@ FACTOR = 2.0  # by which a dynamic scale grows and shrinks
 class LossScaler:
     """Scale the loss so that float16 gradients neither vanish nor overflow.
 
-    The loss is multiplied by a power of two, gradients are divided by it again, and a step whose
+    The loss is multiplied by a power of two, and gradients are divided by it again. A step whose
     gradients hold NaN or infinity on any rank is skipped on all of them. Overflows shrink the
     scale, ``loss_scale_window`` steps without one double it.
 

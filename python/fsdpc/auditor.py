@@ -1,8 +1,8 @@
 """Are the gradients right, and the weights the same? One unit a check, against plain sums.
 
-The engine reduces in its own order, buffers and dtype. A check takes another way: hooks catch what
-autograd gives each rank for the unit's whole parameters, a plain all-reduce in float64 sums that,
-and the result must be the reduced gradient within what rounding explains.
+The engine reduces in its own order, buffers and dtype. A check computes it again: hooks catch the
+gradients that autograd gives each rank for the unit's whole parameters, and a plain all-reduce in
+float64 sums them. The result must be the reduced gradient, but for rounding.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def clip_grad_norm_(
     or by whoever reads ``.grad`` first. One small all-reduce for each shard group. Powers must fit
     float64: the norm of finite gradients can be infinite, or 0, for a large ``norm_type``.
 
-    On a GPU norm and factor stay in its memory, and only who reads the norm waits, unless
-    ``norm_type`` is none of 1, 2 and ``inf``, or a :class:`fsdpc.amp.LossScaler` asks for it.
+    On a GPU norm and factor stay in its memory, and reading the norm synchronises. Other values of
+    ``norm_type`` than 1, 2 and ``inf``, and a :class:`fsdpc.amp.LossScaler`, synchronise at once.
 
     Examples
     --------

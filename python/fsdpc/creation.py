@@ -1,7 +1,7 @@
 """Tensors from data, or from a shape alone: filled, numbered, drawn.
 
-Each function takes ``dtype`` (float32 unless it says otherwise) and ``requires_grad``.  Random ones
-draw the next stream of the generator that :func:`fsdpc.manual_seed` sets, so the same program makes
+Each function takes ``dtype`` (float32 unless it says otherwise) and ``requires_grad``. Random ones
+draw the next stream of the generator that :func:`fsdpc.manual_seed` sets. So the same program makes
 the same numbers on every rank; give ranks other seeds where they should differ.
 """
 

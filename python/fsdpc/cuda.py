@@ -1,9 +1,9 @@
 """GPUs: whether this installation and this machine have any.
 
 The plugin ``libfsdpc_cuda.so`` stands where ``FSDPC_CUDA_PLUGIN`` says, beside the extension if
-fsdpc was built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version.  It
-is opened by the first call here, never by ``import fsdpc``.  It brings a device, its kernels and
-transports; :func:`fsdpc.set_default_device` has the process run on them.
+fsdpc was built with ``FSDPC_CUDA=1``, or in the package ``fsdpc-cuda13`` of the same version. The
+first call here opens it, never ``import fsdpc``. It brings a device, its kernels and transports;
+:func:`fsdpc.set_default_device` has the process run on them.
 """
 
 from __future__ import annotations

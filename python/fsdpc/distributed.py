@@ -1,14 +1,13 @@
 """Ranks: who this process is, and collectives for the user's own values.
 
 Ranks come from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT), which ``fsdpc run`` and ``launch`` set too; from that of ``srun`` or ``mpirun``, out
-of which :func:`init` makes torchrun's; or from :func:`init`'s arguments; or there is one.
-Ranks of a host share memory; no port is opened and nothing is left behind. On GPUs
-(:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one where there
-are fewer; bytes go over NCCL where every rank has its own or there are several hosts, else through
-the host's shared memory.
-``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise; ``world().transport`` says which it is.
-NCCL takes ranks that share a GPU from 2.30 on.
+MASTER_PORT), which ``fsdpc run`` and ``launch`` set too. :func:`init` makes it from that of
+``srun`` or ``mpirun``, or from its arguments. Without any of them there is one rank. Ranks of a
+host share memory; no port is opened and nothing is left behind. On GPUs
+(:func:`fsdpc.set_default_device`) a rank takes the one of its LOCAL_RANK, or shares one if there
+are fewer. Bytes go over NCCL if every rank has its own or there are several hosts, else through the
+host's shared memory. ``FSDPC_TRANSPORT`` (nccl, local_cuda) chooses otherwise;
+``world().transport`` says which it is. NCCL takes ranks that share a GPU from 2.30 on.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ def init(
         Who this process is and how many there are; from the environment where not given, and a
         world of one where that says nothing.
     deterministic : bool, default False
-        Sum micro-steps as the tree that ranks are summed in, so that with powers of two the result
+        Sum micro-steps as the tree that ranks are summed in. With powers of two the result then
         depends on the list of micro-batches alone, not on how ranks and accumulation split it.
         Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is. In fp16
-        that holds if the loss is left whole and the number of micro-steps times that of ranks is
-        given to ``set_gradient_divide_factor``: dividing the loss rounds gradients that are small.
+        that holds if the loss is left whole and ``set_gradient_divide_factor`` gets the number of
+        micro-steps times that of ranks: dividing the loss rounds small gradients.
 
     Raises
     ------

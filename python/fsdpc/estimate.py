@@ -18,10 +18,10 @@ class Estimate:
     ``parts`` are the arithmetic of the ZeRO paper: parameters and gradients in the dtype of compute
     and fp32 states, each whole or a world's share; ``published`` is their sum. ``mixed`` is what
     most publications count for mixed precision: gradients in fp32, and fp32 masters that are shared
-    as the states are. ``held`` is what this engine has: the wire (on CPUs one copy a
-    host, here counted whole on every rank's host; on a GPU the rank's own slices and the units that
-    are whole at a time), masters, fp32 gradients and states, reduce buffers. ``sent`` is what a
-    rank sends in a step over links; ranks of one host copy nothing to gather.
+    as the states are. ``held`` is the memory of this engine: the wire, masters, fp32 gradients and
+    states, and reduce buffers. On CPUs the wire is one copy a host, here counted whole on every
+    rank's host; on a GPU it is the rank's own slices and the units that are whole at a time.
+    ``sent`` is what a rank sends in a step over links; ranks of one host copy nothing to gather.
     """
 
     strategy: str
@@ -104,9 +104,9 @@ def estimate(
 
     Notes
     -----
-    fsdpc always has masters, states and gradient shards in fp32, so the bf16 lines of 84 and 10.5
-    GB are not what a run holds: without sharding it is ``mixed`` and reduce buffers, and sharded
-    over CPUs one whole wire a host is added to a share of the rest.
+    fsdpc always has masters, states and gradient shards in fp32, so a run does not hold the 84 and
+    10.5 GB of the bf16 lines. Without sharding it holds ``mixed`` and reduce buffers; sharded over
+    CPUs, one whole wire a host and a share of the rest.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models". Sent: 3 P b (N-1)/N for FULL_SHARD (two gathers, one reduction), 2 for the others.

@@ -3,8 +3,8 @@
     FSDPC_FAULT_ENABLE=1 FSDPC_FAULT="rank 2: kill at backward of layers.3 in step 7" \\
         fsdpc run --ranks 4 train.py
 
-A script needs no change. Where the variable is not set nothing is looked at; where it is set and
-the other one is not, sharding is refused, so that a variable that was forgotten ends no real run.
+A script needs no change. If the variable is not set, nothing is checked. If it is set and the other
+one is not, sharding is refused, so that a forgotten variable ends no real run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Fault:
     """What happens to a rank, and where.
 
     ``kind`` is "kill" (SIGKILL), "stall" (sleeps ``seconds``), "raise" (:class:`InjectedFault`),
-    "corrupt" (10,000 is added to the first element of this rank's gradient of the unit's first
-    parameter, before it is reduced) or "drop the launcher" (SIGKILL to the launcher of this rank,
-    whose ranks then end with it). ``step`` counts the unit's forwards with gradients from 1 on;
-    micro-steps count, recomputation does not.
+    "corrupt" or "drop the launcher". "corrupt" adds 10,000 to the first element of this rank's
+    gradient of the unit's first parameter, before it is reduced. "drop the launcher" sends SIGKILL
+    to the launcher of this rank, whose ranks then end with it. ``step`` counts the unit's forwards
+    with gradients from 1 on; micro-steps count, recomputation does not.
     """
 
     rank: int

@@ -110,18 +110,18 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     Raises
     ------
     NotImplementedError
-        The device is not ``"cuda"``, the model lives on several ranks without NCCL or in
-        deterministic mode, a piece of the model was handed out to be written (``p.local``), the
-        optimizer has trainable parameters without a unit, or the block makes random tensors or uses
-        a loss scaler.
+        The device is not ``"cuda"``, or the model lives on several ranks without NCCL or in
+        deterministic mode. A piece of the model was handed out to be written (``p.local``), or the
+        optimizer has trainable parameters without a unit. The block makes random tensors or uses a
+        loss scaler.
     RuntimeError
-        No whole step was made before, or the block cannot be captured: it reads a value of the GPU
+        No whole step was made before, or the block cannot be captured. It reads a value of the GPU
         (``float(loss)``), makes tensors from values of the host, exchanges tensors with another
-        library (DLPack), has other shapes than the steps before it, runs another model or
+        library (DLPack), or has other shapes than the steps before it. Or it runs another model or
         optimizer, does not end as it began (gradients pending or not), sets the random seed, or
-        holds another ``graph_step``. The step has not happened then: weights and step counts are as
-        before the block, pending gradients are dropped where the block zeroed them, tensors made
-        inside hold nothing, and steps without a graph go on.
+        holds another ``graph_step``. The step has not happened then. Weights and step counts are
+        as before the block, pending gradients are dropped if the block zeroed them, and tensors
+        made inside hold nothing. Steps without a graph go on.
     TypeError
         The model is not sharded, or the optimizer is none of fsdpc's.
 
@@ -134,8 +134,8 @@ def graph_step(model: Any, optimizer: Optimizer) -> GraphStep:
     the block made holds the last replay's value. Dropout draws what it would in that step. What
     Python does in the block is not repeated: schedulers, counters and data loading belong outside.
     Memory that lived when the block began or was taken in it serves the graph alone until that is
-    dropped (``other_bytes`` of :func:`memory_stats`), so a graph costs about what a step without it
-    takes beside it. Memory of other libraries that tensors stood on when the block began (DLPack)
+    dropped (``other_bytes`` of :func:`memory_stats`). So a graph takes about as much again as a
+    step without it. Memory of other libraries that tensors stood on when the block began (DLPack)
     goes back to them when the graph does.
 
     Examples

@@ -1,8 +1,8 @@
 """Start ranks on this machine: a script with :func:`run`, a function with :func:`launch`.
 
 Both give every rank torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, ...), which
-:func:`fsdpc.init` reads, print the ranks' output as it comes with the rank in front, and leave no
-process behind however they end.
+:func:`fsdpc.init` reads. They print the ranks' output as it comes, with the rank in front, and
+leave no process behind however they end.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def run(
     Returns
     -------
     int
-        The exit code for the shell: 0, the code of the rank that failed first (128 + the signal's
-        number when one killed it), 124 at a timeout, 128 + 2 after Ctrl-C. Also 0 where all ranks
+        The exit code for the shell: 0; the code of the rank that failed first (128 + the signal's
+        number if one killed it); 124 at a timeout; 128 + 2 after Ctrl-C. Also 0 where all ranks
         answered SIGTERM or SIGUSR1 by ending with 0, as those do that save.
 
     Raises

@@ -12,13 +12,12 @@ def memory_stats() -> dict[str, int]:
     -------
     dict of str to int
         ``<category>_bytes`` and ``<category>_peak_bytes`` for wire (counted on the host's first
-        rank: there is one copy), master, grad, state, reduce, staging (what is on its way to and
-        from a disk), pinned (host memory beside a GPU: what is offloaded there, and what is on its
-        way), activation and other;
-        ``total_bytes``, ``total_peak_bytes`` (without pinned), ``cached_bytes`` (free in host
-        memory, kept for reuse) and ``system_allocs`` (times the system, or CUDA, was asked for
-        memory: it does not grow in a steady step); of :class:`OffloadPolicy`'s files
-        ``disk_file_bytes``, ``disk_read_bytes`` and ``disk_written_bytes``.
+        rank: there is one copy), master, grad, state, reduce, staging (on its way to and from a
+        disk), pinned (host memory beside a GPU: offloaded, or on its way), activation and other.
+        ``total_bytes``, ``total_peak_bytes`` (without pinned) and ``cached_bytes`` (free in host
+        memory, kept for reuse). ``system_allocs`` counts requests to the system, or CUDA, for
+        memory: it does not grow in a steady step. ``disk_file_bytes``, ``disk_read_bytes`` and
+        ``disk_written_bytes`` are of :class:`OffloadPolicy`'s files.
 
     Examples
     --------

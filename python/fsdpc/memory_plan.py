@@ -54,11 +54,11 @@ class MemoryPlan:
     shard group; the others are each rank's own. On ``device`` "cuda" it is each rank's own too: its
     slices of all units, and room for those that are whole at a time. In deterministic mode over
     NCCL ``reduce`` includes room for what the peers send to a sum; on CPUs of several ``hosts``,
-    for sums on their way between them. ``staging`` is what is on its way to and from a disk,
-    ``file`` what lies there, ``pinned`` what lies in host memory beside a GPU or is on its way
-    there; neither of the latter two is in the total. ``activation`` is what forward and backward
-    hold at once, where a batch was given. ``units`` says what was counted as units. Printed it is a
-    table, and in a notebook a picture.
+    for sums on their way between them. ``staging`` is on its way to and from a disk, and ``file``
+    lies there. ``pinned`` lies in host memory beside a GPU or is on its way there. Neither of the
+    latter two is in the total. ``activation`` is what forward and backward hold at once, where a
+    batch was given. ``units`` says what was counted as units. Printed it is a table, and in a
+    notebook a picture.
 
     Examples
     --------

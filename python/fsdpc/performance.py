@@ -1,8 +1,8 @@
 """How fast a run is: tokens and floating point operations a second, and the share of the peak.
 
-A FLOP count depends on who counts. :data:`FORMULAS` has ours and those of published studies, which
-differ in the output layer, and in whether the half of the attention matrix that causality masks is
-counted; two figures of MFU compare only where the formula and the peak are the same.
+A FLOP count depends on who counts. :data:`FORMULAS` has ours and those of published studies. They
+differ in the output layer, and in the half of the attention matrix that causality masks. Two
+figures of MFU compare only if formula and peak are the same.
 """
 
 from __future__ import annotations
@@ -210,9 +210,10 @@ class PerformanceTracker:
         Returns
         -------
         dict of str to float
-            After the warm-up ``steps``, ``tokens`` and ``seconds`` since then, the last
+            After the warm-up: ``steps``, ``tokens`` and ``seconds`` since then, the last
             ``step_seconds``, ``tokens_per_second`` of all ranks and ``..._rank`` of one,
-            ``tflops_rank``, ``mfu`` and the bytes of :func:`memory_use`; only the latter before.
+            ``tflops_rank``, ``mfu`` and the bytes of :func:`memory_use`. Before it: only the
+            latter.
         """
         now, last = time.perf_counter(), self._last
         self._calls, self._last = self._calls + 1, now

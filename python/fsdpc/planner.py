@@ -224,7 +224,7 @@ def plan(
 
     Notes
     -----
-    Tried are the strategies, hybrid ones with all meshes that fit hosts; recomputation of no, half
+    It tries the strategies, hybrid ones with all meshes that fit hosts; recomputation of no, half
     of the and all blocks; micro-batches by factors of two; and a disk for the optimizer. What fits
     by :func:`fsdpc.memory_plan` is played by :func:`fsdpc.simulate`, whose limits are its own.
 

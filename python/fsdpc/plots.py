@@ -1,7 +1,7 @@
 """Pictures of runs by matplotlib (``pip install fsdpc[plots]``): losses and rates over steps.
 
-:func:`plot_runs` draws what runs have written, several of them in one picture. :class:`LivePlot`
-draws a run while it goes on: in the cell of a notebook, which is updated in place, or into a file.
+:func:`plot_runs` draws the metrics of runs, several of them in one picture. :class:`LivePlot` draws
+a run while it goes on, in the cell of a notebook, which is updated in place, or into a file.
 :func:`plot_memory` and :func:`plot_scaling` are for papers: memory by strategy, rates by ranks.
 """
 

@@ -51,9 +51,9 @@ def fully_shard(
         gradients summed over columns too (HSDP).
     reshard_after_forward : bool or int, optional
         Give parameters up after forward and gather them again for backward. None: yes, except for
-        the outermost module. An int n, a divisor of the shard group's size: give up all but what a
-        group of n ranks needs to gather again: 1 keeps them (False), and more is the same as True
-        where ranks share memory.
+        the outermost module. An int n, a divisor of the shard group's size: give up all but the
+        part that a group of n ranks needs to gather again. 1 keeps them (False), and more is the
+        same as True where ranks share memory.
     mp_policy : MixedPrecisionPolicy, optional
         Dtypes of compute and communication; the original ones where not given.
     ignored_params : iterable of Parameter, optional

@@ -109,7 +109,7 @@ class Simulation:
     ``exposed`` are the seconds in which a rank computes nothing because it waits: for gathers, for
     reductions, and for others to begin an epoch or to agree. ``sent_between`` and ``sent_inside``
     are bytes that the ranks of one host send to other hosts and to each other (on CPUs: read of
-    each other); ``messages`` are those of one rank to other hosts, of GPUs the steps of their
+    each other). ``messages`` are those of one rank to other hosts, of GPUs the steps of their
     rings. ``flops`` counts one rank's products, those that activation checkpointing computes again
     too. ``memory`` is that of :func:`fsdpc.memory_plan`, whose ``wire`` serves ``wire_ranks`` ranks
     of a host. ``padding`` is what ranks hold beyond the parameters, as a part of these.

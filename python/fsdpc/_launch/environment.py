@@ -82,7 +82,7 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
 
     Two more are a descriptor each, so they are set when a rank is forked (supervisor.py).
 
-    MASTER_PORT is a number in a name and no TCP port: ranks of one host meet at a socket whose name
+    MASTER_PORT is a number in a name and no TCP port. Ranks of one host meet at a socket whose name
     holds it beside the run's id, so that two runs at once never meet each other.
     """
     shared = {
@@ -122,8 +122,8 @@ SLURM_SPECIAL_STEPS = 0xFFFFFF00
 def find_scheduler(environment: Mapping[str, str]) -> Scheduler | None:
     """Return who started this process as one task of several; None: nobody did, or torchrun.
 
-    A script of sbatch and a shell of salloc or ``srun --pty`` have SLURM's variables too and are no
-    task among others: they are of no step, of a special one, or have a terminal.
+    A script of sbatch and a shell of salloc or ``srun --pty`` have SLURM's variables too, but are
+    no task among others: they have no step, a special one, or a terminal.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return None
@@ -331,8 +331,8 @@ def inherited_socket(address: str, rank: int) -> int:
     """Return the listening socket that the launcher opened for this rank, once; else -1.
 
     The number in FSDPC_RANK_SOCKET is believed only if that descriptor has the name of this rank in
-    this run: the program may have changed the address, or be a child of the rank that inherited
-    its variables and not its descriptors.
+    this run. The program may have changed the address, or be a child of the rank that inherited its
+    variables and not its descriptors.
     """
     text = os.environ.pop("FSDPC_RANK_SOCKET", "")
     try:

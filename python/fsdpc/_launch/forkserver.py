@@ -1,12 +1,12 @@
 """A process without threads that forks the ranks of tests.
 
 A pytest process soon has threads that do not survive a fork: an engine of its own at world size 1,
-torch's OpenMP pool.  So the server is forked from it when collection is done and no test has run:
-it has imported all that the tests need and it knows their functions, which therefore need no
-pickling.  It is told over an inherited socket which test to run, and answers with the outcome.
+torch's OpenMP pool. So the server is forked from it when collection is done and no test has run. It
+has imported everything that the tests need and knows their functions, which therefore need no
+pickling. It is told over an inherited socket which test to run, and answers with the outcome.
 
-The server leads a process group of its own and is tied to pytest as ranks are to a launcher (see
-Note [leash] in process.py), so that it and its ranks go when pytest goes.
+The server leads a separate process group and is tied to pytest as ranks are to a launcher (see Note
+[leash] in process.py). So it and its ranks go when pytest goes.
 """
 
 from __future__ import annotations

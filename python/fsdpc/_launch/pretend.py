@@ -1,8 +1,8 @@
 """Hosts that tests pretend: ranks of this machine, in groups that share no memory.
 
 This is for :mod:`fsdpc.testing` alone. A rank says that it is on a host of its own making, and Unix
-sockets between all ranks carry what goes from host to host: by Python's threads, so nothing here
-says how fast a link is. The engine sees a link as any other.
+sockets between all ranks carry the bytes between hosts, by Python's threads. So nothing here says
+how fast a link is. The engine sees a link as any other.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 Every rank is the leader of a process group of its own, so that ending a rank ends what it started
 too.  Its stdout and stderr go down one pipe to the parent, in the order written; stdin is empty.
 
-Note [leash].  A rank must not outlive its launcher, even one that is killed by SIGKILL.
+Note [leash]. A rank must not outlive its launcher, even one that is killed by SIGKILL.
 PR_SET_PDEATHSIG follows the parent's thread (a notebook's worker thread may end) and spares the
-rank's own children; a watching thread would make the rank's later forks unsafe.  So each rank holds
-the read end of a pipe whose only write end is the launcher's, and asks the kernel (O_ASYNC,
-F_SETSIG, F_SETOWN) to send SIGKILL to its process group when that end closes.  It survives exec.
+rank's own children; a watching thread would make the rank's later forks unsafe. So each rank holds
+the read end of a pipe whose only write end is the launcher's. It makes the kernel (O_ASYNC,
+F_SETSIG, F_SETOWN) send SIGKILL to its process group when that end closes. It survives exec.
 """
 
 from __future__ import annotations

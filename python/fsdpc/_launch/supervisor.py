@@ -14,9 +14,9 @@ One loop in the calling thread waits for output, results and ends of all ranks. 
   begins when the first of them ends, or with a second SIGTERM.  Such a rank gets the signal alone,
   as its workers (of a data loader) would die by it.
 
-Which rank failed *first* is not who ended first: a rank that dies with gigabytes of memory is gone
-only after they are, and peers that noticed at once may end before it.  So a rank whose report says
-that a peer left is named only when there is no other.
+The rank that failed *first* may not be the one that ended first. A rank that dies with gigabytes of
+memory is gone only after they are, and peers that noticed at once may end before it. So a rank
+whose report says that a peer left is named only when there is no other.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class Supervisor:
         pid = rank.started.pid
         rank.code = 255  # if somebody else reaped it
         try:
-            # Not reaped yet, so that the group's id is surely still ours when we kill what the rank
-            # left behind (a child of it could keep the pipes open for ever).
+            # Not reaped yet, so that the group's id is surely still ours when we kill the remaining
+            # processes of the rank (a child of it could keep the pipes open for ever).
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             rank.ended_at = time.monotonic()
             os.killpg(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
 """A folder belongs to one run: the lock that says so, and room beside a checkpoint.
 
-The lock is POSIX's, on a file: the system drops it when its process ends, however that is, no
-forked child inherits it, and it holds across hosts where the file system (NFS with locks) does so.
-It belongs to the process, and any ``close`` of the file drops it, so a process opens a file that it
-has claimed no second time: all claims of one file in a process are one object.
+The lock is POSIX's, on a file. The system drops it when its process ends, however that is, no
+forked child inherits it, and it holds across hosts if the file system (NFS with locks) supports
+that. It belongs to the process, and any ``close`` of the file drops it. So a process never opens a
+claimed file again: all claims of one file in a process are one object.
 """
 
 from __future__ import annotations

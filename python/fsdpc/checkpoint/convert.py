@@ -87,9 +87,9 @@ def convert(
     -----
     Memory: none to speak of, whatever the sizes, for what is mapped: ours, safetensors and
     ``torch.save`` files. Ours with checksums is read twice, first to compare them. A DCP folder is
-    read one of its pieces at a time into scratch as large as the checkpoint, and so is ours in
-    several pieces a tensor on the way to PyTorch's formats. Held in memory are ``torch.save`` files
-    of before PyTorch 1.6 and tensors in them that are not contiguous.
+    read one of its pieces at a time into scratch as large as the checkpoint. So is ours in several
+    pieces a tensor on the way to PyTorch's formats. Held in memory are ``torch.save`` files of
+    before PyTorch 1.6 and tensors in them that are not contiguous.
     """
     if to.exists():
         raise CheckpointError(f"{to} is there already and is not written over")

@@ -97,9 +97,9 @@ def load(
     -----
     Each rank reads its own elements straight into their place, one chunk at a time where dtypes
     differ, and its checksums join those of the others to the whole tensors'. They are known when
-    everything was read. If they are wrong, or a file could not be read to its end, every floating
-    point value that was to be read is NaN afterwards, so that nobody goes on with it unawares
-    (``fsdpc ckpt verify`` checks before anything is touched, which takes as long again).
+    everything was read. If they are wrong, or a file could not be read to its end, all floating
+    point values of the load are NaN afterwards, so that nobody uses them unawares. ``fsdpc ckpt
+    verify`` checks before anything is touched, which takes as long again.
 
     Random numbers go on where they were if there is an optimizer to load: then it is a run that
     goes on. Those of Python, NumPy and torch, which are each rank's own, do so at the number of

@@ -69,9 +69,9 @@ class CheckpointManager:
     Notes
     -----
     All methods are collective but :meth:`list`. A folder belongs to the run that saves to it: see
-    :meth:`claim`, which a manager with ``every_steps`` or ``every_seconds`` calls when it is made,
-    and any other before its first save. Until then nothing is removed, so that other processes may
-    list and load from the folder of a run that goes on.
+    :meth:`claim`. A manager with ``every_steps`` or ``every_seconds`` calls it when it is made, any
+    other before its first save. Until then nothing is removed, so that other processes may list and
+    load from the folder of a run that goes on.
 
     Examples
     --------

@@ -173,8 +173,8 @@ def save(
     The tensor files' bytes do not depend on the number of ranks, the mesh, the strategy or the
     front door. The global random numbers of Python, NumPy and torch are saved of every rank.
     Memory: one chunk; with ``async_`` a copy of this rank's pieces, in memory that the next save
-    uses again. The first one touches it for the first time, which takes seconds where a virtual
-    machine gets its memory from the host page by page, as any first use of so much there does.
+    uses again. The first one touches it for the first time. That takes seconds if a virtual machine
+    gets its memory from the host page by page, as any first use of so much does there.
 
     Examples
     --------

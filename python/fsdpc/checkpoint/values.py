@@ -1,8 +1,8 @@
 """State dicts as JSON, and back as they were.
 
-What JSON has no words for is spelled as a dict of one key that begins with a dollar: tuples,
-numbers that are not finite, counters, and dicts whose keys are not text (``MultiStepLR`` counts
-milestones by number, ``ReduceLROnPlateau`` begins at infinity).
+Values that JSON lacks become a dict of one key that begins with a dollar. These are tuples, numbers
+that are not finite, counters, and dicts whose keys are not text (``MultiStepLR`` counts milestones
+by number, ``ReduceLROnPlateau`` begins at infinity).
 """
 
 from __future__ import annotations

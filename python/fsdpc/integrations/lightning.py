@@ -73,7 +73,7 @@ class FsdpcStrategy(DDPStrategy):
     Notes
     -----
     With mixed precision, units inside compute and are gathered in its dtype, reduce in float32 and
-    cast their inputs; the outermost unit stays in float32 under autocast, as everything does in
+    cast their inputs. The outermost unit stays in float32 under autocast, as everything does in
     DDP. ``mp_policy`` replaces both.
     """
 

@@ -149,8 +149,9 @@ class ModelConfig:
     def flops_per_token(self, seq: int) -> float:
         """Return the training FLOPs of one token in a causal sequence of ``seq``.
 
-        6 x (matmul parameters, a tied head included) + attention 6 L d s, d of all heads together:
-        forward and backward, the causal half of the attention matrix counted, windows not.
+        6 x (matmul parameters, a tied head included) + attention 6 L d s, d of all heads together.
+        It counts forward and backward, and the causal half of the attention matrix; it ignores
+        windows.
         """
         width = self.heads * self.head_dim
         return 6.0 * self.matmul_parameters() + 6.0 * self.layers * width * seq

@@ -87,7 +87,7 @@ class MultiheadAttention(Module):
         ``key_padding_mask`` is (batch, key tokens), ``attn_mask`` (tokens, key tokens) or that per
         batch and head, (batch * heads, tokens, key tokens); bool, where not to look, or floats to
         add. Returns the result, of query's shape, and the weights (batch, tokens, key tokens),
-        averaged over heads, or None unless they are needed: without them, and without masks and
+        averaged over heads, or None unless they are needed. Without them, and without masks and
         dropout, no such matrix is kept.
         """
         q, k, v = self._projected(query, key, value)

@@ -2,8 +2,8 @@
 
 On the CPU that is all. On a GPU kernels run behind their callers, torch's on its current stream. So
 wherever torch hands over to the engine, the engine's main stream becomes that one (:func:`join`;
-TorchUnit does it by itself, in backward's threads too): both libraries' work runs in one order,
-and neither waits for the other.
+TorchUnit does it by itself, in backward's threads too). Both libraries' work runs in one order, and
+neither waits for the other.
 """
 
 from __future__ import annotations

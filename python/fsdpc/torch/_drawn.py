@@ -1,7 +1,7 @@
 """Finds parameters that were initialised piece by piece from equal generators.
 
-``for p in model.parameters(): nn.init.normal_(p)`` after sharding draws on every rank from the
-beginning of one stream, so ranks get the same numbers for other rows, or for other parameters: a
+After sharding, ``for p in model.parameters(): nn.init.normal_(p)`` draws on every rank from the
+beginning of one stream. So ranks get the same numbers for other rows, or for other parameters: a
 piece may be a whole parameter. That would train, and be worse. So before the first forward ranks
 compare how the pieces begin that were written since their values were those of full parameters.
 What begins alike on two ranks, but for its scale, and is not constant, was drawn so.

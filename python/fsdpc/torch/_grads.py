@@ -1,9 +1,9 @@
 """Gradients of pieces: tensors over this rank's rows that answer norms for the whole parameter.
 
 A piece's gradient holds this rank's rows alone, so ``p.grad.norm()`` of a plain tensor would
-quietly be another number on every rank. Here norms are global, and the engine's: the first one read
-measures all gradients of the model in one small collective, and the others read its result while
-their own gradient is as it was. Whether to measure hangs on what the program did, never on this
+quietly be another number on every rank. Here norms are global, and the engine's. The first read
+measures all gradients of the model in one small collective; the others return its result while
+their own gradient is unchanged. Whether to measure hangs on what the program did, never on this
 rank's rows, so that ranks decide alike. Everything else is a plain tensor's.
 
 Clipping may have left a factor for the optimizer to apply; any operation here applies it first.

@@ -2,7 +2,7 @@
 
 ``nn.init`` on pieces would give each rank the same numbers for other rows, and know the wrong
 fan-in. So inside ``reset_parameters()`` of any module of a unit, inside ``apply(fn)``, and where
-adapters are merged, the unit's parameters stand on private full copies; afterwards ranks compare
+adapters are merged, the unit's parameters stand on private full copies. Afterwards ranks compare
 them (or take rank 0's, as ``sync_module_states`` said), and keep their rows. Equal generators give
 the values that the plain model would have.
 """

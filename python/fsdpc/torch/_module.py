@@ -132,9 +132,10 @@ class FSDPModule(fsdp_module.FSDPModule):
 
         Notes
         -----
-        Such units are gathered with each outermost forward, have a reduce buffer of their own, and
-        are reduced at the end of backward, with zeros from ranks that did not run them. Parameters
-        have a gradient afterwards if any rank used them; within a unit that is so in any case.
+        Such units are gathered with each outermost forward and have a reduce buffer of their own.
+        They are reduced at the end of backward, with zeros from ranks that did not run them.
+        Parameters have a gradient afterwards if any rank used them; within a unit that is so in any
+        case.
         """
         self._set("rank_dependent", reduce_scatter_unused_params, recurse)
 

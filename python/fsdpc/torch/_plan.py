@@ -1,10 +1,10 @@
 """Which submodules a plan makes units, and with which options.
 
 A plan is a function of (dotted name, module) that returns options or None, or maps patterns of
-names to options; a star stands for one part of a name. transformers' plans are taken as they are:
-a tuple of patterns is one unit, ``"free_full_weight"`` and ``"keep_full_weight"`` say what happens
-after forward. Modules of a plan that share a parameter become one unit; one that shares its own
-with what no pattern names is left to the module around them.
+names to options; a star stands for one part of a name. transformers' plans are taken as they are. A
+tuple of patterns is one unit; ``"free_full_weight"`` and ``"keep_full_weight"`` say whether forward
+gives its parameters up. Modules of a plan that share a parameter become one unit; one that shares
+its own with what no pattern names is left to the module around them.
 """
 
 from __future__ import annotations

@@ -242,9 +242,9 @@ def get_model_state_dict(
     rank0_only : bool, default False
         Other ranks take part and get an empty dict; full tensors exist one at a time there.
     sharded : bool, default False
-        Parameters are this rank's rows instead, over their own memory, and nothing communicates:
-        for ``torch.distributed.checkpoint``, which saves them as parts of a whole, and loads into
-        them in place at any number of ranks.
+        Instead, parameters are this rank's rows, over their own memory, and nothing communicates.
+        ``torch.distributed.checkpoint`` saves them as parts of a whole, and loads into them in
+        place at any number of ranks.
 
     Examples
     --------
