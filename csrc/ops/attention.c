@@ -1,20 +1,20 @@
 /* Blocked attention: arguments, choice of kernels, and the cut over threads.
  *
- * The algorithm is FlashAttention-2's (Dao 2023).  Forward: for a block of 64 queries the keys are
- * visited in blocks of 128; scores, running maximum and sum, and the unnormalised output live in a
+ * The algorithm is FlashAttention-2's (Dao 2023).  Forward visits, for a block of 64 queries, the
+ * keys in blocks of 128.  Scores, running maximum and sum, and the unnormalised output live in a
  * scratch of a few hundred KiB.  Backward recomputes the probabilities from lse and needs one more
  * number per query, D = rowsum(dO * O).  Blocks of which no query sees a key are skipped, whether
  * order, a window or a mask hides them.
  *
- * The cut: forward over (batch, head, run of query blocks), backward over (batch, key-value head),
- * so that everything has one writer and dk, dv are summed over the query heads of a group and their
+ * The cut: forward over (batch, head, run of query blocks), backward over (batch, key-value head).
+ * So everything has one writer, and dk, dv are summed over the query heads of a group and their
  * blocks in ascending order.  Threads take units from a counter; which thread took which changes
  * nothing.  Backward on fewer (batch, key-value head) pairs than threads leaves threads idle.
  *
  * Kernels: attention_body.h compiled per instruction set, attention_f64.c for F64.  On processors
- * with bf16 products, BF16 inputs are multiplied as they are, and the probabilities P and the score
- * gradients dS are rounded to bf16 before they are multiplied (as FlashAttention and PyTorch do);
- * everything else is fp32.  Other paths and F16 convert to fp32 at packing and round results only.
+ * with bf16 products, BF16 inputs are multiplied as they are.  The probabilities P and the score
+ * gradients dS are rounded to bf16 before they are multiplied, as FlashAttention and PyTorch do.
+ * Everything else is fp32.  Other paths and F16 convert to fp32 at packing and round results only.
  */
 #include "ops/attention.h"
 

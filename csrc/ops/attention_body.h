@@ -1,13 +1,13 @@
 /* Blocked attention, forward and backward; compiled once per instruction set.
  *
  * Scores are computed transposed, S^T = K Q^T with one row per key and the 64 queries of a block in
- * its lanes: maxima and sums over keys are then plain vector operations, the causal mask is a
+ * its lanes.  Maxima and sums over keys are then plain vector operations, the causal mask is a
  * prefix of a row, and of K and Q only Q's block needs a transpose.  In the same way O^T = V^T P^T
  * and dQ^T = K^T dS^T; dV = P^T dO and dK = dS^T Q have their rows by key as they should.  Operands
  * are packed as units (attention_units.h); with pairs, P^T is packed both ways as it is made.
  *
  * Softmax: a lane's reference m is raised, and the output so far rescaled, only when the scores of
- * a block exceed it by more than 2^8 for some lane; so m need not be the maximum, which changes
+ * a block exceed it by more than 2^8 for some lane.  So m need not be the maximum, which changes
  * nothing but rounding: P is at most 2^8, the sum at least about 1.  Exponents are base 2 with
  * scale * log2 e folded in.  Hidden scores are -inf before exp2; m begins finite, so rows that see
  * nothing have sum 0 and no NaN appears.
@@ -87,8 +87,9 @@ static void pack_summed(const attention_plan *plan, unit *to, const unit *rows, 
 
 /* -- products over a block of keys ------------------------------------------------------------- */
 
-/* Keys of a block, all of which the upper half of the queries may see, the lower half only the
- * first `full` (rounded up): half of what the diagonal of a causal mask hides is never computed. */
+/* Keys of a block.  The upper half of the queries may see all of them, the lower half only the
+ * first `full` (rounded up).  So half of what the diagonal of a causal mask hides is never
+ * computed. */
 typedef struct key_block {
     size_t k0, keys, full;
 } key_block;
@@ -121,7 +122,7 @@ static void gemm_scores(const attention_plan *plan, key_block block, const unit 
     gemm(&shape, rows + block.full * plan->du, columns + half, c + block.full * QUERIES + half);
 }
 
-/* c (out_rows x 64) = or += X^T B over the keys of the block: `summed` is from pack_summed, or with
+/* c (out_rows x 64) = or += X^T B over the keys of the block. `summed` is from pack_summed, or with
  * single units R(X), which strides transpose; b is keys / PAIR x 64. */
 static void gemm_summed(const attention_plan *plan, key_block block, const unit *summed,
                         const unit *b, float *c, bool accumulate)

@@ -1,9 +1,9 @@
 /* The mask operand of attention: a block of it, transposed and in base 2 as scores are.
  *
- * Scores have keys as rows and queries as lanes (attention_body.h), masks have queries as rows: each
- * block is turned in squares of vectors, or splat where all queries share a row.  bool becomes 0 or
- * -inf.  What floats add is bounded from below by -FLT_MAX, so that only -inf hides a key: a query
- * whose keys all have the least finite number sees them all alike, as in PyTorch.
+ * Scores have keys as rows and queries as lanes (attention_body.h), masks have queries as rows:
+ * each block is turned in squares of vectors, or splat where all queries share a row.  bool becomes
+ * 0 or -inf.  Added floats are bounded from below by -FLT_MAX, so that only -inf hides a key.  A
+ * query whose keys all have the least finite number sees them all alike, as in PyTorch.
  */
 #ifndef FSDPC_OPS_ATTENTION_MASK_H
 #define FSDPC_OPS_ATTENTION_MASK_H

@@ -2,13 +2,13 @@
  *
  * Digits are added to without carrying, so between two normalisations a word may hold anything up
  * to 2^63 (and, after an integer all-reduce, the sum of all ranks' words).  Normalising moves
- * everything above 32 bits into the next digit, from the lowest up; afterwards every digit but the
+ * everything above 32 bits into the next digit, from the lowest up.  Afterwards every digit but the
  * last is in [0, 2^32) and the words are a canonical form of the number: equal sums have equal
  * words.
  *
  * Reading takes the 53 bits from the leading one down and rounds on the bit below them and on
  * whether any bit below that is set.  That is the only rounding a sum ever sees.  The number is an
- * integer times 2^-1074, the smallest subnormal, so a sum of fewer than 54 bits is exact and its
+ * integer times 2^-1074, the smallest subnormal.  So a sum of fewer than 54 bits is exact and its
  * bit pattern is the integer itself; there is no special case for subnormals.
  *
  * Written once for processor and GPU: the includer defines RULE, which is put before each function,

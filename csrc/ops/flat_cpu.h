@@ -39,8 +39,8 @@ static inline void *fsdpc_flat_at(const void *base, size_t i, fsdpc_dtype dtype)
     return (char *)base + i * fsdpc_dtype_bytes(dtype);
 }
 
-/* fp64 to fp32, rounded to odd: a second rounding, to bf16 or fp16, then ends where a single one
- * would have (the kept bits are more than two longer, and the odd bit remembers what was lost). */
+/* fp64 to fp32, rounded to odd.  A second rounding, to bf16 or fp16, then ends where a single one
+ * would have: the kept bits are more than two longer, and the odd bit remembers the loss. */
 static inline float fsdpc_f64_to_f32_odd(double x)
 {
     float rounded = (float)x;

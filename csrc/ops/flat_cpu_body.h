@@ -2,9 +2,8 @@
  *
  * Included once by each flat_cpu*.c, which defines FSDPC_FLAT_TABLE and FSDPC_FLAT_NAME; everything
  * here is static, so the copies never meet.  All arithmetic is per element and written once for
- * full vectors and tails alike, so cuts and alignment cannot change a bit; and it is the same
- * operations in every copy (a fused multiply-add only where one is named), so the instruction sets
- * agree too.
+ * full vectors and tails alike, so cuts and alignment cannot change a bit.  Every copy has the same
+ * operations (a fused multiply-add only where one is named), so the instruction sets agree too.
  */
 #include "base/size.h"
 #include "ops/flat_cpu.h"

@@ -1,6 +1,6 @@
 /* init: constant, normal and uniform values, each a function of its absolute index.
  *
- * Element i comes from Philox block i / 4 of its stream: word i mod 4 for a uniform value; for
+ * Element i comes from Philox block i / 4 of its stream.  A uniform value is word i mod 4.  Of
  * normal ones, words 0 and 1 make elements 0 and 1, words 2 and 3 make elements 2 and 3 (Box and
  * Muller 1958: radius sqrt(-2 log u), angle 2 pi w, cosine first).  So any slice can be computed by
  * itself.

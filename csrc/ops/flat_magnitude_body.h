@@ -1,6 +1,6 @@
 /* absmax and clamp: the largest magnitude, and cutting magnitudes off.
  *
- * Included by flat_cpu_body.h.  Magnitudes are compared as integers, the bits without the sign: of
+ * Included by flat_cpu_body.h.  Magnitudes are compared as integers, the bits without the sign.  Of
  * floats that are not negative the order is the same, and a NaN is above infinity, so that a
  * maximum keeps it without a test.  A maximum has no order, so threads and paths agree by nature.
  * clamp compares as floats: a NaN is neither above nor below and stays what it is.

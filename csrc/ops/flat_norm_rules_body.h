@@ -1,10 +1,9 @@
 /* Rules of norms (ops/flat_norm.h), by one thread; written once for processor and GPU: the includer
  * defines RULE, which is put before each function, behind exact_sum_rules_body.h.
  *
- * Scaling afterwards is what lets a gradient keep a factor pending, unread: a power of two moves
- * the exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements
- * that the factor would push below the smallest normal number would round; the shifted sum does
- * not.)
+ * Scaling afterwards lets a gradient keep a factor pending, unread.  A power of two moves the
+ * exponent of every term alike, so the sum of the scaled terms is the shifted sum.  (Elements that
+ * the factor would push below the smallest normal number would round; the shifted sum does not.)
  */
 
 RULE void norm_join(const fsdpc_norm_join_args *args)

@@ -5,9 +5,9 @@
  * any alignment of their element but are fastest at 64 bytes.  `dst` and `src` may be equal (in
  * place) if their elements have equal size, never partly overlapping.
  *
- * Arithmetic: casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals kept);
- * sums are in fp32 or wider; no result depends on the number of threads, on alignment, or on how a
- * caller cut the range into calls, save that norms are summed over whole leaves (see sumsq).
+ * Casts round to nearest even in integer arithmetic (NaN stays NaN, subnormals kept).  Sums are in
+ * fp32 or wider.  No result depends on the number of threads, on alignment, or on the caller's cut
+ * of the range into calls, except that norms are summed over whole leaves (see sumsq).
  */
 #ifndef FSDPC_OPS_FLAT_OPS_H
 #define FSDPC_OPS_FLAT_OPS_H
@@ -16,12 +16,11 @@
 #include "ops/flat_norm.h"
 #include "ops/flat_step.h"
 
-/* out = cast(scale * (tree sum over srcs)) [+ out].
- * The tree is pairwise over the index: ((0+1)+(2+3))+..., an odd one out passes up unchanged;
- * partial sums are in the wider of fp32 and dtype; the scaled sum is rounded once through
- * `round_dtype` (the reduce dtype, so that one rank rounds like many; the wide dtype for a partial
- * sum, which is not rounded) and then cast to out_dtype and, if `accumulate`, added to out in fp32
- * (F64 when out is F64). */
+/* out = cast(scale * (tree sum over srcs)) [+ out].  The tree is pairwise over the index:
+ * ((0+1)+(2+3))+..., an odd one out passes up unchanged.  Partial sums are in the wider of fp32 and
+ * dtype.  The scaled sum is rounded once through `round_dtype`: the reduce dtype, so that one rank
+ * rounds like many, or the wide dtype for a partial sum, which is not rounded.  Then it is cast to
+ * out_dtype and, if `accumulate`, added to out in fp32 (F64 when out is F64). */
 typedef struct fsdpc_reduce_args {
     const void *const *srcs; /* n_srcs pointers to numel elements of dtype */
     int n_srcs;              /* >= 1 */

@@ -1,9 +1,9 @@
 /* reduce: a tree sum over many sources, scaled, rounded and stored, in one pass over memory.
  *
  * Included by flat_cpu_body.h.  Up to four sources are added in registers and stored at once.  More
- * are taken in groups of four, a block of REDUCE_BLOCK elements at a time: group sums go to blocks
- * that stay in L1 and are merged as a binary counter counts (equal heights merge), which is the
- * pairwise tree of the header, level by level, with at most log2 of them alive.  Reading a block of
+ * are taken in groups of four, a block of REDUCE_BLOCK elements at a time.  Group sums go to blocks
+ * that stay in L1 and are merged as a binary counter counts (equal heights merge), with at most
+ * log2 of them alive.  That is the pairwise tree of the header, level by level.  Reading a block of
  * each source in turn, rather than a vector of all, keeps the prefetchers on few streams.
  *
  * Anything with F64 in it goes element by element through the same counter; it is for tests and

@@ -90,8 +90,8 @@ static const uint32_t *random_words(uint32_t *words, uint64_t seed, uint64_t str
     return words + skip;
 }
 
-/* Rounds to numbers of bf16, by 16 bits of each word from bit `shift` on: they are added below the
- * bits that stay, and carry as often as what is cut off is large.  NaN and infinity stay. */
+/* Rounds to numbers of bf16, by 16 bits of each word from bit `shift` on.  They are added below the
+ * bits that stay, and carry as often as the cut part is large.  NaN and infinity stay. */
 static void round_stochastically(float *x, const uint32_t *words, int shift, size_t n)
 {
     for (size_t i = 0; i < n; i++) {

@@ -2,8 +2,8 @@
  *
  * Included by flat_cpu_body.h after the rules.  The common case of training has its own loops
  * (step_run): fp32 states, fp32 or bf16 parameters, no wire or one in fp32 or bf16.  Everything
- * else goes block by block through L1 (step_blocks): other dtypes than fp32 are widened into
- * buffers, stepped there, and written back; so a step is one pass over memory all the same.
+ * else goes block by block through L1 (step_blocks).  Other dtypes than fp32 are widened into
+ * buffers, stepped there, and written back, so a step is one pass over memory all the same.
  *
  * The published value is the cast of the stored (rounded) parameter, so that `equal` of wire and
  * master holds right after the step.
@@ -181,7 +181,7 @@ static void step_block(step_rule rule, const step_memory *at, const step_scalars
 }
 
 /* The first state is rounded by the low half of an element's random word, the others by the high
- * one: the maximum of amsgrad is v or was stored before, so it ends as v's rounded value or as it
+ * one.  The maximum of amsgrad is v or was stored before, so it ends as v's rounded value or as it
  * was. */
 static void store_rounded(const fsdpc_step_args *a, int n_states, float (*states)[STEP_BLOCK],
                           size_t at, size_t n)

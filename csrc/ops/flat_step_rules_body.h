@@ -2,9 +2,9 @@
  *
  * Included by flat_cpu_body.h.  The scalars are computed once in fp64 and rounded to fp32; the
  * arithmetic per element is fp32.  AdamW and Adam are operation by operation PyTorch's fused CPU
- * kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it: m moves towards g
- * by a fused multiply-add, v adds (1 - b2) g * g fused, Adam's decay joins the gradient fused,
- * everything else is rounded after each operation.  SGD and Lion are sequences of x.mul_(a) and
+ * kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as its compiler fused it. m moves towards g
+ * by a fused multiply-add, v adds (1 - b2) g * g fused, Adam's decay joins the gradient fused.
+ * Everything else is rounded after each operation.  SGD and Lion are sequences of x.mul_(a) and
  * x.add_(y, alpha=b) there, of which the latter is one fused multiply-add.  So an fp32 step has the
  * same bits as torch's on machines with FMA, and the same bits as every other path here, tails
  * included.

@@ -2,13 +2,13 @@
  *
  * Included by flat_cpu_body.h.  An ordinary store first reads the line it will overwrite; a
  * streaming one does not.  With both, at 2^22 elements and one thread, a cast to bf16 moved 28 GB/s
- * where plain loads and stores moved 17, and a sum of two sources 25 where they moved 18;
- * prefetching alone takes a fifth off a norm of 2^26 elements.  Below STREAM_NUMEL_MIN elements a
+ * where plain loads and stores moved 17, and a sum of two sources 25 where they moved 18.
+ * Prefetching alone takes a fifth off a norm of 2^26 elements.  Below STREAM_NUMEL_MIN elements a
  * reader may well find the output in cache, so it is stored there.
  *
- * Streaming stores need aligned addresses, are worth it only when whole lines are written at once
- * (hence pairs of vectors), and are not ordered with later ones: stream_end() must come before
- * anyone may be told that the data is there.
+ * Streaming stores need aligned addresses, pay only when whole lines are written at once (hence
+ * pairs of vectors), and are not ordered with later ones. stream_end() must come before anyone may
+ * learn that the data is there.
  */
 enum { STREAM_NUMEL_MIN = 1 << 20 };
 

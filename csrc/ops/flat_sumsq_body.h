@@ -3,9 +3,9 @@
  *
  * Included by flat_cpu_body.h.  A leaf is summed in sixteen fp64 partial sums, element i of the
  * leaf into partial i mod 16, which are then folded: j with j + 8, 4, 2, 1.  The order is part of
- * the result, so it is the same on every instruction set; the square of an fp32, bf16 or fp16
+ * the result, so it is the same on every instruction set.  The square of an fp32, bf16 or fp16
  * number is exact in fp64, so fusing the addition would change nothing.  Whole powers up to
- * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up; others are libm's
+ * WHOLE_POWER_MAX are products of repeated squares, from the lowest bit of p up.  Others are libm's
  * pow, one by one, a hundred times as slow: the same function on every path.  A short leaf behaves
  * as if padded with zeros.  Threads sum into accumulators of their own, which merge exactly.
  */

@@ -1,18 +1,18 @@
 /* The bf16 matrix product with AMX tiles: 2 x 2 tiles of 16 x 16 sums.
  *
  * TDPBF16PS multiplies a tile of A (16 rows of 32 k) by a tile of B (16 pairs of k by 16 columns)
- * in 16 cycles; four of them need two loads of each operand, 4 KB, so the kernel lives or dies with
- * what the caches deliver: 64 bytes a cycle.  A panel of A (32 x 512, 32 KB) stays in L1; those of
- * B come from L2 with the hint not to displace it (TILELOADDT1), worth a third; a longer panel
- * costs as much.  An A along k needs no packing but for its place in L1 (rows a power of two apart
- * share its sets): the first tile of a row stores the tiles of A that it loads.  Copying the next
- * panel line by line between the tiles was slower, since it displaces the panel in use; prefetches
- * go to L2 for the same reason.
+ * in 16 cycles.  Four of them need two loads of each operand, 4 KB, so the kernel lives or dies by
+ * the caches' rate: 64 bytes a cycle.  A panel of A (32 x 512, 32 KB) stays in L1.  Those of B come
+ * from L2 with the hint not to displace it (TILELOADDT1), worth a third; a longer panel costs as
+ * much.  An A along k needs no packing but for its place in L1 (rows a power of two apart share its
+ * sets).  The first tile of a row stores the tiles of A that it loads.  Copying the next panel line
+ * by line between the tiles was slower, since it displaces the panel in use; prefetches go to L2
+ * for the same reason.
  *
  * Limits, measured at n = 1024 on the Xeon of benchmarks/README.md: TDPBF16PS alone reaches 3170
  * GFLOP/s, with its loads 97 % of that on zeros and 80 % on random numbers (heat: the same
- * instructions), with the stores of the sums after each 512 k 88 % of the rest.  Packing B takes
- * 8-13 % of the product, finishing C 2-5 %.
+ * instructions).  With the stores of the sums after each 512 k it reaches 88 % of the rest.
+ * Packing B takes 8-13 % of the product, finishing C 2-5 %.
  *
  * Arithmetic: as vdpbf16ps, subnormals count as zero and roundings are nearest even; the order of
  * the sum over the 32 k of a tile is the processor's, fixed.  Padding is zeros, which add nothing.

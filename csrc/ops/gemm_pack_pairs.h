@@ -55,8 +55,8 @@ FSDPC_INLINE void weave_pairs(uint32_t *to, size_t to_stride, const block *b)
 }
 
 /* The same for two neighbouring blocks, up to 32 lines: each cache line is read once, whole.  Rows
- * are far apart, often pages, which hardware does not prefetch: the next 32 k are prefetched, and
- * the next 32 lines, which are taken after a whole panel, as far as L2. */
+ * are far apart, often pages, which hardware does not prefetch.  So the next 32 k are prefetched,
+ * and the next 32 lines, which are taken after a whole panel, as far as L2. */
 FSDPC_INLINE void weave_two(uint32_t *to, uint32_t *to_next, const block *b, size_t lines)
 {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -108,7 +108,7 @@ FSDPC_INLINE block block_of(const fsdpc_gemm_operand *from, size_t width, size_t
 }
 
 /* Whole tiles to bf16, most there are, are rounded by the instruction.  It takes subnormals for
- * zero, but vdpbf16ps and TDPBF16PS leave none in the sums: on what is left it gives the bits of
+ * zero, but vdpbf16ps and TDPBF16PS leave none in the sums.  For the rest it gives the bits of
  * base/dtype.h, as finish_f32 does (the test of extremes holds it to that).  Rounding in integers
  * here cost 12 % of a product at n = 512, 8 % at 1024.  Bias and C, which may bring subnormals, go
  * to finish_f32. */

@@ -1,7 +1,7 @@
 /* Products with at most four rows: one source, compiled once per instruction set.
  *
- * Such products (generation, one column) read every weight once, so packing would double the work:
- * here x is widened to fp32 once and w streams past, each element read once, in memory order.
+ * Such products (generation, one column) read every weight once, so packing would double the work.
+ * Here x is widened to fp32 once and w streams past, each element read once, in memory order.
  * Where w runs along k, a column of the product is a dot product: 4 x 16 partial sums over k in a
  * fixed order.  Where w runs along columns, sums of up to STRIP columns stay in L1 while rows of w
  * are added four at a time.  Neither depends on where the columns are cut.
