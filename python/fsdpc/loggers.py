@@ -311,7 +311,7 @@ class MLflow(Logger):
     def __init__(
         self, where: str | os.PathLike[str], experiment: str = "fsdpc", run: str | None = None
     ) -> None:
-        self.run = ""
+        self.run: str = ""
         if not _writes():
             return
         uri = os.fspath(where)

@@ -25,9 +25,9 @@ class DeviceMesh:
         self, comms: Sequence[_core.Comm], names: Sequence[str], shape: Sequence[int]
     ) -> None:
         self._comms = tuple(comms)
-        self.mesh_dim_names = tuple(names)
-        self.shape = tuple(shape)
-        self.device_type = device.get_default_device()
+        self.mesh_dim_names: tuple[str, ...] = tuple(names)
+        self.shape: tuple[int, ...] = tuple(shape)
+        self.device_type: str = device.get_default_device()
 
     @property
     def ndim(self) -> int:

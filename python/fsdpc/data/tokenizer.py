@@ -56,9 +56,9 @@ class Tokenizer:
             self.path /= "tokenizer.json"
         with explained(self.path):
             self._bytes = self.path.read_bytes()
-        self.sha256 = hashlib.sha256(self._bytes).hexdigest()
+        self.sha256: str = hashlib.sha256(self._bytes).hexdigest()
         whole = self.path.resolve()
-        self.name = whole.parent.name if whole.name == "tokenizer.json" else whole.stem
+        self.name: str = whole.parent.name if whole.name == "tokenizer.json" else whole.stem
         try:
             self._json: dict[str, Any] = json.loads(self._bytes)
             self._tokens, self._special = _tokens_of(self._json)
@@ -69,7 +69,7 @@ class Tokenizer:
             ) from None
         if not self._tokens:
             raise ValueError(f"tokenizer {self.path} has no tokens")
-        self.vocab_size = max(self._tokens) + 1
+        self.vocab_size: int = max(self._tokens) + 1
 
     @property
     def dtype(self) -> str:

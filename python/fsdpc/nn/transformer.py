@@ -7,6 +7,7 @@ Masks follow PyTorch's modules: a bool mask says where attention must NOT look, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from fsdpc import _core
@@ -188,7 +189,7 @@ class TransformerEncoderLayer(Module):
         known = {"relu": F.relu, "gelu": F.gelu}
         if not callable(activation) and activation not in known:
             raise ValueError(f"activation is 'relu', 'gelu' or a function, not {activation!r}")
-        self.activation = known.get(activation, activation)
+        self.activation: Callable[[Tensor], Tensor] = known.get(activation, activation)
         self.norm_first = norm_first
         self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first, dtype=dtype)
         self.linear1 = Linear(d_model, dim_feedforward, bias, dtype=dtype)
