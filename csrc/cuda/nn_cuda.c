@@ -42,9 +42,24 @@ FLOAT_SLOT(norm, fsdpc_norm_args, "a norm")
 FLOAT_SLOT(swiglu, fsdpc_swiglu_args, "swiglu")
 FLOAT_SLOT(swiglu_backward, fsdpc_swiglu_args, "swiglu")
 
+/* What functional.conv2d and pooling compose of other operations on a GPU. */
+static fsdpc_status no_windows(void)
+{
+    return fsdpc_fail(FSDPC_ERR_UNSUPPORTED,
+                      "windows of images in one kernel on a GPU; fsdpc.functional composes them");
+}
+
+static fsdpc_status pool(const fsdpc_pool_args *args, fsdpc_stream *stream)
+{
+    (void)args, (void)stream;
+    return no_windows();
+}
+
 static fsdpc_status check_gemm(const fsdpc_gemm_args *g)
 {
     FSDPC_TRY(check_float(g->dtype, "a matrix product"));
+    if (g->windows)
+        return no_windows();
     if (g->c_dtype != g->dtype && g->c_dtype != FSDPC_F32)
         return fsdpc_fail(
             FSDPC_ERR_DTYPE, "a matrix product of %s cannot be written as %s: use %s or float32",
@@ -207,6 +222,8 @@ const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .rotary = rotary,
     .attention = attention,
     .attention_backward = attention_backward,
+    .pool = pool,
+    .pool_backward = pool,
     .embedding = embedding,
     .embedding_backward = embedding_backward,
     .cross_entropy = cross_entropy,

@@ -7,6 +7,7 @@
 
 #include <stdlib.h>
 
+#include "base/size.h"
 #include "ops/flat_ops.h"
 
 fsdpc_status fsdpc_op_check_float(const char *op, const char *what, const fsdpc_tensor *t)
@@ -61,6 +62,27 @@ fsdpc_status fsdpc_op_record(fsdpc_tape *tape, const fsdpc_node_ops *ops, int n,
     if (extra_bytes && !(node->extra = calloc(1, extra_bytes)))
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a node of the tape");
     *node_out = node;
+    return FSDPC_OK;
+}
+
+fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_t stride,
+                             const size_t padding[2], size_t dilation, size_t *out)
+{
+    size_t padded, reach = 0;
+    if (!kernel || !stride || !dilation)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "%s: a kernel of %zu, stride %zu, dilation %zu; all must be "
+                          "positive",
+                          op, kernel, stride, dilation);
+    FSDPC_TRY(fsdpc_add_size(padding[0], padding[1], &padded));
+    FSDPC_TRY(fsdpc_add_size(padded, extent, &padded));
+    FSDPC_TRY(fsdpc_mul_size(kernel - 1, dilation, &reach));
+    if (padded <= reach)
+        return fsdpc_fail(
+            FSDPC_ERR_SHAPE,
+            "%s: no window of %zu, dilation %zu, fits %zu elements and %zu of padding", op, kernel,
+            dilation, extent, padding[0] + padding[1]);
+    *out = (padded - reach - 1) / stride + 1;
     return FSDPC_OK;
 }
 

@@ -38,6 +38,10 @@ fsdpc_status fsdpc_op_unary_record(fsdpc_tape *tape, fsdpc_unary kind, double sc
 /* The input of a node that is gelu by tanh; NULL for any other node. */
 const fsdpc_tensor *fsdpc_op_gelu_input(const fsdpc_node *node);
 
+/* How many windows of `kernel` elements, `dilation` apart, fit one dimension of an image. */
+fsdpc_status fsdpc_op_places(const char *op, size_t extent, size_t kernel, size_t stride,
+                             const size_t padding[2], size_t dilation, size_t *out);
+
 /* Strides of a dense tensor. */
 void fsdpc_op_strides(int ndim, const size_t *shape, size_t *strides_out);
 

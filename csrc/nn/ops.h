@@ -83,6 +83,27 @@ fsdpc_status fsdpc_op_linear(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *we
 fsdpc_status fsdpc_op_linear_gelu(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                                   fsdpc_tensor *bias, bool in_out, fsdpc_tensor **out);
 
+/* ---- windows of images: op_conv.c, op_pool.c ---- */
+
+typedef struct fsdpc_conv_options { /* of height and width */
+    size_t stride[2], dilation[2];
+    size_t padding[2][2]; /* zeros before and behind */
+    size_t groups;
+} fsdpc_conv_options;
+/* x (N, C, H, W), weight (out, C / groups, kH, kW), bias (out) or NULL -> (N, out, oH, oW).  The
+ * CPU's tables and the null device. */
+fsdpc_status fsdpc_op_conv2d(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
+                             fsdpc_tensor *bias, const fsdpc_conv_options *options,
+                             fsdpc_tensor **out);
+
+typedef struct fsdpc_pool_options { /* of height and width */
+    bool max;                       /* else the mean, zeros of the padding included */
+    size_t kernel[2], stride[2], padding[2];
+} fsdpc_pool_options;
+/* x (N, C, H, W) -> (N, C, oH, oW); the CPU's tables and the null device */
+fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool_options *options,
+                             fsdpc_tensor **out);
+
 /* ---- layers: op_norm.c, op_attention.c, op_embedding.c ---- */
 
 /* Over the last dimension; weight, bias (cols) may be NULL. */

@@ -20,6 +20,8 @@
  * place for B's block and the sums.  C is cut over columns first, since cuts over rows make threads
  * pack the same columns twice.  Batches of small products are spread over threads whole.
  *
+ * Where B' is the windows of an image, each thread makes WINDOWS_BYTES of them before it packs them.
+ *
  * Products with at most four rows or columns never come here: see gemm_skinny.h.  Workspace is one
  * block of counted memory per call (category "other"), at most SLAB_BYTES for A (or one panel,
  * where k is very large) and about 2 MB a thread.
@@ -38,13 +40,15 @@ enum {
     HUGE_BYTES = 4 << 20,
     INLINE_WORK = 1 << 18, /* multiplications below which threads cost more than they give */
     BATCH_BYTES = 1 << 20, /* workspace up to which products of a batch run side by side */
-    SKINNY_INLINE_WORK = 1 << 16
+    SKINNY_INLINE_WORK = 1 << 16,
+    WINDOWS_BYTES = 128 << 10 /* of a block of windows, made before it is packed */
 };
 
 typedef struct product {
     size_t m, n, k;
     fsdpc_gemm_operand a, b;
-    fsdpc_gemm_target c; /* of the whole matrix; rows and cols unused */
+    const fsdpc_windows *windows; /* B' is theirs, b.data an image; or NULL */
+    fsdpc_gemm_target c;          /* of the whole matrix; rows and cols unused */
 } product;
 
 typedef struct plan {
@@ -59,11 +63,21 @@ typedef struct plan {
     size_t tile_bytes;                   /* sums of one tile */
     size_t slab_bytes;                   /* packed A */
     size_t b_bytes, sums_bytes, a_bytes; /* of one thread; a: one panel, without a slab */
+    size_t window_panels, windows_bytes; /* made at a time, of one thread; 0 where B is a matrix */
 } plan;
 
 /* -- choice ------------------------------------------------------------------------------------ */
 
-static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype)
+#if defined(__x86_64__)
+/* `few` where it saves an eighth of the rows that are computed. */
+static const fsdpc_gemm_path *path_for_rows(const fsdpc_gemm_path *path, const fsdpc_gemm_path *few,
+                                            size_t m)
+{
+    return 8 * fsdpc_round_up(m, few->mr) <= 7 * fsdpc_round_up(m, path->mr) ? few : path;
+}
+#endif
+
+static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype, size_t m)
 {
     if (dtype == FSDPC_F64)
         return &fsdpc_gemm_f64_portable;
@@ -71,13 +85,13 @@ static const fsdpc_gemm_path *path_of(fsdpc_isa isa, fsdpc_dtype dtype)
     if (dtype == FSDPC_BF16 && isa >= FSDPC_ISA_AMX)
         return &fsdpc_gemm_bf16_amx;
     if (dtype == FSDPC_BF16 && isa >= FSDPC_ISA_AVX512BF16)
-        return &fsdpc_gemm_bf16_avx512bf16;
+        return path_for_rows(&fsdpc_gemm_bf16_avx512bf16, &fsdpc_gemm_bf16_few_avx512bf16, m);
     if (isa >= FSDPC_ISA_AVX512)
-        return &fsdpc_gemm_f32_avx512;
+        return path_for_rows(&fsdpc_gemm_f32_avx512, &fsdpc_gemm_f32_few_avx512, m);
     if (isa >= FSDPC_ISA_AVX2)
         return &fsdpc_gemm_f32_avx2;
 #endif
-    (void)isa;
+    (void)isa, (void)m;
     return &fsdpc_gemm_f32_portable;
 }
 
@@ -89,10 +103,10 @@ static size_t even_block(size_t count, size_t most, size_t least)
     return fsdpc_max_size(fsdpc_ceil_div(count, fsdpc_max_size(blocks, 1)), 1);
 }
 
-static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k, bool a_along_k,
-                      int threads)
+static plan plan_make(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args, int threads)
 {
-    plan p = {.path = path, .threads = threads, .slab = !path->packs_a || !a_along_k};
+    size_t m = args->m, n = args->n, k = args->k;
+    plan p = {.path = path, .threads = threads, .slab = !path->packs_a || args->trans_a};
     if ((double)m * (double)n * (double)k < INLINE_WORK)
         p.threads = 1;
     size_t team = (size_t)p.threads;
@@ -125,12 +139,23 @@ static plan plan_make(const fsdpc_gemm_path *path, size_t m, size_t n, size_t k,
     size_t tiles = p.passes > 1 ? p.row_panels * p.col_panels : p.blocks > 1 ? p.col_panels : 2;
     p.sums_bytes = tiles * p.tile_bytes;
     p.a_bytes = p.slab ? 0 : p.a_panel_bytes;
+    if (args->windows) {
+        size_t panel_bytes = p.kc * path->nr * fsdpc_dtype_bytes(args->dtype);
+        p.window_panels = fsdpc_max_size(WINDOWS_BYTES / panel_bytes, 1);
+        p.window_panels = fsdpc_min_size(p.window_panels, p.col_panels);
+        p.windows_bytes = fsdpc_round_up(p.window_panels * panel_bytes, 64);
+    }
     return p;
+}
+
+static size_t thread_bytes(const plan *p)
+{
+    return p->b_bytes + p->sums_bytes + p->a_bytes + p->windows_bytes;
 }
 
 static size_t plan_bytes(const plan *p)
 {
-    return p->slab_bytes + (size_t)p->threads * (p->b_bytes + p->sums_bytes + p->a_bytes);
+    return p->slab_bytes + (size_t)p->threads * thread_bytes(p);
 }
 
 /* -- one product ------------------------------------------------------------------------------- */
@@ -184,7 +209,7 @@ static void pack_slab_part(void *arg, size_t part)
 /* One thread at one block of C. */
 typedef struct worker {
     const job *job;
-    char *b, *sums, *a;                                    /* its own memory; a: without a slab */
+    char *b, *sums, *a, *windows;                          /* its own memory; a: without a slab */
     size_t first_panel, last_panel, first_col, col_panels; /* the block */
     fsdpc_gemm_target pending;                             /* a tile to finish */
     const char *pending_sums;                              /* NULL: none */
@@ -207,7 +232,8 @@ static fsdpc_gemm_target target_of(const worker *w, size_t panel, size_t q)
     to.cols = fsdpc_min_size(it->n - col, path->nr);
     to.c = (char *)to.c + (row * to.ldc + col) * fsdpc_dtype_bytes(to.dtype);
     if (to.bias)
-        to.bias = (const char *)to.bias + col * fsdpc_dtype_bytes(to.bias_dtype);
+        to.bias =
+            (const char *)to.bias + (to.bias_by_row ? row : col) * fsdpc_dtype_bytes(to.bias_dtype);
     return to;
 }
 
@@ -278,21 +304,44 @@ static fsdpc_gemm_beside beside_of(worker *w, const char *a, size_t panel, size_
     return it;
 }
 
+/* One block of k of the worker's columns of B', to its panels. */
+static void pack_b(worker *w, char *to, size_t block)
+{
+    const plan *p = w->job->plan;
+    const fsdpc_gemm_path *path = p->path;
+    const product *it = w->job->product;
+    size_t k = block * p->kc, k_count = k_count_of(w->job, block), nr = path->nr;
+    if (!it->windows) {
+        for (size_t q = 0; q < w->col_panels; q++, to += p->b_panel_bytes) {
+            size_t col = w->first_col + q * nr;
+            path->pack_b(to, &it->b, col, fsdpc_min_size(it->n - col, nr), k, k_count);
+        }
+        return;
+    }
+    size_t end = fsdpc_min_size(w->first_col + w->col_panels * nr, it->n);
+    for (size_t col = w->first_col, n; col < end; col += n) {
+        n = fsdpc_min_size(end - col, p->window_panels * nr);
+        fsdpc_gemm_operand made = it->b;
+        made.data = w->windows;
+        made.lines = n;
+        made.ld = made.along_k ? k_count : n;
+        fsdpc_windows_tile tile = made.along_k ? (fsdpc_windows_tile){col, n, k, k_count}
+                                               : (fsdpc_windows_tile){k, k_count, col, n};
+        fsdpc_windows_copy(it->windows, it->b.data, fsdpc_dtype_bytes(it->b.dtype), &tile,
+                           w->windows);
+        for (size_t at = 0; at < n; at += nr, to += p->b_panel_bytes)
+            path->pack_b(to, &made, at, fsdpc_min_size(n - at, nr), 0, k_count);
+    }
+}
+
 static void compute_block(worker *w)
 {
     const job *j = w->job;
     const plan *p = j->plan;
-    const fsdpc_gemm_path *path = p->path;
-    const product *it = j->product;
     for (size_t first = 0; first < blocks_of(j); first += p->blocks) {
         size_t end = fsdpc_min_size(first + p->blocks, blocks_of(j));
-        char *b = w->b;
         for (size_t block = first; block < end; block++)
-            for (size_t q = 0; q < w->col_panels; q++, b += p->b_panel_bytes) {
-                size_t col = w->first_col + q * path->nr;
-                path->pack_b(b, &it->b, col, fsdpc_min_size(it->n - col, path->nr), block * p->kc,
-                             k_count_of(j, block));
-            }
+            pack_b(w, w->b + (block - first) * w->col_panels * p->b_panel_bytes, block);
         for (size_t panel = w->first_panel; panel < w->last_panel; panel++)
             for (size_t block = first; block < end; block++) {
                 char *a = p->slab ? a_panel(j, block, panel) : w->a;
@@ -311,9 +360,10 @@ static void compute_part(void *arg, size_t part)
     const plan *p = j->plan;
     const fsdpc_gemm_path *path = p->path;
     worker w = {.job = j};
-    w.b = j->workspace + p->slab_bytes + part * (p->b_bytes + p->sums_bytes + p->a_bytes);
+    w.b = j->workspace + p->slab_bytes + part * thread_bytes(p);
     w.sums = w.b + p->b_bytes;
     w.a = w.sums + p->sums_bytes;
+    w.windows = w.a + p->a_bytes;
     size_t row_blocks = fsdpc_ceil_div(j->panels, p->row_panels);
     size_t col_blocks = fsdpc_ceil_div(p->b_panels, p->col_panels);
 
@@ -362,9 +412,9 @@ static void skinny_part(void *arg, size_t part)
         j->path->skinny(&j->product, first, fsdpc_min_size(j->cols - first, j->part_cols));
 }
 
-static bool is_skinny(const fsdpc_gemm_path *path, size_t m, size_t n)
+static bool is_skinny(const fsdpc_gemm_path *path, const fsdpc_gemm_args *args)
 {
-    return path->skinny && fsdpc_min_size(m, n) <= FSDPC_GEMM_SKINNY;
+    return path->skinny && !args->windows && fsdpc_min_size(args->m, args->n) <= FSDPC_GEMM_SKINNY;
 }
 
 static size_t skinny_bytes(size_t m, size_t n, size_t k)
@@ -439,11 +489,13 @@ static product product_of(const fsdpc_gemm_args *args, size_t index)
               .lines = args->n,
               .along_k = args->trans_b,
               .dtype = args->dtype},
+        .windows = args->windows,
         .c = {.c = (char *)args->c + index * args->stride_c * c_bytes,
               .ldc = args->ldc,
               .dtype = args->c_dtype,
               .bias = args->bias,
               .bias_dtype = args->dtype,
+              .bias_by_row = args->windows,
               .accumulate = args->accumulate},
     };
 }
@@ -454,16 +506,17 @@ static void batch_part(void *arg, size_t part)
     char *workspace = j->workspace + part * j->workspace_bytes;
     for (size_t i; (i = atomic_fetch_add_explicit(&j->next, 1, memory_order_relaxed)) < j->batch;) {
         product it = product_of(j->args, i);
-        if (is_skinny(j->plan->path, it.m, it.n))
+        if (is_skinny(j->plan->path, j->args))
             run_skinny(j->plan->path, &it, (float *)workspace, j->team);
         else
             run(j->plan, &it, workspace, j->team);
     }
 }
 
-static size_t product_bytes(const plan *p, size_t m, size_t n, size_t k)
+static size_t product_bytes(const plan *p, const fsdpc_gemm_args *args)
 {
-    return is_skinny(p->path, m, n) ? skinny_bytes(m, n, k) : fsdpc_round_up(plan_bytes(p), 64);
+    return is_skinny(p->path, args) ? skinny_bytes(args->m, args->n, args->k)
+                                    : fsdpc_round_up(plan_bytes(p), 64);
 }
 
 static fsdpc_status check(const fsdpc_gemm_args *args)
@@ -479,7 +532,13 @@ static fsdpc_status check(const fsdpc_gemm_args *args)
                           fsdpc_dtype_name(args->dtype));
     size_t a_rows = args->trans_a ? args->k : args->m, a_cols = args->trans_a ? args->m : args->k;
     size_t b_rows = args->trans_b ? args->n : args->k, b_cols = args->trans_b ? args->k : args->n;
-    if ((a_rows > 1 && args->lda < a_cols) || (b_rows > 1 && args->ldb < b_cols) ||
+    if (args->windows && (fsdpc_windows_rows(args->windows) != b_rows ||
+                          fsdpc_windows_cols(args->windows) != b_cols))
+        return fsdpc_fail(FSDPC_ERR_SHAPE, "windows are (%zu, %zu), B is (%zu, %zu)",
+                          fsdpc_windows_rows(args->windows), fsdpc_windows_cols(args->windows),
+                          b_rows, b_cols);
+    if ((a_rows > 1 && args->lda < a_cols) ||
+        (b_rows > 1 && args->ldb < b_cols && !args->windows) ||
         (args->m > 1 && args->ldc < args->n))
         return fsdpc_fail(
             FSDPC_ERR_SHAPE,
@@ -498,7 +557,7 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     /* A batch that shares B and whose rows follow each other is one product. */
     fsdpc_gemm_args folded = *args;
     folded.batch = fsdpc_max_size(args->batch, 1);
-    if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 &&
+    if (folded.batch > 1 && !args->trans_a && args->stride_b == 0 && !args->windows &&
         args->stride_a == args->m * args->lda && args->stride_c == args->m * args->ldc) {
         FSDPC_TRY(fsdpc_mul_size(args->m, folded.batch, &folded.m));
         folded.batch = 1;
@@ -506,21 +565,21 @@ fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream)
     size_t m = folded.m, n = folded.n, k = folded.k;
 
     fsdpc_device *device = stream->device;
-    const fsdpc_gemm_path *path = path_of(device->isa, args->dtype);
+    const fsdpc_gemm_path *path = path_of(device->isa, args->dtype, m);
     int threads = fsdpc_team_threads(device->team);
-    plan p = plan_make(path, m, n, k, !args->trans_a, 1);
+    plan p = plan_make(path, &folded, 1);
     batch_job j = {.args = &folded, .batch = folded.batch, .plan = &p};
     size_t parts = fsdpc_min_size((size_t)threads, folded.batch);
     /* products that write to the same C take turns */
     bool side_by_side = parts > 1 && folded.stride_c != 0 &&
-                        product_bytes(&p, m, n, k) <= BATCH_BYTES &&
+                        product_bytes(&p, &folded) <= BATCH_BYTES &&
                         (double)m * (double)n * (double)k * (double)folded.batch >= INLINE_WORK;
     if (!side_by_side) {
         parts = 1;
-        p = plan_make(path, m, n, k, !args->trans_a, threads);
+        p = plan_make(path, &folded, threads);
         j.team = device->team;
     }
-    j.workspace_bytes = product_bytes(&p, m, n, k);
+    j.workspace_bytes = product_bytes(&p, &folded);
     size_t bytes;
     FSDPC_TRY(fsdpc_mul_size(j.workspace_bytes, parts, &bytes));
     /* From 4 MiB up memory comes in huge pages, without which address translation costs up to a

@@ -9,6 +9,7 @@
 #define FSDPC_OPS_GEMM_H
 
 #include "device/device.h"
+#include "ops/gemm_windows.h"
 
 typedef struct fsdpc_gemm_args {
     size_t m, n, k;
@@ -25,6 +26,9 @@ typedef struct fsdpc_gemm_args {
     const void *bias; /* (n) of dtype, added to every row before the rounding; NULL: none */
     size_t batch;     /* how many products; 0 counts as 1 */
     size_t stride_a, stride_b, stride_c; /* elements between the matrices of a batch; 0 repeats */
+    /* On CPUs B may be the windows of an image at `b`, (k, n) or (n, k) as trans_b says, ldb unused;
+     * NULL: a matrix.  `bias` is then (m), added to every column. */
+    const fsdpc_windows *windows;
 } fsdpc_gemm_args;
 
 fsdpc_status fsdpc_gemm_cpu(const fsdpc_gemm_args *args, fsdpc_stream *stream);

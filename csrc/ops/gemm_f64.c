@@ -64,7 +64,7 @@ static void finish(const fsdpc_gemm_target *t, const void *sums)
         for (size_t j = 0; j < t->cols; j++) {
             double sum = ((const double *)sums)[i * NR + j];
             if (t->bias)
-                sum += ((const double *)t->bias)[j];
+                sum += ((const double *)t->bias)[t->bias_by_row ? i : j];
             size_t at = i * t->ldc + j;
             if (t->dtype == FSDPC_F64)
                 ((double *)t->c)[at] = t->accumulate ? ((double *)t->c)[at] + sum : sum;

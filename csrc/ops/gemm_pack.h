@@ -179,13 +179,19 @@ FSDPC_INLINE void finish_vector(const fsdpc_gemm_target *t, const float *sums, s
     }
 }
 
+FSDPC_INLINE void finish_row(const fsdpc_gemm_target *t, size_t i, const float *sums, size_t nr,
+                             size_t cols, fsdpc_dtype dtype, const float *bias, bool accumulate)
+{
+    for (size_t j = 0; j < nr; j += FSDPC_LANES)
+        finish_vector(t, sums + i * nr + j, i * t->ldc + j, j < cols ? cols - j : 0, dtype,
+                      bias ? bias + j : NULL, accumulate);
+}
+
 FSDPC_INLINE void finish_rows(const fsdpc_gemm_target *t, const float *sums, size_t nr, size_t cols,
                               fsdpc_dtype dtype, const float *bias, bool accumulate)
 {
     for (size_t i = 0; i < t->rows; i++)
-        for (size_t j = 0; j < nr; j += FSDPC_LANES)
-            finish_vector(t, sums + i * nr + j, i * t->ldc + j, j < cols ? cols - j : 0, dtype,
-                          bias ? bias + j : NULL, accumulate);
+        finish_row(t, i, sums, nr, cols, dtype, bias, accumulate);
 }
 
 /* Whole tiles without bias, nearly all there are, have code without questions in the loop. */
@@ -194,6 +200,15 @@ FSDPC_INLINE void finish_as(const fsdpc_gemm_target *t, const float *sums, size_
 {
     enum { MOST_COLS = 32 };
     _Alignas(64) float bias[MOST_COLS];
+    if (t->bias && t->bias_by_row) {
+        for (size_t i = 0; i < t->rows; i++) {
+            fsdpc_vf all = fsdpc_vf_splat(fsdpc_f32_load_as(t->bias, i, t->bias_dtype));
+            for (size_t j = 0; j < nr; j += FSDPC_LANES)
+                fsdpc_vf_store(bias + j, all);
+            finish_row(t, i, sums, nr, t->cols, dtype, bias, t->accumulate);
+        }
+        return;
+    }
     for (size_t j = 0; t->bias && j < t->cols; j += FSDPC_LANES)
         fsdpc_vf_store(bias + j, fsdpc_vf_load_as_n(t->bias, j, t->bias_dtype,
                                                     fsdpc_min_size(t->cols - j, FSDPC_LANES)));

@@ -36,8 +36,9 @@ typedef struct fsdpc_gemm_target {
     size_t ldc;
     size_t rows, cols; /* of the tile that exist */
     fsdpc_dtype dtype;
-    const void *bias; /* of bias_dtype, at the tile's first column; NULL: none */
+    const void *bias; /* of bias_dtype, at the tile's first column (or row); NULL: none */
     fsdpc_dtype bias_dtype;
+    bool bias_by_row;
     bool accumulate;
 } fsdpc_gemm_target;
 
@@ -111,6 +112,8 @@ extern const fsdpc_gemm_path fsdpc_gemm_f32_portable, fsdpc_gemm_f64_portable;
 #if defined(__x86_64__)
 extern const fsdpc_gemm_path fsdpc_gemm_f32_avx2, fsdpc_gemm_f32_avx512;
 extern const fsdpc_gemm_path fsdpc_gemm_bf16_avx512bf16, fsdpc_gemm_bf16_amx;
+/* The same sums, of tiles of fewer rows: for an m that would leave much of the others' idle. */
+extern const fsdpc_gemm_path fsdpc_gemm_f32_few_avx512, fsdpc_gemm_bf16_few_avx512bf16;
 #endif
 
 #endif

@@ -14,6 +14,7 @@
 #include "ops/nn_softmax_body.h"
 #include "ops/nn_cross_entropy_body.h"
 #include "ops/nn_norm_body.h"
+#include "ops/nn_pool_body.h"
 
 const fsdpc_nn_ops NN_OPS_TABLE = {
     .name = NN_OPS_NAME,
@@ -32,6 +33,8 @@ const fsdpc_nn_ops NN_OPS_TABLE = {
     .rotary = rotary,
     .attention = fsdpc_attention_cpu,
     .attention_backward = fsdpc_attention_backward_cpu,
+    .pool = pool,
+    .pool_backward = pool_backward,
     .embedding = embedding,
     .embedding_backward = embedding_backward,
     .cross_entropy = cross_entropy,

@@ -1,4 +1,4 @@
-/* F64 forms of the kernels that work row by row: softmax, norms, cross entropy.
+/* F64 forms of the kernels that work row by row: softmax, norms, cross entropy, pooling.
  *
  * Plain loops in double, see nn_f64.c.  Statistics that the arguments keep as fp32 (mean, rstd,
  * lse) are written for other readers, but backward computes its own in double.
@@ -6,6 +6,7 @@
 #include "ops/nn_internal.h"
 
 #include <math.h>
+#include <string.h>
 
 static double row_max(const double *x, size_t cols)
 {
@@ -146,5 +147,65 @@ void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t l
         double lse = cross_entropy_lse(x, args->cols);
         for (size_t c = 0; c < args->cols; c++)
             dx[c] = (exp(x[c] - lse) - (c == (size_t)target)) * scale;
+    }
+}
+
+/* A window's greatest element, or else its mean; where the greatest is in *at_out, or SIZE_MAX. */
+static double pool_window(const fsdpc_pool_args *args, const double *x, const nn_span *rows,
+                          const nn_span *cols, size_t *at_out)
+{
+    double all = args->max ? -INFINITY : 0;
+    *at_out = SIZE_MAX;
+    for (size_t i = rows->first; i < rows->end; i++)
+        for (size_t j = cols->first; j < cols->end; j++) {
+            size_t at = i * args->image[1] + j;
+            if (!args->max) {
+                all += x[at];
+            } else if (x[at] > all || x[at] != x[at] || *at_out == SIZE_MAX) {
+                all = x[at];
+                *at_out = at;
+            }
+        }
+    return args->max ? all : all / (double)(args->kernel[0] * args->kernel[1]);
+}
+
+void fsdpc_nn_pool_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_pool_args *args = arg;
+    size_t plane = args->image[0] * args->image[1], ignored;
+    for (size_t row = first; row < last; row++) {
+        nn_span rows = nn_pool_span(args, 0, row % args->places[0]);
+        const double *image = (const double *)args->x + row / args->places[0] * plane;
+        for (size_t x = 0; x < args->places[1]; x++) {
+            nn_span cols = nn_pool_span(args, 1, x);
+            ((double *)args->y)[row * args->places[1] + x] =
+                pool_window(args, image, &rows, &cols, &ignored);
+        }
+    }
+}
+
+void fsdpc_nn_pool_backward_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_pool_args *args = arg;
+    size_t pixels = args->image[0] * args->image[1], at;
+    size_t windows = args->places[0] * args->places[1];
+    for (size_t plane = first; plane < last; plane++) {
+        const double *dy = (const double *)args->dy + plane * windows;
+        double *dx = (double *)args->dx + plane * pixels;
+        memset(dx, 0, pixels * sizeof *dx);
+        for (size_t place = 0; place < windows; place++) {
+            nn_span rows = nn_pool_span(args, 0, place / args->places[1]);
+            nn_span cols = nn_pool_span(args, 1, place % args->places[1]);
+            if (args->max) {
+                pool_window(args, (const double *)args->x + plane * pixels, &rows, &cols, &at);
+                if (at != SIZE_MAX)
+                    dx[at] += dy[place];
+                continue;
+            }
+            for (size_t i = rows.first; i < rows.end; i++)
+                for (size_t j = cols.first; j < cols.end; j++)
+                    dx[i * args->image[1] + j] +=
+                        dy[place] / (double)(args->kernel[0] * args->kernel[1]);
+        }
     }
 }

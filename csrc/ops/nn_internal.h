@@ -172,6 +172,35 @@ typedef struct nn_embedding_plan {
     size_t *order;  /* (count): positions of ids, sorted by id, equal ids in order */
 } nn_embedding_plan;
 
+/* -- windows that are pooled ------------------------------------------------------------------- */
+
+typedef struct nn_span {
+    size_t first, end;
+} nn_span;
+
+static inline nn_span nn_span_meet(const nn_span *a, const nn_span *b)
+{
+    return (nn_span){fsdpc_max_size(a->first, b->first), fsdpc_min_size(a->end, b->end)};
+}
+
+/* Elements of the image in window `place` of dimension d; may be none. */
+static inline nn_span nn_pool_span(const fsdpc_pool_args *args, int d, size_t place)
+{
+    size_t begin = place * args->stride[d], pad = args->padding[d];
+    size_t first = fsdpc_min_size(begin > pad ? begin - pad : 0, args->image[d]);
+    size_t end = begin + args->kernel[d] > pad ? begin + args->kernel[d] - pad : 0;
+    return (nn_span){first, fsdpc_max_size(fsdpc_min_size(end, args->image[d]), first)};
+}
+
+/* Windows of dimension d that may meet some elements of the image. */
+static inline nn_span nn_pool_places(const fsdpc_pool_args *args, int d, const nn_span *elements)
+{
+    size_t kernel = args->kernel[d], first = elements->first + args->padding[d] + 1;
+    size_t end = (elements->end - 1 + args->padding[d]) / args->stride[d] + 1;
+    return (nn_span){first > kernel ? fsdpc_ceil_div(first - kernel, args->stride[d]) : 0,
+                     fsdpc_min_size(end, args->places[d])};
+}
+
 /* -- nn_plan.c: checks and plans, which need no vectors ------------------------------------------
  */
 
@@ -220,6 +249,8 @@ void fsdpc_nn_softmax_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_softmax_backward_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_norm_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_norm_backward_f64(const fsdpc_norm_args *args);
+void fsdpc_nn_pool_f64(const void *args, size_t first, size_t last);          /* rows of windows */
+void fsdpc_nn_pool_backward_f64(const void *args, size_t first, size_t last); /* planes */
 void fsdpc_nn_cross_entropy_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_cross_entropy_backward_f64(const void *args, size_t first, size_t last);
 

@@ -61,6 +61,7 @@ ACCEPT(cumsum)
 ACCEPT(softmax)
 ACCEPT(norm)
 ACCEPT(rotary)
+ACCEPT(pool)
 ACCEPT(embedding)
 ACCEPT(cross_entropy)
 ACCEPT(loss_gradient)
@@ -84,6 +85,8 @@ static const fsdpc_nn_ops null_ops = {
     .rotary = null_rotary,
     .attention = null_attention,
     .attention_backward = null_attention_backward,
+    .pool = null_pool,
+    .pool_backward = null_pool,
     .embedding = null_embedding,
     .embedding_backward = null_embedding,
     .cross_entropy = null_cross_entropy,

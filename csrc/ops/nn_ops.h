@@ -236,6 +236,20 @@ typedef struct fsdpc_attention_args {
     void *dq, *dk, *dv; /* strides as q, k, v; written, not added to */
 } fsdpc_attention_args;
 
+/* Windows of images, each {height, width}; the padding never wins and counts as zeros.  A NaN wins,
+ * else the first of the greatest.  The CPU's tables and the null device. */
+typedef struct fsdpc_pool_args {
+    bool max; /* else the mean */
+    fsdpc_dtype dtype;
+    size_t planes; /* images x channels */
+    size_t image[2], kernel[2], stride[2], padding[2];
+    size_t places[2]; /* windows: y and dy are (planes, places), x and dx (planes, image) */
+    const void *x;    /* forward; backward, where it is max */
+    void *y;          /* forward */
+    const void *dy;   /* backward */
+    void *dx;
+} fsdpc_pool_args;
+
 typedef struct fsdpc_embedding_args {
     fsdpc_dtype dtype;       /* of table and out; forward: any */
     fsdpc_dtype id_dtype;    /* I32 or I64 */
@@ -329,6 +343,8 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*rotary)(const fsdpc_rotary_args *args, fsdpc_stream *stream);
     fsdpc_status (*attention)(const fsdpc_attention_args *args, fsdpc_stream *stream);
     fsdpc_status (*attention_backward)(const fsdpc_attention_args *args, fsdpc_stream *stream);
+    fsdpc_status (*pool)(const fsdpc_pool_args *args, fsdpc_stream *stream);
+    fsdpc_status (*pool_backward)(const fsdpc_pool_args *args, fsdpc_stream *stream);
     fsdpc_status (*embedding)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
     fsdpc_status (*embedding_backward)(const fsdpc_embedding_args *args, fsdpc_stream *stream);
     fsdpc_status (*cross_entropy)(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);

@@ -238,6 +238,31 @@ static PyObject *rms_norm(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, false, x, weight, NULL, eps, &y));
 }
 
+static PyObject *conv2d(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_conv_options o;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *w = x ? fsdpc_py_tensor_of(a[1]) : NULL, *bias;
+    if (!w || fsdpc_py_arg_tensor(a[2], &bias) < 0 ||
+        fsdpc_py_arg_sizes("conv2d: stride", a[3], 2, o.stride) < 0 ||
+        fsdpc_py_arg_sizes("conv2d: padding", a[4], 4, o.padding[0]) < 0 ||
+        fsdpc_py_arg_sizes("conv2d: dilation", a[5], 2, o.dilation) < 0 ||
+        fsdpc_py_arg_sizes("conv2d: groups", a[6], 1, &o.groups) < 0)
+        return NULL;
+    RETURN_OP(state, 16 * x->numel, fsdpc_op_conv2d(r->tape, x, w, bias, &o, &y));
+}
+
+static PyObject *pool2d(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_pool_options o = {.max = true};
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]);
+    if (!x || fsdpc_py_arg_bool(a[1], &o.max) < 0 ||
+        fsdpc_py_arg_sizes("pool2d: kernel", a[2], 2, o.kernel) < 0 ||
+        fsdpc_py_arg_sizes("pool2d: stride", a[3], 2, o.stride) < 0 ||
+        fsdpc_py_arg_sizes("pool2d: padding", a[4], 2, o.padding) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_pool2d(r->tape, x, &o, &y));
+}
+
 static PyObject *embedding(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_tensor *ids = fsdpc_py_tensor_of(a[0]), *weight = ids ? fsdpc_py_tensor_of(a[1]) : NULL;
@@ -448,6 +473,9 @@ static PyObject *array_equal(PyObject *const *a)
     M(log_softmax, 1, softmax(state, a, true), "x", "dim")                                         \
     F(layer_norm, 1, layer_norm(state, a), "x", "weight", "bias", "eps")                           \
     F(rms_norm, 1, rms_norm(state, a), "x", "weight", "eps")                                       \
+    F(conv2d, 7, conv2d(state, a), "x", "weight", "bias", "stride", "padding", "dilation",         \
+      "groups")                                                                                    \
+    F(pool2d, 5, pool2d(state, a), "x", "max", "kernel", "stride", "padding")                      \
     F(embedding, 2, embedding(state, a), "ids", "weight")                                          \
     F(scatter_rows, 3, scatter_rows(state, a), "ids", "x", "rows")                                 \
     F(rotary, 3, rotary(state, a), "x", "cos", "sin")                                              \

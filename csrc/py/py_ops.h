@@ -48,6 +48,8 @@ bool fsdpc_py_number(PyObject *object, double *value_out, bool *integral_out);
 int fsdpc_py_extents(const char *function, PyObject *const *args, Py_ssize_t nargs, int64_t *out);
 /* The same, none of them negative. */
 int fsdpc_py_shape(const char *function, PyObject *const *args, Py_ssize_t nargs, size_t *out);
+/* `n` of them, none negative; 0, or -1. */
+int fsdpc_py_arg_sizes(const char *what, PyObject *object, int n, size_t *out);
 /* Numbers of a sequence, none of them negative, to be freed; NULL with an exception. */
 size_t *fsdpc_py_sizes(const char *what, PyObject *sequence, size_t *n_out);
 /* An int, a sequence of ints, or all for NULL and None. */

@@ -174,6 +174,18 @@ int fsdpc_py_shape(const char *function, PyObject *const *args, Py_ssize_t nargs
     return n;
 }
 
+int fsdpc_py_arg_sizes(const char *what, PyObject *object, int n, size_t *out)
+{
+    size_t sizes[FSDPC_MAX_DIMS];
+    int given = fsdpc_py_shape(what, &object, 1, sizes);
+    if (given >= 0 && given != n)
+        PyErr_Format(PyExc_ValueError, "%s: %d numbers, not %d", what, given, n);
+    if (given != n)
+        return -1;
+    memcpy(out, sizes, (size_t)n * sizeof *out);
+    return 0;
+}
+
 int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_out)
 {
     bool all = !object || object == Py_None;

@@ -1265,6 +1265,22 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     [[2.0], [1.0], [2.0]]
     """
 
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Return filters over images; padding is before and behind rows, then columns."""
+
+def pool2d(
+    x: Tensor, max: bool, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> Tensor:
+    """Return the greatest of each window, or the mean."""
+
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
     """Return (rows, dim) zeros with each row of x, (..., dim), added at its id of ids, (...).
 

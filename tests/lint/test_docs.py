@@ -22,7 +22,7 @@ PLAIN = set("""
     abi abort access acts address adopted agree ahead algo amx args array atomic attention
     attentions attribute avx2 avx512 avx512bf16 backward base binary bits body boundary buffer
     call cast channel check checkpoint ckpt clip coll collect comm common compare compute concat
-    config cumsum flip
+    config conv cumsum few flip
     control convert copy cpu crc32c cross cu cublaslt cuda cudnn custom desc device dlpack driver
     dropout dry dtype edge elementwise embedding end engine entropy entry env epilogue error
     event exact exp extremum f32 f64 fault file flag flush fn fork forward found fs fused gate

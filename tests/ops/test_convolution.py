@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as TF
 from beside import noise, same_as_torch
-from oracle import FLOATS
+from oracle import FLOATS, values
 
 import fsdpc
+from fsdpc import _core
 
 F = fsdpc.functional
 CASES = [
@@ -23,6 +24,9 @@ CASES = [
     {"groups": 4},
     {"padding": "same", "dilation": 2},
     {"padding": "valid"},
+    {"padding": (5, 4), "stride": (4, 3)},  # beyond the kernel: windows of zeros, elements of none
+    {"padding": 3, "stride": (2, 4), "dilation": (2, 6)},  # strides and dilations share factors
+    {"padding": 1, "stride": (3, 9), "groups": 2},  # a stride beyond the width
 ]
 
 
@@ -35,6 +39,100 @@ def test_conv2d(options, dtype):
     same_as_torch(op, theirs, inputs, dtype, 8)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "sizes", [(3, 5, 33, 17, 9), (1, 1, 1, 1, 1), (2, 99, 19, 37, 21)], ids=str
+)
+def test_odd_sizes(sizes, dtype):
+    """Several blocks of channels, filters and windows; and one of each."""
+    batch, channels, out, height, width = sizes
+    kernel = (min(3, height), min(3, width))
+    weight = noise(out, channels, *kernel, seed=1) / np.sqrt(channels * math.prod(kernel))
+    op, theirs = partial(F.conv2d, padding=1), partial(TF.conv2d, padding=1)
+    inputs = [noise(batch, channels, height, width), weight, noise(out, seed=2)]
+    same_as_torch(op, theirs, inputs, dtype, 8)
+
+
+def test_pointwise_and_depthwise():
+    x, w = noise(2, 6, 8, 9), noise(6, 1, 3, 3, seed=1)
+    same_as_torch(
+        partial(F.conv2d, padding=1, groups=6), partial(TF.conv2d, padding=1, groups=6), [x, w]
+    )
+    # most elements of x are in no window
+    same_as_torch(partial(F.conv2d, stride=2), partial(TF.conv2d, stride=2), [x, w[:, :, :1, :1]
+                  .repeat(6, 1)])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_no_images(dtype):
+    x = fsdpc.zeros(0, 4, 5, 6, dtype=dtype, requires_grad=True)
+    w = fsdpc.ones(2, 2, 3, 3, dtype=dtype, requires_grad=True)
+    b = fsdpc.ones(2, dtype=dtype, requires_grad=True)
+    y = F.conv2d(x, w, b, padding=1, groups=2)
+    assert y.shape == (0, 2, 5, 6)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not values(w.grad).any() and not values(b.grad).any()
+    for pool in (F.max_pool2d, F.avg_pool2d):
+        z = pool(x, 2)
+        assert z.shape == (0, 4, 2, 3)
+        z.sum().backward()
+
+
+def test_parts_and_turned_images():
+    """What is a view elsewhere, or here, whose memory begins inside another's."""
+    a, w = noise(3, 4, 7, 6), noise(5, 6, 3, 2, seed=1)
+    for ours, theirs in (
+        (lambda x, w: F.conv2d(x[1:].transpose(1, 3), w),
+         lambda x, w: TF.conv2d(x[1:].transpose(1, 3), w)),
+        (lambda x, w: F.conv2d(x[2:, :, 1:, ::2].repeat(1, 2, 1, 1)[:, :6], w, stride=2),
+         lambda x, w: TF.conv2d(x[2:, :, 1:, ::2].repeat(1, 2, 1, 1)[:, :6], w, stride=2)),
+        (lambda x, w: F.max_pool2d(x[1:].transpose(2, 3), 3, 2, 1) + w.sum(),
+         lambda x, w: TF.max_pool2d(x[1:].mT, 3, 2, 1) + w.sum()),
+    ):  # fmt: skip
+        same_as_torch(ours, theirs, [a, w])
+
+
+def test_gradients_add_up():
+    """Into one that is there, as in a second micro-step."""
+    x, w = fsdpc.ones(2, 1, 3, 3), fsdpc.ones(2, 1, 2, 2, requires_grad=True)
+    for times in (1, 2):
+        F.conv2d(x, w).sum().backward()
+        assert set(w.grad.reshape(-1).tolist()) == {8.0 * times}
+
+
+def test_windows_are_not_stored():
+    x, w = fsdpc.randn(32, 8, 64, 64), fsdpc.randn(8, 8, 5, 5)
+    x_bytes = x.numel() * 4
+    x.requires_grad = w.requires_grad = True
+    before = _core.memory_stats()["activation_bytes"]
+    y = F.conv2d(x, w, padding=2)
+    assert _core.memory_stats()["activation_bytes"] - before == x_bytes  # y's
+    dy, before = y.detach(), _core.memory_stats()["total_bytes"]
+    _core.reset_peak_memory_stats()
+    y.backward(dy)
+    peak = _core.memory_stats()["total_peak_bytes"] - before
+    assert peak < 3 * x_bytes  # the gradient and a workspace, no 25 copies
+
+
+def test_bits_do_not_depend_on_threads():
+    x, w = fsdpc.randn(3, 20, 33, 17, seed=1), fsdpc.randn(16, 10, 3, 3, seed=2)
+    before, results = _core.num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            _core.set_num_threads(threads)
+            a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+            c = fsdpc.zeros(16, requires_grad=True)
+            y = F.conv2d(a, b, c, stride=(2, 1), padding=1, groups=2)
+            z = F.max_pool2d(y, 3, 2, 1) + F.avg_pool2d(y, 3, 2, 1)
+            (z * z).sum().backward()
+            results.append((z, a.grad, b.grad, c.grad))
+    finally:
+        _core.set_num_threads(before)
+    for other in results[1:]:
+        assert all(_core.array_equal(p, q) for p, q in zip(results[0], other, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"stride": 3, "padding": 2, "dilation": 2, "groups": 2}])
 def test_conv1d(options):
     inputs = [noise(2, 4, 9), noise(6, 4 // options.get("groups", 1), 3, seed=1), noise(6, seed=2)]
@@ -43,7 +141,9 @@ def test_conv1d(options):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("options", [(2,), (3, 1, 1), ((2, 3), (1, 2), (1, 0))], ids=str)
+@pytest.mark.parametrize(
+    "options", [(2,), (3, 1, 1), (3, 2, 1), ((2, 3), (1, 2), (1, 0)), ((1, 4), (3, 5))], ids=str
+)
 def test_pooling(options, dtype):
     a = np.random.default_rng(1).permutation(2 * 3 * 7 * 6).reshape(2, 3, 7, 6) / 16 - 7
     for ours, theirs in ((F.max_pool2d, TF.max_pool2d), (F.avg_pool2d, TF.avg_pool2d)):
@@ -59,10 +159,24 @@ def test_equal_elements_and_nan():
     t = torch.zeros(1, 1, 2, 4, requires_grad=True)
     TF.max_pool2d(t, 2).sum().backward()
     assert x.grad.tolist() == t.grad.tolist()  # the first
-    for place in range(4):
-        a = np.arange(4.0).reshape(1, 1, 2, 2)
-        a.reshape(-1)[place] = math.nan
-        assert math.isnan(F.max_pool2d(fsdpc.tensor(a), 2).item())
+    for width in (2, 40):  # one window, and a vector of them
+        for place in range(2 * width):
+            a = np.arange(2.0 * width).reshape(1, 1, 2, width)
+            a.reshape(-1)[place] = math.nan
+            want = np.zeros(width // 2, dtype=bool)
+            want[place % width // 2] = True
+            assert (np.isnan(F.max_pool2d(fsdpc.tensor(a), 2).numpy())[0, 0, 0] == want).all()
+
+
+def test_padding_beyond_the_kernel():
+    """PyTorch refuses it; here windows without elements are -inf, or zero."""
+    x = fsdpc.ones(1, 1, 1, 1, requires_grad=True)
+    lowest = -math.inf
+    y = F.max_pool2d(x, 1, 1, 1)
+    assert y.tolist() == [[[[lowest] * 3, [lowest, 1.0, lowest], [lowest] * 3]]]
+    y.backward(fsdpc.ones(1, 1, 3, 3))
+    assert x.grad.item() == 1.0
+    assert F.avg_pool2d(x, 1, 2, 2).tolist() == [[[[0.0] * 3, [0.0, 1.0, 0.0], [0.0] * 3]]]
 
 
 def test_what_is_refused():

@@ -1,7 +1,8 @@
-"""Convolutions and pooling: shifted slices, joined for one matrix product or compared.
+"""Convolutions and pooling, over height and width; one dimension is a height of one.
 
-A window of k elements is k strided slices of the padded input.  Convolutions join them as columns
-(im2col), so they hold k times the input from forward to backward; pooling compares or adds them.
+They have kernels on CPUs.  On GPUs they are composed: a window of k elements is k strided slices of
+the padded input, which convolutions join as columns for one matrix product (im2col), so they hold k
+times the input from forward to backward; pooling compares or adds them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fsdpc.functional.elementwise import isnan, logical_or, where, wide
 from fsdpc.functional.shapes import pad
 
 Pair = int | Sequence[int]
+Sides = list[tuple[int, int]]
 
 
 def conv2d(
@@ -57,7 +59,8 @@ def conv2d(
 
     Notes
     -----
-    By im2col and one product a group: kernel height x width copies of x are kept for backward.
+    Products of the weight with windows of x, which are made as the product takes them, a block that
+    fits the cache at a time.  x is kept for backward; on GPUs kernel height x width copies of it.
 
     Examples
     --------
@@ -74,19 +77,10 @@ def conv2d(
             f"conv2d: x has {x.shape[1]} channels and weight {weight.shape}, in {groups} groups"
         )
     kernel, steps, spread = weight.shape[2:], _pair(stride), _pair(dilation)
-    padded = _padded(x, padding, kernel, steps, spread, 0.0).permute(0, 2, 3, 1)
-    windows = _windows(padded, kernel, steps, spread, (1, 2))
-    rows = weight.permute(0, 2, 3, 1).reshape(out, -1)  # (out, window x channels)
-    parts = []
-    for g in range(groups):
-        own = slice(g * part, (g + 1) * part)
-        columns = _core.concat([w[..., own] if groups > 1 else w for w in windows], -1)
-        filters = rows[g * out // groups : (g + 1) * out // groups] if groups > 1 else rows
-        parts.append(_core.linear(columns, filters, bias if groups == 1 else None))
-    y = parts[0] if groups == 1 else _core.concat(parts, -1)
-    if groups > 1 and bias is not None:
-        y = y + bias
-    return y.permute(0, 3, 1, 2)
+    sides = _sides(x, padding, kernel, steps, spread)
+    if x.device == "cuda":
+        return _on_cuda(x, weight, bias, sides, steps, spread, groups)
+    return _core.conv2d(x, weight, bias, steps, sum(sides, ()), spread, groups)
 
 
 def conv1d(
@@ -161,7 +155,10 @@ def max_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     """
     size = _pair(kernel)
     steps = size if stride is None else _pair(stride)
-    padded = _padded(x, padding, size, steps, (1, 1), -math.inf)
+    sides = _sides(x, padding, size, steps, (1, 1))
+    if x.device != "cuda":
+        return _core.pool2d(x, True, size, steps, _pair(padding))
+    padded = _padded(x, sides, -math.inf)
     best, *others = _windows(padded, size, steps, (1, 1), (2, 3))
     for other in others:
         best = where(logical_or(other > best, isnan(other)), other, best)
@@ -179,7 +176,10 @@ def avg_pool2d(x: Tensor, kernel: Pair, stride: Pair | None = None, padding: Pai
     """
     size = _pair(kernel)
     steps = size if stride is None else _pair(stride)
-    padded = _padded(wide(x), padding, size, steps, (1, 1), 0.0)
+    sides = _sides(x, padding, size, steps, (1, 1))
+    if x.device != "cuda":
+        return _core.pool2d(x, False, size, steps, _pair(padding))
+    padded = _padded(wide(x), sides, 0.0)
     total, *others = _windows(padded, size, steps, (1, 1), (2, 3))
     for other in others:
         total = total + other
@@ -219,15 +219,14 @@ def _pair(value: Pair) -> tuple[int, int]:
     return both
 
 
-def _padded(
+def _sides(
     x: Tensor,
     padding: Pair | str,
     kernel: Sequence[int],
     steps: tuple[int, int],
     spread: tuple[int, int],
-    value: float,
-) -> Tensor:
-    """Pad (batch, channels, height, width), and check that a window fits."""
+) -> Sides:
+    """Return what is to be padded of (batch, channels, height, width); a window fits then."""
     reach = [d * (k - 1) for k, d in zip(kernel, spread, strict=True)]
     if isinstance(padding, str):
         if padding not in ("same", "valid") or (padding == "same" and steps != (1, 1)):
@@ -243,10 +242,40 @@ def _padded(
             f"windows of {tuple(kernel)}, stride {steps}, in shape {x.shape}: all must be "
             "positive, and the input (batch, channels, height, width)"
         )
-    x = pad(x, (*sides[1], *sides[0]), value=value) if any(map(any, sides)) else x
-    if any(n <= r for n, r in zip(x.shape[2:], reach, strict=True)):
-        raise ValueError(f"no window of {tuple(kernel)} fits the padded input, {x.shape[2:]}")
-    return x
+    padded = tuple(n + sum(s) for n, s in zip(x.shape[2:], sides, strict=True))
+    if any(n <= r for n, r in zip(padded, reach, strict=True)):
+        raise ValueError(f"no window of {tuple(kernel)} fits the padded input, {padded}")
+    return sides
+
+
+def _padded(x: Tensor, sides: Sides, value: float) -> Tensor:
+    return pad(x, (*sides[1], *sides[0]), value=value) if any(map(any, sides)) else x
+
+
+def _on_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sides: Sides,
+    steps: tuple[int, int],
+    spread: tuple[int, int],
+    groups: int,
+) -> Tensor:
+    """Join shifted slices as columns (im2col), for one product a group."""
+    (out, part), kernel = weight.shape[:2], weight.shape[2:]
+    padded = _padded(x, sides, 0.0).permute(0, 2, 3, 1)
+    windows = _windows(padded, kernel, steps, spread, (1, 2))
+    rows = weight.permute(0, 2, 3, 1).reshape(out, -1)  # (out, window x channels)
+    parts = []
+    for g in range(groups):
+        own = slice(g * part, (g + 1) * part)
+        columns = _core.concat([w[..., own] if groups > 1 else w for w in windows], -1)
+        filters = rows[g * out // groups : (g + 1) * out // groups] if groups > 1 else rows
+        parts.append(_core.linear(columns, filters, bias if groups == 1 else None))
+    y = parts[0] if groups == 1 else _core.concat(parts, -1)
+    if groups > 1 and bias is not None:
+        y = y + bias
+    return y.permute(0, 3, 1, 2)
 
 
 def _windows(

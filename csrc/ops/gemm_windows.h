@@ -1,0 +1,43 @@
+/* Windows of images as a matrix, which convolutions multiply by without storing it (implicit
+ * im2col; Chetlur et al. 2014).
+ *
+ * Row (c, i, j) is element (i, j) of every window in channel c, one column for each place (y, x) of
+ * the window: the channel's row y step[0] + i spread[0] + origin[0] and column x step[1] +
+ * j spread[1] + origin[1], or 0 where the image has none.  A negative spread turns windows around,
+ * as gradients of images need it.
+ */
+#ifndef FSDPC_OPS_GEMM_WINDOWS_H
+#define FSDPC_OPS_GEMM_WINDOWS_H
+
+#include <stddef.h>
+
+typedef struct fsdpc_windows {
+    size_t channels;
+    size_t image[2];     /* height and width; an image's channels are dense and follow each other */
+    size_t kernel[2];    /* elements of a window */
+    size_t places[2];    /* windows along height and width */
+    ptrdiff_t step[2];   /* between windows; positive */
+    ptrdiff_t spread[2]; /* between elements of a window */
+    ptrdiff_t origin[2]; /* of the first element of the first window */
+} fsdpc_windows;
+
+static inline size_t fsdpc_windows_rows(const fsdpc_windows *w)
+{
+    return w->channels * w->kernel[0] * w->kernel[1];
+}
+
+static inline size_t fsdpc_windows_cols(const fsdpc_windows *w)
+{
+    return w->places[0] * w->places[1];
+}
+
+/* A rectangle of the matrix, by its first row and column and their counts. */
+typedef struct fsdpc_windows_tile {
+    size_t row, rows, col, cols;
+} fsdpc_windows_tile;
+
+/* Writes a rectangle: `to` is (tile->rows, tile->cols), dense, of elements of 2, 4 or 8 bytes. */
+void fsdpc_windows_copy(const fsdpc_windows *w, const void *image, size_t element_bytes,
+                        const fsdpc_windows_tile *tile, void *to);
+
+#endif
