@@ -32,6 +32,12 @@ class TensorInfo:
         Where its parts are, in order.
     crc32c : tuple of (int or None)
         What was saved for each part; None in files of others.
+
+    Examples
+    --------
+    >>> from fsdpc.checkpoint import TensorInfo
+    >>> TensorInfo("model", "head.weight", "F32", (2, 3), 24, ("a.safetensors",), (None,)).cells()
+    ('head.weight', 'F32', '2 x 3', '24 B', '-', 'a.safetensors')
     """
 
     kind: str
@@ -79,6 +85,16 @@ class CheckpointInfo:
         What was saved as ``"extra"``.
     tensors : tuple of TensorInfo
         By kind and name.
+
+    Examples
+    --------
+    >>> import tempfile, fsdpc
+    >>> from fsdpc import checkpoint, nn
+    >>> folder = tempfile.mkdtemp() + "/step-1"
+    >>> checkpoint.save(folder, {"model": nn.Linear(3, 2), "extra": {"step": 1}})
+    >>> info = checkpoint.inspect(folder)
+    >>> info.step, info.world, info.nbytes, info.damaged()
+    (1, 1, 32, [])
     """
 
     path: Path
