@@ -73,9 +73,9 @@ def test_tasks_of_a_host_from_slurms_list(tasks: str, here: str) -> None:
     ("variables", "text"),
     [
         (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-         "4 ranks on 2 hosts, and nothing here carries bytes between them: start them by the mpirun "
-         "of an MPI whose mpicc was there when fsdpc was installed, or use fsdpc.torch after "
-         "torch.distributed.init_process_group()"),
+         "4 ranks on 2 hosts, and nothing here carries bytes between them: start them by the "
+         "mpirun of an MPI whose mpicc was there when fsdpc was installed, or use fsdpc.torch "
+         "after torch.distributed.init_process_group()"),
         (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}, "TASKS_PER_NODE is 3,1"),
         (STEP | TWO_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two', not a list of numbers"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
