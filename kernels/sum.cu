@@ -4,10 +4,26 @@
  * terms are cut into chunks, whose length depends on the shape alone, and a team of threads sums a
  * chunk in fp32 (F64: fp64) in a fixed order.  Then the chunks' sums, in fp64, are added in order.
  * If the innermost dimension is reduced, a team is a warp or a block along it; if it is kept, a
- * block is 32 neighbouring outputs by 8 rows.  Nothing depends on the grid.
+ * block is 32 neighbouring outputs by 8 rows.  Nothing depends on the grid.  Integers are summed
+ * exactly modulo 2^64, as the bits of unsigned ones.
  */
+#include <type_traits>
+
 #include "box.cuh"
 #include "reduce.cuh"
+
+typedef unsigned long long u64;
+
+template <> struct wide_of<u64> {
+    typedef u64 type;
+};
+template <typename W> __device__ __forceinline__ W widen(u64 x)
+{
+    return (W)x;
+}
+
+/* What a chunk's sum is kept in. */
+template <typename T> using part = std::conditional_t<std::is_same<T, u64>::value, u64, double>;
 
 enum { SUM_CHUNK = 8192, SUM_CHUNK_ROWS = 256, SUM_CHUNKS_MAX = 1024, SUM_COLS = 32, SUM_ROWS = 8 };
 
@@ -38,7 +54,7 @@ __device__ __forceinline__ size_t term_offset(const sum_plan &p, bool inner_kept
 /* A team of TEAM threads for each (output, chunk): a warp, or the block. */
 template <typename T, int TEAM>
 static __global__ void __launch_bounds__(BLOCK_THREADS)
-    sum_inner_kernel(double *partial, const T *x, sum_plan p)
+    sum_inner_kernel(part<T> *partial, const T *x, sum_plan p)
 {
     size_t team = grid_thread() / TEAM, teams = grid_threads() / TEAM, items = p.outputs * p.chunks;
     size_t rounds = (items + teams - 1) / teams;
@@ -54,14 +70,14 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         }
         sum = TEAM == WARP ? warp_sum(sum) : block_sum(sum);
         if (threadIdx.x % TEAM == 0 && item < items)
-            partial[item] = (double)sum;
+            partial[item] = (part<T>)sum;
     }
 }
 
 /* A block for each (32 outputs, chunk). */
 template <typename T>
 static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
-    sum_rows_kernel(double *partial, const T *x, sum_plan p)
+    sum_rows_kernel(part<T> *partial, const T *x, sum_plan p)
 {
     __shared__ wide<T> sums[SUM_ROWS][SUM_COLS];
     size_t col_blocks = (p.inner + SUM_COLS - 1) / SUM_COLS, outer = p.outputs / p.inner;
@@ -80,7 +96,7 @@ static __global__ void __launch_bounds__(SUM_COLS *SUM_ROWS)
         if (row == 0 && col < p.inner) {
             for (int r = 1; r < SUM_ROWS; r++)
                 sum += sums[r][lane];
-            partial[(kept * p.inner + col) * p.chunks + chunk] = (double)sum;
+            partial[(kept * p.inner + col) * p.chunks + chunk] = (part<T>)sum;
         }
         __syncthreads();
     }
@@ -100,6 +116,17 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
             out[i] = narrow<Out>(sizeof(Out) == 2 ? (double)(float)(total + old) : total + old);
         else
             out[i] = narrow<Out>((float)total + (float)old);
+    }
+}
+
+static __global__ void __launch_bounds__(BLOCK_THREADS)
+    sum_finish_integers_kernel(u64 *out, const u64 *partial, sum_plan p)
+{
+    for (size_t i = grid_thread(); i < p.outputs; i += grid_threads()) {
+        u64 total = 0;
+        for (size_t c = 0; c < p.chunks; c++)
+            total += partial[i * p.chunks + c];
+        out[i] = total;
     }
 }
 
@@ -140,9 +167,10 @@ static sum_plan plan_of(const fsdpc_sum_args *args, bool *inner_kept_out)
 }
 
 template <typename T>
-static void sum_launch(const sum_plan &p, bool inner_kept, const T *x, double *partial,
+static void sum_launch(const sum_plan &p, bool inner_kept, const T *x, void *memory,
                        const fsdpc_cuda_queue *queue)
 {
+    part<T> *partial = (part<T> *)memory;
     size_t items = p.outputs * p.chunks;
     if (inner_kept) {
         size_t blocks = items / p.inner * fsdpc_ceil_div(p.inner, SUM_COLS);
@@ -169,10 +197,16 @@ extern "C" fsdpc_status fsdpc_cuda_sum(const fsdpc_sum_args *args, fsdpc_stream 
     FSDPC_TRY(fsdpc_mul_size(p.outputs, p.chunks * sizeof(double), &bytes));
     FSDPC_TRY(fsdpc_device_alloc(stream->device, FSDPC_MEM_OTHER, bytes, &memory));
     double *partial = (double *)memory;
-    FSDPC_FOR_FLOAT(args->dtype, T,
-                    sum_launch<T>(p, inner_kept, (const T *)args->x, partial, queue))
     unsigned grid = grid_of(queue, p.outputs, BLOCK_THREADS);
-    if (args->dtype == FSDPC_F64 || args->out_dtype == FSDPC_F64)
+    if (args->dtype == FSDPC_I64)
+        sum_launch<u64>(p, inner_kept, (const u64 *)args->x, memory, queue);
+    else
+        FSDPC_FOR_FLOAT(args->dtype, T,
+                        sum_launch<T>(p, inner_kept, (const T *)args->x, memory, queue))
+    if (args->dtype == FSDPC_I64)
+        FSDPC_LAUNCH(sum_finish_integers_kernel, grid, BLOCK_THREADS, 0, queue, (u64 *)args->out,
+                     (const u64 *)memory, p);
+    else if (args->dtype == FSDPC_F64 || args->out_dtype == FSDPC_F64)
         FSDPC_FOR_FLOAT(args->out_dtype, Out,
                         FSDPC_LAUNCH((sum_finish_kernel<Out, true>), grid, BLOCK_THREADS, 0, queue,
                                      (Out *)args->out, partial, p, args->scale, args->accumulate))

@@ -101,8 +101,10 @@ static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
 
 static fsdpc_status sum(const fsdpc_sum_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(check_float(args->dtype, "a sum"));
-    FSDPC_TRY(check_float(args->out_dtype, "a sum's result"));
+    if (args->dtype != FSDPC_I64) {
+        FSDPC_TRY(check_float(args->dtype, "a sum"));
+        FSDPC_TRY(check_float(args->out_dtype, "a sum's result"));
+    }
     return fsdpc_cuda_sum(args, stream);
 }
 

@@ -189,35 +189,35 @@ static fsdpc_status give_x(fsdpc_tape *tape, const fsdpc_edge *edge, const fsdpc
 /* c, of F32 or F64, (+)= the gradient */
 static fsdpc_status weight_into(fsdpc_tape *tape, const fsdpc_conv_options *o,
                                 const fsdpc_tensor *x, const size_t *shape, const fsdpc_tensor *dy,
-                                fsdpc_gemm_args *args)
+                                fsdpc_gemm_args args)
 {
     size_t part = dy->shape[1] / o->groups;
     const fsdpc_tensor weight = {.shape = {shape[0], shape[1], shape[2], shape[3]}};
     fsdpc_windows windows = windows_of(o, x, &weight, dy->shape + 2);
-    args->m = part;
-    args->n = args->ldc = fsdpc_windows_rows(&windows);
-    args->k = args->lda = fsdpc_windows_cols(&windows);
-    args->dtype = dy->dtype;
-    args->a = dy->data;
-    args->b = x->data;
-    args->trans_b = true;
-    args->windows = &windows;
-    args->stride_a = dy->shape[1] * args->k;
-    args->stride_b = x->shape[1] * x->shape[2] * x->shape[3];
-    size_t a = part * args->k, b = shape[1] * x->shape[2] * x->shape[3], c = args->m * args->n;
-    if (!args->accumulate) { /* the first image, or zeros */
-        fsdpc_gemm_args first = *args;
+    args.m = part;
+    args.n = args.ldc = fsdpc_windows_rows(&windows);
+    args.k = args.lda = fsdpc_windows_cols(&windows);
+    args.dtype = dy->dtype;
+    args.a = dy->data;
+    args.b = x->data;
+    args.trans_b = true;
+    args.windows = &windows;
+    args.stride_a = dy->shape[1] * args.k;
+    args.stride_b = x->shape[1] * x->shape[2] * x->shape[3];
+    size_t a = part * args.k, b = shape[1] * x->shape[2] * x->shape[3], c = args.m * args.n;
+    if (!args.accumulate) { /* the first image, or zeros */
+        fsdpc_gemm_args first = args;
         if (!x->shape[0]) {
             windows.places[0] = 0;
             first.k = 0;
         }
         FSDPC_TRY(multiply_groups(tape, first, o->groups, a, b, c));
-        args->a = at(dy, args->stride_a);
-        args->b = at(x, args->stride_b);
+        args.a = at(dy, args.stride_a);
+        args.b = at(x, args.stride_b);
     }
-    args->batch = x->shape[0] - (!args->accumulate && x->shape[0]);
-    args->accumulate = true;
-    return args->batch ? multiply_groups(tape, *args, o->groups, a, b, c) : FSDPC_OK;
+    args.batch = x->shape[0] - (!args.accumulate && x->shape[0]);
+    args.accumulate = true;
+    return args.batch ? multiply_groups(tape, args, o->groups, a, b, c) : FSDPC_OK;
 }
 
 static fsdpc_status give_weight(fsdpc_tape *tape, const fsdpc_edge *edge,
@@ -230,11 +230,11 @@ static fsdpc_status give_weight(fsdpc_tape *tape, const fsdpc_edge *edge,
     fsdpc_gemm_args args = {.c = target.data, .c_dtype = target.dtype};
     args.accumulate = target.accumulate;
     if (target.dtype == FSDPC_F32 || (target.dtype == FSDPC_F64 && dy->dtype == FSDPC_F64))
-        return weight_into(tape, o, x, shape, dy, &args);
+        return weight_into(tape, o, x, shape, dy, args);
     fsdpc_tensor *sum;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 4, shape, &sum));
     args = (fsdpc_gemm_args){.c = sum->data, .c_dtype = FSDPC_F32};
-    fsdpc_status st = weight_into(tape, o, x, shape, dy, &args);
+    fsdpc_status st = weight_into(tape, o, x, shape, dy, args);
     if (st == FSDPC_OK)
         st = fsdpc_target_write(tape, &target, sum->data, sum->dtype, sum->numel);
     fsdpc_tensor_release(sum);

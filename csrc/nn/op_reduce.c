@@ -71,20 +71,6 @@ static fsdpc_status sum_record(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_su
     return FSDPC_OK;
 }
 
-/* Of integers, as I64 and exact below 2^53 (of BOOL: how many are true); the mean as F32. */
-static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
-                                 bool keepdim, bool mean, fsdpc_tensor **out)
-{
-    fsdpc_tensor *wide, *sum = NULL;
-    FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
-    fsdpc_status st = fsdpc_op_sum(tape, wide, reduced, keepdim, mean, &sum);
-    if (st == FSDPC_OK)
-        st = fsdpc_op_cast(tape, sum, mean ? FSDPC_F32 : FSDPC_I64, out);
-    fsdpc_tensor_release(wide);
-    fsdpc_tensor_release(sum);
-    return st;
-}
-
 /* y over what is left, and the arguments of the sum that fills it. */
 static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dtype out_dtype,
                               const bool *reduced, bool keepdim, fsdpc_sum_args *args,
@@ -108,11 +94,40 @@ static fsdpc_status sum_begin(fsdpc_tape *tape, const fsdpc_tensor *x, fsdpc_dty
     return FSDPC_OK;
 }
 
+/* Of integers, as I64 (of BOOL: how many are true). */
+static fsdpc_status sum_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
+                                 bool keepdim, fsdpc_tensor **out)
+{
+    fsdpc_tensor *wide, *y = NULL;
+    fsdpc_sum_args args;
+    FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_I64, &wide));
+    fsdpc_status st = sum_begin(tape, wide, FSDPC_I64, reduced, keepdim, &args, &y);
+    args.scale = 1;
+    if (st == FSDPC_OK)
+        st = fsdpc_op_kernels(tape)->sum(&args, tape->stream);
+    fsdpc_tensor_release(wide);
+    return fsdpc_op_return(st, y, out);
+}
+
+/* Of integers, as F32. */
+static fsdpc_status mean_integers(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced,
+                                  bool keepdim, fsdpc_tensor **out)
+{
+    fsdpc_tensor *wide, *mean = NULL;
+    FSDPC_TRY(fsdpc_op_cast(tape, x, FSDPC_F64, &wide));
+    fsdpc_status st = fsdpc_op_sum(tape, wide, reduced, keepdim, true, &mean);
+    if (st == FSDPC_OK)
+        st = fsdpc_op_cast(tape, mean, FSDPC_F32, out);
+    fsdpc_tensor_release(wide);
+    fsdpc_tensor_release(mean);
+    return st;
+}
+
 fsdpc_status fsdpc_op_sum(fsdpc_tape *tape, fsdpc_tensor *x, const bool *reduced, bool keepdim,
                           bool mean, fsdpc_tensor **out)
 {
     if (!fsdpc_dtype_is_float(x->dtype))
-        return sum_integers(tape, x, reduced, keepdim, mean, out);
+        return (mean ? mean_integers : sum_integers)(tape, x, reduced, keepdim, out);
     FSDPC_TRY(fsdpc_op_check_float(mean ? "mean" : "sum", "the tensor", x));
     fsdpc_sum_args args;
     fsdpc_tensor *y;

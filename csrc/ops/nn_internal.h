@@ -243,6 +243,7 @@ void fsdpc_nn_swiglu_backward_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_power_wide(const void *plan, size_t first, size_t last); /* F64, I32, I64 */
 void fsdpc_nn_sum_wide(const void *plan, size_t first,
                        size_t last); /* F64 in or out; items: outputs */
+void fsdpc_nn_sum_i64(const void *plan, size_t first, size_t last); /* items: outputs */
 void fsdpc_nn_embedding_backward_wide(const void *plan, size_t first, size_t last);
 void fsdpc_nn_rotary_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_softmax_f64(const void *args, size_t first, size_t last);

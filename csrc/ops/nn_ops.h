@@ -135,7 +135,7 @@ typedef struct fsdpc_binary_args {
 } fsdpc_binary_args;
 
 /* out (dense over the kept dimensions, in order) = scale * sum of x over the others.  Serves sum,
- * mean and the gradient of broadcasting. */
+ * mean and the gradient of broadcasting.  I64 gives I64, which wraps; scale is 1. */
 typedef struct fsdpc_sum_args {
     fsdpc_dtype dtype, out_dtype;
     int ndim;

@@ -158,16 +158,20 @@ static fsdpc_status sum_all(nn_sum_plan *plan, fsdpc_stream *stream)
 
 static fsdpc_status sum(const fsdpc_sum_args *args, fsdpc_stream *stream)
 {
-    FSDPC_TRY(nn_check_float(args->dtype, "a sum"));
-    FSDPC_TRY(nn_check_float(args->out_dtype, "a sum's result"));
+    if (args->dtype != FSDPC_I64) {
+        FSDPC_TRY(nn_check_float(args->dtype, "a sum"));
+        FSDPC_TRY(nn_check_float(args->out_dtype, "a sum's result"));
+    }
     nn_sum_plan plan;
     fsdpc_nn_sum_plan_init(&plan, args);
     if (plan.outer == 0 || (plan.inner_kept && plan.inner == 0))
         return FSDPC_OK;
-    if (args->dtype == FSDPC_F64 || args->out_dtype == FSDPC_F64) {
+    bool integers = args->dtype == FSDPC_I64;
+    if (integers || args->dtype == FSDPC_F64 || args->out_dtype == FSDPC_F64) {
         size_t outputs = plan.outer * (plan.inner_kept ? plan.inner : 1);
         size_t terms = plan.folds * (plan.inner_kept ? 1 : plan.inner);
-        nn_for(stream, outputs, nn_row_grain(terms), fsdpc_nn_sum_wide, &plan);
+        nn_for(stream, outputs, nn_row_grain(terms),
+               integers ? fsdpc_nn_sum_i64 : fsdpc_nn_sum_wide, &plan);
         return FSDPC_OK;
     }
     if (!plan.inner_kept && plan.outer == 1 && plan.folds == 1 && plan.inner > NN_SUM_BLOCK)

@@ -175,35 +175,43 @@ static void test_binary(void)
         }
 }
 
+static const struct {
+    int ndim;
+    size_t shape[4];
+    bool reduced[4];
+} sums[] = {{1, {50021}, {true}},
+            {2, {700, 37}, {true, false}},
+            {2, {5, 3000}, {false, true}},
+            {3, {4, 33, 65}, {false, true, false}},
+            {4, {3, 5, 2, 31}, {true, false, true, true}},
+            {2, {1, 9}, {false, false}},
+            {2, {0, 9}, {true, false}},
+            {1, {0}, {true}}};
+
+/* Puts a case into the arguments. */
+static void sum_shape(size_t c, fsdpc_sum_args *args, size_t *numel_out, size_t *outputs_out)
+{
+    *numel_out = *outputs_out = 1;
+    args->ndim = sums[c].ndim;
+    for (int k = 0; k < args->ndim; k++) {
+        args->shape[k] = sums[c].shape[k];
+        args->reduced[k] = sums[c].reduced[k];
+        *numel_out *= args->shape[k];
+        *outputs_out *= args->reduced[k] ? 1 : args->shape[k];
+    }
+}
+
 static void test_sum(void)
 {
-    static const struct {
-        int ndim;
-        size_t shape[4];
-        bool reduced[4];
-    } cases[] = {{1, {50021}, {true}},
-                 {2, {700, 37}, {true, false}},
-                 {2, {5, 3000}, {false, true}},
-                 {3, {4, 33, 65}, {false, true, false}},
-                 {4, {3, 5, 2, 31}, {true, false, true, true}},
-                 {2, {1, 9}, {false, false}},
-                 {2, {0, 9}, {true, false}},
-                 {1, {0}, {true}}};
     for (size_t c = 0; c < 8; c++)
         for (int d = 0; d < FLOATS; d++)
             for (int o = 0; o < FLOATS; o++) {
+                size_t numel, outputs;
                 fsdpc_sum_args args = {.dtype = floats[d],
                                        .out_dtype = floats[o],
-                                       .ndim = cases[c].ndim,
                                        .scale = 0.25,
                                        .accumulate = (d + o) % 2};
-                size_t numel = 1, outputs = 1;
-                for (int k = 0; k < args.ndim; k++) {
-                    args.shape[k] = cases[c].shape[k];
-                    args.reduced[k] = cases[c].reduced[k];
-                    numel *= args.shape[k];
-                    outputs *= args.reduced[k] ? 1 : args.shape[k];
-                }
+                sum_shape(c, &args, &numel, &outputs);
                 buffer x = buffer_random(floats[d], numel, 0);
                 buffer out = buffer_random(floats[o], outputs, 0);
                 args.x = x.on_cpu, args.out = out.on_cpu;
@@ -219,6 +227,26 @@ static void test_sum(void)
                             32, "sum");
                 fini_all((buffer *[]){&x, &out}, 2);
             }
+}
+
+static void test_sum_of_integers(void)
+{
+    for (size_t c = 0; c < 8; c++) {
+        size_t numel, outputs;
+        fsdpc_sum_args args = {.dtype = FSDPC_I64, .out_dtype = FSDPC_I64, .scale = 1};
+        sum_shape(c, &args, &numel, &outputs);
+        buffer x = buffer_make(FSDPC_I64, numel, 0), out = buffer_poison(FSDPC_I64, outputs, 0);
+        uint64_t value = 12345;
+        for (size_t i = 0; i < numel; i++) /* of all bits */
+            ((uint64_t *)x.on_cpu)[i] = value = value * 6364136223846793005u + 1442695040888963407u;
+        buffer_send(&x);
+        args.x = x.on_cpu, args.out = out.on_cpu;
+        CHECK_OK(on(cpu_stream)->sum(&args, cpu_stream));
+        args.x = x.on_gpu, args.out = out.on_gpu;
+        CHECK_OK(on(gpu_stream)->sum(&args, gpu_stream));
+        check_same_bits(&out, "sum of integers");
+        fini_all((buffer *[]){&x, &out}, 2);
+    }
 }
 
 static void test_cumsum(void)
@@ -547,8 +575,8 @@ static void test_embedding(void)
 int main(void)
 {
     static const rig_test_fn tests[] = {
-        test_unary,       test_gates,   test_binary,   test_sum,           test_cumsum,
-        test_copy,        test_softmax, test_norm,     test_cross_entropy, test_loss_gradient,
-        test_bad_targets, test_rotary,  test_embedding};
+        test_unary,           test_gates,       test_binary,  test_sum,      test_cumsum,
+        test_sum_of_integers, test_copy,        test_softmax, test_norm,     test_cross_entropy,
+        test_loss_gradient,   test_bad_targets, test_rotary,  test_embedding};
     return rig_main("test_nn_kernels", tests, sizeof tests / sizeof tests[0]);
 }

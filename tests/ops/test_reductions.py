@@ -80,6 +80,19 @@ def test_sums_of_integers():
     assert fsdpc.tensor(a > 0).cumsum(0).tolist() == (a > 0).cumsum(0).tolist()
 
 
+@pytest.mark.parametrize("dims", [None, 0, 1, 2, (0, 2), (1, 2), (0, 1, 2)])
+def test_sums_of_large_integers_are_exact(dims):
+    """Beyond what float64 holds, and around 64 bits as NumPy's."""
+    a = np.random.default_rng(3).integers(-(2**63), 2**63 - 1, (7, 300, 9))
+    for x in (a, np.abs(a) // a.size):
+        with np.errstate(over="ignore"):
+            want = x.sum(axis=dims)
+        assert np.array_equal(fsdpc.tensor(x).sum(dims).numpy(), want)
+    ones = fsdpc.tensor(np.array([2**53, 1, 1]))
+    assert ones.sum().item() == 2**53 + 2 and ones.to("int32").sum().dtype is fsdpc.int64
+    assert fsdpc.zeros(0, 3, dtype="int64").sum(0).tolist() == [0] * 3
+
+
 def test_norms_of_zeros_have_a_gradient_of_zero():
     for p in (1, 2, 3, math.inf):
         x = fsdpc.zeros(4, requires_grad=True)
