@@ -101,7 +101,7 @@ static fsdpc_status binary(const fsdpc_binary_args *args, fsdpc_stream *stream)
 
 static fsdpc_status sum(const fsdpc_sum_args *args, fsdpc_stream *stream)
 {
-    if (args->dtype != FSDPC_I64) {
+    if (args->dtype != FSDPC_I64 || args->out_dtype != FSDPC_I64) {
         FSDPC_TRY(check_float(args->dtype, "a sum"));
         FSDPC_TRY(check_float(args->out_dtype, "a sum's result"));
     }

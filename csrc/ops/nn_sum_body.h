@@ -158,7 +158,7 @@ static fsdpc_status sum_all(nn_sum_plan *plan, fsdpc_stream *stream)
 
 static fsdpc_status sum(const fsdpc_sum_args *args, fsdpc_stream *stream)
 {
-    if (args->dtype != FSDPC_I64) {
+    if (args->dtype != FSDPC_I64 || args->out_dtype != FSDPC_I64) {
         FSDPC_TRY(nn_check_float(args->dtype, "a sum"));
         FSDPC_TRY(nn_check_float(args->out_dtype, "a sum's result"));
     }

@@ -114,8 +114,18 @@ static void suite(nn_rig *rig)
     empty.out = &nothing;
     CHECK_OK(rig->ops->sum(&empty, rig->stream));
     CHECK(nothing == 0);
-    empty.dtype = FSDPC_I64;
-    CHECK_FAILS(rig->ops->sum(&empty, rig->stream), FSDPC_ERR_DTYPE, "int64");
+    empty.dtype = FSDPC_I32;
+    CHECK_FAILS(rig->ops->sum(&empty, rig->stream), FSDPC_ERR_DTYPE, "int32");
+    int64_t integers[3] = {INT64_MAX, 5, -7}, total = 0;
+    fsdpc_sum_args exact = {.dtype = FSDPC_I64, .out_dtype = FSDPC_I64, .ndim = 1, .shape = {3}};
+    exact.reduced[0] = true;
+    exact.scale = 1;
+    exact.x = integers;
+    exact.out = &total;
+    CHECK_OK(rig->ops->sum(&exact, rig->stream));
+    CHECK(total == INT64_MAX - 2);
+    exact.out_dtype = FSDPC_F32;
+    CHECK_FAILS(rig->ops->sum(&exact, rig->stream), FSDPC_ERR_DTYPE, "int64");
 }
 
 int main(void)
