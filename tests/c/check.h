@@ -13,6 +13,18 @@
 
 #include "base/status.h"
 
+/* Built for a sanitizer: slower, and what it catches does not come to handlers of ours. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0
+#endif
+
 static int check_failures, check_count;
 
 #define CHECK(condition)                                                                           \

@@ -296,6 +296,9 @@ static void compare_lse(const test_data *d, const char *what)
 
 static void try_case(const test_case *c, double spread)
 {
+    static unsigned cases;
+    if (SANITIZED && cases++ % 4) /* it takes 20 times as long there */
+        return;
     test_data d;
     data_init(&d, c, spread);
     const fsdpc_attention_args *x = &d.args;

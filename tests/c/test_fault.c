@@ -10,15 +10,6 @@
 
 #include "check.h"
 
-/* Sanitizers handle faults themselves, after us: there a process ends by their exit code. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-
 enum { PAGE = 4096, HANDLED = 42 };
 
 static struct sigaction before_late; /* what the late handler found, as faulthandler keeps it */
@@ -101,7 +92,7 @@ static const char *die(deed what, others who, size_t offset, int *ending_out)
 
 static bool died(int ending)
 {
-#ifdef SANITIZED
+#if SANITIZED /* it handles faults itself, after us: a process ends by its exit code */
     return !WIFEXITED(ending) || WEXITSTATUS(ending) != 0;
 #else
     return WIFSIGNALED(ending) && WTERMSIG(ending) == SIGSEGV;
