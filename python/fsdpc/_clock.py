@@ -46,8 +46,10 @@ class Wires:
     def __init__(
         self, *, bandwidth: float, latency: float, options: SimulateOptions, device: str
     ) -> None:
-        self.bandwidth, self.latency, self.o = bandwidth, latency, options
-        self.is_ring = device == "cuda"
+        self.bandwidth: float = bandwidth
+        self.latency: float = latency
+        self.o: SimulateOptions = options
+        self.is_ring: bool = device == "cuda"
 
     def load(self, kind: str, group: HostGroup, full: float, element: int) -> Load:
         """Of a gather, a reduce or an all_reduce of ``full`` bytes, in elements of so many."""
@@ -145,18 +147,21 @@ class Clock:
     def __init__(
         self, record: Played, groups: tuple[HostGroup, HostGroup], wires: Wires, flops: float
     ) -> None:
-        self.record, self.wires, self.flops = record, wires, flops
-        self.shards, self.replicas = groups
-        self.n_shards = self.shards.hosts * self.shards.lanes
-        self.now = 0.0
+        self.record: Played = record
+        self.wires: Wires = wires
+        self.flops: float = flops
+        self.shards: HostGroup = groups[0]
+        self.replicas: HostGroup = groups[1]
+        self.n_shards: int = self.shards.hosts * self.shards.lanes
+        self.now: float = 0.0
         kinds = ("gather", "reduce", "sum")
         self.streams: dict[str, deque[Operation]] = {kind: deque() for kind in kinds}
         self.gathers: dict[int, Operation] = {}
         self.sums: dict[int, Operation] = {}
         self.brought: set[int] = set()  # units whose rows of other hosts are here
-        self.exposed = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
-        self.sent = _Sent()
-        self.to_agree = False
+        self.exposed: dict[str, float] = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
+        self.sent: _Sent = _Sent()
+        self.to_agree: bool = False
         self.posting: Event | None = None  # what the record says now
         self.times: list[float] = []  # of each event
         self.operations: list[Operation] = []

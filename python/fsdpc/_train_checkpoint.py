@@ -95,8 +95,10 @@ class TrainCheckpoints:
     """
 
     def __init__(self, options: argparse.Namespace, state: dict[str, Any], text: str) -> None:
-        self.options, self.state, self.text = options, state, text
-        self.stopped = False
+        self.options: argparse.Namespace = options
+        self.state: dict[str, Any] = state
+        self.text: str = text
+        self.stopped: bool = False
         self._saved: int | None = None
         self._returned_to, self._returns = -1, 0
         self._manager: Any = None

@@ -41,12 +41,14 @@ class Progress:
         o = trainer.options
         self.trainer = trainer
         terminal = bool(o.live or sys.stdout.isatty()) and not o.no_progress
-        self.screen = Screen(sys.stdout) if terminal and trainer.rank == 0 else None
-        self.meter = _find_meter() if self.screen else None
-        self.shown = 0.0
-        self.rated_steps, self.rated_seconds = 0, 0.0
-        self.began = self.validation_began = time.perf_counter()
-        self.stack = ExitStack()
+        self.screen: Screen | None = Screen(sys.stdout) if terminal and trainer.rank == 0 else None
+        self.meter: Callable[..., str] | None = _find_meter() if self.screen else None
+        self.shown: float = 0.0
+        self.rated_steps: int = 0
+        self.rated_seconds: float = 0.0
+        self.began: float = time.perf_counter()
+        self.validation_began: float = self.began
+        self.stack: ExitStack = ExitStack()
 
     def open(self) -> None:
         """Keep the line at the bottom of the terminal, whatever is printed, until :meth:`close`."""

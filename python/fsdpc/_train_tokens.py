@@ -136,8 +136,12 @@ def _split(data: SequenceDataset) -> Parts:
 class Bytes:
     """Bytes of text files as ids."""
 
-    unit, title, identity, vocab_size, tokenizer = "byte", "bytes", None, 256, None
-    prompt = np.frombuffer(b"def ", np.uint8)
+    unit = "byte"
+    title = "bytes"
+    identity: None = None
+    vocab_size: int = 256
+    tokenizer: None = None
+    prompt: np.ndarray = np.frombuffer(b"def ", np.uint8)
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -184,13 +188,13 @@ class Tokens:
         folders = {path if path.is_dir() else path.parent for path in paths if _is_tokens(path)}
         described = [(folder, read_description(folder)) for folder in sorted(folders)]
         self.described: TokenDescription | None = described[0][1] if described else None
-        self.tokenizer = _tokenizer(options.tokenizer, described)
+        self.tokenizer: Tokenizer | None = _tokenizer(options.tokenizer, described)
         for folder, found in described:
             self._check_hash(folder, found)
-        self.name = self._identity()["name"]
-        self.title = f"the tokenizer '{self.name}'"
+        self.name: str = self._identity()["name"]
+        self.title: str = f"the tokenizer '{self.name}'"
         sizes = [found.vocab_size or 0 for _, found in described]
-        self.vocab_size = max([*sizes, self.tokenizer.vocab_size if self.tokenizer else 0])
+        self.vocab_size: int = max([*sizes, self.tokenizer.vocab_size if self.tokenizer else 0])
         self.vocab_size = self.vocab_size or options.vocab or 0
         if not self.vocab_size:
             raise ValueError(

@@ -88,9 +88,9 @@ class LossScaler:
             )
         self.loss_scale_window = loss_scale_window
         self.hysteresis = hysteresis
-        self.min_loss_scale = float(min_loss_scale)
-        self.consecutive_hysteresis = bool(consecutive_hysteresis)
-        self.dynamic = loss_scale == 0
+        self.min_loss_scale: float = float(min_loss_scale)
+        self.consecutive_hysteresis: bool = bool(consecutive_hysteresis)
+        self.dynamic: bool = loss_scale == 0
         self._scale = float(loss_scale) or first
         self._good_steps = 0  # since the last overflow
         self._forgiving = hysteresis  # overflows until the scale shrinks, that one included

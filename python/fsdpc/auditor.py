@@ -104,8 +104,10 @@ class Auditor:
     def __init__(self, model: Any, every: int, raises: bool) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
-        self.model, self.every, self.raises = model, every, raises
-        self.checks = 0
+        self.model: Any = model
+        self.every: int = every
+        self.raises: bool = raises
+        self.checks: int = 0
         self._steps = 0
         self._hooks: list[Any] = []
         self._seen: dict[int, np.ndarray] = {}  # index -> gradient and its magnitude, summed here

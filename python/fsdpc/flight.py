@@ -68,7 +68,9 @@ class FlightRecorder:
         model: Any = None,
         signals: tuple[int, ...] = (signal.SIGUSR2,),
     ) -> None:
-        self.folder, self.model, self.signals = Path(folder), model, signals
+        self.folder: Path = Path(folder)
+        self.model: Any = model
+        self.signals: tuple[int, ...] = signals
         self._before: list[Any] = []
         self._hook: Any = None
         self._is_writing = False

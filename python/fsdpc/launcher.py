@@ -53,9 +53,13 @@ class LaunchError(RuntimeError):
 
     def __init__(self, outcome: Outcome, headline: str) -> None:
         super().__init__(f"{headline}\n{outcome.describe()}")
-        self.rank = next((failure.rank for failure in outcome.failures if failure.first), None)
-        self.tracebacks = {failure.rank: failure.text for failure in outcome.failures}
-        self.timed_out = outcome.timed_out
+        self.rank: int | None = next(
+            (failure.rank for failure in outcome.failures if failure.first), None
+        )
+        self.tracebacks: dict[int, str] = {
+            failure.rank: failure.text for failure in outcome.failures
+        }
+        self.timed_out: bool = outcome.timed_out
 
 
 def launch(

@@ -127,7 +127,7 @@ class Csv(Logger):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._file = _Appended(path)
         self._names: list[str] | None = None
 
@@ -374,7 +374,7 @@ class Loggers(Logger):
     """
 
     def __init__(self, loggers: Iterable[Logger]) -> None:
-        self.loggers = list(loggers)
+        self.loggers: list[Logger] = list(loggers)
 
     def write(self, step: int, values: dict[str, Value]) -> None:
         """Write to each."""

@@ -53,7 +53,7 @@ class LRScheduler:
                 "list of dicts that hold 'lr'"
             )
         self.optimizer = optimizer
-        self.last_step = 0
+        self.last_step: int = 0
         for group in groups:
             group.setdefault("initial_lr", group["lr"])
         self._apply()
@@ -156,8 +156,10 @@ class WarmupCosine(LRScheduler):
             raise ValueError(f"warmup ({warmup}) must be smaller than total ({total})")
         if not isinstance(cycles, int) or cycles < 1:
             raise ValueError(f"cycles must be a whole number of at least 1, got {cycles!r}")
-        self.warmup, self.total = warmup, total
-        self.min_ratio, self.cycles = min_ratio, cycles
+        self.warmup: int = warmup
+        self.total: int = total
+        self.min_ratio: float = min_ratio
+        self.cycles: int = cycles
         super().__init__(optimizer)
 
     def factor(self, step: int, group: int) -> float:
@@ -224,7 +226,9 @@ class WarmupStableDecay(LRScheduler):
         if shape not in _SHAPES:
             raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {shape!r}")
         self.shape = shape
-        self.warmup, self.stable, self.decay = warmup, stable, decay
+        self.warmup: int = warmup
+        self.stable: int = stable
+        self.decay: int = decay
         self.min_ratio = min_ratio
         super().__init__(optimizer)
 
@@ -379,7 +383,7 @@ class WarmupDecayLR(LRScheduler):
                 "this order"
             )
         self._share = warmup_share(warmup_num_steps, warmup_type, total_num_steps)
-        self.least = warmup_min_lr / warmup_max_lr
+        self.least: float = warmup_min_lr / warmup_max_lr
         for group in getattr(optimizer, "param_groups", ()):
             group["initial_lr"] = warmup_max_lr
         super().__init__(optimizer)
@@ -424,7 +428,9 @@ class LambdaLR(LRScheduler):
         functions: Callable[[int], float] | Sequence[Callable[[int], float]],
     ) -> None:
         groups = len(getattr(optimizer, "param_groups", ()))
-        self.functions = [functions] * groups if callable(functions) else list(functions)
+        self.functions: list[Callable[[int], float]] = (
+            [functions] * groups if callable(functions) else list(functions)
+        )
         if len(self.functions) != groups:
             raise ValueError(f"{len(self.functions)} functions for {groups} parameter groups")
         super().__init__(optimizer)

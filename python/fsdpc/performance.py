@@ -188,8 +188,9 @@ class PerformanceTracker:
     ) -> None:
         if warmup < 0:
             raise ValueError(f"warmup must be at least 0, got {warmup}")
-        self.flops_per_token, self.warmup = flops_per_token, warmup
-        self.peak = peak_of(peak) if isinstance(peak, str) else peak
+        self.flops_per_token: float | None = flops_per_token
+        self.warmup: int = warmup
+        self.peak: float | None = peak_of(peak) if isinstance(peak, str) else peak
         if self.peak is not None and not self.peak > 0:
             raise ValueError(f"peak must be above 0, got {self.peak}")
         self.restart()

@@ -46,7 +46,9 @@ class Profile:
     """
 
     def __init__(self, path: str | os.PathLike[str], model: Any, events: int) -> None:
-        self.path, self.model, self.events = Path(path), model, events
+        self.path: Path = Path(path)
+        self.model: Any = model
+        self.events: int = events
         self.flight: flight.Flight | None = None
         self._since = self._before = 0
         self._own: list[Event] = []
@@ -199,7 +201,8 @@ class ProfiledSteps:
     """
 
     def __init__(self, steps: range, path: str | os.PathLike[str], model: Any) -> None:
-        self.steps, self._profile = steps, profile(path, model)
+        self.steps: range = steps
+        self._profile = profile(path, model)
         self._begun = False
 
     @contextmanager

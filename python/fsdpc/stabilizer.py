@@ -151,10 +151,13 @@ class TrainingStabilizer:
         options: StabilizerOptions | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
-        self.options = options or StabilizerOptions()
-        self.skipped = {"loss": 0, "norm": 0, "nonfinite": 0}
-        self.in_a_row = self.went_back = 0
+        self.model: Any = model
+        self.optimizer: Any = optimizer
+        self.max_norm: float = max_norm
+        self.options: StabilizerOptions = options or StabilizerOptions()
+        self.skipped: dict[str, int] = {"loss": 0, "norm": 0, "nonfinite": 0}
+        self.in_a_row: int = 0
+        self.went_back: int = 0
         self._log = log or say
         self._window: deque[float] = deque(maxlen=self.options.window)
         self._losses: list[Any] = []  # of this step, not read yet

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -34,14 +34,22 @@ from fsdpc._train_options import (
     with_config,
 )
 from fsdpc._train_progress import Progress, live
-from fsdpc._train_tokens import IGNORED, evaluation, make_source, with_vocabulary
+from fsdpc._train_tokens import (
+    IGNORED,
+    Bytes,
+    Tokens,
+    evaluation,
+    make_source,
+    with_vocabulary,
+)
 from fsdpc.activation import checkpoint_activations
 from fsdpc.amp import LossScaler
 from fsdpc.clip import clip_grad_norm_
-from fsdpc.data import DistributedSampler, GlobalBatchSampler, Loader
+from fsdpc.data import DistributedSampler, GlobalBatchSampler, Loader, SequenceDataset
 from fsdpc.device import set_default_device
 from fsdpc.grad_mode import no_grad
 from fsdpc.loggers import Loggers, open_loggers
+from fsdpc.lr_scheduler import LRScheduler
 from fsdpc.memory_plan import MemoryPlan, memory_plan
 from fsdpc.mesh import init_device_mesh
 from fsdpc.nn import deferred_init
@@ -202,38 +210,46 @@ def make_policy(options: argparse.Namespace) -> MixedPrecisionPolicy:
 class Trainer:
     """One training run on this rank, by the options of :func:`parser`."""
 
+    train_data: SequenceDataset
+    val_data: SequenceDataset
+    model: Any
+    optimizer: Optimizer
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.source = make_source(options)
+        self.source: Bytes | Tokens = make_source(options)
         self.train_data, self.val_data = self.source.datasets()
         if not distributed.is_initialized():
             distributed.init(deterministic=options.deterministic)
-        self.rank, self.world = distributed.rank(), distributed.world_size()
+        self.rank: int = distributed.rank()
+        self.world: int = distributed.world_size()
         text, said = as_toml(options), keep_global_batch(options, self.world)
         if said and self.rank == 0:
             print(said, flush=True)
         whole = options.deterministic and options.dtype == "fp16"  # see distributed.init()
         self.divisor = 1 if whole else options.accumulate  # of losses
         self.model, self.optimizer = self._build()
-        self.scaler = LossScaler() if options.dtype == "fp16" else None
-        self.schedule = make_schedule(options, self.optimizer)
-        self.stabilizer = None
+        self.scaler: LossScaler | None = LossScaler() if options.dtype == "fp16" else None
+        self.schedule: LRScheduler = make_schedule(options, self.optimizer)
+        self.stabilizer: TrainingStabilizer | None = None
         if options.stabilize:
             self.stabilizer = TrainingStabilizer(self.model, self.optimizer, options.clip)
-        self.loader = Loader(self.train_data, options.batch, self._sampler())
-        self.tokens_per_step = options.batch * options.seq * options.accumulate * self.world
-        self.peak_flops = measure_peak(DTYPES[options.dtype]) * self.world
-        self.flops_per_token = self.model.config.flops_per_token(options.seq)
+        self.loader: Loader = Loader(self.train_data, options.batch, self._sampler())
+        self.tokens_per_step: int = options.batch * options.seq * options.accumulate * self.world
+        self.peak_flops: float = measure_peak(DTYPES[options.dtype]) * self.world
+        self.flops_per_token: float = self.model.config.flops_per_token(options.seq)
         state = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule,
                  "scaler": self.scaler, "data": self.loader,
                  "extra": {"tokenizer": self.source.identity}}  # fmt: skip
-        self.checkpoints = TrainCheckpoints(options, state, text)
-        self.progress = Progress(self)
+        self.checkpoints: TrainCheckpoints = TrainCheckpoints(options, state, text)
+        self.progress: Progress = Progress(self)
         steps = options.profile or range(0)
-        self.profiled = ProfiledSteps(steps, options.profile_file, self.model)
+        self.profiled: ProfiledSteps = ProfiledSteps(steps, options.profile_file, self.model)
         mode = "a" if options.resume else "w"
-        self.metrics = open(options.metrics, mode) if options.metrics and self.rank == 0 else None
-        self.loggers = open_loggers(options.log) if options.log else Loggers([])
+        self.metrics: IO[str] | None = (
+            open(options.metrics, mode) if options.metrics and self.rank == 0 else None
+        )
+        self.loggers: Loggers = open_loggers(options.log) if options.log else Loggers([])
         if options.plot and self.rank == 0:
             self.loggers.loggers.append(self._plot())
 

@@ -30,8 +30,12 @@ class Claim:
     """The lock on an open file, until the object or the process ends; see :func:`claim`."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self.fd, self.pid = path, fd, os.getpid()
-        self.release = weakref.finalize(self, _release, str(path), fd, self.pid)
+        self.path: Path = path
+        self.fd: int = fd
+        self.pid: int = os.getpid()
+        self.release: weakref.finalize[..., Claim] = weakref.finalize(
+            self, _release, str(path), fd, self.pid
+        )
 
     def is_held(self) -> bool:
         """Whether it is this process's, not ended, and its file in place."""

@@ -105,15 +105,18 @@ class CheckpointManager:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"every_seconds must be above 0, got {every_seconds}")
-        self.folder = Path(os.path.abspath(os.fspath(folder)))
-        self.max_to_keep, self.keep_every = max_to_keep, keep_every
-        self.every_steps, self.every_seconds = every_steps, every_seconds
-        self.async_, self.layout = async_, layout
+        self.folder: Path = Path(os.path.abspath(os.fspath(folder)))
+        self.max_to_keep: int | None = max_to_keep
+        self.keep_every: int | None = keep_every
+        self.every_steps: int | None = every_steps
+        self.every_seconds: float | None = every_seconds
+        self.async_: bool = async_
+        self.layout: str = layout
         self._saved_at = time.monotonic()
         self._handle: SaveHandle | None = None
         self._last: int | None = None  # the step of the newest save of ours
         self._claim: Claim | None = None  # of rank 0
-        self.stopped = False
+        self.stopped: bool = False
         self._signals: StopSignals | None = None
         self._on_rank_0(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         if every_steps is not None or every_seconds is not None:

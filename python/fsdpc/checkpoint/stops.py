@@ -38,7 +38,7 @@ class StopSignals:
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
-        self.name = ""
+        self.name: str = ""
         self._asked = 0
         self._before = {each: signal.signal(each, self._ask) for each in signals}
 

@@ -61,7 +61,8 @@ class SequenceDataset:
                 f"{self.name}: {end - begin} tokens are fewer than one sequence needs "
                 f"({seq_len} + 1 for the last target)"
             )
-        self._begin, self._end, self.seq_len = begin, end, seq_len
+        self._begin, self._end = begin, end
+        self.seq_len: int = seq_len
 
     @property
     def tokens(self) -> int:

@@ -69,9 +69,14 @@ class DistributedSampler:
             raise ValueError(f"seed must be at least 0, got {seed}")
         if drop_last and length < world:
             raise ValueError(f"{length} sequences are fewer than {world} ranks")
-        self.length, self.rank, self.world = length, rank, world
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = self.order = 0
+        self.length: int = length
+        self.rank: int = rank
+        self.world: int = world
+        self.shuffle: bool = shuffle
+        self.seed: int = seed
+        self.drop_last: bool = drop_last
+        self.epoch: int = 0
+        self.order: int = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration gives."""
@@ -151,7 +156,8 @@ class GlobalBatchSampler(DistributedSampler):
         together = batch * accumulate * world
         if length < together:
             raise ValueError(f"{length} sequences are fewer than a global batch of {together}")
-        self.batch, self.accumulate = batch, accumulate
+        self.batch: int = batch
+        self.accumulate: int = accumulate
 
     def __len__(self) -> int:
         """How many sequences each rank takes in an epoch."""
@@ -243,8 +249,11 @@ class Loader:
                 f"{len(sampler)} sequences of rank {sampler.rank} are fewer than a batch of "
                 f"{batch_size}"
             )
-        self.dataset, self.batch_size, self.sampler = dataset, batch_size, sampler
-        self.epochs, self.wait_seconds = epochs, 0.0
+        self.dataset: SequenceDataset | ArrayDataset = dataset
+        self.batch_size: int = batch_size
+        self.sampler: DistributedSampler = sampler
+        self.epochs: int | None = epochs
+        self.wait_seconds: float = 0.0
         self._dtype, self._workers = np.dtype(dtype), workers
         self._most_ahead = prefetch * workers
         self._next = (0, 0)  # epoch and batch that next() returns

@@ -51,7 +51,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: PathLike) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
         if self.path.is_dir():
             self.path /= "tokenizer.json"
         with explained(self.path):

@@ -76,7 +76,7 @@ class TokenDataset(SequenceDataset):
         given = None if dtype is None else np.dtype(dtype)
         if given is not None and given not in (np.uint16, np.uint32):
             raise ValueError(f"tokens are uint16 or uint32, got dtype {given}")
-        self.files = token_files(paths)
+        self.files: list[Path] = token_files(paths)
         folders = {path.parent: read_description(path.parent) for path in self.files}
         pieces = []
         for path in self.files:
@@ -89,8 +89,8 @@ class TokenDataset(SequenceDataset):
             pieces.append(map_tokens(path, own))
             check_shard(path, pieces[-1], found)
         super().__init__(pieces, seq_len, describe(self.files))
-        self.vocab_size = _common("vocab_size", vocab_size, folders)
-        self.end_of_document = _common("end_of_document", end_of_document, folders)
+        self.vocab_size: int | None = _common("vocab_size", vocab_size, folders)
+        self.end_of_document: int | None = _common("end_of_document", end_of_document, folders)
         if ignore_index is not None and self.end_of_document is None:
             raise ValueError(
                 f"{self.name}: ignore_index {ignore_index} needs end_of_document, the id that ends "

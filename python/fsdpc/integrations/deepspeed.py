@@ -269,10 +269,15 @@ class DeepSpeedEngine:
         said: Mapping[str, Any],
         batch: tuple[int, int, int],
     ) -> None:
-        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
+        self.module: nn.Module = module
+        self.optimizer: Any = optimizer
+        self.lr_scheduler: Any = lr_scheduler
         self.training_dataloader: Any = None
-        self.micro_steps = self.global_steps = self.skipped_steps = 0
-        self.global_rank, self.world_size = fsdpc.rank(), fsdpc.world_size()
+        self.micro_steps: int = 0
+        self.global_steps: int = 0
+        self.skipped_steps: int = 0
+        self.global_rank: int = fsdpc.rank()
+        self.world_size: int = fsdpc.world_size()
         self._said, self._batch = said, batch
         self._clip = float(said.get("gradient_clipping", 0))
         self._norm: float | None = None

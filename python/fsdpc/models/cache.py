@@ -27,9 +27,9 @@ class KeyValueCache:
     """
 
     def __init__(self, lengths: np.ndarray, capacity: int) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64).copy()
+        self.lengths: np.ndarray = np.asarray(lengths, dtype=np.int64).copy()
         self.capacity = capacity
-        self.begun = False  # whether the prompts are in it
+        self.begun: bool = False  # whether the prompts are in it
         self._rooms: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property

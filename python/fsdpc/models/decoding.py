@@ -186,7 +186,10 @@ class Sampler:
             raise ValueError(f"top_k must be at least 1, got {top_k}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-        self.temperature, self.top_k, self.top_p, self.seed = temperature, top_k, top_p, seed
+        self.temperature: float = temperature
+        self.top_k: int | None = top_k
+        self.top_p: float | None = top_p
+        self.seed: int = seed
         self._generators: dict[int, np.random.Generator] = {}
 
     def pick(self, row: int, logits: np.ndarray) -> int:

@@ -35,8 +35,10 @@ class Projection(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, std: float) -> None:
         super().__init__()
-        self.weight = nn.init.normal_(nn.Parameter.empty((in_features, out_features)), 0.0, std)
-        self.bias = nn.init.zeros_(nn.Parameter.empty((out_features,)))
+        self.weight: nn.Parameter = nn.init.normal_(
+            nn.Parameter.empty((in_features, out_features)), 0.0, std
+        )
+        self.bias: nn.Parameter = nn.init.zeros_(nn.Parameter.empty((out_features,)))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
@@ -51,10 +53,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        self.c_attn = Projection(config.dim, 3 * config.dim, INIT_STD)
-        self.c_proj = Projection(config.dim, config.dim, INIT_STD / math.sqrt(2 * config.layers))
-        self.dropout = nn.Dropout(config.dropout)
+        self.config: ModelConfig = config
+        self.layer: int = layer
+        self.c_attn: Projection = Projection(config.dim, 3 * config.dim, INIT_STD)
+        self.c_proj: Projection = Projection(
+            config.dim, config.dim, INIT_STD / math.sqrt(2 * config.layers)
+        )
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
@@ -98,9 +103,11 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         activation = config.activation or "gelu_new"
-        self.c_fc = Expansion(config.dim, config.inner, INIT_STD, activation)
-        self.c_proj = Projection(config.inner, config.dim, INIT_STD / math.sqrt(2 * config.layers))
-        self.dropout = nn.Dropout(config.dropout)
+        self.c_fc: Expansion = Expansion(config.dim, config.inner, INIT_STD, activation)
+        self.c_proj: Projection = Projection(
+            config.inner, config.dim, INIT_STD / math.sqrt(2 * config.layers)
+        )
+        self.dropout: nn.Dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
@@ -112,10 +119,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.dim, config.layer_norm_eps)
-        self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.dim, config.layer_norm_eps)
-        self.mlp = FeedForward(config)
+        self.ln_1: nn.LayerNorm = nn.LayerNorm(config.dim, config.layer_norm_eps)
+        self.attn: Attention = Attention(config, layer)
+        self.ln_2: nn.LayerNorm = nn.LayerNorm(config.dim, config.layer_norm_eps)
+        self.mlp: FeedForward = FeedForward(config)
 
     def forward(
         self,
@@ -143,11 +150,11 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.wte = TiedEmbedding(config.vocab_size, config.dim, std=INIT_STD)
-        self.wpe = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
-        self.drop = nn.Dropout(config.dropout)
-        self.h = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        self.ln_f = nn.LayerNorm(config.dim, config.layer_norm_eps)
+        self.wte: TiedEmbedding = TiedEmbedding(config.vocab_size, config.dim, std=INIT_STD)
+        self.wpe: nn.Embedding = nn.Embedding(config.max_seq, config.dim, std=INIT_STD)
+        self.drop: nn.Dropout = nn.Dropout(config.dropout)
+        self.h: nn.ModuleList = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.ln_f: nn.LayerNorm = nn.LayerNorm(config.dim, config.layer_norm_eps)
 
 
 class GPT2(LanguageModel):
@@ -175,7 +182,7 @@ class GPT2(LanguageModel):
                 f"{config.dim} / {config.heads}"
             )
         self.config = config
-        self.transformer = Transformer(config)
+        self.transformer: Transformer = Transformer(config)
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules to shard as units of their own."""

@@ -27,18 +27,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.layer = config, layer
-        self.rotates, self.window = config.rotates(layer), config.window_of(layer)
+        self.config: ModelConfig = config
+        self.layer: int = layer
+        self.rotates: bool = config.rotates(layer)
+        self.window: int | None = config.window_of(layer)
         dim, size, bias = config.dim, config.head_dim, config.qkv_bias
         width, kv = config.heads * size, config.kv_heads * size
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
-        self.q_proj = nn.Linear(dim, width, bias=bias, std=INIT_STD)
-        self.k_proj = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
-        self.v_proj = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
-        self.o_proj = nn.Linear(width, dim, bias=config.out_bias, std=residual_std)
+        self.q_proj: nn.Linear = nn.Linear(dim, width, bias=bias, std=INIT_STD)
+        self.k_proj: nn.Linear = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
+        self.v_proj: nn.Linear = nn.Linear(dim, kv, bias=bias, std=INIT_STD)
+        self.o_proj: nn.Linear = nn.Linear(width, dim, bias=config.out_bias, std=residual_std)
         if config.qk_norm:
-            self.q_norm = nn.RMSNorm(size, config.norm_eps)
-            self.k_norm = nn.RMSNorm(size, config.norm_eps)
+            self.q_norm: nn.RMSNorm = nn.RMSNorm(size, config.norm_eps)
+            self.k_norm: nn.RMSNorm = nn.RMSNorm(size, config.norm_eps)
 
     def forward(
         self,
@@ -83,10 +85,10 @@ class FeedForward(nn.Module):
         super().__init__()
         residual_std = INIT_STD / math.sqrt(2 * config.layers)
         dim, inner, bias = config.dim, config.inner, config.mlp_bias
-        self.activation = config.activation or "silu"
-        self.gate_proj = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
-        self.up_proj = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
-        self.down_proj = nn.Linear(inner, dim, bias=bias, std=residual_std)
+        self.activation: str = config.activation or "silu"
+        self.gate_proj: nn.Linear = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
+        self.up_proj: nn.Linear = nn.Linear(dim, inner, bias=bias, std=INIT_STD)
+        self.down_proj: nn.Linear = nn.Linear(inner, dim, bias=bias, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, dim) -> (B, T, dim)."""
@@ -101,10 +103,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
-        self.mlp = FeedForward(config)
-        self.input_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.self_attn: Attention = Attention(config, layer)
+        self.mlp: FeedForward = FeedForward(config)
+        self.input_layernorm: nn.RMSNorm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.post_attention_layernorm: nn.RMSNorm = nn.RMSNorm(config.dim, config.norm_eps)
 
     def forward(
         self,
@@ -151,9 +153,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.embed_tokens: nn.Embedding = nn.Embedding(config.vocab_size, config.dim, std=INIT_STD)
+        self.layers: nn.ModuleList = nn.ModuleList(Block(config, i) for i in range(config.layers))
+        self.norm: nn.RMSNorm = nn.RMSNorm(config.dim, config.norm_eps)
 
 
 class Llama(LanguageModel):
@@ -180,8 +182,8 @@ class Llama(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
-        self.lm_head = Head(config.dim, config.vocab_size, bias=False, std=INIT_STD)
+        self.model: Decoder = Decoder(config)
+        self.lm_head: Head = Head(config.dim, config.vocab_size, bias=False, std=INIT_STD)
         if config.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.__dict__["_rope"] = {}

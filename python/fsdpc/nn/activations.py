@@ -150,7 +150,8 @@ class Flatten(Module):
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
         super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
+        self.start_dim: int = start_dim
+        self.end_dim: int = end_dim
 
     def forward(self, x: Tensor) -> Tensor:
         """x (a, b, c, ...) -> (a, b * c * ...), the same memory."""

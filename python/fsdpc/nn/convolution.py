@@ -21,7 +21,7 @@ class _Conv(Module):
             )
         shape = (shape[0], shape[1] // groups, *shape[2:])
         bound = 1 / math.sqrt(math.prod(shape[1:]))
-        self.weight = init.uniform_(Parameter.empty(shape, dtype), -bound, bound)
+        self.weight: Parameter = init.uniform_(Parameter.empty(shape, dtype), -bound, bound)
         p = init.uniform_(Parameter.empty(shape[:1], dtype), -bound, bound) if bias else None
         self.register_parameter("bias", p)
         self.groups = groups
@@ -70,7 +70,9 @@ class Conv2d(_Conv):
     ) -> None:
         size = (kernel_size,) * 2 if isinstance(kernel_size, int) else tuple(kernel_size)
         super().__init__((out_channels, in_channels, *size), groups, bias, dtype)
-        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.stride: Pair = stride
+        self.padding: Pair | str = padding
+        self.dilation: Pair = dilation
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, in_channels, height, width) -> (batch, out_channels, height, width)."""
@@ -104,7 +106,9 @@ class Conv1d(_Conv):
         dtype: Any = None,
     ) -> None:
         super().__init__((out_channels, in_channels, kernel_size), groups, bias, dtype)
-        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.stride: int = stride
+        self.padding: int | str = padding
+        self.dilation: int = dilation
 
     def forward(self, x: Tensor) -> Tensor:
         """x (batch, in_channels, length) -> (batch, out_channels, length)."""
@@ -116,7 +120,9 @@ class Conv1d(_Conv):
 class _Pool(Module):
     def __init__(self, kernel_size: Any, stride: Any = None, padding: Any = 0) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.kernel_size: Any = kernel_size
+        self.stride: Any = stride
+        self.padding: Any = padding
 
     def extra_repr(self) -> str:
         return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"

@@ -47,8 +47,9 @@ class Linear(Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = Parameter.empty((out_features, in_features), dtype)
+        self.in_features: int = in_features
+        self.out_features: int = out_features
+        self.weight: Parameter = Parameter.empty((out_features, in_features), dtype)
         bound = 1 / math.sqrt(in_features) if in_features else 0.0
         if std is None:
             init.uniform_(self.weight, -bound, bound)
@@ -91,8 +92,9 @@ class Embedding(Module):
         self, num_embeddings: int, embedding_dim: int, *, std: float = 1.0, dtype: Any = None
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.weight = Parameter.empty((num_embeddings, embedding_dim), dtype)
+        self.num_embeddings: int = num_embeddings
+        self.embedding_dim: int = embedding_dim
+        self.weight: Parameter = Parameter.empty((num_embeddings, embedding_dim), dtype)
         init.normal_(self.weight, 0.0, std)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class LayerNorm(Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = init.ones_(Parameter.empty((dim,), dtype))
+        self.weight: Parameter = init.ones_(Parameter.empty((dim,), dtype))
         self.register_parameter(
             "bias", init.zeros_(Parameter.empty((dim,), dtype)) if bias else None
         )
@@ -145,7 +147,7 @@ class RMSNorm(Module):
     def __init__(self, dim: int, eps: float = 1e-6, *, dtype: Any = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = init.ones_(Parameter.empty((dim,), dtype))
+        self.weight: Parameter = init.ones_(Parameter.empty((dim,), dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., dim) -> (..., dim)."""

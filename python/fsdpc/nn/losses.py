@@ -45,7 +45,8 @@ class CrossEntropyLoss(_Loss):
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__(reduction)
-        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.ignore_index: int = ignore_index
+        self.label_smoothing: float = label_smoothing
         self.register_buffer("weight", weight)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -153,7 +154,8 @@ class KLDivLoss(Module):
 
     def __init__(self, reduction: str = "mean", log_target: bool = False) -> None:
         super().__init__()
-        self.reduction, self.log_target = reduction, log_target
+        self.reduction: str = reduction
+        self.log_target: bool = log_target
 
     def forward(self, log_p: Tensor, target: Tensor) -> Tensor:
         """Two of one shape -> scalar, or that shape without reduction."""

@@ -45,7 +45,9 @@ class GroupNorm(Module):
         super().__init__()
         if num_groups < 1 or num_channels % num_groups:
             raise ValueError(f"GroupNorm: {num_groups} groups of {num_channels} channels")
-        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.num_groups: int = num_groups
+        self.num_channels: int = num_channels
+        self.eps: float = eps
         _register_scale(self, num_channels, affine, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +75,9 @@ class _BatchNorm(Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.num_features: int = num_features
+        self.eps: float = eps
+        self.momentum: float | None = momentum
         self.track_running_stats = track_running_stats
         _register_scale(self, num_features, affine, dtype)
         tracked = track_running_stats

@@ -61,15 +61,17 @@ class MultiheadAttention(Module):
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"MultiheadAttention: {num_heads} heads of {embed_dim} elements")
-        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        self.embed_dim: int = embed_dim
+        self.num_heads: int = num_heads
+        self.dropout: float = dropout
         self.batch_first = batch_first
-        self.in_proj_weight = init.xavier_uniform_(
+        self.in_proj_weight: Parameter = init.xavier_uniform_(
             Parameter.empty((3 * embed_dim, embed_dim), dtype)
         )
         self.register_parameter(
             "in_proj_bias", init.zeros_(Parameter.empty((3 * embed_dim,), dtype)) if bias else None
         )
-        self.out_proj = Linear(embed_dim, embed_dim, bias, dtype=dtype)
+        self.out_proj: Linear = Linear(embed_dim, embed_dim, bias, dtype=dtype)
         if bias:
             init.zeros_(self.out_proj.bias)
 
@@ -191,13 +193,16 @@ class TransformerEncoderLayer(Module):
             raise ValueError(f"activation is 'relu', 'gelu' or a function, not {activation!r}")
         self.activation: Callable[[Tensor], Tensor] = known.get(activation, activation)
         self.norm_first = norm_first
-        self.self_attn = MultiheadAttention(d_model, nhead, dropout, bias, batch_first, dtype=dtype)
-        self.linear1 = Linear(d_model, dim_feedforward, bias, dtype=dtype)
-        self.dropout = Dropout(dropout)
-        self.linear2 = Linear(dim_feedforward, d_model, bias, dtype=dtype)
-        self.norm1 = LayerNorm(d_model, layer_norm_eps, bias, dtype=dtype)
-        self.norm2 = LayerNorm(d_model, layer_norm_eps, bias, dtype=dtype)
-        self.dropout1, self.dropout2 = Dropout(dropout), Dropout(dropout)
+        self.self_attn: MultiheadAttention = MultiheadAttention(
+            d_model, nhead, dropout, bias, batch_first, dtype=dtype
+        )
+        self.linear1: Linear = Linear(d_model, dim_feedforward, bias, dtype=dtype)
+        self.dropout: Dropout = Dropout(dropout)
+        self.linear2: Linear = Linear(dim_feedforward, d_model, bias, dtype=dtype)
+        self.norm1: LayerNorm = LayerNorm(d_model, layer_norm_eps, bias, dtype=dtype)
+        self.norm2: LayerNorm = LayerNorm(d_model, layer_norm_eps, bias, dtype=dtype)
+        self.dropout1: Dropout = Dropout(dropout)
+        self.dropout2: Dropout = Dropout(dropout)
 
     def forward(
         self,

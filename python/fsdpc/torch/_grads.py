@@ -61,8 +61,8 @@ class Measured:
     """
 
     def __init__(self) -> None:
-        self.age = 0  # of gradients: what was measured at another age does not count
-        self.misses = 0
+        self.age: int = 0  # of gradients: what was measured at another age does not count
+        self.misses: int = 0
 
     def outdate(self) -> None:
         """Note that gradients have changed behind torch's back."""

@@ -29,6 +29,7 @@ from fsdpc.torch._grads import Measured, PieceGrad, as_piece_grad, at_home
 from fsdpc.torch._recipe import Recipe
 from fsdpc.torch._rows import Home, Rows
 from fsdpc.torch.kernels import target
+from fsdpc.torch.policies import MixedPrecisionPolicy
 
 Slot = tuple[dict[str, Any], str, int]
 
@@ -125,24 +126,28 @@ class UnitState:
     def __init__(
         self, recipe: Recipe, params: Found, dtypes: list[torch.dtype], readers: Inside
     ) -> None:
-        self.recipe, self.modules = recipe, recipe.modules
-        self.policy, self.comms, self.whole = recipe.policy, recipe.where.comms, recipe.whole
+        self.recipe: Recipe = recipe
+        self.modules: list[nn.Module] = recipe.modules
+        self.policy: MixedPrecisionPolicy = recipe.policy
+        self.comms: list[_core.Comm] = recipe.where.comms
+        self.whole: frozenset[int] = recipe.whole
         self.root: Root | None = None
-        self.summoned = False  # parameters stand on private full copies
+        self.summoned: bool = False  # parameters stand on private full copies
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that step the unit itself
-        self.names, self.shapes = recipe.names, recipe.shapes
-        self.missing = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
+        self.names: list[str] = recipe.names
+        self.shapes: list[torch.Size] = recipe.shapes
+        self.missing: set[int] = {i for i, (_, p, _) in enumerate(params) if p.is_meta}
         # (name, dictionary, key, reference) of buffers that to_empty() made
         self.blank_buffers: list[tuple[str, dict[str, Any], str, Any]] = []
-        self.attributes = [dict(p.__dict__) for _, p, _ in params]
+        self.attributes: list[dict[str, Any]] = [dict(p.__dict__) for _, p, _ in params]
         self.slots: list[Slot] = [
             (owner, key, i) for i, (_, _, at) in enumerate(params) for owner, key in at
         ]
-        self.pieces = [
+        self.pieces: list[BarePiece | Piece] = [
             kind(torch.empty(0, device=_device.home()), p.requires_grad)
             for kind, p in ((BarePiece if p.is_meta else Piece, p) for _, p, _ in params)
         ]
-        self.guards = [
+        self.guards: list[tuple[dict[str, Any], partial[Any]]] = [
             (m.__dict__, partial(_refuse_call, self, path.rstrip(".")))
             for path, m in readers
             if type(m).forward is not nn.Module.forward
@@ -150,31 +155,38 @@ class UnitState:
         self.fulls: list[nn.Parameter] = []
         self.known: list[tuple[dict[str, Any], str]] = []  # where its modules had parameters
         self.when_rooted: list[Callable[[], None]] = []
-        self.cast_to = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        self.cast_to: torch.dtype | None = (
+            self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        )
         self.stand_on(recipe.make(dtypes), dtypes)
         for owner, key, i in self.slots:
             owner[key] = self.pieces[i]
 
     def stand_on(self, unit: _core.Unit, dtypes: list[torch.dtype]) -> None:
         """Let pieces be the masters of this unit, and make its TorchUnit."""
-        self.unit, self.dtypes = unit, dtypes
-        self.places = _core.unit_places(unit)
+        self.unit: _core.Unit = unit
+        self.dtypes: list[torch.dtype] = dtypes
+        self.places: list[tuple[int, int, int, int, int]] = _core.unit_places(unit)
         masters = [_device.to_torch(m) for m in _core.unit_memory(unit, "master")]
         flats = _core.unit_memory(unit, "grad")
         shards = [_device.to_torch(m) for m in flats]
         n = len(self.pieces)
-        self.rows = [self._rows(masters, i) for i in range(n)]
-        self.shards = [  # the engine's tensors over the rows of gradients
+        self.rows: list[torch.Tensor] = [self._rows(masters, i) for i in range(n)]
+        self.shards: list[_core.Tensor] = [  # the engine's tensors over the rows of gradients
             flats[group][offset : offset + numel] for group, _, _, numel, offset in self.places
         ]
-        self.grads = [as_piece_grad(self._rows(shards, i), self, i) for i in range(n)]
-        self.is_narrow = any(m.dtype is not s.dtype for m, s in zip(masters, shards, strict=True))
+        self.grads: list[PieceGrad] = [
+            as_piece_grad(self._rows(shards, i), self, i) for i in range(n)
+        ]
+        self.is_narrow: bool = any(
+            m.dtype is not s.dtype for m, s in zip(masters, shards, strict=True)
+        )
         for i, piece in enumerate(self.pieces):
             piece.grad = None
             piece.data = self.rows[i]
             self._describe(i, piece)
-        self.trusted = [piece._version for piece in self.pieces]
-        self.torch_unit = _core.TorchUnit(
+        self.trusted: list[int] = [piece._version for piece in self.pieces]
+        self.torch_unit: _core.TorchUnit = _core.TorchUnit(
             unit, self.slots, self.pieces, self.grads, self.adopt, _device.streams()
         )
         self.torch_unit.guard(self.guards)
@@ -361,10 +373,12 @@ class Root:
 
     def __init__(self, states: list[UnitState]) -> None:
         self.states = states
-        self.torch_units = [s.torch_unit for s in states]
-        self.rank_dependent = [s.torch_unit for s in states if s.unit.rank_dependent]
-        self.head = states[0].torch_unit
-        self.measured = Measured()
+        self.torch_units: list[_core.TorchUnit] = [s.torch_unit for s in states]
+        self.rank_dependent: list[_core.TorchUnit] = [
+            s.torch_unit for s in states if s.unit.rank_dependent
+        ]
+        self.head: _core.TorchUnit = states[0].torch_unit
+        self.measured: Measured = Measured()
         self.registered = -1  # as many as there were when modules were looked through
         self.spans: list[Any] = []  # ranges of a profiler that backward has open
         self.ending: Callable[[], Any] = _none  # what autograd will call, while it lives

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -161,7 +161,7 @@ class FullyShardedDataParallel(FSDPModule):
             found = [m for m in found if id(m) not in inner]
         return found
 
-    summon_full_params = staticmethod(state_dict.summon_full_params)
+    summon_full_params: Final = staticmethod(state_dict.summon_full_params)
 
     # ---- state dicts ----
 

@@ -43,7 +43,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     _kind = "AdamW"
     _hypers: tuple[str, ...] = ()  # options that the engine reads
     # What torch assigns to it at construction and on loading is dropped.
-    state = property(_States, lambda self, value: None)  # type: ignore[assignment]
+    state: _States = property(_States, lambda self, value: None)  # type: ignore[assignment]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._core = _core.Optimizer(self._kind)

@@ -177,7 +177,7 @@ class Saved:
     def __init__(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         states = state_dict["state"]
         self._states = {id(p): states.get(i, {}) for i, p in enumerate(params_of(optimizer))}
-        self.param_groups = [
+        self.param_groups: list[dict[str, Any]] = [
             {**saved, "params": group["params"]}
             for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
         ]
