@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,8 @@ def plugin_path() -> Path:
     spec = find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
         return _PLUGIN
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms
+
     from fsdpc import __version__
 
     try:
