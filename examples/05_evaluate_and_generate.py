@@ -9,6 +9,7 @@ uses the result.
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +73,7 @@ if rank == 0:
     print(bytes(ids.astype(np.uint8)).decode("utf-8", "replace"))
 
 # state_dict() gathers full values, on every rank; one of them writes.
-state = {name: value.numpy() for name, value in model.state_dict().items()}
+state: dict[str, Any] = {name: value.numpy() for name, value in model.state_dict().items()}
 if rank == 0:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.npz"

@@ -28,7 +28,7 @@ def stripes(count: int, seed: int) -> tuple[fsdpc.Tensor, fsdpc.Tensor]:
     width, phase = rng.uniform(4, 8, count), rng.uniform(0, 2 * np.pi, count)
     row, column = np.mgrid[:SIDE, :SIDE]
     across = np.cos(angle)[:, None, None] * column + np.sin(angle)[:, None, None] * row
-    images = np.sin(2 * np.pi * across / width[:, None, None] + phase[:, None, None])
+    images: np.ndarray = np.sin(2 * np.pi * across / width[:, None, None] + phase[:, None, None])
     images += rng.normal(0, 0.5, images.shape)
     return fsdpc.tensor(images[:, None].astype(np.float32)), fsdpc.tensor(direction)
 

@@ -4,6 +4,8 @@ python examples/ray_train.py FOLDER [STEPS]   # two CPU workers; again, it goes 
 """
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from fsdpc.checkpoint import CheckpointManager
 from fsdpc.torch import fully_shard  # was: torch.distributed.fsdp
 
 
-def train(config, report):
+def train(config: dict[str, Any], report: Callable[[dict[str, Any]], Any]) -> None:
     """Train on this worker; Ray calls it on each. `report` takes figures, as ray.train.report."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -41,7 +43,7 @@ def train(config, report):
             report({"step": step, "loss": mean, "begin": begin, "ranks": fsdpc.world_size()})
 
 
-def main():
+def main() -> None:
     """Train under Ray, on a cluster of this host that ends with the script."""
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig, report

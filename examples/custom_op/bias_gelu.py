@@ -19,7 +19,7 @@ if not LIBRARY.exists():
 
 # ndpointer checks dtype and layout in each call, and passes the array's address.
 READ = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
-WRITE = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS,WRITEABLE")
+WRITE = np.ctypeslib.ndpointer(np.float32, flags=["C_CONTIGUOUS", "WRITEABLE"])
 KERNELS = ctypes.CDLL(str(LIBRARY))  # CDLL releases the GIL while C runs
 KERNELS.bias_gelu_forward.argtypes = [ctypes.c_size_t, ctypes.c_size_t, READ, READ, WRITE]
 KERNELS.bias_gelu_forward.restype = None

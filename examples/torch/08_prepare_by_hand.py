@@ -21,7 +21,9 @@ STEPS = int(sys.argv[1]) if sys.argv[1:] else 30
 ACCUMULATE = 2
 
 
-def prepare(model: Any, optimizer: Any, loader: DataLoader) -> tuple[Any, Any, DataLoader]:
+def prepare(
+    model: Any, optimizer: Any, loader: DataLoader[Any]
+) -> tuple[Any, Any, DataLoader[Any]]:
     """Shard the model by layers, give the optimizer its pieces, and every rank its own samples."""
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [
@@ -35,7 +37,7 @@ def prepare(model: Any, optimizer: Any, loader: DataLoader) -> tuple[Any, Any, D
     for group in groups:
         group["params"] = [pieces[name] for name in group["params"]]
     optimizer = type(optimizer)(groups)
-    sampler: DistributedSampler = DistributedSampler(
+    sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, fsdpc.world_size(), fsdpc.rank(), shuffle=True
     )
     return model, optimizer, DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
