@@ -45,7 +45,7 @@ def test_one_is_under_way_at_a_time(tmp_path: Path) -> None:
     for i in range(4):
         handles.append(checkpoint.save(tmp_path / str(i), {"model": model}, async_=True))
         assert all(handle.done for handle in handles[:-1])
-        assert sorted(os.listdir(tmp_path))[-i:] == [str(k) for k in range(i)] or i == 0
+        assert {str(k) for k in range(i)} <= set(os.listdir(tmp_path))  # this one may be, too
     checkpoint.load(tmp_path / "3", {"model": model})  # waits for the one that makes it
 
 
