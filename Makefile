@@ -77,7 +77,6 @@ tsan: $(VENV)/stamp-base ## the C tests under ThreadSanitizer, ranks as threads
 ahead: $(VENV)/stamp-base ## build for asan, tsan and the tests of CUDA, ahead of them
 	-$(PY) tools/cuda_build.py --emulate
 	-$(PY) tools/cuda_build.py --emulate --streams --sanitizer thread
-	-$(PY) tools/cuda_build.py --emulate --streams --sanitizer address
 	-$(PY) tools/cuda_build.py
 	-$(PY) tools/ctest.py asan --build
 	-$(PY) tools/ctest.py tsan --build

@@ -56,7 +56,8 @@ def test_killed_at_every_call(who: str, first: bool, async_: bool, tmp_path: Pat
     counts = record(tmp_path / "count", layout, ranks)
     committed = 0
     calls = max(counts[v] for v in victims)
-    for k in range(calls, -1, -1 if ranks == 2 else -3):
+    every = 1 if ranks == 2 and not async_ else 3  # for speed: the calls are the same
+    for k in range(calls, -1, -every):
         folder = tmp_path / str(k)
 
         def save(rank: int, folder: Path = folder, k: int = k) -> None:

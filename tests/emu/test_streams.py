@@ -51,6 +51,7 @@ def test_nothing_races(under_tsan: dict[str, Path], program: list[str]) -> None:
     assert done.returncode == 0 and " 0 failed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.soak  # building it takes minutes
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda words: words[0])
 def test_nothing_is_touched_outside_of_its_life(under_asan: dict[str, Path],
                                                 program: list[str]) -> None:
