@@ -6,22 +6,16 @@
  */
 #include "engine/grad_file.h"
 
-/* Tensors of others lie on them, so they may change at any time. */
-static bool is_shared(const fsdpc_unit *unit)
-{
-    return unit->foreign || atomic_load_explicit(&unit->lent, memory_order_relaxed) > 0;
-}
-
 void fsdpc_grad_file_release(const fsdpc_unit *unit)
 {
-    for (int g = 0; is_shared(unit) && g < unit->layout->n_groups; g++)
+    for (int g = 0; fsdpc_unit_is_shared(unit) && g < unit->layout->n_groups; g++)
         if (unit->groups[g].grad_extent)
             fsdpc_extent_forget(unit->groups[g].grad_extent);
 }
 
 fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep)
 {
-    keep = keep && !is_shared(unit);
+    keep = keep && !fsdpc_unit_is_shared(unit);
     for (int g = 0; g < unit->layout->n_groups; g++) {
         fsdpc_extent *extent = unit->groups[g].grad_extent;
         if (!extent)
@@ -37,7 +31,7 @@ fsdpc_status fsdpc_grad_file_open(const fsdpc_unit *unit, bool keep)
 
 void fsdpc_grad_file_seal(const fsdpc_unit *unit)
 {
-    for (int g = 0; !is_shared(unit) && g < unit->layout->n_groups; g++)
+    for (int g = 0; !fsdpc_unit_is_shared(unit) && g < unit->layout->n_groups; g++)
         if (unit->groups[g].grad_extent)
             fsdpc_extent_seal(unit->groups[g].grad_extent);
 }

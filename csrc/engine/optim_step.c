@@ -411,9 +411,8 @@ static fsdpc_status decide(fsdpc_optim *optim)
         }
         states->scale = unit->pending_scale;
         states->scale_at = fsdpc_unit_scale_at(unit);
-        states->waits = any && unit->root && lies_in_file(unit) && !unit->foreign &&
-                        !optim->device->capturing &&
-                        atomic_load_explicit(&unit->lent, memory_order_relaxed) == 0;
+        states->waits = any && unit->root && lies_in_file(unit) && !fsdpc_unit_is_shared(unit) &&
+                        !optim->device->capturing;
         unit->puts_off = states->waits;
     }
     return FSDPC_OK;

@@ -127,6 +127,12 @@ static inline bool fsdpc_grad_exists(const fsdpc_unit *unit, int param)
     return unit->grad_live && unit->trainable[param] && unit->grads[param] != FSDPC_GRAD_NONE;
 }
 
+/* Tensors of others lie on its masters, gradients or states, so these may change at any time. */
+static inline bool fsdpc_unit_is_shared(const fsdpc_unit *unit)
+{
+    return unit->foreign || atomic_load_explicit(&unit->lent, memory_order_relaxed) > 0;
+}
+
 /* Is a factor pending on its gradients? */
 static inline bool fsdpc_unit_is_scaled(const fsdpc_unit *unit)
 {
