@@ -4,8 +4,9 @@
 
 World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipping at 1.0 and AdamW
 over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
-fsdpc.torch, "fsdp2" the same under torch's FSDP2; "+compile" compiles each block, "+cudnn" takes
-cuDNN's attention where the plugin has it.  Each engine runs in a process of its own: warm steps,
+fsdpc.torch, "fsdp2" the same under torch's FSDP2, "torch" the same under autocast alone; "+compile"
+compiles each block, "+graph" replays one graph of the whole step, "+cudnn" takes cuDNN's attention
+where the plugin has it.  Each engine runs in a process of its own: warm steps,
 then several stretches of steps with one wait for the GPU at the end of each; the median stretch
 counts.  An engine that fails, or takes longer than it may, keeps its row, with the reason.
 
@@ -39,7 +40,8 @@ from bench_llama import torch_llama
 from fsdpc.models.config import ModelConfig, preset
 
 # The baseline first: whatever stops a run, ours are never without it.
-ENGINES = ("fsdp2", "door", "native", "native+cudnn", "door+compile", "fsdp2+compile")
+ENGINES = ("fsdp2", "torch", "door", "native", "native+graph", "native+cudnn",
+           "native+graph+cudnn", "fsdp2+compile", "torch+compile", "door+compile")
 # Rows, words of a row, and whether activations are computed again: what 80 GB hold.
 SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (4, 2048, False),
           "SmolLM3-3B": (1, 8192, True)}
@@ -68,7 +70,7 @@ Step = Callable[[], Any]
 Turn = tuple[Step, Callable[[], None], Callable[[], int]]  # a step, a wait, peak bytes
 
 
-def native(shape: str, device: str) -> Turn:
+def native(engine: str, shape: str, device: str) -> Turn:
     """Our own LLaMA on our own tensors."""
     import fsdpc
     from fsdpc import models
@@ -95,6 +97,14 @@ def native(shape: str, device: str) -> Turn:
         fsdpc.clip_grad_norm_(model, 1.0)
         optimizer.step()
 
+    if "+graph" in engine:
+        for _ in range(2):
+            step()
+        optimizer.zero_grad()
+        with fsdpc.graph_step(model, optimizer) as graph:
+            step()
+            optimizer.zero_grad()
+        step = graph.replay
     return step, lambda: float(last[0]), lambda: fsdpc.memory_stats()["total_peak_bytes"]
 
 
@@ -111,7 +121,7 @@ def expect_no_packed_sequences() -> None:
 
 
 def torch_engine(engine: str, shape: str, device: str) -> Turn:
-    """transformers' LLaMA under fsdpc.torch or FSDP2."""
+    """transformers' LLaMA under fsdpc.torch, FSDP2 or autocast alone."""
     import torch
     import torch.distributed as dist
 
@@ -135,6 +145,8 @@ def torch_engine(engine: str, shape: str, device: str) -> Turn:
 
         clip, adamw = torch.nn.utils.clip_grad_norm_, torch.optim.AdamW
         options = {"fused": True}
+        if name == "torch":
+            fully_shard = lambda module, **_: module  # noqa: E731
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if SHAPES[shape][2]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -149,7 +161,9 @@ def torch_engine(engine: str, shape: str, device: str) -> Turn:
 
     def step() -> None:
         optimizer.zero_grad()
-        logits = model(input_ids=ids[:, :-1]).logits.flatten(0, 1).float()
+        with torch.autocast(device, torch.bfloat16, enabled=name == "torch"):
+            logits = model(input_ids=ids[:, :-1]).logits
+        logits = logits.flatten(0, 1).float()
         torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten()).backward()
         clip(model.parameters(), 1.0)
         optimizer.step()
@@ -163,7 +177,7 @@ def torch_engine(engine: str, shape: str, device: str) -> Turn:
 
 def turn(engine: str, shape: str, device: str) -> dict[str, Any]:
     """Seconds of a step in each stretch, and the peak of memory."""
-    step, wait, peak = (native(shape, device) if engine.startswith("native")
+    step, wait, peak = (native(engine, shape, device) if engine.startswith("native")
                         else torch_engine(engine, shape, device))
     for _ in range(WARM):
         step()

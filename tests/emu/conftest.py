@@ -1,4 +1,8 @@
-"""What tests of the emulated device share: the programs and the plugin, built once."""
+"""What tests of the emulated device share: the programs and the plugin, built once.
+
+With FSDPC_TEST_GPU=1 their Python programs run on this machine's GPU and NCCL, by the plugin beside
+the package; what is about the emulation itself, or the fakes, is skipped.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,33 @@ from pathlib import Path
 import pytest
 from processes import built
 
+ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "1"
+
 
 @pytest.fixture(scope="session")
 def emulated() -> dict[str, Path]:
     """The programs and the plugin, by name."""
+    if ON_GPU:
+        pytest.skip("about the emulation, which FSDPC_TEST_GPU=1 replaces")
     return built()
 
 
 @pytest.fixture(scope="session")
-def environment(emulated: dict[str, Path]) -> dict[str, str]:
+def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment of a Python process whose GPU is the emulated one; it imports from here."""
     places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "FSDPC_CUDA_PLUGIN": str(emulated["libfsdpc_cuda.so"]),
-            "PYTHONPATH": os.pathsep.join(places)}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    if not ON_GPU:
+        emulated = request.getfixturevalue("emulated")
+        found["FSDPC_CUDA_PLUGIN"] = str(emulated["libfsdpc_cuda.so"])
+    return found
 
 
 @pytest.fixture(scope="session")
-def nccl(emulated: dict[str, Path], environment: dict[str, str]) -> dict[str, str]:
+def nccl(request: pytest.FixtureRequest, environment: dict[str, str]) -> dict[str, str]:
     """The same, with the fake NCCL, which ranks take although they share the GPU."""
+    if ON_GPU:
+        return {**environment, "FSDPC_TRANSPORT": "nccl"}
+    emulated = request.getfixturevalue("emulated")
     library = emulated["libfsdpc_cuda.so"].with_name("libnccl.so.2")
     return {**environment, "FSDPC_NCCL_LIB": str(library), "FSDPC_TRANSPORT": "nccl"}

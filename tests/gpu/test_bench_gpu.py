@@ -126,3 +126,14 @@ def test_transformers_reads_nothing_back_in_a_forward() -> None:
 
 def test_the_baseline_is_first() -> None:
     assert bench_gpu.ENGINES[0] == "fsdp2"
+
+
+@NEEDS_TORCH
+def test_what_a_unit_costs_the_host_is_measured_on_the_cpu_too() -> None:
+    command = [sys.executable, "benchmarks/bench_gpu_host.py", "--units", "1", "3"]
+    done = subprocess.run([*command, "--device", "cpu"], cwd=ROOT, capture_output=True, text=True,
+                          timeout=TIMEOUT_S, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr
+    rows = {line.split(" | ")[0][2:]: line for line in done.stdout.splitlines()[-5:]}
+    assert {"torch", "fsdp2", "door", "native"} < set(rows), done.stdout
+    assert "graph_step() needs device 'cuda'" in rows["native+graph"]
