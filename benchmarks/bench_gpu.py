@@ -6,9 +6,11 @@ World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipp
 over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
 fsdpc.torch, "fsdp2" the same under torch's FSDP2, "torch" the same under autocast alone; "+compile"
 compiles each block, "+graph" replays one graph of the whole step, "+cudnn" takes cuDNN's attention
-where the plugin has it.  Each engine runs in a process of its own: warm steps,
-then several stretches of steps with one wait for the GPU at the end of each; the median stretch
-counts.  An engine that fails, or takes longer than it may, keeps its row, with the reason.
+where the plugin has it, "+cudnn2" its backward without an order too.
+
+Each engine runs in a process of its own: warm steps, then several stretches of steps with one wait
+for the GPU at the end of each; the median stretch counts.  An engine that fails, or takes longer
+than it may, keeps its row, with the reason.
 
 MFU is over --peak (an H100's 989 TFLOP/s of dense bf16) and over what a product of torch's reaches
 on this GPU, by fsdpc's formula (6 x matmul parameters with the head, causal half of attention), and
@@ -41,9 +43,10 @@ from fsdpc.models.config import ModelConfig, preset
 
 # The baseline first: whatever stops a run, ours are never without it.
 ENGINES = ("fsdp2", "torch", "door", "native", "native+graph", "native+cudnn",
-           "native+graph+cudnn", "fsdp2+compile", "torch+compile", "door+compile")
+           "native+graph+cudnn", "native+graph+cudnn2", "fsdp2+compile", "torch+compile",
+           "door+compile")
 # Rows, words of a row, and whether activations are computed again: what 80 GB hold.
-SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (4, 2048, False),
+SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (8, 2048, False),
           "SmolLM3-3B": (1, 8192, True)}
 WARM, STEPS, STRETCHES = 3, 5, 3
 PEAK_SIZE = {"cuda": 8192, "cpu": 256}
@@ -237,20 +240,21 @@ def run_alone(arguments: list[str], limit_s: float, **environment: str) -> dict[
 
 def without_cudnn(engines: list[str]) -> list[str]:
     """The engines that can run: those on cuDNN's attention only where the plugin has it."""
-    if not any(engine.endswith("+cudnn") for engine in engines):
+    if not any("+cudnn" in engine for engine in engines):
         return engines
     plugin = common.plugin_says()[0]
     if "FSDPC_CUDNN=1 cuDNN " in plugin:
         return engines
     print(f"no engine on cuDNN's attention; the plugin: {plugin}\n")
-    return [engine for engine in engines if not engine.endswith("+cudnn")]
+    return [engine for engine in engines if "+cudnn" not in engine]
 
 
 def measure(engine: str, shape: str, rest: list[str], limit_s: float) -> dict[str, Any]:
     """The turn of one engine."""
     if limit_s < LEAST_S:
         raise RuntimeError("not run: the time of this shape is over")
-    cudnn = {"FSDPC_CUDNN": "1"} if engine.endswith("+cudnn") else {}
+    _, asked, level = engine.partition("+cudnn")
+    cudnn = {"FSDPC_CUDNN": level or "1"} if asked else {}
     return run_alone(["--turn", engine, shape, *rest], limit_s, **cudnn)
 
 
@@ -261,6 +265,7 @@ def main() -> None:
     )
     p.add_argument("--shapes", nargs="+", default=list(SHAPES)[1:], choices=list(SHAPES))
     p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    p.add_argument("--rows", type=int, help="of every batch, instead of the shape's own")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--peak", type=float, default=989, help="TFLOP/s that the maker promises")
     p.add_argument("--turn-seconds", type=float, default=90, help="an engine's at most")
@@ -269,6 +274,9 @@ def main() -> None:
     p.add_argument("--product", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     o = p.parse_args()
+    if o.rows:
+        for shape, (_, seq, again) in SHAPES.items():
+            SHAPES[shape] = (o.rows, seq, again)
     if o.turn or o.product:
         faulthandler.dump_traceback_later(max(o.limit - DUMP_S, DUMP_S / 5))
         common.leave_result({"flops": product_flops(o.device)} if o.product
@@ -278,7 +286,7 @@ def main() -> None:
     if o.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or FSDP2 takes its GPU's mesh
     common.header()
-    rest = ["--device", o.device]
+    rest = ["--device", o.device, *(["--rows", str(o.rows)] if o.rows else [])]
     engines = without_cudnn(o.engines)
     failed, reached = 0, float("nan")
     try:

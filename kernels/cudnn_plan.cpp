@@ -6,7 +6,8 @@
  *
  * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponents of scaled
  * scores.  Our kernels keep the same, so either's backward can follow either's forward.  Causal is
- * aligned to the last query and key.  Backward requests the deterministic algorithm.
+ * aligned to the last query and key.  Backward requests the deterministic algorithm
+ * unless it may add up in any order.
  *
  * cuDNN is opened by name, never linked, and so is CUDA's runtime as far as the frontend calls it.
  */
@@ -132,7 +133,7 @@ void describe(fe::graph::Graph *graph, const fsdpc_cudnn_shape &s, int sm)
     Tensor dout = input(graph, s, false, s.stride_out, DOUT);
     Tensor lse = lay_out_lse(graph->tensor(fe::graph::Tensor_attributes()), s);
     auto attributes = fe::graph::SDPA_backward_attributes().set_name("attention_backward");
-    attributes.set_deterministic_algorithm(true);
+    attributes.set_deterministic_algorithm(!s.any_order);
     set_mask(&attributes, s);
     auto [dq, dk, dv] = graph->sdpa_backward(q, k, v, out, dout, lse, attributes);
     lay_out(dq, s, false, s.stride_q, DQ)->set_output(true);

@@ -129,7 +129,7 @@ static bool suits(const fsdpc_attention_args *a, bool backward)
                           begins_well(a->dv)));
 }
 
-static fsdpc_cudnn_shape shape_of(const fsdpc_attention_args *a, bool backward)
+static fsdpc_cudnn_shape shape_of(const fsdpc_attention_args *a, bool backward, bool any_order)
 {
     fsdpc_cudnn_shape shape = {.batch = a->batch,
                                .tokens_q = a->tokens_q,
@@ -139,7 +139,8 @@ static fsdpc_cudnn_shape shape_of(const fsdpc_attention_args *a, bool backward)
                                .dim = a->dim,
                                .dtype = (uint32_t)a->dtype,
                                .causal = a->causal,
-                               .backward = backward};
+                               .backward = backward,
+                               .any_order = backward && any_order};
     memcpy(&shape.scale_bits, &a->scale, sizeof shape.scale_bits);
     memcpy(shape.stride_q, a->stride_q, sizeof shape.stride_q);
     memcpy(shape.stride_k, a->stride_k, sizeof shape.stride_k);
@@ -187,13 +188,14 @@ fsdpc_status fsdpc_cuda_attention_cudnn(const fsdpc_attention_args *args, bool b
                                         fsdpc_stream *stream, bool *done_out)
 {
     *done_out = false;
-    if (!((const fsdpc_cuda_device *)stream->device)->cudnn || !suits(args, backward))
+    const fsdpc_cuda_device *device = (const fsdpc_cuda_device *)stream->device;
+    if (!device->cudnn || !suits(args, backward))
         return FSDPC_OK;
     fsdpc_cuda_attentions *all = NULL;
     FSDPC_TRY(attentions_of(stream->device, &all));
     if (!all->cudnn)
         return FSDPC_OK;
-    fsdpc_cudnn_shape shape = shape_of(args, backward);
+    fsdpc_cudnn_shape shape = shape_of(args, backward, device->cudnn == 2);
     attention *it = NULL;
     FSDPC_TRY(attention_of(all, &shape, stream->device, &it));
     if (!it || !it->plan)

@@ -55,7 +55,7 @@ typedef struct fsdpc_cuda_device {
     struct fsdpc_cuda_attentions *attentions; /* NULL until the first attention asks for cuDNN */
     struct fsdpc_cuda_graph *capture;         /* in the making; NULL: none */
     struct fsdpc_cuda_graph *graphs;          /* that live */
-    bool cudnn;                               /* attention may be cuDNN's */
+    int cudnn;                                /* attention may be cuDNN's; 2: in any order */
     bool lost;                                /* see fsdpc_device_cuda_lose */
 } fsdpc_cuda_device;
 

@@ -20,8 +20,8 @@ typedef struct fsdpc_cudnn_shape {
     size_t stride_q[3], stride_k[3], stride_v[3], stride_out[3];
     uint64_t scale_bits; /* of the double: equal as bytes only if equal */
     uint32_t dtype;
-    bool causal, backward;
-    uint16_t unused;
+    bool causal, backward, any_order; /* any_order: backward may add up in the order that is fast */
+    uint8_t unused;
 } fsdpc_cudnn_shape;
 
 typedef struct fsdpc_cudnn_ops {

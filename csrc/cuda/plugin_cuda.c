@@ -32,7 +32,7 @@ static void describe(char *text, size_t bytes)
              count, products, attention);
 }
 
-/* Options of a device: "cudnn", "1" where attention may be cuDNN's. */
+/* Options of a device: "cudnn", what FSDPC_CUDNN says of attention (base/env.h). */
 static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugin_option *options,
                                   fsdpc_device **out)
 {
@@ -43,7 +43,7 @@ static fsdpc_status device_create(fsdpc_mem *mem, int ordinal, const fsdpc_plugi
                           ordinal, count);
     const char *cudnn = fsdpc_plugin_option_get(options, "cudnn");
     FSDPC_TRY(fsdpc_device_cuda_create(mem, ordinal, out));
-    ((fsdpc_cuda_device *)*out)->cudnn = cudnn && strcmp(cudnn, "1") == 0;
+    ((fsdpc_cuda_device *)*out)->cudnn = cudnn ? cudnn[0] - '0' : 0;
     return FSDPC_OK;
 }
 

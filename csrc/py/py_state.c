@@ -72,7 +72,8 @@ static fsdpc_status make_device(fsdpc_runtime *r, fsdpc_isa isa, int spare)
         return make_cpu(r->mem, r->team, isa, spare, &r->device);
     int count, local_rank = r->local_rank ? r->local_rank : env_positive("LOCAL_RANK");
     FSDPC_TRY(r->plugin->device_count(&count));
-    const fsdpc_plugin_option options[] = {{"cudnn", r->env.cudnn ? "1" : NULL}, {NULL, NULL}};
+    const char cudnn[] = {(char)('0' + r->env.cudnn), '\0'};
+    const fsdpc_plugin_option options[] = {{"cudnn", cudnn}, {NULL, NULL}};
     FSDPC_TRY(r->plugin->device_create(r->mem, local_rank % count, options, &r->device));
     FSDPC_TRY(fsdpc_mem_create(&r->host_mem));
     FSDPC_TRY(make_cpu(r->host_mem, r->team, isa, 0, &r->host));

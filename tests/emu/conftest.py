@@ -10,9 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import built
-
-ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "1"
+from processes import ON_GPU, built
 
 
 @pytest.fixture(scope="session")

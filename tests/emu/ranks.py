@@ -181,13 +181,17 @@ def who(_: str) -> list[Any]:
             fsdpc.all_reduce(fsdpc.tensor([rank + 0.5, -rank]), "max").tolist()]
 
 
+#: Fulls take turns where they fill the granules of the driver: 2 MiB on GPUs, less on the emulated.
+DEEP = 1024 if os.environ.get("FSDPC_TEST_GPU") == "1" else 256
+
+
 class Deep(fsdpc.nn.Module):
     """Blocks whose fulls are worth taking turns for."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(256, 256) for _ in range(4)])
-        self.head = fsdpc.nn.Linear(256, 4)
+        self.layers = fsdpc.nn.ModuleList([fsdpc.nn.Linear(DEEP, DEEP) for _ in range(4)])
+        self.head = fsdpc.nn.Linear(DEEP, 4)
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers:
@@ -239,7 +243,7 @@ def memory(_: str) -> dict[str, Any]:
             planned = fsdpc.memory_plan(model)
         optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
         for step in range(2):
-            model(fsdpc.tensor(np.full((2, 256), step + 1, np.float32))).backward()
+            model(fsdpc.tensor(np.full((2, DEEP), step + 1, np.float32))).backward()
             optimizer.step()
             optimizer.zero_grad()
         held = fsdpc.memory_stats()["wire_bytes"] - before
@@ -265,7 +269,7 @@ class Wide(Deep):
 #: Models, what each is given, and under which strategies.
 PLANNED: dict[str, tuple[Callable[[], Any], tuple[np.ndarray, ...], tuple[str, ...]]] = {
     "wide": (Wide, (np.ones((2, 1000), np.float32),), ("FULL_SHARD", "SHARD_GRAD_OP")),
-    "deep": (Deep, (np.ones((2, 256), np.float32),), ("FULL_SHARD", "SHARD_OPTIM", "NO_SHARD")),
+    "deep": (Deep, (np.ones((2, DEEP), np.float32),), ("FULL_SHARD", "SHARD_OPTIM", "NO_SHARD")),
     "llama": (MODELS["llama"][0], (np.zeros((2, 16), int), np.zeros((2, 16), int)),
               ("HYBRID_SHARD 2x1", "HYBRID_SHARD_ZERO2 1x2", "SHARD_GRAD_OP")),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import printed, run
+from processes import EMULATION_ALONE, printed, run
 
 
 def lines(environment: dict[str, str], program: str) -> list[str]:
@@ -189,6 +189,7 @@ print(model(fsdpc.tensor(x[:1, :8])).shape)  # whoever caught it goes on
 """
 
 
+@EMULATION_ALONE
 @pytest.mark.parametrize("rows, limit, wanted", [
     (1, 20 << 20, ["(reduce)", "holds wire 4198400, master", "A rank is to hold", "total "]),
     (4096, 45 << 20, ["(activation)", "holds wire 4198400, master"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import TIMEOUT_S, printed, run
+from processes import EMULATION_ALONE, TIMEOUT_S, printed, run
 from ranks import CATEGORIES, HALF, PLANNED
 
 import fsdpc
@@ -49,6 +49,7 @@ def test_strategies_have_the_same_bits(shared: dict[int, list[Any]], world: int)
             assert rank[f"perceptron {dtype}"]["NO_SHARD"][1:] == [norms[dtype], digest]
 
 
+@EMULATION_ALONE
 def test_ranks_leave_nothing_behind(environment: dict[str, str]) -> None:
     for found in ranks(environment, "ways", "cuda", "2"):
         assert found["transport"] == "local_cuda", found
@@ -160,6 +161,7 @@ def test_launched_ranks_share_one_gpu(environment: dict[str, str]) -> None:
     assert ranks(environment, "who", "cuda", "3") == [["local_cuda", *VALUES]] * 3
 
 
+@EMULATION_ALONE
 def test_ranks_with_a_gpu_each_take_nccl(nccl: dict[str, str]) -> None:
     own = {**nccl, "EMU_GPUS": "3", "FSDPC_TRANSPORT": "", "FAKE_NCCL_VERSION": "22809"}
     assert ranks(own, "who", "cuda", "3") == [["nccl", *VALUES]] * 3
@@ -186,6 +188,7 @@ NAMES = ("NCCL_LAUNCH_ORDER_IMPLICIT", "NCCL_GRAPH_REGISTER", "NCCL_SYM_CE_THRES
          "NCCL_RAS_ENABLE", "NCCL_SOCKET_IFNAME")
 
 
+@EMULATION_ALONE
 @pytest.mark.parametrize("when, more, sockets, warned", [
     ("fresh", {}, ["0", "=lo"], False),
     ("before", {}, [None, None], True),
@@ -248,6 +251,7 @@ except Exception as error:
 """
 
 
+@EMULATION_ALONE
 @pytest.mark.parametrize("more, wanted", [
     ({"FSDPC_TRANSPORT": "pigeon"}, "ValueError: device 'cuda' has no transport 'pigeon': "
                                     "FSDPC_TRANSPORT is auto, nccl or local_cuda"),
@@ -270,6 +274,7 @@ def test_a_transport_that_cannot_be_is_named_on_every_rank(
                    for line in lines), lines
 
 
+@EMULATION_ALONE
 def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
     nccl: dict[str, str], tmp_path: Path
 ) -> None:
@@ -285,6 +290,7 @@ def test_older_nccl_for_ranks_that_share_a_gpu_is_refused_on_every_rank(
                 "install 2.30 or newer") in line, line
 
 
+@EMULATION_ALONE
 def test_nccl_that_orders_nothing_is_refused_on_every_rank(nccl: dict[str, str],
                                                            tmp_path: Path) -> None:
     script = tmp_path / "script.py"

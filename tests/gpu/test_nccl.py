@@ -125,7 +125,10 @@ int main(void)
 def test_what_is_declared_of_nccl_is_nccl_s(tmp_path: Path) -> None:
     source, program = tmp_path / "same.c", tmp_path / "same"
     source.write_text(SAME_ABI)
-    headers = f"-I{LIBRARY.parent.parent / 'include'}"
+    folder = LIBRARY.parent.parent / "include"
+    if "launchOrderImplicit" not in (folder / "nccl.h").read_text():
+        pytest.skip("this NCCL is older than 2.31, whose fields are declared")
+    headers = f"-I{folder}"
     run(*cuda_build.host_command(TOOLKIT), headers, source, "-o", program)
     run(program)
 
