@@ -74,5 +74,7 @@ fsdpc_status fsdpc_cuda_wait(fsdpc_device *device)
  * that used a block are ordered before its free (cuda_pool.h). */
 fsdpc_status fsdpc_cuda_make_room(fsdpc_device *device)
 {
+    if (device->reclaim)
+        device->reclaim(device->reclaim_arg);
     return fsdpc_cuda_pool_trim(((fsdpc_cuda_device *)device)->pool, fsdpc_cuda_wait, device);
 }

@@ -23,7 +23,8 @@
  *
  * Other libraries of the process (torch) have streams of their own, known by a raw handle (CUDA's
  * cudaStream_t).  The main stream can become one of them, so that their work and ours run in one
- * order.  It then continues behind the work of the stream that it was before.
+ * order.  It then continues behind the work of the stream that it was before.  Where device memory
+ * runs out, they are asked to give back what they keep for later (`reclaim`).
  *
  * Graphs.  If a device has them, the work given to its streams from capture_begin to capture_end is
  * recorded instead of run.  A launch runs all of it again, on the same memory.  Recorded are the
@@ -148,6 +149,8 @@ struct fsdpc_device {
     fsdpc_watch watch;  /* set by a transport whose operations run on it; zero: waits are blind */
     fsdpc_stream *main; /* see fsdpc_device_main */
     fsdpc_device *host; /* of a remote one: the CPU beside it; set by the context.  NULL: none */
+    void (*reclaim)(void *arg); /* asks another library for memory that it keeps; NULL: nobody */
+    void *reclaim_arg;
 };
 
 /* The stream that kernels and copies run on unless somebody gives them another: the caller itself

@@ -80,6 +80,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     fsdpc_py_state *state = PyModule_GetState(module);
     for (int i = 0; i < FSDPC_DTYPE_COUNT; i++)
         Py_VISIT(state->dtypes[i]);
+    Py_VISIT(state->reclaim);
 #define X(name) Py_VISIT(state->name##_type);
     FSDPC_PY_TYPES(X)
 #undef X
@@ -91,6 +92,7 @@ static int module_clear(PyObject *module)
     fsdpc_py_state *state = PyModule_GetState(module);
     for (int i = 0; i < FSDPC_DTYPE_COUNT; i++)
         Py_CLEAR(state->dtypes[i]);
+    Py_CLEAR(state->reclaim);
 #define X(name) Py_CLEAR(state->name##_type);
     FSDPC_PY_TYPES(X)
 #undef X

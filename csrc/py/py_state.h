@@ -158,6 +158,7 @@ typedef struct fsdpc_py_state {
     fsdpc_runtime runtime;
     fsdpc_py_imports imports;
     PyObject *dtypes[FSDPC_DTYPE_COUNT];
+    PyObject *reclaim; /* called where device memory runs out; NULL: nobody */
 #define X(name) PyObject *name##_type;
     FSDPC_PY_TYPES(X)
 #undef X

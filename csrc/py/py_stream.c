@@ -35,8 +35,37 @@ static PyObject *synchronize(PyObject *module, PyObject *Py_UNUSED(unused))
     return fsdpc_py_none(status);
 }
 
+/* On whichever thread asks for memory, with the GIL or without. */
+static void reclaim(void *arg)
+{
+    const fsdpc_py_state *state = arg;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *type, *value, *traceback, *done;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (state->reclaim && !(done = PyObject_CallNoArgs(state->reclaim)))
+        PyErr_WriteUnraisable(state->reclaim); /* the allocation itself will fail, and say so */
+    else if (state->reclaim)
+        Py_DECREF(done);
+    PyErr_Restore(type, value, traceback);
+    PyGILState_Release(gil);
+}
+
+static PyObject *set_reclaim(PyObject *module, PyObject *callable)
+{
+    fsdpc_py_state *state = PyModule_GetState(module);
+    fsdpc_runtime *runtime = fsdpc_py_runtime(module);
+    if (!runtime)
+        return NULL;
+    bool nobody = callable == Py_None;
+    Py_XSETREF(state->reclaim, nobody ? NULL : Py_NewRef(callable));
+    runtime->device->reclaim_arg = state;
+    runtime->device->reclaim = nobody ? NULL : reclaim;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef fsdpc_py_stream_functions[] = {
     FSDPC_PY_FUNCTION(adopt_stream, adopt_stream, METH_O),
+    FSDPC_PY_FUNCTION(set_reclaim, set_reclaim, METH_O),
     FSDPC_PY_FUNCTION(stream_handle, stream_handle, METH_NOARGS),
     FSDPC_PY_FUNCTION(device_ordinal, device_ordinal, METH_NOARGS),
     FSDPC_PY_FUNCTION(synchronize, synchronize, METH_NOARGS),

@@ -1719,6 +1719,9 @@ def device_name() -> str:
 def adopt_stream(handle: int, /) -> None:
     """Make the stream with this raw handle the main stream, behind what that one holds."""
 
+def set_reclaim(callable: Callable[[], object] | None, /) -> None:
+    """Call this where the device's memory runs out, before asking for the memory once more."""
+
 def stream_handle() -> int:
     """Return the raw handle of the main stream; 0 on the CPU."""
 

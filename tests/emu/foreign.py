@@ -77,6 +77,10 @@ class Runtime:
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(n_bytes))
         return address.value or 0
 
+    def free(self, address: int) -> None:
+        """Give device memory back."""
+        self._call("cudaFree", ctypes.c_void_p(address))
+
     def pinned(self, n_bytes: int) -> int:
         """Return the address of host memory that copies do not wait for."""
         address = ctypes.c_void_p()

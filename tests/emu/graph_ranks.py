@@ -131,10 +131,11 @@ def mistakes(_: str) -> dict[str, Any]:
     messages["weights"] = attempt(step.replay)
     run.eager()
     run.replay(step)
-    with run.model.hold(), fsdpc.no_grad():
-        run.model(*run.batch)
-    messages["parted"] = attempt(step.replay)
-    run.eager(2)  # the first is recorded
+    if os.environ.get("FSDPC_TEST_GPU") != "1":  # no slots there: these fulls are below a granule
+        with run.model.hold(), fsdpc.no_grad():
+            run.model(*run.batch)
+        messages["parted"] = attempt(step.replay)
+        run.eager(2)  # the first is recorded
     run.replay(run.capture())
     if fsdpc.rank() == 1:
         assert run.model.hidden[0].wide.weight.local.shape == (20, 24)

@@ -182,7 +182,7 @@ def who(_: str) -> list[Any]:
 
 
 #: Fulls take turns where they fill the granules of the driver: 2 MiB on GPUs, less on the emulated.
-DEEP = 1024 if os.environ.get("FSDPC_TEST_GPU") == "1" else 256
+DEEP = 1500 if os.environ.get("FSDPC_TEST_GPU") == "1" else 256
 
 
 class Deep(fsdpc.nn.Module):

@@ -203,6 +203,45 @@ def test_what_does_not_fit_is_refused_with_what_is_held(
     assert out.endswith("(1, 8)\n")
 
 
+RECLAIMED = """
+import ctypes, gc
+import numpy as np, fsdpc, foreign
+from fsdpc import _core
+fsdpc.set_default_device("cuda")
+x = fsdpc.tensor(np.zeros(4, np.float32))
+cuda = foreign.Runtime()
+kept, asked = [cuda.memory(24 << 20)], []
+
+def give_back():
+    asked.append(len(kept))
+    while kept:
+        cuda.free(kept.pop())
+    if len(asked) == 2:
+        raise ValueError("nothing to give")
+
+def attempt(n):
+    try:
+        return fsdpc.tensor(np.ones(n << 18, np.float32)).sum().item()
+    except MemoryError as error:
+        return str(error)[:20]
+
+print(attempt(8))  # nobody is asked
+_core.set_reclaim(give_back)
+print(attempt(8), asked)  # another library's 24 MiB make room
+print(attempt(64), asked)  # more than there is: asked once, whose failure is shown
+_core.set_reclaim(None)
+print(attempt(64), asked)
+"""
+
+
+@EMULATION_ALONE
+def test_other_libraries_are_asked_for_memory_that_they_keep(environment: dict[str, str]) -> None:
+    done = run(environment, "-c", RECLAIMED, EMU_MEMORY_BYTES=str(32 << 20))
+    none = "no device memory for"
+    assert done.stdout.splitlines() == [none, "2097152.0 [1]", f"{none} [1, 0]", f"{none} [1, 0]"]
+    assert "ValueError: nothing to give" in done.stderr
+
+
 CLIPPING = """
 import sys
 import numpy as np, fsdpc

@@ -96,3 +96,5 @@ def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None)
                 f"parameter '{name}' is on {at}, and the engine computes on {home()}: "
                 f'model.to("{home()}") before fully_shard()'
             )
+    if not on_cpu():
+        _core.set_reclaim(torch.cuda.empty_cache)  # it keeps what a backward has freed
