@@ -53,7 +53,7 @@ void fsdpc_cuda_attentions_describe(char *text, size_t bytes)
         snprintf(text, bytes, "cuDNN %zu.%zu.%zu", version / 10000, version / 100 % 100,
                  version % 100);
     else
-        snprintf(text, bytes, "no cuDNN (%s)", why);
+        snprintf(text, bytes, "our kernels (no cuDNN: %s)", why);
 }
 
 static fsdpc_status not_in_capture(const fsdpc_device *device)

@@ -4,8 +4,8 @@
  * operands change places and nothing is transposed.  The bias of a row of C is then one of a
  * column, which cuBLASLt's epilogue adds.  fp32 inputs are multiplied in fp32 (no TF32); sums are
  * fp32.  Splitting k is allowed only where the partial sums are added up in a fixed order.  Before a
- * 16-bit C or a bias is added, cuBLASLt may round the product to 16 bits, as torch does too; the
- * plain kernel rounds once, and took 73 % of a LLaMA's step where it was called for this alone.
+ * 16-bit C or a bias is added, cuBLASLt may round the product to 16 bits, as torch does too.  The
+ * plain kernel rounds once; where it was called for this alone it took 73 % of a LLaMA's step.
  *
  * Epilogues compute gelu, and its slope behind the product that makes gelu's gradient, on the sums
  * before they are rounded; what gelu is taken of is their `aux`.  They know gelu by tanh alone, and

@@ -26,8 +26,7 @@ static void describe(char *text, size_t bytes)
     fsdpc_cuda_products_describe(products, sizeof products);
     fsdpc_cuda_attentions_describe(attention, sizeof attention);
     snprintf(text, bytes,
-             "CUDA %d.%d, driver for %d.%d, %d GPU(s), products by %s, for attention under "
-             "FSDPC_CUDNN=1 %s",
+             "CUDA %d.%d, driver for %d.%d, %d GPU(s), products by %s, attention by %s",
              CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, driver / 1000, driver % 1000 / 10,
              count, products, attention);
 }

@@ -97,7 +97,7 @@ def describe() -> str:
     -------
     str
         For example ``CUDA 13.0, driver for 13.0, 1 GPU(s), products by cuBLASLt 13.1.0, for
-        attention under FSDPC_CUDNN=1 cuDNN 9.28.1``, or ``not built: install again ...``.
+        attention by cuDNN 9.28.1``, or ``not built: install again ...``.
 
     Notes
     -----

@@ -25,7 +25,7 @@ def trained(emulated: dict[str, Path], environment: dict[str, str]) -> dict[str,
 
 def test_it_is_named(trained: dict[str, Any]) -> None:
     assert ", products by cuBLASLt 13.0.0, " in trained["config"]
-    assert trained["config"].endswith("for attention under FSDPC_CUDNN=1 cuDNN 9.0.0")
+    assert trained["config"].endswith("attention by cuDNN 9.0.0")
 
 
 # As in test_engine.py; in bf16 what lies between a product and gelu is not rounded.

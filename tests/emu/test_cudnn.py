@@ -26,3 +26,10 @@ def test_it_is_asked_only_if_the_environment_says_so(environment: dict[str, str]
         assert "cuDNN failed on attention of 8 queries" in done.stderr
     else:
         assert done.returncode == 0 and done.stdout.split()[1] == "512.0", done.stderr
+
+
+def test_deterministic_mode_refuses_sums_in_any_order(environment: dict[str, str]) -> None:
+    program = "import fsdpc; fsdpc.init(deterministic=True)"
+    assert run(environment, "-c", program, FSDPC_CUDNN="1").returncode == 0
+    refused = run(environment, "-c", program, FSDPC_CUDNN="2").stderr.splitlines()[-1]
+    assert refused.startswith("ValueError: deterministic=True and FSDPC_CUDNN=2"), refused
