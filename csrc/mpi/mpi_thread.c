@@ -1,8 +1,10 @@
 /* The thread that calls MPI.
  *
  * Messages.  A message goes in pieces of PIECE bytes and ends with a shorter one, which may be
- * empty: so two sides that name different sizes meet in a piece whose sizes differ.  At most WINDOW
- * pieces of a message are in flight.  MPI keeps the order of pieces of one pair and tag; a message
+ * empty: so two sides that name different sizes meet in a piece whose sizes differ.  A piece is one
+ * that MPI sends at once.  Before it sends a larger one it asks the peer, whose thread sleeps, and
+ * steps over a wire of 1 Gbit/s took 1.3 times as long.  At most WINDOW pieces of a message are in
+ * flight.  MPI keeps the order of pieces of one pair and tag; a message
  * waits until all pieces of an earlier one of its pair, tag and direction are posted.
  *
  * Receives look first (MPI_Improbe) and give MPI memory for a piece that is there and as large as
@@ -30,7 +32,7 @@
 
 #include "base/wait.h"
 
-enum { PIECE = 1 << 20, WINDOW = 4 };
+enum { PIECE = 60 << 10, WINDOW = 64 };
 
 static const int64_t SHORTEST_NS = 10000, BUSY_NS = 1000000, IDLE_NS = 100000000;
 static const int64_t LONG_NS = 100000000; /* until a receive asks whether its peer is there still */

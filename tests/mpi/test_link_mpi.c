@@ -18,7 +18,7 @@
 #include "check.h"
 #include "plugin/plugin.h"
 
-enum { PIECE = 1 << 20, GUARD = 64, OPS = 64 };
+enum { PIECE = 60 << 10, MIB = 1 << 20, GUARD = 64, OPS = 64 };
 
 static const int64_t SECOND = 1000000000;
 
@@ -112,7 +112,7 @@ static void exchange(size_t bytes, uint32_t tag, bool receives_first)
 static void test_sizes(void)
 {
     const size_t sizes[] = {0,         1,     7,         4096,      65537,
-                            PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 9 * PIECE + 5};
+                            PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 90 * PIECE + 5};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         exchange(sizes[i], (uint32_t)i, (mpi->rank + (int)i) % 2 == 0);
     CHECK(mpi->tags >= 1u << 15);
@@ -214,11 +214,11 @@ static void suite(void)
 
 static void aborts(void)
 {
-    unsigned char byte, *big = malloc(8 * PIECE);
+    unsigned char byte, *big = malloc(8 * MIB);
     fsdpc_link_op waits, half;
     int last = mpi->size - 1;
     CHECK_OK(post(false, last, 1, &byte, 1, &waits));
-    CHECK_OK(post(false, last, 2, big, 8 * PIECE, &half));
+    CHECK_OK(post(false, last, 2, big, 8 * MIB, &half));
     exchange(3, 3, true);
     char reason[64]; /* which named no rank */
     snprintf(reason, sizeof reason, "rank %d: out of paper", last);
@@ -281,7 +281,7 @@ static double exchanging(size_t bytes, int times, bool both)
         exchange(1, 500, true);
         int64_t began = fsdpc_clock_ns();
         fsdpc_link_op send, receive;
-        for (int k = 0; k < (bytes < PIECE ? 100 : 1); k++) {
+        for (int k = 0; k < (bytes < MIB ? 100 : 1); k++) {
             bool first = both || mpi->rank % 2 == 0;
             CHECK_OK(post(false, peer, 501, in, bytes, &receive));
             if (first)
@@ -291,7 +291,7 @@ static double exchanging(size_t bytes, int times, bool both)
                 CHECK_OK(post(true, peer, 501, out, bytes, &send));
             CHECK_OK(wait_for(&send));
         }
-        double s = (double)(fsdpc_clock_ns() - began) / 1e9 / (bytes < PIECE ? 100 : 1);
+        double s = (double)(fsdpc_clock_ns() - began) / 1e9 / (bytes < MIB ? 100 : 1);
         best = s < best ? s : best;
     }
     free(out);
@@ -302,7 +302,7 @@ static double exchanging(size_t bytes, int times, bool both)
 static void speed(void)
 {
     double small = exchanging(64, 5, false), middle = exchanging(65536, 5, false);
-    double big = exchanging(64 * PIECE, 5, true), medium = exchanging(4 * PIECE, 9, true);
+    double big = exchanging(64 * MIB, 5, true), medium = exchanging(4 * MIB, 9, true);
     double cost = cost_of_waiting(3 * SECOND);
     double idle = computing(false), busy = computing(true), after = computing(false);
     idle = idle < after ? idle : after;
@@ -317,7 +317,7 @@ static void speed(void)
 /* What was sent before it left arrives; what was not never will. */
 static void orphans(void)
 {
-    static unsigned char data[3 * PIECE];
+    static unsigned char data[3 * MIB];
     fsdpc_link_op op = {0};
     int last = mpi->size - 1;
     if (mpi->rank == last) {
