@@ -184,13 +184,7 @@ def turn(engine: str, shape: str, device: str) -> dict[str, Any]:
     for _ in range(WARM):
         step()
     wait()
-    seconds = []
-    for _ in range(STRETCHES):
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        wait()
-        seconds.append((time.perf_counter() - begin) / STEPS)
+    seconds = common.stretches(step, wait, STEPS, STRETCHES)
     return {"seconds": seconds, "peak_bytes": peak()}
 
 
@@ -201,14 +195,7 @@ def product_flops(device: str) -> float:
     n = PEAK_SIZE[device]
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
-    best = float("inf")
-    for _ in range(6):  # the first ones warm up
-        wait()
-        begin = time.perf_counter()
-        for _ in range(10):
-            a @ b
-        wait()
-        best = min(best, (time.perf_counter() - begin) / 10)
+    best = min(common.stretches(lambda: a @ b, wait, 10, 6))  # the first ones warm up
     return 2.0 * n**3 / best
 
 

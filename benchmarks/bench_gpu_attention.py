@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import common
 
-WAYS = ("ours", "cudnn", "cudnn any order", "torch")
-CUDNN = {"ours": "0", "cudnn": "1", "cudnn any order": "2", "torch": "0"}
+WAYS = {"ours": "0", "cudnn": "1", "cudnn any order": "2", "torch": "0"}  # $FSDPC_CUDNN of each
 CALLS, STRETCHES = 10, 5
 LIMIT_S = 120
 
@@ -73,14 +71,8 @@ def torchs(tokens: int, heads: int, dim: int, device: str) -> tuple[Callable[...
 
 def milliseconds(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
     """Of one call, in the median stretch; the first warms up."""
-    found = []
-    for _ in range(STRETCHES + 1):
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        wait()
-        found.append((time.perf_counter() - begin) / CALLS * 1e3)
-    return statistics.median(found[1:])
+    found = common.stretches(call, wait, CALLS, STRETCHES + 1)
+    return statistics.median(found[1:]) * 1e3
 
 
 def main() -> None:
@@ -105,11 +97,11 @@ def main() -> None:
     failed = 0
     for dim in o.dims:
         flops = 2.0 * o.tokens**2 * o.heads * dim
-        for way in WAYS:
+        for way, cudnn in WAYS.items():
             done = subprocess.run(
                 [sys.executable, __file__, "--way", way, "--tokens", str(o.tokens), "--heads",
                  str(o.heads), "--dims", str(dim), "--device", o.device],
-                env={**os.environ, "FSDPC_CUDNN": CUDNN[way]}, capture_output=True, text=True,
+                env={**os.environ, "FSDPC_CUDNN": cudnn}, capture_output=True, text=True,
                 timeout=LIMIT_S)  # fmt: skip
             if done.returncode != 0:
                 failed += 1

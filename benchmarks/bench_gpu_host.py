@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,7 @@ def seconds(engine: str, units: int, device: str) -> list[float]:
     for _ in range(WARM):
         step()
     wait()
-    found = []
-    for _ in range(STRETCHES):
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        wait()
-        found.append((time.perf_counter() - begin) / STEPS)
-    return found
+    return common.stretches(step, wait, STEPS, STRETCHES)
 
 
 def main() -> None:

@@ -115,6 +115,20 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g} ({min(values):.3g}..{max(values):.3g})"
 
 
+def stretches(
+    step: Callable[[], object], wait: Callable[[], object], steps: int, rounds: int
+) -> list[float]:
+    """Seconds of a step in each of some stretches, which have one wait at their end."""
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        wait()
+        found.append((time.perf_counter() - begin) / steps)
+    return found
+
+
 def alternate(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Call each in turn, several times, so that a drifting machine treats all alike."""
     results: dict[str, list[float]] = {name: [] for name in runs}

@@ -6,8 +6,8 @@
  *
  * Forward keeps cuDNN's `stats`, (B, H, Tq, 1): the natural log of the sum of exponents of scaled
  * scores.  Our kernels keep the same, so either's backward can follow either's forward.  Causal is
- * aligned to the last query and key.  Backward requests the deterministic algorithm
- * unless it may add up in any order.
+ * aligned to the last query and key.  Backward requests the deterministic algorithm unless
+ * it may add up in any order.
  *
  * cuDNN is opened by name, never linked, and so is CUDA's runtime as far as the frontend calls it.
  */

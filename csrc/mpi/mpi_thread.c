@@ -4,8 +4,8 @@
  * empty: so two sides that name different sizes meet in a piece whose sizes differ.  A piece is one
  * that MPI sends at once.  Before it sends a larger one it asks the peer, whose thread sleeps, and
  * steps over a wire of 1 Gbit/s took 1.3 times as long.  At most WINDOW pieces of a message are in
- * flight.  MPI keeps the order of pieces of one pair and tag; a message
- * waits until all pieces of an earlier one of its pair, tag and direction are posted.
+ * flight.  MPI keeps the order of pieces of one pair and tag; a message waits until all pieces of an
+ * earlier one of its pair, tag and direction are posted.
  *
  * Receives look first (MPI_Improbe) and give MPI memory for a piece that is there and as large as
  * it should be.  MPI calls a longer one an error too, but Open MPI 4.1 has written beyond the

@@ -40,12 +40,12 @@ static void reclaim(void *arg)
 {
     const fsdpc_py_state *state = arg;
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *traceback, *done;
+    PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    if (state->reclaim && !(done = PyObject_CallNoArgs(state->reclaim)))
+    PyObject *done = state->reclaim ? PyObject_CallNoArgs(state->reclaim) : Py_NewRef(Py_None);
+    if (!done)
         PyErr_WriteUnraisable(state->reclaim); /* the allocation itself will fail, and say so */
-    else if (state->reclaim)
-        Py_DECREF(done);
+    Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
     PyGILState_Release(gil);
 }

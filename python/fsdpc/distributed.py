@@ -97,7 +97,7 @@ def init(
         )
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
-    if deterministic and os.environ.get("FSDPC_CUDNN") == "2":
+    if deterministic and _core.check_environment()["FSDPC_CUDNN"] == 2:
         raise ValueError(
             "deterministic=True and FSDPC_CUDNN=2, which lets attention's backward add up in any "
             "order: unset FSDPC_CUDNN, or set it to 1"

@@ -16,6 +16,7 @@ from typing import Any
 
 from graphs import WARM_UP, Run, attempt, with_a_graph
 from ranks import variants
+from training import ON_GPU
 
 import fsdpc
 
@@ -131,7 +132,7 @@ def mistakes(_: str) -> dict[str, Any]:
     messages["weights"] = attempt(step.replay)
     run.eager()
     run.replay(step)
-    if os.environ.get("FSDPC_TEST_GPU") != "1":  # no slots there: these fulls are below a granule
+    if not ON_GPU:  # no slots there: these fulls are below a granule
         with run.model.hold(), fsdpc.no_grad():
             run.model(*run.batch)
         messages["parted"] = attempt(step.replay)

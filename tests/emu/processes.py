@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from training import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "1"  # of this machine, in the emulated one's place
 EMULATION_ALONE = pytest.mark.skipif(ON_GPU, reason="about the emulated device and its fakes")
 BUILD_TIMEOUT_S = 3000  # minutes on cores that are free
 TIMEOUT_S = 300

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from training import MAX_NORM, MODELS, build
+from training import MAX_NORM, MODELS, ON_GPU, build
 
 import fsdpc
 from fsdpc import _core
@@ -182,7 +182,7 @@ def who(_: str) -> list[Any]:
 
 
 #: Fulls take turns where they fill the granules of the driver: 2 MiB on GPUs, less on the emulated.
-DEEP = 1500 if os.environ.get("FSDPC_TEST_GPU") == "1" else 256
+DEEP = 1500 if ON_GPU else 256
 
 
 class Deep(fsdpc.nn.Module):

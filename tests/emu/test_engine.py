@@ -204,7 +204,6 @@ def test_what_does_not_fit_is_refused_with_what_is_held(
 
 
 RECLAIMED = """
-import ctypes, gc
 import numpy as np, fsdpc, foreign
 from fsdpc import _core
 fsdpc.set_default_device("cuda")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import printed, run
+from processes import ON_GPU, printed, run
 
 SOON_S = 5.0
 PROGRAM = Path(__file__).with_name("graph_ranks.py")
@@ -63,7 +63,7 @@ def mistakes(nccl: dict[str, str]) -> list[Any]:
 ])
 def test_what_one_rank_does_is_named_on_all(mistakes: list[Any], mistake: str, error: str,
                                             of_one: str | None) -> None:
-    if mistake not in mistakes[0]["messages"]:
+    if ON_GPU and mistake == "parted":
         pytest.skip("fulls of this size take no turns on a GPU")
     messages = [rank["messages"][mistake] for rank in mistakes]
     assert messages[0].startswith(error), messages

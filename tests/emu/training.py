@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from fsdpc import nn
 from fsdpc.models import Llama
 from fsdpc.models.config import ModelConfig
 
+ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "1"  # this machine's, in the emulated one's place
 STEPS = 5
 MAX_NORM = 0.3  # below the norms of all first steps
 WORDS = 64
