@@ -5,7 +5,10 @@ something is written, and whatever is read was written just before, next in turn
 if that is large enough; a virtual machine may lose pages to its host in seconds). Plain writers and
 readers move as many bytes of one file a rank in 1 MiB calls.
 
-python benchmarks/bench_checkpoint.py [--gb 2] [--ranks 2] [--rounds 3] [--folder .]
+With --device cuda what is saved lies on a GPU, "memcpy" is the copy of it into pinned memory, and
+ranks share the cores; else each rank has one thread.
+
+python benchmarks/bench_checkpoint.py [--gb 2] [--ranks 2] [--rounds 3] [--folder .] [--device cuda]
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = os.environ["FSDPC_THREADS"] = "1"
 
 import numpy as np
 
@@ -93,17 +94,17 @@ def build(total_bytes: float) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def dcp_state(model: Any, optimizer: Any) -> dict[str, Any]:
+def dcp_state(model: Any, optimizer: Any, device: str) -> dict[str, Any]:
     """The same tensors as DTensors over the same memory sizes."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     state = {}
     for name, p in model.named_parameters():
         for what, own in {"": p.local.detach(), **optimizer.state_views(p)}.items():
-            local = torch.from_numpy(own.numpy().copy()).reshape(-1, p.shape[1])
+            local = torch.from_dlpack(own).clone().reshape(-1, p.shape[1])
             state[name + what] = DTensor.from_local(
                 local, mesh, [Shard(0)], shape=torch.Size(p.shape), stride=(p.shape[1], 1)
             )
@@ -118,21 +119,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import fsdpc
     from fsdpc import _core, checkpoint
 
-    torch.set_num_threads(1)
+    on_gpu = options.device == "cuda"
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    fsdpc.set_default_device(options.device)
     fsdpc.init()
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     rank, folder = fsdpc.rank(), Path(options.folder) / "bench_checkpoint.tmp"
     if rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     model, optimizer = build(options.gb * 1e9)
     state = {"model": model, "optimizer": optimizer}
-    theirs = dcp_state(model, optimizer)
+    theirs = dcp_state(model, optimizer, options.device)
     own_bytes = sum(t.to_local().nbytes for t in theirs.values())
-    data = np.random.default_rng(rank).integers(0, 256, own_bytes // 8, np.int64).view(np.uint8)
-    data, target = np.resize(data, own_bytes), np.zeros(own_bytes, np.uint8)
+    data = np.resize(np.random.default_rng(rank).integers(0, 256, CHUNK, np.uint8), own_bytes)
+    memory = torch.zeros(own_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+    target = memory.numpy()
     plain = folder / f"plain-{rank}"
     blocked: list[float] = []
+    dcp_blocked: list[float] = []
 
     def remove(name: str) -> None:
         fsdpc.barrier()
@@ -148,6 +153,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         handle.wait()
         return time.perf_counter() - begin
 
+    def dcp_async() -> float:
+        begin = time.perf_counter()
+        future = dcp.async_save(theirs, checkpoint_id=str(folder / "dcp_async"))
+        dcp_blocked.append(time.perf_counter() - begin)
+        future.result()
+        return time.perf_counter() - begin
+
+    def copy_to_host() -> None:
+        if not on_gpu:
+            np.copyto(target, data)
+            return
+        at = 0
+        for tensor in theirs.values():
+            own = tensor.to_local().view(-1).view(torch.uint8)
+            memory[at : at + own.numel()].copy_(own, non_blocking=True)
+            at += own.numel()
+        torch.cuda.synchronize()
+
     def verify() -> None:
         from fsdpc.checkpoint.source import checksums, open_source
 
@@ -160,7 +183,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     rows: dict[str, list[float]] = {}
     for _ in range(options.rounds + 1):
-        for name in ("ours", "async", "dcp"):
+        for name in ("ours", "async", "dcp", "dcp_async"):
             remove(name)
         turns: dict[str, Callable[[], Any]] = {
             "plain write": lambda: plain_write(plain, data),
@@ -171,12 +194,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "verify": verify,
             "dcp save": lambda: dcp.save(theirs, checkpoint_id=str(folder / "dcp")),
             "dcp load": lambda: dcp.load(theirs, checkpoint_id=str(folder / "dcp")),
-            "memcpy": lambda: np.copyto(target, data),
+            "memcpy": copy_to_host,
             "async save": save_async,
+            "dcp async save": dcp_async,
         }
         for name, work in turns.items():
             rows.setdefault(name, []).append(timed(work))
-    rows["async blocking"] = blocked
+    rows["async blocking"], rows["dcp async blocking"] = blocked, dcp_blocked
     some = data[: 64 << 20]
     rows["crc32c"] = [timed(lambda: _core.crc32c(0, some)) for _ in range(8)]
     remove(".")
@@ -217,12 +241,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", default=".")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options = parser.parse_args()
     if "RANK" in os.environ:
         common.leave_result(measure(options))
         return
     arguments = [f"--{k}={v}" for k, v in vars(options).items()]
-    report(common.run_ranks(__file__, arguments, options.ranks), options)
+    cores = len(os.sched_getaffinity(0))
+    threads = cores // options.ranks if options.device == "cuda" else 1
+    os.environ["FSDPC_THREADS"] = str(threads)
+    report(common.run_ranks(__file__, arguments, options.ranks, threads=threads), options)
 
 
 if __name__ == "__main__":

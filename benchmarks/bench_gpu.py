@@ -7,6 +7,7 @@ over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transform
 fsdpc.torch, "fsdp2" the same under torch's FSDP2, "torch" the same under autocast alone; "+compile"
 compiles each block, "+graph" replays one graph of the whole step, "+cudnn0" and
 "+cudnn2" set FSDPC_CUDNN: attention by our kernels, or by cuDNN with the backward that is fast.
+"native+ranks2" is two ranks that share the GPU, with half of the rows each.
 
 Each engine runs in a process of its own: warm steps, then several stretches of steps with one wait
 for the GPU at the end of each; the median stretch counts.  An engine that fails, or takes longer
@@ -43,7 +44,7 @@ from fsdpc.models.config import ModelConfig, preset
 
 # The baseline first: whatever stops a run, ours are never without it.
 ENGINES = ("fsdp2", "torch", "door", "native", "native+graph", "native+graph+cudnn0",
-           "native+graph+cudnn2", "fsdp2+compile", "torch+compile", "door+compile")
+           "native+graph+cudnn2", "native+ranks2", "fsdp2+compile", "torch+compile", "door+compile")
 # Rows, words of a row, and whether activations are computed again: what 80 GB hold.
 SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (8, 2048, False),
           "SmolLM3-3B": (1, 8192, True)}
@@ -88,7 +89,7 @@ def native(engine: str, shape: str, device: str) -> Turn:
         fsdpc.fully_shard(block, mp_policy=policy)
     fsdpc.fully_shard(model, mp_policy=policy)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=3e-4)
-    ids = words(shape)
+    ids = words(shape)[fsdpc.rank() :: fsdpc.world_size()]
     x, y = fsdpc.tensor(ids[:, :-1].copy()), fsdpc.tensor(ids[:, 1:].copy())
     last: list[Any] = [None]
 
@@ -216,7 +217,8 @@ def run_alone(arguments: list[str], limit_s: float, **environment: str) -> dict[
         result = Path(folder) / "result.json"
         environment |= {"BENCH_RESULT": str(result), "BENCH_STORE": str(Path(folder) / "store"),
                         "OMP_NUM_THREADS": "1"}
-        command = (sys.executable, __file__, *arguments, "--limit", str(limit_s))
+        ranks = ["-m", "fsdpc", "run", "--ranks", "2"] if "native+ranks2" in arguments else []
+        command = (sys.executable, *ranks, __file__, *arguments, "--limit", str(limit_s))
         ended = checks.run(checks.Check("", command, cap_s=limit_s, environment=environment))
         print(ended.stdout + ended.stderr, end="", file=sys.stderr, flush=True)
         if not result.exists():
@@ -252,6 +254,7 @@ def main() -> None:
     p.add_argument("--shapes", nargs="+", default=list(SHAPES)[1:], choices=list(SHAPES))
     p.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     p.add_argument("--rows", type=int, help="of every batch, instead of the shape's own")
+    p.add_argument("--keep", action="store_true", help="keep activations of every shape")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--peak", type=float, default=989, help="TFLOP/s that the maker promises")
     p.add_argument("--turn-seconds", type=float, default=90, help="an engine's at most")
@@ -260,9 +263,8 @@ def main() -> None:
     p.add_argument("--product", action="store_true", help=argparse.SUPPRESS)
     p.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     o = p.parse_args()
-    if o.rows:
-        for shape, (_, seq, again) in SHAPES.items():
-            SHAPES[shape] = (o.rows, seq, again)
+    for shape, (rows, seq, again) in SHAPES.items():
+        SHAPES[shape] = (o.rows or rows, seq, again and not o.keep)
     if o.turn or o.product:
         faulthandler.dump_traceback_later(max(o.limit - DUMP_S, DUMP_S / 5))
         common.leave_result({"flops": product_flops(o.device)} if o.product
@@ -272,7 +274,8 @@ def main() -> None:
     if o.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or FSDP2 takes its GPU's mesh
     common.header()
-    rest = ["--device", o.device, *(["--rows", str(o.rows)] if o.rows else [])]
+    rest = ["--device", o.device, *(["--rows", str(o.rows)] if o.rows else []),
+            *(["--keep"] if o.keep else [])]
     engines = without_cudnn(o.engines)
     failed, reached = 0, float("nan")
     try:

@@ -19,6 +19,8 @@ template <typename T> struct scale_op {
     }
     template <int N> __device__ __forceinline__ void run(size_t i, wide<T> by) const
     {
+        if (by == 1 && !nonfinite) /* gradients that were not clipped */
+            return;
         vec<wide<T>, N> value = load_wide<N, wide<T>>(x + i);
         bool finite = true;
 #pragma unroll
@@ -97,14 +99,13 @@ extern "C" fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t nume
 }
 
 extern "C" fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                                         fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                                         fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                          fsdpc_stream *stream)
 {
-    FSDPC_TRY(fsdpc_device_fill(stream->device, equal_out, 1, sizeof *equal_out, stream));
     map_buffer buffers[] = {{dst, fsdpc_dtype_bytes(dst_dtype)},
                             {src, fsdpc_dtype_bytes(src_dtype)}};
     FSDPC_FOR_FLOAT(dst_dtype, D, FSDPC_FOR_FLOAT(src_dtype, S, {
-                        equal_op<D, S> op = {(const D *)dst, (const S *)src, equal_out};
+                        equal_op<D, S> op = {(const D *)dst, (const S *)src, equal_io};
                         return map_launch("equal", op, numel, buffers, stream);
                     }))
     return FSDPC_ERR_DTYPE;

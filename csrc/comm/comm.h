@@ -202,6 +202,7 @@ typedef struct fsdpc_comm_ops {
                                   fsdpc_buffer **out); /* collective */
     void (*buffer_destroy)(fsdpc_buffer *buffer);
     fsdpc_status (*buffer_idle)(fsdpc_buffer *buffer); /* FSDPC_IN_PROGRESS while a peer reads it */
+    bool any_buffer; /* a buffer may also be made by the caller, over any memory of the device */
 
     /* Collectives */
     fsdpc_status (*post)(fsdpc_work *work); /* work->op is set */

@@ -87,14 +87,14 @@ static fsdpc_status flat_step(const fsdpc_step_args *args, fsdpc_stream *stream)
 }
 
 static fsdpc_status flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                               fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", dst_dtype));
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", src_dtype));
     fsdpc_host_result result;
     void *equal;
-    FSDPC_TRY(fsdpc_host_result_begin(&result, equal_out, sizeof *equal_out, stream, &equal));
+    FSDPC_TRY(fsdpc_host_result_begin(&result, equal_io, sizeof *equal_io, stream, &equal));
     return fsdpc_host_result_end(
         &result, fsdpc_cuda_equal(dst, dst_dtype, src, src_dtype, numel, equal, stream));
 }

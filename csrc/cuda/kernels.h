@@ -25,7 +25,7 @@ fsdpc_status fsdpc_cuda_accumulate(void *dst, fsdpc_dtype dst_dtype, const void 
 fsdpc_status fsdpc_cuda_scale(void *x, fsdpc_dtype dtype, size_t numel, double scale,
                               const double *scale_at, int *nonfinite_io, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                              fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                              fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                               fsdpc_stream *stream);
 
 /* kernels/tree.cu, sumpow.cu, magnitude.cu, step.cu, step_f64.cu, init.cu */

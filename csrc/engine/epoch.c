@@ -56,12 +56,53 @@ static fsdpc_status begin_sharded(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-static fsdpc_status find_changes(fsdpc_root *root, uint32_t *bits_io)
+/* Masters that somebody else may have written are not known to equal the wire. */
+static bool is_in_doubt(const fsdpc_unit *unit)
+{
+    return unit->foreign && !unit->dirty;
+}
+
+static fsdpc_status compare_all(const fsdpc_root *root, bool *equal_io)
 {
     for (int i = 0; i < root->n_units; i++) {
-        bool changed;
-        FSDPC_TRY(fsdpc_gather_changed(root->units[i], &changed));
-        if (changed)
+        if (is_in_doubt(root->units[i]))
+            FSDPC_TRY(fsdpc_gather_compare(root->units[i], &equal_io[i]));
+    }
+    return FSDPC_OK;
+}
+
+/* The same on a remote device, which is waited for once. */
+static fsdpc_status compare_all_there(const fsdpc_root *root, bool *equal_io)
+{
+    fsdpc_device *device = root->device;
+    fsdpc_stream *main = fsdpc_device_main(device);
+    size_t bytes = (size_t)root->n_units * sizeof *equal_io;
+    void *there;
+    FSDPC_TRY(fsdpc_device_alloc(device, FSDPC_MEM_OTHER, bytes, &there));
+    fsdpc_status status = fsdpc_device_copy(device, there, equal_io, bytes, main);
+    if (status == FSDPC_OK)
+        status = compare_all(root, there);
+    if (status == FSDPC_OK)
+        status = fsdpc_device_copy(device, equal_io, there, bytes, main);
+    if (status == FSDPC_OK)
+        status = fsdpc_stream_sync(main);
+    fsdpc_device_free(device, there);
+    return status;
+}
+
+static fsdpc_status find_changes(fsdpc_root *root, uint32_t *bits_io)
+{
+    int in_doubt = 0;
+    for (int i = 0; i < root->n_units; i++) {
+        root->equal[i] = true;
+        in_doubt += is_in_doubt(root->units[i]);
+    }
+    if (in_doubt > 0)
+        FSDPC_TRY(root->device->remote ? compare_all_there(root, root->equal)
+                                       : compare_all(root, root->equal));
+    for (int i = 0; i < root->n_units; i++) {
+        root->units[i]->dirty |= !root->equal[i];
+        if (root->units[i]->dirty)
             *bits_io |= FSDPC_EPOCH_CHANGED;
     }
     return FSDPC_OK;

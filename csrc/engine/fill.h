@@ -4,6 +4,9 @@
  * all peers have read it.  Two pooled buffers serve units that close during backward.  A unit gets
  * its own one if it finds both half filled by open units, or keeps its gradients over several
  * backwards.  So nobody waits for a buffer while holding another.
+ *
+ * A rank that is alone needs no buffer for gradients that nothing is to be added to: they are
+ * written where they stay.
  */
 #ifndef FSDPC_ENGINE_FILL_H
 #define FSDPC_ENGINE_FILL_H
@@ -18,6 +21,16 @@ int fsdpc_fill_choose(const fsdpc_unit *unit);
 /* Opens it: unit->buffer is set.  Its reduction is complete; none is in flight if the unit is to
  * get its first own one, whose creation is collective. */
 fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
+/* Whether its gradient shard can be filled itself, and opening it so. */
+bool fsdpc_fill_suits_shard(const fsdpc_unit *unit);
+void fsdpc_fill_take_shard(fsdpc_unit *unit);
+/* What is half filled goes on in a buffer, which is chosen as for taking it: the shard is wanted for
+ * something else. */
+fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit, int pooled);
+static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
+{
+    return unit->buffer == &unit->shard;
+}
 /* Zeroes the parts that no kernel wrote and notes the others as gradients; from here on the buffer,
  * which was open, belongs to the reduction. */
 fsdpc_status fsdpc_fill_close(fsdpc_unit *unit, fsdpc_buffer **out);

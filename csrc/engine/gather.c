@@ -97,29 +97,21 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out)
+fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
 {
-    *changed_out = unit->dirty;
-    if (unit->dirty || !unit->foreign)
-        return FSDPC_OK;
-    fsdpc_root *root = unit->root;
+    const fsdpc_root *root = unit->root;
     fsdpc_stream *main = fsdpc_device_main(unit->device);
     for (int g = 0; g < unit->layout->n_groups; g++) {
-        fsdpc_unit_group *group = &unit->groups[g];
+        const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
             if (band->owner >= 0 && band->owner != root->comm->rank)
                 continue;
-            bool equal;
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,
                 fsdpc_unit_masters(unit, group) +
                     band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype),
-                group->plan->dtype, band->numel, &equal, main));
-            if (!equal) {
-                *changed_out = unit->dirty = true;
-                return FSDPC_OK;
-            }
+                group->plan->dtype, band->numel, equal_io, main));
         }
     }
     return FSDPC_OK;

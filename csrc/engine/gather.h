@@ -10,7 +10,8 @@ fsdpc_status fsdpc_gather_wait(fsdpc_unit *unit, bool in_backward); /* -> FULL, 
 /* Writes this rank's slices of a unit's full from its masters. */
 fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit);
 
-/* Masters compared with the wire, as far as flags leave it open. */
-fsdpc_status fsdpc_gather_changed(fsdpc_unit *unit, bool *changed_out);
+/* *equal_io becomes false, in the order of the main stream, if masters differ from the wire.  It
+ * lies in the device's memory, or the device waits. */
+fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io);
 
 #endif

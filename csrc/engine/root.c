@@ -78,7 +78,8 @@ fsdpc_status fsdpc_root_create(fsdpc_unit *const *units, const bool *encloses, i
     root->prefetch = units[0]->settings.prefetch;
     root->units = calloc((size_t)n_units, sizeof(fsdpc_unit *));
     root->reducing = calloc((size_t)n_units, sizeof(fsdpc_unit *));
-    if (!root->units || !root->reducing) {
+    root->equal = calloc((size_t)n_units, sizeof *root->equal);
+    if (!root->units || !root->reducing || !root->equal) {
         status = fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the root of %d units", n_units);
         goto destroy;
     }
@@ -169,6 +170,7 @@ void fsdpc_root_destroy(fsdpc_root *root)
     free(root->acts.items);
     free(root->last_acts.items);
     free(root->reducing);
+    free(root->equal);
     free(root->units);
     free(root);
 }

@@ -68,6 +68,7 @@ struct fsdpc_root {
     uint64_t compared;   /* agree.h: bytes of masters, the next slice to compare with replicas */
     fsdpc_epoch_stage stage;
     fsdpc_epoch_note note; /* what this rank announced last */
+    bool *equal;           /* epoch.c, per unit: what comparing masters with the wire found */
     int holds;             /* hold() is in force */
     int forward_depth;     /* nested forwards of units of this root */
     bool in_backward, needs_reset;

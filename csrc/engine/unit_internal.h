@@ -102,6 +102,7 @@ struct fsdpc_unit {
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
     fsdpc_buffer *own_buffer; /* of units that stay open through backward */
+    fsdpc_buffer shard;       /* the gradient shard as a buffer: fill.h */
     fsdpc_buffer *partial;    /* of the posted reduction, or holding postponed sums */
     fsdpc_buffer *own_partial;
     fsdpc_reduction reduction;

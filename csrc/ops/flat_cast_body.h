@@ -215,6 +215,8 @@ static fsdpc_status flat_scale(void *x, fsdpc_dtype dtype, size_t numel, double 
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("scale", dtype));
     scale_args args = {x, dtype, scale_at ? scale * *scale_at : scale, 0};
+    if (args.scale == 1 && !nonfinite_io) /* gradients that were not clipped */
+        return FSDPC_OK;
     fsdpc_flat_split(stream, numel, 64, scale_part, &args);
     if (args.nonfinite && nonfinite_io)
         *nonfinite_io = 1;
@@ -249,13 +251,13 @@ static void equal_part(void *arg, size_t begin, size_t end)
 }
 
 static fsdpc_status flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                               fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", dst_dtype));
     FSDPC_TRY(fsdpc_flat_check_dtype("equal", src_dtype));
-    pair_args args = {(void *)dst, dst_dtype, src, src_dtype, false, false};
+    pair_args args = {(void *)dst, dst_dtype, src, src_dtype, false, !*equal_io};
     fsdpc_flat_split(stream, numel, 64, equal_part, &args);
-    *equal_out = !args.differs;
+    *equal_io = !args.differs;
     return FSDPC_OK;
 }

@@ -1,7 +1,7 @@
 /* Kernels over flat memory that compute nothing: the table of device_null.
  *
  * Every call is accepted and memory is neither read nor written.  The one output that a caller
- * decides by, whether two ranges are equal, says yes: nothing changed, as nothing ever does here.
+ * decides by, whether two ranges are equal, stays: nothing changed, as nothing ever does here.
  */
 #include "ops/flat_ops.h"
 
@@ -80,11 +80,11 @@ static fsdpc_status null_step(const fsdpc_step_args *args, fsdpc_stream *stream)
 }
 
 static fsdpc_status null_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                               fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                               fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                fsdpc_stream *stream)
 {
-    (void)dst, (void)dst_dtype, (void)src, (void)src_dtype, (void)numel, (void)stream;
-    *equal_out = true;
+    (void)dst, (void)dst_dtype, (void)src, (void)src_dtype, (void)numel, (void)equal_io,
+        (void)stream;
     return FSDPC_OK;
 }
 

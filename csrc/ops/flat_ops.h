@@ -83,9 +83,10 @@ typedef struct fsdpc_flat_ops {
     fsdpc_status (*clamp)(void *x, fsdpc_dtype dtype, size_t numel, double limit,
                           fsdpc_stream *stream);
     fsdpc_status (*step)(const fsdpc_step_args *args, fsdpc_stream *stream);
-    /* *equal_out = every cast(src) has the bits of dst; may stop once one differs */
+    /* *equal_io becomes false unless every cast(src) has the bits of dst; may stop once one differs,
+     * and need not begin where it is false already.  In the device's memory, nobody waits. */
     fsdpc_status (*equal)(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                          fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                          fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                           fsdpc_stream *stream);
     fsdpc_status (*init)(const fsdpc_init_args *args, fsdpc_stream *stream);
 } fsdpc_flat_ops;
@@ -186,10 +187,10 @@ static inline fsdpc_status fsdpc_flat_step(const fsdpc_step_args *args, fsdpc_st
 }
 
 static inline fsdpc_status fsdpc_flat_equal(const void *dst, fsdpc_dtype dst_dtype, const void *src,
-                                            fsdpc_dtype src_dtype, size_t numel, bool *equal_out,
+                                            fsdpc_dtype src_dtype, size_t numel, bool *equal_io,
                                             fsdpc_stream *stream)
 {
-    return stream->device->flat->equal(dst, dst_dtype, src, src_dtype, numel, equal_out, stream);
+    return stream->device->flat->equal(dst, dst_dtype, src, src_dtype, numel, equal_io, stream);
 }
 
 static inline fsdpc_status fsdpc_flat_init(const fsdpc_init_args *args, fsdpc_stream *stream)

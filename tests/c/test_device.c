@@ -352,7 +352,7 @@ static void test_null_tables(void)
     for (size_t i = 0; i < sizeof(fsdpc_nn_ops) / sizeof *nn; i++)
         CHECK_NOTE(nn[i] != NULL, "nn slot %zu", i);
     float x = 3, y = 5;
-    bool equal = false;
+    bool equal = true;
     CHECK_OK(fsdpc_flat_cast(&x, FSDPC_F32, &y, FSDPC_F32, 1, &stream));
     CHECK_OK(fsdpc_flat_accumulate(&x, FSDPC_F32, &y, FSDPC_F32, 1, &stream));
     CHECK_OK(fsdpc_flat_equal(&x, FSDPC_F32, &y, FSDPC_F32, 1, &equal, &stream));

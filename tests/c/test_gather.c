@@ -105,36 +105,37 @@ static void test_states(void)
     rig_close(&r);
 }
 
-static void test_changed(void)
+static bool equal_to_wire(const fsdpc_unit *unit)
+{
+    bool equal = true;
+    CHECK_OK(fsdpc_gather_compare(unit, &equal));
+    return equal;
+}
+
+static void test_compare(void)
 {
     rig r;
     CHECK_OK(rig_open(&r, 2, false));
     CHECK_OK(add_mixed(&r, false));
     CHECK_OK(write_all(&r));
     CHECK_OK(rig_root(&r));
-    bool changed;
-    CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
-    CHECK(changed);
-    CHECK_OK(fsdpc_gather_publish(r.units[1]));
-    CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
-    CHECK(!changed);
-    for (int p = 0; p < 3; p++) { /* one bit of any parameter, found when asked to look */
+    fsdpc_unit *unit = r.units[1];
+    CHECK(!equal_to_wire(unit));
+    CHECK_OK(fsdpc_gather_publish(unit));
+    CHECK(equal_to_wire(unit));
+    for (int p = 0; p < 3; p++) { /* one bit of any parameter */
         fsdpc_piece piece;
-        void *master = fsdpc_unit_master(r.units[1], p, &piece);
+        void *master = fsdpc_unit_master(unit, p, &piece);
         uint32_t keep;
         memcpy(&keep, master, 4);
         memset(master, 0x55, 4);
-        r.units[1]->foreign = false;
-        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
-        CHECK(!changed);
-        r.units[1]->foreign = true;
-        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
-        CHECK(changed && r.units[1]->dirty);
+        CHECK(!equal_to_wire(unit));
         memcpy(master, &keep, 4);
-        r.units[1]->dirty = false;
-        CHECK_OK(fsdpc_gather_changed(r.units[1], &changed));
-        CHECK(!changed);
+        CHECK(equal_to_wire(unit));
     }
+    bool found = false; /* by an earlier comparison: it stays */
+    CHECK_OK(fsdpc_gather_compare(unit, &found));
+    CHECK(!found);
     rig_close(&r);
 }
 
@@ -142,6 +143,6 @@ int main(void)
 {
     test_values();
     test_states();
-    test_changed();
+    test_compare();
     return check_report("test_gather");
 }

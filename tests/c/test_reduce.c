@@ -4,6 +4,8 @@
 
 #include <sched.h>
 
+#include "engine/fill.h"
+#include "engine/grads.h"
 #include "engine/reduce.h"
 
 static fsdpc_status begin(rig *r)
@@ -301,8 +303,81 @@ static void test_bf16(void)
     rig_close(&r);
 }
 
+/* ---- alone ---- */
+
+/* Whether a backward of unit 1 writes into its gradient shard. */
+static bool fills_shard(rig *r)
+{
+    fsdpc_unit *unit = r->units[1];
+    CHECK_OK(begin(r));
+    CHECK_OK(fsdpc_pre_backward(unit, r->seen));
+    CHECK_OK(rig_give_all(r, 1));
+    bool in_shard = fsdpc_fill_is_in_shard(unit);
+    CHECK(in_shard == (unit->buffer->data == unit->groups[0].grad));
+    CHECK_OK(fsdpc_post_backward(unit));
+    CHECK_OK(fsdpc_backward_end(r->root));
+    r->step++;
+    return in_shard;
+}
+
+static void test_in_shard(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 1, false));
+    CHECK_OK(rig_add_units(&r, 3, false));
+    CHECK_OK(rig_root(&r));
+    fsdpc_unit *unit = r.units[1];
+    CHECK(fills_shard(&r));
+    CHECK(grad_at(&r, 1, 0) == rig_gradient(0, 0, 1, 0, 0));
+    CHECK(!fills_shard(&r)); /* it holds gradients: these are added to them */
+    CHECK(grad_at(&r, 1, 0) == rig_gradient(0, 0, 1, 0, 0) + rig_gradient(0, 1, 1, 0, 0));
+    fsdpc_unit_zero_grad(unit);
+    unit->settings.divide_factor = 4;
+    CHECK(!fills_shard(&r));
+    CHECK(grad_at(&r, 1, 0) == rig_gradient(0, 2, 1, 0, 0) / 4);
+    fsdpc_unit_zero_grad(unit);
+    unit->settings.divide_factor = 1;
+    unit->settings.requires_sync = false;
+    CHECK(!fills_shard(&r));
+    unit->settings.requires_sync = true;
+    CHECK(!fills_shard(&r)); /* it goes on in the same buffer */
+    CHECK(grad_at(&r, 1, 0) == rig_gradient(0, 3, 1, 0, 0) + rig_gradient(0, 4, 1, 0, 0));
+    fsdpc_unit_zero_grad(unit);
+    CHECK(fills_shard(&r));
+    rig_close(&r);
+}
+
+/* Somebody gives a gradient while another one is half filled: both count. */
+static void test_leaving_shard(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 1, false));
+    CHECK_OK(rig_add_units(&r, 3, false));
+    CHECK_OK(rig_root(&r));
+    fsdpc_unit *unit = r.units[1];
+    CHECK_OK(begin(&r));
+    CHECK_OK(fsdpc_pre_backward(unit, r.seen));
+    CHECK_OK(rig_give(&r, 1, 0));
+    CHECK(fsdpc_fill_is_in_shard(unit));
+    CHECK_OK(fsdpc_unit_take_begin(unit));
+    CHECK(unit->buffer && !fsdpc_fill_is_in_shard(unit));
+    fsdpc_piece piece;
+    for (int p = 0; p < unit->layout->n_params; p++) {
+        CHECK_OK(fsdpc_unit_take_grad(unit, p, p == 0));
+        float *rows = fsdpc_unit_grad_rows(unit, p, &piece);
+        for (size_t i = 0; i < piece.numel; i++)
+            rows[i] = 0.5f;
+    }
+    CHECK_OK(fsdpc_post_backward(unit));
+    CHECK_OK(fsdpc_backward_end(r.root));
+    CHECK(grad_at(&r, 1, 0) == 0.5f + rig_gradient(0, 0, 1, 0, 0));
+    rig_close(&r);
+}
+
 int main(void)
 {
+    test_in_shard();
+    test_leaving_shard();
     test_pool();
     test_own_buffer();
     test_accumulation(1);

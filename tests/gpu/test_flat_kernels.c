@@ -49,7 +49,7 @@ static void test_cast(void)
                 CHECK_OK(fsdpc_flat_cast(dst.on_gpu, floats[d], src.on_gpu, floats[s], sizes[n],
                                          gpu_stream));
                 check_same_bits(&dst, "cast");
-                bool on_cpu = false, on_gpu = false;
+                bool on_cpu = true, on_gpu = true;
                 CHECK_OK(fsdpc_flat_equal(dst.on_cpu, floats[d], src.on_cpu, floats[s], sizes[n],
                                           &on_cpu, cpu_stream));
                 CHECK_OK(fsdpc_flat_equal(dst.on_gpu, floats[d], src.on_gpu, floats[s], sizes[n],
