@@ -10,7 +10,8 @@
  * Workspace is the pool's, acquired for each call and free as soon as the kernels are enqueued.
  * On Hopper what the deterministic backward wants grows with Tq x Tk, unless the environment says
  * CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0: then, slower, with Tq (cuDNN 9.25 or newer).  Plans
- * that want more than WORKSPACE_BYTES are not taken.
+ * that want more than WORKSPACE_BYTES, and more than a few times the queries' bytes, are not taken.
+ * The backward in any order wants four times those: a wide dq, and dk and dv of every query head.
  */
 #include "cuda/attention_cudnn.h"
 
@@ -19,10 +20,11 @@
 #include <string.h>
 
 #include "base/crc32c.h"
+#include "base/size.h"
 #include "cuda/cuda_queue.h"
 #include "cuda/cudnn_plan.h"
 
-enum { SLOTS = 512, WORKSPACE_BYTES = 1 << 30, ROW_BYTES = 16, DIM = 256 };
+enum { SLOTS = 512, WORKSPACE_BYTES = 1 << 30, WORKSPACE_QUERIES = 6, ROW_BYTES = 16, DIM = 256 };
 
 typedef struct attention {
     bool used;
@@ -149,6 +151,13 @@ static fsdpc_cudnn_shape shape_of(const fsdpc_attention_args *a, bool backward, 
     return shape;
 }
 
+static size_t most_workspace(const fsdpc_cudnn_shape *shape)
+{
+    size_t queries = shape->batch * shape->tokens_q * shape->heads * shape->dim;
+    size_t bytes = queries * fsdpc_dtype_bytes((fsdpc_dtype)shape->dtype);
+    return fsdpc_max_size(WORKSPACE_BYTES, WORKSPACE_QUERIES * bytes);
+}
+
 static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *shape,
                            attention *it)
 {
@@ -157,7 +166,7 @@ static void attention_init(fsdpc_cuda_attentions *all, const fsdpc_cudnn_shape *
     if (!fsdpc_cudnn_table.plan_create(all->cudnn, shape, &it->plan, &it->workspace_bytes, why,
                                        sizeof why))
         return;
-    if (it->workspace_bytes > WORKSPACE_BYTES) {
+    if (it->workspace_bytes > most_workspace(shape)) {
         fsdpc_cudnn_table.plan_destroy(it->plan);
         it->plan = NULL;
     }

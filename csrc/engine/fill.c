@@ -122,9 +122,8 @@ bool fsdpc_fill_suits_shard(const fsdpc_unit *unit)
 
 void fsdpc_fill_take_shard(fsdpc_unit *unit)
 {
-    unit->shard = (fsdpc_buffer){.comm = unit->root->reduce_comm,
-                                 .bytes = unit->reduce_bytes,
-                                 .data = unit->groups[0].grad};
+    unit->shard = (fsdpc_buffer){
+        .comm = unit->root->reduce_comm, .bytes = unit->reduce_bytes, .data = unit->groups[0].grad};
     unit->buffer = &unit->shard;
     fill_nothing(unit);
 }

@@ -223,12 +223,12 @@ static fsdpc_status read_into(const reading *r, const fsdpc_ckpt_piece *pieces)
 
 static fsdpc_status read_remotely(const reading *r, fsdpc_ckpt_piece *mirrored)
 {
-    void *host;
-    FSDPC_TRY(fsdpc_py_ckpt_mirror(r->runtime, r->pieces, r->n_pieces, mirrored, &host));
+    fsdpc_py_ckpt_host host = {0};
+    FSDPC_TRY(fsdpc_py_ckpt_mirror(r->runtime, r->pieces, r->n_pieces, false, mirrored, &host));
     fsdpc_status status = read_into(r, mirrored);
     if (status == FSDPC_OK)
         status = fsdpc_py_ckpt_copy(r->runtime, r->pieces, mirrored, r->n_pieces);
-    fsdpc_mem_free(r->runtime->mem, host);
+    fsdpc_py_ckpt_unmirror(r->runtime, &host);
     return status;
 }
 

@@ -12,10 +12,19 @@
  * the call's failure. */
 fsdpc_fs fsdpc_py_fs(PyObject *hook);
 
-/* The same pieces in host memory (`mirrored`, as many), whose block the caller gives back with
- * fsdpc_mem_free; nothing is copied yet.  For pieces of a remote device. */
+/* Host memory for pieces of a remote device. */
+typedef struct fsdpc_py_ckpt_host {
+    void *memory;
+    bool pinned;
+} fsdpc_py_ckpt_host;
+
+/* The same pieces in host memory (`mirrored`, as many), whose block the caller gives back by
+ * unmirroring; nothing is copied yet.  `repeats`: there will be others of the same size. */
 fsdpc_status fsdpc_py_ckpt_mirror(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *pieces, size_t n,
-                                  fsdpc_ckpt_piece *mirrored, void **host_out);
+                                  bool repeats, fsdpc_ckpt_piece *mirrored,
+                                  fsdpc_py_ckpt_host *out);
+void fsdpc_py_ckpt_unmirror(fsdpc_runtime *runtime,
+                            fsdpc_py_ckpt_host *host); /* all zero is fine */
 /* The values of one into the other, waited for. */
 fsdpc_status fsdpc_py_ckpt_copy(fsdpc_runtime *runtime, const fsdpc_ckpt_piece *to,
                                 const fsdpc_ckpt_piece *from, size_t n);

@@ -4,7 +4,8 @@
  * run() saves on the calling thread, without the GIL.  start() copies the pieces, in the file's
  * dtype, to memory of its own, which comes from the runtime's counted memory and is reused by the
  * next save, and hands them to a thread that never takes the GIL (a test's hook aside); wait()
- * joins it and raises what went wrong; Ctrl-C leaves it under way.
+ * joins it and raises what went wrong; Ctrl-C leaves it under way.  Pieces of a remote device were
+ * copied to the host when the object was made, and are not copied again.
  *
  * The communicator of a save that runs on a thread is used by that thread alone: Python splits one
  * off for it.  Its interrupt callback and trace belong to the main thread and are taken off.
@@ -26,7 +27,7 @@ typedef struct py_save {
     PyObject *comm, *keep, *hook; /* strong; keep: tensors and headers */
     fsdpc_runtime *runtime;
     void *staging;
-    void *host; /* what the pieces lie in if the device is remote */
+    fsdpc_py_ckpt_host host; /* what the pieces lie in if the device is remote */
     pthread_t thread;
     bool started, joined;
     _Atomic int done;
@@ -134,8 +135,8 @@ static int fetch_pieces(py_save *self)
     fsdpc_ckpt_piece *mirrored = fsdpc_py_room((Py_ssize_t)plan->n_pieces, sizeof *mirrored);
     if (!mirrored)
         return -1;
-    fsdpc_status status =
-        fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, mirrored, &self->host);
+    fsdpc_status status = fsdpc_py_ckpt_mirror(self->runtime, plan->pieces, plan->n_pieces, true,
+                                               mirrored, &self->host);
     if (status == FSDPC_OK)
         status = fsdpc_py_ckpt_copy(self->runtime, mirrored, plan->pieces, plan->n_pieces);
     PyMem_Free(plan->pieces);
@@ -231,6 +232,7 @@ static int join(py_save *self)
     self->joined = true;
     fsdpc_mem_free(self->runtime->mem, self->staging);
     self->staging = NULL;
+    fsdpc_py_ckpt_unmirror(self->runtime, &self->host);
     Py_CLEAR(self->keep);
     return 0;
 }
@@ -269,6 +271,8 @@ static fsdpc_status stage(py_save *self)
 {
     fsdpc_ckpt_plan *plan = &self->plan;
     size_t bytes;
+    if (self->host.memory)
+        return FSDPC_OK;
     FSDPC_TRY(fsdpc_ckpt_stage_bytes(plan->pieces, plan->n_pieces, &bytes));
     FSDPC_TRY(fsdpc_mem_alloc(self->runtime->mem, FSDPC_MEM_OTHER, bytes, &self->staging));
     fsdpc_ckpt_stage(plan->pieces, plan->n_pieces, self->staging);
@@ -321,7 +325,7 @@ static void save_dealloc(PyObject *object)
     }
     if (self->runtime) {
         fsdpc_mem_free(self->runtime->mem, self->staging);
-        fsdpc_mem_free(self->runtime->mem, self->host);
+        fsdpc_py_ckpt_unmirror(self->runtime, &self->host);
     }
     for (size_t i = 0; i < self->plan.n_files; i++)
         free(self->plan.files[i].path);

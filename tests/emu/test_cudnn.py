@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from processes import run
+from processes import EMULATION_ALONE, run
 
 PROGRAM = """
 import numpy as np
@@ -17,6 +17,7 @@ for scale in (0.5, 0.75):
 """
 
 
+@EMULATION_ALONE
 @pytest.mark.parametrize("asked", ["0", "1", "2"])
 def test_it_is_asked_only_if_the_environment_says_so(environment: dict[str, str],
                                                      asked: str) -> None:

@@ -160,6 +160,28 @@ def test_checkpoints_go_between_devices(environment: dict[str, str], tmp_path: P
     assert len(saved) == 4 and saved[0] and all(files == saved[0] for files in saved)
 
 
+STAGED = """
+import os
+import numpy as np, fsdpc
+fsdpc.set_default_device("cuda")
+model = fsdpc.nn.Linear(1000, 1000, bias=False)
+fsdpc.fully_shard(model)
+before = fsdpc.memory_stats()
+handle = fsdpc.checkpoint.save(os.environ["FOLDER"], {"model": model}, async_=True)
+during = fsdpc.memory_stats()
+handle.wait()
+after = fsdpc.memory_stats()
+print([during[kind] - before[kind] for kind in ("pinned_bytes", "other_bytes")])
+print(after["pinned_bytes"] - before["pinned_bytes"])
+"""
+
+
+def test_a_save_beside_training_copies_once(environment: dict[str, str], tmp_path: Path) -> None:
+    """To pinned memory, which is given back at its end; the thread writes from there."""
+    out = printed(environment, "-c", STAGED, FOLDER=str(tmp_path / "run"))
+    assert out.splitlines() == ["[4000000, 0]", "0"]
+
+
 def test_the_command_trains(environment: dict[str, str], tmp_path: Path) -> None:
     text, metrics = tmp_path / "text.py", tmp_path / "metrics.jsonl"
     text.write_text("def train(model):\n    return model.step()\n" * 40)

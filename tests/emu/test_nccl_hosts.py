@@ -7,6 +7,7 @@ network namespaces.  gloo carries what the engine's control says between them.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, TIMEOUT_S, printed
+from processes import EMULATION_ALONE, ROOT, TIMEOUT_S, printed
+from training import ON_GPU
 
 sys.path.insert(0, str(ROOT / "tools"))
 import mpi_build  # noqa: E402
@@ -64,6 +66,8 @@ class Ranks:
     def results(self, ranks_of_host: int, *words: str, **more: str) -> list[Any]:
         """What each rank found."""
         done = self.run(ranks_of_host, *words, **more)
+        if ON_GPU and any("does not let them: install 2.30" in text for _, text in done):
+            pytest.skip("torch's NCCL lets no ranks share a GPU")
         assert [code for code, _ in done] == [0] * len(done), done
         found = [[line for line in text.splitlines() if not line.startswith("fsdpc rank")]
                  for _, text in done]  # the log may go on behind what was found
@@ -165,7 +169,8 @@ def test_hosts_that_disagree_are_named(pretended: Ranks) -> None:
 
 
 @pytest.mark.parametrize("more, interface", [
-    ({}, None), ({"DESCRIBED": "1"}, None), ({"NCCL_SOCKET_IFNAME": "eth7"}, "eth7"),
+    ({}, None), ({"DESCRIBED": "1"}, None),
+    pytest.param({"NCCL_SOCKET_IFNAME": "eth7"}, "eth7", marks=EMULATION_ALONE),
 ], ids=["fresh", "described", "said"])
 def test_nccl_finds_the_interface_itself(pretended: Ranks, more: dict[str, str],
                                          interface: str | None) -> None:
@@ -179,13 +184,13 @@ def test_nccl_finds_the_interface_itself(pretended: Ranks, more: dict[str, str],
      "4 ranks on 2 hosts: local_cuda carries bytes through the memory of one "
      "host; unset FSDPC_TRANSPORT"),
     ({"EMU_GPUS": "1"},
-     "ranks 0 and 1 share GPU 0000:1b:00.0, which NCCL 2.28.9 does not let them: install 2.30 or "
-     "newer (pip's nvidia-nccl-cu13), or start as many ranks on a host as it has GPUs"),
+     r"ranks 0 and 1 share GPU \S+, which NCCL 2.28.9 does not let them: install 2.30 or newer "
+     r"\(pip's nvidia-nccl-cu13\), or start as many ranks on a host as it has GPUs"),
 ], ids=["local_cuda", "shared"])
 def test_what_several_hosts_cannot_do_is_refused(pretended: Ranks, more: dict[str, str],
                                                  wanted: str) -> None:
     for text in pretended.results(2, "refused", **more):
-        assert text.startswith("NotImplementedError: ") and wanted in text, text
+        assert re.match(f"NotImplementedError: .*{wanted}", text), text
 
 
 def test_ranks_of_a_host_share_a_gpu_if_nccl_can(pretended: Ranks) -> None:
