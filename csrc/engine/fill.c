@@ -84,7 +84,13 @@ int fsdpc_fill_choose(const fsdpc_unit *unit)
     return unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
 }
 
-static fsdpc_status take(fsdpc_unit *unit, int pooled)
+static void fill_nothing(fsdpc_unit *unit)
+{
+    memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
+    unit->n_filled = 0;
+}
+
+fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 {
     fsdpc_root *root = unit->root;
     if (pooled < 0 && !unit->own_buffer)
@@ -94,18 +100,6 @@ static fsdpc_status take(fsdpc_unit *unit, int pooled)
     if (pooled >= 0)
         root->pool_filling[pooled] = unit;
     unit->buffer = buffer;
-    return FSDPC_OK;
-}
-
-static void fill_nothing(fsdpc_unit *unit)
-{
-    memset(unit->filled, 0, (size_t)unit->layout->n_params * sizeof *unit->filled);
-    unit->n_filled = 0;
-}
-
-fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
-{
-    FSDPC_TRY(take(unit, pooled));
     fill_nothing(unit);
     return FSDPC_OK;
 }
@@ -128,10 +122,14 @@ void fsdpc_fill_take_shard(fsdpc_unit *unit)
     fill_nothing(unit);
 }
 
-fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit, int pooled)
+fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit)
 {
-    FSDPC_TRY(take(unit, pooled));
+    if (!fsdpc_fill_is_in_shard(unit))
+        return FSDPC_OK;
+    if (!unit->own_buffer)
+        FSDPC_TRY(create_own(unit));
     const fsdpc_unit_group *group = &unit->groups[0];
+    unit->buffer = unit->own_buffer;
     return fsdpc_device_copy(unit->device, unit->buffer->data, group->grad,
                              group->plan->shard_numel * fsdpc_dtype_bytes(group->grad_dtype),
                              fsdpc_device_main(unit->device));

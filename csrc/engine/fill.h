@@ -24,9 +24,8 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled);
 /* Whether its gradient shard can be filled itself, and opening it so. */
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit);
 void fsdpc_fill_take_shard(fsdpc_unit *unit);
-/* What is half filled goes on in a buffer, which is chosen as for taking it: the shard is wanted for
- * something else. */
-fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit, int pooled);
+/* The shard is wanted for something else: what is half filled goes on in a buffer of its own. */
+fsdpc_status fsdpc_fill_leave_shard(fsdpc_unit *unit);
 static inline bool fsdpc_fill_is_in_shard(const fsdpc_unit *unit)
 {
     return unit->buffer == &unit->shard;

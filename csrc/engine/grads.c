@@ -11,7 +11,6 @@
 #include "engine/fill.h"
 #include "engine/grad_file.h"
 #include "engine/micro.h"
-#include "engine/reduce.h"
 #include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
 
@@ -77,7 +76,7 @@ void fsdpc_unit_zero_grad(fsdpc_unit *unit)
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
 {
     FSDPC_TRY(fsdpc_unit_advance(unit));
-    FSDPC_TRY(fsdpc_reduce_leave_shard(unit));
+    FSDPC_TRY(fsdpc_fill_leave_shard(unit));
     if (unit->grad_live)
         FSDPC_TRY(fsdpc_unit_apply_scale(unit));
     FSDPC_TRY(fsdpc_grad_file_open(unit, unit->grad_live));

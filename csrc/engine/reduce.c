@@ -274,20 +274,9 @@ fsdpc_status fsdpc_reduce_wait_all(fsdpc_root *root)
     return FSDPC_OK;
 }
 
-/* fsdpc_fill_choose, and waits for the reductions that stand in the way of taking it. */
-static fsdpc_status choose(const fsdpc_unit *unit, int *pooled_out)
-{
-    fsdpc_root *root = unit->root;
-    int pooled = *pooled_out = fsdpc_fill_choose(unit);
-    if (pooled >= 0 && root->pool_reducing[pooled])
-        FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[pooled]));
-    else if (pooled < 0 && !unit->own_buffer)
-        FSDPC_TRY(fsdpc_reduce_wait_all(root));
-    return FSDPC_OK;
-}
-
 fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
 {
+    fsdpc_root *root = unit->root;
     if (unit->buffer)
         return FSDPC_OK;
     FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
@@ -296,18 +285,12 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
         fsdpc_fill_take_shard(unit);
         return FSDPC_OK;
     }
-    int pooled;
-    FSDPC_TRY(choose(unit, &pooled));
+    int pooled = fsdpc_fill_choose(unit);
+    if (pooled >= 0 && root->pool_reducing[pooled])
+        FSDPC_TRY(fsdpc_reduce_wait(root->pool_reducing[pooled]));
+    else if (pooled < 0 && !unit->own_buffer)
+        FSDPC_TRY(fsdpc_reduce_wait_all(root));
     return fsdpc_fill_take(unit, pooled);
-}
-
-fsdpc_status fsdpc_reduce_leave_shard(fsdpc_unit *unit)
-{
-    if (!fsdpc_fill_is_in_shard(unit))
-        return FSDPC_OK;
-    int pooled;
-    FSDPC_TRY(choose(unit, &pooled));
-    return fsdpc_fill_leave_shard(unit, pooled);
 }
 
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root)

@@ -11,8 +11,6 @@
 
 /* A buffer to fill, once reductions that read it are complete; nothing if one is open. */
 fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit);
-/* Before somebody else writes the gradient shard: it is not filled from here on (fill.h). */
-fsdpc_status fsdpc_reduce_leave_shard(fsdpc_unit *unit);
 fsdpc_status fsdpc_reduce_post(fsdpc_unit *unit); /* posts what is filled; nothing if nothing is */
 /* Posts the second stages of what was posted, in its order, once the first ones are in. */
 fsdpc_status fsdpc_reduce_post_rest(fsdpc_root *root);
