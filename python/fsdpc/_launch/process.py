@@ -27,6 +27,7 @@ from typing import NamedTuple, NoReturn
 
 Body = Callable[[int], object]
 
+_parents_streams: list[object] = []  # kept from being closed with their descriptors
 SAVES = {signal.SIGTERM, signal.SIGUSR1}  # that ranks may answer by saving
 STOPS = {signal.SIGINT, *SAVES}
 
@@ -93,8 +94,10 @@ def fork_rank(env: Mapping[str, str], body: Body, inherited: Iterable[int]) -> S
             _tie_to_parent(leash_read)
             _take_over(output_write, env)
         except BaseException as error:
-            os.write(output_write, f"fsdpc: a rank could not start: {error!r}\n".encode())
-            os._exit(1)
+            try:
+                os.write(output_write, f"fsdpc: a rank could not start: {error!r}\n".encode())
+            finally:
+                os._exit(1)  # the stack above us is the parent's
         _run_and_exit(body, result_write)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for fd in (output_write, result_write, leash_read):
@@ -120,12 +123,13 @@ def _tie_to_parent(leash: int) -> None:
 
 def _take_over(output: int, env: Mapping[str, str]) -> None:
     """Give the child streams, signals and an environment of its own."""
+    # Where the parent was started without streams, those that it made may lie on our descriptors.
+    _parents_streams.extend((sys.stdin, sys.stdout, sys.stderr))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(null)
-    os.close(output)
     sys.stdin = open(0, closefd=False)
     sys.stdout = _line_stream(1)
     sys.stderr = _line_stream(2)
@@ -137,9 +141,19 @@ def _take_over(output: int, env: Mapping[str, str]) -> None:
     # it is on already (in pytest), enable() alone would not install its handlers again.
     faulthandler.disable()
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
-    faulthandler.enable(file=2, all_threads=True)
+    enable_stacks()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     os.environ.update(env)
+    os.close(output)
+
+
+def enable_stacks() -> None:
+    """Have Python's stacks printed when this process crashes.
+
+    Python 3.14 would print C's behind them, which pushes them out of the last lines that are shown.
+    """
+    options = {"c_stack": False} if sys.version_info >= (3, 14) else {}
+    faulthandler.enable(file=2, all_threads=True, **options)
 
 
 def _line_stream(fd: int) -> io.TextIOWrapper:

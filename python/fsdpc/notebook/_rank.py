@@ -6,7 +6,6 @@ in a notebook: its last expression is shown, magics and ``await`` work, figures 
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
 import re
@@ -28,7 +27,7 @@ from traitlets.config import Config
 from fsdpc import distributed
 from fsdpc._launch.channel import Channel, Message
 from fsdpc._launch.forked import _leave
-from fsdpc._launch.process import STOPS
+from fsdpc._launch.process import STOPS, enable_stacks
 
 COLLECTIVES = distributed.__file__
 INLINE = "module://matplotlib_inline.backend_inline"
@@ -186,7 +185,7 @@ def main(fd: int, colors: str) -> None:
     """Serve as a program of its own, which the notebook started."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    faulthandler.enable(file=2)
+    enable_stacks()
     serve(fd, colors)
     os._exit(0)
 
