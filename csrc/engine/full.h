@@ -37,6 +37,9 @@ struct fsdpc_full_ops {
     /* Before the first reader, and behind the last one. */
     fsdpc_status (*reveal)(fsdpc_unit *unit); /* NULL: gathered memory is readable */
     void (*hide)(fsdpc_unit *unit);           /* cannot fail; NULL: it stays readable */
+
+    /* After this rank's slices were published; NULL: nobody else can change them. */
+    void (*seal)(fsdpc_unit *unit);
 };
 
 extern const fsdpc_full_ops fsdpc_full_shared, fsdpc_full_file, fsdpc_full_moved,
@@ -74,6 +77,13 @@ static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
         return group->published + at * element;
     return unit->root->wire->write + group->wire_offset +
            fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
+}
+
+/* What was published is complete.  Nothing for a unit without a root. */
+static inline void fsdpc_full_seal(fsdpc_unit *unit)
+{
+    if (unit->root && unit->root->full->seal)
+        unit->root->full->seal(unit);
 }
 
 /* Whether the unit could be gathered now without taking memory from another. */

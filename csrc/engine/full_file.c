@@ -1,9 +1,19 @@
 /* As full_shared.c, over a wire that lies in a file: the kernel brings pages when they are read, and
  * takes them away when memory is short.  A gather asks for them ahead.
+ *
+ * Each rank keeps the CRC-32C of the slices that it published, and compares them at every gather,
+ * since pages may have been read anew.  All ranks gather every unit, and ranks of a host have the
+ * same pages, so together they compare all of it.  A rank whose slices changed fails, and with it
+ * the step of all others.
  */
+#include <stdio.h>
 #include <sys/mman.h>
 
+#include "base/crc32c.h"
 #include "engine/full.h"
+#include "tier/tier.h"
+
+enum { TEXT_BYTES = 512 };
 
 static fsdpc_status make_room(fsdpc_unit *unit)
 {
@@ -12,5 +22,47 @@ static fsdpc_status make_room(fsdpc_unit *unit)
     return FSDPC_OK; /* a kernel that does not take the hint reads later */
 }
 
-const fsdpc_full_ops fsdpc_full_file = {
-    .name = "file", .place = fsdpc_full_place_in_wire, .make_room = make_room};
+static uint32_t crc_of(const fsdpc_unit *unit)
+{
+    uint32_t crc = 0;
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        const fsdpc_unit_group *group = &unit->groups[g];
+        for (size_t i = 0; i < group->plan->n_bands; i++) {
+            const fsdpc_slice *band = &group->plan->bands[i];
+            if (band->owner < 0 || band->owner == unit->root->comm->rank)
+                crc = fsdpc_crc32c(crc, fsdpc_full_published(unit, group, band, band->shard_offset),
+                                   band->numel * fsdpc_dtype_bytes(group->wire_dtype));
+        }
+    }
+    return crc;
+}
+
+static void seal(fsdpc_unit *unit)
+{
+    unit->published_crc = crc_of(unit);
+    unit->sealed = true;
+}
+
+static fsdpc_status compare(fsdpc_unit *unit)
+{
+    const fsdpc_root *root = unit->root;
+    uint32_t crc = unit->sealed ? crc_of(unit) : 0;
+    if (!unit->sealed || crc == unit->published_crc)
+        return FSDPC_OK;
+    char text[TEXT_BYTES];
+    snprintf(text, sizeof text,
+             "rank %d's params of unit '%s', in '%s', are not what was written there: CRC-32C "
+             "%08x, it was %08x; the disk is damaged, or something wrote to it",
+             root->comm->rank, unit->name, fsdpc_tier_path(unit->offload.tier), crc,
+             unit->published_crc);
+    fsdpc_comm_abort(root->comm, text); /* peers may have read them already */
+    if (root->replicate)
+        fsdpc_comm_abort(root->replicate, text);
+    return fsdpc_fail(FSDPC_ERR_OS, "%s", text);
+}
+
+const fsdpc_full_ops fsdpc_full_file = {.name = "file",
+                                        .place = fsdpc_full_place_in_wire,
+                                        .make_room = make_room,
+                                        .reveal = compare,
+                                        .seal = seal};

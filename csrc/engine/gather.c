@@ -93,6 +93,7 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
         }
     }
     fsdpc_root_trace(unit, FSDPC_TRACE_PUBLISH, bytes, root->in_backward);
+    fsdpc_full_seal(unit);
     unit->dirty = false;
     return FSDPC_OK;
 }

@@ -160,6 +160,8 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     }
     if (any && !unit->root)
         unit->dirty = true;
+    if (any)
+        fsdpc_full_seal(unit);
     if (any && fsdpc_offload_steps_on_host(&unit->offload))
         return fsdpc_optim_host_stepped(unit);
     return FSDPC_OK;

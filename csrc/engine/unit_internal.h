@@ -81,6 +81,8 @@ struct fsdpc_unit {
     int held;              /* unshard() calls not yet given back */
     bool dirty;            /* masters are known to differ from the wire */
     bool foreign;          /* masters may differ: somebody holds a writable piece */
+    bool sealed;           /* full_file.c: the checksum of what this rank published is known */
+    uint32_t published_crc;
 
     /* A step that goes on.  Written by optim_step.c; `late` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */

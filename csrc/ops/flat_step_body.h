@@ -65,12 +65,6 @@ FSDPC_INLINE void step_run(const step_memory *memory, const step_scalars *scalar
     const fsdpc_dtype wire = (fsdpc_dtype)(kind.wire == WIRE_NONE ? 0 : kind.wire);
     size_t i = begin;
     for (; i + 2 * FSDPC_LANES <= end; i += 2 * FSDPC_LANES) {
-        if (rule_states(kind.rule) > 0)
-            prefetch_ahead(at.states[0], i, FSDPC_F32, 2 * FSDPC_LANES);
-        if (rule_states(kind.rule) > 1)
-            prefetch_ahead(at.states[1], i, FSDPC_F32, 2 * FSDPC_LANES);
-        prefetch_ahead(at.param, i, kind.param, 2 * FSDPC_LANES);
-        prefetch_ahead(at.grad, i, kind.grad, 2 * FSDPC_LANES);
         fsdpc_vf low = step_vector(&at, &k, i, kind, FSDPC_LANES);
         fsdpc_vf high = step_vector(&at, &k, i + FSDPC_LANES, kind, FSDPC_LANES);
         if (kind.wire != WIRE_NONE)

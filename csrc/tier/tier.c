@@ -113,6 +113,11 @@ fsdpc_tier *fsdpc_tier_acquire(fsdpc_tier *tier)
     return tier;
 }
 
+const char *fsdpc_tier_path(const fsdpc_tier *tier)
+{
+    return tier->path;
+}
+
 void fsdpc_tier_release(fsdpc_tier *tier)
 {
     /* acq_rel: whoever goes last sees all that the others did. */

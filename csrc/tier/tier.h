@@ -48,7 +48,8 @@ typedef struct fsdpc_tier_config {
 /* An error where the file would lie in memory or on another host, or cannot be made. */
 fsdpc_status fsdpc_tier_open(const fsdpc_tier_config *config, fsdpc_tier **out);
 fsdpc_tier *fsdpc_tier_acquire(fsdpc_tier *tier);
-void fsdpc_tier_release(fsdpc_tier *tier); /* extents hold it too; NULL is fine */
+void fsdpc_tier_release(fsdpc_tier *tier);           /* extents hold it too; NULL is fine */
+const char *fsdpc_tier_path(const fsdpc_tier *tier); /* for messages */
 
 /* Another file in the same folder, of whole pages, for memory that ranks share; the caller's. */
 fsdpc_status fsdpc_tier_make_file(fsdpc_tier *tier, size_t bytes, int *fd_out);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -78,6 +79,38 @@ def test_a_bit_that_changed_is_named(what: str, disk: Path) -> None:
     for text in said:
         assert f"chunk 0 of {array} of unit 'blocks.0'" in text
         assert "rank 1" in text and f"{disk}/(offloaded, rank 1)" in text and "CRC-32C" in text
+
+
+def damage(folder: Path, offset: int) -> None:
+    """Flip a bit of the params that lie in a folder, by the mapping that this rank writes."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line and " rw-s " in line:
+            begin = int(line.split("-")[0], 16)
+            ctypes.c_uint8.from_address(begin + offset).value ^= 4
+            return
+    raise AssertionError(f"nothing in {folder} is mapped")
+
+
+@pytest.mark.ranks(1, init=False)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_params_that_changed_are_not_used(strategy: str, world: int, disk: Path) -> None:
+    """The rank whose slices they are names them, whoever wrote there, and every rank fails."""
+
+    def rank_of(rank: int) -> str:
+        fsdpc.init()
+        model = build(WIDTH, offload_policy=on_disk(disk, "params"), strategy=strategy)
+        optimizer = fsdpc.optim.AdamW(model.parameters())
+        train(model, optimizer, 2)
+        fsdpc.barrier()
+        if rank == world - 1:
+            damage(disk, 64)
+        fsdpc.barrier()
+        return raised(lambda: train(model, optimizer), OSError, fsdpc.PeerError)[0]
+
+    for text in run(rank_of, world):
+        assert "rank 0's params of unit 'Net'" in text and "CRC-32C" in text, text
+        assert f"{disk}/(offloaded, rank 0)" in text
 
 
 #: What reads gradients, each after a backward.
