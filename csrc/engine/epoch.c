@@ -232,9 +232,7 @@ static void close_half_step(fsdpc_root *root, const char *what)
              "rank %d was interrupted in %s that others may have taken; go on from the last "
              "checkpoint",
              root->comm->world_rank, what);
-    fsdpc_comm_abort(root->comm, text);
-    if (root->replicate)
-        fsdpc_comm_abort(root->replicate, text);
+    fsdpc_root_abort(root, text);
 }
 
 fsdpc_status fsdpc_root_write_begin(fsdpc_root *root)

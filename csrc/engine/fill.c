@@ -106,9 +106,8 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
 
 bool fsdpc_fill_suits_shard(const fsdpc_unit *unit)
 {
-    const fsdpc_root *root = unit->root;
     const fsdpc_unit_group *group = &unit->groups[0];
-    return root->ranks == 1 && root->reduce_comm->ops->any_buffer && unit->layout->n_groups == 1 &&
+    return unit->root->reduce_comm->ops->any_buffer && unit->layout->n_groups == 1 &&
            group->reduce_dtype == group->grad_dtype && !unit->grad_live &&
            !unit->offload.gradients && unit->settings.requires_sync &&
            unit->settings.divide_factor == 1 && !unit->settings.deterministic;

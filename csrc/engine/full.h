@@ -79,10 +79,10 @@ static inline unsigned char *fsdpc_full_published(const fsdpc_unit *unit,
            fsdpc_slice_full(band, fsdpc_unit_rank(unit), at) * element;
 }
 
-/* What was published is complete.  Nothing for a unit without a root. */
+/* What was published is complete. */
 static inline void fsdpc_full_seal(fsdpc_unit *unit)
 {
-    if (unit->root && unit->root->full->seal)
+    if (unit->root->full->seal)
         unit->root->full->seal(unit);
 }
 

@@ -29,7 +29,7 @@ static uint32_t crc_of(const fsdpc_unit *unit)
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (band->owner < 0 || band->owner == unit->root->comm->rank)
+            if (fsdpc_slice_is_of(band, unit->root->comm->rank))
                 crc = fsdpc_crc32c(crc, fsdpc_full_published(unit, group, band, band->shard_offset),
                                    band->numel * fsdpc_dtype_bytes(group->wire_dtype));
         }
@@ -40,14 +40,13 @@ static uint32_t crc_of(const fsdpc_unit *unit)
 static void seal(fsdpc_unit *unit)
 {
     unit->published_crc = crc_of(unit);
-    unit->sealed = true;
 }
 
 static fsdpc_status compare(fsdpc_unit *unit)
 {
     const fsdpc_root *root = unit->root;
-    uint32_t crc = unit->sealed ? crc_of(unit) : 0;
-    if (!unit->sealed || crc == unit->published_crc)
+    uint32_t crc = crc_of(unit);
+    if (crc == unit->published_crc) /* known, since the first epoch publishes every unit */
         return FSDPC_OK;
     char text[TEXT_BYTES];
     snprintf(text, sizeof text,
@@ -55,9 +54,7 @@ static fsdpc_status compare(fsdpc_unit *unit)
              "%08x, it was %08x; the disk is damaged, or something wrote to it",
              root->comm->rank, unit->name, fsdpc_tier_path(unit->offload.tier), crc,
              unit->published_crc);
-    fsdpc_comm_abort(root->comm, text); /* peers may have read them already */
-    if (root->replicate)
-        fsdpc_comm_abort(root->replicate, text);
+    fsdpc_root_abort(root, text); /* peers may have read them already */
     return fsdpc_fail(FSDPC_ERR_OS, "%s", text);
 }
 

@@ -82,7 +82,7 @@ fsdpc_status fsdpc_gather_publish(fsdpc_unit *unit)
         fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (band->owner >= 0 && band->owner != root->comm->rank)
+            if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
             const unsigned char *from = fsdpc_unit_masters(unit, group) +
                                         band->shard_offset * fsdpc_dtype_bytes(group->plan->dtype);
@@ -106,7 +106,7 @@ fsdpc_status fsdpc_gather_compare(const fsdpc_unit *unit, bool *equal_io)
         const fsdpc_unit_group *group = &unit->groups[g];
         for (size_t i = 0; i < group->plan->n_bands; i++) {
             const fsdpc_slice *band = &group->plan->bands[i];
-            if (band->owner >= 0 && band->owner != root->comm->rank)
+            if (!fsdpc_slice_is_of(band, root->comm->rank))
                 continue;
             FSDPC_TRY(fsdpc_flat_equal(
                 fsdpc_full_published(unit, group, band, band->shard_offset), group->wire_dtype,

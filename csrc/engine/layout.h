@@ -77,6 +77,12 @@ size_t fsdpc_layout_leaf(int ndim, const size_t *shape);
 
 fsdpc_piece fsdpc_layout_piece(const fsdpc_layout *layout, int param, int rank);
 
+/* Whether a rank has a slice of a band. */
+static inline bool fsdpc_slice_is_of(const fsdpc_slice *band, int rank)
+{
+    return band->owner < 0 || band->owner == rank;
+}
+
 /* Where element `shard_offset` of a rank's shard of band `band` lies in the full. */
 static inline size_t fsdpc_slice_full(const fsdpc_slice *band, int rank, size_t shard_offset)
 {

@@ -160,7 +160,7 @@ static fsdpc_status step_unit(const fsdpc_optim *optim, const unit_states *state
     }
     if (any && !unit->root)
         unit->dirty = true;
-    if (any)
+    else if (any)
         fsdpc_full_seal(unit);
     if (any && fsdpc_offload_steps_on_host(&unit->offload))
         return fsdpc_optim_host_stepped(unit);
@@ -249,9 +249,7 @@ static fsdpc_status begin_pass(fsdpc_optim *optim, bool waiting)
 
 static fsdpc_status abort_root(fsdpc_root *root)
 {
-    fsdpc_comm_abort(root->comm, fsdpc_last_error());
-    if (root->replicate)
-        fsdpc_comm_abort(root->replicate, fsdpc_last_error());
+    fsdpc_root_abort(root, fsdpc_last_error());
     return FSDPC_OK;
 }
 

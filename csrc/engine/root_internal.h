@@ -85,4 +85,12 @@ struct fsdpc_root {
     bool notes_acts;            /* a step is under way */
 };
 
+/* No rank of the mesh goes on. */
+static inline void fsdpc_root_abort(const fsdpc_root *root, const char *text)
+{
+    fsdpc_comm_abort(root->comm, text);
+    if (root->replicate)
+        fsdpc_comm_abort(root->replicate, text);
+}
+
 #endif

@@ -77,12 +77,11 @@ struct fsdpc_unit {
     /* Gather.  Written by gather.c, full.c and sched.c; changes of masters by whoever makes them.
      */
     fsdpc_unit_state state;
-    fsdpc_event *released; /* order.c; NULL unless its root overlaps */
-    int held;              /* unshard() calls not yet given back */
-    bool dirty;            /* masters are known to differ from the wire */
-    bool foreign;          /* masters may differ: somebody holds a writable piece */
-    bool sealed;           /* full_file.c: the checksum of what this rank published is known */
-    uint32_t published_crc;
+    fsdpc_event *released;  /* order.c; NULL unless its root overlaps */
+    int held;               /* unshard() calls not yet given back */
+    bool dirty;             /* masters are known to differ from the wire */
+    bool foreign;           /* masters may differ: somebody holds a writable piece */
+    uint32_t published_crc; /* full_file.c: of what this rank published */
 
     /* A step that goes on.  Written by optim_step.c; `late` by epoch.c and gather.c. */
     fsdpc_pending *pending; /* NULL: none */

@@ -139,10 +139,33 @@ static void test_compare(void)
     rig_close(&r);
 }
 
+/* A forward looks only where somebody may have written. */
+static void test_looking(void)
+{
+    rig r;
+    CHECK_OK(rig_open(&r, 1, false));
+    CHECK_OK(rig_add_units(&r, 2, false));
+    CHECK_OK(rig_root(&r));
+    CHECK_OK(rig_forward(&r, false));
+    fsdpc_unit *unit = r.units[1];
+    fsdpc_piece piece;
+    float *master = fsdpc_unit_master(unit, 0, &piece);
+    master[0] += 1;
+    unit->foreign = false;
+    CHECK_OK(rig_forward(&r, false));
+    CHECK(!equal_to_wire(unit) && !unit->dirty);
+    unit->foreign = true;
+    uint64_t generation = r.root->generation;
+    CHECK_OK(rig_forward(&r, false));
+    CHECK(equal_to_wire(unit) && !unit->dirty && r.root->generation > generation);
+    rig_close(&r);
+}
+
 int main(void)
 {
     test_values();
     test_states();
     test_compare();
+    test_looking();
     return check_report("test_gather");
 }

@@ -17,8 +17,8 @@ for scale in (0.5, 0.75):
 """
 
 
-@EMULATION_ALONE
-@pytest.mark.parametrize("asked", ["0", "1", "2"])
+@pytest.mark.parametrize("asked", ["0", *(pytest.param(asked, marks=EMULATION_ALONE)
+                                          for asked in ("1", "2"))])
 def test_it_is_asked_only_if_the_environment_says_so(environment: dict[str, str],
                                                      asked: str) -> None:
     done = run(environment, "-c", PROGRAM, FSDPC_CUDNN=asked)
