@@ -52,6 +52,7 @@ typedef struct fsdpc_mpi_link {
     /* Ours alone. */
     bool ours;              /* we started MPI, so we end it */
     bool left;              /* the peers were told so */
+    bool ended;             /* an operation, since anybody was woken */
     bool *met;              /* peers that something was posted for */
     MPI_Comm comm, news;    /* messages; reasons of aborts, and the end */
     char heard[256];        /* where a peer's reason arrives */
