@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,18 @@ class Hosts:
             self.ip(f"-n {self.name}{i} link set lo up")
         if rate != "none":
             self.shape(rate)
+        self.wait_for_carrier()
+
+    def wait_for_carrier(self) -> None:
+        """Wait until the kernel says that the devices run, as UCX wants them, for a second or so."""
+        end = time.monotonic() + 30
+        while any(
+            json.loads(self.ip(f"-n {self.name}{i} -j link show v{i}"))[0]["operstate"] != "UP"
+            for i in range(2)
+        ):
+            if time.monotonic() > end:
+                raise TimeoutError(f"v0 and v1 of {self.name} are not up after 30 s")
+            time.sleep(0.02)
 
     def shape(self, rate: str) -> None:
         """Let the wire have another rate, as :func:`two_hosts` takes it, from now on."""
