@@ -1,4 +1,4 @@
-/* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init.c.
+/* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init_body.h.
  *
  * The logarithm, sine and cosine are the CPU file's own, in fp64 with plain operations; compiled
  * with -fmad=false they give the CPU's bits.  A thread computes one Philox block, that is four

@@ -1,4 +1,4 @@
-/* Inside of the CPU's flat kernels: what flat_ops.c, flat_init.c and the bodies share.
+/* Inside of the CPU's flat kernels: what flat_ops.c and the bodies share.
  *
  * The kernels are written once, in flat_*_body.h, and compiled once per instruction set:
  * flat_cpu.c, flat_cpu_avx2.c and flat_cpu_avx512.c each include flat_cpu_body.h and export one
@@ -27,7 +27,6 @@ void fsdpc_flat_split(fsdpc_stream *stream, size_t numel, size_t unit, fsdpc_fla
                       void *arg);
 
 /* The same on every path, by being the same code. */
-fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_flat_norm_join_cpu(const fsdpc_norm_join_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_flat_norm_value_cpu(const fsdpc_norm *norm, double p, double *out,
                                        fsdpc_stream *stream);

@@ -5,6 +5,7 @@
  * full vectors and tails alike, so cuts and alignment cannot change a bit.  Every copy has the same
  * operations (a fused multiply-add only where one is named), so the instruction sets agree too.
  */
+#include "base/random.h"
 #include "base/size.h"
 #include "ops/flat_cpu.h"
 #include "ops/vec.h"
@@ -42,6 +43,7 @@
 #include "ops/flat_round_body.h"
 #include "ops/flat_step_rules_body.h"
 #include "ops/flat_step_body.h"
+#include "ops/flat_init_body.h"
 
 const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .name = FSDPC_FLAT_NAME,
@@ -58,5 +60,5 @@ const fsdpc_flat_ops FSDPC_FLAT_TABLE = {
     .clamp = flat_clamp,
     .step = flat_step,
     .equal = flat_equal,
-    .init = fsdpc_flat_init_cpu,
+    .init = flat_init,
 };

@@ -8,16 +8,10 @@
  * Initial weights should be the same on every machine, and libm's are not: glibc picks among
  * variants by processor, and versions differ in last bits.  So logarithm, sine and cosine are
  * written out here, in fp64 with plain operations (no fused ones: the build forbids contraction),
- * which makes the bits a matter of IEEE arithmetic alone.  Their error is below 1e-12, far under an
- * fp32 rounding. They work on blocks of words in branch-free loops the compiler can vectorise, and
- * there is one copy for all instruction sets: initialisation happens once, at about 10 ns an
- * element.
+ * which makes the bits a matter of IEEE arithmetic alone, the same on every instruction set.  Their
+ * error is below 1e-12, far under an fp32 rounding.  They work on blocks of words in branch-free
+ * loops, which the compiler makes vectors of.
  */
-#include "ops/flat_cpu.h"
-
-#include "base/random.h"
-#include "base/size.h"
-
 enum { INIT_BLOCKS = 64, INIT_WORDS = 4 * INIT_BLOCKS };
 
 /* log of k / 2^32 for k in 1 .. 2^32 */
@@ -138,7 +132,7 @@ static void init_part(void *arg, size_t begin, size_t end)
     }
 }
 
-fsdpc_status fsdpc_flat_init_cpu(const fsdpc_init_args *args, fsdpc_stream *stream)
+static fsdpc_status flat_init(const fsdpc_init_args *args, fsdpc_stream *stream)
 {
     FSDPC_TRY(fsdpc_flat_check_init(args));
     fsdpc_flat_split(stream, args->numel, 64, init_part, (void *)args);

@@ -99,6 +99,20 @@ static void test_known_bits(rig *r)
         CHECK_NOTE(x[i] == known[i], "%d: %a", i, x[i]);
 }
 
+/* Every instruction set has the bits of the first. */
+static void test_same_bits(rig *r)
+{
+    enum { N = 100003 };
+    static double of_first[N];
+    double *x = test_alloc(N * sizeof *x);
+    fsdpc_init_args args = {x, FSDPC_F64, N, FSDPC_INIT_NORMAL, 0.1, 0.7, 3, 5, 1};
+    CHECK_OK(r->ops->init(&args, &r->stream));
+    if (of_first[0] == 0)
+        memcpy(of_first, x, sizeof of_first);
+    CHECK(memcmp(of_first, x, sizeof of_first) == 0);
+    free(x);
+}
+
 static void test_constant_and_refusals(rig *r)
 {
     float x[17] = {0};
@@ -127,6 +141,7 @@ int main(void)
         rig_init(&r, isas[k / 2], k % 2 ? 3 : 1);
         test_normal(&r);
         test_known_bits(&r);
+        test_same_bits(&r);
         test_constant_and_refusals(&r);
         for (size_t d = 0; d < 4; d++) {
             test_uniform(&r, all_floats[d], 0, 1);
