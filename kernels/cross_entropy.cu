@@ -58,10 +58,11 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
     cross_entropy_kernel(fsdpc_cross_entropy_args a, fsdpc_cuda_fault *fault)
 {
     for (size_t r = blockIdx.x; r < a.rows; r += gridDim.x) {
-        wide<T> lse = row_lse<T, N>((const T *)a.logits + r * a.cols, a.cols);
+        wide<T> lse = a.lse ? row_lse<T, N>((const T *)a.logits + r * a.cols, a.cols) : 0;
         if (threadIdx.x)
             continue;
-        a.lse[r] = (float)lse;
+        if (a.lse)
+            a.lse[r] = (float)lse;
         long long target = target_of(a, r);
         if (target != a.ignore_index && (unsigned long long)target >= a.cols)
             report_fault(fault, FSDPC_CUDA_FAULT_TARGET, target, r, a.cols);
@@ -78,7 +79,8 @@ static __global__ void __launch_bounds__(1024) cross_entropy_mean_kernel(fsdpc_c
         long long target = target_of(a, r);
         if (!is_counted(a, target))
             continue;
-        total += (double)a.lse[r] - widen<double>(((const T *)a.logits)[r * a.cols + target]);
+        double lse = a.lse ? a.lse[r] : 0;
+        total += lse - widen<double>(((const T *)a.logits)[r * a.cols + target]);
         count++;
     }
     total = block_sum(total);
@@ -111,13 +113,15 @@ static __global__ void __launch_bounds__(BLOCK_THREADS)
         const T *x = (const T *)a.logits + r * a.cols;
         long long target = target_of(a, r);
         bool counted = is_counted(a, target);
-        W lse = sizeof(W) == sizeof(float) ? (W)a.lse[r] : row_lse<T, N>(x, a.cols);
+        W lse = 0;
+        if (a.lse)
+            lse = sizeof(W) == sizeof(float) ? (W)a.lse[r] : row_lse<T, N>(x, a.cols);
         FSDPC_FOR_ROW(N, c, a.cols)
         {
             vec<W, N> v = load_wide<N, W>(x + c);
 #pragma unroll
             for (int k = 0; k < N; k++) {
-                W p = exp(v.at[k] - lse);
+                W p = a.lse ? exp(v.at[k] - lse) : (W)0;
                 p = (long long)(c + k) == target ? p - (W)1 : p;
                 v.at[k] = counted ? p * scale : (W)0;
             }

@@ -77,7 +77,7 @@ static fsdpc_cross_entropy_args loss_args(const fsdpc_tensor *logits, const fsdp
                                       .logits = logits->data,
                                       .targets = targets->data,
                                       .ignore_index = ignore_index,
-                                      .lse = lse->data};
+                                      .lse = lse ? lse->data : NULL};
 }
 
 static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
@@ -112,18 +112,21 @@ static fsdpc_status cross_entropy_backward(fsdpc_tape *tape, fsdpc_node *node, f
     return fsdpc_op_give_owned(tape, &node->inputs[0], dx, st);
 }
 
-static const fsdpc_node_ops cross_entropy_ops = {.name = "cross_entropy",
-                                                 .backward = cross_entropy_backward};
+static const fsdpc_node_ops cross_entropy_ops[] = {
+    {.name = "cross_entropy", .backward = cross_entropy_backward},
+    {.name = "nll_loss", .backward = cross_entropy_backward},
+};
 
 fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
-                                    int64_t ignore_index, fsdpc_tensor **out)
+                                    int64_t ignore_index, bool logs, fsdpc_tensor **out)
 {
-    FSDPC_TRY(loss_check("cross_entropy", "logits", logits, targets));
+    const fsdpc_node_ops *ops = &cross_entropy_ops[logs];
+    FSDPC_TRY(loss_check(ops->name, logs ? "log_p" : "logits", logits, targets));
     fsdpc_tensor *y, *lse = NULL, *sum = NULL;
     FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_F32, 0, NULL, &y));
-    fsdpc_status st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &targets->numel, &lse);
-    if (st == FSDPC_OK)
-        st = sum_create(tape, &sum);
+    fsdpc_status st = sum_create(tape, &sum);
+    if (st == FSDPC_OK && !logs)
+        st = fsdpc_tensor_create(tape->device, FSDPC_F32, 1, &targets->numel, &lse);
     if (st == FSDPC_OK) {
         fsdpc_cross_entropy_args args = loss_args(logits, targets, lse, ignore_index);
         args.loss = y->data;
@@ -132,8 +135,7 @@ fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdp
     }
     if (st == FSDPC_OK && fsdpc_tape_wants(tape, 1, &logits)) {
         fsdpc_node *node;
-        st = fsdpc_op_record(tape, &cross_entropy_ops, 1, &logits, y, sizeof(cross_entropy_extra),
-                             &node);
+        st = fsdpc_op_record(tape, ops, 1, &logits, y, sizeof(cross_entropy_extra), &node);
         if (st == FSDPC_OK) {
             *(cross_entropy_extra *)node->extra = (cross_entropy_extra){ignore_index};
             fsdpc_node_save(node, SAVED_LOGITS, logits);

@@ -140,9 +140,9 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
 
 /* ---- losses: op_loss.c.  The result is a scalar of F32 whatever the inputs are. ---- */
 
-/* logits (..., classes), targets (...) */
+/* logits (..., classes), targets (...); with `logs`, logits are logarithms of probabilities. */
 fsdpc_status fsdpc_op_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *logits, fsdpc_tensor *targets,
-                                    int64_t ignore_index, fsdpc_tensor **out);
+                                    int64_t ignore_index, bool logs, fsdpc_tensor **out);
 /* cross_entropy(linear(x, weight), targets) in chunks of rows; chunk_rows 0 chooses. */
 fsdpc_status fsdpc_op_linear_cross_entropy(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *weight,
                                            fsdpc_tensor *targets, int64_t ignore_index,

@@ -42,9 +42,11 @@ FSDPC_INLINE void cross_entropy_backward_range(const fsdpc_cross_entropy_args *a
     for (size_t row = first; row < last; row++) {
         size_t i = row * args->cols, end = i + args->cols;
         int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
-        if (target == args->ignore_index) {
+        if (target == args->ignore_index || !args->lse) {
             size_t bytes = dtype == FSDPC_F32 ? 4 : 2;
             memset((char *)args->dlogits + i * bytes, 0, args->cols * bytes);
+            if (target != args->ignore_index)
+                fsdpc_f32_store_as(args->dlogits, i + (size_t)target, dtype, -scale);
             continue;
         }
         size_t hit = i + (size_t)target;
@@ -64,8 +66,9 @@ static fsdpc_status cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_st
     size_t count;
     FSDPC_TRY(nn_check_float(args->dtype, "cross entropy"));
     FSDPC_TRY(fsdpc_nn_cross_entropy_check(args, &count));
-    nn_for(stream, args->rows, nn_row_grain(args->cols), cross_entropy_range_kernels[args->dtype],
-           args);
+    if (args->lse)
+        nn_for(stream, args->rows, nn_row_grain(args->cols),
+               cross_entropy_range_kernels[args->dtype], args);
     fsdpc_nn_cross_entropy_mean(args, count);
     return FSDPC_OK;
 }

@@ -140,8 +140,10 @@ void fsdpc_nn_cross_entropy_backward_f64(const void *arg, size_t first, size_t l
         const double *x = (const double *)args->logits + row * args->cols;
         double *dx = (double *)args->dlogits + row * args->cols;
         int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
-        if (target == args->ignore_index) {
+        if (target == args->ignore_index || !args->lse) {
             memset(dx, 0, args->cols * sizeof *dx);
+            if (target != args->ignore_index)
+                dx[target] = -scale;
             continue;
         }
         double lse = cross_entropy_lse(x, args->cols);

@@ -279,7 +279,8 @@ typedef struct fsdpc_cross_entropy_args {
     const void *logits;
     const void *targets; /* (rows) */
     int64_t ignore_index;
-    float *lse;          /* (rows), written forward, read backward */
+    float *lse;          /* (rows), written forward, read backward; NULL: logits are logarithms of
+                          * probabilities, as log_softmax gives them */
     float *loss;         /* forward: the mean of what the sum holds then */
     fsdpc_loss_sum *sum; /* written forward; read backward, unless dloss is NULL */
     bool accumulate;     /* forward: add to the sum */

@@ -166,7 +166,7 @@ void fsdpc_nn_cross_entropy_mean(const fsdpc_cross_entropy_args *args, size_t co
         int64_t target = fsdpc_nn_load_id(args->targets, row, args->id_dtype);
         if (target != args->ignore_index)
             total +=
-                (double)args->lse[row] -
+                (args->lse ? (double)args->lse[row] : 0) -
                 fsdpc_nn_load_f64(args->logits, row * args->cols + (size_t)target, args->dtype);
     }
     fsdpc_loss_sum sum = {0};

@@ -344,13 +344,13 @@ static PyObject *varlen_attention(fsdpc_py_state *state, PyObject *const *a)
 
 /* ---- losses ---- */
 
-static PyObject *cross_entropy(fsdpc_py_state *state, PyObject *const *a)
+static PyObject *cross_entropy(fsdpc_py_state *state, PyObject *const *a, bool logs)
 {
     int64_t ignore_index = -100;
     fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *targets = x ? fsdpc_py_tensor_of(a[1]) : NULL;
     if (!targets || fsdpc_py_arg_int64(a[2], &ignore_index) < 0)
         return NULL;
-    RETURN_OP(state, x->numel, fsdpc_op_cross_entropy(r->tape, x, targets, ignore_index, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_cross_entropy(r->tape, x, targets, ignore_index, logs, &y));
 }
 
 static PyObject *linear_cross_entropy(fsdpc_py_state *state, PyObject *const *a)
@@ -483,7 +483,8 @@ static PyObject *array_equal(PyObject *const *a)
       "causal", "scale", "layout", "mask", "window")                                               \
     F(varlen_attention, 4, varlen_attention(state, a), "q", "k", "v", "lengths", "causal",         \
       "scale", "layout", "window")                                                                 \
-    F(cross_entropy, 2, cross_entropy(state, a), "logits", "targets", "ignore_index")              \
+    F(cross_entropy, 2, cross_entropy(state, a, false), "logits", "targets", "ignore_index")       \
+    F(nll_loss, 2, cross_entropy(state, a, true), "log_p", "targets", "ignore_index")              \
     F(linear_cross_entropy, 3, linear_cross_entropy(state, a), "x", "weight", "targets",           \
       "ignore_index", "chunk_rows")                                                                \
     F(reshape, 2, reshaped(state, a, "reshape", fsdpc_py_op_reshape), "x", "shape")                \

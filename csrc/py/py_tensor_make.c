@@ -2,13 +2,14 @@
 #include "py/py_ops.h"
 #include "py/py_tensor.h"
 
+#include "base/random.h"
 #include "ops/flat_ops.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { COUNT_BLOCK = 1024 };
+enum { MADE_BLOCK = 1024, FEW = 1 << 16 };
 
 /* What zeros(2, 3, dtype=..., requires_grad=True) was given. */
 typedef struct request {
@@ -164,37 +165,79 @@ static PyObject *make_empty_deferred(FSDPC_PY_FASTCALL(module))
     return fsdpc_py_tensor_new(r.state, t);
 }
 
-/* Blocks of values, whole numbers as int64, else fp64, each cast by the host. */
-static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step)
+/* ---- values that the host makes in blocks, as int64 or fp64, and casts ---- */
+
+typedef union block {
+    double reals[MADE_BLOCK];
+    int64_t ints[MADE_BLOCK];
+} block;
+
+/* Where the values come from. */
+typedef struct source {
+    void (*fill)(const struct source *from, size_t at, size_t n, block *out);
+    fsdpc_dtype dtype; /* which member of a block it fills */
+    size_t numel;
+    double start, step, last; /* counted: element i is start + step * i, but for the last */
+    int64_t low;              /* drawn: at least this, and below low + span */
+    uint64_t span, seed, stream;
+} source;
+
+static void count_whole(const source *from, size_t at, size_t n, block *out)
+{
+    int64_t step = (int64_t)from->step, value = (int64_t)from->start + step * (int64_t)at;
+    for (size_t i = 0; i < n; i++, value += step)
+        out->ints[i] = value;
+}
+
+static void count_real(const source *from, size_t at, size_t n, block *out)
+{
+    for (size_t i = 0; i < n; i++)
+        out->reals[i] = from->start + from->step * (double)(at + i);
+    if (at + n == from->numel)
+        out->reals[n - 1] = from->last;
+}
+
+/* Of 32 random bits an element: any value is likelier than another by 2^-16 at most. */
+static void draw_few(const source *from, size_t at, size_t n, block *out)
+{
+    for (size_t i = 0; i < n; i += 4) {
+        fsdpc_philox words = fsdpc_philox_block(from->seed, from->stream, (at + i) / 4);
+        for (size_t k = 0; k < 4; k++) /* a block has room for all */
+            out->ints[i + k] = from->low + (int64_t)((words.x[k] * from->span) >> 32);
+    }
+}
+
+static void draw_many(const source *from, size_t at, size_t n, block *out)
+{
+    for (size_t i = 0; i < n; i += 2) {
+        fsdpc_philox words = fsdpc_philox_block(from->seed, from->stream, (at + i) / 2);
+        for (size_t k = 0; k < 2; k++) {
+            uint64_t bits = words.x[2 * k] | (uint64_t)words.x[2 * k + 1] << 32;
+            uint64_t away = (uint64_t)(((unsigned __int128)bits * from->span) >> 64);
+            out->ints[i + k] = (int64_t)((uint64_t)from->low + away);
+        }
+    }
+}
+
+static fsdpc_status make_values(fsdpc_runtime *runtime, fsdpc_tensor *t, const source *from)
 {
     fsdpc_device *device = runtime->device, *host = device->remote ? device->host : device;
     size_t bytes = fsdpc_tensor_bytes(t), each = fsdpc_dtype_bytes(t->dtype);
     char *values = device->remote ? malloc(bytes + 1) : t->data;
     if (!values)
-        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for the %zu values of arange", t->numel);
-    double last = start + step * (double)t->numel, exact = 0x1p53;
-    bool whole = start == floor(start) && step == floor(step) && fabs(start) <= exact &&
-                 fabs(step) <= exact && fabs(last) <= exact;
-    union {
-        double reals[COUNT_BLOCK];
-        int64_t ints[COUNT_BLOCK];
-    } block;
+        return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for %zu values on their way to the device",
+                          t->numel);
+    block made;
     fsdpc_copy_args args = {.ndim = 1,
                             .stride_dst = {1},
                             .stride_src = {1},
                             .dst_dtype = t->dtype,
-                            .src_dtype = whole ? FSDPC_I64 : FSDPC_F64,
-                            .src = &block};
+                            .src_dtype = from->dtype,
+                            .src = &made};
     fsdpc_status status = FSDPC_OK;
     for (size_t at = 0, n; at < t->numel && status == FSDPC_OK; at += n) {
-        n = t->numel - at < COUNT_BLOCK ? t->numel - at : COUNT_BLOCK;
-        int64_t value = whole ? (int64_t)start + (int64_t)step * (int64_t)at : 0;
-        if (whole)
-            for (size_t i = 0; i < n; i++, value += (int64_t)step)
-                block.ints[i] = value;
-        else
-            for (size_t i = 0; i < n; i++)
-                block.reals[i] = start + step * (double)(at + i);
+        n = t->numel - at < MADE_BLOCK ? t->numel - at : MADE_BLOCK;
+        from->fill(from, at, n, &made);
         args.shape[0] = n;
         args.dst = values + at * each;
         status = host->nn->copy(&args, fsdpc_device_main(host));
@@ -204,6 +247,22 @@ static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double sta
     if (device->remote)
         free(values);
     return status;
+}
+
+/* As whole numbers where all are, exactly. */
+static fsdpc_status count_up(fsdpc_runtime *runtime, fsdpc_tensor *t, double start, double step,
+                             double last)
+{
+    double exact = 0x1p53;
+    bool whole = start == floor(start) && step == floor(step) && fabs(start) <= exact &&
+                 fabs(step) <= exact && fabs(last) <= exact;
+    source from = {.fill = whole ? count_whole : count_real,
+                   .dtype = whole ? FSDPC_I64 : FSDPC_F64,
+                   .numel = t->numel,
+                   .start = start,
+                   .step = step,
+                   .last = last};
+    return make_values(runtime, t, &from);
 }
 
 static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
@@ -230,8 +289,57 @@ static PyObject *make_arange(FSDPC_PY_FASTCALL(module))
     fsdpc_tensor *t = request_tensor(&r);
     if (!t)
         return NULL;
-    fsdpc_status status = count_up(r.runtime, t, start, step);
+    double last = start + step * (count - 1);
+    fsdpc_status status = count_up(r.runtime, t, start, step, last);
     return fsdpc_py_result(r.state, status, t);
+}
+
+static PyObject *make_linspace(FSDPC_PY_FASTCALL(module))
+{
+    FSDPC_PY_PARSE("linspace", 3, "start", "stop", "steps", "dtype");
+    request r;
+    double start, stop;
+    int64_t steps;
+    if (request_begin(&r, module) < 0 || parse_options(&r, a[3], NULL) < 0 ||
+        fsdpc_py_arg_double(a[0], &start) < 0 || fsdpc_py_arg_double(a[1], &stop) < 0 ||
+        fsdpc_py_arg_int64(a[2], &steps) < 0)
+        return NULL;
+    if (steps < 0)
+        return PyErr_Format(PyExc_ValueError, "linspace: %lld numbers", (long long)steps);
+    r.ndim = 1;
+    r.shape[0] = (size_t)steps;
+    fsdpc_tensor *t = request_tensor(&r);
+    if (!t)
+        return NULL;
+    double step = steps > 1 ? (stop - start) / (double)(steps - 1) : 0;
+    fsdpc_status status = count_up(r.runtime, t, start, step, steps > 1 ? stop : start);
+    return fsdpc_py_result(r.state, status, t);
+}
+
+static PyObject *make_randint(FSDPC_PY_FASTCALL(module))
+{
+    FSDPC_PY_PARSE("randint", 3, "low", "high", "shape", "dtype");
+    request r;
+    int64_t low, high;
+    source from = {.dtype = FSDPC_I64};
+    if (request_begin(&r, module) < 0 || fsdpc_py_arg_int64(a[0], &low) < 0 ||
+        fsdpc_py_arg_int64(a[1], &high) < 0 ||
+        (r.ndim = fsdpc_py_shape("randint", &a[2], 1, r.shape)) < 0)
+        return NULL;
+    r.dtype = FSDPC_I64;
+    if (fsdpc_py_dtype_optional(a[3], &r.dtype) < 0)
+        return NULL;
+    if (low >= high)
+        return PyErr_Format(PyExc_ValueError, "randint: there is no integer in [%lld, %lld)",
+                            (long long)low, (long long)high);
+    from.low = low;
+    from.span = (uint64_t)high - (uint64_t)low;
+    from.fill = from.span <= FEW ? draw_few : draw_many;
+    from.seed = r.runtime->tape->seed;
+    if (fsdpc_py_take_stream(r.runtime, &from.stream) < 0)
+        return NULL;
+    fsdpc_tensor *t = request_tensor(&r);
+    return t ? fsdpc_py_result(r.state, make_values(r.runtime, t, &from), t) : NULL;
 }
 
 static PyObject *make_randn(FSDPC_PY_FASTCALL(module))
@@ -330,6 +438,8 @@ PyMethodDef fsdpc_py_make_functions[] = {
     FSDPC_PY_FUNCTION(empty, make_empty, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(full, make_full, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(arange, make_arange, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(linspace, make_linspace, FSDPC_PY_FAST),
+    FSDPC_PY_FUNCTION(randint, make_randint, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(randn, make_randn, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(empty_deferred, make_empty_deferred, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(init_, make_init, FSDPC_PY_FAST),

@@ -726,6 +726,39 @@ def arange(
     ([0, 1, 2], [1.0, 1.5])
     """
 
+def linspace(
+    start: Number, stop: Number, steps: int, dtype: DTypeLike | None = None
+) -> Tensor:
+    """Make so many numbers at equal distances, both ends among them; rounded once.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> fsdpc.linspace(0, 1, 5).tolist()
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+
+def randint(
+    low: int, high: int, shape: int | Sequence[int], dtype: DTypeLike | None = None
+) -> Tensor:
+    """Draw integers, uniform in [low, high), int64 unless a dtype is given.
+
+    Of the values some are likelier than others, by a factor of 1 + 2^-11 at most while there are
+    fewer than 2^53.
+
+    Raises
+    ------
+    ValueError
+        There is no integer between the bounds.
+
+    Examples
+    --------
+    >>> import fsdpc
+    >>> x = fsdpc.randint(0, 10, (2, 3))
+    >>> x.shape, x.dtype.name, set(x.flatten().tolist()) <= set(range(10))
+    ((2, 3), 'int64', True)
+    """
+
 def randn(
     *shape: int | Sequence[int],
     dtype: DTypeLike | None = None,
@@ -1335,6 +1368,9 @@ def varlen_attention(
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     """Average the negative log likelihood of class ids: functional's with default options."""
+
+def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Average minus the targets' logarithms of probabilities, which float64 is rounded from."""
 
 def linear_cross_entropy(
     x: Tensor,

@@ -19,8 +19,10 @@ from fsdpc._core import (
     from_dlpack,
     from_numpy,
     full,
+    linspace,
     manual_seed,
     ones,
+    randint,
     randn,
     tensor,
     zeros,
@@ -33,18 +35,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-def linspace(start: float, stop: float, steps: int, dtype: Any = None) -> Tensor:
-    """Make so many numbers at equal distances, both ends among them; rounded once.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> fsdpc.linspace(0, 1, 5).tolist()
-    [0.0, 0.25, 0.5, 0.75, 1.0]
-    """
-    return _core.tensor(np.linspace(start, stop, steps)).to(dtype or _core.float32)
-
-
 def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
     """Make a matrix with ones on its diagonal; it is square unless cols are given.
 
@@ -54,7 +44,10 @@ def eye(rows: int, cols: int | None = None, dtype: Any = None) -> Tensor:
     >>> fsdpc.eye(2, 3).tolist()
     [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
-    return _core.tensor(np.eye(rows, cols)).to(dtype or _core.float32)
+    x = zeros(rows, rows if cols is None else cols, dtype=dtype)
+    between = x.shape[1] + 1
+    x.reshape(-1)[: min(x.shape) * between : between] = 1.0
+    return x
 
 
 def rand(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
@@ -68,28 +61,6 @@ def rand(*shape: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
     ((2, 3), True)
     """
     return _drawn(empty(*shape, dtype=dtype), "uniform", 0.0, 1.0, requires_grad)
-
-
-def randint(low: int, high: int, shape: Any, dtype: Any = None) -> Tensor:
-    """Draw integers, uniform in [low, high), int64 unless a dtype is given.
-
-    Raises
-    ------
-    ValueError
-        There is no integer between the bounds, or more than 2^53.
-
-    Examples
-    --------
-    >>> import fsdpc
-    >>> x = fsdpc.randint(0, 10, (2, 3))
-    >>> x.shape, x.dtype.name, set(x.flatten().tolist()) <= set(range(10))
-    ((2, 3), 'int64', True)
-    """
-    if not 0 < high - low <= 2**53:
-        raise ValueError(f"randint: no range of integers, [{low}, {high})")
-    drawn = _drawn(empty(shape, dtype="float64"), "uniform", 0.0, 1.0, False)
-    steps = np.minimum(np.floor(drawn.numpy() * (high - low)), high - low - 1).astype(np.int64)
-    return _core.tensor(steps + low).to(dtype or _core.int64)
 
 
 def zeros_like(x: Tensor, dtype: Any = None, requires_grad: bool = False) -> Tensor:

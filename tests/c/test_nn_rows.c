@@ -333,6 +333,36 @@ static void test_cross_entropy_in_parts(nn_rig *rig, fsdpc_dtype dtype)
     buffer_free(&targets);
 }
 
+/* Rows of logarithms: without `lse` the loss is minus what the targets have. */
+static void test_cross_entropy_of_logs(nn_rig *rig, fsdpc_dtype dtype)
+{
+    enum { ROWS = 5, COLS = 37, NUMEL = ROWS * COLS };
+    buffer logs = buffer_noise(dtype, NUMEL, 3, -9, 0), dlogs = buffer_noise(dtype, NUMEL, 4, 0, 1);
+    buffer targets = buffer_noise(FSDPC_I32, ROWS, 4, 0, COLS);
+    float loss, dloss = -2;
+    fsdpc_loss_sum sum;
+    buffer_set(&targets, 2, -7);
+    fsdpc_cross_entropy_args args = {.dtype = dtype, .id_dtype = FSDPC_I32, .rows = ROWS};
+    args.cols = COLS, args.ignore_index = -7, args.sum = &sum, args.loss = &loss;
+    args.logits = logs.data, args.targets = targets.data;
+    args.dloss = &dloss, args.dlogits = dlogs.data;
+    CHECK_OK(rig->ops->cross_entropy(&args, rig->stream));
+    CHECK_OK(rig->ops->cross_entropy_backward(&args, rig->stream));
+    double total = 0;
+    for (size_t row = 0; row < ROWS; row++) {
+        double target = buffer_get(&targets, row);
+        total -= target < 0 ? 0 : buffer_get(&logs, row * COLS + (size_t)target);
+        for (size_t c = 0; c < COLS; c++)
+            CHECK(buffer_get(&dlogs, row * COLS + c) == ((double)c == target ? 0.5 : 0));
+    }
+    CHECK(sum.count == ROWS - 1 && loss == (float)(total / (ROWS - 1)));
+    buffer_set(&targets, 1, COLS);
+    CHECK_FAILS(rig->ops->cross_entropy(&args, rig->stream), FSDPC_ERR_INDEX, "target 37 at row 1");
+    buffer_free(&logs);
+    buffer_free(&dlogs);
+    buffer_free(&targets);
+}
+
 static void test_cross_entropy_edges(nn_rig *rig)
 {
     static float logits[2 * 5000], lse[2], loss, dlogits[2 * 5000];
@@ -387,6 +417,8 @@ static void suite(nn_rig *rig)
     test_norm(rig, (norm_case){FSDPC_F32, FSDPC_F32, true, true, false, 700, 96});
     for (size_t d = 0; d < 4; d++)
         test_cross_entropy_in_parts(rig, float_dtypes[d]);
+    for (size_t d = 0; d < 4; d++)
+        test_cross_entropy_of_logs(rig, float_dtypes[d]);
     test_cross_entropy_edges(rig);
 }
 

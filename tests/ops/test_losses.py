@@ -58,14 +58,15 @@ def test_cross_entropy_of_probabilities(smoothing, reduction):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_nll_loss(weight, reduction):
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_nll_loss(dtype, weight, reduction):
     ids = IDS.reshape(-1)
     w = None if weight is None else fsdpc.tensor(weight)
     tw = None if weight is None else torch.tensor(weight)
     same_as_torch(
         lambda x: F.nll_loss(x, fsdpc.tensor(ids), -100, reduction, w),
         lambda x: TF.nll_loss(x, torch.tensor(ids), tw, reduction=reduction),
-        [noise(6, 5)], "float64",
+        [noise(6, 5)], dtype,
     )  # fmt: skip
 
 

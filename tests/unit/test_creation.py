@@ -44,8 +44,44 @@ def test_draws() -> None:
     fsdpc.manual_seed(5)
     assert fsdpc.functional.array_equal(fsdpc.rand(10_000), x)
     assert fsdpc.rand(0, 2).shape == (0, 2) and fsdpc.randint(0, 2, 3, "int32").shape == (3,)
-    with pytest.raises(ValueError, match=r"no range of integers, \[3, 3\)"):
+    with pytest.raises(ValueError, match=r"no integer in \[3, 3\)"):
         fsdpc.randint(3, 3, (2,))
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-5, 60_000), (0, 2**24), (7, 2**31), (-(2**40), 2**45), (-(2**63), 2**63 - 1)]
+)
+def test_integers_from_a_wide_range(low: int, high: int) -> None:
+    n = 20_000
+    x = fsdpc.randint(low, high, n).numpy()
+    span = high - low
+    assert low <= int(x.min()) < low + 0.01 * span
+    assert high - 0.01 * span < int(x.max()) < high
+    tenths = np.histogram((x.astype("float64") - low) / span, bins=10, range=(0, 1))[0]
+    assert abs(tenths - n / 10).max() < 5 * np.sqrt(n / 10)
+    # As many different ones as chance has: 2^24 steps of the range would be far fewer.
+    twins = n - len(np.unique(x))
+    expected = n - span * -np.expm1(-n / span) if span < 2**24 else n * n / 2 / span
+    assert abs(twins - expected) < 6 * np.sqrt(expected + 1)
+    # The lowest bit is as random as the others.
+    assert abs(int((x & 1).sum()) - n / 2) < 5 * np.sqrt(n) / 2
+
+
+def test_equal_distances() -> None:
+    for args in ((0, 1, 4097), (-2.5, 7.3, 1001), (1, 0, 77), (5, 5, 4), (3, 4, 1), (3, 4, 0)):
+        want = np.linspace(*args)
+        assert (fsdpc.linspace(*args, dtype="float64").numpy() == want).all(), args
+        assert (fsdpc.linspace(*args).numpy() == want.astype("float32")).all(), args
+    assert fsdpc.linspace(0, 10, 11, "int32").tolist() == list(range(11))
+    with pytest.raises(ValueError, match="linspace: -1 numbers"):
+        fsdpc.linspace(0, 1, -1)
+
+
+def test_eye() -> None:
+    for rows, cols in ((3, 3), (2, 5), (5, 2), (1, 1), (0, 3), (3, 0), (4, None)):
+        for dtype in ("float32", "bfloat16", "int64"):
+            x = fsdpc.eye(rows, cols, dtype)
+            assert x.dtype.name == dtype and x.double().tolist() == np.eye(rows, cols).tolist()
 
 
 def test_arange_beyond_a_block() -> None:

@@ -122,6 +122,8 @@ def nll_loss(
     _check_reduction("nll_loss", reduction)
     if log_p.shape[:-1] != targets.shape:
         raise ValueError(f"nll_loss: log_p {log_p.shape} and targets {targets.shape} do not fit")
+    if reduction == "mean" and weight is None and log_p.dtype is not _core.float64:
+        return _core.nll_loss(log_p, targets, ignore_index)
     counts = targets != ignore_index
     ids = where(counts, targets, 0)
     loss = -gather(wide(log_p), -1, ids.unsqueeze(-1)).squeeze(-1)
