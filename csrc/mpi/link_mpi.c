@@ -11,11 +11,18 @@
  * without it for a failure.  So a clean destroy returns at once, and the thread goes on: it meets
  * the others in a barrier that it polls, then calls MPI_Finalize.  A process that exits with status
  * 0 meanwhile waits for that, as every MPI program does.  For the others it waits as long as they
- * run, which may be long.  Once all have met, MPI_Finalize has a deadline: MPICH over UCX's TCP has
- * been seen to stay there.  Then the process ends at once, with its status and a warning, as code
- * of MPI that runs at exits may hang too.  After an abort, with operations in flight, or with
- * another exit status, nothing is waited for: launchers end a run when a process fails, and Open
- * MPI's also when one exits without MPI_Finalize.
+ * run, which may be long.  Once all have met, MPI_Finalize has a deadline.  Then the process ends at
+ * once, with its status and a warning, as code of MPI that runs at exits may hang too.
+ *
+ * UCX, below MPICH, flushes each connection in MPI_Finalize, for which the peer has to answer, and
+ * then waits for the launcher, where it answers nobody.  So a process whose flush a peer answers
+ * from the barrier's loop, and which waits for the launcher when that peer flushes, leaves it
+ * hanging.  If all are done with the barrier before any calls MPI_Finalize, each asks before it
+ * answers, and all are answered: so everybody lets a moment pass in between.
+ *
+ * After an abort, with operations in flight, or with another exit status, nothing is waited for:
+ * launchers end a run when a process fails, and Open MPI's also when one exits without
+ * MPI_Finalize.
  *
  * The thread and the handler of exits look at the link's memory until the process ends, so it is
  * never freed.  MPI starts once in a process, so that is once too.

@@ -40,6 +40,7 @@ enum { PIECE = 60 << 10, WINDOW = 64, MANY = WINDOW / 4 };
 static const int64_t SHORTEST_NS = 50000, BUSY_NS = 1000000, IDLE_NS = 100000000;
 static const int64_t LONG_NS = 100000000; /* until a receive asks whether its peer is there still */
 static const int64_t TELL_NS = 300000000; /* for the peers to take a reason: thrice their sleep */
+static const int64_t SETTLE_NS = 300000000; /* for the peers to have left the last barrier too */
 
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
 {
@@ -442,6 +443,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
     MPI_Comm_free(&link->comm);
     if (!link->ours)
         return true;
+    fsdpc_futex_wait(&link->asleep, 0, SETTLE_NS);
     enter(link, FSDPC_MPI_LAST);
     return !failed(link, MPI_Finalize(), "MPI_Finalize");
 }
