@@ -14,11 +14,11 @@
  * run, which may be long.  Once all have met, MPI_Finalize has a deadline.  Then the process ends at
  * once, with its status and a warning, as code of MPI that runs at exits may hang too.
  *
- * UCX, below MPICH, flushes each connection in MPI_Finalize, for which the peer has to answer, and
- * then waits for the launcher, where it answers nobody.  So a process whose flush a peer answers
- * from the barrier's loop, and which waits for the launcher when that peer flushes, leaves it
- * hanging.  If all are done with the barrier before any calls MPI_Finalize, each asks before it
- * answers, and all are answered: so everybody lets a moment pass in between.
+ * MPICH over UCX flushes connections in MPI_Finalize: it asks each peer that it has sent to, and
+ * once it is answered waits for the launcher, where it answers nobody.  A peer that asks later hangs.
+ * So each process sends something to every other at the end, which makes all ask and be asked, and
+ * lets a moment pass between the barrier and MPI_Finalize, in which the others leave the barrier
+ * too.  Then whoever answers is in MPI_Finalize, and has asked before.
  *
  * After an abort, with operations in flight, or with another exit status, nothing is waited for:
  * launchers end a run when a process fails, and Open MPI's also when one exits without

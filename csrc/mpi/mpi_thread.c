@@ -20,7 +20,8 @@
  * step over 1 Gbit/s take 570 ms in place of 496.  After many it looks again at once.
  *
  * News.  Every process has a receive for the reason of whoever aborts first.  An error of MPI
- * itself is such a reason too.
+ * itself is such a reason too, unless the watch (comm/host_watch.h) has a better one soon: MPI knows
+ * that a connection broke, and not why.
  *
  * Leaving.  Who posts no more sends a message without bytes, of a tag of its own, behind all that
  * it sent, to those it has had to do with.  A receive that has waited long looks for that one: if it
@@ -40,6 +41,7 @@ enum { PIECE = 60 << 10, WINDOW = 64, MANY = WINDOW / 4 };
 static const int64_t SHORTEST_NS = 50000, BUSY_NS = 1000000, IDLE_NS = 100000000;
 static const int64_t LONG_NS = 100000000; /* until a receive asks whether its peer is there still */
 static const int64_t TELL_NS = 300000000; /* for the peers to take a reason: thrice their sleep */
+static const int64_t GRACE_NS = 1000000000;
 static const int64_t SETTLE_NS = 300000000; /* for the peers to have left the last barrier too */
 
 static void enter(fsdpc_mpi_link *link, enum fsdpc_mpi_phase phase)
@@ -57,9 +59,17 @@ static bool failed(fsdpc_mpi_link *link, int error, const char *call)
     int length;
     MPI_Error_string(error, text, &length);
     if (!*link->reason)
-        snprintf(link->reason, sizeof link->reason, "rank %d: %s: %.200s", link->base.rank, call,
+        snprintf(link->reason, sizeof link->reason, "rank %d: %s: %.160s", link->base.rank, call,
                  text);
     return true;
+}
+
+/* The same of a call about a message; the reason names the peer. */
+static bool failed_with(fsdpc_mpi_link *link, int error, const char *call, const fsdpc_link_op *op)
+{
+    char about[64];
+    snprintf(about, sizeof about, "%s %s rank %d", call, op->sends ? "to" : "from", op->peer);
+    return failed(link, error, about);
 }
 
 static int class_of(int error)
@@ -173,10 +183,10 @@ static void add_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, int bytes)
 
 static bool send_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char *data, int bytes)
 {
-    if (failed(link,
-               MPI_Isend(data, bytes, MPI_BYTE, op->peer, (int)op->tag, link->comm,
-                         &link->requests[link->n]),
-               "MPI_Isend"))
+    if (failed_with(link,
+                    MPI_Isend(data, bytes, MPI_BYTE, op->peer, (int)op->tag, link->comm,
+                              &link->requests[link->n]),
+                    "MPI_Isend", op))
         return false;
     add_piece(link, op, bytes);
     return true;
@@ -200,8 +210,9 @@ static bool receive_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char
     int found = 0, sent = 0;
     MPI_Message message;
     MPI_Status status;
-    if (failed(link, MPI_Improbe(op->peer, (int)op->tag, link->comm, &found, &message, &status),
-               "MPI_Improbe") ||
+    if (failed_with(link,
+                    MPI_Improbe(op->peer, (int)op->tag, link->comm, &found, &message, &status),
+                    "MPI_Improbe", op) ||
         !found)
         return false;
     MPI_Get_count(&status, MPI_BYTE, &sent);
@@ -209,8 +220,8 @@ static bool receive_piece(fsdpc_mpi_link *link, fsdpc_link_op *op, unsigned char
         refuse_piece(link, op, &message, sent);
         return true;
     }
-    if (failed(link, MPI_Imrecv(data, bytes, MPI_BYTE, &message, &link->requests[link->n]),
-               "MPI_Imrecv"))
+    if (failed_with(link, MPI_Imrecv(data, bytes, MPI_BYTE, &message, &link->requests[link->n]),
+                    "MPI_Imrecv", op))
         return false;
     add_piece(link, op, bytes);
     return true;
@@ -284,7 +295,7 @@ static bool take_queue(fsdpc_mpi_link *link)
 static void end_piece(fsdpc_mpi_link *link, size_t i, int error)
 {
     fsdpc_link_op *op = link->pieces[i].op;
-    if (failed(link, error, op ? "MPI_Testsome" : "MPI_Irecv"))
+    if (op ? failed_with(link, error, "MPI_Testsome", op) : failed(link, error, "MPI_Irecv"))
         return;
     if (!op) {
         snprintf(link->reason, sizeof link->reason, "%.255s", link->heard);
@@ -323,16 +334,32 @@ static bool idle(fsdpc_mpi_link *link)
     return link->n == 1 && !link->backlog && !atomic_load(&link->queue);
 }
 
-static void say_goodbye(fsdpc_mpi_link *link)
+/* To those that something was posted for, or to the others. */
+static void send_goodbyes(fsdpc_mpi_link *link, bool met)
 {
     MPI_Request request;
-    for (int peer = 0; peer < link->base.size && !link->left; peer++)
-        if (link->met[peer] &&
+    for (int peer = 0; peer < link->base.size; peer++)
+        if (peer != link->base.rank && link->met[peer] == met &&
             !failed(link,
                     MPI_Isend(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, &request),
                     "MPI_Isend"))
             MPI_Request_free(&request);
+}
+
+static void say_goodbye(fsdpc_mpi_link *link)
+{
+    if (!link->left)
+        send_goodbyes(link, true);
     link->left = true;
+}
+
+/* Whether MPI_Finalize flushes connections; see link_mpi.c. */
+static bool flushes(void)
+{
+    char version[MPI_MAX_LIBRARY_VERSION_STRING] = "";
+    int length;
+    MPI_Get_library_version(version, &length);
+    return strstr(version, "ch4:ucx");
 }
 
 static bool said_goodbye(fsdpc_mpi_link *link, int peer)
@@ -425,6 +452,8 @@ static bool end_mpi(fsdpc_mpi_link *link)
     int all = 0;
     MPI_Request barrier;
     say_goodbye(link);
+    if (flushes())
+        send_goodbyes(link, false);
     if (failed(link, MPI_Ibarrier(link->news, &barrier), "MPI_Ibarrier"))
         return false;
     for (int64_t began = fsdpc_clock_ns(); !all;) {
@@ -435,7 +464,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
     for (int peer = 0; peer < link->base.size; peer++)
-        if (link->met[peer] && said_goodbye(link, peer))
+        if (said_goodbye(link, peer))
             MPI_Recv(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, MPI_STATUS_IGNORE);
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
@@ -448,9 +477,24 @@ static bool end_mpi(fsdpc_mpi_link *link)
     return !failed(link, MPI_Finalize(), "MPI_Finalize");
 }
 
+/* After a failure of MPI's own: time for the watch to find out who died, which aborts. */
+static void await_watch(fsdpc_mpi_link *link)
+{
+    int64_t end = fsdpc_clock_ns() + GRACE_NS;
+    for (int64_t now; (now = fsdpc_clock_ns()) < end;) {
+        atomic_store(&link->asleep, 1);
+        if (atomic_load(&link->wanted) != FSDPC_MPI_RUN)
+            break;
+        fsdpc_futex_wait(&link->asleep, 1, end - now);
+    }
+    atomic_store(&link->asleep, 0);
+}
+
 static void stop(fsdpc_mpi_link *link)
 {
-    if (!*link->reason && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
+    if (*link->reason && !*link->heard)
+        await_watch(link);
+    if (!*link->heard && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
         memcpy(link->reason, link->asked, sizeof link->asked);
     if (!*link->reason)
         snprintf(link->reason, sizeof link->reason, "rank %d left with messages under way",
