@@ -63,11 +63,13 @@ fsdpc_status fsdpc_cuda_sum(const fsdpc_sum_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_cumsum(const fsdpc_cumsum_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_copy(const fsdpc_copy_args *args, fsdpc_stream *stream);
 
-/* kernels/softmax.cu, norm.cu, cross_entropy.cu, rotary.cu, embedding.cu */
+/* kernels/softmax.cu, norm.cu, moments.cu, cross_entropy.cu, rotary.cu, embedding.cu */
 fsdpc_status fsdpc_cuda_softmax(const fsdpc_softmax_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_softmax_backward(const fsdpc_softmax_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_norm(const fsdpc_norm_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_norm_backward(const fsdpc_norm_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_row_moments(const fsdpc_row_moments_args *args, fsdpc_stream *stream);
+fsdpc_status fsdpc_cuda_row_affine(const fsdpc_row_affine_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_cross_entropy(const fsdpc_cross_entropy_args *args, fsdpc_stream *stream);
 fsdpc_status fsdpc_cuda_cross_entropy_backward(const fsdpc_cross_entropy_args *args,
                                                fsdpc_stream *stream);

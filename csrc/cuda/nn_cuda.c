@@ -39,6 +39,8 @@ FLOAT_SLOT(unary_backward, fsdpc_unary_args, "a unary function")
 FLOAT_SLOT(softmax, fsdpc_softmax_args, "softmax")
 FLOAT_SLOT(softmax_backward, fsdpc_softmax_args, "softmax")
 FLOAT_SLOT(norm, fsdpc_norm_args, "a norm")
+FLOAT_SLOT(row_moments, fsdpc_row_moments_args, "moments")
+FLOAT_SLOT(row_affine, fsdpc_row_affine_args, "an affine map")
 FLOAT_SLOT(swiglu, fsdpc_swiglu_args, "swiglu")
 FLOAT_SLOT(swiglu_backward, fsdpc_swiglu_args, "swiglu")
 
@@ -221,6 +223,8 @@ const fsdpc_nn_ops fsdpc_nn_ops_cuda = {
     .softmax_backward = softmax_backward,
     .norm = norm,
     .norm_backward = norm_backward,
+    .row_moments = row_moments,
+    .row_affine = row_affine,
     .rotary = rotary,
     .attention = attention,
     .attention_backward = attention_backward,

@@ -104,11 +104,22 @@ typedef struct fsdpc_pool_options { /* of height and width */
 fsdpc_status fsdpc_op_pool2d(fsdpc_tape *tape, fsdpc_tensor *x, const fsdpc_pool_options *options,
                              fsdpc_tensor **out);
 
-/* ---- layers: op_norm.c, op_attention.c, op_embedding.c ---- */
+/* ---- layers: op_norm.c, op_moments.c, op_attention.c, op_embedding.c ---- */
 
 /* Over the last dimension; weight, bias (cols) may be NULL. */
 fsdpc_status fsdpc_op_norm(fsdpc_tape *tape, bool layer, fsdpc_tensor *x, fsdpc_tensor *weight,
                            fsdpc_tensor *bias, double eps, fsdpc_tensor **out);
+/* Of x as so many rows: (2, rows) of F32 (F64 of F64), without gradients.  Means, then summed squares
+ * of distances from them.  With dy: sums of dy, then of dy * (x - shift).  dy, shift may be NULL. */
+fsdpc_status fsdpc_op_row_moments(fsdpc_tape *tape, fsdpc_tensor *x, size_t rows, fsdpc_tensor *dy,
+                                  fsdpc_tensor *shift, fsdpc_tensor **out);
+typedef struct fsdpc_row_values { /* of moments' dtype; all but a may be NULL */
+    fsdpc_tensor *a, *shift, *b, *c;
+} fsdpc_row_values;
+/* (x - shift) * a + y * b + c, without gradients; y may be NULL */
+fsdpc_status fsdpc_op_row_affine(fsdpc_tape *tape, fsdpc_tensor *x, size_t rows,
+                                 const fsdpc_row_values *values, fsdpc_tensor *y,
+                                 fsdpc_tensor **out);
 /* x (B, T, H, D); cos and sin (at least T, D/2), no gradient */
 fsdpc_status fsdpc_op_rotary(fsdpc_tape *tape, fsdpc_tensor *x, fsdpc_tensor *cosines,
                              fsdpc_tensor *sines, fsdpc_tensor **out);

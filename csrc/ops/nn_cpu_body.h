@@ -14,6 +14,7 @@
 #include "ops/nn_softmax_body.h"
 #include "ops/nn_cross_entropy_body.h"
 #include "ops/nn_norm_body.h"
+#include "ops/nn_moments_body.h"
 #include "ops/nn_pool_body.h"
 
 const fsdpc_nn_ops NN_OPS_TABLE = {
@@ -30,6 +31,8 @@ const fsdpc_nn_ops NN_OPS_TABLE = {
     .softmax_backward = softmax_backward,
     .norm = norm,
     .norm_backward = norm_backward,
+    .row_moments = row_moments,
+    .row_affine = row_affine,
     .rotary = rotary,
     .attention = fsdpc_attention_cpu,
     .attention_backward = fsdpc_attention_backward_cpu,

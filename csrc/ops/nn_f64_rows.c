@@ -1,4 +1,5 @@
-/* F64 forms of the kernels that work row by row: softmax, norms, cross entropy, pooling.
+/* F64 forms of the kernels that work row by row: softmax, norms, moments, cross entropy,
+ * pooling.
  *
  * Plain loops in double, see nn_f64.c.  Statistics that the arguments keep as fp32 (mean, rstd,
  * lse) are written for other readers, but backward computes its own in double.
@@ -116,6 +117,56 @@ void fsdpc_nn_norm_backward_f64(const fsdpc_norm_args *args)
         memset(args->dbias, 0, bytes);
     for (size_t row = 0; row < args->rows; row++)
         norm_backward_row(args, row);
+}
+
+static void moments_of(const fsdpc_row_moments_args *args, const double *x, double *mean_out,
+                       double *square_out)
+{
+    double mean = 0, square = 0, left = 0, cols = (double)args->cols;
+    for (size_t c = 0; c < args->cols; c++)
+        mean += x[c] / cols;
+    for (size_t c = 0; c < args->cols; c++) {
+        left += x[c] - mean;
+        square += (x[c] - mean) * (x[c] - mean);
+    }
+    *mean_out = args->cols ? mean + left / cols : 0;
+    *square_out = args->cols ? square - left * left / cols : 0;
+}
+
+void fsdpc_nn_row_moments_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_row_moments_args *args = arg;
+    const double *dy = args->dy;
+    double *out = args->out;
+    for (size_t row = first; row < last; row++) {
+        const double *x = (const double *)args->x + row * args->cols;
+        double shift = args->shift ? ((const double *)args->shift)[row % args->values] : 0;
+        double sum = 0, products = 0;
+        for (size_t c = 0; dy && c < args->cols; c++) {
+            double each = dy[row * args->cols + c];
+            sum += each;
+            products += each * (x[c] - shift);
+        }
+        if (!dy)
+            moments_of(args, x, &sum, &products);
+        out[row] = sum;
+        out[args->rows + row] = products;
+    }
+}
+
+void fsdpc_nn_row_affine_f64(const void *arg, size_t first, size_t last)
+{
+    const fsdpc_row_affine_args *args = arg;
+    const double *shift = args->shift, *a = args->a, *b = args->b, *c = args->c;
+    for (size_t row = first; row < last; row++) {
+        size_t v = row % args->values;
+        for (size_t i = row * args->cols; i < (row + 1) * args->cols; i++) {
+            double value = (((const double *)args->x)[i] - (shift ? shift[v] : 0)) * a[v];
+            if (args->y)
+                value += ((const double *)args->y)[i] * (b ? b[v] : 1);
+            ((double *)args->out)[i] = value + (c ? c[v] : 0);
+        }
+    }
 }
 
 static double cross_entropy_lse(const double *x, size_t cols)

@@ -250,6 +250,8 @@ void fsdpc_nn_softmax_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_softmax_backward_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_norm_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_norm_backward_f64(const fsdpc_norm_args *args);
+void fsdpc_nn_row_moments_f64(const void *args, size_t first, size_t last);
+void fsdpc_nn_row_affine_f64(const void *args, size_t first, size_t last);
 void fsdpc_nn_pool_f64(const void *args, size_t first, size_t last);          /* rows of windows */
 void fsdpc_nn_pool_backward_f64(const void *args, size_t first, size_t last); /* planes */
 void fsdpc_nn_cross_entropy_f64(const void *args, size_t first, size_t last);

@@ -60,6 +60,8 @@ ACCEPT(copy)
 ACCEPT(cumsum)
 ACCEPT(softmax)
 ACCEPT(norm)
+ACCEPT(row_moments)
+ACCEPT(row_affine)
 ACCEPT(rotary)
 ACCEPT(pool)
 ACCEPT(embedding)
@@ -82,6 +84,8 @@ static const fsdpc_nn_ops null_ops = {
     .softmax_backward = null_softmax,
     .norm = null_norm,
     .norm_backward = null_norm,
+    .row_moments = null_row_moments,
+    .row_affine = null_row_affine,
     .rotary = null_rotary,
     .attention = null_attention,
     .attention_backward = null_attention_backward,

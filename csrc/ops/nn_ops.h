@@ -199,6 +199,29 @@ typedef struct fsdpc_norm_args {
     bool dweight_accumulate, dbias_accumulate;
 } fsdpc_norm_args;
 
+/* Rows' moments: out (2, rows), of F32 (F64 of F64), has each row's mean, then its squared distances
+ * from the mean, summed.  With dy the sums of dy, then of dy * (x - shift).  Row r has value
+ * r % values of `shift`. */
+typedef struct fsdpc_row_moments_args {
+    fsdpc_dtype dtype; /* of x and dy */
+    size_t rows, cols;
+    size_t values;
+    const void *x, *dy;
+    const void *shift; /* with dy: (values) of out's dtype; NULL: 0 */
+    void *out;
+} fsdpc_row_moments_args;
+
+/* out = (x - shift) * a + y * b + c, where row r has value r % values of shift, a, b and c. */
+typedef struct fsdpc_row_affine_args {
+    fsdpc_dtype dtype; /* of x, y and out */
+    size_t rows, cols;
+    size_t values;
+    const void *x, *y;     /* y may be NULL */
+    const void *shift, *a; /* (values) of F32 (F64 with F64); shift NULL: 0 */
+    const void *b, *c;     /* NULL: 1, 0 */
+    void *out;             /* may be x or y */
+} fsdpc_row_affine_args;
+
 /* Rotary embedding (Su et al. 2021), halves rotated as in LLaMA checkpoints of transformers:
  * y[i] = x[i] cos - x[i + D/2] sin,  y[i + D/2] = x[i + D/2] cos + x[i] sin,  i < D/2. */
 typedef struct fsdpc_rotary_args {
@@ -341,6 +364,8 @@ typedef struct fsdpc_nn_ops {
     fsdpc_status (*softmax_backward)(const fsdpc_softmax_args *args, fsdpc_stream *stream);
     fsdpc_status (*norm)(const fsdpc_norm_args *args, fsdpc_stream *stream);
     fsdpc_status (*norm_backward)(const fsdpc_norm_args *args, fsdpc_stream *stream);
+    fsdpc_status (*row_moments)(const fsdpc_row_moments_args *args, fsdpc_stream *stream);
+    fsdpc_status (*row_affine)(const fsdpc_row_affine_args *args, fsdpc_stream *stream);
     fsdpc_status (*rotary)(const fsdpc_rotary_args *args, fsdpc_stream *stream);
     fsdpc_status (*attention)(const fsdpc_attention_args *args, fsdpc_stream *stream);
     fsdpc_status (*attention_backward)(const fsdpc_attention_args *args, fsdpc_stream *stream);

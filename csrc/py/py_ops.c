@@ -238,6 +238,40 @@ static PyObject *rms_norm(fsdpc_py_state *state, PyObject *const *a)
     RETURN_OP(state, x->numel, fsdpc_op_norm(r->tape, false, x, weight, NULL, eps, &y));
 }
 
+static int arg_rows(const char *op, PyObject *object, size_t *out)
+{
+    int64_t rows = 0;
+    if (fsdpc_py_arg_int64(object, &rows) < 0)
+        return -1;
+    *out = (size_t)rows;
+    if (rows >= 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s: %lld rows", op, (long long)rows);
+    return -1;
+}
+
+static PyObject *row_moments(fsdpc_py_state *state, PyObject *const *a)
+{
+    size_t rows;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *dy, *shift;
+    if (!x || arg_rows("row_moments", a[1], &rows) < 0 || fsdpc_py_arg_tensor(a[2], &dy) < 0 ||
+        fsdpc_py_arg_tensor(a[3], &shift) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_row_moments(r->tape, x, rows, dy, shift, &y));
+}
+
+static PyObject *row_affine(fsdpc_py_state *state, PyObject *const *a)
+{
+    size_t rows;
+    fsdpc_row_values v;
+    fsdpc_tensor *x = fsdpc_py_tensor_of(a[0]), *other;
+    if (!x || arg_rows("row_affine", a[1], &rows) < 0 || !(v.a = fsdpc_py_tensor_of(a[2])) ||
+        fsdpc_py_arg_tensor(a[3], &v.c) < 0 || fsdpc_py_arg_tensor(a[4], &v.shift) < 0 ||
+        fsdpc_py_arg_tensor(a[5], &other) < 0 || fsdpc_py_arg_tensor(a[6], &v.b) < 0)
+        return NULL;
+    RETURN_OP(state, x->numel, fsdpc_op_row_affine(r->tape, x, rows, &v, other, &y));
+}
+
 static PyObject *conv2d(fsdpc_py_state *state, PyObject *const *a)
 {
     fsdpc_conv_options o;
@@ -274,13 +308,11 @@ static PyObject *embedding(fsdpc_py_state *state, PyObject *const *a)
 
 static PyObject *scatter_rows(fsdpc_py_state *state, PyObject *const *a)
 {
-    int64_t rows = 0;
+    size_t rows;
     fsdpc_tensor *ids = fsdpc_py_tensor_of(a[0]), *x = ids ? fsdpc_py_tensor_of(a[1]) : NULL;
-    if (!x || fsdpc_py_arg_int64(a[2], &rows) < 0)
+    if (!x || arg_rows("scatter_rows", a[2], &rows) < 0)
         return NULL;
-    if (rows < 0)
-        return PyErr_Format(PyExc_ValueError, "scatter_rows: %lld rows", (long long)rows);
-    RETURN_OP(state, x->numel, fsdpc_op_scatter_rows(r->tape, ids, x, (size_t)rows, &y));
+    RETURN_OP(state, x->numel, fsdpc_op_scatter_rows(r->tape, ids, x, rows, &y));
 }
 
 static PyObject *rotary(fsdpc_py_state *state, PyObject *const *a)
@@ -473,6 +505,8 @@ static PyObject *array_equal(PyObject *const *a)
     M(log_softmax, 1, softmax(state, a, true), "x", "dim")                                         \
     F(layer_norm, 1, layer_norm(state, a), "x", "weight", "bias", "eps")                           \
     F(rms_norm, 1, rms_norm(state, a), "x", "weight", "eps")                                       \
+    F(row_moments, 2, row_moments(state, a), "x", "rows", "dy", "shift")                           \
+    F(row_affine, 3, row_affine(state, a), "x", "rows", "a", "c", "shift", "y", "b")               \
     F(conv2d, 7, conv2d(state, a), "x", "weight", "bias", "stride", "padding", "dilation",         \
       "groups")                                                                                    \
     F(pool2d, 5, pool2d(state, a), "x", "max", "kernel", "stride", "padding")                      \

@@ -207,6 +207,7 @@ static int set_grad(PyObject *object, PyObject *value, void *Py_UNUSED(unused))
 }
 
 FSDPC_PY_GETTER(get_is_leaf, PyBool_FromLong(TENSOR->node == NULL))
+FSDPC_PY_GETTER(get_version, PyLong_FromLong(TENSOR->storage ? (long)TENSOR->storage->version : 0))
 
 GETTER(get_grad_fn)
 {
@@ -230,6 +231,7 @@ static PyGetSetDef getset[] = {
     FSDPC_PY_ATTRIBUTE(Tensor, grad, get_grad, set_grad),
     FSDPC_PY_ATTRIBUTE(Tensor, is_leaf, get_is_leaf, NULL),
     FSDPC_PY_ATTRIBUTE(Tensor, grad_fn, get_grad_fn, NULL),
+    FSDPC_PY_ATTRIBUTE(Tensor, _version, get_version, NULL),
     FSDPC_PY_ATTRIBUTE(Tensor, is_deferred, get_is_deferred, NULL),
     FSDPC_PY_ATTRIBUTE(Tensor, data_ptr, get_data_ptr, NULL),
     FSDPC_PY_ATTRIBUTE(Tensor, T, get_transposed, NULL),

@@ -134,6 +134,9 @@ class Tensor:
     def grad_fn(self) -> str | None:
         """The name of the operation that made it, or None."""
     @property
+    def _version(self) -> int:
+        """How often its memory was written in place."""
+    @property
     def is_deferred(self) -> bool:
         """Whether it has no memory yet."""
     @property
@@ -1271,6 +1274,31 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     >>> from fsdpc import functional as F, tensor
     >>> F.rms_norm(tensor([[1.0, -1.0]]), eps=0.0).tolist()
     [[1.0, -1.0]]
+    """
+
+def row_moments(
+    x: Tensor, rows: int, dy: Tensor | None = None, shift: Tensor | None = None
+) -> Tensor:
+    """Compute mean and summed squares of distances from it of each row; with dy, other sums.
+
+    Those are the sums of dy and of ``dy * (x - shift)``. x, and dy like it, have any shape and are
+    taken as so many rows; shift has a value for each row, or fewer, which repeat. The result is
+    (2, rows) of float32 (float64 of float64), as shift is. It has no gradient.
+    """
+
+def row_affine(
+    x: Tensor,
+    rows: int,
+    a: Tensor,
+    c: Tensor | None = None,
+    shift: Tensor | None = None,
+    y: Tensor | None = None,
+    b: Tensor | None = None,
+) -> Tensor:
+    """Compute ``(x - shift) * a + y * b + c``, rounded once; without gradient.
+
+    x, and y like it, are taken as rows, to which the values of the others belong, as those of
+    :func:`row_moments` do.
     """
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ CASES = {
     "pool": lambda x: F.max_pool2d(x.reshape(1, 1, 3, 4), 2, 1),
     "pool mean": lambda x: F.avg_pool2d(x.reshape(1, 1, 3, 4), 3, 2, 1),
     "batch norm": lambda x: nn.BatchNorm1d(4)(x),
+    "batch norm rows": lambda x: nn.BatchNorm1d(2)(x.reshape(2, 2, 3)),
+    "group norm": lambda x: F.group_norm(x.reshape(1, 4, 3), 2, x[0]),
     "custom": squared_relu,
     "encoder": lambda x: layer(x.reshape(1, 3, 4)),
 }

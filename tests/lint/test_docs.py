@@ -19,7 +19,7 @@ PARAGRAPH_WORDS = 100
 
 # Words of names that need no line in the glossary: plain English, or PyTorch's, NCCL's, MPI's, C's.
 PLAIN = set("""
-    abi abort access acts address adopted agree ahead algo amx args array atomic attention
+    abi abort access acts address adopted affine agree ahead algo amx args array atomic attention
     attentions attribute avx2 avx512 avx512bf16 backward base binary bits body boundary buffer
     call cast channel check checkpoint ckpt clip coll collect comm common compare compute concat
     config conv cumsum few flip

@@ -1,13 +1,19 @@
-"""Normalisation of groups and of batches, over ranks too, composed of sums."""
+"""Normalisation of groups and of batches, over ranks too.
+
+Passes over x are kernels of rows, a row for each channel of each batch: moments, an affine map, and
+sums of gradients. What is between them are small tensors, which other operations combine.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from fsdpc import _core
 from fsdpc._core import Tensor
 from fsdpc.functional.elementwise import wide
+from fsdpc.grad_mode import no_grad
 
 
 def group_norm(
@@ -45,8 +51,13 @@ def group_norm(
     """
     if x.ndim < 2 or groups < 1 or x.shape[1] % groups:
         raise ValueError(f"group_norm: {groups} groups of x {x.shape}; they divide the channels")
-    rows = _core.layer_norm(wide(x).reshape(x.shape[0], groups, -1), None, None, eps)
-    return _scaled(rows.reshape(x.shape), weight, bias).to(x.dtype)
+    shape = (x.shape[0], groups, x.shape[1] // groups)
+    if not _is_single(x):
+        return _normalized(x, _Sets(shape, 2), weight, bias, eps)[0]
+    w, b = (None if t is None else wide(t) for t in (weight, bias))
+    y = _core.layer_norm(wide(x).reshape(shape), None, None, eps).reshape(*x.shape[:2])
+    y = y if w is None else y * w
+    return (y if b is None else y + b).reshape(x.shape).to(x.dtype)
 
 
 def batch_norm(
@@ -78,13 +89,30 @@ def batch_norm(
     >>> F.batch_norm(tensor([[1.0], [3.0]]), eps=0.0).tolist()
     [[-1.0], [1.0]]
     """
-    w = wide(x)
-    mean, var = batch_statistics(w) if statistics is None else statistics
-    scale = _core.rsqrt(wide(var) + eps)
-    if weight is not None:  # of channels: two passes over x become one
-        scale = scale * wide(weight)
-    normal = (w - wide(mean).reshape(_along(x))) * scale.reshape(_along(x))
-    return _scaled(normal, None, bias).to(x.dtype)
+    if statistics is None:
+        return counted_batch_norm(x, weight, bias, eps, over_ranks=False)[0]
+    dtype = _core.float64 if x.dtype is _core.float64 else _core.float32
+    mean, var = (t.to(dtype) for t in statistics)
+    scale = _core.rsqrt(var + eps)
+    if weight is not None:
+        scale = scale * weight.to(dtype)
+    offset = None if bias is None else bias.to(dtype)
+    return _short_rows(_mapped(_long_rows(x), mean, scale, offset), x)
+
+
+def counted_batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, over_ranks: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute :func:`batch_norm` by the batch's own statistics, and return those.
+
+    They are mean and variance, without gradients, and how many elements a channel has (1). Over all
+    ranks' batches, forward is two small sums over ranks, backward is one.
+    """
+    _check_batch(x, over_ranks)
+    rows = _long_rows(x)
+    sets = _Sets((*rows.shape[:2], 1), 0, over_ranks)
+    y, mean, var, count = _normalized(rows, sets, weight, bias, eps)
+    return _short_rows(y, x), mean.reshape(-1), var.reshape(-1), count
 
 
 def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tensor]:
@@ -109,23 +137,22 @@ def batch_statistics(x: Tensor, over_ranks: bool = False) -> tuple[Tensor, Tenso
     >>> mean.tolist(), var.tolist()
     ([2.0], [1.0])
     """
-    return counted_statistics(x, over_ranks)[:2]
+    _check_batch(x, over_ranks)
+    rows = _long_rows(x)
+    sets = _Sets((*rows.shape[:2], 1), 0, over_ranks)
+    with no_grad():
+        mean, var, count = (t.reshape(-1) for t in _moments(rows, sets))
+    check = _check_of(rows)
 
+    def backward(*gradients: Tensor | None) -> Tensor:
+        check()
+        none = _core.zeros(mean.shape, dtype=mean.dtype)
+        both = _core.stack([none if g is None else g for g in gradients])
+        both = (sum_over_ranks(both) if over_ranks else both) / count
+        return _core.row_affine(rows, sets.rows, 2 * both[1], both[0], mean)
 
-def counted_statistics(x: Tensor, over_ranks: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_statistics` does, and of how many elements a channel (1)."""
-    numel = math.prod(x.shape)
-    if x.ndim < 2 or (numel == 0 and not over_ranks):
-        raise ValueError(f"batch statistics of shape {x.shape}: give (batch, channels, ...)")
-    w, dims = wide(x), [d for d in range(x.ndim) if d != 1]
-    own = _core.full((1,), numel // max(1, x.shape[1]), dtype=w.dtype)
-    total = _core.concat([w.sum(dims), own])  # one collective for both
-    total = sum_over_ranks(total) if over_ranks else total
-    count = total[-1:].detach()
-    mean = total[:-1] / count
-    away = w - mean.reshape(_along(x))
-    squares = _core.sum_squares(away, dims)
-    return mean, (sum_over_ranks(squares) if over_ranks else squares) / count, count
+    joined = _core.custom([rows], [mean, var], backward)
+    return joined[0], joined[1]
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
@@ -147,12 +174,133 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return _core.custom([x], [total], lambda dy: distributed.all_reduce(dy))[0]
 
 
-def _along(x: Tensor) -> tuple[int, ...]:
-    """The shape in which values of channels broadcast with x."""
-    return (x.shape[1],) + (1,) * (x.ndim - 2)
+class _Sets(NamedTuple):
+    """Rows, one of each channel of each batch, and which of them share a mean and variance."""
+
+    shape: tuple[int, int, int]  # batch, groups, channels of a group
+    dim: int  # of the shape: rows along it share; 0, or 2
+    over_ranks: bool = False  # with those of all ranks
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape)
+
+    def values(self, t: Tensor) -> Tensor:
+        """Values of sets or of channels as values of rows, which may repeat."""
+        return t if self.dim == 0 else t.expand(self.shape)
+
+    def of_channels(self, t: Tensor, dtype: Any) -> Tensor:
+        """Values of channels, to be broadcast with those of sets."""
+        return t.to(dtype).reshape(1, *self.shape[1:])
+
+    def total(self, t: Tensor) -> Tensor:
+        """Add up what rows of all ranks say of their set: (..., *shape)."""
+        total = t.sum(t.ndim - 3 + self.dim, True)
+        return sum_over_ranks(total) if self.over_ranks else total
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None:
-        x = x * wide(weight).reshape(_along(x))
-    return x if bias is None else x + wide(bias).reshape(_along(x))
+def _moments(x: Tensor, sets: _Sets) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each set, and the count of its elements."""
+    batch, groups, channels = sets.shape
+    length = channels * math.prod(x.shape[2:])  # of a batch's part of a set, which is dense
+    own = _core.row_moments(x, batch * groups).reshape(2, batch, groups, 1)
+    means, squares = own[0], own[1]
+    if sets.dim != 0:
+        count = _core.full((1,), max(length, 1), dtype=means.dtype)
+        return means, squares / count, count
+    count = _core.full((1,), batch * length, dtype=means.dtype)
+    total = means.sum(0, True) * length  # parts join by the formula of Chan et al. 1979
+    if sets.over_ranks:  # one collective for both
+        both = sum_over_ranks(_core.concat([total.reshape(-1), count]))
+        total, count = both[:-1].reshape(total.shape), both[-1:]
+    mean = total / count
+    away = means - mean
+    return mean, sets.total(squares + away * away * length) / count, count
+
+
+def _normalized(
+    x: Tensor, sets: _Sets, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise sets, scale and shift channels; mean, variance and count have no gradient.
+
+    With sums over a row of dy and of ``dy * (x - mean)``, times scale, where scale is the
+    channel's weight over the deviation, and their means m and n over all rows of a set::
+
+        dx = dy * scale - m - (x - mean) / variance * n
+    """
+    with no_grad():
+        mean, var, count = _moments(x, sets)
+        rstd = _core.rsqrt(var + eps)
+        scale = rstd if weight is None else rstd * sets.of_channels(weight, rstd.dtype)
+        scale, shift = sets.values(scale), sets.values(mean)
+        offset = None if bias is None else sets.values(sets.of_channels(bias, rstd.dtype))
+        y = _core.row_affine(x, sets.rows, scale, offset, shift)
+    inputs = [x, *(t for t in (weight, bias) if t is not None)]
+    check, wanted = _check_of(x), x.requires_grad
+
+    def backward(dy: Tensor) -> list[Tensor | None]:
+        check()
+        sums = _core.row_moments(x, sets.rows, dy, shift).reshape(2, *sets.shape)
+        found: list[Tensor | None] = [None]
+        if wanted:
+            means = sets.total(sums * scale) / count
+            m, n = means[0], means[1]
+            slope, offset = sets.values(-n * rstd * rstd), sets.values(-m)
+            found[0] = _core.row_affine(x, sets.rows, slope, offset, shift, dy, scale)
+        if weight is not None:
+            found.append((sums[1] * rstd).sum(0).reshape(-1).to(weight.dtype))
+        if bias is not None:
+            found.append(sums[0].sum(0).reshape(-1).to(bias.dtype))
+        return found
+
+    return _core.custom(inputs, [y], backward)[0], mean, var, count
+
+
+def _mapped(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``(x - mean) * scale + bias`` of channels."""
+    rows = math.prod(x.shape[:2])
+    with no_grad():
+        y = _core.row_affine(x, rows, scale, bias, mean)
+    inputs = [x, mean, scale] if bias is None else [x, mean, scale, bias]
+    check = _check_of(x, mean, scale)
+
+    def backward(dy: Tensor) -> list[Tensor]:
+        check()
+        sums = _core.row_moments(x, rows, dy, mean).reshape(2, *x.shape[:2]).sum(1)
+        found = [_core.row_affine(dy, rows, scale), -scale * sums[0], sums[1], sums[0]]
+        return found[: len(inputs)]
+
+    return _core.custom(inputs, [y], backward)[0]
+
+
+def _check_of(*kept: Tensor) -> Callable[[], None]:
+    """Return what raises RuntimeError if one of the tensors was written in place since."""
+    versions = [t._version for t in kept]
+
+    def check() -> None:
+        if versions != [t._version for t in kept]:
+            raise RuntimeError(
+                "a tensor that normalisation needs for its backward was changed in place since: "
+                "change a clone() instead"
+            )
+
+    return check
+
+
+def _check_batch(x: Tensor, over_ranks: bool) -> None:
+    if x.ndim < 2 or (math.prod(x.shape) == 0 and not over_ranks):
+        raise ValueError(f"batch statistics of shape {x.shape}: give (batch, channels, ...)")
+
+
+def _is_single(x: Tensor) -> bool:
+    return math.prod(x.shape[2:]) == 1
+
+
+def _long_rows(x: Tensor) -> Tensor:
+    """x, or, where rows would have one element, (1, channels, batch)."""
+    return x.transpose(0, 1).reshape(1, *x.shape[1::-1]) if _is_single(x) else x
+
+
+def _short_rows(y: Tensor, x: Tensor) -> Tensor:
+    """Undo :func:`_long_rows` of x."""
+    return y.reshape(*x.shape[1::-1]).transpose(0, 1).reshape(x.shape) if _is_single(x) else y

@@ -7,7 +7,7 @@ from typing import Any
 from fsdpc import _core
 from fsdpc import functional as F
 from fsdpc._core import Tensor
-from fsdpc.functional.normalization import counted_statistics
+from fsdpc.functional.normalization import counted_batch_norm
 from fsdpc.grad_mode import no_grad
 from fsdpc.nn import init
 from fsdpc.nn.module import Module, Parameter
@@ -94,10 +94,12 @@ class _BatchNorm(Module):
         if not self.training and self.track_running_stats:
             kept = (self.running_mean, self.running_var)
             return F.batch_norm(x, kept, self.weight, self.bias, self.eps)
-        mean, var, count = counted_statistics(x, self._over_ranks)
+        y, mean, var, count = counted_batch_norm(
+            x, self.weight, self.bias, self.eps, self._over_ranks
+        )
         if self.training and self.track_running_stats:
-            self._track(mean.detach(), var.detach(), count)
-        return F.batch_norm(x, (mean, var), self.weight, self.bias, self.eps)
+            self._track(mean, var, count)
+        return y
 
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         with no_grad():
@@ -164,7 +166,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Notes
     -----
-    Forward and backward are collective, with two small sums over ranks each. Statistics, running
+    Forward and backward are collective: two small sums over ranks, then one. Statistics, running
     ones too, and gradients are those of one rank that has all batches, which may differ in size.
 
     Examples
