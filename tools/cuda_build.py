@@ -400,7 +400,7 @@ def build_tests(archs: Sequence[str]) -> tuple[list[Path], dict[str, str]]:
 
 def emulated_commands(sanitizer: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """What compiles C++ and C for the emulated device."""
-    common = [*sanitizer, "-g", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
+    common = [*sanitizer, "-g1", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-DFSDPC_EMU",
               f"-I{EMULATION}", f"-I{native.CSRC}", f"-I{KERNELS}"]
     return (["clang++", "-std=c++17", "-Wall", "-Wextra", "-fno-strict-aliasing", *common],
             ["clang", "-std=c11", "-D_GNU_SOURCE", *native.WARNINGS, *common,

@@ -64,7 +64,7 @@ class Hosts:
         self.wait_for_carrier()
 
     def wait_for_carrier(self) -> None:
-        """Wait until the kernel says that the devices run, as UCX wants them, for a second or so."""
+        """Wait until the kernel says that the devices run, a second or so: UCX wants them so."""
         end = time.monotonic() + 30
         while any(
             json.loads(self.ip(f"-n {self.name}{i} -j link show v{i}"))[0]["operstate"] != "UP"

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fsdpc import _core
 from fsdpc._core import (
     Tensor,

@@ -141,6 +141,24 @@ def test_equals_keep_their_order(dtype, descending):
     assert x.topk(7, 1, descending)[1].tolist() == [row[:7] for row in want]
 
 
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("kind", ["numbers", "equals", "nans"])
+def test_topk_of_rows(kind, largest):
+    rng = np.random.default_rng(0)
+    for shape, k, dim in (((7, 33), 5, 1), ((7, 33), 5, 0), ((4, 5, 64), 9, -1), ((64,), 63, 0)):
+        a = rng.standard_normal(shape).astype(np.float32)
+        a = np.round(a) if kind == "equals" else a
+        a[rng.random(shape) < (0.05 if kind == "nans" else 0)] = np.nan
+        values, indices = F.topk(fsdpc.tensor(a), k, dim, largest)
+        want = torch.topk(torch.tensor(a), k, dim, largest).values.numpy()
+        assert np.array_equal(values.numpy(), want, equal_nan=True), shape
+        taken = np.take_along_axis(a, indices.numpy(), dim)
+        assert np.array_equal(taken, want, equal_nan=True), shape
+        if kind != "nans":  # equals by place
+            order = np.argsort(-a if largest else a, axis=dim, kind="stable")
+            assert (indices.numpy() == np.take(order, range(k), axis=dim)).all(), shape
+
+
 def test_sort_and_topk_have_gradients():
     a = noise(4, 7)
     for dtype in FLOATS:

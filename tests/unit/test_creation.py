@@ -49,7 +49,8 @@ def test_draws() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(-5, 60_000), (0, 2**24), (7, 2**31), (-(2**40), 2**45), (-(2**63), 2**63 - 1)]
+    ("low", "high"),
+    [(-5, 60_000), (0, 2**24), (7, 2**31), (-(2**40), 2**45), (-(2**63), 2**63 - 1)],
 )
 def test_integers_from_a_wide_range(low: int, high: int) -> None:
     n = 20_000

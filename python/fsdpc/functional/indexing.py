@@ -242,12 +242,10 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor
     axis = dimension("topk", x, dim)
     if not 0 <= k <= x.shape[axis]:
         raise ValueError(f"topk: k is {k} for dimension {dim} of {x.shape[axis]} elements")
-    first = (*(slice(None),) * axis, slice(0, k))
-    keys = _keys(host(x), axis, largest) if 0 < k < x.shape[axis] else None
-    if keys is None:
-        order = argsort(x, axis, largest)[first]
-    else:  # the k smallest keys, then those in order
-        found = np.sort(np.partition(keys, k - 1, axis=axis)[first], axis=axis) & _PLACES
+    found = _first_places(host(x), k, axis, largest) if 0 < k < x.shape[axis] else None
+    if found is None:
+        order = argsort(x, axis, largest)[(*(slice(None),) * axis, slice(0, k))]
+    else:
         order = _core.tensor(np.ascontiguousarray(found))
     return gather(x, axis, order), order
 
@@ -337,6 +335,24 @@ def _keys(array: np.ndarray[Any, Any], axis: int, descending: bool) -> Any:
     wide <<= 32
     wide |= np.arange(array.shape[axis]).reshape(-1, *(1,) * (array.ndim - 1 - axis))
     return wide
+
+
+def _first_places(array: np.ndarray[Any, Any], k: int, axis: int, descending: bool) -> Any:
+    """Places along the axis of the first k elements, in order; None as for :func:`_keys`."""
+    first = (*(slice(None),) * axis, slice(0, k))
+    if axis == array.ndim - 1 and array.dtype == np.float32:  # a search by value is faster
+        at = array.shape[axis] - k if descending else k - 1
+        last = np.partition(array, at, axis=axis)[..., at : at + 1]
+        chosen = ~(array < last) if descending else array <= last
+        if (np.count_nonzero(chosen, axis=-1) == k).all():  # no equals of the last, no NaNs
+            places = np.flatnonzero(chosen) % array.shape[axis]
+            places = places.reshape(*array.shape[:-1], k)
+            keys = _keys(np.take_along_axis(array, places, axis), axis, descending)
+            return np.take_along_axis(places, np.sort(keys, axis=axis) & _PLACES, axis)
+    keys = _keys(array, axis, descending)
+    if keys is None:
+        return None
+    return np.sort(np.partition(keys, k - 1, axis=axis)[first], axis=axis) & _PLACES
 
 
 def _linear(name: str, x: Tensor, dim: int, index: Tensor) -> Tensor:
