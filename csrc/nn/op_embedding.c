@@ -107,3 +107,56 @@ fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_te
     fsdpc_status st = fsdpc_op_kernels(tape)->embedding_backward(&args, tape->stream);
     return fsdpc_op_return(st == FSDPC_OK ? record(tape, &scatter_ops, x, ids, y) : st, y, out);
 }
+
+/* ---- places ---- */
+
+#define PLACE_ROW(type)                                                                            \
+    do {                                                                                           \
+        const type *row = (const type *)index->data + i;                                           \
+        for (size_t j = 0; j < n; j++) {                                                           \
+            wrong |= (uint64_t)row[j] >= shape[dim];                                               \
+            places[i + j] = (int64_t)((uint64_t)row[j] * strides[dim] + first + j * step);         \
+        }                                                                                          \
+    } while (0)
+
+/* Where in a tensor of this shape the elements stand that the index names along dim; false: it names
+ * some that are not there. */
+static bool place_all(const fsdpc_tensor *index, const size_t *shape, int dim, int64_t *places)
+{
+    size_t strides[FSDPC_MAX_DIMS], at[FSDPC_MAX_DIMS] = {0};
+    int last = index->ndim - 1;
+    bool wrong = false;
+    fsdpc_op_strides(index->ndim, shape, strides);
+    size_t n = index->shape[last];
+    size_t step = dim == last ? 0 : 1;
+    for (size_t i = 0; i < index->numel; i += n) {
+        size_t first = 0;
+        for (int d = 0; d < last; d++)
+            first += d == dim ? 0 : at[d] * strides[d];
+        if (index->dtype == FSDPC_I32)
+            PLACE_ROW(int32_t);
+        else
+            PLACE_ROW(int64_t);
+        for (int d = last - 1; d >= 0 && ++at[d] == index->shape[d]; d--)
+            at[d] = 0;
+    }
+    return !wrong;
+}
+
+fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,
+                                     const size_t *shape, int dim, fsdpc_tensor **out)
+{
+    const char *op = "element_places";
+    *out = NULL;
+    FSDPC_TRY(fsdpc_op_check_ids(op, "index", index));
+    if (tape->device->remote || ndim != index->ndim || dim < 0 || dim >= ndim)
+        return fsdpc_fail(FSDPC_ERR_VALUE,
+                          "%s: an index of %d dimensions, a shape of %d, dimension %d, on the host",
+                          op, index->ndim, ndim, dim);
+    FSDPC_TRY(fsdpc_tensor_create(tape->device, FSDPC_I64, ndim, index->shape, out));
+    if (place_all(index, shape, dim, (*out)->data))
+        return FSDPC_OK;
+    fsdpc_tensor_release(*out);
+    *out = NULL;
+    return FSDPC_OK;
+}

@@ -145,6 +145,10 @@ fsdpc_status fsdpc_op_varlen_attention(fsdpc_tape *tape, fsdpc_tensor *q, fsdpc_
 /* ids of any shape, weight (rows, dim) -> (..., dim) */
 fsdpc_status fsdpc_op_embedding(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *weight,
                                 fsdpc_tensor **out);
+/* On the host: where in a tensor of this shape the elements stand (I64) that an index names along
+ * dim.  *out is NULL where it names some that are not there. */
+fsdpc_status fsdpc_op_element_places(fsdpc_tape *tape, const fsdpc_tensor *index, int ndim,
+                                     const size_t *shape, int dim, fsdpc_tensor **out);
 /* ids (...), x (..., dim) -> (rows, dim): row r is the sum of the x whose id is r, or zeros. */
 fsdpc_status fsdpc_op_scatter_rows(fsdpc_tape *tape, fsdpc_tensor *ids, fsdpc_tensor *x,
                                    size_t rows, fsdpc_tensor **out);

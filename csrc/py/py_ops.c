@@ -512,6 +512,7 @@ static PyObject *array_equal(PyObject *const *a)
     F(pool2d, 5, pool2d(state, a), "x", "max", "kernel", "stride", "padding")                      \
     F(embedding, 2, embedding(state, a), "ids", "weight")                                          \
     F(scatter_rows, 3, scatter_rows(state, a), "ids", "x", "rows")                                 \
+    F(element_places, 3, fsdpc_py_element_places(state, a), "index", "shape", "dim")               \
     F(rotary, 3, rotary(state, a), "x", "cos", "sin")                                              \
     F(scaled_dot_product_attention, 3, scaled_dot_product_attention(state, a), "q", "k", "v",      \
       "causal", "scale", "layout", "mask", "window")                                               \

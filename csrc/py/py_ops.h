@@ -57,6 +57,8 @@ int fsdpc_py_dims(const char *function, PyObject *object, int ndim, bool *flags_
 
 /* ---- operations that functions and methods share: py_ops.c ---- */
 
+/* py_tensor_index.c: of the index a[0] in a tensor of shape a[1] along a[2]; None: some are not */
+PyObject *fsdpc_py_element_places(fsdpc_py_state *state, PyObject *const *a);
 /* py_ops_concat.c: of the sequence a[0] along dimension a[1], a new one for stack */
 PyObject *fsdpc_py_op_concat(fsdpc_py_state *state, PyObject *const *a, bool stack);
 PyObject *fsdpc_py_op_cast(fsdpc_py_state *state, fsdpc_tensor *x, fsdpc_dtype dtype);

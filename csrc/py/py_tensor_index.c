@@ -172,3 +172,19 @@ int fsdpc_py_tensor_setitem(PyObject *object, PyObject *index, PyObject *value)
     char *first = (char *)t->data + offset * fsdpc_dtype_bytes(t->dtype);
     return fsdpc_py_tensor_assign(self, first, ndim, shape, strides, value);
 }
+
+PyObject *fsdpc_py_element_places(fsdpc_py_state *state, PyObject *const *a)
+{
+    fsdpc_runtime *runtime = fsdpc_py_state_runtime(state);
+    fsdpc_tensor *index = runtime ? fsdpc_py_tensor_of(a[0]) : NULL, *out;
+    size_t shape[FSDPC_MAX_DIMS];
+    int64_t dim = 0;
+    int ndim = index ? fsdpc_py_shape("element_places", &a[1], 1, shape) : -1;
+    if (ndim < 0 || fsdpc_py_arg_int64(a[2], &dim) < 0)
+        return NULL;
+    fsdpc_status status =
+        fsdpc_op_element_places(runtime->tape, index, ndim, shape, (int)dim, &out);
+    if (status == FSDPC_OK && !out)
+        Py_RETURN_NONE;
+    return fsdpc_py_result(state, status, out);
+}

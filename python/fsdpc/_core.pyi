@@ -1344,6 +1344,12 @@ def pool2d(
 ) -> Tensor:
     """Return the greatest of each window, or the mean."""
 
+def element_places(index: Tensor, shape: Sequence[int], dim: int) -> Tensor | None:
+    """Find where in memory the elements stand that an index names along a dimension.
+
+    None: it names some that are not there. On the host alone.
+    """
+
 def scatter_rows(ids: Tensor, x: Tensor, rows: int) -> Tensor:
     """Return (rows, dim) zeros with each row of x, (..., dim), added at its id of ids, (...).
 

@@ -197,3 +197,24 @@ def test_indices_that_do_not_fit():
     with pytest.raises(ValueError, match="make it one row"):
         F.index_select(x, 0, fsdpc.tensor([[0]]))
     assert F.gather(fsdpc.zeros(0, 3), 0, fsdpc.zeros(0, 3, dtype="int64")).shape == (0, 3)
+
+
+class Picking(fsdpc.nn.Module):
+    """A model whose index is an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = fsdpc.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        index = (y > 0).to("int64")
+        return F.gather(y, 1, index).sum() + F.scatter_add(y, 0, index, y).sum()
+
+
+def test_a_dry_run_takes_no_index_for_wrong():
+    model = Picking()
+    plan = fsdpc.memory_plan(model, 1, (4, 8))
+    assert plan.total > 0 and plan.activation is not None
+    model(fsdpc.randn(4, 8)).backward()
+    assert model.first.weight.grad is not None

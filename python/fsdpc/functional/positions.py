@@ -19,6 +19,9 @@ def rotary_tables(tokens: int, dim: int, base: float = 10000.0) -> tuple[Tensor,
     ((8, 2), (8, 2))
     """
     frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    angles = np.arange(tokens, dtype=np.float64)[:, None] * frequencies
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    # e^i(a+b) = e^ia e^ib: products in the place of most cosines and sines, in float64 as those.
+    near, far = np.arange(64)[:, None], np.arange(0, tokens, 64)[:, None, None]
+    turns = np.exp(1j * far * frequencies) * np.exp(1j * near * frequencies)
+    turns = turns.reshape(64 * len(far), len(frequencies))[:tokens]
+    cos, sin = turns.real.astype(np.float32), turns.imag.astype(np.float32)
     return _core.tensor(cos), _core.tensor(sin)

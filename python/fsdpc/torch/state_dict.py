@@ -307,7 +307,7 @@ def set_model_state_dict(
     >>> from fsdpc.torch import fully_shard, get_model_state_dict, set_model_state_dict
     >>> model = fully_shard(torch.nn.Linear(4, 2))
     >>> state = get_model_state_dict(model)
-    >>> set_model_state_dict(model, {name: 0 * value for name, value in state.items()})
+    >>> set_model_state_dict(model, {n: torch.zeros_like(v) for n, v in state.items()})
     <All keys matched successfully>
     >>> model(torch.ones(1, 4)).tolist()
     [[0.0, 0.0]]
