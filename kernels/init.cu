@@ -1,51 +1,15 @@
 /* Constant, normal and uniform values from absolute indices; twin of csrc/ops/flat_init_body.h.
  *
- * The logarithm, sine and cosine are the CPU file's own, in fp64 with plain operations; compiled
- * with -fmad=false they give the CPU's bits.  A thread computes one Philox block, that is four
- * elements of the stream; initialisation happens once, so stores are element by element.
+ * The logarithm, sine and cosine are the CPU's own; compiled with -fmad=false they give its bits.  A
+ * thread computes one Philox block, that is four elements of the stream; initialisation happens
+ * once, so stores are element by element.
  */
 #include "dtype.cuh"
 #include "random.cuh"
 
-/* log of k / 2^32 for k in 1 .. 2^32 */
-__device__ __forceinline__ double log_fraction(double k)
-{
-    uint64_t bits = (uint64_t)__double_as_longlong(k);
-    int64_t e = (int64_t)((bits + (0x3ff0000000000000u - 0x3fe6a09e667f3bcdu)) >> 52) - 1023;
-    double m = __longlong_as_double((long long)(bits - ((uint64_t)e << 52)));
-    double s = (m - 1) / (m + 1), z = s * s;
-    double series = 1.0 / 15;
-    series = series * z + 1.0 / 13;
-    series = series * z + 1.0 / 11;
-    series = series * z + 1.0 / 9;
-    series = series * z + 1.0 / 7;
-    series = series * z + 1.0 / 5;
-    series = series * z + 1.0 / 3;
-    return (double)(int)(e - 32) * 0x1.62e42fefa39efp-1 + (s + s * z * series) * 2;
-}
-
-/* cos and sin of 2 pi w / 2^32 */
-__device__ __forceinline__ void turn(uint32_t w, double *cos_out, double *sin_out)
-{
-    uint32_t quarter = (w + 0x20000000u) >> 30;
-    double t = (double)(int32_t)(w - (quarter << 30)) * 0x1.921fb54442d18p-30;
-    double z = t * t;
-    double s = -1.0 / 39916800 + z * (1.0 / 6227020800);
-    s = s * z + 1.0 / 362880;
-    s = s * z - 1.0 / 5040;
-    s = s * z + 1.0 / 120;
-    s = s * z - 1.0 / 6;
-    s = t + t * z * s;
-    double c = 1.0 / 479001600 - z * (1.0 / 87178291200);
-    c = c * z - 1.0 / 3628800;
-    c = c * z + 1.0 / 40320;
-    c = c * z - 1.0 / 720;
-    c = c * z + 1.0 / 24;
-    c = 1 + z * (c * z - 0.5);
-    double x = quarter & 1 ? s : c, y = quarter & 1 ? c : s;
-    *cos_out = quarter == 1 || quarter == 2 ? -x : x;
-    *sin_out = quarter & 2 ? -y : y;
-}
+#define RULE __device__ __forceinline__
+#include "ops/flat_init_rules_body.h"
+#undef RULE
 
 struct init_plan {
     fsdpc_init_kind kind;

@@ -1404,7 +1404,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     """Average the negative log likelihood of class ids: functional's with default options."""
 
 def nll_loss(log_p: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Average minus the targets' logarithms of probabilities, which float64 is rounded from."""
+    """Average minus the targets' logarithms of probabilities: functional's with default options."""
 
 def linear_cross_entropy(
     x: Tensor,
