@@ -84,9 +84,6 @@ def mpiexec(family: str, ranks: int, hosts: Hosts, command: list[str]) -> list[s
         words += [":"] if i else []
         words += ["--host", f"{address}:{each}"] if family == "openmpi" else []
         words += ["-n", each, *own_cores(i)]
-        if family == "mpich":  # UCX looks for devices in /sys, which is that of no host
-            words += ["unshare", "-m", "sh", "-c", 'mount -t sysfs sys /sys && exec "$@"', "sh",
-                      "env", "UCX_TLS=tcp,self", f"UCX_NET_DEVICES=v{i}"]  # fmt: skip
         words += command
     return words
 
@@ -120,9 +117,13 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
 
 
 def simulated_ms(
-    model: str, ranks: int, rate: str, alone_ms: float, latency: float, core: float
+    model: str, ranks: int, rate: str, alone_ms: float, strategy: str = "",
+    latency: float = LATENCY, core: float = CORE,
 ) -> float:
-    """Milliseconds of a step by simulate(), whose computation takes as long as alone; or NaN."""
+    """Milliseconds of a step by simulate(), whose computation takes as long as alone; or NaN.
+
+    An empty strategy is FULL_SHARD.
+    """
     if not model.startswith("llama-") or alone_ms != alone_ms:
         return float("nan")
     import fsdpc
@@ -140,7 +141,7 @@ def simulated_ms(
         return fsdpc.simulate(
             built, bench_torch.LLAMAS[preset], hosts=2, ranks_per_host=ranks // 2,
             bandwidth=min(RATES[rate], 1e12) / 8 * PAYLOAD, latency=latency, flops=flops,
-            core_bandwidth=core, mp_policy=policy,
+            core_bandwidth=core, mp_policy=policy, strategy=strategy or "FULL_SHARD",
         )  # fmt: skip
 
     return step(step(1e12).flops / alone_ms * 1e3).step * 1e3
@@ -155,16 +156,17 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
                 turns[engine].append(measure(model, engine, ranks, hosts))
     ms = {e: statistics.median(t[0] for t in ts) for e, ts in turns.items()}
     for engine in engines:
-        native = engine.partition(":")[0] in bench_torch.NATIVE
+        name, _, strategy = engine.partition(":")
+        native = name in bench_torch.NATIVE
         alone = ms.get("native-alone" if native else "local", float("nan"))
         _, sent, pss = (statistics.median(column) for column in zip(*turns[engine]))
         wire = sent * 1e6 * 8 / RATES[rate] * 1e3
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
                f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
-        if engine in ("fsdpc", "native"):
+        if name in ("fsdpc", "native"):
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
-                row[i - 2] = f"{simulated_ms(model, ranks, rate, alone, *cost):.0f}"
+                row[i - 2] = f"{simulated_ms(model, ranks, rate, alone, strategy, *cost):.0f}"
         print("| " + " | ".join(map(str, row)).replace("nan", "") + " |", flush=True)
 
 

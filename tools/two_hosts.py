@@ -1,13 +1,15 @@
 """Two hosts on this machine: network namespaces, joined by a pair of veth devices.
 
-Each has a network and a host name of its own, and shares everything else: processes, memory,
-files.  Making them needs root and iproute2; :func:`missing` says what is not there.
+Each has a network, a /sys that shows it, and a host name of its own, and shares everything else:
+processes, memory, files.  UCX, below MPICH, is told to take the wire.  Making them needs root and
+iproute2; :func:`missing` says what is not there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,11 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+# Put before a command that is to see the devices of its host in /sys, as UCX does.
+OWN_SYS = ["unshare", "-m", "sh", "-c", 'mount -t sysfs sys /sys && exec "$@"', "sh"]
+# UCX, below MPICH, would take shared memory.  Ranks on both hosts may get the settings of one.
+UCX = ["UCX_TLS=tcp,self", "UCX_NET_DEVICES=v0,v1"]
 # What mpirun starts instead of ssh: [options] ADDRESS COMMAND...
 AGENT = """#!/bin/sh
 while case "$1" in -*) true;; *) false;; esac; do shift; done
-number=$((${1##*.} - 1)); shift
-exec nsenter --net=/run/netns/NAMES$number --uts=FOLDER/uts$number sh -c "$*"
+address=$1; shift
+case $address in
+    {addresses[0]}) exec {inside[0]} sh -c "$*";;
+    {addresses[1]}) exec {inside[1]} sh -c "$*";;
+esac
 """
 
 
@@ -34,14 +43,16 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = f"fsdpc{os.getpid()}h"
-        self.inside = [
-            ["nsenter", f"--net=/run/netns/{self.name}{i}", f"--uts={folder}/uts{i}",
-             "env", f"GLOO_SOCKET_IFNAME=v{i}"]
-            for i in range(2)
-        ]  # fmt: skip
+        self.inside = [[*self.entered(i), *OWN_SYS, "env", f"GLOO_SOCKET_IFNAME=v{i}", *UCX]
+                       for i in range(2)]  # fmt: skip
         self.agent = folder / "agent"
-        self.agent.write_text(AGENT.replace("NAMES", self.name).replace("FOLDER", str(folder)))
+        inside = [shlex.join(words) for words in self.inside]
+        self.agent.write_text(AGENT.format(addresses=ADDRESSES, inside=inside))
         self.agent.chmod(0o755)
+
+    def entered(self, i: int) -> list[str]:
+        """What is put before a command that runs on host i, and sees the /sys of all."""
+        return ["nsenter", f"--net=/run/netns/{self.name}{i}", f"--uts={self.folder}/uts{i}"]
 
     def ip(self, words: str) -> bytes:
         """Run iproute2 with these words and return what it prints."""

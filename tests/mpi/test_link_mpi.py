@@ -144,3 +144,28 @@ def test_a_compiler_beside_python_is_found(
     assert mpi_build.find_compilers([compiler.name]) == {}
     monkeypatch.setattr(mpi_build, "SCRIPTS", str(tmp_path))
     assert mpi_build.find_compilers([compiler.name]) == {"mpich": str(compiler)}
+
+
+def test_plugins_are_those_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDPC_MPI: 0 removes them, 1 wants one, nothing takes what there is."""
+    plugin = tmp_path / mpi_build.library_name("mpich")
+    plugin.touch()
+    monkeypatch.setenv("FSDPC_MPI", "0")
+    mpi_build.install(tmp_path)
+    assert not plugin.exists()
+    monkeypatch.setenv("FSDPC_MPI", "2")
+    with pytest.raises(RuntimeError, match="FSDPC_MPI=2 is neither 0 nor 1"):
+        mpi_build.install(tmp_path)
+    monkeypatch.setenv("FSDPC_MPI", "1")
+    monkeypatch.setattr(mpi_build, "find_compilers", dict)
+    with pytest.raises(RuntimeError, match="or build without FSDPC_MPI=1"):
+        mpi_build.install(tmp_path)
+    plugin.touch()
+    monkeypatch.setattr(mpi_build, "find_compilers", lambda: {"mpich": "false"})
+    with pytest.raises(native.CompileError):
+        mpi_build.install(tmp_path)
+    monkeypatch.delenv("FSDPC_MPI")
+    mpi_build.install(tmp_path)
+    assert not plugin.exists() and f"{plugin.name} is not built" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""``fsdpc run --hosts``: mpirun or mpiexec starts the ranks, here on two namespaces."""
+"""``fsdpc run`` and ``fsdpc train --hosts``: mpirun or mpiexec starts ranks, on two namespaces."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import fsdpc
 from fsdpc._launch import hosts as fsdpc_hosts
 
 from .test_link_mpi import COMPILERS, mpi_build
-from .test_two_hosts import PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
+from .test_two_hosts import LEAST_BYTES, PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
 
+TRAIN = ["--ranks", "4", "--steps", "2", "--batch", "1", "--seq", "48", "--eval-bytes", "0"]
 WAITS = "import sys, time, fsdpc; fsdpc.init(); sys.stderr.write('ready\\n'); time.sleep(600)"
 
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -31,7 +33,7 @@ def hosts() -> Iterator[two_hosts.Hosts]:
 
 @pytest.fixture(scope="module", params=sorted(COMPILERS))
 def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
-    """Start the command with these words on the first host."""
+    """Start ``fsdpc run``, or another command, with these words on the first host."""
     if not (PACKAGE / mpi_build.library_name(request.param)).exists():
         pytest.skip(f"fsdpc was built without {request.param}")
     compiler = Path(COMPILERS[request.param])
@@ -49,8 +51,8 @@ def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
         "FSDPC_TIMEOUT_S": "60",
     }
 
-    def run(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fsdpc", "run", "--hosts", ",".join(two_hosts.ADDRESSES)]
+    def run(*words: str, name: str = "run") -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "fsdpc", name, "--hosts", ",".join(two_hosts.ADDRESSES)]
         command += ["--launcher", str(launcher), "--agent", str(hosts.agent), *words]
         return subprocess.Popen([*hosts.inside[0], *command], env=environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -64,15 +66,27 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], process.returncode, out, err)
 
 
-def test_bits_are_those_of_one_host(start: Start) -> None:
+def test_bits_are_those_of_one_host(start: Start, hosts: two_hosts.Hosts) -> None:
     one_host = [sys.executable, "-m", "fsdpc", "run", "--ranks", "4", str(PROGRAM), "launcher"]
     expected = subprocess.run(one_host, capture_output=True, text=True, timeout=TIMEOUT_S)
+    before = hosts.sent_bytes()
     done = finish(start("--ranks-per-host", "2", str(PROGRAM), "launcher"))
+    assert hosts.sent_bytes() - before > LEAST_BYTES, "it did not take the wire"
     sums = [word.rpartition("crc:")[2] for word in sums_of(expected)]
     sums += [word.split()[0] for word in done.stdout.split("crc:")[1:]]
     assert len(sums) == 8 and len(set(sums)) == 1, (sums, done)
     line = done.stderr.partition("fsdpc: ")[2].partition("\n")[0]
     assert "mpiexec" in line and line.endswith(f"{PROGRAM} launcher"), done.stderr
+
+
+def test_a_model_is_trained_as_on_one_host(start: Start, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    command = [sys.executable, "-m", "fsdpc", "train", *TRAIN, "--metrics", str(one)]
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+    done = finish(start(*TRAIN, "--metrics", str(two), name="train"))
+    assert done.returncode == 0, done
+    ends = [json.loads(each.read_text().splitlines()[-1]) for each in (one, two)]
+    assert ends[0]["params_crc32c"] == ends[1]["params_crc32c"]
 
 
 def test_a_rank_that_fails_is_the_outcome(start: Start) -> None:
@@ -110,6 +124,7 @@ def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
         (["--hosts", "a,b", "--ranks", "2", "--launcher", "no-such"], "there is no no-such"),
         (["--hosts", "a,b", "--ranks", "2", "--launcher", "true"], "an MPI that is not known"),
         (["--ranks", "2", "--agent", "ssh"], "--agent goes with --hosts"),
+        (["--ranks-per-host", "0"], "--ranks-per-host goes with --hosts"),
         ([], "one of the arguments --ranks --ranks-per-host --elastic is required"),
     ],
 )

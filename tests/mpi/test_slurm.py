@@ -18,6 +18,7 @@ import pytest
 
 from .test_link_mpi import mpi_build
 from .test_two_hosts import (
+    LEAST_BYTES,
     PACKAGE,
     PROGRAM,
     TIMEOUT_S,
@@ -77,10 +78,10 @@ class Cluster:
 
     @contextmanager
     def daemon(self, host: int, *command: str) -> Iterator[None]:
-        """One of the daemons, in the foreground."""
+        """One of the daemons, in the foreground; slurmd wants the machine's /sys/fs/cgroup."""
         log = self.folder / f"{command[0]}.{host}.log"
         with log.open("wb") as output:
-            process = subprocess.Popen([*self.hosts.inside[host], *command], stdout=output,
+            process = subprocess.Popen([*self.hosts.entered(host), *command], stdout=output,
                                        stderr=output, env=self.environment)
         try:
             yield
@@ -137,13 +138,16 @@ def start(request: pytest.FixtureRequest, cluster: Cluster) -> Start:
     family = {"pmi2": "mpich", "pmix": "openmpi"}[request.param]
     if not (PACKAGE / mpi_build.library_name(family)).exists():
         pytest.skip(f"fsdpc was built without {family}")
-    command = ["srun", f"--mpi={request.param}", "-N2", "--ntasks-per-node=2", sys.executable]
+    command = ["srun", f"--mpi={request.param}", "-N2", "--ntasks-per-node=2",
+               *two_hosts.OWN_SYS, sys.executable]
     return lambda *words: cluster.run(*command, str(PROGRAM), "launcher", *words)
 
 
 def test_bits_are_those_of_one_host(start: Start, cluster: Cluster) -> None:
+    before = cluster.hosts.sent_bytes()
     done = start()
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{cluster.logs()}"
+    assert cluster.hosts.sent_bytes() - before > LEAST_BYTES, "it did not take the wire"
     assert sums_of(done) == [sum_of_one_host()] * 4
 
 
