@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdpc import _core, _train_pretrained, _train_tokens, models, plots
+from fsdpc._launch import hosts
 from fsdpc._launch.elastic import share_batch
 from fsdpc._launch.environment import check_ranks
 from fsdpc._shard import check_reshard
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes to train on (default: this one, or those of torchrun, srun, mpirun)",
     )
-    run.add_argument("--hosts", metavar="A,B", help="hosts to have them on, by mpirun or mpiexec")
+    hosts.add_options(run)
     add_choice(run, "--device", ("cpu", "cuda"), "cpu",
             "what to train on; ranks on cuda take a GPU each, or share")  # fmt: skip
     add_number(run, "--steps", 400, "optimizer steps")
@@ -438,6 +439,7 @@ def _check_schedule(options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace) -> None:
     """Refuse values, and combinations of them, that cannot be here."""
     check_values(options)
+    hosts.check_options(options)
     if options.ranks is not None:
         if options.hosts is None:
             check_ranks(options.ranks)

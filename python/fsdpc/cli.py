@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import fsdpc
+from fsdpc._launch import hosts
 from fsdpc._launch.elastic import parse_elastic
 
 _EPILOG = """\
@@ -53,16 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     size = run.add_mutually_exclusive_group(required=True)
     size.add_argument("--ranks", type=int, metavar="N", help="how many ranks, on all hosts")
-    run.add_argument(
-        "--hosts", metavar="A,B", help="on these hosts, by mpirun or mpiexec (docs/hosts.md)"
-    )
     size.add_argument("--ranks-per-host", type=int, metavar="N", help="how many on each host")
-    run.add_argument(
-        "--launcher", metavar="PROGRAM", help="the mpirun or mpiexec (default: the one found)"
-    )
-    run.add_argument(
-        "--agent", metavar="COMMAND", help="starts commands on other hosts (default: ssh)"
-    )
+    hosts.add_options(run)
     run.add_argument(
         "--timeout",
         type=float,
@@ -177,20 +170,15 @@ def _run(arguments: list[str]) -> int:
         return 0
     if options.command == "flight":
         return _flight(options)
-    of_hosts = {"--launcher": options.launcher, "--agent": options.agent,
-                "--ranks-per-host": options.ranks_per_host}  # fmt: skip
-    if options.hosts is None and (given := [name for name, v in of_hosts.items() if v is not None]):
-        parser.error(f"run: {given[0]} goes with --hosts")
-    if options.hosts is not None and options.max_restarts:
-        parser.error("run: --max-restarts is for the ranks of one host, without --hosts")
+    try:
+        hosts.check_options(options)
+    except ValueError as error:
+        parser.error(f"run: {error}")
     elastic = options.elastic
-    if elastic is not None and options.hosts is not None:
-        parser.error("run: --elastic is for the ranks of one host, without --hosts")
     if elastic is not None and not options.max_restarts:
         parser.error(f"run: --elastic {elastic} needs --max-restarts N")
 
     from fsdpc import launcher
-    from fsdpc._launch import hosts
     from fsdpc._launch.environment import find_scheduler
 
     tasks = find_scheduler(os.environ)

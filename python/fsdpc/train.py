@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from fsdpc import _core, _train_pretrained, distributed, models
+from fsdpc._launch import hosts
 from fsdpc._launch.environment import adopt_scheduler, available_bytes
 from fsdpc._train_checkpoint import TrainCheckpoints
 from fsdpc._train_options import (
@@ -80,10 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(options)
         choose_device(options)
         if options.hosts is not None and "RANK" not in os.environ:
-            from fsdpc._launch import hosts
-
             names, each = hosts.check_hosts(options.hosts, options.ranks, None)
-            hosts.run(["-m", "fsdpc", "train", *arguments], names, each)
+            hosts.run(["-m", "fsdpc", "train", *arguments], names, each,
+                      launcher=options.launcher, agent=options.agent)  # fmt: skip
         if "RANK" not in os.environ:  # one rank reports the error
             check_resources(options, most_ranks(options))
         alone = options.ranks in (None, 1) and not options.max_restarts

@@ -6,6 +6,7 @@ and exit codes. So this process becomes one of them.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
@@ -22,6 +23,32 @@ from fsdpc import _core
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
 PROGRAMS = ("mpirun", "mpiexec", "mpirun.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 OURS = ("FSDPC_", "OMP_", "MKL_", "PYTHON", "GLOO_", "NCCL_", "CUDA_")  # what ranks are given
+
+
+def add_options(group: argparse._ActionsContainer) -> None:
+    """Add ``--hosts``, and what starts ranks there."""
+    group.add_argument(
+        "--hosts", metavar="A,B", help="on these hosts, by mpirun or mpiexec (docs/hosts.md)"
+    )
+    group.add_argument(
+        "--launcher", metavar="PROGRAM", help="the mpirun or mpiexec (default: the one found)"
+    )
+    group.add_argument(
+        "--agent", metavar="COMMAND", help="starts commands on other hosts (default: ssh)"
+    )
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for what goes with ``--hosts`` alone, and for what does not."""
+    if options.hosts is None:
+        names = ("launcher", "agent", "ranks_per_host")
+        wrong = [name for name in names if getattr(options, name, None) is not None]
+        says = "goes with --hosts"
+    else:
+        wrong = [name for name in ("max_restarts", "elastic") if getattr(options, name)]
+        says = "is for the ranks of one host, without --hosts"
+    if wrong:
+        raise ValueError(f"--{wrong[0].replace('_', '-')} {says}")
 
 
 def check_hosts(text: str, ranks: int | None, ranks_per_host: int | None) -> tuple[list[str], int]:
