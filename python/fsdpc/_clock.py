@@ -161,6 +161,7 @@ class Clock:
         self.brought: set[int] = set()  # units whose rows of other hosts are here
         self.exposed: dict[str, float] = {"gather": 0.0, "reduce": 0.0, "agree": 0.0}
         self.sent: _Sent = _Sent()
+        self.seconds: deque[int] = self._find_seconds()
         self.to_agree: bool = False
         self.posting: Event | None = None  # what the record says now
         self.times: list[float] = []  # of each event
@@ -182,6 +183,23 @@ class Clock:
             self.posting = event
             if handler := handlers.get(event.kind):
                 handler(event.unit, event.bytes)
+
+    def _find_seconds(self) -> deque[int]:
+        """Return, for each reduction, the bytes of a second stage that leaves when it is done.
+
+        Between hosts of CPUs they do (csrc/engine/reduce.c); the record has them where nothing can
+        go on without them. 0: none.
+        """
+        crosses = not self.wires.is_ring and self.replicas.hosts > 1
+        found: list[int] = []
+        last: dict[int, int] = {}  # which reduction was a unit's last one
+        for event in self.record.events:
+            if event.kind == "reduce":
+                last[event.unit] = len(found)
+                found.append(0)
+            elif event.kind == "all_reduce" and crosses:
+                found[last[event.unit]] = event.bytes
+        return deque(found)
 
     # -- what the record says --
 
@@ -208,13 +226,20 @@ class Clock:
         self.to_agree = True
 
     def _reduce(self, unit: int, n_bytes: int) -> None:
+        second = self.seconds.popleft()
         if self.n_shards == 1:
             return  # replicas alone: what follows is the whole of it
         load = self.wires.load("reduce", self.shards, n_bytes, self.record.reduce_sizes[unit])
-        self.sums[unit] = self._post("reduce", load)
+        first = self.sums[unit] = self._post("reduce", load)
+        if second:
+            load = self.wires.load("all_reduce", self.replicas, second, 4)
+            both = self.sums[unit] = self._post("sum", load, first)
+            both.kind, both.bytes = "all_reduce", second
 
     def _all_reduce(self, unit: int, n_bytes: int) -> None:
         first = self.sums.get(unit)
+        if first and first.after:
+            return  # posted beside the first stage
         element = 4 if first else self.record.reduce_sizes[unit]
         if first and not self.wires.is_ring:
             self._wait("reduce", first)
