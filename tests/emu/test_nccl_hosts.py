@@ -6,10 +6,11 @@ network namespaces.  gloo carries what the engine's control says between them.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,30 +87,40 @@ def namespaces(nccl: dict[str, str], tmp_path: Path) -> Iterator[Ranks]:
         yield Ranks(nccl, tmp_path, hosts.inside)
 
 
-def on_one_host(nccl: dict[str, str], world: int) -> list[Any]:
+@pytest.fixture(scope="module")
+def on_one_host(nccl: dict[str, str]) -> Callable[[int], list[Any]]:
     """What so many ranks of one host make of every strategy, over NCCL."""
-    program = str(HERE / "ranks.py")
-    said = printed(nccl, program, "strategies", "cuda", str(world), "perceptron")
-    return json.loads(said.splitlines()[-1])
+
+    @functools.cache
+    def results(world: int) -> list[Any]:
+        program = str(HERE / "ranks.py")
+        said = printed(nccl, program, "strategies", "cuda", str(world), "perceptron")
+        return json.loads(said.splitlines()[-1])
+
+    return results
 
 
 @pytest.mark.parametrize("ranks_of_host", [1, 2])
-def test_strategies_have_the_bits_of_one_host(nccl: dict[str, str], pretended: Ranks,
-                                              ranks_of_host: int) -> None:
+def test_strategies_have_the_bits_of_one_host(
+    pretended: Ranks, ranks_of_host: int, on_one_host: Callable[[int], list[Any]]
+) -> None:
     """Meshes too, of which one shards inside hosts and replicates between them."""
     results = pretended.results(ranks_of_host, "trained", "perceptron")
     assert all(rank["transport"] == "nccl" for rank in results)
     assert {*STRATEGIES, f"HYBRID_SHARD 2x{ranks_of_host}"} < results[0]["perceptron fp32"].keys()
-    assert results == on_one_host(nccl, 2 * ranks_of_host)
+    assert results == on_one_host(2 * ranks_of_host)
 
 
-def test_namespaces_have_the_bits_of_one_host(nccl: dict[str, str], namespaces: Ranks) -> None:
-    assert namespaces.results(2, "trained", "perceptron") == on_one_host(nccl, 4)
+def test_namespaces_have_the_bits_of_one_host(
+    namespaces: Ranks, on_one_host: Callable[[int], list[Any]]
+) -> None:
+    assert namespaces.results(2, "trained", "perceptron") == on_one_host(4)
 
 
 @pytest.mark.parametrize("family", sorted(COMPILERS) or ["none"])
-def test_mpi_is_as_good_as_gloo(nccl: dict[str, str], pretended: Ranks, family: str,
-                                tmp_path: Path) -> None:
+def test_mpi_is_as_good_as_gloo(
+    pretended: Ranks, family: str, tmp_path: Path, on_one_host: Callable[[int], list[Any]]
+) -> None:
     if not (ROOT / "python" / "fsdpc" / mpi_build.library_name(family)).exists():
         pytest.skip("fsdpc was built without it")
     compiler = Path(COMPILERS[family])
@@ -123,7 +134,7 @@ def test_mpi_is_as_good_as_gloo(nccl: dict[str, str], pretended: Ranks, family: 
                           text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
-    assert results == on_one_host(nccl, 2)
+    assert results == on_one_host(2)
 
 
 def test_gradients_and_weights_go_over_nccl_alone(pretended: Ranks) -> None:
