@@ -19,6 +19,7 @@ import pytest
 import fsdpc
 from fsdpc import _core, nn
 from fsdpc._launch import pretend
+from fsdpc.data import DistributedSampler, GlobalBatchSampler
 
 BETWEEN = ("nothing", "no_sync", "hold")
 
@@ -105,6 +106,19 @@ def test_a_rank_knows_its_host() -> None:
     assert fsdpc.local_rank() == fsdpc.rank() % 2
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert fsdpc.all_reduce(fsdpc.rank()) == 6
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_ranks_of_all_hosts_take_each_sequence_once() -> None:
+    place = fsdpc.rank(), fsdpc.world_size()
+    for sampler in (
+        DistributedSampler(48, *place),
+        GlobalBatchSampler(48, *place, batch=3, accumulate=2),
+    ):
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            taken = fsdpc.all_gather(np.array(list(sampler)))
+            assert sorted(taken.ravel().tolist()) == list(range(48))
 
 
 class Meeting(nn.Module):
