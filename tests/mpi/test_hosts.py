@@ -62,8 +62,9 @@ def test_bits_are_those_of_one_host(start: Start) -> None:
 
 
 @pytest.mark.parametrize("options", [
-    "SHARD_OPTIM", "SHARD_OPTIM bf16", "SHARD_GRAD_OP fp16", "NO_SHARD fp16", "HYBRID_SHARD",
-    "HYBRID_SHARD_ZERO2 bf16", "HYBRID_SHARD late", "deterministic", "deterministic bf16",
+    "FULL_SHARD bf16 no_sync hold", "SHARD_OPTIM", "SHARD_OPTIM bf16 hold", "SHARD_GRAD_OP fp16",
+    "NO_SHARD fp16 no_sync", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2 bf16 no_sync",
+    "HYBRID_SHARD late hold", "deterministic", "deterministic bf16 no_sync",
 ])  # fmt: skip
 def test_every_strategy_has_the_bits_of_one_host(one_start: Start, options: str) -> None:
     """On two hosts, and, as one of them alone has other groups then, on four."""
