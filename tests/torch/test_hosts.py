@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,17 @@ ROUTES = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"reshard_after_forward": False},
     "two": {"reshard_after_forward": 2},
+    "SHARD_OPTIM": {"strategy": "SHARD_OPTIM"},
     "NO_SHARD": {"mesh": (4, 1)},
     "HYBRID_SHARD": {"mesh": (2, 2)},
+    "HYBRID_SHARD_ZERO2": {"mesh": (2, 2), "strategy": "HYBRID_SHARD_ZERO2"},
 }
+POSTPONED = {"fp32": [False, True], "deterministic": [True]}  # else none
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CASES = [
+    *product(ROUTES, ["fp32", "bf16"]),
+    *product(["FULL_SHARD", "HYBRID_SHARD"], ["fp16", "deterministic"]),
+]
 
 
 links: list[Any] = []  # of this rank to other hosts, while it is in a world of several
@@ -70,33 +79,47 @@ def prepared(options: dict[str, Any], **policy: Any) -> Any:
     return shard(build(), **options, mp_policy=MixedPrecisionPolicy(**policy))
 
 
-def train(model: Any, steps: int = 3) -> None:
-    """Two micro-steps a step, clipping, AdamW."""
+def train(model: Any, steps: int = 3, postponed: bool = False, scaled: bool = False) -> None:
+    """Two micro-steps a step, clipping, AdamW.
+
+    ``postponed``: the first micro-step is not reduced. ``scaled``: by a loss scaler, and one rank
+    overflows in the second step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
     for step in range(steps):
         for micro in range(2):
-            loss_of(model, batch(step, dist.get_rank(), micro)).backward()
+            model.set_requires_gradient_sync(micro == 1 or not postponed)
+            loss = loss_of(model, batch(step, dist.get_rank(), micro))
+            if scaled and step == 1 and dist.get_rank() == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+    assert not scaled or scaler.get_scale() == 2.0**9
 
 
 @pytest.mark.ranks(4, init=False)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "mode"), CASES)
 def test_bits_are_those_of_one_host(
-    route: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    route: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values: dict[int, dict[str, torch.Tensor]] = {}
+    values: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
     for hosts in (1, 2, 4):
         join_again(hosts, tmp_path, monkeypatch)
-        model = prepared(ROUTES[route], param_dtype=dtype)
-        train(model)
+        if mode == "deterministic":
+            fsdpc.init(deterministic=True)
+        for postponed in POSTPONED.get(mode, [False]):
+            model = prepared(ROUTES[route], param_dtype=DTYPES.get(mode))
+            train(model, postponed=postponed, scaled=mode == "fp16")
+            values[hosts, postponed] = full_parameters(model)
         assert len(links) == (hosts > 1)
-        values[hosts] = full_parameters(model)
-    for hosts in (2, 4):
-        for name, value in values[1].items():
-            assert torch.equal(values[hosts][name], value), (hosts, name)
+    for (hosts, postponed), found in values.items():
+        for name, value in values[1, postponed].items():
+            assert torch.equal(found[name], value), (hosts, postponed, name)
     leave()
 
 
