@@ -139,6 +139,19 @@ def test_hybrids_replicate_between_hosts(
     leave()
 
 
+def sent_by(model: Any, steps: int = 3) -> list[int]:
+    """Bytes that this rank sends to other hosts, step by step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sent = []
+    for step in range(steps):
+        before = links[0].sent_bytes
+        loss_of(model, batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(links[0].sent_bytes - before)
+    return sent
+
+
 @pytest.mark.ranks(4, hosts=2, init=False)
 @pytest.mark.parametrize(
     ("dtype", "bytes_of_element"), [(None, 4), (torch.bfloat16, 2)], ids=["fp32", "bf16"]
@@ -150,18 +163,21 @@ def test_what_leaves_a_host_leaves_it_once(
     join(tmp_path, monkeypatch)
     model = shard(build(dim=200), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
     numel = sum(p.numel() for p in build(dim=200).parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sent = []
-    for step in range(3):
-        before = links[0].sent_bytes
-        loss_of(model, batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sent.append(links[0].sent_bytes - before)
-    of_ranks = fsdpc.all_gather(np.array(sent)).reshape(4, 3)
+    of_ranks = fsdpc.all_gather(np.array(sent_by(model))).reshape(4, 3)
     least = numel // 2 * (bytes_of_element + 4)
     for of_host in (of_ranks[:2].sum(axis=0), of_ranks[2:].sum(axis=0)):
         assert all(least < n < 1.03 * least for n in of_host[1:]), (of_host, least)
+    leave()
+
+
+@pytest.mark.ranks(4, hosts=2, init=False)
+def test_a_group_that_keeps_parameters_sends_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host keeps what forward brought, whether it is told to (its two ranks) or not."""
+    join(tmp_path, monkeypatch)
+    sent = [sent_by(prepared({"reshard_after_forward": ranks})) for ranks in (True, 2)]
+    assert sent[0] == sent[1]
     leave()
 
 
