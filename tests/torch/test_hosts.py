@@ -50,11 +50,11 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def join(folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str = "gloo") -> None:
     """Join the other ranks, and note the link that this makes."""
     monkeypatch.setattr("fsdpc.torch._mesh.carry", noted)
     links.clear()
-    join_gloo(folder)
+    join_gloo(folder, backend)
 
 
 def join_again(hosts: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +213,42 @@ def test_checkpoints_go_between_numbers_of_hosts(
         after = full_parameters(model)
         assert all(torch.equal(after[name], value) for name, value in before.items())
     leave()
+
+
+class StoreGroup(dist.ProcessGroup):
+    """A process group of another back end than gloo, which gathers through the store alone."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store, self._calls = store, 0
+
+    def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> None:
+        self._calls += 1
+        self._store.set(f"{self._calls} of {self.rank()}", inputs[0].numpy().tobytes())
+        for rank, output in enumerate(outputs[0]):
+            found = bytearray(self._store.get(f"{self._calls} of {rank}"))
+            output.copy_(torch.frombuffer(found, dtype=output.dtype))
+
+
+@pytest.mark.ranks(4, hosts=2, init=False)
+def test_the_default_group_may_have_another_back_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(store: Any, rank: int, size: int, timeout: Any) -> StoreGroup:
+        return StoreGroup(store, rank, size)
+
+    dist.Backend.register_backend("store", create, devices=["cpu"])
+    found = []
+    for backend in ("gloo", "store"):
+        (folder := tmp_path / backend).mkdir(exist_ok=True)
+        join(folder, monkeypatch, backend)
+        assert dist.get_backend() == backend
+        model = prepared({})
+        train(model)
+        assert len(links) == 1
+        found.append(full_parameters(model))
+        leave()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.ranks(4, hosts=2, init=False)
