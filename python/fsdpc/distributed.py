@@ -105,10 +105,9 @@ def init(
         )
     if world_size is None or world_size > 1:
         adopt_scheduler(os.environ)
-    given = rank is not None
+    given, named = rank is not None, "RANK" in os.environ or "WORLD_SIZE" in os.environ
     if rank is None or world_size is None:
         refuse_contradictions(os.environ)
-        named = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         rank = _environment_int("RANK", None if named else 0)
         world_size = _environment_int("WORLD_SIZE", None if named else 1)
     if world_size < 1 or not 0 <= rank < world_size:
@@ -116,7 +115,8 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
-    if given or hosts == 1 or _join_torch is None or not _join_torch():
+    # Torch's group joins hosts, and ranks that nothing else numbers.
+    if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
 
