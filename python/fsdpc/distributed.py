@@ -36,6 +36,7 @@ V = TypeVar("V")
 _world: _core.Comm | None = None
 _met: list[_core.Comm] = []  # other groups that met by themselves; they are left with the world
 _leaving: list[Callable[[], None]] = []  # what is waited for once all groups are left
+_join_torch: Callable[[], bool] | None = None  # by torch's process group; fsdpc.torch sets it
 _local_rank = 0
 _deterministic = False
 
@@ -104,9 +105,9 @@ def init(
         )
     if world_size is None or world_size > 1:
         adopt_scheduler(os.environ)
+    given, named = rank is not None, "RANK" in os.environ or "WORLD_SIZE" in os.environ
     if rank is None or world_size is None:
         refuse_contradictions(os.environ)
-        named = "RANK" in os.environ or "WORLD_SIZE" in os.environ
         rank = _environment_int("RANK", None if named else 0)
         world_size = _environment_int("WORLD_SIZE", None if named else 1)
     if world_size < 1 or not 0 <= rank < world_size:
@@ -114,13 +115,21 @@ def init(
     local_size = _environment_int("LOCAL_WORLD_SIZE", world_size)
     _local_rank = _environment_int("LOCAL_RANK", rank % max(local_size, 1))
     hosts = _hosts(rank, world_size, _local_rank, local_size)
+    # Torch's group joins hosts, and ranks that nothing else numbers.
+    if given or named and hosts == 1 or _join_torch is None or not _join_torch():
+        _world = _meet(rank, world_size, hosts)
+    _deterministic = bool(deterministic)
+
+
+def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
+    """Let ranks that the environment or :func:`init` numbered join each other."""
     address, secret = run_address(os.environ)
     listening = inherited_socket(address, rank)
     news = _environment_int("FSDPC_NEWS_FD", -1)
     if (world_size == 1 or hosts > 1) and listening >= 0:
         os.close(listening)  # there is nobody to meet, or under another name: a pretended host's
         listening = news = -1
-    _world = _core.Comm(
+    comm = _core.Comm(
         rank,
         world_size,
         address,
@@ -133,8 +142,8 @@ def init(
         link=_link(rank, world_size, hosts) if hosts > 1 else None,
     )
     if hosts > 1:
-        watch.start(_world, hosts)
-    _deterministic = bool(deterministic)
+        watch.start(comm, hosts)
+    return comm
 
 
 def _hosts(rank: int, world_size: int, local_rank: int, local_size: int) -> int:

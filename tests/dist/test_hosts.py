@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +19,64 @@ import pytest
 import fsdpc
 from fsdpc import _core, nn
 from fsdpc._launch import pretend
+from fsdpc.data import DistributedSampler, GlobalBatchSampler
 
-ROUTES: dict[str, dict[str, Any]] = {
-    **{each.name: {"strategy": each.name} for each in fsdpc.ShardingStrategy},
-    "bf16": {"mp_policy": fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16)},
-}
+BETWEEN = ("nothing", "no_sync", "hold")
 
 
-def trained(options: dict[str, Any]) -> list[np.ndarray]:
-    """All parameters after a few steps of two micro-steps."""
-    if options.get("strategy", "").startswith("HYBRID"):
-        options = options | {"mesh": fsdpc.init_device_mesh("cpu", (2, 2))}
+def trained(
+    strategy: str = "FULL_SHARD", dtype: str = "float32", between: str = "nothing"
+) -> list[np.ndarray]:
+    """All parameters after a few steps of two micro-steps, and what was evaluated between these.
+
+    With "no_sync" the first of two is not reduced; with "hold" each rank evaluates as often as it
+    likes after it.
+    """
+    options: dict[str, Any] = {"strategy": strategy}
+    options["mp_policy"] = fsdpc.MixedPrecisionPolicy(param_dtype=getattr(fsdpc, dtype))
+    if strategy.startswith("HYBRID"):
+        options["mesh"] = fsdpc.init_device_mesh("cpu", (2, 2))
     fsdpc.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
     fsdpc.fully_shard(model[0], **options)
     fsdpc.fully_shard(model, **options)
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
     rng = np.random.default_rng(fsdpc.rank())
+    found = []
     for _ in range(3):
-        for _ in range(2):
-            y = model(fsdpc.tensor(rng.standard_normal((8, 24)).astype(np.float32)))
-            (y * y).mean().backward()
+        for micro in range(2):
+            with model.no_sync() if between == "no_sync" and micro == 0 else nullcontext():
+                y = model(fsdpc.tensor(rng.standard_normal((8, 24)).astype(np.float32)))
+                (y * y).mean().backward()
+            if between == "hold" and micro == 0:
+                with model.hold(), fsdpc.no_grad():
+                    for _ in range(1 + fsdpc.rank()):
+                        y = model(fsdpc.tensor(np.ones((1, 24), np.float32)))
+                found.append(y.bits().copy())
         fsdpc.clip_grad_norm_(model, 0.5)
         optimizer.step()
         optimizer.zero_grad()
     with fsdpc.summon_full_params(model):
-        return [p.detach().numpy().copy() for p in model.parameters()]
+        return [p.detach().numpy().copy() for p in model.parameters()] + found
 
 
 @pytest.mark.ranks(4, init=False)
-@pytest.mark.parametrize("route", ROUTES)
-def test_bits_are_those_of_one_host(route: str) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", [each.name for each in fsdpc.ShardingStrategy])
+def test_bits_are_those_of_one_host(strategy: str, dtype: str) -> None:
     values = {}
     for hosts in (1, 2, 4):
         pretend.on_hosts(hosts)
         fsdpc.init()
         assert fsdpc.distributed.world().hosts == hosts
-        values[hosts] = trained(ROUTES[route])
+        for between in BETWEEN:
+            values[hosts, between] = trained(strategy, dtype, between)
         fsdpc.shutdown()
-    for hosts in (2, 4):
-        for ours, theirs in zip(values[hosts], values[1], strict=True):
-            np.testing.assert_array_equal(ours, theirs, f"{hosts} hosts")
+    for (hosts, between), found in values.items():
+        for ours, theirs in zip(found, values[1, between], strict=True):
+            np.testing.assert_array_equal(ours, theirs, f"{hosts} hosts, {between} between")
+    for ours, theirs in zip(values[1, "hold"], values[1, "nothing"]):  # it changes nothing
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def shared_memory() -> set[str]:
@@ -72,7 +90,7 @@ def shared_memory() -> set[str]:
 
 @pytest.mark.ranks(4, hosts=2)
 def test_hosts_share_no_memory(tmp_path: Path) -> None:
-    trained({})
+    trained()
     model = nn.Linear(8, 8)
     fsdpc.fully_shard(model)
     model(fsdpc.tensor(np.ones((1, 8), np.float32)))
@@ -88,6 +106,19 @@ def test_a_rank_knows_its_host() -> None:
     assert fsdpc.local_rank() == fsdpc.rank() % 2
     assert os.environ["LOCAL_WORLD_SIZE"] == "2"
     assert fsdpc.all_reduce(fsdpc.rank()) == 6
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_ranks_of_all_hosts_take_each_sequence_once() -> None:
+    place = fsdpc.rank(), fsdpc.world_size()
+    for sampler in (
+        DistributedSampler(48, *place),
+        GlobalBatchSampler(48, *place, batch=3, accumulate=2),
+    ):
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            taken = fsdpc.all_gather(np.array(list(sampler)))
+            assert sorted(taken.ravel().tolist()) == list(range(48))
 
 
 class Meeting(nn.Module):

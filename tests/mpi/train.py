@@ -1,9 +1,10 @@
 """What a rank does: python train.py RANKS_OF_HOST|launcher [OPTION ...].
 
 Hosts are pretended, of so many ranks, or those that the launcher names.  Options: raise or kill
-(rank 3, in the third step), deterministic, fp32, bf16 or fp16, name of a strategy, hold, late (the
-all-reduce of every other micro-step is postponed), save=FOLDER, unshared (FOLDER is another one on
-the second host).
+(rank 3, in the third step), deterministic, bf16 or fp16, name of a strategy, no_sync (every other
+micro-step is not reduced), late (only its all-reduce is postponed), hold (after it each rank
+evaluates, some more often than others), save=FOLDER, unshared (FOLDER is another one on the second
+host).
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import zlib
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,16 @@ def save(model: nn.Module, folder: str) -> None:
         fsdpc.checkpoint.save(f"{folder}/step", {"model": model})
     except OSError as error:
         sys.stdout.write(f"refused: {error}\n")
+        fsdpc.barrier()  # rank 0's claim on the folder goes last
+        sys.stdout.write(f"left there: {os.listdir(folder)}\n")
+
+
+def evaluate(model: Any) -> bytes:
+    """What the model makes of ones, which each rank asks as often as it likes."""
+    with model.hold(), fsdpc.no_grad():
+        for _ in range(1 + fsdpc.rank()):
+            y = model(fsdpc.tensor(np.ones((1, 32), np.float32)))
+    return y.bits().tobytes()
 
 
 def main() -> None:
@@ -105,15 +117,19 @@ def main() -> None:
     optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = fsdpc.amp.LossScaler() if "fp16" in OPTIONS else None
     rng = np.random.default_rng(fsdpc.rank())
+    crc = 0
     for step in range(5):
         fail_on_purpose(step)
         for micro in range(2):
             if "late" in OPTIONS:
                 model.set_requires_all_reduce(micro == 1)
-            x = fsdpc.tensor(rng.standard_normal((8, 32)).astype(np.float32))
-            y = model(x)
-            loss = (y * y).mean()
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            with model.no_sync() if "no_sync" in OPTIONS and micro == 0 else nullcontext():
+                x = fsdpc.tensor(rng.standard_normal((8, 32)).astype(np.float32))
+                y = model(x)
+                loss = (y * y).mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if "hold" in OPTIONS and micro == 0:
+                crc = zlib.crc32(evaluate(model), crc)
         if scaler is not None:
             scaler.unscale_(optimizer)
         fsdpc.clip_grad_norm_(model, 0.5)
@@ -125,7 +141,6 @@ def main() -> None:
         optimizer.zero_grad()
     for folder in (word.removeprefix("save=") for word in OPTIONS if word.startswith("save=")):
         save(model, folder)
-    crc = 0
     with fsdpc.summon_full_params(model):
         for name, value in model.named_parameters():
             crc = zlib.crc32(name.encode() + value.detach().numpy().tobytes(), crc)

@@ -157,9 +157,9 @@ def assert_same_steps(ours: Any, plain: nn.Module) -> None:
         end_step(ours, plain)
 
 
-def join_gloo(folder: Any) -> None:
+def join_gloo(folder: Any, backend: str = "gloo") -> None:
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/store",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),

@@ -22,6 +22,21 @@ from .common import (
 
 
 @pytest.mark.ranks(2, init=False)
+def test_a_group_that_no_environment_numbers(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of torch.multiprocessing: init() does not take each rank for a world of one."""
+    join_gloo(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    fsdpc.init(deterministic=True)
+    assert (fsdpc.rank(), fsdpc.world_size()) == (dist.get_rank(), 2)
+    assert fsdpc.distributed.is_deterministic()
+    dist.destroy_process_group()
+    fsdpc.shutdown()
+
+
+@pytest.mark.ranks(2, init=False)
 def test_as_fsdp2_in_the_same_process_group(tmp_path: Any) -> None:
     """torch.distributed alone is initialised; a torch mesh; ten steps beside torch's FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,10 +1,12 @@
-"""Two hosts (namespaces of this machine) under torch: what is learned of each other's failures."""
+"""Two hosts (namespaces of this machine) under torch: bits, and what is learned of failures."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401, optimizers import it: here once, not on every forked rank
+
+from fsdpc._launch.forked import Report, run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("two_hosts_steps.py")
@@ -97,6 +102,49 @@ def training(
         for rank in world.ranks:
             rank.kill()
             rank.wait()
+
+
+def checksums_of_one_host() -> set[str]:
+    """What four ranks of this machine make of five steps."""
+
+    def train() -> Report:
+        sys.argv = [str(PROGRAM), "5"]
+        return Report("ok", f"{runpy.run_path(str(PROGRAM))['crc']:08x}")
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment = {"MASTER_PORT": str(free.getsockname()[1])}
+    lines: list[str] = []
+    outcome = run_forked(train, 4, lines.append, timeout=PATIENCE_S, env=environment)
+    assert not outcome.failures, outcome.describe()
+    return {report.value for report in outcome.reports if report}
+
+
+def test_torchrun_has_the_bits_of_one_host(hosts: two_hosts.Hosts) -> None:
+    """Gloo is all that it needs: no rank has mapped an MPI."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # nobody answers there, and torch asks for names
+        "FSDPC_TIMEOUT_S": TIMEOUT_S,
+    }
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+           f"--master-addr={two_hosts.ADDRESSES[0]}", "--master-port=29522"]  # fmt: skip
+    launchers = [
+        subprocess.Popen([*inside, *run, f"--node-rank={i}", str(PROGRAM), "5"], text=True,
+                         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for i, inside in enumerate(hosts.inside)
+    ]  # fmt: skip
+    try:
+        output = "".join(launcher.communicate(timeout=PATIENCE_S)[0] for launcher in launchers)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    assert not any(launcher.returncode for launcher in launchers), output
+    told = re.findall(r"(\d) hosts, parameters (\w+), MPI (.*)", output)
+    (expected,) = checksums_of_one_host()
+    assert told == [("2", expected, "[]")] * 4, output
 
 
 def test_a_killed_rank_is_named_on_every_host(hosts: two_hosts.Hosts, tmp_path: Path) -> None:

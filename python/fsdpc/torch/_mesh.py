@@ -26,11 +26,22 @@ from fsdpc.torch._link import carry
 
 def join() -> _core.Comm:
     """Return all ranks: fsdpc's, else those of torch.distributed, else of the environment."""
-    if not distributed.is_initialized() and dist.is_available() and dist.is_initialized():
-        world = _meet(dist.group.WORLD)
-        distributed._local_rank = world.rank % (world.size // world.hosts)
-        distributed._world = world
+    if not distributed.is_initialized():
+        _join_group()
     return distributed.world()
+
+
+def _join_group() -> bool:
+    """Let the ranks of torch.distributed be all ranks, if there are any."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    world = _meet(dist.group.WORLD)
+    distributed._local_rank = world.rank % (world.size // world.hosts)
+    distributed._world = world
+    return True
+
+
+distributed._join_torch = _join_group
 
 
 def as_mesh(mesh: Any) -> DeviceMesh:
