@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.needs import need_hosts, need_mpi, need_torch
+
 from .test_leaks import shm_names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,11 +30,9 @@ DEADLINE_S = 3  # of every wait, where the rank is stopped
 PATIENCE_S = 120
 
 sys.path.insert(0, str(ROOT / "tools"))
-import mpi_build  # noqa: E402
 import two_hosts  # noqa: E402
 
-if reason := two_hosts.missing():
-    pytest.skip(reason, allow_module_level=True)
+need_hosts()
 
 FAULTS = ("kill", "exit", "exception", "stop")
 PHASES = ("in forward", "in backward", "optimizer", "save")
@@ -71,17 +71,14 @@ def hosts() -> Iterator[two_hosts.Hosts]:
 def commands(cell: Cell, hosts: two_hosts.Hosts, program: list[str]) -> list[list[str]]:
     """What is started on each host."""
     if cell.launcher == "torchrun":
-        pytest.importorskip("torch")
+        need_torch()
         run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
                f"--master-addr={two_hosts.ADDRESSES[0]}", "--master-port=29531"]
         return [[*inside, *run, f"--node-rank={i}", *program]
                 for i, inside in enumerate(hosts.inside)]
-    if cell.launcher not in mpi_build.find_compilers():
-        pytest.skip(f"there is no {cell.launcher}")
-    from tests.mpi.test_two_hosts import PACKAGE, command_of
+    need_mpi(cell.launcher)
+    from tests.mpi.test_two_hosts import command_of
 
-    if not (PACKAGE / mpi_build.library_name(cell.launcher)).exists():
-        pytest.skip(f"fsdpc was built without {cell.launcher}")
     return [[*hosts.inside[0], *command_of(cell.launcher, hosts), sys.executable, *program]]
 
 

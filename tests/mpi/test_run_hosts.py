@@ -14,6 +14,7 @@ import pytest
 
 import fsdpc
 from fsdpc._launch import hosts as fsdpc_hosts
+from tests.needs import need_mpi
 
 from .test_link_mpi import COMPILERS, mpi_build
 from .test_two_hosts import PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
@@ -29,11 +30,10 @@ def hosts() -> Iterator[two_hosts.Hosts]:
         yield made
 
 
-@pytest.fixture(scope="module", params=sorted(COMPILERS))
+@pytest.fixture(scope="module", params=mpi_build.FAMILIES)
 def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
     """Start the command with these words on the first host."""
-    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
-        pytest.skip(f"fsdpc was built without {request.param}")
+    need_mpi(request.param)
     compiler = Path(COMPILERS[request.param])
     launcher = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
     network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need_hosts, need_mpi
+
 from .test_link_mpi import COMPILERS, ROOT, mpi_build
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -22,8 +24,7 @@ TIMEOUT_S = 120
 LEAST_BYTES = 5 * 3 * (4192 // 2) * 4  # steps; a gather and two reductions; half the parameters
 HOSTS = ",".join(two_hosts.ADDRESSES)
 
-if reason := two_hosts.missing():
-    pytest.skip(reason, allow_module_level=True)
+need_hosts()
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -51,10 +52,9 @@ def hosts() -> Iterator[two_hosts.Hosts]:
         yield made
 
 
-@pytest.fixture(scope="module", params=sorted(COMPILERS))
+@pytest.fixture(scope="module", params=mpi_build.FAMILIES)
 def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
-    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
-        pytest.skip(f"fsdpc was built without {request.param}")
+    need_mpi(request.param)
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "FSDPC_TIMEOUT_S": "60",
                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 

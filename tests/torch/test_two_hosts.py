@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need_hosts
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("two_hosts_steps.py")
 PATIENCE_S = 120
@@ -22,8 +24,7 @@ TIMEOUT_S = "100"  # of the engine's waits: no test waits for it
 sys.path.insert(0, str(ROOT / "tools"))
 import two_hosts  # noqa: E402
 
-if reason := two_hosts.missing():
-    pytest.skip(reason, allow_module_level=True)
+need_hosts()
 
 
 class World:
