@@ -23,7 +23,7 @@
  * itself is such a reason too, unless the watch (comm/host_watch.h) has a better one soon: MPI knows
  * that a connection broke, and not why.
  *
- * Leaving.  Who posts no more sends a message without bytes, of a tag of its own, behind all that
+ * Leaving.  Who posts no more sends its farewell, with a tag of its own, behind all that
  * it sent, to those it has had to do with.  A receive that has waited long looks for that one: if it
  * is there and nothing else is, nothing will come.
  */
@@ -337,11 +337,13 @@ static bool idle(fsdpc_mpi_link *link)
 /* To those that something was posted for, or to the others. */
 static void send_goodbyes(fsdpc_mpi_link *link, bool met)
 {
+    const char *text = link->base.farewells[link->base.rank];
     MPI_Request request;
     for (int peer = 0; peer < link->base.size; peer++)
         if (peer != link->base.rank && link->met[peer] == met &&
             !failed(link,
-                    MPI_Isend(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, &request),
+                    MPI_Isend(text, FSDPC_LINK_FAREWELL, MPI_BYTE, peer, (int)link->base.tags,
+                              link->comm, &request),
                     "MPI_Isend"))
             MPI_Request_free(&request);
 }
@@ -364,11 +366,17 @@ static bool flushes(void)
 
 static bool said_goodbye(fsdpc_mpi_link *link, int peer)
 {
-    int found = 0;
+    int found = 0, tag = (int)link->base.tags;
+    if (link->gone[peer])
+        return true;
+    if (failed(link, MPI_Iprobe(peer, tag, link->comm, &found, MPI_STATUS_IGNORE), "MPI_Iprobe") ||
+        !found)
+        return false;
+    link->gone[peer] = true;
     return !failed(link,
-                   MPI_Iprobe(peer, (int)link->base.tags, link->comm, &found, MPI_STATUS_IGNORE),
-                   "MPI_Iprobe") &&
-           found;
+                   MPI_Recv(link->base.farewells[peer], FSDPC_LINK_FAREWELL, MPI_BYTE, peer, tag,
+                            link->comm, MPI_STATUS_IGNORE),
+                   "MPI_Recv");
 }
 
 /* Ends receives that nothing will answer. */
@@ -464,8 +472,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
     for (int peer = 0; peer < link->base.size; peer++)
-        if (said_goodbye(link, peer))
-            MPI_Recv(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, MPI_STATUS_IGNORE);
+        (void)said_goodbye(link, peer); /* which takes it off the wire */
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);
