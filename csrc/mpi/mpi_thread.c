@@ -501,7 +501,8 @@ static void stop(fsdpc_mpi_link *link)
 {
     if (*link->reason && !*link->heard)
         await_watch(link);
-    if (!*link->heard && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
+    /* News may lie in its memory, and nobody has looked: then this rank's own reason is as good. */
+    if ((!*link->heard || !*link->reason) && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
         memcpy(link->reason, link->asked, sizeof link->asked);
     if (!*link->reason)
         snprintf(link->reason, sizeof link->reason, "rank %d left with messages under way",
