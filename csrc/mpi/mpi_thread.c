@@ -99,6 +99,7 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
         return FSDPC_OK;
     }
     setenv("UCX_RNDV_THRESH", "64k", 0);
+    setenv("UCX_TCP_KEEPIDLE", "inf", 0); /* the watch decides how much silence is too much */
     if (failed(link, MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread"))
         return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
     link->ours = true;

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,8 +80,10 @@ def hosts() -> Iterator[two_hosts.Hosts]:
         yield made
 
 
-def commands(cell: Cell, hosts: two_hosts.Hosts, program: list[str]) -> list[list[str]]:
-    """What is started on each host."""
+def commands(
+    cell: Cell, hosts: two_hosts.Hosts, program: list[str], given: list[str]
+) -> list[list[str]]:
+    """What is started on each host; ranks are given these variables."""
     if cell.launcher == "torchrun":
         need_torch()
         run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
@@ -89,7 +93,8 @@ def commands(cell: Cell, hosts: two_hosts.Hosts, program: list[str]) -> list[lis
     need_mpi(cell.launcher)
     from tests.mpi.test_two_hosts import command_of
 
-    return [[*hosts.inside[0], *command_of(cell.launcher, hosts), sys.executable, *program]]
+    return [[*hosts.inside[0], *command_of(cell.launcher, hosts, *given), sys.executable,
+             *program]]
 
 
 class Found(NamedTuple):
@@ -120,7 +125,8 @@ class Run:
             **more,
         }
         program = [str(PROGRAM), door, cell.fault, cell.phase, str(folder)]
-        for i, command in enumerate(commands(cell, hosts, program)):
+        given = [name for name in more if name != "FSDPC_TIMEOUT_S"]
+        for i, command in enumerate(commands(cell, hosts, program, given)):
             with (folder / f"output{i}").open("wb") as output:
                 self.launchers.append(subprocess.Popen(command, env=environment, stdout=output,
                                                        stderr=output, cwd=ROOT))
@@ -173,7 +179,7 @@ def happen(cell: Cell, hosts: two_hosts.Hosts, folder: Path, **more: str) -> Fou
         with Load() as load:
             if cell.fault == "cable":
                 run.strike(lambda: hosts.cable("down"))
-            elif cell.fault == "stop":
+            elif cell.fault == "stop" and "FSDPC_WATCH" not in more:
                 run.until(lambda: " is stopped" in run.output())
                 warned = time.monotonic()
             if cell.fault == "cable" and cell.launcher != "torchrun":
@@ -260,3 +266,34 @@ def test_a_fault(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
     if cell.launcher == "mpich":  # MPICH's own, where its launcher killed the ranks
         left = {name for name in left if not name.startswith("mpich_shar")}
     assert not left
+
+
+def saved(folder: Path) -> list[bytes]:
+    """The weights that a run has left."""
+    return [file.read_bytes() for file in sorted((folder / "saved").glob("*.safetensors"))]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_cable_that_comes_back(
+    launcher: str, hosts: two_hosts.Hosts, tmp_path: Path
+) -> None:
+    """Training goes on, with the bits of a run whose cable stayed."""
+
+    def outage() -> None:
+        hosts.cable("down")
+        # Ranks go on at once, and meet a dead wire.
+        threading.Timer(OUTAGE_S, lambda: hosts.cable("up")).start()
+
+    for fault, what in (("none", lambda: None), ("outage", outage)):
+        (folder := tmp_path / fault).mkdir()
+        run = Run(Cell(fault, "in backward", launcher), hosts, folder, FSDPC_WATCH="60")
+        try:
+            run.strike(what)
+            codes = run.finish()
+            assert codes == [0] * len(codes), run.output()
+            assert run.left() == []
+        finally:
+            run.close()
+    assert "has not answered for 1.8 s" in run.output()
+    assert saved(tmp_path / "outage") == saved(tmp_path / "none") != []

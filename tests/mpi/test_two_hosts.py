@@ -29,8 +29,8 @@ need_hosts()
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def command_of(family: str, hosts: two_hosts.Hosts) -> list[str]:
-    """Start four ranks, two on each host."""
+def command_of(family: str, hosts: two_hosts.Hosts, *given: str) -> list[str]:
+    """Start four ranks, two on each host; they are given these variables too."""
     compiler = Path(COMPILERS[family])
     launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
     if family == "mpich":  # UCX would take shared memory, and looks for devices in a host's /sys
@@ -39,8 +39,9 @@ def command_of(family: str, hosts: two_hosts.Hosts) -> list[str]:
                 "-hosts", HOSTS, "-ppn", "2", "-n", "4",
                 "unshare", "-m", "sh", "-c", 'mount -t sysfs sys /sys && exec "$@"', "sh"]
     network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
-    exported = [word for name in ("PYTHONPATH", "FSDPC_TIMEOUT_S", "OMP_NUM_THREADS")
-                if name in os.environ or name != "PYTHONPATH" for word in ("-x", name)]
+    names = ["FSDPC_TIMEOUT_S", "OMP_NUM_THREADS", *given]
+    names += [name for name in ("PYTHONPATH",) if name in os.environ]
+    exported = [word for name in names for word in ("-x", name)]
     return [launcher, "--mca", "plm_rsh_agent", str(hosts.agent), "--mca", "btl", "tcp,self",
             "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network,
             "--host", HOSTS.replace(",", ":2,") + ":2", "-n", "4", "--bind-to", "none", *exported]
