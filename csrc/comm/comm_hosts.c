@@ -284,14 +284,16 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     fsdpc_comm_describe(self->host, text, bytes);
-    size_t used = strlen(text);
     const fsdpc_hosts_op *op = self->pending;
-    for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
-        if (!op->ops[i].link || op->ops[i].sends)
-            continue;
-        int n = snprintf(text + used, bytes - used, "%srank %d on another host", used ? ", " : "",
-                         op->ops[i].peer);
-        used += n > 0 ? (size_t)n : 0;
+    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* who takes nothing is late too */
+        size_t used = strlen(text);
+        for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
+            if (!op->ops[i].link || op->ops[i].sends != sends)
+                continue;
+            int n = snprintf(text + used, bytes - used, "%srank %d on another host",
+                             used ? ", " : "", op->ops[i].peer);
+            used += n > 0 ? (size_t)n : 0;
+        }
     }
 }
 

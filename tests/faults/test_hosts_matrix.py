@@ -297,3 +297,27 @@ def test_a_cable_that_comes_back(
             run.close()
     assert "has not answered for 1.8 s" in run.output()
     assert saved(tmp_path / "outage") == saved(tmp_path / "none") != []
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("stop", "in forward", "mpich"),
+        pytest.param(Cell("stop", "in forward", "torchrun"), marks=pytest.mark.soak),
+        pytest.param(Cell("cable", "in backward", "torchrun"), marks=pytest.mark.soak),
+        pytest.param(Cell("cable", "in backward", "openmpi"), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_without_a_watch(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    """The deadline ends what no connection tells of; who waited says for whom."""
+    found = happen(cell, hosts, tmp_path, FSDPC_WATCH="0", FSDPC_TIMEOUT_S=str(DEADLINE_S))
+    limit = DEADLINE_S + RANK_SOON_S * found.slowness
+    assert all(seconds < limit for *_, seconds in found.survivors.values()), found
+    said = " ".join([found.output, *(text for _, text, _ in found.survivors.values())])
+    # Of a cable each side speaks; Open MPI itself may end ranks of node0 before they have.
+    late = "[23]" if cell.fault == "stop" else "[0-3]"
+    assert re.search(f"for rank {late} on another host", said), found
+    assert "fsdpc rank 0: warning: node1" not in found.output, found.output
+    assert 0 not in found.codes, found
+    assert found.left == []
