@@ -321,3 +321,15 @@ def test_without_a_watch(cell: Cell, hosts: two_hosts.Hosts, tmp_path: Path) -> 
     assert "fsdpc rank 0: warning: node1" not in found.output, found.output
     assert 0 not in found.codes, found
     assert found.left == []
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_ctrl_c_at_one_torchrun(first: int, hosts: two_hosts.Hosts, tmp_path: Path) -> None:
+    """In the middle of training: both hosts end."""
+    run = Run(Cell("ctrl-c", "in forward", "torchrun"), hosts, tmp_path)
+    try:
+        run.strike(lambda: run.launchers[first].send_signal(signal.SIGINT))
+        assert 0 not in run.finish(), run.output()
+        assert run.left() == []
+    finally:
+        run.close()
