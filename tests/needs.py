@@ -1,11 +1,30 @@
-"""What some tests need beside the package itself."""
+"""What some tests need beside the package itself.
+
+Whoever lacks it skips them. CI has all of it (.ci/run), and there they fail.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import mpi_build  # noqa: E402
+import two_hosts  # noqa: E402
+
+
+def need(missing: str | None) -> None:
+    """Skip the test, or the module, that cannot run because of this (None: it can); in CI fail."""
+    if missing and "CI" in os.environ:
+        pytest.fail(f"CI has to run this, and cannot: {missing}")
+    if missing:
+        pytest.skip(missing, allow_module_level=True)
 
 
 def need_torch() -> ModuleType:
@@ -15,3 +34,19 @@ def need_torch() -> ModuleType:
     import torch
 
     return torch
+
+
+@functools.cache
+def need_mpi(family: str) -> None:
+    """A compiler of this MPI, and fsdpc built by it."""
+    if family not in mpi_build.find_compilers():
+        need(f"there is no mpicc of {family}: {mpi_build.INSTALL}")
+    if not (ROOT / "python" / "fsdpc" / mpi_build.library_name(family)).exists():
+        need(f"fsdpc was built without {family}")
+
+
+def need_hosts() -> None:
+    """What makes two hosts of this machine."""
+    if os.geteuid() != 0:  # CI too: .ci/run may be a user's, and root's only where it installs
+        pytest.skip(f"{two_hosts.missing()}", allow_module_level=True)
+    need(two_hosts.missing())

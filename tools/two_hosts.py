@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -101,6 +101,15 @@ class Hosts:
     def cable(self, state: str) -> None:
         """Pull the cable ("down") or put it back ("up")."""
         self.ip(f"-n {self.name}0 link set v0 {state}")
+
+    def processes(self) -> list[str]:
+        """The command lines of what runs on either host."""
+        pids = b" ".join(self.ip(f"netns pids {self.name}{i}") for i in range(2)).split()
+        lines = []
+        for pid in pids:
+            with suppress(OSError):  # it has just ended
+                lines.append(Path(f"/proc/{pid.decode()}/cmdline").read_text().replace("\0", " "))
+        return lines
 
     def remove(self) -> None:
         for i in range(2):

@@ -17,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "base/size.h"
 #include "comm/coll_math.h"
@@ -211,13 +212,37 @@ size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size
            fsdpc_round_up(rooms.all, MEM_ALIGN);
 }
 
+/* What other hosts read of this rank, behind a sentence about it. */
+static void write_farewell(const fsdpc_hosts_world *world, char *text, size_t bytes)
+{
+    char host[64] = "";
+    gethostname(host, sizeof host - 1);
+    snprintf(text, bytes, "; it was pid %d on %s%s%s", (int)getpid(), host,
+             world->place[0] ? ", last seen in " : "", world->place);
+}
+
+/* A reason that does is of another rank, or of a wait for one. */
+static bool names_a_rank(const char *reason)
+{
+    for (const char *at = reason; (at = strstr(at, "rank"));) {
+        at += at[4] == 's' ? 5 : 4;
+        if (at[0] == ' ' && at[1] >= '0' && at[1] <= '9')
+            return true;
+    }
+    return false;
+}
+
 static void hosts_abort(fsdpc_comm *comm, const char *reason)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    char text[sizeof comm->poison], mine[FSDPC_LINK_FAREWELL] = "";
+    if (reason && reason[0] && !names_a_rank(reason))
+        write_farewell(self->world, mine, sizeof mine);
+    snprintf(text, sizeof text, "%s%s", reason ? reason : "", mine);
     fsdpc_comm_abort_local(comm, reason);
-    fsdpc_comm_abort(self->host, reason);
-    fsdpc_comm_abort(self->later, reason);
-    fsdpc_link_abort(self->link, reason);
+    fsdpc_comm_abort(self->host, text);
+    fsdpc_comm_abort(self->later, text);
+    fsdpc_link_abort(self->link, text);
     fsdpc_hosts_drop(self);
 }
 
@@ -232,8 +257,12 @@ static void hosts_leave(fsdpc_comm *comm)
         /* Peers that wait for this rank learn what failed, not that it left because of that. */
         fsdpc_link_abort(self->link, fsdpc_last_error());
     fsdpc_comm_leave(self->host);
-    if (self->group == 0) /* who leaves the first group has left them all */
-        fsdpc_link_leave(self->link);
+    if (self->group != 0)
+        return;
+    fsdpc_link *link = self->link;
+    if (link->farewells)
+        write_farewell(self->world, link->farewells[link->rank], FSDPC_LINK_FAREWELL);
+    fsdpc_link_leave(self->link); /* who leaves the first group has left them all */
 }
 
 static void hosts_set_apart(fsdpc_comm *comm)
@@ -255,20 +284,26 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 {
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     fsdpc_comm_describe(self->host, text, bytes);
-    size_t used = strlen(text);
     const fsdpc_hosts_op *op = self->pending;
-    for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
-        if (!op->ops[i].link || op->ops[i].sends)
-            continue;
-        int n = snprintf(text + used, bytes - used, "%srank %d on another host", used ? ", " : "",
-                         op->ops[i].peer);
-        used += n > 0 ? (size_t)n : 0;
+    for (int sends = 0; sends < 2 && !text[0]; sends++) { /* who takes nothing is late too */
+        size_t used = strlen(text);
+        for (int i = 0; op && i < op->n_ops && used + 1 < bytes; i++) {
+            if (!op->ops[i].link || op->ops[i].sends != sends)
+                continue;
+            int n = snprintf(text + used, bytes - used, "%srank %d on another host",
+                             used ? ", " : "", op->ops[i].peer);
+            used += n > 0 ? (size_t)n : 0;
+        }
     }
 }
 
 static void hosts_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 {
-    fsdpc_comm_locate(fsdpc_hosts_of(comm)->host, phase, unit);
+    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
+    fsdpc_comm_locate(self->host, phase, unit);
+    if (!comm->apart)
+        snprintf(self->world->place, sizeof self->world->place, "%s%s%s%s", phase,
+                 unit[0] ? " of '" : "", unit, unit[0] ? "'" : "");
 }
 
 static void hosts_waits(fsdpc_comm *comm, const char *what)

@@ -70,10 +70,11 @@ void fsdpc_link_name_reason(int rank, const char *why, size_t length, char *text
 
 fsdpc_status fsdpc_link_left(const fsdpc_link_op *op)
 {
+    const fsdpc_link *link = op->link;
     return fsdpc_fail(FSDPC_ERR_PEER,
-                      "rank %d left (it shut its communicator down) while rank %d waits for it; do "
-                      "all ranks run the same number of steps?",
-                      op->peer, op->link->rank);
+                      "rank %d left (it shut its communicator down) while rank %d waits for it%s; "
+                      "do all ranks run the same number of steps?",
+                      op->peer, link->rank, link->farewells ? link->farewells[op->peer] : "");
 }
 
 fsdpc_status fsdpc_link_test(fsdpc_link_op *op)

@@ -41,6 +41,8 @@
 
 typedef struct fsdpc_link fsdpc_link;
 
+enum { FSDPC_LINK_FAREWELL = 128 };
+
 typedef struct fsdpc_link_run {
     unsigned char *data;
     size_t bytes;
@@ -93,6 +95,9 @@ struct fsdpc_link {
     fsdpc_log log;       /* the same */
     _Atomic bool failed; /* release after poison, acquire by whoever reads it */
     char poison[256];    /* why; written once */
+    /* By rank: where it was last, for those that wait for it once it has left.  A rank writes its
+     * own before it leaves; NULL: the link carries none. */
+    char (*farewells)[FSDPC_LINK_FAREWELL];
 };
 
 /* ---- Wrappers ---- */

@@ -259,7 +259,7 @@ static void leave_relay(fsdpc_link *link)
     relay *self = (relay *)link;
     pthread_mutex_lock(&self->lock);
     if (!self->closed && !failed(self))
-        tell_peers(self, LEFT, "");
+        tell_peers(self, LEFT, link->farewells[link->rank]);
     self->closed = true;
     pthread_cond_broadcast(&self->news);
     pthread_mutex_unlock(&self->lock);
@@ -320,6 +320,7 @@ static void destroy(fsdpc_link *link)
     drop_all(&self->early);
     pthread_cond_destroy(&self->news);
     pthread_mutex_destroy(&self->lock);
+    free(self->base.farewells);
     free(self->met);
     free(self);
 }
@@ -395,6 +396,9 @@ static bool hear_last(relay *self, const fsdpc_message *message)
     if (message->tag == NEWS) {
         hear_reason(self, message);
     } else {
+        if (message->tag == LEFT)
+            snprintf(self->base.farewells[message->peer], FSDPC_LINK_FAREWELL, "%.*s",
+                     (int)message->bytes, (const char *)message->data);
         give_up(&self->receives, message->peer);
         wake(&self->base);
     }
@@ -463,13 +467,16 @@ fsdpc_status fsdpc_link_relay_create(int rank, int size, fsdpc_link **out)
 {
     relay *self = calloc(1, sizeof *self);
     bool *met = calloc(3 * (size_t)size, 1);
-    if (!self || !met) {
+    void *farewells = calloc((size_t)size, FSDPC_LINK_FAREWELL);
+    if (!self || !met || !farewells) {
         free(self);
         free(met);
+        free(farewells);
         return fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
     }
     self->base = (fsdpc_link){
         .ops = &relay_ops, .rank = rank, .size = size, .takes_runs = true, .tags = HEARD};
+    self->base.farewells = farewells;
     self->met = met;
     self->told = met + size;
     self->heard = met + 2 * (size_t)size;

@@ -208,11 +208,16 @@ fsdpc_status fsdpc_link_mpi_create(int rank, int size, fsdpc_link **out)
         (fsdpc_link){.ops = &mpi_ops, .rank = rank, .size = size, .timeout_s = NO_DEADLINE};
     link->pid = getpid();
     link->met = calloc((size_t)size, sizeof *link->met);
+    link->gone = calloc((size_t)size, sizeof *link->gone);
+    link->base.farewells = calloc((size_t)size, sizeof *link->base.farewells);
     pthread_mutex_init(&link->waking, NULL);
     fsdpc_status status =
-        link->met ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, link, &link->thread)
-                  : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
+        link->met && link->gone && link->base.farewells
+            ? fsdpc_thread_start("fsdpc-mpi", fsdpc_mpi_thread, link, &link->thread)
+            : fsdpc_fail(FSDPC_ERR_NOMEM, "no memory for a link of %d ranks", size);
     if (status != FSDPC_OK) {
+        free(link->base.farewells);
+        free(link->gone);
         free(link->met);
         free(link);
         return status;

@@ -54,6 +54,7 @@ typedef struct fsdpc_mpi_link {
     bool left;              /* the peers were told so */
     bool ended;             /* an operation, since anybody was woken */
     bool *met;              /* peers that something was posted for */
+    bool *gone;             /* peers whose farewell has come */
     MPI_Comm comm, news;    /* messages; reasons of aborts, and the end */
     char heard[256];        /* where a peer's reason arrives */
     fsdpc_link_op *backlog; /* operations with pieces to post, the oldest first */

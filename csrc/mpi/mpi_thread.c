@@ -23,7 +23,7 @@
  * itself is such a reason too, unless the watch (comm/host_watch.h) has a better one soon: MPI knows
  * that a connection broke, and not why.
  *
- * Leaving.  Who posts no more sends a message without bytes, of a tag of its own, behind all that
+ * Leaving.  Who posts no more sends its farewell, with a tag of its own, behind all that
  * it sent, to those it has had to do with.  A receive that has waited long looks for that one: if it
  * is there and nothing else is, nothing will come.
  */
@@ -99,6 +99,7 @@ static fsdpc_status start_mpi(fsdpc_mpi_link *link)
         return FSDPC_OK;
     }
     setenv("UCX_RNDV_THRESH", "64k", 0);
+    setenv("UCX_TCP_KEEPIDLE", "inf", 0); /* the watch decides how much silence is too much */
     if (failed(link, MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread"))
         return fsdpc_fail(FSDPC_ERR_OS, "%s", link->reason);
     link->ours = true;
@@ -337,11 +338,13 @@ static bool idle(fsdpc_mpi_link *link)
 /* To those that something was posted for, or to the others. */
 static void send_goodbyes(fsdpc_mpi_link *link, bool met)
 {
+    const char *text = link->base.farewells[link->base.rank];
     MPI_Request request;
     for (int peer = 0; peer < link->base.size; peer++)
         if (peer != link->base.rank && link->met[peer] == met &&
             !failed(link,
-                    MPI_Isend(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, &request),
+                    MPI_Isend(text, FSDPC_LINK_FAREWELL, MPI_BYTE, peer, (int)link->base.tags,
+                              link->comm, &request),
                     "MPI_Isend"))
             MPI_Request_free(&request);
 }
@@ -364,11 +367,17 @@ static bool flushes(void)
 
 static bool said_goodbye(fsdpc_mpi_link *link, int peer)
 {
-    int found = 0;
+    int found = 0, tag = (int)link->base.tags;
+    if (link->gone[peer])
+        return true;
+    if (failed(link, MPI_Iprobe(peer, tag, link->comm, &found, MPI_STATUS_IGNORE), "MPI_Iprobe") ||
+        !found)
+        return false;
+    link->gone[peer] = true;
     return !failed(link,
-                   MPI_Iprobe(peer, (int)link->base.tags, link->comm, &found, MPI_STATUS_IGNORE),
-                   "MPI_Iprobe") &&
-           found;
+                   MPI_Recv(link->base.farewells[peer], FSDPC_LINK_FAREWELL, MPI_BYTE, peer, tag,
+                            link->comm, MPI_STATUS_IGNORE),
+                   "MPI_Recv");
 }
 
 /* Ends receives that nothing will answer. */
@@ -464,8 +473,7 @@ static bool end_mpi(fsdpc_mpi_link *link)
             fsdpc_futex_wait(&link->asleep, 0, rest_ns(fsdpc_clock_ns() - began, IDLE_NS));
     }
     for (int peer = 0; peer < link->base.size; peer++)
-        if (said_goodbye(link, peer))
-            MPI_Recv(NULL, 0, MPI_BYTE, peer, (int)link->base.tags, link->comm, MPI_STATUS_IGNORE);
+        (void)said_goodbye(link, peer); /* which takes it off the wire */
     MPI_Cancel(&link->requests[0]);
     MPI_Wait(&link->requests[0], MPI_STATUS_IGNORE);
     MPI_Comm_free(&link->news);
@@ -494,7 +502,8 @@ static void stop(fsdpc_mpi_link *link)
 {
     if (*link->reason && !*link->heard)
         await_watch(link);
-    if (!*link->heard && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
+    /* News may lie in its memory, and nobody has looked: then this rank's own reason is as good. */
+    if ((!*link->heard || !*link->reason) && atomic_load(&link->wanted) == FSDPC_MPI_ABORT)
         memcpy(link->reason, link->asked, sizeof link->asked);
     if (!*link->reason)
         snprintf(link->reason, sizeof link->reason, "rank %d left with messages under way",

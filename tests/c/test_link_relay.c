@@ -326,6 +326,7 @@ static void test_leaving_is_answered(void)
     char data[2];
     CHECK_OK(fsdpc_link_send(a, 1, 3, "ab", 2, &op));
     CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
+    snprintf(a->farewells[0], FSDPC_LINK_FAREWELL, "; it was in a test");
     fsdpc_link_leave(a);
     for (int i = 0; i < 2; i++) { /* what was sent, and that it left */
         CHECK_OK(fsdpc_link_relay_take(a, SECOND, &message));
@@ -338,7 +339,7 @@ static void test_leaving_is_answered(void)
     message.peer = 1;
     CHECK(!fsdpc_link_relay_deliver(a, &message));
     CHECK_OK(fsdpc_link_receive(b, 0, 3, data, 2, &never));
-    CHECK_FAILS(fsdpc_link_test(&never), FSDPC_ERR_PEER, "rank 0 left");
+    CHECK_FAILS(fsdpc_link_test(&never), FSDPC_ERR_PEER, "rank 1 waits for it; it was in a test");
     fsdpc_message_free(&message);
     fsdpc_link_destroy(a);
     fsdpc_link_destroy(b);

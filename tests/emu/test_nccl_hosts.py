@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from processes import EMULATION_ALONE, ROOT, TIMEOUT_S, printed
+from tests.needs import need_hosts, need_mpi
 from training import ON_GPU
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -81,8 +82,7 @@ def pretended(nccl: dict[str, str], tmp_path: Path) -> Ranks:
 
 @pytest.fixture
 def namespaces(nccl: dict[str, str], tmp_path: Path) -> Iterator[Ranks]:
-    if reason := two_hosts.missing():
-        pytest.skip(reason)
+    need_hosts()
     with two_hosts.two_hosts() as hosts:
         yield Ranks(nccl, tmp_path, hosts.inside)
 
@@ -117,12 +117,11 @@ def test_namespaces_have_the_bits_of_one_host(
     assert namespaces.results(2, "trained", "perceptron") == on_one_host(4)
 
 
-@pytest.mark.parametrize("family", sorted(COMPILERS) or ["none"])
+@pytest.mark.parametrize("family", mpi_build.FAMILIES)
 def test_mpi_is_as_good_as_gloo(
     pretended: Ranks, family: str, tmp_path: Path, on_one_host: Callable[[int], list[Any]]
 ) -> None:
-    if not (ROOT / "python" / "fsdpc" / mpi_build.library_name(family)).exists():
-        pytest.skip("fsdpc was built without it")
+    need_mpi(family)
     compiler = Path(COMPILERS[family])
     launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
     options = ["--oversubscribe", "--bind-to", "none"] if family == "openmpi" else []

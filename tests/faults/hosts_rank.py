@@ -1,7 +1,8 @@
 """What a rank of test_hosts_matrix.py does: python hosts_rank.py DOOR FAULT PHASE FOLDER.
 
 It trains two steps, and a third with the fault in it, and saves. Every rank that has no fault
-leaves in the folder what it met.
+leaves in the folder what it met. What happens to a cable or a launcher is for the test to do, which
+the victim waits for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import fsdpc  # noqa: E402
 DOOR, FAULT, PHASE = sys.argv[1:4]
 FOLDER = Path(sys.argv[4])
 VICTIM = 3
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+HOST = (2, 3)  # the ranks of the victim's host
+SIGNALS = {"kill": signal.SIGKILL, "host": signal.SIGKILL, "stop": signal.SIGSTOP}
+OUTSIDE = ("none", "cable", "outage", "ctrl-c")
 
 Say = Callable[[str], object]
 
@@ -35,11 +38,16 @@ def strike(phase: str) -> None:
     """Let it happen here, if this is the place and the rank."""
     if phase != PHASE or fsdpc.rank() != VICTIM:
         return
-    (FOLDER / "pid").write_text(str(os.getpid()))
+    if FAULT in OUTSIDE:
+        (FOLDER / "asked").touch()
+        while FAULT != "ctrl-c" and not (FOLDER / "struck").exists():
+            time.sleep(0.01)
+        return
     (FOLDER / "struck.part").write_text(repr(time.monotonic()))
     (FOLDER / "struck.part").rename(FOLDER / "struck")
     if FAULT in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[FAULT])
+        for rank in HOST if FAULT == "host" else (VICTIM,):
+            os.kill(int((FOLDER / f"pid{rank}").read_text()), SIGNALS[FAULT])
     elif FAULT == "exit":
         sys.exit(7)
     else:
@@ -94,6 +102,8 @@ def whole_run() -> None:
     step(lambda place: None)
     step(lambda place: None)
     step(strike)
+    while FAULT == "ctrl-c":
+        step(lambda place: None)
     strike("save")  # the others are in it
     fsdpc.checkpoint.save(FOLDER / "saved", {"model": model})
     fsdpc.barrier()
@@ -107,13 +117,14 @@ def main() -> None:
         if DOOR == "native":
             fsdpc.init()  # sets RANK to what the launcher says
         rank = int(os.environ["RANK"])
+        (FOLDER / f"pid{rank}").write_text(str(os.getpid()))
         whole_run()
     except BaseException as caught:
         error = caught
         raise
     finally:
         at = time.monotonic()
-        if rank != VICTIM:
+        if rank != VICTIM or FAULT in OUTSIDE:
             found = [type(error).__name__, str(error), at]
             (FOLDER / f"rank{rank}").write_text(json.dumps(found))
 

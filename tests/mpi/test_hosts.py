@@ -13,24 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need_mpi
+
 from .test_link_mpi import COMPILERS, OPTIONS, mpi_build
 
 PROGRAM = Path(__file__).with_name("train.py")
-PACKAGE = Path(mpi_build.native.ROOT) / "python" / "fsdpc"
 TIMEOUT_S = 120
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module", params=sorted(COMPILERS))
+@pytest.fixture(scope="module", params=mpi_build.FAMILIES)
 def start(request: pytest.FixtureRequest) -> Start:
     return started_by(request.param)
 
 
 def started_by(family: str) -> Start:
     """What starts four ranks, so many of them on each host."""
-    if not (PACKAGE / mpi_build.library_name(family)).exists():
-        pytest.skip(f"fsdpc was built without {family}")
+    need_mpi(family)
     compiler = Path(COMPILERS[family])
     mpiexec = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "FSDPC_TIMEOUT_S": "60",

@@ -325,6 +325,7 @@ static void orphans(void)
             CHECK_OK(post(true, peer, 601, data, sizeof data, &op));
             CHECK_OK(wait_for(&op));
         }
+        snprintf(mpi->farewells[last], FSDPC_LINK_FAREWELL, "; it was in a test");
         mpi->ops->leave(mpi);
         return;
     }
@@ -332,6 +333,10 @@ static void orphans(void)
     CHECK_OK(post(false, last, 601, data, sizeof data, &op));
     CHECK_OK(wait_for(&op));
     CHECK_OK(post(false, last, 601, data, sizeof data, &op));
+    for (int twice = 0; twice < 2; twice++) {
+        CHECK_FAILS(wait_for(&op), FSDPC_ERR_PEER, "waits for it; it was in a test");
+        CHECK_OK(post(false, last, 601, data, sizeof data, &op));
+    }
     CHECK_FAILS(wait_for(&op), FSDPC_ERR_PEER, "left (it shut its communicator down) while rank");
     CHECK_OK(fsdpc_link_health(mpi));
 }

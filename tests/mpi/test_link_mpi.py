@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need, need_mpi
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
@@ -24,7 +26,7 @@ COMPILERS = mpi_build.find_compilers()
 OPTIONS = {"openmpi": ["--oversubscribe", "--bind-to", "none"], "mpich": []}
 
 if not COMPILERS:
-    pytest.skip(f"{mpi_build.NONE}: {mpi_build.INSTALL}", allow_module_level=True)
+    need(f"{mpi_build.NONE}: {mpi_build.INSTALL}")
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -40,8 +42,9 @@ def program() -> Path:
         return builder.link(objects, FOLDER / "test_link_mpi")
 
 
-@pytest.fixture(scope="session", params=sorted(COMPILERS))
+@pytest.fixture(scope="session", params=mpi_build.FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
+    need_mpi(request.param)
     return request.param
 
 
@@ -51,8 +54,7 @@ def start(program: Path, family: str) -> Start:
     plugin = mpi_build.build_plugin(family, COMPILERS[family], FOLDER)
     compiler = Path(COMPILERS[family])
     mpiexec = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
-    if not mpiexec.exists():
-        pytest.skip(f"there is no {mpiexec}")
+    need(None if mpiexec.exists() else f"there is no {mpiexec}")
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1",
                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -121,8 +123,7 @@ def test_a_world_of_another_size(program: Path, start: Start, family: str) -> No
 def test_another_family_is_refused(program: Path, start: Start, family: str) -> None:
     """Its library is in the process already, so the plugin's calls would go there."""
     others = [name for name in COMPILERS if name != family]
-    if not others:
-        pytest.skip("one family of MPI is installed")
+    need(None if others else "one family of MPI is installed")
     plugin = mpi_build.build_plugin(others[0], COMPILERS[others[0]], FOLDER)
     listed = subprocess.run(["ldd", FOLDER / mpi_build.library_name(family)], capture_output=True,
                             text=True, check=True).stdout

@@ -15,12 +15,26 @@ import pytest
 
 import fsdpc
 from fsdpc._launch import hosts as fsdpc_hosts
+from tests.needs import need_mpi
 
-from .test_link_mpi import COMPILERS, mpi_build
+from .test_link_mpi import COMPILERS, ROOT, mpi_build
 from .test_two_hosts import LEAST_BYTES, PACKAGE, PROGRAM, TIMEOUT_S, sums_of, two_hosts
 
 TRAIN = ["--ranks", "4", "--steps", "2", "--batch", "1", "--seq", "48", "--eval-bytes", "0"]
-WAITS = "import sys, time, fsdpc; fsdpc.init(); sys.stderr.write('ready\\n'); time.sleep(600)"
+# A step after the other, until Ctrl-C.
+TRAINS = """
+import sys
+sys.path.insert(0, {root!r})
+import fsdpc
+from tests.faults.common import build, step
+fsdpc.init()
+model = build()
+optimizer = fsdpc.optim.AdamW(model.parameters())
+step(model, optimizer)
+sys.stderr.write("ready\\n")
+while True:
+    step(model, optimizer)
+"""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -31,11 +45,10 @@ def hosts() -> Iterator[two_hosts.Hosts]:
         yield made
 
 
-@pytest.fixture(scope="module", params=sorted(COMPILERS))
+@pytest.fixture(scope="module", params=mpi_build.FAMILIES)
 def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
     """Start ``fsdpc run``, or another command, with these words on the first host."""
-    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
-        pytest.skip(f"fsdpc was built without {request.param}")
+    need_mpi(request.param)
     compiler = Path(COMPILERS[request.param])
     launcher = compiler.with_name(compiler.name.replace("mpicc", "mpiexec"))
     network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
@@ -96,9 +109,10 @@ def test_a_rank_that_fails_is_the_outcome(start: Start) -> None:
 
 
 def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
-    waits = tmp_path / "waits.py"
-    waits.write_text(WAITS)
-    process = start("--ranks", "4", str(waits))
+    """In the middle of training."""
+    trains = tmp_path / "trains.py"
+    trains.write_text(TRAINS.format(root=str(ROOT)))
+    process = start("--ranks", "4", str(trains))
     assert process.stderr is not None
     ready = 0
     for line in process.stderr:
@@ -109,7 +123,7 @@ def test_ctrl_c_ends_all(start: Start, tmp_path: Path) -> None:
     done = finish(process)  # MPICH's mpiexec may say 0, if a rank ends while it passes Ctrl-C on
     assert done.returncode != 0 or "[mpiexec@" in done.stdout + done.stderr, done
     end = time.monotonic() + 30
-    while left := subprocess.run(["pgrep", "-f", str(waits)], capture_output=True).stdout:
+    while left := subprocess.run(["pgrep", "-f", str(trains)], capture_output=True).stdout:
         assert time.monotonic() < end, left
         time.sleep(0.1)
 

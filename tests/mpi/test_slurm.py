@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from .test_link_mpi import mpi_build
+from tests.needs import need, need_mpi
+
 from .test_two_hosts import (
     LEAST_BYTES,
-    PACKAGE,
     PROGRAM,
     TIMEOUT_S,
     Start,
@@ -33,8 +33,7 @@ READY_S = 60
 NETWORK = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
 
 if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
-    pytest.skip(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge",
-                allow_module_level=True)
+    need(f"needs {', '.join(absent)}: apt-get install slurm-wlm munge")
 
 CONFIGURATION = """
 ClusterName=fsdpc
@@ -136,8 +135,7 @@ def cluster() -> Iterator[Cluster]:
 def start(request: pytest.FixtureRequest, cluster: Cluster) -> Start:
     """Start four ranks, two on each host, that speak with srun like this."""
     family = {"pmi2": "mpich", "pmix": "openmpi"}[request.param]
-    if not (PACKAGE / mpi_build.library_name(family)).exists():
-        pytest.skip(f"fsdpc was built without {family}")
+    need_mpi(family)
     command = ["srun", f"--mpi={request.param}", "-N2", "--ntasks-per-node=2",
                *two_hosts.OWN_SYS, sys.executable]
     return lambda *words: cluster.run(*command, str(PROGRAM), "launcher", *words)

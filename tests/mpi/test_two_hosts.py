@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import need_hosts, need_mpi
+
 from .test_link_mpi import COMPILERS, ROOT, mpi_build
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -22,22 +24,22 @@ TIMEOUT_S = 120
 LEAST_BYTES = 5 * 3 * (4192 // 2) * 4  # steps; a gather and two reductions; half the parameters
 HOSTS = ",".join(two_hosts.ADDRESSES)
 
-if reason := two_hosts.missing():
-    pytest.skip(reason, allow_module_level=True)
+need_hosts()
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def command_of(family: str, hosts: two_hosts.Hosts) -> list[str]:
-    """Start four ranks, two on each host."""
+def command_of(family: str, hosts: two_hosts.Hosts, *given: str) -> list[str]:
+    """Start four ranks, two on each host; they are given these variables too."""
     compiler = Path(COMPILERS[family])
     launcher = str(compiler.with_name(compiler.name.replace("mpicc", "mpiexec")))
     if family == "mpich":
         return [launcher, "-launcher", "ssh", "-launcher-exec", str(hosts.agent), "-iface", "v0",
                 "-hosts", HOSTS, "-ppn", "2", "-n", "4"]
     network = two_hosts.ADDRESSES[0].rpartition(".")[0] + ".0/24"
-    exported = [word for name in ("PYTHONPATH", "FSDPC_TIMEOUT_S", "OMP_NUM_THREADS")
-                if name in os.environ or name != "PYTHONPATH" for word in ("-x", name)]
+    names = ["FSDPC_TIMEOUT_S", "OMP_NUM_THREADS", *given]
+    names += [name for name in ("PYTHONPATH",) if name in os.environ]
+    exported = [word for name in names for word in ("-x", name)]
     return [launcher, "--mca", "plm_rsh_agent", str(hosts.agent), "--mca", "btl", "tcp,self",
             "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network,
             "--host", HOSTS.replace(",", ":2,") + ":2", "-n", "4", "--bind-to", "none", *exported]
@@ -49,10 +51,9 @@ def hosts() -> Iterator[two_hosts.Hosts]:
         yield made
 
 
-@pytest.fixture(scope="module", params=sorted(COMPILERS))
+@pytest.fixture(scope="module", params=mpi_build.FAMILIES)
 def start(request: pytest.FixtureRequest, hosts: two_hosts.Hosts) -> Start:
-    if not (PACKAGE / mpi_build.library_name(request.param)).exists():
-        pytest.skip(f"fsdpc was built without {request.param}")
+    need_mpi(request.param)
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "FSDPC_TIMEOUT_S": "60",
                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 

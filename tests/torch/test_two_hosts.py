@@ -18,6 +18,7 @@ import pytest
 import torch._dynamo  # noqa: F401, optimizers import it: here once, not on every forked rank
 
 from fsdpc._launch.forked import Report, run_forked
+from tests.needs import need_hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("two_hosts_steps.py")
@@ -27,8 +28,7 @@ TIMEOUT_S = "100"  # of the engine's waits: no test waits for it
 sys.path.insert(0, str(ROOT / "tools"))
 import two_hosts  # noqa: E402
 
-if reason := two_hosts.missing():
-    pytest.skip(reason, allow_module_level=True)
+need_hosts()
 
 
 class World:
