@@ -19,6 +19,11 @@ from fsdpc import nn, wrap
 from fsdpc.models import Llama, ModelConfig, preset
 from fsdpc.simulate import Simulation, simulate
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+import bench_hosts  # noqa: E402
+import bench_simulate  # noqa: E402
+
 HALF = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
 LLAMA_8B = ModelConfig(
     vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, inner=14336, max_seq=8192
@@ -221,27 +226,16 @@ def test_16_hosts_of_a_published_benchmark(on_8: int, on_128: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "bits", "lanes", "alone_ms", "measured_ms"),
-    [(fsdpc.MixedPrecisionPolicy(), 1e12, 1, 334, 430), (HALF, 1e12, 1, 207, 276),
-     (fsdpc.MixedPrecisionPolicy(), 1e9, 1, 316, 525), (HALF, 1e9, 1, 222, 378),
-     (fsdpc.MixedPrecisionPolicy(), 1e9, 2, 983, 1160), (HALF, 1e9, 2, 692, 857)],
-    ids=["fp32 unshaped", "bf16 unshaped", "fp32", "bf16", "hybrid fp32", "hybrid bf16"],
-)  # fmt: skip
+    ("wire", "dtype", "engine", "alone_ms", "measured_ms"), bench_simulate.RECORDED
+)
 def test_two_hosts_of_recorded_rows(
-    policy: fsdpc.MixedPrecisionPolicy, bits: float, lanes: int, alone_ms: float, measured_ms: float
+    wire: str, dtype: str, engine: str, alone_ms: float, measured_ms: float
 ) -> None:
-    """benchmarks/README.md: 10M on two hosts of CPU ranks, and what is computed.
-
-    The first row gave ``core_bandwidth``. Two ranks a host are a HYBRID_SHARD.
-    """
-    options = {"hosts": 2, "ranks_per_host": lanes, "bandwidth": bits / 8 * 1448 / 1514,
-               "latency": 1e-3, "core_bandwidth": 0.87e9, "mp_policy": policy,
-               "strategy": "FULL_SHARD" if lanes == 1 else "HYBRID_SHARD"}  # fmt: skip
-    model = llama(preset("10M"))
-    rate = simulate(model, (2, 256), flops=1e12, **options).flops / alone_ms * 1e3
-    found = simulate(model, (2, 256), flops=rate, **options)
-    assert found.compute == pytest.approx(alone_ms / 1e3)
-    assert found.step == pytest.approx(measured_ms / 1e3, rel=0.15)
+    """benchmarks/README.md: 10M on two hosts of CPU ranks, by what is computed."""
+    strategy = engine.partition(":")[2]
+    ranks = 4 if strategy == "HYBRID_SHARD" else 2
+    found_ms = bench_hosts.simulated_ms(f"llama-10M-{dtype}", ranks, wire, alone_ms, strategy)
+    assert found_ms == pytest.approx(measured_ms, rel=0.15)
 
 
 def test_16384_ranks_take_no_memory_and_seconds() -> None:
