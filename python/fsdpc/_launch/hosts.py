@@ -6,7 +6,6 @@ and exit codes. So this process becomes one of them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -15,9 +14,12 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fsdpc import _core
+
+if TYPE_CHECKING:
+    import argparse  # which the package's import is without
 
 # By what a launcher says of itself.
 FAMILIES = {"Open MPI": "openmpi", "OpenRTE": "openmpi", "HYDRA": "mpich"}
