@@ -93,7 +93,8 @@ def _send(link: _core.Link, peers: dict[int, socket.socket]) -> None:
             if message is not None:
                 peer, tag, data = message
                 peers[peer].sendall(HEAD.pack(tag, len(data)))
-                peers[peer].sendall(data)
+                if len(data) > 0:  # else that rank may have read all that it waited for, and left
+                    peers[peer].sendall(data)
     except _core.PeerError:  # all that was posted is sent
         for connection in peers.values():
             try:
