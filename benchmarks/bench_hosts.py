@@ -116,16 +116,14 @@ def measure(model: str, engine: str, ranks: int, hosts: Hosts) -> tuple[float, f
     return statistics.median(found["seconds"]) * 1e3, sent, found["peak_pss_bytes"] / 2**20
 
 
-def simulated_ms(
+def simulated(
     model: str, ranks: int, rate: str, alone_ms: float, strategy: str = "",
     latency: float = LATENCY, core: float = CORE,
-) -> float:
-    """Milliseconds of a step by simulate(), whose computation takes as long as alone; or NaN.
+) -> Any:
+    """Return simulate() of a LLaMA whose computation takes as long as alone.
 
     An empty strategy is FULL_SHARD.
     """
-    if not model.startswith("llama-") or alone_ms != alone_ms:
-        return float("nan")
     import fsdpc
 
     _, preset, dtype = model.split("-")
@@ -144,7 +142,7 @@ def simulated_ms(
             core_bandwidth=core, mp_policy=policy, strategy=strategy or "FULL_SHARD",
         )  # fmt: skip
 
-    return step(step(1e12).flops / alone_ms * 1e3).step * 1e3
+    return step(step(1e12).flops / alone_ms * 1e3)
 
 
 def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> None:
@@ -164,9 +162,10 @@ def run(model: str, engines: list[str], ranks: int, rate: str, rounds: int) -> N
         row = [rate, model, ranks, engine, common.spread([t[0] for t in turns[engine]]),
                f"{ms[engine] / ms[engines[0]]:.2f}", f"{ms[engine] / max(alone, wire):.2f}",
                f"{sent:.1f}", f"{pss:,.0f}", "", ""]  # fmt: skip
-        if name in ("fsdpc", "native"):
+        if name in ("fsdpc", "native") and model.startswith("llama-") and alone == alone:
             for i, cost in enumerate([(LATENCY, CORE), FREE]):
-                row[i - 2] = f"{simulated_ms(model, ranks, rate, alone, strategy, *cost):.0f}"
+                found = simulated(model, ranks, rate, alone, strategy, *cost)
+                row[i - 2] = f"{found.step * 1e3:.0f}"
         print("| " + " | ".join(map(str, row)).replace("nan", "") + " |", flush=True)
 
 

@@ -21,7 +21,6 @@ from fsdpc.simulate import Simulation, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
-import bench_hosts  # noqa: E402
 import bench_simulate  # noqa: E402
 
 HALF = fsdpc.MixedPrecisionPolicy(param_dtype=fsdpc.bfloat16, reduce_dtype=fsdpc.float32)
@@ -226,16 +225,16 @@ def test_16_hosts_of_a_published_benchmark(on_8: int, on_128: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "dtype", "engine", "alone_ms", "measured_ms"), bench_simulate.RECORDED
+    ("wire", "dtype", "engine", "alone_ms", "measured_ms"),
+    [row for rows in bench_simulate.RECORDED.values() for row in rows],
 )
 def test_two_hosts_of_recorded_rows(
     wire: str, dtype: str, engine: str, alone_ms: float, measured_ms: float
 ) -> None:
     """benchmarks/README.md: 10M on two hosts of CPU ranks, by what is computed."""
-    strategy = engine.partition(":")[2]
-    ranks = 4 if strategy == "HYBRID_SHARD" else 2
-    found_ms = bench_hosts.simulated_ms(f"llama-10M-{dtype}", ranks, wire, alone_ms, strategy)
-    assert found_ms == pytest.approx(measured_ms, rel=0.15)
+    found = bench_simulate.play_recorded(wire, dtype, engine, alone_ms)
+    assert found.compute == pytest.approx(alone_ms / 1e3)
+    assert found.step == pytest.approx(measured_ms / 1e3, rel=0.15)
 
 
 def test_16384_ranks_take_no_memory_and_seconds() -> None:
