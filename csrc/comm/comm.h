@@ -221,6 +221,8 @@ typedef struct fsdpc_comm_ops {
     void (*describe)(fsdpc_comm *comm, char *text, size_t bytes);
     /* Where this rank is, shown to peers that wait for it.  Optional. */
     void (*locate)(fsdpc_comm *comm, const char *phase, const char *unit);
+    /* The same as text, "in forward of 'layers.3'", or "".  Optional. */
+    void (*where)(const fsdpc_comm *comm, char *text, size_t bytes);
     /* What this rank begins to sleep in, "" when it goes on; shown too.  Optional. */
     void (*waits)(fsdpc_comm *comm, const char *what);
     /* For a watch of the ranks, on any thread: how they failed or died, if any has, and in `note`

@@ -213,12 +213,14 @@ size_t fsdpc_comm_hosts_room_bytes(fsdpc_coll_kind kind, fsdpc_dtype dtype, size
 }
 
 /* What other hosts read of this rank, behind a sentence about it. */
-static void write_farewell(const fsdpc_hosts_world *world, char *text, size_t bytes)
+static void write_farewell(const fsdpc_hosts_comm *self, char *text, size_t bytes)
 {
-    char host[64] = "";
+    char host[64] = "", where[192] = "";
     gethostname(host, sizeof host - 1);
+    if (self->host->ops->where)
+        self->host->ops->where(self->host, where, sizeof where);
     snprintf(text, bytes, "; it was pid %d on %s%s%s", (int)getpid(), host,
-             world->place[0] ? ", last seen in " : "", world->place);
+             where[0] ? ", last seen " : "", where);
 }
 
 /* A reason that does is of another rank, or of a wait for one. */
@@ -237,7 +239,7 @@ static void hosts_abort(fsdpc_comm *comm, const char *reason)
     fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
     char text[sizeof comm->poison], mine[FSDPC_LINK_FAREWELL] = "";
     if (reason && reason[0] && !names_a_rank(reason))
-        write_farewell(self->world, mine, sizeof mine);
+        write_farewell(self, mine, sizeof mine);
     snprintf(text, sizeof text, "%s%s", reason ? reason : "", mine);
     fsdpc_comm_abort_local(comm, reason);
     fsdpc_comm_abort(self->host, text);
@@ -261,8 +263,8 @@ static void hosts_leave(fsdpc_comm *comm)
         return;
     fsdpc_link *link = self->link;
     if (link->farewells)
-        write_farewell(self->world, link->farewells[link->rank], FSDPC_LINK_FAREWELL);
-    fsdpc_link_leave(self->link); /* who leaves the first group has left them all */
+        write_farewell(self, link->farewells[link->rank], FSDPC_LINK_FAREWELL);
+    fsdpc_link_leave(link); /* who leaves the first group has left them all */
 }
 
 static void hosts_set_apart(fsdpc_comm *comm)
@@ -299,11 +301,7 @@ static void hosts_describe(fsdpc_comm *comm, char *text, size_t bytes)
 
 static void hosts_locate(fsdpc_comm *comm, const char *phase, const char *unit)
 {
-    fsdpc_hosts_comm *self = fsdpc_hosts_of(comm);
-    fsdpc_comm_locate(self->host, phase, unit);
-    if (!comm->apart)
-        snprintf(self->world->place, sizeof self->world->place, "%s%s%s%s", phase,
-                 unit[0] ? " of '" : "", unit, unit[0] ? "'" : "");
+    fsdpc_comm_locate(fsdpc_hosts_of(comm)->host, phase, unit);
 }
 
 static void hosts_waits(fsdpc_comm *comm, const char *what)

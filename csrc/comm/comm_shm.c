@@ -71,6 +71,12 @@ static void shm_locate(fsdpc_comm *comm, const char *phase, const char *unit)
         fsdpc_shm_world_locate(fsdpc_shm_of(comm)->world, phase, unit);
 }
 
+static void shm_where(const fsdpc_comm *comm, char *text, size_t bytes)
+{
+    const fsdpc_shm_world *world = ((const fsdpc_shm_comm *)comm)->world;
+    fsdpc_shm_world_where(world, world->rank, text, bytes);
+}
+
 static void shm_waits(fsdpc_comm *comm, const char *what)
 {
     if (!comm->apart)
@@ -263,6 +269,7 @@ static const fsdpc_comm_ops shm_ops = {
     .wake = shm_wake,
     .describe = shm_describe,
     .locate = shm_locate,
+    .where = shm_where,
     .waits = shm_waits,
     .look = fsdpc_shm_look,
     .tell = fsdpc_shm_be_told,

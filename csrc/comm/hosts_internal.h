@@ -25,7 +25,6 @@ typedef struct fsdpc_hosts_world {
     uint32_t groups_made, fork_count;
     /* Of this host's first rank, over the first group's; NULL: there is none. */
     fsdpc_host_watch *watch;
-    char place[80]; /* where this rank is */
 } fsdpc_hosts_world;
 
 /* What a rank says of an operation to those of its lane, ahead of its data. */
