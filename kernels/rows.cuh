@@ -32,6 +32,69 @@ static bool rows_align(size_t cols, const void *const (&bases)[COUNT])
     return all % 16 == 0;
 }
 
+/* A thread's part of a row of whole vectors, as loaded: packed, so that it takes few registers.
+ * Elements are `fill` where there is no row, and zero where it is over. */
+template <typename T, int HELD> struct held_row {
+    enum { N = 16 / sizeof(T), COUNT = HELD };
+    union vector {
+        uint4 packed;
+        vec<T, N> values;
+        __device__ vector() {}
+    };
+    uint4 part[HELD];
+
+    static __device__ __forceinline__ unsigned column(int j)
+    {
+        return (j * blockDim.x + threadIdx.x) * N;
+    }
+    __device__ __forceinline__ held_row(const T *row, unsigned cols, float fill)
+    {
+        vector all;
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            all.values.at[k] = narrow<T>(row ? 0 : fill);
+#pragma unroll
+        for (int j = 0; j < HELD; j++) {
+            part[j] = all.packed;
+            if (row && column(j) < cols)
+                part[j] = *reinterpret_cast<const uint4 *>(row + column(j));
+        }
+    }
+    __device__ __forceinline__ vec<wide<T>, N> at(int j) const
+    {
+        vector narrow;
+        vec<wide<T>, N> wider;
+        narrow.packed = part[j];
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            wider.at[k] = widen<wide<T>>(narrow.values.at[k]);
+        return wider;
+    }
+    /* The block's threads' parts of a row, rounded to Out. */
+    template <typename Out>
+    static __device__ __forceinline__ void store(Out *row, unsigned cols,
+                                                 const vec<wide<T>, N> (&parts)[HELD])
+    {
+#pragma unroll
+        for (int j = 0; j < HELD; j++)
+            if (column(j) < cols)
+                store_narrow<N>(row + column(j), parts[j]);
+    }
+};
+
+#define FSDPC_FOR_HELD(held, j) _Pragma("unroll") for (int j = 0; j < held::COUNT; j++)
+
+/* How many vectors a thread of row_threads() holds of such rows, 2 or 4; 0: they are too long, or
+ * do not begin at vectors. */
+template <typename T, int COUNT>
+static int rows_held(size_t cols, const void *const (&bases)[COUNT])
+{
+    size_t vectors = cols * sizeof(T) / 16;
+    if (!rows_align<T>(cols, bases) || vectors > 4 * BLOCK_THREADS)
+        return 0;
+    return vectors > 2 * BLOCK_THREADS ? 4 : 2;
+}
+
 #define FSDPC_FOR_ROW(N, c, cols)                                                                  \
     for (size_t c = (size_t)threadIdx.x * (N); c < (cols); c += (size_t)blockDim.x * (N))
 

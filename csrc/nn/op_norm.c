@@ -1,8 +1,9 @@
 /* Layer normalisation and RMS normalisation: one node kind, told apart by the kernel's flag.
  *
  * Forward keeps mean and 1/deviation of each row, two floats a row, and the input.  The kernel
- * writes the gradients of weight and bias straight to their targets.  It has one dtype for both, so
- * if the targets differ, or it cannot write theirs, they go through fp32.
+ * writes gradients straight to their targets.  So what flowed around the norm, a residual, is added
+ * in the same pass.  It has one dtype for those of weight and bias, so if their targets differ, or
+ * it cannot write theirs, they go through fp32; x's goes through x's dtype.
  */
 #include "nn/op.h"
 
@@ -36,7 +37,7 @@ static fsdpc_norm_args norm_args(const norm_extra *extra, const fsdpc_tensor *x,
                              .rstd = rstd->data};
 }
 
-/* Where the gradient of weight or bias is computed: its target, or fp32 of our own. */
+/* Where a gradient is computed: its target, or a tensor of our own. */
 typedef struct side {
     const fsdpc_edge *edge; /* NULL: not wanted */
     fsdpc_grad_target target;
@@ -52,12 +53,11 @@ static fsdpc_status side_open(fsdpc_tape *tape, const fsdpc_edge *edge, side *ou
     return fsdpc_op_target(tape, edge, &out->target);
 }
 
-static fsdpc_status side_divert(fsdpc_tape *tape, side *s)
+static fsdpc_status side_divert(fsdpc_tape *tape, side *s, fsdpc_dtype dtype, int ndim)
 {
     if (!s->edge)
         return FSDPC_OK;
-    return fsdpc_tensor_create(tape->device, FSDPC_F32, 1, fsdpc_edge_shape(s->edge),
-                               &s->temporary);
+    return fsdpc_tensor_create(tape->device, dtype, ndim, fsdpc_edge_shape(s->edge), &s->temporary);
 }
 
 /* From the temporary to the target, if there was one. */
@@ -65,12 +65,22 @@ static fsdpc_status side_close(fsdpc_tape *tape, side *s)
 {
     if (!s->temporary)
         return FSDPC_OK;
-    return fsdpc_target_write(tape, &s->target, s->temporary->data, FSDPC_F32, s->temporary->numel);
+    return fsdpc_target_write(tape, &s->target, s->temporary->data, s->temporary->dtype,
+                              s->temporary->numel);
 }
 
 static bool side_direct(const side *s, fsdpc_dtype dtype)
 {
     return !s->edge || s->target.dtype == dtype;
+}
+
+static fsdpc_status norm_point_input(fsdpc_tape *tape, fsdpc_norm_args *args, int ndim, side *input)
+{
+    if (!side_direct(input, args->dtype))
+        FSDPC_TRY(side_divert(tape, input, args->dtype, ndim));
+    args->dx = input->temporary ? input->temporary->data : input->target.data;
+    args->dx_accumulate = !input->temporary && input->target.accumulate;
+    return FSDPC_OK;
 }
 
 static fsdpc_status norm_run_backward(fsdpc_tape *tape, fsdpc_norm_args *args, side *weight,
@@ -81,8 +91,8 @@ static fsdpc_status norm_run_backward(fsdpc_tape *tape, fsdpc_norm_args *args, s
     bool direct = side_direct(weight, dtype) && side_direct(bias, dtype) &&
                   (dtype == FSDPC_F32 || dtype == args->dtype);
     if (!direct) {
-        FSDPC_TRY(side_divert(tape, weight));
-        FSDPC_TRY(side_divert(tape, bias));
+        FSDPC_TRY(side_divert(tape, weight, FSDPC_F32, 1));
+        FSDPC_TRY(side_divert(tape, bias, FSDPC_F32, 1));
         args->dgrad_dtype = FSDPC_F32;
     }
     if (weight->edge) {
@@ -100,21 +110,21 @@ static fsdpc_status norm_run_backward(fsdpc_tape *tape, fsdpc_norm_args *args, s
 
 static fsdpc_status norm_backward(fsdpc_tape *tape, fsdpc_node *node, fsdpc_tensor *dy)
 {
-    side weight, bias;
+    side input, weight, bias;
+    FSDPC_TRY(side_open(tape, &node->inputs[0], &input));
     FSDPC_TRY(side_open(tape, &node->inputs[1], &weight));
     FSDPC_TRY(side_open(tape, &node->inputs[2], &bias));
     fsdpc_norm_args args = norm_args(node->extra, node->saved[SAVED_X], node->saved[SAVED_WEIGHT],
                                      node->saved[SAVED_MEAN], node->saved[SAVED_RSTD]);
-    fsdpc_tensor *dx;
-    FSDPC_TRY(fsdpc_tensor_create(tape->device, dy->dtype, dy->ndim, dy->shape, &dx));
     args.dy = dy->data;
-    args.dx = dx->data;
-    fsdpc_status st = norm_run_backward(tape, &args, &weight, &bias);
+    fsdpc_status st = norm_point_input(tape, &args, dy->ndim, &input);
+    if (st == FSDPC_OK)
+        st = norm_run_backward(tape, &args, &weight, &bias);
+    if (st == FSDPC_OK)
+        st = side_close(tape, &input);
+    fsdpc_tensor_release(input.temporary);
     fsdpc_tensor_release(weight.temporary);
     fsdpc_tensor_release(bias.temporary);
-    if (st == FSDPC_OK && fsdpc_edge_wanted(&node->inputs[0]))
-        st = fsdpc_edge_give(tape, &node->inputs[0], dx);
-    fsdpc_tensor_release(dx);
     return st;
 }
 

@@ -98,7 +98,7 @@ static void norm_backward_row(const fsdpc_norm_args *args, size_t row)
     for (size_t c = 0; c < args->cols; c++) {
         double xhat = (x[c] - mean) * rstd, g = dy[c] * (weight ? weight[c] : 1), dyc = dy[c];
         if (dx) /* may be dy */
-            dx[c] = rstd * (g - mean_g - xhat * mean_gx);
+            dx[c] = rstd * (g - mean_g - xhat * mean_gx) + (args->dx_accumulate ? dx[c] : 0);
         if (args->dweight)
             fsdpc_nn_store_f64(args->dweight, c, args->dgrad_dtype,
                                fsdpc_nn_load_f64(args->dweight, c, args->dgrad_dtype) + dyc * xhat);

@@ -148,6 +148,8 @@ FSDPC_INLINE void norm_backward_step(const norm_row *row, size_t c, size_t n, fs
     norm_values v = norm_load(row, c, n, dtype, weight);
     if (row->args->dx) {
         fsdpc_vf dx = (v.g - row->mean_g - v.xhat * row->mean_gx) * row->rstd;
+        if (row->args->dx_accumulate)
+            dx += fsdpc_vf_load_as_n(row->args->dx, row->at + c, dtype, n);
         fsdpc_vf_store_as_n(row->args->dx, row->at + c, dtype, dx, n);
     }
     if (row->dweight) {

@@ -191,12 +191,12 @@ typedef struct fsdpc_norm_args {
     double eps;
     const void *x, *weight, *bias; /* weight, bias (cols) may be NULL */
     void *y;                       /* forward */
-    float *mean, *rstd; /* (rows), written forward, read backward; mean unused for RMSNorm */
-    const void *dy;     /* backward from here on */
-    void *dx;
-    void *dweight, *dbias; /* NULL: not wanted; dgrad_dtype, added to if the flag says so */
+    float *mean, *rstd;    /* (rows), written forward, read backward; mean unused for RMSNorm */
+    const void *dy;        /* backward from here on */
+    void *dx;              /* NULL: not wanted; added to if the flag says so, as the next two */
+    void *dweight, *dbias; /* dgrad_dtype */
     fsdpc_dtype dgrad_dtype;
-    bool dweight_accumulate, dbias_accumulate;
+    bool dx_accumulate, dweight_accumulate, dbias_accumulate;
 } fsdpc_norm_args;
 
 /* Rows' moments: out (2, rows), of F32 (F64 of F64), has each row's mean, then its squared distances

@@ -124,6 +124,8 @@ static double norm_loss_of(const double *x, size_t cols, const void *arg)
     return total;
 }
 
+#define OLD_SLOPE 0.5 /* what dx holds before it is added to */
+
 typedef struct norm_case {
     fsdpc_dtype dtype, dgrad_dtype;
     bool layer, affine, accumulate;
@@ -148,7 +150,8 @@ static void check_norm_row(nn_rig *rig, const norm_case *n, const buffer *const 
         size[c] += fabs(vdy[c]) * (fabs(xhat) + 1);
     }
     for (size_t c = 0; c < n->cols; c += row % 5 ? n->cols : sample_step(n->cols)) {
-        double want = row_slope(norm_loss_of, vx, n->cols, c, loss);
+        double want =
+            row_slope(norm_loss_of, vx, n->cols, c, loss) + (n->accumulate ? OLD_SLOPE : 0);
         check_near(rig, "norm backward", n->dtype, c, buffer_get(dx, row * n->cols + c), want,
                    tolerance(n->dtype, want, 10 * (rstd + 1), 8) + 1e-7 * rstd * rstd +
                        slope_noise(n->cols));
@@ -161,7 +164,9 @@ static void test_norm(nn_rig *rig, norm_case n)
 {
     size_t numel = n.rows * n.cols;
     buffer x = buffer_noise(n.dtype, numel, 1, -1, 3), y = buffer_make(n.dtype, numel);
-    buffer dy = buffer_noise(n.dtype, numel, 2, -1, 1), dx = buffer_make(n.dtype, numel);
+    buffer dy = buffer_noise(n.dtype, numel, 2, -1, 1);
+    buffer dx = n.accumulate ? buffer_noise(n.dtype, numel, 7, OLD_SLOPE, OLD_SLOPE)
+                             : buffer_make(n.dtype, numel);
     buffer weight = buffer_noise(n.dtype, n.cols, 3, 0.5, 2);
     buffer bias = buffer_noise(n.dtype, n.cols, 4, -1, 1);
     buffer dweight = buffer_noise(n.dgrad_dtype, n.cols, 5, -1, 1);
@@ -188,7 +193,7 @@ static void test_norm(nn_rig *rig, norm_case n)
     args.dweight = dweight.data;
     args.dbias = dbias.data;
     args.dgrad_dtype = n.dgrad_dtype;
-    args.dweight_accumulate = args.dbias_accumulate = n.accumulate;
+    args.dx_accumulate = args.dweight_accumulate = args.dbias_accumulate = n.accumulate;
     CHECK_OK(rig->ops->norm(&args, rig->stream));
     CHECK_OK(rig->ops->norm_backward(&args, rig->stream));
     buffer_check(rig, &y, "norm");

@@ -8,9 +8,9 @@
 
 static const fsdpc_dtype floats[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
 static const size_t sizes[] = {0, 1, 7, 8, 9, 31, 1025, 20011};
-static const size_t row_shapes[][2] = {{0, 5},   {1, 1},   {3, 7},    {5, 64},
-                                       {2, 100}, {4, 520}, {2, 5003}, {300, 33}};
-enum { FLOATS = 4, SIZES = 8, ROW_SHAPES = 8 };
+static const size_t row_shapes[][2] = {{0, 5},   {1, 1},    {3, 7},    {5, 64},    {2, 100},
+                                       {4, 520}, {2, 5003}, {300, 33}, {41, 1024}, {3, 4104}};
+enum { FLOATS = 4, SIZES = 8, ROW_SHAPES = 10 };
 
 static const fsdpc_nn_ops *on(const fsdpc_stream *stream)
 {
@@ -363,7 +363,8 @@ static void check_norm(bool layer, fsdpc_dtype dtype, size_t rows, size_t cols, 
     fsdpc_dtype grad = with & 8 ? FSDPC_F32 : dtype;
     buffer x = buffer_random(dtype, numel, 0), w = buffer_random(dtype, cols, 0);
     buffer b = buffer_random(dtype, cols, 0), dy = buffer_random(dtype, numel, 0);
-    buffer y = buffer_poison(dtype, numel, 0), dx = buffer_poison(dtype, numel, 0);
+    buffer y = buffer_poison(dtype, numel, 0);
+    buffer dx = add ? buffer_random(dtype, numel, 0) : buffer_poison(dtype, numel, 0);
     buffer mean = buffer_poison(FSDPC_F32, rows, 0), rstd = buffer_poison(FSDPC_F32, rows, 0);
     buffer dw = buffer_random(grad, cols, 0), db = buffer_random(grad, cols, 0);
     fsdpc_norm_args args = {.layer = layer,
@@ -372,6 +373,7 @@ static void check_norm(bool layer, fsdpc_dtype dtype, size_t rows, size_t cols, 
                             .cols = cols,
                             .eps = 1e-5,
                             .dgrad_dtype = grad,
+                            .dx_accumulate = add,
                             .dweight_accumulate = add,
                             .dbias_accumulate = add};
     for (int side = 0; side < 2; side++) {
