@@ -5,10 +5,13 @@
  * a time: logits of the chunk, loss, gradient of the logits in place.  The gradient of the weight
  * may reach its sink in backward only, so what is kept depends on how many chunks there are:
  *
- *     one chunk   (the usual case: chunks hold up to 64 MiB) the chunk itself, now the gradient of
- *                 the logits; backward makes dx and dW from it, dW straight into the target
+ *     one chunk   (the usual case: chunks hold 64 MiB or more) the chunk itself, now the gradient
+ *                 of the logits; backward makes dx and dW from it, dW straight into the target
  *     several     dx (as big as x) and a private dW in fp32, summed chunk by chunk in forward and
  *                 added to the target in backward
+ *
+ * Each chunk is another pass over all of dW, so a batch has at most eight.  With sixteen, dW of
+ * 32,000 words took 5.1 ms of a step of LLaMA 1B on an H200; with eight it takes 3.6.
  *
  * Recomputing the logits instead would cost a third more arithmetic for the head; a private dW
  * costs one more pass over memory as big as the weight.
@@ -22,7 +25,7 @@
 #include "base/size.h"
 #include "ops/flat_ops.h"
 
-enum { CHUNK_BYTES = 64 << 20, CHUNK_MIN_ROWS = 256 };
+enum { CHUNK_BYTES = 64 << 20, CHUNK_MIN_ROWS = 256, CHUNKS_MAX = 8 };
 
 static fsdpc_status loss_check(const char *op, const char *what, const fsdpc_tensor *x,
                                const fsdpc_tensor *targets)
@@ -318,8 +321,10 @@ static const fsdpc_node_ops fused_ops = {.name = "linear_cross_entropy",
 static size_t choose_chunk(size_t rows, size_t out, size_t bytes, size_t asked)
 {
     size_t chunk_rows = asked;
-    if (!chunk_rows)
-        chunk_rows = fsdpc_max_size(CHUNK_MIN_ROWS, CHUNK_BYTES / (fsdpc_max_size(out, 1) * bytes));
+    if (!chunk_rows) {
+        size_t least = fsdpc_max_size(CHUNK_MIN_ROWS, fsdpc_ceil_div(rows, CHUNKS_MAX));
+        chunk_rows = fsdpc_max_size(least, CHUNK_BYTES / (fsdpc_max_size(out, 1) * bytes));
+    }
     return fsdpc_min_size(chunk_rows, rows);
 }
 

@@ -1426,7 +1426,8 @@ def linear_cross_entropy(
     ignore_index : int
         Rows with this target do not count.
     chunk_rows : int
-        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256.
+        Rows whose logits exist at a time; 0 chooses as many as 64 MiB hold, at least 256 and an
+        eighth of all.
 
     Notes
     -----
@@ -2141,8 +2142,8 @@ class TorchUnit:
     def depth(self) -> int:
         """Forwards of the root that are running."""
     @property
-    def pending_scale(self) -> float:
-        """What clipping left to be applied."""
+    def has_factor(self) -> bool:
+        """Whether clipping left a factor to be applied."""
     generation: int
     """Of the weights; set: what the forward saw that is computed again."""
     def bind(

@@ -272,6 +272,17 @@ def test_linear_cross_entropy_of_nothing():
     assert values(y.grad).tolist() == [[0.0] * 5] * 2
 
 
+@pytest.mark.parametrize("rows, chunk", [(2048, 2048), (16 << 10, 4096), (64 << 10, 8192)])
+def test_linear_cross_entropy_takes_at_most_eight_chunks(rows, chunk):
+    """Chunks of 64 MiB, 4096 rows here, or eight that are larger."""
+    def forward():
+        x, w = _core.empty(rows, 1, dtype="float32"), _core.empty(4096, 1, dtype="float32")
+        F.linear_cross_entropy(x, w, _core.empty(rows, dtype="int64"))
+
+    peak, _ = _core.dry_run([], [], forward)
+    assert chunk * 4096 * 4 <= peak < (chunk + rows // 64) * 4096 * 4
+
+
 def test_linear_cross_entropy_does_not_keep_all_logits():
     x = _core.randn(4096, 32, seed=1, requires_grad=True)
     w = _core.randn(2000, 32, seed=2, requires_grad=True)
