@@ -18,27 +18,55 @@
 #include "engine/unit_internal.h"
 #include "ops/flat_ops.h"
 
-static fsdpc_status add_param(fsdpc_unit *unit, int param, double p, fsdpc_norm *norm,
-                              fsdpc_stream *stream)
+/* Gradients that lie one after another in a shard and are summed by the same leaves: one pass of a
+ * kernel for all of them. */
+typedef struct grad_run {
+    const unsigned char *at;
+    size_t numel, leaf; /* numel 0: none yet */
+    fsdpc_dtype dtype;
+} grad_run;
+
+static fsdpc_status run_end(grad_run *run, double p, fsdpc_norm *norm, fsdpc_stream *stream)
 {
-    const fsdpc_place *place = &unit->layout->params[param];
-    fsdpc_piece piece;
-    void *grad;
-    FSDPC_TRY(fsdpc_unit_grad(unit, param, false, &piece, &grad));
-    if (!grad || piece.numel == 0)
+    size_t numel = run->numel;
+    run->numel = 0;
+    if (numel == 0)
         return FSDPC_OK;
-    return fsdpc_norm_add(norm, p, grad, unit->groups[place->group].grad_dtype, piece.numel,
-                          place->leaf_numel, stream);
+    return fsdpc_norm_add(norm, p, run->at, run->dtype, numel, run->leaf, stream);
+}
+
+/* Whether `next` goes on where the run ends, and leaves of both are the same as those of one. */
+static bool run_goes_on(const grad_run *run, const grad_run *next)
+{
+    return run->numel > 0 && run->numel % run->leaf == 0 && run->leaf == next->leaf &&
+           run->dtype == next->dtype &&
+           next->at == run->at + run->numel * fsdpc_dtype_bytes(run->dtype);
 }
 
 /* Adds a unit's gradients to one norm, or each to its own. */
 static fsdpc_status add_unit(fsdpc_unit *unit, double p, fsdpc_norm *norms, bool each)
 {
     fsdpc_stream *main = fsdpc_device_main(unit->device);
-    fsdpc_status status = FSDPC_OK;
-    for (int i = 0; status == FSDPC_OK && i < unit->layout->n_params; i++)
-        status = add_param(unit, i, p, each ? &norms[i] : norms, main);
-    return status;
+    grad_run run = {0};
+    for (int i = 0; i < unit->layout->n_params; i++) {
+        const fsdpc_place *place = &unit->layout->params[i];
+        fsdpc_piece piece;
+        void *grad;
+        FSDPC_TRY(fsdpc_unit_grad(unit, i, false, &piece, &grad));
+        if (!grad || piece.numel == 0)
+            continue;
+        grad_run next = {grad, piece.numel, place->leaf_numel,
+                         unit->groups[place->group].grad_dtype};
+        if (run_goes_on(&run, &next)) {
+            run.numel += next.numel;
+            continue;
+        }
+        FSDPC_TRY(run_end(&run, p, norms, main));
+        run = next;
+        if (each)
+            FSDPC_TRY(run_end(&run, p, &norms[i], main));
+    }
+    return run_end(&run, p, norms, main);
 }
 
 /* The same with a pending scale that stays pending: sums are scaled instead. */
