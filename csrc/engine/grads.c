@@ -24,9 +24,9 @@ bool fsdpc_unit_has_grads(const fsdpc_unit *unit)
     return unit->grad_live;
 }
 
-double fsdpc_unit_pending_scale(const fsdpc_unit *unit)
+bool fsdpc_unit_has_factor(const fsdpc_unit *unit)
 {
-    return unit->pending_scale;
+    return fsdpc_unit_is_scaled(unit);
 }
 
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit)
@@ -78,10 +78,15 @@ fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
     FSDPC_TRY(fsdpc_unit_advance(unit));
     FSDPC_TRY(fsdpc_fill_leave_shard(unit));
     if (unit->grad_live)
-        FSDPC_TRY(fsdpc_unit_apply_scale(unit));
-    FSDPC_TRY(fsdpc_grad_file_open(unit, unit->grad_live));
+        return FSDPC_OK;
     unit->grad_live = true;
-    return FSDPC_OK;
+    return fsdpc_grad_file_open(unit, false);
+}
+
+fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit)
+{
+    FSDPC_TRY(fsdpc_unit_apply_scale(unit));
+    return fsdpc_grad_file_open(unit, true);
 }
 
 fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
@@ -91,6 +96,7 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given)
         unit->grads[param] = given ? FSDPC_GRAD_OLD : FSDPC_GRAD_NONE;
     if (given)
         return FSDPC_OK;
+    FSDPC_TRY(fsdpc_unit_take_write(unit));
     fsdpc_piece piece;
     void *rows = fsdpc_unit_grad_rows(unit, param, &piece);
     fsdpc_dtype dtype = unit->groups[unit->layout->params[param].group].grad_dtype;

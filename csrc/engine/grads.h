@@ -23,7 +23,7 @@ fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piec
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
 /* The factor that is pending, as far as the host knows it. */
-double fsdpc_unit_pending_scale(const fsdpc_unit *unit);
+bool fsdpc_unit_has_factor(const fsdpc_unit *unit); /* of clipping, not applied yet */
 
 /* Folds micro-steps together and applies the pending factor. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
@@ -31,8 +31,10 @@ fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
 /* ---- Gradients that a front door keeps for its users ---- */
 
 /* Users may have changed gradients: the front door writes what they gave into the rows, between
- * take_begin and one take for each parameter; `given` false: it has none. */
+ * take_begin and one take for each parameter; `given` false: it has none.  Before it writes rows it
+ * says so: then those of others get the pending factor, which the new ones are not to have. */
 fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit);
+fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit);
 fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
 
 /* After a backward: are there gradients to hand out?  Then one call for each parameter says whether

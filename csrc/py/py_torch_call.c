@@ -240,8 +240,8 @@ static PyObject *get_depth(PyObject *object, void *Py_UNUSED(unused))
     return PyLong_FromLong(root ? fsdpc_root_forward_depth(root) : 0);
 }
 
-FSDPC_PY_GETTER(get_pending, PyFloat_FromDouble(fsdpc_unit_pending_scale(
-                                 fsdpc_torch_unit((fsdpc_py_torch_unit *)object))))
+FSDPC_PY_GETTER(get_factor, PyBool_FromLong(fsdpc_unit_has_factor(
+                                fsdpc_torch_unit((fsdpc_py_torch_unit *)object))))
 FSDPC_PY_GETTER(get_generation, PyLong_FromUnsignedLongLong(fsdpc_unit_generation(
                                     fsdpc_torch_unit((fsdpc_py_torch_unit *)object))))
 
@@ -258,7 +258,7 @@ PyGetSetDef fsdpc_py_torch_call_getset[] = {
     FSDPC_PY_ATTRIBUTE(TorchUnit, in_backward, get_in_backward, NULL),
     FSDPC_PY_ATTRIBUTE(TorchUnit, depth, get_depth, NULL),
     FSDPC_PY_ATTRIBUTE(TorchUnit, generation, get_generation, set_generation),
-    FSDPC_PY_ATTRIBUTE(TorchUnit, pending_scale, get_pending, NULL),
+    FSDPC_PY_ATTRIBUTE(TorchUnit, has_factor, get_factor, NULL),
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -142,7 +142,9 @@ static int take_one(fsdpc_py_torch_unit *self, fsdpc_torch_param *p, bool live)
     if (same && grad != p->grad)
         result = read_version(self, grad, &version) < 0 ? -1 : 1;
     if (result == 1 && (!same || version != p->version)) {
-        PyObject *copied = PyObject_CallMethodOneArg(p->grad, self->names.copy_, grad);
+        bool opened = fsdpc_py_check(fsdpc_unit_take_write(fsdpc_torch_unit(self))) == 0;
+        PyObject *copied =
+            opened ? PyObject_CallMethodOneArg(p->grad, self->names.copy_, grad) : NULL;
         result = copied ? 1 : -1;
         Py_XDECREF(copied);
         p->version = version;

@@ -19,6 +19,7 @@ from .common import (
     assert_same_steps,
     average_grads,
     batch,
+    both,
     build,
     full_parameters,
     loss_of,
@@ -76,6 +77,35 @@ def test_optimizers_and_clipping(kind: str) -> None:
         mine = torch.optim.AdamW(ours.parameters(), **options, **{kind: True})
         clip = torch.nn.utils.clip_grad_norm_
     train_twins(ours, plain, (mine, theirs), 10, fn=clip, max_norm=0.05)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changed", ["none", "one", "one dropped"])
+def test_a_step_applies_the_factor_of_clipping_while_it_reads(changed: str) -> None:
+    """Gradients are scaled by a pass of its own only where somebody has changed one since."""
+    model = build()
+    plain = twin(model)
+    ours = shard(model)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizers = (fsdpc.torch.optim.SGD(ours.parameters(), **options),
+                  torch.optim.SGD(plain.parameters(), **options))
+    both(ours, plain)
+    fsdpc.torch.clip_grad_norm_(ours, 1e-2)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)
+    first, theirs = ours.blocks[0].linear.weight, plain.blocks[0].linear.weight
+    if changed == "one":
+        first.grad, theirs.grad = torch.ones_like(first), torch.ones_like(theirs)
+    if changed == "one dropped":
+        first.grad, theirs.grad = None, None
+    for optimizer in optimizers:
+        optimizer.step()
+    units = {p.fsdpc._state.torch_unit for p in ours.parameters()}
+    pending = {"none": len(units), "one": 0, "one dropped": len(units) - 1}
+    assert sum(unit.has_factor for unit in units) == pending[changed]
+    assert_same_parameters(ours, plain)
+    if changed == "none":
+        assert_same_grads(ours, plain)  # scaled for whoever looks
+        assert not any(unit.has_factor for unit in units)
 
 
 @pytest.mark.ranks(2)

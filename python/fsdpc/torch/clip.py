@@ -73,16 +73,20 @@ def clip_grad_norm_(
         )
     take_grads(states)
     units = [s.unit for s in states]
-    norm = _core.grad_norm(units, [], float(norm_type))
-    if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot be "
-            "clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
-        )
-    _core.scale_grads(units, [], norm, float(max_norm))
-    PENDING.add(s for s in states if s.torch_unit.pending_scale != 1)
+    if error_if_nonfinite:
+        norm = _core.grad_norm(units, [], float(norm_type))
+        if not math.isfinite(norm):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot "
+                "be clipped: they hold NaN or infinity; drop them, or set error_if_nonfinite=False"
+            )
+        _core.scale_grads(units, [], norm, float(max_norm))
+        total = torch.tensor(norm, dtype=torch.float64, device=_device.home())
+    else:  # on a GPU without waiting for it
+        total = _device.to_torch(_core.clip_grads(units, [], float(norm_type), float(max_norm)))
+    PENDING.add(s for s in states if s.torch_unit.has_factor)
     wide = torch.float64 if any(p.dtype is torch.float64 for p in with_grad) else torch.float32
-    return torch.tensor(norm, dtype=wide, device=_device.home()).as_subclass(Whole)
+    return total.to(wide).as_subclass(Whole)
 
 
 def _hold_whole_units(states: list[Any], params: list[Any]) -> bool:
