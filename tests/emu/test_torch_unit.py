@@ -60,6 +60,34 @@ def test_two_ranks_have_the_bits_of_shared_memory(environment: dict[str, str]) -
     assert cuda[0]["mlp"]["values"] == cuda[1]["mlp"]["values"]
 
 
+CLIPPING = """
+import ctypes, os
+import torch_beside
+gpu = torch_beside.Gpu()
+import torch
+import fsdpc.torch
+awaited, synchronize = [], gpu.runtime.synchronize   # by the stand-in for torch, before operations
+gpu.runtime.synchronize = lambda stream: (awaited.append(stream), synchronize(stream))
+model = fsdpc.torch.fully_shard(torch.nn.Linear(3, 4))
+optimizer = fsdpc.torch.optim.AdamW(model.parameters())
+waits = ctypes.CDLL(os.environ["FSDPC_CUDA_PLUGIN"]).emu_waits
+waits.restype = ctypes.c_ulonglong
+for checked in (False, False, True):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    before = waits() - len(awaited)
+    fsdpc.torch.clip_grad_norm_(model, 1e-2, error_if_nonfinite=checked)
+    optimizer.step()
+    print(waits() - len(awaited) - before)
+"""
+
+
+def test_clipping_and_a_step_do_not_wait_for_the_device(environment: dict[str, str]) -> None:
+    """The first step makes states."""
+    counts = [int(line) for line in show(environment, "-c", CLIPPING).splitlines()]
+    assert counts[1] == 0 < counts[2]
+
+
 ORDER = """
 import threading
 from contextlib import nullcontext
