@@ -5,8 +5,8 @@
 World 1, bf16 parameters and fp32 reductions; a step is forward, backward, clipping at 1.0 and AdamW
 over sequences of random words.  "native" is fsdpc's own LLaMA, "door" transformers' under
 fsdpc.torch, "fsdp2" the same under torch's FSDP2, "torch" the same under autocast alone; "+compile"
-compiles each block, "+graph" replays one graph of the whole step, "+cudnn0" and
-"+cudnn2" set FSDPC_CUDNN: attention by our kernels, or by cuDNN with the backward that is fast.
+compiles each block, "+graph" replays one graph of the whole step, "+cudnn0" and "+cudnn1" set
+FSDPC_CUDNN: attention by our kernels, or by cuDNN with a backward in a fixed order.
 "native+ranks2" is two ranks that share the GPU, with half of the rows each.
 
 Each engine runs in a process of its own: warm steps, then several stretches of steps with one wait
@@ -44,7 +44,7 @@ from fsdpc.models.config import ModelConfig, preset
 
 # The baseline first: whatever stops a run, ours are never without it.
 ENGINES = ("fsdp2", "torch", "door", "native", "native+graph", "native+graph+cudnn0",
-           "native+graph+cudnn2", "native+ranks2", "fsdp2+compile", "torch+compile", "door+compile")
+           "native+graph+cudnn1", "native+ranks2", "fsdp2+compile", "torch+compile", "door+compile")
 # Rows, words of a row, and whether activations are computed again: what 80 GB hold.
 SHAPES = {"2M": (1, 64, True), "125M": (16, 2048, False), "1B": (8, 2048, False),
           "SmolLM3-3B": (1, 8192, True)}
@@ -228,13 +228,13 @@ def run_alone(arguments: list[str], limit_s: float, **environment: str) -> dict[
 
 def without_cudnn(engines: list[str]) -> list[str]:
     """The engines that can run: those on cuDNN's attention only where the plugin has it."""
-    if not any("+cudnn2" in engine for engine in engines):
+    if not any("+cudnn1" in engine for engine in engines):
         return engines
     plugin = common.plugin_says()[0]
     if "attention by cuDNN " in plugin:
         return engines
     print(f"no engine on cuDNN's attention; the plugin: {plugin}\n")
-    return [engine for engine in engines if "+cudnn2" not in engine]
+    return [engine for engine in engines if "+cudnn1" not in engine]
 
 
 def measure(engine: str, shape: str, rest: list[str], limit_s: float) -> dict[str, Any]:

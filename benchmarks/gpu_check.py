@@ -45,7 +45,7 @@ import native  # noqa: E402
 STAGES = ("build", "kernel-speed", "step-speed", "ctests", "pytest", "sanitizers")
 AT_ONCE = {"ctests": 4}  # each of which leaves most of a GPU idle
 SHAPES = ("125M", "1B", "SmolLM3-3B")
-ENGINES = ("fsdp2", "door", "native", "native+graph", "native+graph+cudnn2")
+ENGINES = ("fsdp2", "door", "native", "native+graph", "native+graph+cudnn1")
 C_TEST_S, PYTEST_S, SHAPE_S, KERNELS_S, SANITIZER_S = 60, 300, 120, 100, 100
 STARTS_S = 30  # bench_gpu.py's own, and of its product
 HANG_S = 120  # a Python test that takes longer prints where it is

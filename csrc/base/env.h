@@ -32,8 +32,8 @@
       "kernels to use: auto, portable, avx2, avx512, avx512bf16, amx")                             \
     X(transport, text, "FSDPC_TRANSPORT", "auto", 0, 0,                                            \
       "how ranks on GPUs communicate: auto, nccl, local_cuda")                                     \
-    X(cudnn, integer, "FSDPC_CUDNN", 1, 0, 2,                                                      \
-      "attention on GPUs: 0 our kernels; 1 cuDNN where it is; 2 also its unordered backward")      \
+    X(cudnn, integer, "FSDPC_CUDNN", 2, 0, 2,                                                      \
+      "attention on GPUs: 0 our kernels; 1 cuDNN's, in a fixed order; 2 faster, without one")      \
     X(log, integer, "FSDPC_LOG", 1, 0, 3, "0 silent, 1 warnings, 2 notes, 3 everything")           \
     X(trace, integer, "FSDPC_TRACE", 4096, 0, 16777216, "events kept by the trace ring")
 

@@ -204,7 +204,8 @@ fsdpc_status fsdpc_cuda_attention_cudnn(const fsdpc_attention_args *args, bool b
     FSDPC_TRY(attentions_of(stream->device, &all));
     if (!all->cudnn)
         return FSDPC_OK;
-    fsdpc_cudnn_shape shape = shape_of(args, backward, device->cudnn == 2);
+    bool any_order = device->cudnn == 2 && !device->head.ordered;
+    fsdpc_cudnn_shape shape = shape_of(args, backward, any_order);
     attention *it = NULL;
     FSDPC_TRY(attention_of(all, &shape, stream->device, &it));
     if (!it || !it->plan)

@@ -140,6 +140,7 @@ struct fsdpc_device {
     bool remote;      /* the host cannot touch its memory, and its kernels run behind the caller */
     int ordinal;      /* among devices of its kind */
     bool capturing;   /* between capture_begin and capture_end */
+    bool ordered;     /* set by the context: no kernel that adds up in another order each time */
     fsdpc_mem *mem;   /* borrowed */
     fsdpc_team *team; /* borrowed; NULL is a team of one */
     fsdpc_isa isa;

@@ -100,6 +100,7 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
     FSDPC_TRY(fsdpc_mem_create(&r->mem));
     FSDPC_TRY(fsdpc_team_create(r->threads, &r->team));
     FSDPC_TRY(make_device(r, isa, spare));
+    r->device->ordered = r->ordered;
     r->compute = fsdpc_device_main(r->device);
     FSDPC_TRY(fsdpc_tape_create(r->device, r->compute, &r->tape));
     FSDPC_TRY(fsdpc_trace_create((size_t)r->env.trace, &r->trace));
@@ -109,8 +110,10 @@ static fsdpc_status runtime_create(fsdpc_runtime *r)
 
 void fsdpc_py_runtime_destroy(fsdpc_runtime *r)
 {
-    fsdpc_runtime chosen = {
-        .threads = r->threads, .plugin = r->plugin, .local_rank = r->local_rank};
+    fsdpc_runtime chosen = {.threads = r->threads,
+                            .plugin = r->plugin,
+                            .local_rank = r->local_rank,
+                            .ordered = r->ordered};
     fsdpc_trace_destroy(r->trace);
     fsdpc_tape_destroy(r->tape);
     fsdpc_device_destroy(r->device);
@@ -163,6 +166,16 @@ static PyObject *num_threads(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     fsdpc_runtime *runtime = fsdpc_py_runtime(module);
     return runtime ? PyLong_FromLong(runtime->threads) : NULL;
+}
+
+/* set_ordered(bool): whether sums have the same order in every run. */
+static PyObject *set_ordered(PyObject *module, PyObject *arg)
+{
+    fsdpc_runtime *runtime = &((fsdpc_py_state *)PyModule_GetState(module))->runtime;
+    runtime->ordered = arg == Py_True;
+    if (runtime->ready)
+        runtime->device->ordered = runtime->ordered;
+    Py_RETURN_NONE;
 }
 
 static PyObject *set_num_threads(PyObject *module, PyObject *arg)
@@ -282,6 +295,7 @@ static PyObject *check_environment(PyObject *module, PyObject *unused)
 
 PyMethodDef fsdpc_py_state_functions[] = {
     FSDPC_PY_FUNCTION(num_threads, num_threads, METH_NOARGS),
+    FSDPC_PY_FUNCTION(set_ordered, set_ordered, METH_O),
     FSDPC_PY_FUNCTION(set_num_threads, set_num_threads_named, FSDPC_PY_FAST),
     FSDPC_PY_FUNCTION(engine_threads, engine_threads, METH_NOARGS),
     FSDPC_PY_FUNCTION(usable_cores, usable_cores, METH_NOARGS),

@@ -141,6 +141,7 @@ typedef struct fsdpc_runtime {
                             order streams */
     const struct fsdpc_plugin *plugin; /* that brings the device; NULL: the CPU is it */
     int local_rank;                    /* which of several GPUs; 0: LOCAL_RANK says */
+    bool ordered;                      /* the device's, also of one made later */
     fsdpc_env env;
     int threads; /* of this rank */
     fsdpc_mem *mem;

@@ -1738,6 +1738,9 @@ def set_num_threads(threads: int) -> None:
     >>> fsdpc.set_num_threads(before)
     """
 
+def set_ordered(ordered: bool, /) -> None:
+    """Let sums have the same order in every run, or the fastest one."""
+
 def num_threads() -> int:
     """Return how many threads this rank computes with.
 

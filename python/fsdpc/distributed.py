@@ -98,11 +98,6 @@ def init(
         )
     if (rank is None) != (world_size is None):
         raise ValueError("give both rank and world_size, or neither")
-    if deterministic and _core.check_environment()["FSDPC_CUDNN"] == 2:
-        raise ValueError(
-            "deterministic=True and FSDPC_CUDNN=2, which lets attention's backward add up in any "
-            "order: unset FSDPC_CUDNN, or set it to 1"
-        )
     if world_size is None or world_size > 1:
         adopt_scheduler(os.environ)
     given, named = rank is not None, "RANK" in os.environ or "WORLD_SIZE" in os.environ
@@ -119,6 +114,7 @@ def init(
     if given or named and hosts == 1 or _join_torch is None or not _join_torch():
         _world = _meet(rank, world_size, hosts)
     _deterministic = bool(deterministic)
+    _core.set_ordered(_deterministic)
 
 
 def _meet(rank: int, world_size: int, hosts: int) -> _core.Comm:
@@ -219,6 +215,7 @@ def shutdown() -> None:
     _met.clear()
     _leaving.clear()
     _world, _deterministic = None, False
+    _core.set_ordered(False)
 
 
 def is_deterministic() -> bool:

@@ -26,7 +26,9 @@ def environment(request: pytest.FixtureRequest) -> dict[str, str]:
     """The environment of a Python process whose GPU is the emulated one; it imports from here."""
     places = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
-    if not ON_GPU:
+    if ON_GPU:  # tests compare bits
+        found.setdefault("FSDPC_CUDNN", "1")
+    else:
         emulated = request.getfixturevalue("emulated")
         found["FSDPC_CUDA_PLUGIN"] = str(emulated["libfsdpc_cuda.so"])
     return found

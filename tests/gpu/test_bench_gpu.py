@@ -47,11 +47,11 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 @NEEDS_TORCH
 def test_it_runs_on_the_cpu() -> None:
     without = {"FSDPC_CUDA_PLUGIN": "/nowhere/libfsdpc_cuda.so"}
-    done = bench("--engines", "native", "native+graph+cudnn2", **without)
+    done = bench("--engines", "native", "native+graph+cudnn1", **without)
     assert done.returncode == 0, done.stderr
     assert "| 2M | native | " in done.stdout and "TFLOP/s" in done.stdout
     assert "no engine on cuDNN's attention; the plugin: not built" in done.stdout
-    assert "| 2M | native+graph+cudnn2 |" not in done.stdout
+    assert "| 2M | native+graph+cudnn1 |" not in done.stdout
 
 
 @NEEDS_TORCH
@@ -75,16 +75,16 @@ def test_an_engine_that_fails_or_hangs_keeps_its_row(
 
 
 @pytest.mark.parametrize("plugin, kept", [
-    ("CUDA 13.0, attention by cuDNN 9.28.1", ["fsdp2", "native+graph+cudnn2"]),
+    ("CUDA 13.0, attention by cuDNN 9.28.1", ["fsdp2", "native+graph+cudnn1"]),
     ("CUDA 13.0, attention by our kernels (no cuDNN: libcudnn.so.9)", ["fsdp2"]),
 ])
 def test_cudnn_s_engine_runs_where_the_plugin_has_it(
     monkeypatch: pytest.MonkeyPatch, plugin: str, kept: list[str]
 ) -> None:
     monkeypatch.setattr(bench_gpu.common, "plugin_says", lambda: (plugin, "NCCL 2.28.9"))
-    assert bench_gpu.without_cudnn(["fsdp2", "native+graph+cudnn2"]) == kept
+    assert bench_gpu.without_cudnn(["fsdp2", "native+graph+cudnn1"]) == kept
     monkeypatch.setattr(bench_gpu, "run_alone", lambda *_, **environment: environment)
-    assert bench_gpu.measure("native+graph+cudnn2", "2M", [], 60) == {"FSDPC_CUDNN": "2"}
+    assert bench_gpu.measure("native+graph+cudnn1", "2M", [], 60) == {"FSDPC_CUDNN": "1"}
     assert bench_gpu.measure("native", "2M", [], 60) == {}
 
 
