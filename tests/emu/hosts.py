@@ -4,6 +4,8 @@
 
 Its environment is torchrun's, with STORE, a file by which gloo's ranks find each other; or that of
 mpiexec.  With PRETEND it is on a host of LOCAL_WORLD_SIZE ranks, else on the one that it sees.
+With HERE, numbers of ranks, it is all of these, forked once torch is imported, which takes longer
+than most of what they do.  They write to files of the folder SAID, and it prints how they ended.
 WHAT is a function of this file, of ranks.py or of graph_ranks.py.
 """
 
@@ -32,8 +34,27 @@ def number(*names: str) -> int:
     return int(next(os.environ[name] for name in names if name in os.environ))
 
 
-RANK = number("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+def forked() -> bool:
+    """Become each rank of HERE; False in the one that waits for them."""
+    folder = Path(os.environ["SAID"])
+    children = []
+    for rank in map(int, os.environ["HERE"].split()):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % LOCAL)}
+            said = os.open(folder / f"said{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            return True
+    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(ends))
+    return False
+
+
 LOCAL = number("LOCAL_WORLD_SIZE")
+if "HERE" in os.environ and not forked():
+    sys.exit()
+RANK = number("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 links: list[Any] = []
 
 

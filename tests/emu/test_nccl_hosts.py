@@ -7,10 +7,14 @@ network namespaces.  gloo carries what the engine's control says between them.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,21 +52,24 @@ class Ranks:
         """Let hosts.py run so on every rank; exit code and all that it printed, by rank."""
         started = []
         (self.folder / "store").unlink(missing_ok=True)
-        for rank in range(2 * ranks_of_host):
-            numbers = {"RANK": str(rank), "WORLD_SIZE": str(2 * ranks_of_host),
-                       "LOCAL_RANK": str(rank % ranks_of_host),
-                       "LOCAL_WORLD_SIZE": str(ranks_of_host)}
-            before = self.inside[rank // ranks_of_host] if self.inside else []
+        world = range(2 * ranks_of_host)
+        places = self.inside or [[]]
+        for k, before in enumerate(places):
+            here = world[k * len(world) // len(places) : (k + 1) * len(world) // len(places)]
+            numbers = {"HERE": " ".join(map(str, here)), "SAID": str(self.folder),
+                       "WORLD_SIZE": str(len(world)), "LOCAL_WORLD_SIZE": str(ranks_of_host)}
             started.append(subprocess.Popen(
                 [*before, sys.executable, str(HERE / "hosts.py"), *words],
                 env={**self.environment, **numbers, **more}, text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT))
+                start_new_session=True))
         try:
-            said = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in started]
+            ends = [json.loads(place.communicate(timeout=TIMEOUT_S)[0]) for place in started]
         finally:
-            for rank in started:
-                rank.kill()
-        return [(rank.returncode, text) for rank, text in zip(started, said, strict=True)]
+            for place in started:
+                with suppress(ProcessLookupError):
+                    os.killpg(place.pid, signal.SIGKILL)
+        return [(code, (self.folder / f"said{rank}").read_text())
+                for rank, code in enumerate(itertools.chain(*ends))]
 
     def results(self, ranks_of_host: int, *words: str, **more: str) -> list[Any]:
         """What each rank found."""
