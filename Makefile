@@ -85,7 +85,7 @@ lint: build $(VENV)/stamp-lint tidy ## style, layers, banned calls, docstrings
 	git ls-files -z -- '*.c' '*.h' | xargs -0 clang-format --dry-run -Werror
 	$(BIN)/ruff check --quiet .
 	$(PY) -m compileall -q python tests tools setup.py
-	$(PY) -m pytest -q tests/lint
+	$(PY) -m pytest -q $(SPREAD) tests/lint
 
 tidy: $(VENV)/stamp-base
 	$(PY) tools/tidy.py $(ARGS)
