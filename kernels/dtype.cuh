@@ -9,6 +9,8 @@
 #ifndef FSDPC_KERNELS_DTYPE_CUH
 #define FSDPC_KERNELS_DTYPE_CUH
 
+#include <type_traits>
+
 #include "common.cuh"
 
 struct bf16 {

@@ -77,10 +77,10 @@ fsdpc_status fsdpc_unit_take_begin(fsdpc_unit *unit)
 {
     FSDPC_TRY(fsdpc_unit_advance(unit));
     FSDPC_TRY(fsdpc_fill_leave_shard(unit));
-    if (unit->grad_live)
-        return FSDPC_OK;
+    if (!unit->grad_live)
+        FSDPC_TRY(fsdpc_grad_file_open(unit, false));
     unit->grad_live = true;
-    return fsdpc_grad_file_open(unit, false);
+    return FSDPC_OK;
 }
 
 fsdpc_status fsdpc_unit_take_write(fsdpc_unit *unit)

@@ -68,7 +68,8 @@ def init(
         depends on the list of micro-batches alone, not on how ranks and accumulation split it.
         Every micro-step is then reduced; ``no_sync()`` only hides it until a later one is. In fp16
         that holds if the loss is left whole and ``set_gradient_divide_factor`` gets the number of
-        micro-steps times that of ranks: dividing the loss rounds small gradients.
+        micro-steps times that of ranks: dividing the loss rounds small gradients. On a GPU
+        attention's backward is cuDNN's with a fixed order, which takes three times as long.
 
     Raises
     ------
