@@ -61,7 +61,7 @@ class Ranks:
             started.append(subprocess.Popen(
                 [*before, sys.executable, str(HERE / "hosts.py"), *words],
                 env={**self.environment, **numbers, **more}, text=True, stdout=subprocess.PIPE,
-                start_new_session=True))
+                preexec_fn=os.setpgrp))  # not a session: who yields yields to none in another
         try:
             ends = [json.loads(place.communicate(timeout=TIMEOUT_S)[0]) for place in started]
         finally:
