@@ -22,8 +22,8 @@ fsdpc_status fsdpc_unit_grad(fsdpc_unit *unit, int param, bool write, fsdpc_piec
 /* On every rank alike: drops gradients, also those that are not reduced yet.  Touches no memory. */
 void fsdpc_unit_zero_grad(fsdpc_unit *unit);
 
-/* The factor that is pending, as far as the host knows it. */
-bool fsdpc_unit_has_factor(const fsdpc_unit *unit); /* of clipping, not applied yet */
+/* Whether clipping left a factor that is not applied yet. */
+bool fsdpc_unit_has_factor(const fsdpc_unit *unit);
 
 /* Folds micro-steps together and applies the pending factor. */
 fsdpc_status fsdpc_unit_apply_scale(fsdpc_unit *unit);
