@@ -15,7 +15,8 @@
  *
  * A rank that is alone has the full's places in its shard too.  Then a reduction is a copy, which a
  * step of LLaMA 1B on an H200 spent 1 % of its time on.  Kernels write into the shard instead,
- * unless it holds gradients already, or sums that are of another dtype, scaled or not kept.
+ * unless it holds gradients already, or sums that are of another dtype, scaled or not kept.  So
+ * such a rank creates a buffer when the first unit takes it, and most runs of it have none.
  *
  * Partials (meshes with replicas) follow the buffers: a pooled one beside each pooled buffer, and
  * an own one beside an own buffer.  A unit that postpones its all-reduce has an own one too.
@@ -41,28 +42,33 @@ static fsdpc_status create_own(fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
+static fsdpc_status create_pooled(fsdpc_root *root, int i)
+{
+    FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, root->pool_bytes, &root->pool[i]));
+    if (!has_partials(root))
+        return FSDPC_OK;
+    return fsdpc_buffer_create(root->replicate, root->pool_partial_bytes, &root->pool_partial[i]);
+}
+
 fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
 {
-    size_t largest = 0, largest_partial = 0;
-    int sharing = 0;
+    bool alone = root->reduce_comm->ops->any_buffer;
     for (int i = 0; i < root->n_units; i++) {
         fsdpc_unit *unit = root->units[i];
         if (unit->reduce_bytes == 0)
             continue;
-        if (i == 0 || encloses[i] || unit->settings.keep_grads || unit->settings.rank_dependent) {
+        unit->stays_open =
+            i == 0 || encloses[i] || unit->settings.keep_grads || unit->settings.rank_dependent;
+        if (!unit->stays_open) {
+            root->pool_bytes = fsdpc_max_size(root->pool_bytes, unit->reduce_bytes);
+            root->pool_partial_bytes = fsdpc_max_size(root->pool_partial_bytes, unit->grad_bytes);
+            root->n_pool += root->n_pool < FSDPC_POOLED_BUFFERS;
+        } else if (!alone) {
             FSDPC_TRY(create_own(unit));
-        } else {
-            largest = fsdpc_max_size(largest, unit->reduce_bytes);
-            largest_partial = fsdpc_max_size(largest_partial, unit->grad_bytes);
-            sharing++;
         }
     }
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS && i < sharing; i++) {
-        FSDPC_TRY(fsdpc_buffer_create(root->reduce_comm, largest, &root->pool[i]));
-        if (has_partials(root))
-            FSDPC_TRY(
-                fsdpc_buffer_create(root->replicate, largest_partial, &root->pool_partial[i]));
-    }
+    for (int i = 0; !alone && i < root->n_pool; i++)
+        FSDPC_TRY(create_pooled(root, i));
     return FSDPC_OK;
 }
 
@@ -70,9 +76,8 @@ fsdpc_status fsdpc_fill_create_buffers(fsdpc_root *root, const bool *encloses)
 static int choose_pooled(const fsdpc_root *root)
 {
     int best = -1;
-    for (int i = 0; i < FSDPC_POOLED_BUFFERS; i++) {
-        if (root->pool[i] && !root->pool_filling[i] &&
-            (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
+    for (int i = 0; i < root->n_pool; i++) {
+        if (!root->pool_filling[i] && (best < 0 || root->pool_turn[i] < root->pool_turn[best]))
             best = i;
     }
     return best;
@@ -81,7 +86,7 @@ static int choose_pooled(const fsdpc_root *root)
 int fsdpc_fill_choose(const fsdpc_unit *unit)
 {
     bool stays = !unit->settings.requires_sync && !unit->settings.deterministic;
-    return unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
+    return unit->stays_open || unit->own_buffer || stays ? -1 : choose_pooled(unit->root);
 }
 
 static void fill_nothing(fsdpc_unit *unit)
@@ -95,6 +100,8 @@ fsdpc_status fsdpc_fill_take(fsdpc_unit *unit, int pooled)
     fsdpc_root *root = unit->root;
     if (pooled < 0 && !unit->own_buffer)
         FSDPC_TRY(create_own(unit));
+    if (pooled >= 0 && !root->pool[pooled])
+        FSDPC_TRY(create_pooled(root, pooled));
     fsdpc_buffer *buffer = pooled < 0 ? unit->own_buffer : root->pool[pooled];
     FSDPC_TRY(fsdpc_buffer_idle_wait(buffer, unit->name));
     if (pooled >= 0)

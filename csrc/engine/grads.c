@@ -117,3 +117,11 @@ bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param)
     unit->grads[param] = FSDPC_GRAD_OLD;
     return true;
 }
+
+bool fsdpc_unit_gave_all(const fsdpc_unit *unit)
+{
+    if (!unit->grad_live || unit->buffer || unit->reduction != FSDPC_REDUCTION_NONE ||
+        unit->pending)
+        return false;
+    return !memchr(unit->grads, FSDPC_GRAD_NEW, (size_t)unit->layout->n_params);
+}

@@ -42,4 +42,7 @@ fsdpc_status fsdpc_unit_take_grad(fsdpc_unit *unit, int param, bool given);
 fsdpc_status fsdpc_unit_give_begin(fsdpc_unit *unit, bool *any_out);
 bool fsdpc_unit_give_grad(fsdpc_unit *unit, int param);
 
+/* Are there gradients, all of which were handed out, and nothing is to be added? */
+bool fsdpc_unit_gave_all(const fsdpc_unit *unit);
+
 #endif

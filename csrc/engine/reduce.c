@@ -279,6 +279,8 @@ fsdpc_status fsdpc_reduce_open(fsdpc_unit *unit)
     fsdpc_root *root = unit->root;
     if (unit->buffer)
         return FSDPC_OK;
+    if (unit->grads_away)
+        return fsdpc_fail(FSDPC_ERR_STATE, "gradients of unit '%s' have no memory", unit->name);
     FSDPC_TRY(fsdpc_reduce_wait(unit)); /* an earlier use of this unit in the same backward */
     if (fsdpc_fill_suits_shard(unit)) {
         FSDPC_TRY(fsdpc_unit_advance(unit)); /* a step may not have read it yet */

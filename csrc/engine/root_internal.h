@@ -55,7 +55,9 @@ struct fsdpc_root {
     fsdpc_stream *replicate_stream;  /* second stages beside first ones; NULL: they share one */
     bool overlaps;                   /* streams are ordered by events; see order.h */
     fsdpc_event *published, *filled; /* of the main stream, for the same */
-    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];
+    int n_pool;                      /* pooled buffers, and their sizes */
+    size_t pool_bytes, pool_partial_bytes;
+    fsdpc_buffer *pool[FSDPC_POOLED_BUFFERS];         /* NULL: not created yet; a rank alone */
     fsdpc_buffer *pool_partial[FSDPC_POOLED_BUFFERS]; /* with replicas: its sums */
     fsdpc_unit *pool_filling[FSDPC_POOLED_BUFFERS];   /* who fills it; NULL: nobody */
     fsdpc_unit *pool_reducing[FSDPC_POOLED_BUFFERS];  /* whose posted reduction reads it */

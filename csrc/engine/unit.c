@@ -1,8 +1,8 @@
 /* A unit's private memory, and moving single parameters in and out of it.
  *
- * Masters and gradient shards are allocated once, with the unit, and never move: optimizers and
- * exported pieces may keep pointers.  Loops over elements are the kernels of flat_ops; this file
- * only finds out which elements.
+ * Masters are allocated once, with the unit, and never move: optimizers and exported pieces may keep
+ * pointers.  So are gradient shards, unless a front door lends memory for them.  Loops over elements
+ * are the kernels of flat_ops; this file only finds out which elements.
  */
 #include "engine/unit_internal.h"
 
@@ -128,7 +128,8 @@ void fsdpc_unit_destroy(fsdpc_unit *unit)
         return;
     for (int g = 0; unit->groups && g < unit->layout->n_groups; g++) {
         destroy_shard(unit, unit->groups[g].master_extent, unit->groups[g].master);
-        destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
+        if (!unit->grads_lent)
+            destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
     }
     for (int i = 0; i < FSDPC_MICRO_LEVELS; i++)
         fsdpc_device_free(unit->device, unit->sums[i]);
@@ -325,6 +326,17 @@ void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece
     const fsdpc_unit_group *group = &unit->groups[place->group];
     *piece_out = fsdpc_layout_piece(unit->layout, param, fsdpc_unit_rank(unit));
     return group->grad + piece_out->shard_offset * fsdpc_dtype_bytes(group->grad_dtype);
+}
+
+void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups)
+{
+    for (int g = 0; g < unit->layout->n_groups; g++) {
+        if (!unit->grads_lent)
+            destroy_shard(unit, unit->groups[g].grad_extent, unit->groups[g].grad);
+        unit->groups[g].grad = groups ? groups[g] : NULL;
+    }
+    unit->grads_lent = true;
+    unit->grads_away = !groups;
 }
 
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param)

@@ -102,6 +102,11 @@ void fsdpc_unit_lend(fsdpc_unit *unit, int change);
 /* Where its rows of the gradient lie, whatever they hold. */
 void *fsdpc_unit_grad_rows(const fsdpc_unit *unit, int param, fsdpc_piece *piece_out);
 
+/* Lets gradient shards lie in memory of others, one address for each flat group, until the next
+ * call; NULL: nowhere, as long as they hold nothing.  Not those that a policy offloads.  Whoever
+ * gives memory keeps it until it has called again, or until the unit has gone. */
+void fsdpc_unit_place_grads(fsdpc_unit *unit, void *const *groups);
+
 /* The whole parameter as modules read it: address fixed once the root exists, NULL before. */
 void *fsdpc_unit_full(const fsdpc_unit *unit, int param);
 

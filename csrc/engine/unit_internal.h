@@ -102,7 +102,8 @@ struct fsdpc_unit {
     bool *filled; /* per parameter: the open reduce buffer holds a contribution */
     int n_filled;
     fsdpc_buffer *buffer;     /* being filled; NULL: none open */
-    fsdpc_buffer *own_buffer; /* of units that stay open through backward */
+    bool stays_open;          /* through backward, so that it fills no pooled buffer */
+    fsdpc_buffer *own_buffer; /* of units that stay open, or were too many; NULL: not created */
     fsdpc_buffer shard;       /* the gradient shard as a buffer: fill.h */
     fsdpc_buffer *partial;    /* of the posted reduction, or holding postponed sums */
     fsdpc_buffer *own_partial;
@@ -114,6 +115,8 @@ struct fsdpc_unit {
 
     /* Accumulate.  Written by reduce.c, grads.c, micro.c and clip.c. */
     bool grad_live;
+    bool grads_lent;                         /* the shards lie in memory of others, */
+    bool grads_away;                         /* or nowhere, until they have some */
     uint8_t *grads;                          /* per parameter, the state of its reduced gradient:
                                                 fsdpc_grad_state */
     unsigned char *sums[FSDPC_MICRO_LEVELS]; /* deterministic: see micro.h */

@@ -40,6 +40,7 @@ struct fsdpc_unit_ref {
     fsdpc_param_ref *params;
     PyObject *comms[2]; /* strong: shard, replicate or NULL */
     PyObject *tier;     /* strong: what it is offloaded to; NULL: nothing */
+    PyObject *lent; /* strong: foreign tensors that gradient shards lie in; NULL: its own memory */
 };
 
 typedef struct fsdpc_py_comm {

@@ -53,6 +53,7 @@
     X(unit, unit_schedule)                                                                         \
     X(torch_unit, torch_call)                                                                      \
     X(torch_unit, torch_follow)                                                                    \
+    X(torch_unit, torch_lent)                                                                      \
     X(torch_unit, torch_grads)                                                                     \
     X(torch_unit, torch_product)                                                                   \
     X(torch_unit, torch_show)

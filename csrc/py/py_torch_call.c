@@ -56,7 +56,7 @@ static int catch_up(fsdpc_py_torch_unit *self)
     if (!self->taken && (fsdpc_torch_give_grads(self) < 0 || fsdpc_torch_take_grads(self) < 0))
         return -1;
     self->taken = true;
-    return 0;
+    return fsdpc_torch_lend(self);
 }
 
 int fsdpc_torch_begin_backward(fsdpc_py_torch_unit *self, uint64_t generation)
@@ -85,7 +85,7 @@ int fsdpc_torch_reach_backward(fsdpc_py_torch_unit *self)
     if (fsdpc_torch_join(self) < 0)
         return -1;
     if (fsdpc_root_in_backward(fsdpc_unit_root(unit)))
-        return 0;
+        return fsdpc_torch_lend(self);
     return fsdpc_torch_begin_backward(self, fsdpc_unit_generation(unit));
 }
 

@@ -72,7 +72,8 @@ int fsdpc_torch_follow_root(fsdpc_py_torch_unit *self)
         return 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->mates); i++) {
         fsdpc_py_torch_unit *mate = (fsdpc_py_torch_unit *)PyList_GET_ITEM(self->mates, i);
-        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0)
+        if (follow_memory(mate) < 0 || follow_trainable(mate) < 0 ||
+            fsdpc_torch_drop_grads(mate) < 0)
             return -1;
     }
     return 0;

@@ -45,7 +45,7 @@ static PyObject *dense(const fsdpc_py_torch_unit *self, const fsdpc_torch_param 
     return result;
 }
 
-static void *data_of(const fsdpc_py_torch_unit *self, PyObject *tensor)
+void *fsdpc_torch_data(const fsdpc_py_torch_unit *self, PyObject *tensor)
 {
     PyObject *number = PyObject_CallMethodNoArgs(tensor, self->names.data_ptr);
     void *data = number ? PyLong_AsVoidPtr(number) : NULL;
@@ -61,7 +61,7 @@ static int accept(fsdpc_py_torch_unit *self, int index, PyObject *grad)
     PyObject *plain = dense(self, &self->params[index], grad);
     if (!plain)
         return -1;
-    void *data = data_of(self, plain);
+    void *data = fsdpc_torch_data(self, plain);
     fsdpc_status status = FSDPC_OK;
     if (!PyErr_Occurred()) {
         fsdpc_runtime *runtime = &fsdpc_py_state_of_ref(self->unit_object)->runtime;
@@ -189,10 +189,13 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self)
     if (any < 0)
         return -1;
     if (!any) {
+        bool settled = fsdpc_unit_gave_all(unit);
         if (was_live)
             fsdpc_unit_zero_grad(unit);
-        return 0;
+        return settled ? fsdpc_torch_renew(self, false) : 0;
     }
+    if (fsdpc_torch_lend(self) < 0)
+        return -1;
     fsdpc_status status = fsdpc_unit_take_begin(unit);
     if (fsdpc_py_check(status) < 0)
         return -1;

@@ -1,8 +1,9 @@
 /* What foreign tensors are made over: the memory of a unit, and where its parameters lie in it.
  *
  * A front door slices the flat tensors that unit_memory returns at the offsets of unit_places: it
- * gets pieces, pieces of gradients and fulls without copying, and all fulls of a flat group are
- * views of one tensor.  The tensors keep the unit's memory alive, no Python object of the model.
+ * gets pieces and fulls without copying, and all fulls of a flat group are views of one tensor.  The
+ * tensors keep the unit's memory alive, no Python object of the model.  Gradients lie in memory that
+ * belongs to the tensors over it (grad_memory, or the foreign library's): py_torch_lent.c.
  */
 #include "py/py_torch_unit.h"
 
@@ -50,8 +51,42 @@ static PyObject *unit_memory(PyObject *module, PyObject *args)
     return list;
 }
 
+static void free_block(fsdpc_storage *storage)
+{
+    fsdpc_device_free(storage->device, storage->data);
+}
+
+/* grad_memory(unit): new memory for the gradient shard of every flat group, flat; zeros. */
+static PyObject *grad_memory(PyObject *module, PyObject *object)
+{
+    fsdpc_py_unit *self = fsdpc_py_unit_of(module, object);
+    if (!self)
+        return NULL;
+    const fsdpc_unit *unit = self->ref->unit;
+    fsdpc_device *device = fsdpc_unit_device(unit);
+    int n_groups = fsdpc_unit_layout(unit)->n_groups;
+    PyObject *list = PyList_New(n_groups);
+    for (int g = 0; list && g < n_groups; g++) {
+        const fsdpc_unit_flat flat = fsdpc_unit_flat_of(unit, g);
+        size_t bytes = flat.shard_numel * fsdpc_dtype_bytes(flat.grad_dtype);
+        void *data;
+        fsdpc_tensor *t = NULL;
+        fsdpc_status status = fsdpc_device_alloc_zeroed(device, FSDPC_MEM_GRAD, bytes, &data);
+        if (status == FSDPC_OK) {
+            status = fsdpc_tensor_wrap(device, flat.grad_dtype, 1, &flat.shard_numel, data,
+                                       free_block, NULL, &t);
+            if (status != FSDPC_OK)
+                fsdpc_device_free(device, data);
+        }
+        fsdpc_py_put(&list, g,
+                     status == FSDPC_OK ? fsdpc_py_tensor_wrap(module, t) : fsdpc_py_raise(status));
+    }
+    return list;
+}
+
 PyMethodDef fsdpc_py_torch_memory_functions[] = {
     FSDPC_PY_FUNCTION(unit_places, unit_places, METH_O),
     FSDPC_PY_FUNCTION(unit_memory, unit_memory, METH_VARARGS),
+    FSDPC_PY_FUNCTION(grad_memory, grad_memory, METH_O),
     {NULL, NULL, 0, NULL},
 };

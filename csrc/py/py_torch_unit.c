@@ -11,8 +11,8 @@ static bool init_names(fsdpc_torch_names *names)
     return true;
 }
 
-/* Pieces and gradients of every parameter, and where it stands. */
-static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, PyObject *grads)
+/* Pieces of every parameter, and where it stands. */
+static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces)
 {
     fsdpc_unit *unit = fsdpc_torch_unit(self);
     if (fsdpc_py_check(fsdpc_unit_mark_shared(unit)) < 0) /* users may write the pieces */
@@ -25,8 +25,6 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, Py
         p->master = piece.numel ? master : NULL;
         p->narrow = flat.dtype != flat.grad_dtype;
         p->piece = Py_NewRef(PyList_GET_ITEM(pieces, i));
-        p->grad = Py_NewRef(PyList_GET_ITEM(grads, i));
-        p->given = Py_NewRef(p->grad);
         if (!(p->hook = fsdpc_torch_hook_new(self, i)))
             return -1;
     }
@@ -45,32 +43,33 @@ static int fill(fsdpc_py_torch_unit *self, PyObject *slots, PyObject *pieces, Py
 
 static PyObject *torch_unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *unit, *slots, *pieces, *grads, *adopt, *streams;
-    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "grads", "adopt", "streams");
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!OO", keywords, &unit, &PyList_Type,
-                                     &slots, &PyList_Type, &pieces, &PyList_Type, &grads, &adopt,
+    PyObject *unit, *slots, *pieces, *adopt, *lend, *renew, *streams;
+    FSDPC_PY_KEYWORDS(keywords, "unit", "slots", "pieces", "adopt", "lend", "renew", "streams");
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!OOOO", keywords, &unit, &PyList_Type,
+                                     &slots, &PyList_Type, &pieces, &adopt, &lend, &renew,
                                      &streams))
         return NULL;
     fsdpc_py_unit *inner = fsdpc_py_unit_of(PyType_GetModule(type), unit);
     if (!inner)
         return NULL;
     int n = fsdpc_unit_layout(inner->ref->unit)->n_params;
-    if (PyList_GET_SIZE(pieces) != n || PyList_GET_SIZE(grads) != n)
-        return PyErr_Format(PyExc_ValueError,
-                            "a TorchUnit needs a piece and a gradient for each of %d", n);
+    if (PyList_GET_SIZE(pieces) != n)
+        return PyErr_Format(PyExc_ValueError, "a TorchUnit needs a piece for each of %d", n);
     fsdpc_py_torch_unit *self = (fsdpc_py_torch_unit *)type->tp_alloc(type, 0);
     if (!self)
         return NULL;
     self->unit_object = Py_NewRef(unit);
     self->unit = inner;
     self->adopt = Py_NewRef(adopt);
+    self->lend = Py_NewRef(lend);
+    self->renew = Py_NewRef(renew);
     self->streams = streams == Py_None ? NULL : Py_NewRef(streams);
     self->params = fsdpc_py_room(n, sizeof *self->params);
     self->slots = fsdpc_py_room(PyList_GET_SIZE(slots), sizeof *self->slots);
     if (self->params && self->slots) {
         self->n_params = n;
         self->n_slots = (int)PyList_GET_SIZE(slots);
-        if (init_names(&self->names) && fill(self, slots, pieces, grads) == 0)
+        if (init_names(&self->names) && fill(self, slots, pieces) == 0)
             return (PyObject *)self;
     }
     Py_DECREF(self);
@@ -124,6 +123,8 @@ static int torch_unit_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->set_version);
     Py_VISIT(self->at_end);
     Py_VISIT(self->adopt);
+    Py_VISIT(self->lend);
+    Py_VISIT(self->renew);
     Py_VISIT(self->mates);
     Py_VISIT(self->streams);
     Py_VISIT(Py_TYPE(object));
@@ -159,6 +160,8 @@ static int torch_unit_clear(PyObject *object)
     Py_CLEAR(self->set_version);
     Py_CLEAR(self->at_end);
     Py_CLEAR(self->adopt);
+    Py_CLEAR(self->lend);
+    Py_CLEAR(self->renew);
     Py_CLEAR(self->mates);
     Py_CLEAR(self->streams);
     return 0;

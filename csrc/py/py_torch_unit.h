@@ -1,10 +1,11 @@
 /* TorchUnit: what a front door over foreign tensors (torch) calls for one unit.
  *
- * The front door makes, once per unit, a foreign tensor for every piece, full and piece of the
- * gradient shard, all over the unit's own memory (unit_memory, unit_places).  A TorchUnit keeps
- * them and does what must be cheap: it drives the schedule, swaps pieces and fulls in the modules'
- * dictionaries, takes gradients by pointer, and keeps the pieces' `.grad` and the engine's gradient
- * shard telling the same.  It knows nothing of torch but the names of a few attributes and methods.
+ * The front door makes, once per unit, a foreign tensor for every piece and full, over the unit's own
+ * memory (unit_memory, unit_places), and one for every piece of the gradient shard, over memory that
+ * is the foreign library's (py_torch_lent.c).  A TorchUnit keeps them and does what must be cheap: it
+ * drives the schedule, swaps pieces and fulls in the modules' dictionaries, takes gradients by
+ * pointer, and keeps the pieces' `.grad` and the engine's gradient shard telling the same.  It knows
+ * nothing of torch but the names of a few attributes and methods.
  *
  * Gradients.  `.grad` of a piece is the user's: None after zero_grad, the TorchUnit's own tensor
  * over the shard after a backward, or anything that was assigned.  take_grads brings the engine up
@@ -21,6 +22,7 @@ typedef struct fsdpc_py_torch_unit fsdpc_py_torch_unit;
 typedef struct fsdpc_torch_param {
     PyObject *piece, *full; /* foreign tensors; full: NULL before bind */
     PyObject *grad;         /* over the rows of the gradient shard */
+    Py_ssize_t refs;        /* to `grad` when it was made: more are the user's */
     PyObject *given;        /* what `.grad` was set to: grad, or a copy in the piece's dtype */
     PyObject *hook;         /* GradHook, registered on the full once it is trainable */
     PyObject *dtype;        /* of the full; foreign dtypes are compared by identity */
@@ -74,6 +76,9 @@ struct fsdpc_py_torch_unit {
     PyObject *bases;       /* the tensors that fulls are views of */
     PyObject *set_version; /* set_version(bases, versions) */
     PyObject *adopt;       /* adopt(i): take over what a piece's memory was replaced by */
+    PyObject *lend;        /* lend(): gives the memory of gradients back to their tensors */
+    PyObject *renew;       /* renew(kept, idle): other tensors if users keep these; whether they
+                              gave their memory back, which they may where nothing runs */
     PyObject *mates;       /* the TorchUnits of the root, this one too; NULL before bind */
     PyObject *at_end;      /* at_end(): arranges that finish() runs when this backward ends */
     bool shown;            /* dictionaries hold fulls */
@@ -83,6 +88,7 @@ struct fsdpc_py_torch_unit {
     int pins;              /* calls of Unit.unshard that are not given back */
     bool lifted;           /* modules may be called: they stand on private copies */
     bool bound;
+    bool away;         /* gradients have no memory */
     PyObject *streams; /* streams(): the handle of the foreign library's current one; or NULL */
     fsdpc_torch_names names;
 };
@@ -115,6 +121,15 @@ int fsdpc_torch_take_grads(fsdpc_py_torch_unit *self);
 /* The engine -> pieces' `.grad`, after a backward that reduced; 1 if pieces have hooks that wait
  * for that, 0, or -1. */
 int fsdpc_torch_give_grads(fsdpc_py_torch_unit *self);
+
+/* Where a foreign tensor's data is; an exception is set if it cannot say. */
+void *fsdpc_torch_data(const fsdpc_py_torch_unit *self, PyObject *tensor);
+/* Gradient shards have memory after it. */
+int fsdpc_torch_lend(fsdpc_py_torch_unit *self);
+/* The gradients were dropped: what users keep of them is theirs alone.  `idle`: a forward begins. */
+int fsdpc_torch_renew(fsdpc_py_torch_unit *self, bool idle);
+/* A forward begins: drops gradients that no piece has any more. */
+int fsdpc_torch_drop_grads(fsdpc_py_torch_unit *self);
 
 /* Gives back what Unit.unshard took, all of it. */
 void fsdpc_torch_unpin(fsdpc_py_torch_unit *self);

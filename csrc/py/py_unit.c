@@ -27,6 +27,7 @@ static void free_unit_ref(fsdpc_unit_ref *ref)
         Py_XDECREF(ref->comms[i]);
     }
     Py_XDECREF(ref->tier);
+    Py_XDECREF(ref->lent);
     PyGILState_Release(gil);
     PyMem_RawFree(ref->params);
     PyMem_RawFree(ref);

@@ -2134,10 +2134,15 @@ class TorchUnit:
         unit: Unit,
         slots: list[tuple[dict[str, Any], str, int]],
         pieces: list[Any],
-        grads: list[Any],
         adopt: Callable[[int], None],
+        lend: Callable[[], None],
+        renew: Callable[[bool, bool], bool],
         streams: Callable[[], int] | None,
     ) -> None: ...
+    def place(self, grads: list[Any], flats: list[Any] | None, away: bool, /) -> None:
+        """Let these be the gradients, rows of these tensors, which have no memory if ``away``;
+        None: rows of the unit's own memory.
+        """
     @property
     def in_backward(self) -> bool:
         """Whether the root's backward runs."""
@@ -2204,6 +2209,9 @@ def unit_places(unit: Unit, /) -> list[tuple[int, int, int, int, int]]:
 
 def unit_memory(unit: Unit, kind: str, /) -> list[Tensor]:
     """Return "master", "grad" or "full" of each flat group."""
+
+def grad_memory(unit: Unit, /) -> list[Tensor]:
+    """Return new memory for the gradient shard of each flat group: zeros, in its dtype."""
 
 def product(
     out: int,

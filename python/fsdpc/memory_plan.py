@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -186,6 +187,17 @@ class _UnitShape:
             return [self.reduce_dtype or self.param_dtype or dtype for dtype in groups]
         return [d if d == _core.float64 else _core.float32 for d in groups]
 
+    def is_filled_in_place(self, device: str) -> bool:
+        """Whether a rank that is alone writes gradients where they stay."""
+        offload = self.offload[device]
+        sums = self.sums("reduce")
+        return (
+            len(sums) == 1
+            and sums == self.sums("partial")
+            and not (offload and offload[4])
+            and not distributed.is_deterministic()
+        )
+
 
 class _Buffer(NamedTuple):
     """A reduce buffer, or a partial between the two stages of a mesh with replicas."""
@@ -234,7 +246,8 @@ def memory_plan(
     -------
     MemoryPlan
         Equal to the run's own peaks, category by category, once the schedule is recorded and as
-        long as no unit keeps gradients over several backwards (``no_sync``). It is of this
+        long as no unit keeps gradients over several backwards (``no_sync``, and, of a rank that is
+        alone, gradients that are added up). It is of this
         process's device and, for as many ranks as this run has, of its hosts;
         :meth:`MemoryPlan.for_device` and :meth:`MemoryPlan.for_hosts` give that of others.
 
@@ -291,8 +304,10 @@ def memory_plan(
         shards["cuda"]["pinned"] += sum(published)
     ahead = model._fsdpc_unit.prefetch if isinstance(model, FSDPModule) else 1
     two_stages = replicate > 1 and shard > 1
-    buffers = _buffers(units, plans, keeps, two_stages)
-    reduce = sum(buffer.bytes for buffer in buffers)
+    alone = replicate * shard == 1
+    buffers = {
+        name: _buffers(units, plans, keeps, two_stages, name if alone else None) for name in DEVICES
+    }
     first = shard if shard > 1 else replicate  # ranks that a sum brings contributions of
     received = (first - 1) * max((one["contribution"] for one in plans), default=0)
     if two_stages:
@@ -301,7 +316,8 @@ def memory_plan(
         name: {
             **shards[name],
             "wire": _core.plan_fulls(fulls, shard, ahead, name == "cuda"),
-            "reduce": reduce + (received if _contributions_are_sent(name) else 0),
+            "reduce": sum(buffer.bytes for buffer in buffers[name])
+            + (received if _contributions_are_sent(name) else 0),
         }
         for name in DEVICES
     }
@@ -316,7 +332,7 @@ def memory_plan(
     return MemoryPlan(
         device=here, hosts=world.hosts if world is not None and is_here else 1,
         micro_sum=sum(one["partial"] for one in plans), **by_device[here], activation=activation,
-        units=described, _by_device=by_device, _mesh=(replicate, shard), _buffers=buffers,
+        units=described, _by_device=by_device, _mesh=(replicate, shard), _buffers=buffers["cpu"],
     ).for_device(here)  # fmt: skip
 
 
@@ -339,20 +355,27 @@ def _shard_bytes(
 
 
 def _buffers(
-    units: list[_UnitShape], plans: list[dict[str, int]], keeps: bool, two_stages: bool
+    units: list[_UnitShape],
+    plans: list[dict[str, int]],
+    keeps: bool,
+    two_stages: bool,
+    alone_on: str | None,
 ) -> tuple[_Buffer, ...]:
-    """What csrc/engine/fill.c creates."""
+    """What csrc/engine/fill.c creates; ``alone_on`` is the device of a rank that is alone."""
     found = []
     both = [(unit, one) for unit, one in zip(units, plans) if one["reduce"]]
-    pooled = [each for each in both if not (each[0].own_buffer or keeps)]
+    pools = [not (unit.own_buffer or keeps) for unit, _ in both]
+    sharing = [each for each, it_pools in zip(both, pools) if it_pools]
+    fills = [not (alone_on and unit.is_filled_in_place(alone_on)) for unit, _ in both]
     for stage in ("reduce", "partial") if two_stages else ("reduce",):
-        for unit, one in both:
-            if unit.own_buffer or keeps:
+        for (unit, one), it_fills in zip(both, fills):
+            if it_fills and (unit.own_buffer or keeps):
                 found.append(_Buffer(stage, one[stage], tuple((d,) for d in unit.sums(stage))))
-        shared = zip_longest(*(unit.sums(stage) for unit, _ in pooled))
+        shared = zip_longest(*(unit.sums(stage) for unit, _ in sharing))
         dtypes = tuple(tuple({d for d in each if d is not None}) for each in shared)
-        largest = max((one[stage] for _, one in pooled), default=0)
-        found += [_Buffer(stage, largest, dtypes)] * min(_core.pooled_buffers, len(pooled))
+        largest = max((one[stage] for _, one in sharing), default=0)
+        n = sum(map(operator.and_, fills, pools))
+        found += [_Buffer(stage, largest, dtypes)] * min(_core.pooled_buffers, n)
     return tuple(found)
 
 

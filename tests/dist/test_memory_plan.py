@@ -61,6 +61,8 @@ def test_plan_is_the_peak(precision: str) -> None:
             if category == "wire" and not counts_wire:
                 wanted = 0
             assert peaks[category] == wanted, (name, category)
+        # A rank that is alone writes fp32 gradients where they stay.
+        assert (plan.reduce == 0) == (fsdpc.world_size() == 1)
         del model
 
 
@@ -158,6 +160,8 @@ def test_plan_of_another_world() -> None:
     assert 4 * n / 64 <= many.master < 1.02 * 4 * n / 64
     assert 4 * n / 8 <= hybrid.master < 1.02 * 4 * n / 8
     assert hybrid.reduce > many.reduce  # partials
+    narrow = fsdpc.MixedPrecisionPolicy(param_dtype="bfloat16", reduce_dtype="bfloat16")
+    assert one.reduce == 0 < fsdpc.memory_plan(model, 1, plan=blocks, mp_policy=narrow).reduce
     assert "total" in str(many)
     with pytest.raises(ValueError, match="a mesh is"):
         fsdpc.memory_plan(model, (0, 8))

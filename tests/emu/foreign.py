@@ -87,6 +87,11 @@ class Runtime:
         self._call("cudaHostAlloc", ctypes.byref(address), ctypes.c_size_t(n_bytes), 1)
         return address.value or 0
 
+    def fill(self, address: int, byte: int, n_bytes: int, stream: int) -> None:
+        """Let a stream set bytes."""
+        self._call("cudaMemsetAsync", ctypes.c_void_p(address), byte, ctypes.c_size_t(n_bytes),
+                   ctypes.c_void_p(stream))
+
     def submit(self, function: Callable[[], Any], stream: int) -> None:
         """Let a stream call a function."""
         called = _HOST_FUNCTION(lambda _: function() and None)

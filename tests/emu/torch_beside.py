@@ -6,7 +6,8 @@ what the engine does elsewhere without order it sees what happens to be done: to
 with delays.
 
 Memory of a GPU's tensors goes back in the order of their stream; here it is kept until the end of
-:meth:`Gpu.stream`, or the process.
+:meth:`Gpu.stream`, or the process. That of gradients is the engine's, filled with NaN when it goes
+back to torch.
 """
 
 from __future__ import annotations
@@ -54,11 +55,18 @@ class Gpu:
         _device.raw_stream = lambda: self.told()
         _device._over = self._over
         _device._under = lambda t: _core.from_dlpack(relabel(t.__dlpack__(), CUDA))
+        _device.grad_memory = lambda unit, _: ([self._over(m) for m in _core.grad_memory(unit)],
+                                               True)
+        _device.Lent.resize = lambda lent, n_bytes: self._resized(lent, n_bytes)
         InOrder(self).__enter__()
 
     def _over(self, memory: Any) -> torch.Tensor:
         capsule = memory.__dlpack__(stream=self.current, max_version=(1, 0))
         return torch.from_dlpack(relabel(capsule, CPU))
+
+    def _resized(self, lent: _device.Lent, n_bytes: int) -> None:
+        if n_bytes == 0:
+            self.runtime.fill(lent.storage.data_ptr(), 0xff, lent.bytes, self.current)
 
     @contextmanager
     def stream(self, handle: int) -> Iterator[None]:

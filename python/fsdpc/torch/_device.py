@@ -57,6 +57,49 @@ def to_engine(t: torch.Tensor) -> _core.Tensor:
     return _under(t if t.device == at else t.to(at))
 
 
+def takes_back() -> bool:
+    """Whether torch's allocator has a use for the memory of gradients while there are none."""
+    return not on_cpu()
+
+
+def grad_memory(
+    unit: _core.Unit, masters: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], bool]:
+    """Return memory for the gradient shards beside a unit's masters, and whether it is new.
+
+    Where a policy offloads gradients it is the unit's own.
+    """
+    if unit.offload and unit.offload[4]:
+        return [_over(m) for m in _core.unit_memory(unit, "grad")], False
+    if not takes_back():
+        return [_over(m) for m in _core.grad_memory(unit)], True
+    return [
+        torch.empty_like(m, dtype=torch.promote_types(m.dtype, torch.float32)) for m in masters
+    ], True
+
+
+class Lent:
+    """Memory of torch's that gradients lie in, with as many users as it has now."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.storage: torch.UntypedStorage = flat.untyped_storage()
+        self.bytes: int = self.storage.nbytes()
+        self.users: int = _count_users(self.storage)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody has made other tensors over it, which live."""
+        return _count_users(self.storage) > self.users
+
+    def resize(self, n_bytes: int) -> None:
+        """Give the memory back to torch (0), or take as much again."""
+        self.storage.resize_(n_bytes)
+
+
+def _count_users(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def choose(params: Sequence[tuple[str, nn.Parameter]], asked: str | None = None) -> None:
     """Raise unless parameters are where the engine computes, which a first unit on a GPU decides.
 

@@ -274,10 +274,7 @@ def _measure(grads: list[Held], order: float) -> torch.Tensor:
     values = _core.norms_of_rows(
         [state.unit for state, _, _ in grads],
         [index for _, index, _ in grads],
-        [
-            state.shards[index] if g is state.grads[index] else _device.to_engine(_dense(g))
-            for state, index, g in grads
-        ],
+        [_device.to_engine(_dense(g)) for _, _, g in grads],
         order,
     )
     return torch.tensor(values, dtype=torch.float64, device=_device.home())

@@ -167,29 +167,23 @@ class UnitState:
         self.unit: _core.Unit = unit
         self.dtypes: list[torch.dtype] = dtypes
         self.places: list[tuple[int, int, int, int, int]] = _core.unit_places(unit)
-        masters = [_device.to_torch(m) for m in _core.unit_memory(unit, "master")]
-        flats = _core.unit_memory(unit, "grad")
-        shards = [_device.to_torch(m) for m in flats]
-        n = len(self.pieces)
-        self.rows: list[torch.Tensor] = [self._rows(masters, i) for i in range(n)]
-        self.shards: list[_core.Tensor] = [  # the engine's tensors over the rows of gradients
-            flats[group][offset : offset + numel] for group, _, _, numel, offset in self.places
+        self.masters: list[torch.Tensor] = [
+            _device.to_torch(m) for m in _core.unit_memory(unit, "master")
         ]
-        self.grads: list[PieceGrad] = [
-            as_piece_grad(self._rows(shards, i), self, i) for i in range(n)
+        self.rows: list[torch.Tensor] = [
+            self._rows(self.masters, i) for i in range(len(self.pieces))
         ]
-        self.is_narrow: bool = any(
-            m.dtype is not s.dtype for m, s in zip(masters, shards, strict=True)
-        )
+        self.is_narrow: bool = any(m.dtype.itemsize < torch.float32.itemsize for m in self.masters)
         for i, piece in enumerate(self.pieces):
             piece.grad = None
             piece.data = self.rows[i]
             self._describe(i, piece)
         self.trusted: list[int] = [piece._version for piece in self.pieces]
         self.torch_unit: _core.TorchUnit = _core.TorchUnit(
-            unit, self.slots, self.pieces, self.grads, self.adopt, _device.streams()
+            unit, self.slots, self.pieces, self.adopt, self._lend, self._renew, _device.streams()
         )
         self.torch_unit.guard(self.guards)
+        self._make_grads()
 
     @property
     def is_running(self) -> bool:
@@ -199,6 +193,36 @@ class UnitState:
     def _rows(self, flats: list[torch.Tensor], i: int) -> torch.Tensor:
         group, _, _, numel, offset = self.places[i]
         return flats[group][offset : offset + numel].view(self.unit.local(i).shape)
+
+    def _make_grads(self) -> None:
+        """Let gradients lie in other memory; whoever holds earlier ones keeps them."""
+        flats, is_lent = _device.grad_memory(self.unit, self.masters)
+        self.grads: list[PieceGrad] = [
+            as_piece_grad(self._rows(flats, i), self, i) for i in range(len(self.pieces))
+        ]
+        self.lent: list[_device.Lent] = [_device.Lent(flat) for flat in flats] if is_lent else []
+        goes_back = _device.takes_back()
+        if goes_back:
+            self._give_back()
+        self.torch_unit.place(self.grads, flats if is_lent else None, goes_back)
+
+    def _renew(self, kept: bool, idle: bool) -> bool:
+        """Part from gradients that somebody keeps; return whether the memory of others went back."""
+        if kept or any(one.is_kept for one in self.lent):
+            self._make_grads()
+            return False
+        if not idle or not _device.takes_back():
+            return False
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        for one in self.lent:
+            one.resize(0)
+
+    def _lend(self) -> None:
+        for one in self.lent:
+            one.resize(one.bytes)
 
     def _describe(self, i: int, piece: nn.Parameter) -> None:
         piece.__dict__.update(self.attributes[i])
